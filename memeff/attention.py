@@ -1,0 +1,206 @@
+"""The contract: `dot_product_attention`, its arguments in the user's words and the walk from them to an implementation."""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from memeff import arguments, dispatch, sharding
+from memeff.differentiation import attend
+from memeff.problem import SEES_NOTHING, Operands, Problem
+
+Implementation = Literal["xla", "reference", "pallas"]
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = ...,
+    logits_soft_cap: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    q_offset: ArrayLike = 0,
+    chunk_size: int | tuple[int, int] | None = None,
+    precision: lax.PrecisionLike = None,
+    dropout_rng: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool | None = None,
+    dtype: DTypeLike | None = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = True,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    logits_soft_cap: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    q_offset: ArrayLike = 0,
+    chunk_size: int | tuple[int, int] | None = None,
+    precision: lax.PrecisionLike = None,
+    dropout_rng: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool | None = None,
+    dtype: DTypeLike | None = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = True,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    implementation=None,
+    return_residual=False,
+    logits_soft_cap=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    q_offset: ArrayLike = 0,
+    chunk_size=None,
+    precision=None,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    broadcast_dropout=True,
+    deterministic=None,
+    dtype=None,
+    module=None,
+    force_fp32_for_softmax=True,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+):
+    r"""Exact attention, `softmax(cap(scale * query key^T) + bias) value`, without ever storing the T x S matrix.
+
+    A superset of `jax.nn.dot_product_attention`, and an `attention_fn` for Flax (Linen and NNX).
+    Memory: O(T + S) beyond inputs and outputs, forward and gradient; a `bias` or dense `mask` costs its own size.
+    Gradients go to query, key, value, and to bias, scale and logits_soft_cap where they are arrays.
+
+    Args:
+      query: [*B, T, N, H], float. Leading dims may be none or many.
+      key: [*B, S, K, H], same dtype as `query`. N must be a multiple of K; query head n reads key head n // (N // K).
+      value: [*B, S, K, D], same dtype as `query`. D need not be H.
+      bias: broadcastable to [*B, N, T, S], float, added to the logits. -inf, or the lowest finite number of its dtype,
+        hides the key as a mask would.
+      mask: broadcastable to [*B, N, T, S], boolean, True = may attend.
+      scale: multiplies the dot products; a number or a scalar array. Default 1 / sqrt(H).
+      is_causal: query row i sees keys up to position i + q_offset (top-left aligned, as jax.nn).
+      query_seq_lengths: [*B], integers, tokens: rows past it give 0.
+      key_value_seq_lengths: [*B], integers, tokens: keys past it are seen by nobody. Traced lengths cannot be checked
+        and count as at most S.
+      local_window_size: (left, right) in tokens, None for no bound, both sides inclusive; an int means both. With
+        `is_causal` the smaller right holds.
+      implementation: None (memeff chooses), "xla" (chunked, any device), "reference" (quadratic), "pallas" (not yet).
+      return_residual: also return lse.
+      logits_soft_cap: c > 0: logits become c * tanh(logits / c), before bias and mask.
+      query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.
+        The first alone serves both where T = S.
+      q_offset: int, or integers [*B]: the position of query row 0 among the keys, for `is_causal` and windows.
+      chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
+        measurement, see `memeff.dispatch`.
+      precision: of the products, as `jax.lax.dot_general` takes it.
+      dropout_rng, dropout_rate, broadcast_dropout, deterministic: as in Flax, and for the same key the same mask as
+        Flax's: a function of coordinates, so of no chunk size. Drops where the rate is > 0 and not `deterministic`.
+      dtype: cast query, key and value to it first, as Flax does.
+      module: Flax's request to sow attention weights: refused, they are what is never stored.
+      force_fp32_for_softmax: always so here.
+      qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products: refused.
+
+    Returns:
+      [*B, T, N, D] in the dtype of `query`; rows that see no key are 0. With `return_residual`, also
+      lse [*B, T, N], float32 (float64 for float64), natural log; -inf for rows that see no key; differentiable.
+
+    Raises:
+      ValueError: shapes or values disagree. The message names the argument, what came and what was expected.
+      TypeError: a dtype or a kind is wrong.
+      NotImplementedError: a legal call that the requested `implementation` cannot run; the message says why.
+
+    Example:
+      >>> x = jnp.ones((2, 7, 4, 8))
+      >>> dot_product_attention(x, x, x, local_window_size=(2, 0)).shape
+      (2, 7, 4, 8)
+
+    Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
+    """
+    del force_fp32_for_softmax  # softmax is in float32 at least
+    arguments.check_flax_hooks(query, key, module, qk_attn_weights_einsum, attn_weights_value_einsum)
+    from_flax = deterministic is not None  # Linen and NNX always pass it: their dtype and mask habits then hold
+    query, key, value = arguments.check_arrays(query, key, value, dtype, from_flax)
+    sharding.check_layout(query, key, value)
+    shape = arguments.Shape.of(query, key, value)
+    terms, static_terms = arguments.check_terms(shape, bias, scale, logits_soft_cap)
+    offset, static_offset = arguments.check_offset(shape, q_offset)
+    left, right = arguments.check_window(local_window_size, is_causal)
+    q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
+    dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
+    tile, fixed_tile = dispatch.tile_sizes((shape.T, shape.S), arguments.check_chunk_size(chunk_size))
+    problem = Problem(
+        left=left,
+        right=right,
+        q_offset=static_offset,
+        scale=static_terms[0],
+        soft_cap=static_terms[1],
+        dropout=dropout,
+        precision=arguments.check_precision(precision),
+        chunk_size=tile,
+        fixed_chunk_size=fixed_tile,
+    )
+    operands = Operands(
+        *arguments.fold(shape, query, key, value),
+        terms=terms,
+        mask=arguments.check_mask(shape, mask, from_flax),
+        q_lengths=arguments.check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T),
+        kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", key_value_seq_lengths, "S", shape.S),
+        q_offset=offset,
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        dropout_key=dropout_key,
+    )
+    operands = sharding.like_query(operands)
+    module = dispatch.select_implementation(problem, operands, implementation)
+    out, lse = attend(module, problem, bool(return_residual), operands)
+    out = arguments.unfold(shape, out)
+    if lse is None:
+        return out
+    lse = arguments.unfold(shape, lse)
+    return out, jnp.where(lse == SEES_NOTHING, -jnp.inf, lse)

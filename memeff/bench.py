@@ -1,0 +1,504 @@
+"""`python -m memeff.bench`: attention's time and memory beside what a user would pick instead. Hides how each is measured.
+
+  memory   temporary bytes of the compiled call, for lengths that no machine could run: nothing is allocated
+  speed    milliseconds and FLOP/s, the same bytes, on GPUs the measured peak, and the error against float64
+
+Both print GitHub's Markdown under a line that names device, versions and command; the README's tables are this output.
+FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, half for causal. Times are medians of samples taken in
+turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import memeff
+
+MASKS, MODES = ("causal", "full"), ("forward", "gradient")
+TITLES = {"forward": "forward", "gradient": "forward + gradient"}
+BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
+STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
+NAMES = "memeff[:CHUNK], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
+Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was found
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call to measure, with T = S = length. mode "gradient" is forward + gradient, from a random cotangent."""
+
+    length: int
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    mask: str = "causal"
+    mode: str = "forward"
+
+    @property
+    def flops(self) -> float:
+        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim
+        return forward * (0.5 if self.mask == "causal" else 1) * (3.5 if self.mode == "gradient" else 1)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key, value, and the cotangent of out."""
+        query, key = ((self.batch, self.length, n, self.head_dim) for n in (self.heads, self.kv_heads))
+        return query, key, key, query
+
+    @property
+    def input_bytes(self) -> int:
+        """Of query, key and value."""
+        return sum(int(np.prod(shape)) for shape in self.shapes[:3]) * jax.numpy.dtype(self.dtype).itemsize
+
+
+# ---- the implementations
+
+
+def why_not(name: str, dtype: str) -> str | None:
+    """None if `name` can run here, else the reason; an unknown name is a ValueError."""
+    library, _, variant = name.partition(":")
+    if library in ("torch", "tokamax") and importlib.util.find_spec(library) is None:
+        return f"{library} is not installed"
+    if variant == "cudnn" and (jax.default_backend() != "gpu" or dtype not in ("bfloat16", "float16")):
+        return "cuDNN needs an NVIDIA GPU and a 16-bit dtype"
+    try:
+        if name != "torch":
+            attention(name)
+    except ImportError as error:
+        return f"{library} does not import: {error}"
+    return None
+
+
+def attention(name: str) -> Callable[..., Any]:
+    """The JAX function behind `name`, of query, key, value and is_causal."""
+    library, _, variant = name.partition(":")
+    match library:
+        case "memeff" if variant.isdecimal() or not variant:
+            return functools.partial(memeff.dot_product_attention, chunk_size=int(variant) if variant else None)
+        case "jax.nn" if variant in ("", "xla", "cudnn"):
+            return functools.partial(jax.nn.dot_product_attention, implementation=variant or "xla")  # type: ignore
+        case "reference" if not variant:
+            return functools.partial(memeff.dot_product_attention, implementation="reference")
+        case "tokamax":
+            return functools.partial(importlib.import_module(library).dot_product_attention, implementation=variant or None)
+    raise ValueError(f"implementation {name!r} is not known: use {NAMES}.")
+
+
+def is_plain(name: str) -> bool:
+    """Does it hold T x S logits?"""
+    return name in ("jax.nn", "jax.nn:xla", "reference")
+
+
+@functools.cache
+def compiled(name: str, case: Case) -> jax.stages.Compiled:
+    """(out,), or (out, dq, dk, dv), of query, key, value and the cotangent; compiled from shapes alone."""
+    logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.length**2
+    if logits >= 2**39 and jax.default_backend() == "cpu":
+        raise MemoryError("out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)")
+    attend = functools.partial(attention(name), is_causal=case.mask == "causal")
+
+    def call(query, key, value, dout):
+        if case.mode == "forward":
+            return (attend(query, key, value),)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(dout)
+
+    return jax.jit(call).lower(*(jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)).compile()
+
+
+class Run(NamedTuple):
+    """A call with its inputs: `call()` starts it and gives out (dq, dk, dv) in B T N H, `wait` ends it."""
+
+    call: Callable[[], tuple]
+    wait: Callable[[tuple], Any]
+
+
+@functools.lru_cache(maxsize=1)
+def inputs(shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)  # on the host: the device's peak is to be the call's
+    return tuple(jax.device_put(rng.standard_normal(s, np.float32).astype(jax.numpy.dtype(dtype))) for s in shapes)
+
+
+def prepare(name: str, case: Case) -> Run:
+    if reason := why_not(name, case.dtype):
+        raise NotImplementedError(reason)
+    arrays = inputs(case.shapes, case.dtype)
+    if name == "torch":
+        return prepare_torch(case, arrays)
+    run, need, have = compiled(name, case), all_bytes(name, case), device_bytes()
+    if need > have:  # said, not tried: a CPU's system kills what asks for too much
+        raise MemoryError(f"out of memory: needs {human(need)} of {human(have)}")
+    return Run(lambda: run(*arrays), jax.block_until_ready)
+
+
+def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
+    torch = importlib.import_module("torch")
+    query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)  # torch wants B N T H
+    primals = [x.detach().requires_grad_(case.mode == "gradient") for x in (query, key, value)]
+    options = {"is_causal": case.mask == "causal", "enable_gqa": case.heads != case.kv_heads}
+
+    def call():
+        out = torch.nn.functional.scaled_dot_product_attention(*primals, **options)
+        gradients = torch.autograd.grad(out, primals, dout) if case.mode == "gradient" else ()
+        return tuple(x.detach().transpose(1, 2) for x in (out, *gradients))
+
+    return Run(call, lambda _: torch.cuda.synchronize() if query.is_cuda else None)
+
+
+# ---- memory
+
+
+def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[str] = ("jax.nn", "memeff")) -> list[Row]:
+    """Temporary bytes for every length, each of `cases` (whose own length is not read) and implementation.
+
+    One row each: the fields of `Case`, `implementation`, `input_bytes`, `temp_bytes`, `extrapolated` (see `too_large`).
+    Compiles, and allocates nothing.
+
+    Example:
+      >>> [row["temp_bytes"] for row in memory_table([1024, 2048], [Case(0)], ["jax.nn"])]
+      [67108864, 268435456]
+    """
+    cells = [(name, dataclasses.replace(case, length=length)) for length in lengths for case in cases for name in names]
+    rows = []
+    for name, case in progress(cells, "compiling"):
+        found = {
+            "input_bytes": case.input_bytes,
+            "temp_bytes": temp_bytes(name, case),
+            "extrapolated": too_large(name, case),
+        }
+        rows.append(describe(name, case) | found)
+    return rows
+
+
+@functools.cache
+def too_large(name: str, case: Case) -> bool:
+    """Is it too large to compile? A GPU needs the memory even for that: it tries kernels on arrays of the size."""
+    return (attempt(compiled, name, case)[1] or "").startswith("out of memory")
+
+
+def temp_bytes(name: str, case: Case) -> int:
+    """Temporary bytes of the compiled call, beyond inputs and outputs; of what is too large, by the growth up to there."""
+    if too_large(name, case):
+        half, quarter = (temp_bytes(name, dataclasses.replace(case, length=case.length // n)) for n in (2, 4))
+        return half * half // quarter
+    memory: Any = compiled(name, case).memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def all_bytes(name: str, case: Case) -> int:
+    """With inputs and outputs."""
+    memory: Any = compiled(name, case).memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def device_bytes() -> float:
+    """The memory of the device, or 3/4 of the machine's where the CPU is the device."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return 0.75 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else float("inf")
+
+
+def peaks(names: Sequence[str], cases: Sequence[Case]) -> dict[tuple[str, Case], int]:
+    """Measured bytes beyond the inputs at the highest point of a call, on devices that tell it.
+
+    A device keeps one maximum for all time, so the calls go from small to large, plain attention last (to compile it for a
+    GPU tries kernels on arrays as large as its logits). A call that does not raise the maximum is not in the result.
+    """
+    device, found = jax.devices()[0], {}
+    if "peak_bytes_in_use" not in (device.memory_stats() or {}):
+        return found
+    for plain in (False, True):
+        cells = [(name, case) for name in names if is_plain(name) == plain and name != "torch" for case in cases]
+        sizes = {cell: attempt(all_bytes, *cell)[0] for cell in cells}
+        for cell in progress(sorted((cell for cell in cells if sizes[cell]), key=lambda cell: sizes[cell]), "peak"):
+            run, _ = attempt(prepare, *cell)
+            before = device.memory_stats()
+            if run and attempt(lambda run=run: run.wait(run.call()))[1] is None:
+                after = device.memory_stats()["peak_bytes_in_use"]
+                if after > before["peak_bytes_in_use"]:
+                    found[cell] = after - before["bytes_in_use"]
+    return found
+
+
+# ---- speed
+
+
+def speed_table(cases: Sequence[Case], names: Sequence[str] | None = None, *, rounds: int = 7) -> list[Row]:
+    """Time, FLOP/s, bytes and error of every implementation for every case; what cannot run gets a `note` and goes on.
+
+    One row each: the fields of `Case`, `implementation`, `seconds` (median), `seconds_min`, `flops_per_second`,
+    `speed_against_jax_nn`, `error` (see `error_of`), `temp_bytes`, `peak_bytes`, `note`; None where nothing was found.
+    """
+    names = names or [name for name in STANDARD if why_not(name, cases[0].dtype) is None]
+    peak_bytes, rows = peaks(names, cases), []
+    for case in progress(cases, "timing"):
+        runs, errors, notes = {}, {}, {}
+        for name in names:
+            runs[name], notes[name] = attempt(prepare, name, case)
+            if runs[name]:
+                errors[name], notes[name] = attempt(error_of, runs[name], case)
+        samples = measure({name: run for name, run in runs.items() if notes[name] is None}, rounds)
+        for name in names:
+            took = samples.get(name, [])
+            seconds = statistics.median(took) if took else None
+            turns = list(zip(samples.get("jax.nn", []), took, strict=False))
+            found = {
+                "seconds": seconds,
+                "seconds_min": min(took, default=None),
+                "flops_per_second": case.flops / seconds if seconds else None,
+                "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns) if turns else None,
+                "error": errors.get(name),
+                "temp_bytes": attempt(temp_bytes, name, case)[0] if not too_large(name, case) else None,
+                "peak_bytes": peak_bytes.get((name, case)),
+                "note": notes[name],
+            }
+            rows.append(describe(name, case) | found)
+    return rows
+
+
+def describe(name: str, case: Case) -> Row:
+    return {"implementation": name, **dataclasses.asdict(case)}
+
+
+def attempt(function: Callable, *args) -> tuple[Any, str | None]:
+    """The result, or why there is none in one line: what a guest cannot do is an entry in the table, not its end."""
+    try:
+        return function(*args), None
+    except Exception as error:  # each library has a class of its own for running out of memory
+        text = " ".join(str(error).split())
+        full = "RESOURCE_EXHAUSTED" in text or "out of memory" in text and not isinstance(error, MemoryError)
+        return None, "out of memory" if full else text[:100] or type(error).__name__
+
+
+def measure(runs: dict[str, Run], rounds: int, at_least: float = 0.05) -> dict[str, list[float]]:
+    """Seconds a call, `rounds` samples of each, in turns; a sample is as many calls as fill `at_least` seconds."""
+    calls = {name: min(1000, 1 + int(at_least / timed(run, 1))) for name, run in runs.items()}
+    turns = [{name: timed(run, calls[name]) for name, run in runs.items()} for _ in range(rounds)]
+    return {name: [turn[name] for turn in turns] for name in runs}
+
+
+def timed(run: Run, calls: int) -> float:
+    """Seconds a call. On a GPU the calls queue up, which hides their launches; a CPU would run them side by side."""
+    apart = jax.default_backend() == "cpu"
+    result, start = (), time.perf_counter()
+    for _ in range(calls):
+        result = run.call()
+        if apart:
+            run.wait(result)
+    run.wait(result)
+    return (time.perf_counter() - start) / calls
+
+
+def error_of(run: Run, case: Case) -> float:
+    """Largest error of 32 rows of out (and dq) of the last head against float64, divided by the largest exact entry."""
+    result = run.call()
+    run.wait(result)
+    rows = np.unique(np.linspace(0, case.length - 1, 32).astype(int))
+    query, key, value, dout = inputs(case.shapes, case.dtype)
+    q, do = (np.asarray(x[-1, rows, -1], np.float64) for x in (query, dout))
+    k, v = (np.asarray(x[-1, :, -1], np.float64) for x in (key, value))
+    scale = case.head_dim**-0.5
+    s = scale * q @ k.T
+    if case.mask == "causal":
+        s[rows[:, None] < np.arange(case.length)] = -np.inf
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = do @ v.T
+    exact = p @ v, scale * (p * (dp - (p * dp).sum(-1, keepdims=True))) @ k
+    sampled = (x[-1, rows, -1] for x in result[:2])
+    sampled = (np.asarray(x.double().cpu() if hasattr(x, "cpu") else x, np.float64) for x in sampled)
+    return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, exact, strict=False))
+
+
+# ---- what people see
+
+
+def progress(things: Sequence, label: str) -> Iterable:
+    if importlib.util.find_spec("tqdm") is None:
+        return things
+    return importlib.import_module("tqdm").tqdm(things, desc=label, disable=None, leave=False)  # None: on terminals only
+
+
+def human(count: float | None, units: Sequence[str] = BYTES, base: int = 1024) -> str:
+    if count is None:
+        return "-"
+    power = min(len(units) - 1, next(n for n in range(99) if count < 999.5 * base**n))
+    return f"{count / base**power:.3g} {units[power]}".strip()
+
+
+def tokens(length: int) -> str:
+    return human(length, ("", "k", "M")).replace(" ", "") if length % 1024 == 0 else str(length)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = header, ["-" * (width - 1) + ":" for width in widths], *rows
+    return "\n".join("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in lines)
+
+
+def memory_markdown(rows: Sequence[Row]) -> str:
+    """A line a length: the inputs, then for each mask and mode the bytes of every implementation (~: extrapolated)."""
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    kinds = list(dict.fromkeys((row["mask"], row["mode"]) for row in rows))
+    found = {(row["length"], row["mask"], row["mode"], row["implementation"]): row for row in rows}
+    ratio = ["times less"] if {"jax.nn", "memeff"} <= set(names) else []
+    header, lines = ["tokens", "query, key, value"], []
+    for mask, mode in kinds:
+        header += [f"{mask} {TITLES[mode]}: {names[0]}", *names[1:], *ratio]
+    for length, size in dict.fromkeys((row["length"], row["input_bytes"]) for row in rows):
+        lines.append([tokens(length), human(size)])
+        for kind in kinds:
+            cells = [found.get((length, *kind, name), {}) for name in names]
+            lines[-1] += [("~" if cell.get("extrapolated") else "") + human(cell.get("temp_bytes")) for cell in cells]
+            if ratio:
+                plain, own = (found[length, *kind, name]["temp_bytes"] for name in ("jax.nn", "memeff"))
+                lines[-1].append(f"{plain / own:,.0f}" if plain > 99.5 * own else f"{plain / own:.2g}")
+    return markdown(header, lines)
+
+
+def speed_markdown(rows: Sequence[Row]) -> str:
+    header = ["tokens", "call", "implementation", "ms (least)", "FLOP/s", "x jax.nn", "temporary", "peak", "error"]
+    lines = []
+    for row in rows:
+        took, ratio, error = row["seconds"], row["speed_against_jax_nn"], row["error"]
+        lines.append([tokens(row["length"]), f"{row['mask']} {TITLES[row['mode']]}", row["implementation"]])
+        lines[-1] += [f"{1e3 * took:.4g} ({1e3 * row['seconds_min']:.4g})" if took else row["note"]]
+        lines[-1] += [human(row["flops_per_second"], COUNTS, 1000), f"{ratio:.2f}" if ratio else "-"]
+        lines[-1] += [human(row["temp_bytes"]), human(row["peak_bytes"]), f"{error:.0e}" if error else "-"]
+    return markdown(header, lines)
+
+
+def figure(rows: Sequence[Row], field: str):
+    """A matplotlib Figure: `field` (temp_bytes, seconds, flops_per_second) against length, a panel a mask and mode."""
+    from matplotlib.figure import Figure
+
+    label, units, base = {
+        "temp_bytes": ("temporary memory", BYTES, 1024),
+        "seconds": ("seconds a call", ("",), 1000),
+        "flops_per_second": ("FLOP/s", COUNTS, 1000),
+    }[field]
+    kinds = list(dict.fromkeys((row["mask"], row["mode"]) for row in rows))
+    drawing = Figure(figsize=(1 + 4.5 * len(kinds), 4.5), layout="constrained")
+    for panel, (mask, mode) in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
+        here = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode) and row[field]]
+        for name in sorted({row["implementation"] for row in here}):
+            xy = [(row["length"], row[field]) for row in here if row["implementation"] == name]
+            panel.plot(*zip(*xy, strict=True), marker="o", label=name, linewidth=2.5 if name == "memeff" else 1.5)
+        if field == "temp_bytes":
+            sizes = sorted({(row["length"], row["input_bytes"]) for row in here})
+            panel.plot(*zip(*sizes, strict=True), color="grey", linestyle="--", label="query, key and value themselves")
+            panel.axhline(80 * 2**30, color="grey", linestyle=":", label="the memory of an 80 GiB GPU")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2 if base == 1024 else 10)
+        panel.xaxis.set_major_formatter(lambda x, _: tokens(int(x)))
+        if field != "seconds":
+            panel.yaxis.set_major_formatter(lambda y, _: human(y, units, base))
+        panel.set(title=f"{mask} attention, {TITLES[mode]}", xlabel="tokens")
+        panel.grid(alpha=0.3)
+    drawing.axes[0].set_ylabel(label)
+    drawing.axes[0].legend()
+    return drawing
+
+
+def machine() -> Row:
+    """What the figures belong to."""
+    device, cpu = jax.devices()[0].device_kind, Path("/proc/cpuinfo")
+    if jax.default_backend() == "cpu":
+        model = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
+        device = f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+    return {"device": device, "python": platform.python_version(), "jax": jax.__version__, "memeff": memeff.__version__}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    cases = [
+        Case(length, options.batch, options.heads, options.kv_heads, options.head_dim, options.dtype, mask, mode)
+        for length in options.length
+        for mask in options.mask
+        for mode in options.mode
+    ]
+    if options.table == "memory":
+        kinds = [case for case in cases if case.length == options.length[0]]
+        rows = memory_table(options.length, kinds, options.implementation or ("jax.nn", "memeff"))
+    else:
+        rows = speed_table(cases, options.implementation, rounds=options.rounds)
+    about = machine()
+    print(*(f"{key} {value}," for key, value in about.items()), f"`python -m memeff.bench {shlex.join(arguments)}`:")
+    print(f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim} {options.dtype}\n")
+    print(memory_markdown(rows) if options.table == "memory" else speed_markdown(rows))
+    if options.json:
+        with open(options.json, "a") as file:
+            file.writelines(json.dumps(about | row) + "\n" for row in rows)
+    if options.plot:
+        import matplotlib
+
+        with matplotlib.rc_context({"svg.hashsalt": "memeff"}):  # the same rows, the same file
+            drawing = figure(rows, "temp_bytes" if options.table == "memory" else "flops_per_second")
+            drawing.savefig(options.plot, metadata={"Date": None} if options.plot.endswith(".svg") else None)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("table", nargs="?", default="speed", help="speed (the default) or memory")
+    add("--length", nargs="+", type=size, metavar="T", help="tokens; k and M are 2^10 and 2^20")
+    add("--batch", type=size, default=1, metavar="B")
+    add("--heads", type=size, default=8, metavar="N", help="query heads")
+    add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
+    add("--head-dim", type=size, default=64, metavar="H")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--mask", nargs="+", choices=MASKS, help="speed: both; memory: causal")
+    add("--mode", nargs="+", choices=MODES, default=MODES, help="gradient is forward + gradient")
+    add("--implementation", nargs="+", metavar="NAME", help=NAMES)
+    add("--rounds", type=size, default=7, help="samples of each time")
+    add("--json", metavar="FILE", help="append a JSON line for each row")
+    add("--plot", metavar="FILE", help="draw against length: memory, or FLOP/s")
+    options = parser.parse_args(arguments)
+    if options.table not in ("speed", "memory"):
+        parser.error(f"table {options.table!r} is not known: use speed or memory.")
+    memory = options.table == "memory"
+    options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]
+    options.mask = options.mask or (MASKS[:1] if memory else MASKS)
+    options.kv_heads = options.kv_heads or options.heads
+    if options.heads % options.kv_heads:
+        parser.error(f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}.")
+    for name in options.implementation or ():
+        try:
+            reason = why_not(name, options.dtype)
+        except ValueError as error:
+            parser.error(str(error))
+        if memory and (reason or name == "torch"):
+            parser.error(f"--implementation {name}: {reason or 'torch has no compiled memory to tell'}.")
+    return options
+
+
+def size(text: str) -> int:
+    number, factor = (text[:-1], {"k": 2**10, "M": 2**20}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, such as 4096 or 64k, got {text!r}")
+    return int(number) * factor
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What is computed: the static choices, the arrays, who sees whom, and the logits. Nobody else defines these.
+
+Everything speaks of one tile: queries at `rows`, keys at `cols` (absolute positions, -1 where a tile overhangs). The whole
+problem is the tile that covers everything; a kernel's block is another one.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+# lse of a row that sees no key, inside memeff: finite, and exp(s - it) is 0. At the door it is -inf.
+SEES_NOTHING = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Drop a probability with chance `rate`; `shared`: one T x S mask for all batch entries and heads (Flax's default)."""
+
+    rate: float
+    shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static choices of one call. Each implementation reads every field or refuses it in its `why_not`."""
+
+    left: int | None = None  # tokens that a query sees to its left; None: all
+    right: int | None = None  # and to its right; causal attention is right = 0
+    q_offset: int = 0  # position of query row 0, unless Operands.q_offset has it as an array
+    scale: float = 1.0  # unless Terms.scale has it as an array
+    soft_cap: float | None = None  # unless Terms.soft_cap has it as an array
+    dropout: Dropout | None = None
+    precision: lax.PrecisionLike = None
+    chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
+    fixed_chunk_size: tuple[int, int] | None = None  # the same with a fixed reference, which holds less of a tile at a time
+
+
+class Terms(NamedTuple):
+    """What shapes the logits besides the dot products, and gets a gradient: scalars, and bias [B|1, K|1, G|1, T|1, S|1]."""
+
+    scale: Array | None = None
+    soft_cap: Array | None = None
+    bias: Array | None = None
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, or of one tile of it."""
+
+    query: Array  # B T K G H; query head n = k * G + g
+    key: Array  # B S K H
+    value: Array  # B S K D
+    terms: Terms = Terms()
+    mask: Array | None = None  # B|1 K|1 G|1 T|1 S|1, True = may attend
+    q_lengths: Array | None = None  # B, int32, tokens
+    kv_lengths: Array | None = None  # B
+    q_offset: Array | None = None  # B|1
+    q_segments: Array | None = None  # B T
+    kv_segments: Array | None = None  # B S
+    dropout_key: Array | None = None  # 2, uint32
+
+
+class Gradients(NamedTuple):
+    """Cotangents of `Operands`, in float32 (float64 for float64) and in the layout and shape of what they belong to."""
+
+    query: Array
+    key: Array
+    value: Array
+    terms: Terms
+
+
+class Lse(NamedTuple):
+    """log-sum-exp of rows, B K G T, as the unevaluated sum of two floats.
+
+    One would err by 6e-8 |lse|, and all probabilities that the backward recomputes from it by that factor.
+    """
+
+    high: Array  # lse itself; SEES_NOTHING for a row without a key
+    low: Array
+
+
+def log_sum_exp(m: Array, l: Array) -> Lse:
+    """m + log l."""
+    high = m + jnp.log(l)
+    return Lse(high, (m - high) + jnp.log(l))
+
+
+def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array:
+    """May the query at `rows` [t] look at the key at `cols` [c]? Broadcasts to B K G t c; `here` is cut to the tile."""
+    rows, cols = rows[None, None, None, :, None], cols[None, None, None, None, :]
+    keep = (rows >= 0) & (cols >= 0)
+    at = rows + (problem.q_offset if here.q_offset is None else _per_batch(here.q_offset))
+    if problem.left is not None:
+        keep &= at - problem.left <= cols
+    if problem.right is not None:  # causal attention is right = 0: one rule, not two
+        keep &= cols <= at + problem.right
+    if here.q_lengths is not None:
+        keep &= rows < _per_batch(here.q_lengths)
+    if here.kv_lengths is not None:
+        keep &= cols < _per_batch(here.kv_lengths)
+    if here.q_segments is not None and here.kv_segments is not None:
+        keep &= here.q_segments[:, None, None, :, None] == here.kv_segments[:, None, None, None, :]
+    if here.mask is not None:
+        keep &= here.mask
+    if (bias := here.terms.bias) is not None:  # -inf, or the lowest finite number (a common stand-in for it), hides a key
+        keep &= bias > jnp.finfo(bias.dtype).min
+    return keep
+
+
+def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None) -> Array:
+    """Logits B K G t c from dot products: scale, soft cap, bias, mask (`keep`; None: all visible), in this order."""
+    if keep is not None:
+        raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient of `terms`
+    s = raw * (problem.scale if terms.scale is None else terms.scale.astype(raw.dtype))
+    cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
+    if cap is not None:
+        s = cap * jnp.tanh(s / cap)
+    if terms.bias is not None:
+        s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
+    return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+def tile_range(problem: Problem, q_offset, first, last):
+    """Key positions that rows `first` to `last` may see: (some row sees from, to, every row sees from, to), `to` excluded.
+
+    Only the window speaks here, unclipped (None: unbounded); offsets may be ints, NumPy or JAX integers.
+    """
+    left, right = problem.left, problem.right
+    return (
+        None if left is None else first + q_offset - left,
+        None if right is None else last + q_offset + right + 1,
+        None if left is None else last + q_offset - left,
+        None if right is None else first + q_offset + right + 1,
+    )
+
+
+def accumulator_dtype(operands: Operands):
+    """float32, or float64 for float64: of logits, lse, sums and gradients while they are accumulated."""
+    return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+
+
+def keep_rows(x: Array | None, axis: int, start, size: int) -> Array | None:
+    """Slice `axis` of an optional, possibly broadcast (size 1) array."""
+    if x is None or x.shape[axis] == 1 != size:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def kept_by_dropout(problem: Problem, operands: Operands, sizes: tuple[int, ...], rows: Array, cols: Array) -> Array:
+    """The keep-mask of a tile, 1|B 1|K 1|G t c, a function of coordinates alone: the same for any chunking.
+
+    It is `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S], shared) with threefry's partitionable counters,
+    which are flat indices: what Flax draws for the same key. `sizes` are B, K, G, T, S of the whole problem.
+    """
+    assert problem.dropout is not None and operands.dropout_key is not None
+    B, K, G, T, S = sizes
+    head = jnp.zeros((1, 1, 1), jnp.uint32)
+    if not problem.dropout.shared:
+        head = jnp.zeros_like(operands.query, jnp.uint32).max((1, 4), initial=0)  # b k g, sharded as the query is
+        head += jnp.arange(B * K * G, dtype=jnp.uint32).reshape(B, K, G)
+    high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))
+    high, low = high[..., None] * jnp.uint32(S), low[..., None]
+    carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))
+    return _uniform_below(operands.dropout_key, high + carry, low, 1.0 - problem.dropout.rate)
+
+
+def _per_batch(x: Array) -> Array:
+    return x[:, None, None, None, None]  # b -> b k g t c
+
+
+def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:
+    """x * size + y as 64 bits in two uint32 (x64 may be off), from 16-bit halves; `size` < 2^32."""
+    x, y = jnp.broadcast_arrays(x, y)
+    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    s1, s0 = jnp.uint32(size >> 16), jnp.uint32(size & 0xFFFF)
+    x1, x0 = x >> half, x & mask
+    middle = x1 * s0 + ((x0 * s0) >> half)  # at most 2^32 - 1
+    middle0 = (middle & mask) + x0 * s1
+    high = x1 * s1 + (middle >> half) + (middle0 >> half)
+    low = x * jnp.uint32(size)
+    total = low + y
+    return high + (total < low).astype(jnp.uint32), total
+
+
+def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
+    """bernoulli(p) at the 64-bit counters (high, low), bit for bit as `jax.random.bernoulli` at those flat indices."""
+    from jax.extend.random import threefry2x32_p
+
+    high, low = jnp.broadcast_arrays(high, low)
+    k = jnp.broadcast_to(key[0], high.shape), jnp.broadcast_to(key[1], high.shape)
+    bits1, bits2 = threefry2x32_p.bind(*k, high, low)
+    if jax.dtypes.canonicalize_dtype(float) == jnp.float64:  # bernoulli then draws float64
+        bits = (bits1.astype(jnp.uint64) << jnp.uint64(32)) | bits2.astype(jnp.uint64)
+        unit = lax.bitcast_convert_type((bits >> jnp.uint64(12)) | jnp.uint64(0x3FF << 52), jnp.float64) - 1.0
+    else:
+        bits = bits1 ^ bits2
+        unit = lax.bitcast_convert_type((bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000), jnp.float32) - jnp.float32(1)
+    return unit < jnp.asarray(p, unit.dtype)

@@ -1,0 +1,61 @@
+"""The quadratic definition, as short as the formula, differentiated by JAX. It hides nothing; it is the truth.
+
+  (1) raw = q k'   (2) s = finish(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from memeff.problem import (
+    SEES_NOTHING,
+    Lse,
+    Operands,
+    Problem,
+    accumulator_dtype,
+    finish,
+    kept_by_dropout,
+    log_sum_exp,
+    visible,
+)
+
+
+def why_not(problem: Problem, operands: Operands) -> str | None:
+    del problem, operands
+    return None
+
+
+def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
+    """out [B, K, G, T, D] in the query's dtype and lse [B, K, G, T]; differentiable by JAX, to any order, in both modes."""
+    del keep_lse
+    query, key, value = operands[:3]
+    (B, T, K, G, _), S = query.shape, key.shape[1]
+    rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    dtype = accumulator_dtype(operands)
+    keep = jnp.broadcast_to(visible(problem, operands, rows, cols), (B, K, G, T, S))
+    # 0 * NaN is NaN: what nobody sees, and who sees nothing, counts as 0
+    seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
+    key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    query = jnp.where(keep.any(-1).transpose(0, 3, 1, 2)[..., None], query, 0)  # b t k g 1
+    raw = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype, precision=problem.precision)  # (1)
+    s = finish(problem, raw, operands.terms, keep)  # (2)
+    m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
+    m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows that see nothing
+    e = jnp.exp(s - m[..., None])
+    l = e.sum(-1)
+    empty = l == 0
+    l = jnp.where(empty, 1, l)
+    lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
+    p = e / l[..., None]
+    if problem.dropout is not None:
+        kept = kept_by_dropout(problem, operands, (B, K, G, T, S), rows, cols)
+        p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
+    bad = ~jnp.isfinite(value)  # only the rows that see it become NaN
+    out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype)  # (4)
+    sees_bad = _mix(problem, keep.astype(dtype), bad.astype(dtype), dtype) > 0
+    out = jnp.where(empty[..., None], 0, jnp.where(sees_bad, jnp.nan, out))  # an empty row's cotangent does not count
+    return out.astype(query.dtype), lse
+
+
+def _mix(problem: Problem, p: Array, v: Array, dtype) -> Array:
+    return jnp.einsum("bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision)

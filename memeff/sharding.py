@@ -1,0 +1,83 @@
+"""Hides what sharded operands want: refusals, small operands laid out like the query, and types that agree under shard_map.
+
+Auto meshes need nothing of this: XLA lays out everything after the query. Explicit meshes and shard_map type each array.
+"""
+
+import math
+
+import jax
+from jax import Array, lax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+
+from memeff.problem import Operands
+
+
+def check_layout(query: Array, key: Array, value: Array) -> None:
+    """Refuses a sharded sequence, and query heads over more devices than key heads divide, where the layout is known."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        length = x.ndim - 3
+        if _devices(x, length) > 1:
+            raise NotImplementedError(
+                f"{name} is sharded along the sequence (dim {length}) over {_devices(x, length)} devices: memeff has no "
+                "ring yet. Shard batch or heads instead, or gather it first: jax.device_put or jax.sharding.reshard."
+            )
+    heads, K, N = _devices(query, query.ndim - 2), key.shape[-2], query.shape[-2]
+    if _explicit(query) and K not in (1, N) and K % heads:
+        raise ValueError(
+            f"query heads are sharded over {heads} devices of an Explicit mesh and key has {K} heads, which that does not "
+            "divide: use shard_map, an Auto mesh, or repeat the key heads."
+        )
+
+
+def like_query(operands: Operands) -> Operands:
+    """On an Explicit mesh, bias and mask laid out over batch and heads as the query is; else XLA gathers their tiles."""
+    if not _explicit(operands.query):
+        return operands
+    mesh = jax.typeof(operands.query).sharding.mesh
+    B, _, K, G, _ = jax.typeof(operands.query).sharding.spec
+
+    def spread(x):
+        if x is None:
+            return None
+        spec = (axis if size > 1 else None for axis, size in zip((B, K, G, None, None), x.shape, strict=True))
+        return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    terms = operands.terms._replace(bias=spread(operands.terms.bias))
+    return operands._replace(mask=spread(operands.mask), terms=terms)
+
+
+def vary_alike(operands: Operands) -> Operands:
+    """Under shard_map: replicated operands (a shared bias, say) typed as varying, so that JAX sums their gradients."""
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(operands)))
+
+    def cast(x):
+        missing = tuple(axes - _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, operands) if axes else operands
+
+
+def of_total(total: Array | None) -> NamedSharding | None:
+    """The layout of what is added to `total`: on an Explicit mesh a product over sharded heads must be told."""
+    return jax.typeof(total).sharding if total is not None and _explicit(total) else None
+
+
+def _explicit(x: Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _varying(x: Array) -> frozenset:
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def _devices(x: Array, dim: int) -> int:
+    """Over how many devices `dim` is sharded, as far as is known: from the type (Explicit), or from a concrete array."""
+    sharding = jax.typeof(x).sharding
+    if not _explicit(x):
+        sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or dim >= len(sharding.spec):
+        return 1
+    axes = sharding.spec[dim]
+    axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(sharding.mesh.shape[a] for a in axes if isinstance(a, str))

@@ -1,0 +1,432 @@
+"""Chunked attention in plain JAX: one tile of logits at a time, on any device. Hides the walk over tiles.
+
+Forward, for each visible tile of queries i and keys j (Rabe & Staats 2021, section 2; Dao 2023, algorithm 1):
+  (1) raw = q_i k_j'              (3) m' = max(m, rowmax s);  a = exp(m - m')
+  (2) s   = finish(raw)           (4) l = a l + rowsum exp(s - m');  o = a o + exp(s - m') v_j
+  at the end: out = o / l, lse = m + log l
+Backward, from lse (Dao 2023, algorithm 2), with delta = rowsum(dout * out) - dlse:
+  (5) p  = exp(s - lse), s from (1) and (2)        dv_j += p' dout_i
+  (6) ds = p * (dout_i v_j' - delta)               draw, dterms = (2) transposed at ds
+  (7) dq_i += draw k_j;  dk_j += draw' q_i
+Tiles that the window hides are never visited: a list made while tracing, or, where lengths or offsets are arrays, bounds
+computed as it runs. The last tile of a row or column starts early so that it fits (slices that overhang are clamped without
+a word); what it has in common with its neighbour gets position -1, which `visible` hides.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from memeff.problem import (
+    SEES_NOTHING,
+    Gradients,
+    Lse,
+    Operands,
+    Problem,
+    Terms,
+    accumulator_dtype,
+    finish,
+    keep_rows,
+    kept_by_dropout,
+    log_sum_exp,
+    tile_range,
+    visible,
+)
+from memeff.sharding import of_total
+
+
+def why_not(problem: Problem, operands: Operands) -> str | None:
+    del problem, operands
+    return None  # every call, every device
+
+
+def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
+    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T] (to bfloat16's precision where it need not be kept)."""
+    if _symbolic(operands):
+        rows = _forward_online(problem, _padded(problem, operands))
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
+    if not _reference_serves(problem, operands):
+        return _forward_online(problem, operands)
+    out, lse, ok = _forward_fixed(problem, operands, keep_lse)
+    return lax.cond(_everywhere(ok), lambda *_: (out, lse), functools.partial(_forward_online, problem), operands)
+
+
+def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
+    """Steps (1) to (4), for every call."""
+    o, l = _empty(operands)
+
+    def step(carry, tile, masked):
+        m_old, l_old, o_old = (_rows_of(x, tile) for x in carry)
+        s, keep, _ = _logits(problem, tile, masked)  # (1) (2)
+        m_new = jnp.maximum(m_old, s.max(-1))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
+        a = jnp.exp(m_old - shift)
+        p = jnp.exp(s - shift[..., None])
+        l_new = a * l_old + p.sum(-1)  # (4)
+        o_new = a[..., None] * o_old + _values(problem, operands, tile, p, keep, o.dtype)
+        return tuple(_put(x, y, tile) for x, y in zip(carry, (m_new, l_new, o_new), strict=True))
+
+    m, l, o = _visit(problem, operands, (), step, (l - jnp.inf, l, o))
+    empty = l == 0
+    l = jnp.where(empty, 1, l)
+    return (o / l[..., None]).astype(operands.query.dtype), log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)
+
+
+def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tuple[Array, Lse, Array]:
+    """(3) with m fixed beforehand: a row's shift r is what no logit can exceed by 69 nats. Also says whether each row may
+    stand: its sum neither vanished nor overflowed. So exp can go into the epilogue of (1), and nothing is rescaled.
+    """
+    larger = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size or problem.chunk_size)
+    if len(tiles(larger, operands)[1]) == 0:  # masks are not fused, and a tile with one holds three times as much
+        problem = larger
+    o, l = _empty(operands)
+    r = _reference(problem, operands)
+
+    def step(carry, tile, masked):
+        s, keep, _ = _logits(problem, tile, masked, apart=keep_lse)
+        p = jnp.exp(s - tile.rows[0][..., None])
+        if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
+            p = p.astype(operands.value.dtype)
+        rounded = p.astype(operands.value.dtype)
+        values = _values(problem, operands, tile, rounded, keep, o.dtype)
+        part = p.sum(-1, dtype=l.dtype), rounded.sum(-1, dtype=l.dtype), values
+        return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
+
+    # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
+    l, rounded, o = _visit(problem, operands, (r,), step, (l, l, o))
+    ok = (l > 2.0**-100) & (l < 2.0**125)
+    return (o / rounded[..., None]).astype(operands.query.dtype), _log_sum_exp_wide(r, l), ok
+
+
+def _reference_serves(problem: Problem, operands: Operands) -> bool:
+    """Where a fixed shift can be had and pays: on GPUs, with 8 bits of exponent, plain logits, and a key for every row."""
+    extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
+    plain = all(x is None for x in extras) and not _bounded(operands)
+    wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    if not (plain and wide and T > 0 and jax.default_backend() == "gpu"):
+        return False
+    lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    lo, hi = 0 if lo is None else np.maximum(lo, 0), S if hi is None else np.minimum(hi, S)
+    return bool(np.all(lo < hi))
+
+
+def _reference(problem: Problem, operands: Operands) -> Array:
+    """r [B, K, G, T]: |logit| <= scale |q_i| max_j |k_j| (Cauchy-Schwarz), less 69 nats, so that p stays below 2^100."""
+    dtype = accumulator_dtype(operands)
+    q, k = (jnp.sqrt(jnp.square(x.astype(dtype)).sum(-1)) for x in operands[:2])
+    k = lax.cummax(k, axis=1)  # of the keys up to the last that a row sees, so that later ones change no bit
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    _, end, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    k = k[:, -1:] if end is None else jnp.take(k, np.clip(end, 1, S) - 1, axis=1)  # b t|1 k
+    return jnp.maximum(abs(problem.scale) * q.transpose(0, 2, 3, 1) * k.swapaxes(1, 2)[:, :, None] - 69.0, 0)
+
+
+def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
+    """m + log l where l may be 2^100: log l as e log 2 + log f (l = f 2^e), for log l alone is rounded to 4e-6 there."""
+    f, e = jnp.frexp(l)
+    e = e.astype(l.dtype)
+    step = e * 0.693359375  # log 2 in 9 bits, so that the product is exact
+    high = m + step
+    back = high - m
+    rest = ((m - (high - back)) + (step - back)) + (e * -2.12194440e-4 + jnp.log(f))  # log 2 = 0.693359375 - 2.1219444e-4
+    return Lse(high + rest, (high - (high + rest)) + rest)
+
+
+@jax.custom_batching.custom_vmap
+def _everywhere(ok: Array) -> Array:
+    return ok.all()
+
+
+@_everywhere.def_vmap
+def _everywhere_in_batch(size, batched, ok):
+    del size, batched
+    return _everywhere(ok), False  # one answer for the whole batch: the cond stays a cond
+
+
+def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
+    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    if _symbolic(operands):
+        t, like = problem.chunk_size[0], Gradients(*operands[:3], operands.terms)
+        rows = jax.tree.map(lambda x: _longer(x, 3, t), (out, lse, dout, dlse))
+        gradients = _backward(problem, _padded(problem, operands), *rows)
+        return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), gradients, like)
+    return _backward(problem, operands, out, lse, dout, dlse)
+
+
+def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
+    """Steps (5) to (7)."""
+    dtype = accumulator_dtype(operands)
+    delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    zeros = Gradients(
+        jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype),
+        jnp.zeros_like(operands.key.transpose(0, 2, 1, 3), dtype),
+        jnp.zeros_like(operands.value.transpose(0, 2, 1, 3), dtype),
+        jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands.terms),
+    )
+
+    def step(grads, tile, masked):
+        q, k, v = tile.here[:3]
+        high, low, delta, do = tile.rows
+        if masked:  # what a row that sees nothing brings along must not meet a 0 of p
+            do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
+        s, keep, pull = _logits(problem, tile, masked)
+        p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
+        dv = _dot("bkgtc,bkgtd->bkcd", _drop(problem, operands, tile, p).astype(v.dtype), do, problem, dtype, grads.value)
+        dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
+        dp = _drop(problem, operands, tile, dp)
+        draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
+        draw = draw.astype(q.dtype)
+        dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
+        dk = _dot("bkgtc,bkgth->bkch", draw, _finite(q, masked), problem, dtype, grads.key)
+        return Gradients(
+            _add(grads.query, dq, 3, tile.row),
+            _add(grads.key, dk, 2, tile.col),
+            _add(grads.value, dv, 2, tile.col),
+            _add_terms(grads.terms, dterms, tile),
+        )
+
+    query, key, value, terms = _visit(problem, operands, (*lse, delta, dout), step, zeros)
+    return Gradients(query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2), value.swapaxes(1, 2), terms)
+
+
+class Tile(NamedTuple):
+    here: Operands  # sliced to the tile; query B K G t H, key B K c H, value B K c D
+    rows: tuple[Array, ...]  # slices B K G t ... of what the walk was given for each row
+    at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
+    row: Array  # where the slices start
+    col: Array
+
+
+def _tile(problem: Problem, operands: Operands, rows: tuple[Array, ...], i, j) -> Tile:
+    """Slices of everything for query tile `i` and key tile `j`."""
+    t, c = problem.chunk_size
+    row, at_rows = _positions(i, t, operands.query.shape[1])
+    col, at_cols = _positions(j, c, operands.key.shape[1])
+
+    def both(x):
+        return keep_rows(keep_rows(x, -2, row, t), -1, col, c) if x is not None else None
+
+    here = operands._replace(
+        query=lax.dynamic_slice_in_dim(operands.query, row, t, 1).transpose(0, 2, 3, 1, 4),
+        key=lax.dynamic_slice_in_dim(operands.key, col, c, 1).swapaxes(1, 2),
+        value=lax.dynamic_slice_in_dim(operands.value, col, c, 1).swapaxes(1, 2),
+        mask=both(operands.mask),
+        terms=operands.terms._replace(bias=both(operands.terms.bias)),
+        q_segments=keep_rows(operands.q_segments, 1, row, t),
+        kv_segments=keep_rows(operands.kv_segments, 1, col, c),
+    )
+    rows = tuple(lax.dynamic_slice_in_dim(x, row, t, 3) for x in rows)
+    return Tile(here, rows, (at_rows, at_cols), row, col)
+
+
+def _positions(i, size: int, total: int):
+    """Where tile `i` starts, and its positions, -1 where tile `i - 1` has them already."""
+    first = jnp.int32(i) * size
+    start = jnp.minimum(first, total - size)
+    at = start + lax.iota(jnp.int32, size)
+    return start, jnp.where(at >= first, at, -1)
+
+
+def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
+    """(1) and (2) of a tile: s, who sees whom (None: all), and the transpose of (2), ds -> draw, dterms.
+
+    `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
+    """
+    q, k = tile.here[:2]
+    raw = _dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
+    if apart:
+        raw = lax.optimization_barrier(raw)
+    keep = visible(problem, tile.here, *tile.at) if masked else None
+    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, keep), raw, tile.here.terms)
+    return s, keep, pull
+
+
+def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Array | None, dtype) -> Array:
+    """p v, B K G t D. A value that is not finite makes NaN of the rows that see it, in its columns, and no others."""
+    v = tile.here.value
+    p = _drop(problem, operands, tile, p).astype(v.dtype)
+    if keep is None:
+        return _dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
+    bad = ~jnp.isfinite(v)
+    sees_bad = (keep & bad.any(-1)[:, :, None, None, :]).any(-1)  # b k g t
+    o = _dot("bkgtc,bkcd->bkgtd", p, _finite(v, True), problem, dtype)
+    return jnp.where(sees_bad[..., None] & bad.any(2)[:, :, None, None, :], jnp.nan, o)
+
+
+def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
+    """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out."""
+    return jnp.einsum(spec, x, y, preferred_element_type=dtype, precision=problem.precision, out_sharding=of_total(like))
+
+
+def _finite(x: Array, masked: bool) -> Array:
+    """0 for NaN and Inf where the other factor may be the 0 of a hidden pair; who does see them is NaN by lse or out."""
+    return jnp.where(jnp.isfinite(x), x, 0) if masked else x
+
+
+def _drop(problem: Problem, operands: Operands, tile: Tile, x: Array) -> Array:
+    if problem.dropout is None:
+        return x
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    kept = kept_by_dropout(problem, operands, (B, K, G, T, S), *tile.at)
+    return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
+
+
+def _rows_of(x: Array, tile: Tile) -> Array:
+    return lax.dynamic_slice_in_dim(x, tile.row, tile.at[0].size, 3)
+
+
+def _put(x: Array, rows: Array, tile: Tile) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, rows, tile.row, 3)
+
+
+def _add(total: Array, part: Array, axis: int, start) -> Array:
+    size = part.shape[axis]
+    return lax.dynamic_update_slice_in_dim(
+        total, lax.dynamic_slice_in_dim(total, start, size, axis) + part.astype(total.dtype), start, axis
+    )
+
+
+def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
+    bias = None
+    if total.bias is not None and part.bias is not None:
+        zero = jnp.int32(0)
+        row = tile.row if total.bias.shape[-2] != 1 else zero
+        col = tile.col if total.bias.shape[-1] != 1 else zero
+        start = (zero, zero, zero, row, col)
+        old = lax.dynamic_slice(total.bias, start, part.bias.shape)
+        bias = lax.dynamic_update_slice(total.bias, old + part.bias.astype(old.dtype), start)
+    pairs = zip(total[:2], part[:2], strict=True)
+    scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
+    return Terms(scale, soft_cap, bias)
+
+
+def _empty(operands: Operands) -> tuple[Array, Array]:
+    """o and l before any key, made from an input so that they are sharded as it is."""
+    l = jnp.zeros_like(operands.query[..., 0].transpose(0, 2, 3, 1), accumulator_dtype(operands))  # b k g t
+    return l[..., None] + jnp.zeros((1, 1, 1, 1, operands.value.shape[-1]), l.dtype), l
+
+
+# ---- symbolic lengths (jax.export): padded by one tile, so that a tile always fits; lengths hide what was added
+
+
+def _symbolic(operands: Operands) -> bool:
+    return not (isinstance(operands.query.shape[1], int) and isinstance(operands.key.shape[1], int))
+
+
+def _padded(problem: Problem, operands: Operands) -> Operands:
+    B, T, S = *operands.query.shape[:2], operands.key.shape[1]
+    t, c = problem.chunk_size
+
+    def lengths(given, n):
+        return jnp.broadcast_to(jnp.asarray(n, jnp.int32), (B,)) if given is None else jnp.minimum(given, n)
+
+    def both(x):
+        return None if x is None else _longer(_longer(x, -2, t), -1, c)
+
+    return operands._replace(
+        query=_longer(operands.query, 1, t),
+        key=_longer(operands.key, 1, c),
+        value=_longer(operands.value, 1, c),
+        terms=operands.terms._replace(bias=both(operands.terms.bias)),
+        mask=both(operands.mask),
+        q_lengths=lengths(operands.q_lengths, T),
+        kv_lengths=lengths(operands.kv_lengths, S),
+        q_segments=_longer(operands.q_segments, 1, t),
+        kv_segments=_longer(operands.kv_segments, 1, c),
+    )
+
+
+def _longer(x: Array | None, axis: int, size: int) -> Array | None:
+    if x is None or isinstance(x.shape[axis], int):
+        return x
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, size)
+    return jnp.pad(x, width)
+
+
+# ---- the walk
+
+
+def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry):
+    """Fold `step(carry, tile, masked)` over the tiles that may see something; `rows` is sliced along with the queries."""
+    if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
+        return carry  # nothing to see, or nobody to see it
+    fetch = functools.partial(_tile, problem, operands, rows)
+    if _bounded(operands):
+        return _visit_bounded(problem, operands, lambda carry, i, j: step(carry, fetch(i, j), True), carry)
+    for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):
+        if len(pairs) == 0:
+            continue
+        if len(pairs) == 1:
+            carry = step(carry, fetch(*pairs[0]), masked)
+            continue
+
+        # A tile comes through the carry, fetched one step ahead: XLA:GPU fuses what follows a product into it only if its
+        # other inputs are plain parameters, not slices.
+        def ahead(state, ij, masked=masked):
+            carry, tile = state
+            return (step(carry, tile, masked), fetch(*ij)), None
+
+        following = np.concatenate([pairs[1:], pairs[-1:]])
+        (carry, _), _ = lax.scan(ahead, (carry, fetch(*pairs[0])), following)
+    return carry
+
+
+def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (i, j) of tiles whose every query sees every key, and of the others that see something (all, if not `skip`)."""
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    t, c = problem.chunk_size
+    n, k = -(-T // t), -(-S // c)
+    i = np.arange(n)
+    some_from, some_to, all_from, all_to = (
+        None if x is None else np.asarray(x)
+        for x in tile_range(problem, problem.q_offset, i * t, np.minimum(i * t + t, T) - 1)
+    )
+    nothing, everything = np.zeros(n, int), np.full(n, S)
+    lo = nothing if some_from is None else np.where(some_from >= S, k, np.maximum(some_from, 0) // c)
+    hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)
+    full_lo = -(-np.clip(nothing if all_from is None else all_from, 0, S) // c)
+    full_hi = np.clip(everything if all_to is None else all_to, 0, S) // c
+    elementwise = any(x is not None for x in (operands.mask, operands.q_segments, operands.terms.bias))
+    whole, edge, hidden = [], [], []
+    for a in range(n):
+        fits = (a + 1) * t <= T and not elementwise
+        js = np.arange(0 if not skip else lo[a], k if not skip else hi[a])
+        seen = (js >= lo[a]) & (js < hi[a])
+        full = seen & (js >= full_lo[a]) & (js < full_hi[a]) & ((js + 1) * c <= S) & fits
+        for kind, which in ((whole, full), (edge, seen & ~full), (hidden, ~seen)):
+            kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
+    whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
+    return whole.astype(np.int32), edge.astype(np.int32)
+
+
+def _bounded(operands: Operands) -> bool:
+    return any(x is not None for x in (operands.q_offset, operands.q_lengths, operands.kv_lengths))
+
+
+def _visit_bounded(problem: Problem, operands: Operands, step, carry):
+    """The same where lengths or offsets are arrays: for each query tile, key tiles between bounds computed as it runs."""
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    t, c = problem.chunk_size
+    offset = jnp.int32(problem.q_offset) if operands.q_offset is None else operands.q_offset
+    q_end = jnp.int32(T) if operands.q_lengths is None else jnp.minimum(operands.q_lengths, T)
+    kv_end = jnp.int32(S) if operands.kv_lengths is None else jnp.minimum(operands.kv_lengths, S)
+
+    def row(i, carry):
+        some_from, some_to, _, _ = tile_range(problem, offset, i * t, jnp.minimum(i * t + t, T) - 1)
+        first = jnp.int32(0) if some_from is None else jnp.clip(some_from, 0, kv_end)
+        end = kv_end if some_to is None else jnp.clip(some_to, 0, kv_end)
+        some = (first < end) & (i * t < q_end)  # of a batch entry; the loop spans them all
+        lo = jnp.where(some, first, S).min() // c
+        hi = (jnp.where(some, end, 0).max() + c - 1) // c
+        return lax.fori_loop(lo.astype(jnp.int32), hi.astype(jnp.int32), lambda j, x: step(x, i, j), carry)
+
+    n = (jnp.max(q_end, initial=0) + t - 1) // t
+    return lax.fori_loop(jnp.int32(0), n.astype(jnp.int32), row, carry)

@@ -1,0 +1,203 @@
+"""A decoder-only language model for long context; reads in the order that data flows: tokens, layers, logits.
+
+Pre-norm (RMSNorm), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped heads (Ainslie et al. 2023,
+arXiv:2305.13245), gated feed-forward (Shazeer 2020, arXiv:2002.05202). Flax NNX rather than Linen: the model is a plain
+object with its parameters as attributes, and what happens to them (stacking, scan, remat) is JAX that can be read here.
+
+Parameters are float32 and stacked over layers whatever the options say, so that one checkpoint serves all of them.
+
+Packed documents: tokens see their own document only, and positions start again at 0 in each. Rotary attention depends on
+distances alone, so this changes no meaning; it keeps the angles small and a packed document equal to the document by itself.
+"""
+
+import dataclasses
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+import memeff
+from models.data import VOCABULARY, Refused
+
+DEFAULT_INIT = nnx.initializers.lecun_normal()
+ROTARY_BASE = 500_000  # as Llama 3: slow enough that a turn takes longer than a context of 100,000 tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The model's settings; `models.train` makes its flags of them."""
+
+    layers: Annotated[int, "number of layers"] = 4
+    width: Annotated[int, "numbers per token between layers"] = 128
+    heads: Annotated[int, "query heads; a head has width / heads numbers"] = 4
+    kv_heads: Annotated[int, "key/value heads, shared by heads / kv_heads query heads each"] = 2
+    feed_forward: Annotated[int, "width inside the feed-forward part"] = 384
+    window: Annotated[int | None, "see this many tokens back at most (default: the whole document)"] = None
+    attention: Annotated[Literal["memeff", "jax.nn", "reference"], "who computes attention"] = "memeff"
+    dtype: Annotated[Literal["float32", "bfloat16"], "what is computed in; parameters are float32"] = "float32"
+    remat: Annotated[bool, "recompute a layer in its backward pass, all but attention, instead of keeping it"] = False
+    scan_layers: Annotated[bool, "compile one layer and loop over it, instead of all"] = True
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "kv_heads", "feed_forward"):
+            if getattr(self, name) < 1:
+                raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
+        if self.heads % self.kv_heads:
+            raise Refused(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}.")
+        if self.width % (2 * self.heads):
+            raise Refused(
+                f"width={self.width} must be a multiple of {2 * self.heads}, twice heads: rotary positions turn pairs."
+            )
+        if self.window is not None and self.window < 0:
+            raise Refused(f"window={self.window} counts tokens and must be >= 0; leave it out for the whole document.")
+
+
+class Cache(NamedTuple):
+    key: Array  # L B S K H
+    value: Array  # L B S K H
+    length: Array  # tokens in it, of S
+
+
+class Transformer(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Embed(
+            VOCABULARY, config.width, dtype=jnp.dtype(config.dtype), embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap
+        def stacked(rngs):
+            return Layer(config, rngs=rngs)
+
+        self.layers = stacked(rngs)
+        self.norm = norm(config, rngs)
+        self.head = linear(config, config.width, VOCABULARY, rngs, nnx.initializers.normal(0.02))
+
+    def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
+        """Logits [B, T, VOCABULARY] of the token after each of `tokens` [B, T]; `segment_ids` [B, T] count the documents."""
+        if segment_ids is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        else:
+            positions = positions_in_document(segment_ids)
+        turn = rotation(self.config, positions)
+        layer_def, parameters = nnx.split(self.layers)
+
+        def layer(x, parameters):
+            here: Layer = nnx.merge(layer_def, parameters)
+            q, k, v = here.project(x, turn)
+            return here.combine(x, attend(self.config, q, k, v, segment_ids)), None
+
+        if self.config.remat:
+            keep = jax.checkpoint_policies.save_only_these_names(*memeff.RESIDUAL_NAMES)
+            layer = jax.checkpoint(layer, policy=keep, prevent_cse=not self.config.scan_layers)
+        x = self.embedding(tokens)  # B T C
+        x, _ = lax.scan(layer, x, parameters, unroll=not self.config.scan_layers)
+        return self.head(self.norm(x))
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Logits of `tokens` [B, T] that follow what `cache` holds, and the cache with them; one document per row."""
+        B, T = tokens.shape
+        turn = rotation(self.config, jnp.broadcast_to(cache.length + jnp.arange(T), (B, T)))
+        layer_def, parameters = nnx.split(self.layers)
+
+        def layer(x, slices):
+            parameters, key, value = slices
+            here: Layer = nnx.merge(layer_def, parameters)
+            q, k, v = here.project(x, turn)
+            key = lax.dynamic_update_slice_in_dim(key, k, cache.length, 1)
+            value = lax.dynamic_update_slice_in_dim(value, v, cache.length, 1)
+            return here.combine(x, attend_cached(self.config, q, key, value, cache.length)), (key, value)
+
+        x, (key, value) = lax.scan(layer, self.embedding(tokens), (parameters, cache.key, cache.value))
+        return self.head(self.norm(x)), Cache(key, value, cache.length + T)
+
+    def empty_cache(self, batch: int, size: int) -> Cache:
+        """Room for `size` tokens in each of `batch` rows."""
+        c = self.config
+        zeros = jnp.zeros((c.layers, batch, size, c.kv_heads, c.width // c.heads), c.dtype)
+        return Cache(zeros, zeros, jnp.int32(0))
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each added to what enters. The attention itself stands between `project` and `combine`."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        C, N, K, F = config.width, config.heads, config.kv_heads, config.feed_forward
+        H = C // N
+        small = nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "normal")  # the sum of all stays near 1
+        self.attention_norm = norm(config, rngs)
+        self.query = linear(config, C, N * H, rngs)
+        self.key = linear(config, C, K * H, rngs)
+        self.value = linear(config, C, K * H, rngs)
+        self.out = linear(config, N * H, C, rngs, small)
+        self.feed_norm = norm(config, rngs)
+        self.gate = linear(config, C, F, rngs)
+        self.up = linear(config, C, F, rngs)
+        self.down = linear(config, F, C, rngs, small)
+        self.head_dim = H
+
+    def project(self, x: Array, turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H] of `x` [B, T, C]; the first two turned."""
+        x = self.attention_norm(x)
+        q, k, v = (f(x).reshape(*x.shape[:2], -1, self.head_dim) for f in (self.query, self.key, self.value))
+        return rotate(q, *turn), rotate(k, *turn), v
+
+    def combine(self, x: Array, attended: Array) -> Array:
+        """The layer's result from its input `x` [B, T, C] and what attention gave [B, T, N, H]."""
+        x = x + self.out(attended.reshape(*x.shape[:2], -1))
+        y = self.feed_norm(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    """Causal attention within documents and the window, by whom the configuration names."""
+    window = None if config.window is None else (config.window, 0)
+    if config.attention == "jax.nn":  # knows no segments: they cost a mask of T x T
+        same = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # B 1 T T
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, local_window_size=window)
+    return memeff.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        local_window_size=window,
+        query_segment_ids=segment_ids,
+        implementation="reference" if config.attention == "reference" else None,
+    )
+
+
+def attend_cached(config: Config, q: Array, key: Array, value: Array, length: Array) -> Array:
+    """The same for queries that follow `length` cached keys; always by memeff, since all names mean the same function."""
+    window = None if config.window is None else (config.window, 0)
+    return memeff.dot_product_attention(q, key, value, is_causal=True, local_window_size=window, q_offset=length)
+
+
+def rotation(config: Config, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of positions * base^(-2h/H), each [B, T, 1, H/2]; once for all layers."""
+    half = config.width // config.heads // 2
+    angle = positions[:, :, None, None] * ROTARY_BASE ** (-jnp.arange(half) / half)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turns the pairs (x[h], x[h + H/2]) of `x` [B, T, N, H]."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def positions_in_document(segment_ids: Array) -> Array:
+    """0, 1, 2, ... from each place where `segment_ids` [B, T] changes."""
+    at = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
+    starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+    return at - lax.cummax(jnp.where(starts, at, 0), axis=1)
+
+
+def norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, init=DEFAULT_INIT) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), kernel_init=init, rngs=rngs)

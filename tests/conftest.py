@@ -1,0 +1,249 @@
+"""Eight CPU devices, the law of tolerance, and how a case is run: what more than one test file needs.
+
+names, dtype = ("causal", "window"), "float32"
+for name, result in run_cases(names, dtype).items():            # out, lse and gradients, compiled together
+    assert_case(result, name, dtype)                            # against the oracle, by the law
+"""
+
+import functools
+import os
+from typing import Any, NamedTuple
+
+# Before JAX starts. Level 0 of LLVM compiles four times as fast and leaves HLO, memory and meaning alone; for the optimised
+# code run `XLA_FLAGS=--xla_backend_optimization_level=3 pytest`.
+_flags = os.environ.get("XLA_FLAGS", "")
+for _flag, _value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
+    if _flag not in _flags:
+        _flags += f" {_flag}={_value}"
+os.environ["XLA_FLAGS"] = _flags.strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import oracle  # noqa: E402
+import pytest  # noqa: E402
+from cases import CASES, accumulator, split  # noqa: E402
+
+import memeff  # noqa: E402
+
+hypothesis.settings.register_profile("memeff", max_examples=10, deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("memeff")
+
+EPS = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
+GRADIENTS = ("query", "key", "value", "bias", "scale", "logits_soft_cap")
+
+
+def pytest_configure(config):
+    config.option.reportchars += "s"  # say why a test was skipped
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
+        pytest.skip(reason)
+
+
+@functools.cache
+def why_no_gpu() -> str | None:
+    try:
+        jax.devices("gpu")
+    except RuntimeError as e:
+        return f"needs a GPU: {str(e).splitlines()[0]}"
+    return None
+
+
+# ---- the law of tolerance
+
+
+def assert_as_good(actual, baseline, oracle, dtype, what="result", size=0.0):
+    """`actual` errs at most 1.5 times as much as `baseline`, the plain computation in the same dtype, plus eps (R).
+
+    `size`: of the terms that cancel in it, where that is more than the result's own (see `oracle.sizes`).
+    """
+    assert np.shape(actual) == np.shape(oracle), f"{what}: shape {np.shape(actual)}, expected {np.shape(oracle)}"
+    actual, baseline, oracle = (np.asarray(x).astype(np.float64) for x in (actual, baseline, oracle))
+    finite = np.isfinite(oracle)  # lse of a row that sees nothing is -inf, and exactly that
+    np.testing.assert_array_equal(actual[~finite], oracle[~finite], err_msg=what)
+    if not finite.any():
+        return
+    actual, baseline, oracle = (x[finite] for x in (actual, baseline, oracle))
+    assert np.isfinite(actual).all(), f"{what}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
+    allowed = 1.5 * np.abs(baseline - oracle).max() + EPS[jnp.dtype(dtype).name] * max(1, np.abs(oracle).max(), np.max(size))
+    worst = np.abs(actual - oracle).max()
+    assert worst <= allowed, f"{what}: error {worst:.3g} exceeds {allowed:.3g}"
+
+
+# ---- running calls
+
+
+class Result(NamedTuple):
+    out: np.ndarray
+    lse: np.ndarray
+    grads: dict[str, np.ndarray]  # by argument, for those of GRADIENTS that came as arrays
+
+
+def assert_result(actual: Result, baseline: Result, truth: Result, dtype, name: str, sizes=None):
+    assert_as_good(actual.out, baseline.out, truth.out, dtype, f"{name}: out")
+    assert_as_good(actual.lse, baseline.lse, truth.lse, accumulator(jnp.dtype(dtype)), f"{name}: lse")
+    for argument, grad in actual.grads.items():
+        size = 0.0 if sizes is None else sizes.get(argument, 0.0)
+        assert_as_good(grad, baseline.grads[argument], truth.grads[argument], dtype, f"{name}: gradient of {argument}", size)
+
+
+def assert_case(actual: Result, name: str, dtype):
+    sizes = None
+    if jnp.finfo(dtype).bits == 16:  # scalars sum over all pairs, and `out` is saved in 16 bits
+        sizes = sizes_of(*CASES[name].inputs(jnp.dtype(dtype)), dtype)
+        sizes = {argument: sizes[argument] for argument in ("scale", "logits_soft_cap")}
+    assert_result(actual, plain_case(name, dtype), true_case(name, dtype), dtype, name, sizes)
+
+
+def cotangents(args, dtype="float32", dlse=True) -> tuple[np.ndarray, np.ndarray]:
+    """Random ones for out and for lse, the same for all calls of one shape."""
+    rng = np.random.default_rng(11)
+    rows = args[0].shape[:-1]
+    dout = rng.standard_normal((*rows, args[2].shape[-1])).astype(dtype)
+    return dout, dlse * rng.standard_normal(rows).astype(accumulator(jnp.dtype(dtype)))
+
+
+def differentiate(static: dict[str, Any], args, arrays: dict[str, Any], dout, dlse):
+    """out, lse and gradients of one call; to be traced."""
+    floats = {n: x for n, x in arrays.items() if n in GRADIENTS}
+    rest = {n: x for n, x in arrays.items() if n not in GRADIENTS}
+
+    def call(floats, query, key, value):
+        return memeff.dot_product_attention(query, key, value, **floats, **rest, **static, return_residual=True)
+
+    (out, lse), pull = jax.vjp(call, floats, *args)
+    floats, *of = pull((dout, dlse))
+    return Result(out, lse, dict(zip(GRADIENTS, of, strict=False)) | floats)
+
+
+def run_calls(calls: dict[str, tuple], dtype="float32", **override) -> dict[str, Result]:
+    """{name: (args, kwargs)} to {name: Result}: all compiled as one program, which is much faster than one by one."""
+    statics, inputs = {}, {}
+    for name, (args, kwargs) in calls.items():
+        statics[name], arrays = split(kwargs | override)
+        inputs[name] = (args, arrays, *cotangents(args, dtype))
+
+    def run(inputs):
+        return {name: differentiate(statics[name], *of) for name, of in inputs.items()}
+
+    with jax.enable_x64(jnp.dtype(dtype) == np.float64):
+        return jax.tree.map(np.asarray, jax.jit(run)(inputs))
+
+
+def run_call(args, kwargs, dtype="float32", cotangent=None) -> Result:
+    """One call; compiled once for all that differ in their numbers only."""
+    cotangent = cotangents(args, dtype) if cotangent is None else cotangent
+    static, arrays = split(kwargs)
+    with jax.enable_x64(jnp.dtype(dtype) == np.float64):
+        run = _program(tuple(sorted(static.items())))
+        return jax.tree.map(np.asarray, run(args, arrays, *cotangent))
+
+
+@functools.cache
+def _program(static: tuple):
+    return jax.jit(functools.partial(differentiate, dict(static)))
+
+
+def assert_truth(actual: Result, name: str, args, kwargs, dtype="float32", sizes=None):
+    """A call's result against the oracle, by the law."""
+    assert_result(actual, plain_call(args, kwargs, dtype), true_call(args, kwargs, dtype), dtype, name, sizes)
+
+
+def sizes_of(args, kwargs, dtype="float32") -> dict[str, np.ndarray]:
+    """Of the terms that cancel in each gradient."""
+    dout, dlse = cotangents(args, dtype)
+    return oracle.sizes(*args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse)
+
+
+def in_group(name: str, among: tuple[str, ...], size: int = 12) -> tuple[str, ...]:
+    """The names that are compiled together with `name`, so that one test alone need not wait for all."""
+    start = among.index(name) // size * size
+    return among[start : start + size]
+
+
+@functools.cache
+def run_cases(names: tuple[str, ...], dtype: str, **override) -> dict[str, Result]:
+    return run_calls({name: CASES[name].inputs(jnp.dtype(dtype)) for name in names}, dtype, **override)
+
+
+# ---- what they are measured against
+
+
+def true_call(args, kwargs, dtype="float32", dlse=True) -> Result:
+    """The oracle's answer; without `dlse` for a loss on out alone."""
+    kwargs = oracle_arguments(args, kwargs, dtype)
+    dout, dlse = cotangents(args, dtype, dlse)
+    of = oracle.gradients(*args, **kwargs, dout=dout, dlse=dlse)
+    return Result(*oracle.attention(*args, **kwargs), of)
+
+
+@functools.cache
+def true_case(name: str, dtype: str) -> Result:
+    return true_call(*CASES[name].inputs(jnp.dtype(dtype)), dtype)
+
+
+def oracle_arguments(args, kwargs, dtype="float32") -> dict[str, Any]:
+    """Without what changes no number, and with dropout's mask drawn: as Flax draws it, all of it at once."""
+    kwargs = {n: x for n, x in kwargs.items() if n not in ("chunk_size", "precision", "implementation")}
+    if (key := kwargs.pop("dropout_rng", None)) is not None:
+        (*leads, T, N, _), S = args[0].shape, args[1].shape[-3]
+        shape = (*leads, N, T, S) if not kwargs.pop("broadcast_dropout", True) else (T, S)
+        with jax.enable_x64(jnp.dtype(dtype) == np.float64):
+            kept = jax.random.bernoulli(jnp.asarray(key), 1.0 - kwargs["dropout_rate"], shape)
+        kwargs["kept"] = np.asarray(kept)
+    return kwargs
+
+
+def plain_call(args, kwargs, dtype="float32", dlse=True) -> Result:
+    """The quadratic computation in the same dtype, step for step as jax.nn, its masks from the oracle."""
+    call = oracle._call(*args, **{"bias": None, "mask": None} | oracle_arguments(args, kwargs, dtype))
+    acc = accumulator(jnp.dtype(dtype))
+    (T, N, H), (S, K, D) = args[0].shape[-3:], args[2].shape[-3:]
+    leads, G = args[0].shape[:-3], N // K
+    fold = lambda x, *shape: x.reshape(call.seen.shape[0], *shape)
+    tiles = (fold(x, K, G, T, S) for x in (call.bias.astype(acc), call.seen, call.z.astype(acc)))
+    dout, dlse = cotangents(args, dtype, dlse)
+    with jax.enable_x64(acc == np.float64):
+        out, lse, grads = jax.device_get(
+            _plain(
+                fold(args[0], T, K, G, H), fold(args[1], S, K, H), fold(args[2], S, K, D), *tiles,
+                acc(call.scale), None if call.cap is None else acc(call.cap), fold(dout, T, K, G, D), fold(dlse, T, K, G),
+            )
+        )  # fmt: skip
+    shapes = {"query": args[0].shape, "key": args[1].shape, "value": args[2].shape, "scale": (), "logits_soft_cap": ()}
+    grads = {n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None}
+    if (bias := kwargs.get("bias")) is not None:
+        full = grads["bias"].astype(np.float64).reshape(*leads, N, T, S)
+        grads["bias"] = oracle._sum_to(full, np.shape(bias)).astype(bias.dtype)
+    return Result(out.reshape(*leads, T, N, D), lse.reshape(*leads, T, N), grads)
+
+
+@functools.cache
+def plain_case(name: str, dtype: str) -> Result:
+    return plain_call(*CASES[name].inputs(jnp.dtype(dtype)), dtype)
+
+
+@jax.jit
+def _plain(query, key, value, bias, seen, z, scale, cap, dout, dlse):
+    """Queries B T K G H, tiles B K G T S, as jax.nn lays them out: each group by itself."""
+
+    def group(query, bias, seen, z, key, value, scale, cap):
+        s = jnp.einsum("btkh,bskh->bkts", query, key, preferred_element_type=bias.dtype) * scale
+        if cap is not None:
+            s = cap * jnp.tanh(s / cap)
+        some = seen.any(-1, keepdims=True)
+        s = jnp.where(seen | ~some, s + bias, -jnp.inf)
+        p = jnp.where(some, jax.nn.softmax(s, axis=-1), 0) * z
+        lse = jnp.where(some[..., 0], jax.nn.logsumexp(s, axis=-1), -jnp.inf)
+        return jnp.einsum("bkts,bskd->btkd", p.astype(key.dtype), value), lse.swapaxes(1, 2)
+
+    def call(query, bias, key, value, scale, cap):
+        each = (query.transpose(3, 0, 1, 2, 4), *(jnp.moveaxis(x, 2, 0) for x in (bias, seen, z)))
+        return jax.vmap(group, in_axes=(0, 0, 0, 0, None, None, None, None), out_axes=3)(*each, key, value, scale, cap)
+
+    (out, lse), pull = jax.vjp(call, query, bias, key, value, scale, cap)
+    names = ("query", "bias", "key", "value", "scale", "logits_soft_cap")
+    return out, lse, dict(zip(names, pull((dout, dlse)), strict=True))

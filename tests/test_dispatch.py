@@ -1,0 +1,188 @@
+"""Who runs a call, and the reason against each other one; what `import memeff` costs. Catalogue 38 and 39."""
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, MIXES, SINGLES, split
+
+from memeff import dispatch, dot_product_attention, reference, xla
+
+NO_KERNELS = "this version of memeff has no kernels yet"
+NOT_CUDNN = "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
+
+# ---- 38: every call by every implementation: None where it can run, else the reason
+
+CALLS = (*SINGLES, *MIXES)
+TABLE = {(name, dtype): ("xla", NO_KERNELS) for name in CALLS for dtype in ("float32", "bfloat16")}
+# a kernel that comes writes here what it can run, and what it says of the rest
+
+
+def traced(name, dtype, implementation=None):
+    """What the call hands to dispatch, and the module that dispatch chose; nothing is computed."""
+    args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
+    static, arrays = split(kwargs)
+    asked = []
+    select = dispatch.select_implementation
+
+    def spy(problem, operands, requested):
+        module = select(problem, operands, requested)
+        asked.append((problem, operands, module))
+        return module
+
+    def run(args, arrays):
+        call = lambda *args: dot_product_attention(*args, **arrays, **static, implementation=implementation)
+        out, pull = jax.vjp(call, *args)
+        return out, pull(out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "select_implementation", spy)
+        shapes = jax.eval_shape(run, args, arrays)
+    (seen,) = asked
+    return *seen, shapes
+
+
+def test_table_is_long_enough():
+    assert len(TABLE) >= 40
+
+
+@pytest.mark.parametrize("name, dtype", TABLE, ids="-".join)
+def test_implementation_chosen_and_reasons(name, dtype):
+    chosen, against_pallas = TABLE[name, dtype]
+    problem, operands, module, (out, grads) = traced(name, dtype)
+    assert module is {"xla": xla, "reference": reference}[chosen]
+    assert dispatch.why_not("xla", problem, operands) is None
+    assert dispatch.why_not("reference", problem, operands) is None
+    assert dispatch.why_not("pallas", problem, operands) == against_pallas
+    assert dispatch.why_not("cudnn", problem, operands) == NOT_CUDNN
+    args = CASES[name].inputs(jnp.dtype(dtype))[0]
+    assert (out.shape, out.dtype) == ((*args[0].shape[:-1], args[2].shape[-1]), args[0].dtype)
+    assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in args]
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "three_leads", "q_offset_array"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_request_is_met_forward_and_backward(implementation, name):
+    """An implementation that can run a call can run both directions of it."""
+    _, _, module, (out, grads) = traced(name, "float32", implementation)
+    assert module.__name__ == f"memeff.{implementation}"
+    assert out.shape and len(grads) == 3
+
+
+@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS + ("cudnn",))
+def test_a_reason_is_a_piece_of_a_sentence(name):
+    """It stands after a colon and before a full stop."""
+    problem, operands, _, _ = traced("plain", "float32")
+    reason = dispatch.why_not(name, problem, operands)
+    assert reason is None or (reason and not reason.endswith(".") and "\n" not in reason)
+    if reason is None:
+        assert dispatch.select_implementation(problem, operands, name).__name__ == f"memeff.{name}"
+    else:
+        with pytest.raises(NotImplementedError) as e:
+            dispatch.select_implementation(problem, operands, name)
+        assert str(e.value).startswith(f'implementation="{name}" cannot run this call: {reason}. Use implementation=None')
+
+
+def test_an_implementation_has_its_three_functions():
+    for module in (xla, reference):
+        assert callable(module.why_not) and callable(module.forward)
+    assert callable(xla.backward)
+
+
+# ---- tiles
+
+TILES = [
+    # backend, (T, S), requested, tile
+    ("cpu", (100_000, 100_000), (None, None), (512, 512)),
+    ("cpu", (37, 53), (None, None), (37, 53)),
+    ("cpu", (37, 5300), (None, None), (37, 512)),
+    ("cpu", (1, 1), (None, None), (1, 1)),
+    ("cpu", (0, 53), (None, None), (1, 53)),
+    ("cpu", (37, 53), (16, 24), (16, 24)),
+    ("cpu", (37, 53), (1000, 2000), (37, 53)),
+    ("cpu", (4096, 4096), (128, None), (128, 512)),
+    ("cpu", (4096, 4096), (None, 2048), (512, 2048)),
+    ("tpu", (4096, 4096), (None, None), (512, 512)),
+    ("gpu", (100_000, 100_000), (None, None), dispatch.TILES["gpu"][0]),
+    ("gpu", (37, 53), (None, None), (37, 53)),
+    ("gpu", (4096, 4096), (128, 64), (128, 64)),
+]
+
+
+@pytest.mark.parametrize("backend, lengths, requested, tile", TILES, ids=str)
+def test_tile_sizes(monkeypatch, backend, lengths, requested, tile):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    general, fixed = dispatch.tile_sizes(lengths, requested)
+    assert general == tile
+    assert all(1 <= size <= max(1, n) for size, n in zip(fixed, lengths, strict=True))
+
+
+# ---- 39
+
+
+def test_choosing_is_silent_where_nothing_is_lost():
+    """On a CPU the chunked path is the fastest there is: no fallback, so no warning."""
+    x = jnp.ones((1, 5, 2, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dot_product_attention(x, x, x)
+        dot_product_attention(x, x, x, implementation="xla")
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_pallas_raises_instead_of_falling_back(jit):
+    x = jnp.ones((1, 5, 2, 3))
+    call = lambda x: dot_product_attention(x, x, x, implementation="pallas")
+    with pytest.raises(NotImplementedError, match=f'implementation="pallas" cannot run this call: {NO_KERNELS}'):
+        (jax.jit(call) if jit else call)(x)
+
+
+# ---- import memeff
+
+
+def python(code: str, **env) -> subprocess.CompletedProcess:
+    import os
+
+    code = textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120)
+
+
+def test_import_starts_no_backend():
+    """On a platform that does not exist, any array would be an error; the import is none."""
+    done = python("import memeff", JAX_PLATFORMS="nowhere")
+    assert done.returncode == 0, done.stderr
+    started = python("import memeff, jax.numpy as jnp; jnp.ones(1)", JAX_PLATFORMS="nowhere")
+    assert started.returncode != 0 and "nowhere" in started.stderr
+
+
+def test_import_is_light():
+    done = python(
+        """
+        import sys
+        import jax, jax.numpy
+        before = {*sys.modules}
+        import memeff
+        new = {name.split(".")[0] for name in {*sys.modules} - before}
+        heavy = [name for name in sys.modules if name.startswith(("flax", "optax", "jax.experimental.pallas", "memeff.nn"))]
+        assert not heavy, heavy
+        assert all(hasattr(memeff, name) for name in memeff.__all__)
+        print(*sorted(new - {*sys.stdlib_module_names}))
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["jax", "memeff"] or done.stdout.split() == ["memeff"], done.stdout
+
+
+def test_every_implementation_is_named_in_the_signature():
+    """A name that dispatch knows and the type does not promise (or the other way round) is found here."""
+    from typing import get_args
+
+    from memeff.attention import Implementation
+
+    assert get_args(Implementation) == dispatch.IMPLEMENTATIONS
+    assert np.all([isinstance(name, str) for name in dispatch.IMPLEMENTATIONS])

@@ -1,0 +1,131 @@
+"""The forward with a fixed row reference (memeff.xla, GPUs): exact for every input, by its check and its fall-back.
+
+It runs here on CPU, called for by hand; `test_gpu.py` runs it where it serves.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import assert_as_good
+
+from memeff import xla
+from memeff.problem import Operands, Problem, Terms
+
+B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
+
+
+def draw(name: str, dtype):
+    """query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, D]; the named property planted."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal(s) for s in ((B, T, K, G, H), (B, S, K, H), (B, S, K, D)))
+    match name:
+        case "key far longer than what any query sees of it":  # orthogonal: the bound is 10^5, the logits are small
+            q[..., 0] = 0
+            k[1, 7, 0] = 0
+            k[1, 7, 0, 0] = 1e5
+        case "one row far below its bound":
+            q[0, 40] *= 0.0
+            q[0, 40, :, :, 0] = 300.0
+            k[0, :, :, 0] = -abs(k[0, :, :, 0]) * 10
+        case "logits of 10^4":
+            q, k = q * 60, k * 40
+        case "outlier channel":
+            q[..., 3] *= 30
+            k[..., 3] *= 30
+        case "constant 1000":
+            q[:], k[:] = 1000 / 16, 1.0
+        case "tiny":
+            q *= 1e-20
+        case "ordinary":
+            pass
+    return [jnp.asarray(x, dtype) for x in (q, k, v)]
+
+
+FAR = ("key far longer than what any query sees of it", "one row far below its bound")
+NEAR = ("ordinary", "logits of 10^4", "outlier channel", "constant 1000", "tiny")
+
+
+def problem(causal: bool) -> Problem:
+    return Problem(right=0 if causal else None, q_offset=20 if causal else 0, scale=H**-0.5, chunk_size=(16, 24))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(p: Problem, operands, dout, dlse):
+    """Fixed (with its fall-back) and online, forward and gradients, and whether the fixed form stood for all rows."""
+    fixed, online = xla.forward(p, operands), xla._forward_online(p, operands)
+    ok = xla._forward_fixed(p, operands, True)[2].all()
+    return *((f[0], f[1].high, *xla.backward(p, operands, *f, dout, dlse)[:3]) for f in (fixed, online)), ok
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
+    """Also for rows that it cannot serve: there the check says so, and the online form runs. That is the baseline."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    rng = np.random.default_rng(5)
+    dout, dlse = rng.standard_normal((B, K, G, T, D)), rng.standard_normal((B, K, G, T))
+    for name in (*NEAR, *FAR):
+        q, k, v = draw(name, dtype)
+        p = problem(causal)
+        assert xla._reference_serves(p, Operands(q, k, v))
+        fixed, online, ok = both(p, Operands(q, k, v), jnp.asarray(dout, dtype), jnp.asarray(dlse, jnp.float32))
+        if name in FAR:
+            assert not ok, f"{name}: the planted rows were meant to need the fall-back"
+        if name in ("ordinary", "tiny"):
+            assert ok, f"{name}: the fixed reference should have served"
+        q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k, v))
+        call = dict(query=q64.reshape(B, T, K * G, H), key=k64, value=v64)
+        call |= dict(scale=H**-0.5, is_causal=causal, q_offset=p.q_offset)
+        out, lse = oracle.attention(**call)
+        flat = np.moveaxis(np.asarray(jnp.asarray(dout, dtype), np.float64), 3, 1).reshape(B, T, K * G, D)
+        grads = oracle.gradients(**call, dout=flat, dlse=np.moveaxis(dlse, 3, 1).reshape(B, T, K * G))
+        truth = [np.moveaxis(out.reshape(B, T, K, G, D), 1, 3), np.moveaxis(lse.reshape(B, T, K, G), 1, 3)]
+        truth += [grads["query"].reshape(B, T, K, G, H), grads["key"], grads["value"]]
+        for what, x, base, true in zip(("out", "lse", "dq", "dk", "dv"), fixed, online, truth, strict=True):
+            assert_as_good(x, base, true, "float32" if what == "lse" else dtype, f"{name}: {what}")
+
+
+def test_fixed_reference_serves_plain_calls_on_gpus_only(monkeypatch):
+    q, k, v = draw("ordinary", jnp.float32)
+    plain, p = Operands(q, k, v), problem(True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert not xla._reference_serves(p, plain)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert xla._reference_serves(p, plain)
+    ids, n = jnp.zeros((B, T), jnp.int32), jnp.full((B,), 5, jnp.int32)
+    for refused in (
+        plain._replace(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, S)))),
+        plain._replace(terms=Terms(scale=jnp.float32(1))),
+        plain._replace(terms=Terms(soft_cap=jnp.float32(1))),
+        plain._replace(mask=jnp.ones((1, 1, 1, 1, S), bool)),
+        plain._replace(q_lengths=n),
+        plain._replace(kv_lengths=n),
+        plain._replace(q_offset=n),
+        plain._replace(q_segments=ids, kv_segments=jnp.zeros((B, S), jnp.int32)),
+        Operands(*(x.astype(jnp.float16) for x in plain[:3])),
+    ):
+        assert not xla._reference_serves(p, refused), refused
+    assert not xla._reference_serves(Problem(soft_cap=3.0), plain)
+    assert not xla._reference_serves(Problem(right=0, q_offset=-1), plain)  # row 0 sees nothing
+
+
+def test_later_keys_change_no_reference(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = draw("ordinary", jnp.float32)
+    p = problem(True)
+    r = xla._reference(p, Operands(q, k * 100, v))
+    later = xla._reference(p, Operands(q, (k * 100).at[:, 60:].mul(1e4), v))
+    assert (r[..., :39] == later[..., :39]).all() and (later[..., 45] > r[..., 45]).any()  # row 39 sees key 59 and no later
+
+
+def test_a_batch_takes_one_branch(monkeypatch):
+    """Under vmap the check is one for the whole batch: the cond stays a cond, not both sides and a select."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
+    run = jax.vmap(lambda q, k, v: xla.forward(problem(True), Operands(q, k, v)))
+    assert " cond[" in str(jax.make_jaxpr(run)(q, k, v))

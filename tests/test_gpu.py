@@ -1,0 +1,73 @@
+"""On a GPU: every case against the oracle, the fixed reference where it serves, and bits that repeat beside other work.
+
+python -m pytest -m gpu
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SINGLES
+from conftest import assert_case, run_cases
+
+import memeff
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_cases(dtype):
+    with jax.default_matmul_precision("highest"):  # float32 products in float32, here and in the plain computation
+        for name, result in run_cases(SINGLES, dtype).items():
+            assert_case(result, name, dtype)
+
+
+@pytest.mark.parametrize("length", [4096 - 3, 4096 + 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sampled_rows_at_default_tiles(length, causal):
+    """64 rows of out and lse in float64, at lengths that no tile divides; bfloat16, grouped heads."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, length, n, 128), jnp.bfloat16) for i, n in enumerate((4, 2, 2)))
+    out, lse = jax.jit(functools.partial(memeff.dot_product_attention, is_causal=causal, return_residual=True))(q, k, v)
+    rows = np.random.default_rng(0).choice(length, 64, replace=False)
+    q, k, v, out, lse = (np.asarray(x, np.float64)[0] for x in (q, k, v, out, lse))
+    for n in range(4):
+        s = q[rows, n] @ k[:, n // 2].T / np.sqrt(128)
+        if causal:
+            s = np.where(np.arange(length) <= rows[:, None], s, -np.inf)
+        m = s.max(-1, keepdims=True)
+        e = np.exp(s - m)
+        true = e @ v[:, n // 2] / e.sum(-1, keepdims=True)
+        np.testing.assert_allclose(lse[rows, n], (m + np.log(e.sum(-1, keepdims=True)))[:, 0], atol=1e-5)
+        # out is rounded to 8 bits, and so is every probability before its product
+        np.testing.assert_allclose(out[rows, n], true, atol=2.0**-8 * abs(v).max())
+
+
+def test_250_runs_beside_other_work_are_equal_in_bits():
+    q, k, v, do = (jax.random.normal(jax.random.key(i), (1, 2048, 4, 64), jnp.bfloat16) for i in range(4))
+    other = jax.random.normal(jax.random.key(9), (2048, 2048))
+    busy = jax.jit(lambda x: x @ x)
+
+    @jax.jit
+    def both(q, k, v, do):
+        out, pull = jax.vjp(functools.partial(memeff.dot_product_attention, is_causal=True), q, k, v)
+        return out, *pull(do)
+
+    first = jax.tree.map(np.asarray, both(q, k, v, do))
+    for _ in range(250):
+        busy(other)
+        for a, b in zip(first, both(q, k, v, do), strict=True):
+            assert (a == np.asarray(b)).all()
+
+
+def test_fall_back_runs_on_the_gpu():
+    """A key that the queries do not feel makes the bound useless: the result is right all the same, and the same in vmap."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 700, 2, 64)) for i in range(3))
+    q, k = q.at[..., 0].set(0), k.at[:, 5].set(0).at[:, 5, :, 0].set(1e5)
+    with jax.default_matmul_precision("highest"):
+        out = memeff.dot_product_attention(q, k, v)
+        mapped = jax.vmap(lambda q: memeff.dot_product_attention(q, k, v))(jnp.stack([q, q]))[1]
+        true = memeff.dot_product_attention(q, k, v, implementation="reference")
+    np.testing.assert_allclose(out, true, atol=2e-6)
+    np.testing.assert_allclose(mapped, true, atol=2e-6)

@@ -1,0 +1,195 @@
+"""Tests of the tests: planted bugs, each of which a few of the fast tests must catch. Catalogue 51.
+
+A mutant is a copy of memeff in which one piece of text is another. It is measured by what `test_numbers.test_float32` does
+(the law of tolerance against the oracle) on named cases, or by fast tests named by their node id.
+"""
+
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+NUMBERS = """
+import sys
+sys.path[:0] = [".", "tests"]
+from conftest import assert_case, run_cases
+for dtype, name in (word.split(":") for word in sys.argv[1:]):
+    assert_case(run_cases((name,), dtype)[name], name, dtype)
+"""
+
+XLA, PROBLEM, RULES, ARGUMENTS = "xla.py", "problem.py", "differentiation.py", "arguments.py"
+
+MUTANTS = {
+    # name: file, text, what stands there instead, what must catch it
+    "scale dropped": (PROBLEM, "s = raw * (problem.scale if", "s = raw * (1.0 if", "float32:plain"),
+    "scale array ignored": (PROBLEM, "problem.scale if terms.scale is None", "problem.scale if True", "float32:scale_array"),
+    "soft cap dropped": (PROBLEM, "s = cap * jnp.tanh(s / cap)", "s = s + 0 * cap", "float32:soft_cap"),
+    "soft cap derivative dropped": (
+        PROBLEM,
+        "s = cap * jnp.tanh(s / cap)",
+        "s = s + jax.lax.stop_gradient(cap * jnp.tanh(s / cap) - s)",
+        "float32:soft_cap",
+    ),
+    "bias before the soft cap": (
+        PROBLEM,
+        "    cap = problem.soft_cap if terms.soft_cap is None",
+        "    s = s if terms.bias is None else s + terms.bias.astype(raw.dtype)\n"
+        "    terms = terms._replace(bias=None)\n"
+        "    cap = problem.soft_cap if terms.soft_cap is None",
+        "float32:everything",
+    ),
+    "window off by one to the left": (PROBLEM, "at - problem.left <= cols", "at - problem.left < cols", "float32:window"),
+    "window off by one to the right": (PROBLEM, "cols <= at + problem.right", "cols < at + problem.right", "float32:causal"),
+    "offset ignored": (PROBLEM, "(problem.q_offset if here.q_offset", "(0 if here.q_offset", "float32:q_offset"),
+    "offset array ignored": (PROBLEM, "else _per_batch(here.q_offset))", "else 0)", "float32:q_offset_array"),
+    "key length off by one": (
+        PROBLEM,
+        "cols < _per_batch(here.kv_lengths)",
+        "cols <= _per_batch(here.kv_lengths)",
+        "float32:key_lengths",
+    ),
+    "segments ignored": (PROBLEM, "if here.q_segments is not None and", "if False and", "float32:segments"),
+    "mask ignored": (PROBLEM, "        keep &= here.mask\n", "        pass\n", "float32:mask_dense"),
+    "tail visible": (PROBLEM, "keep = (rows >= 0) & (cols >= 0)", "keep = (rows >= -1) & (cols >= -1)", "float32:plain"),
+    "lowest finite bias does not hide": (
+        PROBLEM,
+        "bias > jnp.finfo(bias.dtype).min",
+        "bias > -jnp.inf",
+        "tests/test_masks.py::test_rows_that_see_nothing",
+    ),
+    "counters of dropout": (PROBLEM, "_multiply_add(low, S, cols", "_multiply_add(low, T, cols", "float32:dropout"),
+    "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
+    "dropout not in dp": (XLA, "dp = _drop(problem, operands, tile, dp)", "dp = dp + 0", "float32:dropout_each"),
+    "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
+    "sign of lse": (PROBLEM, "high = m + jnp.log(l)", "high = m - jnp.log(l)", "float32:plain"),
+    "lse in bfloat16": (
+        PROBLEM,
+        "high = m + jnp.log(l)",
+        "high = (m + jnp.log(l)).astype(jnp.bfloat16).astype(l.dtype)",
+        "float32:plain",
+    ),
+    "delta forgotten": (XLA, "pull(p * (dp - delta[..., None]))", "pull(p * dp)", "float32:plain"),
+    "dlse ignored": (XLA, "delta = delta if dlse is None else delta - dlse", "pass", "float32:plain"),
+    "sign of dlse": (XLA, "else delta - dlse", "else delta + dlse", "float32:plain"),
+    "dk and dv swapped": (
+        XLA,
+        "return Gradients(query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2), value.swapaxes(1, 2), terms)",
+        "return Gradients(query.transpose(0, 3, 1, 2, 4), value.swapaxes(1, 2), key.swapaxes(1, 2), terms)",
+        "float32:one_of_each",  # where H = D, or shapes would tell
+    ),
+    "sum over the group omitted": (
+        XLA,
+        'dk = _dot("bkgtc,bkgth->bkch", draw, _finite(q, masked)',
+        'dk = _dot("bktc,bkth->bkch", draw[:, :, 0], _finite(q, masked)[:, :, 0]',
+        "float32:plain",
+    ),
+    "last key tile skipped": (
+        XLA,
+        "hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)",
+        "hi = np.clip(everything if some_to is None else some_to, 0, S) // c",
+        "float32:plain",
+    ),
+    "bias gradient not summed over tiles": (
+        XLA,
+        "old + part.bias.astype(old.dtype)",
+        "part.bias.astype(old.dtype)",
+        "float32:bias_row",
+    ),
+    "bias gradient in the wrong place": (XLA, "(zero, zero, zero, row, col)", "(zero,) * 5", "float32:bias_full"),
+    "gradients not accumulated": (
+        XLA,
+        "lax.dynamic_slice_in_dim(total, start, size, axis) + part.astype(total.dtype)",
+        "part.astype(total.dtype)",
+        "float32:plain",
+    ),
+    "NaN of hidden values leaks": (
+        XLA,
+        "return jnp.where(jnp.isfinite(x), x, 0) if masked else x",
+        "return x",
+        "tests/test_masks.py::test_hidden_garbage_changes_no_bit",
+    ),
+    "grouped heads in the wrong order": (
+        ARGUMENTS,
+        "heads = (shape.K, shape.G) if N == shape.N and N != 1 else (1, 1)",
+        "heads = (shape.K, shape.G) if N == shape.N and N != 1 else (1, 1)\n    x = x[..., ::-1, :, :]",
+        "float32:bias_row",
+    ),
+    "lse handed out without -inf": (
+        "attention.py",
+        "SEES_NOTHING, -jnp.inf",
+        "SEES_NOTHING, 0.0",
+        "tests/test_masks.py::test_rows_that_see_nothing",
+    ),
+    "edge tiles without a mask": (
+        XLA,
+        "keep = visible(problem, tile.here, *tile.at) if masked",
+        "keep = visible(problem, tile.here, *tile.at) | True if masked",
+        "float32:causal",
+    ),
+}
+
+
+def copy_to(where: pathlib.Path) -> pathlib.Path:
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("memeff", "tests"):
+        shutil.copytree(HERE.parent / folder, where / folder, ignore=ignore)
+    shutil.copy(HERE.parent / "pyproject.toml", where)
+    (where / "numbers_.py").write_text(NUMBERS)
+    return where
+
+
+def caught_by(where: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
+    """Runs the named cases or tests on the copy of memeff in `where`."""
+    words = tests.split()
+    if all(":" in word and "::" not in word for word in words):
+        command = [sys.executable, "numbers_.py", *words]
+    else:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+    env = {**os.environ, "PYTHONPATH": str(where)}
+    return subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=600)
+
+
+@functools.cache
+def _whole(tests: str, where: pathlib.Path) -> tuple[int, str]:
+    done = caught_by(where, tests)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory):
+    return copy_to(tmp_path_factory.mktemp("unharmed"))
+
+
+def test_there_are_enough():
+    assert len(MUTANTS) >= 25
+
+
+def test_the_copy_is_what_runs(tmp_path):
+    where = copy_to(tmp_path)
+    (where / "memeff" / "version.py").write_text('__version__ = "a copy"\n')
+    code = "import memeff; print(memeff.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "a copy", done.stderr
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_is_caught(name, tmp_path, unharmed):
+    """The same tests pass on memeff as it is, and fail on the mutant by an assertion (not because it does not run)."""
+    file, text, instead, tests = MUTANTS[name]
+    where = copy_to(tmp_path)
+    source = where / "memeff" / file
+    assert source.read_text().count(text) == 1, f"{file} has no such text (once): {text}"
+    source.write_text(source.read_text().replace(text, instead))
+    status, words = _whole(tests, unharmed)
+    assert status == 0, words[-2000:]
+    done = caught_by(where, tests)
+    words = done.stdout + done.stderr
+    assert done.returncode != 0, f"not caught by {tests}"
+    assert "AssertionError" in words or "assert " in words, f"does not run:\n{words[-2000:]}"

@@ -1,0 +1,561 @@
+"""What JAX does to functions, done to attention: vmap, grad, jit, remat, scan, donation, export, debug and promotion flags.
+
+Catalogue 28 to 32. Numbers themselves are measured elsewhere; here two ways to the same number are compared.
+"""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, SINGLES, split
+from jax import export
+
+import memeff
+from memeff import dot_product_attention
+
+f32 = np.float32
+
+
+def assert_same(actual, expected, eps=2e-6):
+    """Two orders of the same sums, in float32."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape, f"{x.shape} is not {y.shape}"
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        worst = np.abs(x[finite] - y[finite]).max(initial=0)
+        assert worst <= eps * max(1, np.abs(y[finite]).max(initial=0)), f"differ by {worst:.3g}"
+
+
+def assert_bits(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def inputs(B=2, T=13, S=17, K=2, G=2, H=3, D=5, leads=None, dtype=f32):
+    rng = np.random.default_rng(0)
+    leads = (B,) if leads is None else leads
+    shapes = (T, K * G, H), (S, K, H), (S, K, D)
+    return tuple(jnp.asarray(rng.standard_normal((*leads, *shape)), dtype) for shape in shapes)
+
+
+# ---- 28: vmap
+
+# Each argument as a stack of 3, for a call of B=2 T=13 S=17 N=4; floats get a gradient.
+STACK = 3
+_rng = np.random.default_rng(7)
+FLOATS = {
+    "query": _rng.standard_normal((STACK, 2, 13, 4, 3)).astype(f32),
+    "key": _rng.standard_normal((STACK, 2, 17, 2, 3)).astype(f32),
+    "value": _rng.standard_normal((STACK, 2, 17, 2, 5)).astype(f32),
+    "bias": _rng.standard_normal((STACK, 4, 1, 17)).astype(f32),
+    "scale": np.array([0.3, -0.7, 1.1], f32),
+    "logits_soft_cap": np.array([1.5, 3.0, 0.7], f32),
+}
+OTHERS = {
+    "mask": _rng.random((STACK, 2, 1, 13, 17)) < 0.7,
+    "query_seq_lengths": np.array([[13, 4], [7, 12], [0, 13]], np.int32),
+    "key_value_seq_lengths": np.array([[17, 4], [7, 16], [5, 0]], np.int32),
+    "query_segment_ids": np.sort(_rng.integers(0, 3, (STACK, 2, 13)), -1).astype(np.int32),
+    "key_value_segment_ids": np.sort(_rng.integers(0, 3, (STACK, 2, 17)), -1).astype(np.int32),
+    "q_offset": np.array([[0, 4], [-3, 9], [5, 5]], np.int32),
+    "dropout_rng": np.arange(6, dtype=np.uint32).reshape(STACK, 2),
+}
+STATIC = dict(is_causal=True, dropout_rate=0.3, broadcast_dropout=False, chunk_size=(4, 6), return_residual=True)
+ARGUMENTS = FLOATS | OTHERS
+PAIRS = [*itertools.combinations(ARGUMENTS, 2)]
+SUBSETS = [{*ARGUMENTS}, {*FLOATS}, {*OTHERS}, {"query", "bias"}, {"key", "value", "mask"}, {"bias"}, {"q_offset"}]
+ALONE = [{name} for name in ARGUMENTS]
+
+
+def everything(arrays):
+    """out and lse of the call with all arguments at once."""
+    rest = {n: x for n, x in arrays.items() if n not in ("query", "key", "value")}
+    return dot_product_attention(arrays["query"], arrays["key"], arrays["value"], **rest, **STATIC)
+
+
+def weighted(arrays):
+    """A scalar with other weights for each entry of out and lse, so that no error cancels; what sees nothing counts as 0."""
+    out, lse = everything(arrays)
+    wave = lambda x: jnp.cos(jnp.arange(x.size, dtype=f32)).reshape(x.shape)
+    return (out * wave(out)).sum() + (jnp.where(jnp.isfinite(lse), lse, 0) * wave(lse)).sum()
+
+
+def gradients(arrays):
+    others = {n: arrays[n] for n in OTHERS}
+    return jax.grad(lambda floats: weighted(floats | others))({n: arrays[n] for n in FLOATS})
+
+
+def _given(mapped, b):
+    return {n: x[b if n in mapped else 1] for n, x in ARGUMENTS.items()}
+
+
+@functools.cache
+def _programs():
+    return jax.jit(everything), jax.jit(gradients)
+
+
+def _loop(function, mapped):
+    each = [function(_given(mapped, b)) for b in range(STACK)]
+    return jax.tree.map(lambda *x: np.stack(x), *each)
+
+
+def _vmap(function, mapped):
+    axes = {n: 0 if n in mapped else None for n in ARGUMENTS}
+    arrays = {n: x if n in mapped else x[1] for n, x in ARGUMENTS.items()}
+    return jax.jit(jax.vmap(function, in_axes=(axes,)))(arrays)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [*SUBSETS, *(pytest.param(names, marks=pytest.mark.slow) for names in ALONE)],
+    ids=lambda names: ",".join(sorted(names)) if len(names) < 5 else str(len(names)),
+)
+def test_vmap_and_vmap_of_grad(mapped):
+    """Each argument alone mapped, the others shared; all; and a few that belong together."""
+    forward, grad = _programs()
+    both = lambda arrays: (everything(arrays), gradients(arrays))
+    values, grads = _vmap(both, mapped)
+    assert_same(values, _loop(forward, mapped))
+    assert_same(grads, _loop(grad, mapped), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", PAIRS, ids="+".join)
+def test_vmap_over_pairs(mapped):
+    test_vmap_and_vmap_of_grad({*mapped})
+
+
+def test_grad_of_vmap_sums_what_is_shared():
+    """Shared bias and scale get the sum of the gradients of the stack, mapped ones their own."""
+    mapped = {"query", "key", "value", "mask"}
+    axes = {n: 0 if n in mapped else None for n in ARGUMENTS}
+    arrays = {n: x if n in mapped else x[1] for n, x in ARGUMENTS.items()}
+    others = {n: arrays[n] for n in OTHERS}
+
+    def loss(floats):
+        return jax.vmap(weighted, in_axes=(axes,))(floats | others).sum()
+
+    grads = jax.jit(jax.grad(loss))({n: arrays[n] for n in FLOATS})
+    each = _loop(_programs()[1], mapped)
+    assert_same(grads, {n: x if n in mapped else x.sum(0) for n, x in each.items()}, 1e-5)
+
+
+@pytest.mark.parametrize("in_axes, out_axes", [((1, 0, 2), 1), ((-1, None, 0), -1), ((None, 3, None), 2)], ids=str)
+def test_vmap_over_other_axes(in_axes, out_axes):
+    q, k, v = inputs()
+    stacked = [x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in zip((q, k, v), in_axes, strict=True)]
+    call = lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, chunk_size=(4, 6))
+    actual = jax.vmap(call, in_axes, out_axes)(*stacked)
+    take = lambda x, axis, b: x if axis is None else jnp.take(x, b, axis)
+    each = [call(*(take(x, axis, b) for x, axis in zip(stacked, in_axes, strict=True))) for b in range(3)]
+    assert_same(actual, jnp.stack(each, out_axes))
+
+
+def test_vmap_of_vmap():
+    q, k, v = inputs(leads=(3, 2, 1))
+    call = lambda q, k, v: dot_product_attention(q, k, v, local_window_size=(3, 2), chunk_size=(4, 6))
+    assert_same(jax.vmap(jax.vmap(call))(q, k, v), call(q, k, v))
+
+
+def test_jacrev_and_linear_transpose():
+    """jacrev is vmap of the transpose: one row for each entry of out, against as many gradients."""
+    q, k, v = inputs(B=1, T=3, S=4, K=1, G=1, H=2, D=2)
+    call = lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, chunk_size=2)
+    jacobians = jax.jacrev(call, (0, 1, 2))(q, k, v)
+    rows = list(np.ndindex(3, 2))
+    for argument, jacobian in enumerate(jacobians):
+        each = [jax.grad(lambda *x, t=t, d=d: call(*x)[0, t, 0, d], argument)(q, k, v) for t, d in rows]
+        assert_same(jacobian.reshape(6, *each[0].shape), jnp.stack(each))
+
+
+# ---- 29: jit, remat, scan, policies, donation, export
+
+
+slow = pytest.mark.slow
+SOME = ("plain", "default_chunk", "causal", "key_lengths", "bias_row", "segments", "dropout_each", "everything")
+
+
+@pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=slow) for name in SINGLES])
+def test_jit_equals_eager(name):
+    """The same compiled loops inside: the same bits, or the last ones where XLA fuses the way to them differently."""
+    args, kwargs = CASES[name].inputs(f32)
+    static, arrays = split(kwargs)
+    call = lambda args, arrays: dot_product_attention(*args, **arrays, **static, return_residual=True)
+    assert_same(jax.jit(call)(args, arrays), call(args, arrays), 5e-7)
+
+
+def layers(q, weights, checkpoint=lambda f: f, **kwargs):
+    """A few attention layers by scan."""
+
+    def layer(x, w):
+        y = x @ w
+        return x + dot_product_attention(y, y, y, is_causal=True, chunk_size=(4, 6), **kwargs), None
+
+    return jax.lax.scan(checkpoint(layer), q, weights)[0]
+
+
+def layers_unrolled(q, weights, **kwargs):
+    for w in weights:
+        y = q @ w
+        q = q + dot_product_attention(y, y, y, is_causal=True, chunk_size=(4, 6), **kwargs)
+    return q
+
+
+def layer_inputs(count=3):
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((2, 13, 2, 5)), rng.standard_normal((count, 5, 5))
+    return jnp.asarray(x, f32), jnp.asarray(w, f32)
+
+
+POLICIES = {
+    "everything_saveable": jax.checkpoint_policies.everything_saveable,
+    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "save_only_these_names": jax.checkpoint_policies.save_only_these_names(*memeff.RESIDUAL_NAMES),
+    "save_any_names_but_these": jax.checkpoint_policies.save_any_names_but_these(*memeff.RESIDUAL_NAMES),
+}
+
+
+@pytest.mark.parametrize(
+    "policy", [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)]
+)
+def test_scan_over_layers_with_remat(policy):
+    x, w = layer_inputs()
+    lengths = jnp.array([9, 13])
+    loss = lambda run: lambda x, w: (run(x, w) ** 2).sum()
+    wrap = functools.partial(jax.checkpoint, policy=POLICIES[policy]) if policy else lambda f: f
+    for kwargs in ({}, dict(key_value_seq_lengths=lengths)):
+        actual = jax.jit(jax.grad(loss(functools.partial(layers, checkpoint=wrap, **kwargs)), (0, 1)))(x, w)
+        expected = jax.jit(jax.grad(loss(functools.partial(layers_unrolled, **kwargs)), (0, 1)))(x, w)
+        assert_same(actual, expected, 1e-5)
+
+
+def loops_of_gradient(**remat) -> int:
+    q, k, v = inputs()
+    call = lambda q, k, v: jnp.sin(dot_product_attention(jnp.sin(q), k, v, chunk_size=(4, 17)))
+    wrapped = jax.checkpoint(call, **remat) if remat else call
+    return count_loops(jax.make_jaxpr(jax.grad(lambda *x: wrapped(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr)
+
+
+def count_loops(jaxpr) -> int:
+    """Loops over tiles, in a jaxpr and all that is inside."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name in ("scan", "while")
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                count += count_loops(inner)
+    return count
+
+
+def test_policy_by_name_spares_the_second_forward():
+    """remat alone walks the tiles forward, again forward, backward; with out and lse kept by name once forward."""
+    plain = loops_of_gradient()
+    again = loops_of_gradient(policy=jax.checkpoint_policies.nothing_saveable)
+    named = loops_of_gradient(policy=POLICIES["save_only_these_names"])
+    others = loops_of_gradient(policy=jax.checkpoint_policies.save_only_these_names("something_else"))
+    assert again > plain, "remat recomputed nothing: the count tells nothing"
+    assert named == plain
+    assert others == again
+
+
+def test_donation():
+    """The query's buffer may become out's, and the result is the same."""
+    q, k, v = inputs(H=5)
+    expected = dot_product_attention(q, k, v, is_causal=True)
+    given = jnp.array(q)
+    run = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True), donate_argnums=0)
+    assert_same(run(given, k, v), expected, 5e-7)
+    assert given.is_deleted()
+
+
+EXPORTS = ("causal", "key_lengths", "bias_row", "dropout_each")
+
+
+def _exported(function, *args):
+    return export.deserialize(export.export(jax.jit(function))(*args).serialize(vjp_order=1))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_export(name):
+    """A round trip through bytes, with its gradient."""
+    args, kwargs = CASES[name].inputs(f32)
+    static, arrays = split(kwargs)
+    floats = {n: arrays.pop(n) for n in ("bias", "logits_soft_cap") if n in arrays}
+    call = lambda args, floats, arrays: dot_product_attention(*args, **floats, **arrays, **static)
+    there = _exported(call, args, floats, arrays)
+    assert_same(there.call(args, floats, arrays), call(args, floats, arrays), 5e-7)
+    loss = lambda f: jax.grad(lambda args, floats: (f(args, floats, arrays) ** 2).sum(), (0, 1))(args, floats)
+    assert_same(loss(there.call), loss(call), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(is_causal=True, chunk_size=8), *(pytest.param(x, marks=slow) for x in ({}, dict(local_window_size=(3, 2))))],
+    ids=str,
+)
+def test_export_with_symbolic_lengths(kwargs):
+    """Exported once, called at lengths below, at and above a tile, with its gradient."""
+    b, t, s = export.symbolic_shape("b, t, s")
+    shapes = [jax.ShapeDtypeStruct(dims, f32) for dims in ((b, t, 4, 3), (b, s, 2, 3), (b, s, 2, 5))]
+    call = lambda q, k, v: dot_product_attention(q, k, v, **kwargs)
+    there = _exported(call, *shapes)
+    square = lambda f: lambda *args: (f(*args) ** 2).sum()
+    for B, T, S in ((2, 13, 17), (1, 8, 8), (3, 1, 5), (1, 600, 520)):
+        args = inputs(B, T, S)
+        assert_same(there.call(*args), call(*args))
+        assert_same(jax.grad(square(there.call), (0, 1, 2))(*args), jax.grad(square(call), (0, 1, 2))(*args), 1e-5)
+
+
+def test_export_symbolic_batch_of_lengths():
+    b, t = export.symbolic_shape("b, t")
+    x, n = jax.ShapeDtypeStruct((b, t, 2, 3), f32), jax.ShapeDtypeStruct((b,), np.int32)
+    call = lambda x, n: dot_product_attention(x, x, x, key_value_seq_lengths=n, query_seq_lengths=n, is_causal=True)
+    there = _exported(call, x, n)
+    for B, T in ((2, 13), (1, 5)):
+        x, n = inputs(B, T, K=2, G=1)[0], jnp.arange(3, 3 + B, dtype=jnp.int32)
+        assert_same(there.call(x, n), call(x, n))
+
+
+# ---- 30: flags
+
+FLAGGED = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(3, 2)),
+    "lengths": dict(key_value_seq_lengths=np.array([0, 9], np.int32), query_seq_lengths=np.array([5, 13], np.int32)),
+    "offset": dict(q_offset=np.array([0, -4], np.int32), is_causal=True),
+    "bias": dict(bias=np.zeros((4, 13, 17), f32)),
+    "mask": dict(mask=np.tri(13, 17, -1, dtype=bool)),
+    "segments": dict(
+        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int32), key_value_segment_ids=np.ones((2, 17), np.int32)
+    ),
+    "small segments": dict(
+        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int8), key_value_segment_ids=np.ones((2, 17), np.int8)
+    ),
+    "soft cap": dict(logits_soft_cap=3.0),
+    "scalars": dict(logits_soft_cap=np.float32(3), scale=np.float32(0.3)),
+    "arrays": dict(logits_soft_cap=np.array(3, f32), scale=np.array(0.3, f32)),
+    "shared dropout": dict(dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5),
+    "dropout": dict(dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5, broadcast_dropout=False),
+}
+SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")  # in these some row sees no key
+
+
+def _flagged(kwargs, dtype=f32, residual=True, **extra):
+    args = inputs(dtype=dtype)
+    kwargs = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in kwargs.items()}
+    call = lambda *args: dot_product_attention(*args, **kwargs, **extra, chunk_size=(4, 6), return_residual=residual)
+    result, pull = jax.vjp(call, *args)
+    return result, pull(jax.tree.map(jnp.ones_like, result))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", FLAGGED)
+def test_strict_promotion(name, dtype, implementation):
+    """Forward and gradient promote nothing without saying so: neither dtypes nor ranks."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        shape = lambda: _flagged(FLAGGED[name], dtype, implementation=implementation)
+        (out, lse), grads = jax.eval_shape(shape)
+    assert out.dtype == dtype and lse.dtype == f32
+    assert [g.dtype for g in grads] == [dtype] * 3
+
+
+def test_strict_promotion_of_the_two_bfloat16_terms():
+    """bias, scale and cap in the dtype of the model."""
+    bf16 = lambda x: jnp.asarray(x, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        terms = dict(bias=bf16(np.zeros((4, 1, 17))), scale=bf16(0.3), logits_soft_cap=bf16(3.0))
+        (out, _), _ = jax.eval_shape(lambda: _flagged(terms, jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+
+
+def test_strict_promotion_keeps_refusing_what_the_user_mixes():
+    q, k, v = inputs()
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="key is bfloat16 and query is float32"):
+        dot_product_attention(q, k.astype(jnp.bfloat16), v)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("name", ["causal", "lengths", "mask", *(pytest.param(n, marks=slow) for n in ("full", "offset"))])
+def test_debug_flags(name, flag, jit):
+    """out and its gradients raise no alarm, even where rows see nothing. lse of such a row is -inf: the only exception."""
+    residual = flag == "jax_debug_nans" or name not in SEES_NOTHING
+    run = lambda: _flagged(FLAGGED[name], residual=residual)
+    with jax.debug_nans(flag == "jax_debug_nans"), jax.debug_infs(flag == "jax_debug_infs"):
+        result = jax.jit(run)() if jit else run()
+    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), result[1]))
+
+
+@pytest.mark.parametrize("name", ["lengths", *(pytest.param(n, marks=slow) for n in ("causal", "bias", "dropout"))])
+def test_no_tracer_leaks(name):
+    with jax.checking_leaks():
+        _, grads = jax.jit(lambda: _flagged(FLAGGED[name]))()
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=slow)])
+@pytest.mark.parametrize(
+    "name", [n if n in ("bias", "lengths", "arrays") else pytest.param(n, marks=slow) for n in FLAGGED if "dropout" not in n]
+)
+def test_x64_changes_no_dtype_and_no_number(name, dtype):
+    """With x64 on: results in the dtypes of the inputs, and for 32 bits and less the numbers that they have with x64 off."""
+    with jax.enable_x64(True):
+        (out, lse), grads = jax.jit(lambda: _flagged(FLAGGED[name], dtype))()
+    assert out.dtype == dtype and lse.dtype == (np.float64 if dtype == "float64" else f32)
+    assert [g.dtype for g in grads] == [dtype] * 3
+    eps = 4e-3 if dtype == "bfloat16" else 1e-5
+    if dtype != "float64":
+        expected = jax.jit(lambda: _flagged(FLAGGED[name], dtype))()
+        assert_same(((out, lse), grads), expected, eps)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", ["bias", "lengths", *(pytest.param(n, marks=slow) for n in ("segments", "arrays"))])
+def test_x64_takes_64_bit_operands(name, x64):
+    """Integers and terms of 64 bits (NumPy's own) serve as well."""
+    integer = lambda x: getattr(x, "dtype", None) in (np.int32, np.int8)
+    kwargs = {n: x.astype(np.int64) if integer(x) else x for n, x in FLAGGED[name].items()}
+    with jax.enable_x64(x64):
+        call = lambda *args: dot_product_attention(*args, **kwargs, chunk_size=(4, 6))
+        q, k, v = inputs()
+        out, pull = jax.vjp(call, q, k, v)
+        grads = pull(out)
+    assert out.dtype == f32 and all(np.isfinite(g).all() for g in grads)
+
+
+# ---- 31: sizes of 0
+
+ZEROS = {
+    "B": dict(B=0),
+    "T": dict(T=0),
+    "S": dict(S=0),
+    "N": dict(K=2, G=0),
+    "N and K": dict(K=0, G=0),
+    "D": dict(D=0),
+    "T and S": dict(T=0, S=0),
+    "a leading dim": dict(leads=(2, 0)),
+}
+WITH = {
+    "plain": lambda leads, T, S, N: {},
+    "causal": lambda leads, T, S, N: dict(is_causal=True),
+    "lengths": lambda leads, T, S, N: dict(
+        key_value_seq_lengths=jnp.full(leads, min(S, 3)), query_seq_lengths=jnp.full(leads, min(T, 3))
+    ),
+    "offset": lambda leads, T, S, N: dict(q_offset=jnp.full(leads, 2), is_causal=True),
+    "bias": lambda leads, T, S, N: dict(bias=jnp.ones((*leads, N, T, S))),
+    "mask": lambda leads, T, S, N: dict(mask=jnp.ones((*leads, 1, T, S), bool)),
+    "segments": lambda leads, T, S, N: dict(
+        query_segment_ids=jnp.zeros((*leads, T), int), key_value_segment_ids=jnp.zeros((*leads, S), int)
+    ),
+    "dropout": lambda leads, T, S, N: dict(dropout_rng=jax.random.key(0), dropout_rate=0.5, broadcast_dropout=False),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("extra", WITH)
+@pytest.mark.parametrize("size", ZEROS)
+def test_sizes_of_zero(size, extra, implementation):
+    """out is 0 and lse -inf where no key is; gradients are there, empty or 0."""
+    q, k, v = inputs(**ZEROS[size])
+    *leads, T, N, _ = q.shape
+    S, D = k.shape[-3], v.shape[-1]
+    kwargs = WITH[extra](tuple(leads), T, S, N)
+    call = lambda *args: dot_product_attention(*args, **kwargs, implementation=implementation, return_residual=True)
+    (out, lse), pull = jax.vjp(call, q, k, v)
+    assert out.shape == (*leads, T, N, D) and lse.shape == (*leads, T, N)
+    if S == 0:
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -np.inf)
+    grads = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert all(np.isfinite(g).all() for g in grads)
+    if 0 in out.shape and D != 0:
+        assert all(not np.asarray(g).any() for g in grads)
+
+
+def test_head_size_zero_is_refused():
+    with pytest.raises(ValueError, match="query has head size H=0"):
+        dot_product_attention(*inputs(H=0))
+
+
+# ---- 32: forward mode and second order: in our words
+
+
+def _loss(q):
+    _, k, v = inputs()
+    return dot_product_attention(q, k, v, is_causal=True, chunk_size=(4, 6)).sum()
+
+
+def _layers_loss(q):
+    return layers(q, jnp.ones((2, 3, 3))).sum()
+
+
+def _jvp(f):
+    return lambda q: jax.jvp(f, (q,), (jnp.ones_like(q),))[1]
+
+
+FORWARD = {
+    "jvp": _jvp(_loss),
+    "jit(jvp)": jax.jit(_jvp(_loss)),
+    "jvp(jit)": _jvp(jax.jit(_loss)),
+    "jvp(vmap)": lambda q: _jvp(jax.vmap(_loss))(q[None]),
+    "vmap(jvp)": lambda q: jax.vmap(_jvp(_loss))(q[None]),
+    "jvp(remat)": _jvp(jax.checkpoint(_loss)),
+    "jvp(scan)": _jvp(_layers_loss),
+    "linearize": lambda q: jax.linearize(_loss, q)[1](q),
+    "jit(linearize)": lambda q: jax.jit(lambda q: jax.linearize(_loss, q)[1](q))(q),
+    "jacfwd": jax.jacfwd(_loss),
+    "jit(jacfwd)": jax.jit(jax.jacfwd(_loss)),
+    "grad(jvp)": jax.grad(_jvp(_loss)),
+    "jacrev(jacfwd)": jax.jacrev(jax.jacfwd(_loss)),
+}
+SECOND = {
+    "grad(grad)": lambda q: jax.grad(lambda q: jax.grad(_loss)(q).sum())(q),
+    "jit(grad(grad))": lambda q: jax.jit(jax.grad(lambda q: jax.grad(_loss)(q).sum()))(q),
+    "grad(jit(grad))": lambda q: jax.grad(lambda q: jax.jit(jax.grad(_loss))(q).sum())(q),
+    "grad(vmap(grad))": lambda q: jax.grad(lambda q: jax.vmap(jax.grad(_loss))(q).sum())(q[None]),
+    "jvp(grad)": _jvp(jax.grad(_loss)),
+    "hessian": jax.hessian(_loss),
+    "jacrev(jacrev)": jax.jacrev(jax.jacrev(_loss)),
+    "grad(grad(remat))": lambda q: jax.grad(lambda q: jax.grad(jax.checkpoint(_loss))(q).sum())(q),
+    "grad(grad(scan))": lambda q: jax.grad(lambda q: jax.grad(_layers_loss)(q).sum())(q),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+def test_forward_mode_is_refused_in_a_sentence(mode):
+    with pytest.raises(NotImplementedError, match="memeff.dot_product_attention: forward-mode derivatives .*reference"):
+        FORWARD[mode](inputs(K=2, G=2)[0])
+
+
+@pytest.mark.parametrize("mode", SECOND)
+def test_second_order_is_refused_in_a_sentence(mode):
+    with pytest.raises(NotImplementedError, match="memeff.dot_product_attention: .*not there yet.*reference"):
+        SECOND[mode](inputs(K=2, G=2)[0])
+
+
+def test_linearize_then_transpose_is_reverse_mode():
+    q = inputs()[0]
+    _, linear = jax.linearize(_loss, q)
+    (actual,) = jax.linear_transpose(linear, q)(jnp.ones(()))
+    assert_bits(actual, jax.grad(_loss)(q))
+
+
+def test_reference_has_every_order():
+    """What the sentences above send people to: second order by reverse over reverse equals forward over reverse."""
+    q, k, v = inputs(B=1, T=3, S=4)
+    loss = lambda q: (dot_product_attention(q, k, v, is_causal=True, implementation="reference") ** 2).sum()
+    assert_same(jax.hessian(loss)(q), jax.jacrev(jax.jacrev(loss))(q), 1e-5)
+    assert math.isfinite(float(_jvp(loss)(q)))
+    assert not re.search("not there yet", str(jax.make_jaxpr(jax.hessian(loss))(q)))

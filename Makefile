@@ -1,0 +1,53 @@
+# memeff. `make` lists the targets. Needs python3.11 or newer, make and pip; uses uv where it is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint notebooks bench clean
+
+help:
+	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
+	@echo "make test       the fast tests (six minutes on two cores)"
+	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
+	@echo "make lint       ruff and pyright"
+	@echo "make notebooks  executes the notebooks from their sources"
+	@echo "make bench      the README's memory and speed tables"
+	@echo "make clean      removes what these made"
+	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
+
+demo: $(VENV)/.models
+	$(BIN)/python -m models.demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+notebooks: $(VENV)/.dev
+	$(BIN)/python tests/test_notebooks.py
+
+bench: $(VENV)/.models
+	$(BIN)/python -m memeff.bench memory
+	$(BIN)/python -m memeff.bench speed
+
+clean:
+	rm -rf $(VENV) .venv-* build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
+
+# One virtual environment; a stamp for each set of packages that it holds.
+$(VENV)/.models $(VENV)/.dev: $(VENV)/.%: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "memeff needs Python 3.11 or newer and $(PYTHON) is %d.%d: make ... PYTHON=python3.11" % v[:2])'
+	@if command -v uv >/dev/null 2>&1; then \
+	  { test -x $(BIN)/python || uv venv --quiet --python $(PYTHON) $(VENV); } && \
+	  uv pip install --quiet --python $(BIN)/python -e '.[$*]'; \
+	else \
+	  { test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'; \
+	fi
+	@touch $@

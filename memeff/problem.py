@@ -159,7 +159,7 @@ def kept_by_dropout(problem: Problem, operands: Operands, sizes: tuple[int, ...]
     B, K, G, T, S = sizes
     head = jnp.zeros((1, 1, 1), jnp.uint32)
     if not problem.dropout.shared:
-        head = jnp.zeros_like(operands.query, jnp.uint32).max((1, 4), initial=0)  # b k g, sharded as the query is
+        head = jnp.zeros_like(operands.query.max((1, 4), initial=0), jnp.uint32)  # b k g, sharded as the query is
         head += jnp.arange(B * K * G, dtype=jnp.uint32).reshape(B, K, G)
     high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))
     high, low = high[..., None] * jnp.uint32(S), low[..., None]
@@ -190,7 +190,7 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
     from jax.extend.random import threefry2x32_p
 
     high, low = jnp.broadcast_arrays(high, low)
-    k = jnp.broadcast_to(key[0], high.shape), jnp.broadcast_to(key[1], high.shape)
+    k = key[0] + jnp.zeros_like(high), key[1] + jnp.zeros_like(high)  # sharded as `high` is, or XLA gathers `high`
     bits1, bits2 = threefry2x32_p.bind(*k, high, low)
     if jax.dtypes.canonicalize_dtype(float) == jnp.float64:  # bernoulli then draws float64
         bits = (bits1.astype(jnp.uint64) << jnp.uint64(32)) | bits2.astype(jnp.uint64)

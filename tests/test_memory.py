@@ -76,10 +76,12 @@ def compiled(function, shapes):
 
 
 @functools.cache
-def temp(kind: str, direction: str, T: int, N: int = 8) -> int:
-    """Bytes beyond inputs and outputs."""
+def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
+    """Bytes beyond inputs and outputs, and CPU seconds of compilation (other work on the machine does not count)."""
     forward, shapes = call(T, **{"N": N} | _kinds(T)[kind])
-    return compiled(forward if direction == "forward" else gradient(forward), shapes).memory_analysis().temp_size_in_bytes
+    start = time.process_time()
+    program = compiled(forward if direction == "forward" else gradient(forward), shapes)
+    return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
 
 
 # ---- 23, 24: linear, and how much
@@ -91,14 +93,15 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])  # at 32k what does not grow hides least
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_grows_with_the_sequence(kind, direction, T):
-    once, twice = temp(kind, direction, T), temp(kind, direction, 2 * T)
+def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
+    (once, seconds), (twice, longer) = cost(kind, direction, T), cost(kind, direction, 2 * T)
     assert twice <= 2.15 * once, f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
+    assert longer <= 1.5 * seconds + 0.5, f"{T} tokens {seconds:.1f} s, {2 * T} tokens {longer:.1f} s"
 
 
 def test_memory_at_32k():
-    forward, grad = temp("causal", "forward", 32768), temp("causal", "gradient", 32768)
-    one_head = temp("causal", "gradient", 32768, N=1)
+    forward, grad = cost("causal", "forward", 32768)[0], cost("causal", "gradient", 32768)[0]
+    one_head = cost("causal", "gradient", 32768, N=1)[0]
     assert forward <= 230 * MIB, f"forward {forward / MIB:.1f} MiB"
     assert grad <= 320 * MIB, f"gradient {grad / MIB:.1f} MiB"
     assert one_head <= 35 * MIB, f"gradient of one head {one_head / MIB:.1f} MiB"
@@ -196,18 +199,10 @@ def test_grouped_heads_repeat_no_key(kwargs):
 # ---- 26: compile time, and how often
 
 
-def _compile_seconds(T: int) -> float:
-    """CPU seconds, so that other work on the machine does not count."""
-    forward, shapes = call(T, is_causal=True, N=2, H=32)
-    start = time.process_time()
-    compiled(gradient(forward), shapes)
-    return time.process_time() - start
-
-
-def test_compile_time_does_not_grow_with_the_sequence():
-    _compile_seconds(1024)  # what only a first compilation pays
-    short = min(_compile_seconds(4096), _compile_seconds(4097))
-    long = min(_compile_seconds(65536), _compile_seconds(65537))
+@pytest.mark.parametrize("kind", ["causal", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "causal")])
+def test_compile_time_at_64k_is_that_at_4k(kind):
+    cost(kind, "gradient", 1024)  # what only a first compilation pays
+    short, long = cost(kind, "gradient", 4096)[1], cost(kind, "gradient", 65536)[1]
     assert long <= 1.5 * short + 0.5, f"4k: {short:.2f} s, 64k: {long:.2f} s"
 
 

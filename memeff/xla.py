@@ -61,9 +61,9 @@ def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
     o, l = _empty(operands)
 
     def step(carry, tile, masked):
-        m_old, l_old, o_old = (_rows_of(x, tile) for x in carry)
-        s, keep, _ = _logits(problem, tile, masked)  # (1) (2)
-        m_new = jnp.maximum(m_old, s.max(-1))  # (3)
+        m_old, l_old, o_old = lax.optimization_barrier(tuple(_rows_of(x, tile) for x in carry))  # else XLA copies all of m
+        s, keep, _, s_max = _logits(problem, tile, masked)  # (1) (2)
+        m_new = jnp.maximum(m_old, s_max)  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
         a = jnp.exp(m_old - shift)
         p = jnp.exp(s - shift[..., None])
@@ -88,7 +88,7 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
     r = _reference(problem, operands)
 
     def step(carry, tile, masked):
-        s, keep, _ = _logits(problem, tile, masked, apart=keep_lse)
+        s, keep, _, _ = _logits(problem, tile, masked, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
         if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
             p = p.astype(operands.value.dtype)
@@ -176,7 +176,7 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         high, low, delta, do = tile.rows
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        s, keep, pull = _logits(problem, tile, masked)
+        s, keep, pull, _ = _logits(problem, tile, masked)
         p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
         dv = _dot("bkgtc,bkgtd->bkcd", _drop(problem, operands, tile, p).astype(v.dtype), do, problem, dtype, grads.value)
         dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
@@ -245,7 +245,11 @@ def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
         raw = lax.optimization_barrier(raw)
     keep = visible(problem, tile.here, *tile.at) if masked else None
     s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, keep), raw, tile.here.terms)
-    return s, keep, pull
+    if masked or tile.here.terms.scale is not None or problem.scale < 0:
+        return s, keep, pull, s.max(-1)
+    raw_max = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)
+    s_max = finish(problem, raw_max[..., None], tile.here.terms, None)[..., 0]  # it is monotone
+    return s, keep, pull, s_max
 
 
 def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Array | None, dtype) -> Array:
@@ -261,8 +265,16 @@ def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Ar
 
 
 def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
-    """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out."""
-    return jnp.einsum(spec, x, y, preferred_element_type=dtype, precision=problem.precision, out_sharding=of_total(like))
+    """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out.
+
+    The heads of a group become rows of one matrix (r = g t), in the forward and in the backward: so XLA:CPU neither
+    transposes nor copies a tile, and takes the same product, with the same bits, whatever the size of the batch.
+    """
+    g, t = x.shape[2:4]  # x is b k g t ...
+    names = spec.replace("gt", "r")
+    x, y = (lax.collapse(z, 2, 4) if z.ndim == 5 else z for z in (x, y))
+    z = jnp.einsum(names, x, y, preferred_element_type=dtype, precision=problem.precision, out_sharding=of_total(like))
+    return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
 
 
 def _finite(x: Array, masked: bool) -> Array:
@@ -364,18 +376,21 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
     for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):
         if len(pairs) == 0:
             continue
-        if len(pairs) == 1:
-            carry = step(carry, fetch(*pairs[0]), masked)
-            continue
 
-        # A tile comes through the carry, fetched one step ahead: XLA:GPU fuses what follows a product into it only if its
-        # other inputs are plain parameters, not slices.
+        def at(carry, ij, masked=masked):
+            return step(carry, fetch(*ij), masked), None
+
         def ahead(state, ij, masked=masked):
             carry, tile = state
             return (step(carry, tile, masked), fetch(*ij)), None
 
-        following = np.concatenate([pairs[1:], pairs[-1:]])
-        (carry, _), _ = lax.scan(ahead, (carry, fetch(*pairs[0])), following)
+        if jax.default_backend() == "gpu":
+            # A tile comes through the carry, fetched one step ahead: XLA:GPU fuses what follows a product into it only if
+            # its other inputs are plain parameters, not slices. XLA:CPU would copy it once more.
+            following = np.concatenate([pairs[1:], pairs[-1:]])
+            (carry, _), _ = lax.scan(ahead, (carry, fetch(*pairs[0])), following)
+        else:
+            carry, _ = lax.scan(at, carry, pairs)
     return carry
 
 

@@ -371,6 +371,7 @@ def _both_ways(T=37, S=53, **kwargs):
         dict(local_window_size=(9, 4)),
         dict(is_causal=True, q_offset=-11),
         dict(local_window_size=(0, 0), T=21),
+        dict(local_window_size=(0, 0), T=5),
     ],
     ids=str,
 )

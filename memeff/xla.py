@@ -213,8 +213,10 @@ def _tile(problem: Problem, operands: Operands, rows: tuple[Array, ...], i, j) -
     def both(x):
         return keep_rows(keep_rows(x, -2, row, t), -1, col, c) if x is not None else None
 
+    # Sliced as B T N H, which it was at the door: XLA:CPU would copy the whole query into a layout of its own for G = 1.
+    query = lax.dynamic_slice_in_dim(lax.collapse(operands.query, 2, 4), row, t, 1)
     here = operands._replace(
-        query=lax.dynamic_slice_in_dim(operands.query, row, t, 1).transpose(0, 2, 3, 1, 4),
+        query=query.reshape(query.shape[0], t, *operands.query.shape[2:]).transpose(0, 2, 3, 1, 4),
         key=lax.dynamic_slice_in_dim(operands.key, col, c, 1).swapaxes(1, 2),
         value=lax.dynamic_slice_in_dim(operands.value, col, c, 1).swapaxes(1, 2),
         mask=both(operands.mask),

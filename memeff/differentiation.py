@@ -20,7 +20,6 @@ NO_FORWARD_MODE = (
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")  # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
-
 def attend(
     implementation: ModuleType, problem: Problem, keep_lse: bool, operands: Operands
 ) -> tuple[Array, Array | None]:
@@ -70,19 +69,22 @@ def _forward(implementation, problem, keep_lse, operands):
     return out, lse if keep_lse else None
 
 
-def _as_one(arrays):
+def _as_one(operands: Operands) -> Operands:
     """Ties what depends on layer-independent arrays alone (segments: the masks of all tiles) to the query.
 
-    Else a scan over layers would compute those masks once, before it, and keep them: T x T.
+    Else a scan over layers would compute those masks once, before it, and keep them: T x T. The query as B T N H, which it
+    was at the door: XLA:CPU would copy it for a dim G = 1.
     """
-    return jax.lax.optimization_barrier(arrays)
+    flat = operands._replace(query=jax.lax.collapse(operands.query, 2, 4))
+    flat = jax.lax.optimization_barrier(flat)
+    return flat._replace(query=flat.query.reshape(operands.query.shape))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradients:
     """Gradients in the dtypes and layouts of the operands."""
-    operands, out = _as_one((operands, out))
+    operands = _as_one(operands)
     gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
     like = Gradients(operands.query, operands.key, operands.value, operands.terms)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)

@@ -162,7 +162,8 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
 def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Steps (5) to (7)."""
     dtype = accumulator_dtype(operands)
-    delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1)
+    out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
+    delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse
     zeros = Gradients(
         jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype),
@@ -192,7 +193,7 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             _add_terms(grads.terms, dterms, tile),
         )
 
-    query, key, value, terms = _visit(problem, operands, (*lse, delta, dout), step, zeros)
+    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,))
     return Gradients(query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2), value.swapaxes(1, 2), terms)
 
 
@@ -204,19 +205,23 @@ class Tile(NamedTuple):
     col: Array
 
 
-def _tile(problem: Problem, operands: Operands, rows: tuple[Array, ...], i, j) -> Tile:
-    """Slices of everything for query tile `i` and key tile `j`."""
+def _tile(problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], i, j) -> Tile:
+    """Slices of everything for query tile `i` and key tile `j`; `flat` are B T N ..., the query first, `rows` B K G T."""
     t, c = problem.chunk_size
-    row, at_rows = _positions(i, t, operands.query.shape[1])
+    _, T, *heads, _ = operands.query.shape
+    row, at_rows = _positions(i, t, T)
     col, at_cols = _positions(j, c, operands.key.shape[1])
 
     def both(x):
         return keep_rows(keep_rows(x, -2, row, t), -1, col, c) if x is not None else None
 
-    # Sliced as B T N H, which it was at the door: XLA:CPU would copy the whole query into a layout of its own for G = 1.
-    query = lax.dynamic_slice_in_dim(lax.collapse(operands.query, 2, 4), row, t, 1)
+    def spread(x):
+        x = lax.dynamic_slice_in_dim(x, row, t, 1)
+        return x.reshape(x.shape[0], t, *heads, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
+
+    query, *wide = map(spread, flat)
     here = operands._replace(
-        query=query.reshape(query.shape[0], t, *operands.query.shape[2:]).transpose(0, 2, 3, 1, 4),
+        query=query,
         key=lax.dynamic_slice_in_dim(operands.key, col, c, 1).swapaxes(1, 2),
         value=lax.dynamic_slice_in_dim(operands.value, col, c, 1).swapaxes(1, 2),
         mask=both(operands.mask),
@@ -224,8 +229,8 @@ def _tile(problem: Problem, operands: Operands, rows: tuple[Array, ...], i, j) -
         q_segments=keep_rows(operands.q_segments, 1, row, t),
         kv_segments=keep_rows(operands.kv_segments, 1, col, c),
     )
-    rows = tuple(lax.dynamic_slice_in_dim(x, row, t, 3) for x in rows)
-    return Tile(here, rows, (at_rows, at_cols), row, col)
+    narrow = (lax.dynamic_slice_in_dim(x, row, t, 3) for x in rows)
+    return Tile(here, (*narrow, *wide), (at_rows, at_cols), row, col)
 
 
 def _positions(i, size: int, total: int):
@@ -368,11 +373,16 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 # ---- the walk
 
 
-def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry):
-    """Fold `step(carry, tile, masked)` over the tiles that may see something; `rows` is sliced along with the queries."""
+def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query: tuple[Array, ...] = ()):
+    """Fold `step(carry, tile, masked)` over the tiles that may see something.
+
+    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D.
+    """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return carry  # nothing to see, or nobody to see it
-    fetch = functools.partial(_tile, problem, operands, rows)
+    # As B T N H, which they were at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
+    flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
+    fetch = functools.partial(_tile, problem, operands, flat, rows)
     if _bounded(operands):
         return _visit_bounded(problem, operands, lambda carry, i, j: step(carry, fetch(i, j), True), carry)
     for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):

@@ -266,7 +266,11 @@ def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Ar
     if keep is None:
         return _dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
     bad = ~jnp.isfinite(v)
-    sees_bad = (keep & bad.any(-1)[:, :, None, None, :]).any(-1)  # b k g t
+    bad_key = bad.any(-1)  # b k c
+    if keep.shape[:3] == (1, 1, 1):  # a small product instead of a pass over the tile of every head
+        sees_bad = (jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype)) > 0)[:, :, None]
+    else:
+        sees_bad = (keep & bad_key[:, :, None, None, :]).any(-1)  # b k g t
     o = _dot("bkgtc,bkcd->bkgtd", p, _finite(v, True), problem, dtype)
     return jnp.where(sees_bad[..., None] & bad.any(2)[:, :, None, None, :], jnp.nan, o)
 

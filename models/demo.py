@@ -27,8 +27,8 @@ def main() -> None:
     print(bench.memory_markdown(rows))
 
     print("\n2. A language model learns the sources of Python's own library, byte by byte, with 4,096 bytes of context\n")
-    settings = Settings(out=str(FOLDER / "model"), layers=2, steps=60, warmup=6, learning_rate=1e-2,
-                        eval_every=30, log_every=5, minutes=1.25)  # fmt: skip
+    settings = Settings(out=str(FOLDER / "model"), layers=2, heads=2, kv_heads=1, steps=130, warmup=8,
+                        learning_rate=1e-2, eval_every=65, log_every=10, minutes=1.5)  # fmt: skip
     finished = train(settings)
     losses = [line["loss"] for line in map(json.loads, (FOLDER / "model/metrics.jsonl").open()) if "loss" in line]
     note = "" if finished else f" (stopped at {settings.minutes} minutes: this machine is busy or slow)"
@@ -37,7 +37,7 @@ def main() -> None:
     print(f"\n3. The table as a plot: {plot(rows)}")
 
     print("\n4. The model goes on from 'def ', after a minute of school:\n")
-    text = "def " + write(*load(settings.out), prompt="def ", length=300, temperature=0.6, top_k=20)
+    text = "def " + write(*load(settings.out), prompt="def ", length=300, temperature=0.7, top_k=20)
     print("\n".join("   | " + line for line in text.splitlines()))
     print(f"\nDone in {time.perf_counter() - began:.0f} s. Next: python -m models.train --help")
 

@@ -62,8 +62,8 @@ def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
 
     def step(carry, tile, masked):
         m_old, l_old, o_old = lax.optimization_barrier(tuple(_rows_of(x, tile) for x in carry))  # else XLA copies all of m
-        s, keep, _, s_max = _logits(problem, tile, masked)  # (1) (2)
-        m_new = jnp.maximum(m_old, s_max)  # (3)
+        raw, s, keep, _ = _logits(problem, tile, masked)  # (1) (2)
+        m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s, masked))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
         a = jnp.exp(m_old - shift)
         p = jnp.exp(s - shift[..., None])
@@ -88,7 +88,7 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
     r = _reference(problem, operands)
 
     def step(carry, tile, masked):
-        s, keep, _, _ = _logits(problem, tile, masked, apart=keep_lse)
+        _, s, keep, _ = _logits(problem, tile, masked, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
         if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
             p = p.astype(operands.value.dtype)
@@ -177,7 +177,7 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         high, low, delta, do = tile.rows
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        s, keep, pull, _ = _logits(problem, tile, masked)
+        _, s, keep, pull = _logits(problem, tile, masked)
         p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
         dv = _dot("bkgtc,bkgtd->bkcd", _drop(problem, operands, tile, p).astype(v.dtype), do, problem, dtype, grads.value)
         dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
@@ -242,7 +242,7 @@ def _positions(i, size: int, total: int):
 
 
 def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
-    """(1) and (2) of a tile: s, who sees whom (None: all), and the transpose of (2), ds -> draw, dterms.
+    """(1) and (2) of a tile: raw, s, who sees whom (None: all), and the transpose of (2), ds -> draw, dterms.
 
     `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
     """
@@ -252,11 +252,15 @@ def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
         raw = lax.optimization_barrier(raw)
     keep = visible(problem, tile.here, *tile.at) if masked else None
     s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, keep), raw, tile.here.terms)
-    if masked or tile.here.terms.scale is not None or problem.scale < 0:
-        return s, keep, pull, s.max(-1)
-    raw_max = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)
-    s_max = finish(problem, raw_max[..., None], tile.here.terms, None)[..., 0]  # it is monotone
-    return s, keep, pull, s_max
+    return raw, s, keep, pull
+
+
+def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array, masked: bool) -> Array:
+    """max s, B K G t; where (2) does not decrease in raw, of its largest raw, so that XLA:CPU need not store s for it."""
+    if masked or tile.here.terms.scale is not None or problem.scale < 0:  # a bias makes all tiles masked
+        return s.max(-1)
+    raw = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)  # with a dim G = 1 it would copy raw
+    return finish(problem, raw[..., None], tile.here.terms, None)[..., 0]
 
 
 def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Array | None, dtype) -> Array:

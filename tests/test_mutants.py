@@ -68,6 +68,12 @@ MUTANTS = {
     "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
     "dropout not in dp": (XLA, "dp = _drop(problem, operands, tile, dp)", "dp = dp + 0", "float32:dropout_each"),
     "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
+    "maximum of the wrong end": (
+        XLA,
+        "tile.here.terms.scale is not None or problem.scale < 0:",
+        "tile.here.terms.scale is not None:",
+        "tests/test_numbers.py::test_negative_scale_of_large_logits",
+    ),
     "sign of lse": (PROBLEM, "high = m + jnp.log(l)", "high = m - jnp.log(l)", "float32:plain"),
     "lse in bfloat16": (
         PROBLEM,

@@ -254,6 +254,16 @@ def test_real_looking_inputs(kind, dtype):
     assert_truth(run_call(args, kwargs, dtype), kind, args, kwargs, dtype, sizes)
 
 
+@pytest.mark.parametrize("scale", [-0.2, np.float32(-0.2)], ids=["number", "array"])
+def test_negative_scale_of_large_logits(scale):
+    """The largest logit is that of the smallest product: exp overflows if it is taken from the largest."""
+    (query, key, value), _ = CASES["plain"].inputs()
+    args, kwargs = (12 * query, 12 * key, value), {"chunk_size": (16, 24), "scale": scale}
+    result = run_call(args, kwargs)
+    assert result.lse.max() > 150
+    assert_truth(result, "negative scale", args, kwargs)
+
+
 def test_logits_of_two_million():
     """Constant 1000, default scale: a logit is known to its rounding, 0.1 nats, so p is hardly known; out and lse are."""
     args, kwargs = _real("constant 1000", np.float32), {"is_causal": True, "chunk_size": (16, 24)}

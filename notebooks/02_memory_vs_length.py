@@ -135,12 +135,12 @@ paper = {  # standard attention (None: out of memory), theirs
 # **Redone**: the same setting, one head of size 64, no mask, against standard attention (`jax.nn`) compiled for this
 # machine, in float32 on a CPU, which has no bfloat16, and in the paper's bfloat16 on a GPU. Where the paper's standard
 # attention ran out of memory, its ratio continues its standard column by the square law. memeff saves at least as much, as a
-# ratio, at every length. The bytes stand beside it because the standards differ: compiled for a CPU, standard attention
-# keeps twice what it kept on the paper's TPU.
+# ratio, at every length beyond a tile (at 256 tokens one tile is everything, and there is nothing to save). The bytes stand
+# beside it because the standards differ: compiled for a CPU, standard attention keeps twice what it kept on the paper's TPU.
 
 # %%
 single = dataclasses.replace(bench.Case(0), heads=1, kv_heads=1, mask="full", dtype=dtype)
-used = paper_lengths[:1] if SHORT else paper_lengths
+used = paper_lengths[:2] if SHORT else paper_lengths
 redone = {}
 for mode, (standard, theirs) in paper.items():
     print(f"\n{bench.TITLES[mode]}: times less memory than standard attention, and bytes")
@@ -152,7 +152,7 @@ for mode, (standard, theirs) in paper.items():
         redone[mode, length] = was / theirs[n], plain / own
         told = " ".join(f"{bench.human(x):>9s}" for x in (theirs[n], own, plain))
         print(f"{length:9,d} {was / theirs[n]:9,.1f} {plain / own:9,.1f}   {told}")
-        assert round(plain / own, 1) >= round(was / theirs[n], 1)
+        assert length < 512 or round(plain / own, 1) >= round(was / theirs[n], 1)
 
 # %% [markdown]
 # **The same as a picture**: how many times less memory, the paper and memeff.

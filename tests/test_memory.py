@@ -27,7 +27,7 @@ f32 = np.float32
 # ---- calls by kind: extra operands, static arguments, key heads
 
 
-def _kinds(T: int):
+def _kinds(T: int, N: int = 8):
     array = jax.ShapeDtypeStruct
     lengths, ids = array((1,), np.int32), array((1, T), np.int32)
     return {
@@ -37,10 +37,10 @@ def _kinds(T: int):
         "segments": dict(is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids),
         "lengths": dict(is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths),
         "offset": dict(is_causal=True, q_offset=lengths),
-        "bias row": dict(is_causal=True, bias=array((8, 1, T), f32)),
+        "bias row": dict(is_causal=True, bias=array((N, 1, T), f32)),
         "mask row": dict(is_causal=True, mask=array((1, 1, 1, T), np.bool_)),
         "dropout": dict(is_causal=True, dropout_rate=0.1, dropout_rng=array((2,), np.uint32), broadcast_dropout=False),
-        "grouped": dict(is_causal=True, K=2),
+        "grouped": dict(is_causal=True, K=max(1, N // 4)),
         "soft cap": dict(is_causal=True, logits_soft_cap=30.0),
     }
 
@@ -78,7 +78,7 @@ def compiled(function, shapes):
 @functools.cache
 def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
     """Bytes beyond inputs and outputs, and CPU seconds of compilation (other work on the machine does not count)."""
-    forward, shapes = call(T, **{"N": N} | _kinds(T)[kind])
+    forward, shapes = call(T, **_kinds(T, N)[kind], N=N)
     start = time.process_time()
     program = compiled(forward if direction == "forward" else gradient(forward), shapes)
     return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
@@ -158,7 +158,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("kind", ["causal", "lengths", "segments"])
 def test_nothing_of_size_T_times_T(kind, context):
     T = 4099
-    forward, shapes = call(T, **_kinds(T)[kind] | dict(N=2, H=8))
+    forward, shapes = call(T, **_kinds(T, N=2)[kind], N=2, H=8)
     found = quadratic(compiled(CONTEXTS[context](forward), shapes).as_text(), T)
     assert not found, found
 

@@ -39,7 +39,7 @@ def why_not(name: str, problem: Problem, operands: Operands) -> str | None:
 
 # Rows and columns of a tile, and of a forward tile with a fixed reference. On GPUs each step costs launches, so tiles are
 # large: of those that stay below a fifteenth of plain attention's memory, these were fastest (H200, 2 x 8192 x 16 x 128,
-# bfloat16, 512 to 4096 a side). On CPUs, 512 x 512 was fastest or within 8 % of it, causal and full, forward and gradient
+# bfloat16, 512 to 4096 a side). On CPUs, 512 x 512 was fastest or within 9 % of it, causal and full, forward and gradient
 # (two cores, float32, T = 2048 and 8192, 8 heads of 64, 256 to 1024 a side).
 TILES = {"gpu": ((2048, 1024), (2048, 2048)), "cpu": ((512, 512), (512, 512))}
 

@@ -283,7 +283,7 @@ def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | N
     """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out.
 
     The heads of a group become rows of one matrix (r = g t), in the forward and in the backward: so XLA:CPU neither
-    transposes nor copies a tile, and takes the same product, with the same bits, whatever the size of the batch.
+    transposes nor copies a tile, and, unless it is very small, multiplies it in the same way in a batch of any size.
     """
     g, t = x.shape[2:4]  # x is b k g t ...
     names = spec.replace("gt", "r")

@@ -220,7 +220,7 @@ def check_window(window, is_causal) -> tuple[int | None, int | None]:
 
 def check_offset(shape: Shape, q_offset) -> tuple[Array | None, int]:
     """(array, 0) or (None, int). Values are checked where they are known."""
-    if q_offset is None or isinstance(q_offset, bool):
+    if q_offset is None or isinstance(q_offset, bool | str):
         raise TypeError(f"q_offset must be an int or integers [*B] (positions), got {_kind(q_offset)}.")
     if isinstance(q_offset, numbers.Integral):
         array, static = None, operator.index(q_offset)

@@ -58,20 +58,21 @@ def why_no_gpu() -> str | None:
 # ---- the law of tolerance
 
 
-def assert_as_good(actual, baseline, oracle, dtype, what="result", size=0.0):
-    """`actual` errs at most 1.5 times as much as `baseline`, the plain computation in the same dtype, plus eps (R).
+def assert_as_good(actual, baselines, oracle, dtype, what="result", size=0.0):
+    """`actual` errs at most 1.5 times as much as plain computations in the same dtype, plus eps (R).
 
-    `size`: of the terms that cancel in it, where that is more than the result's own (see `oracle.sizes`).
+    `size`: of the terms of a scalar, where that is more than the scalar's own (see `oracle.scalar_sizes`).
     """
     assert np.shape(actual) == np.shape(oracle), f"{what}: shape {np.shape(actual)}, expected {np.shape(oracle)}"
-    actual, baseline, oracle = (np.asarray(x).astype(np.float64) for x in (actual, baseline, oracle))
+    actual, oracle, *baselines = (np.asarray(x).astype(np.float64) for x in (actual, oracle, *baselines))
     finite = np.isfinite(oracle)  # lse of a row that sees nothing is -inf, and exactly that
     np.testing.assert_array_equal(actual[~finite], oracle[~finite], err_msg=what)
     if not finite.any():
         return
-    actual, baseline, oracle = (x[finite] for x in (actual, baseline, oracle))
+    actual, oracle, *baselines = (x[finite] for x in (actual, oracle, *baselines))
     assert np.isfinite(actual).all(), f"{what}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
-    allowed = 1.5 * np.abs(baseline - oracle).max() + EPS[jnp.dtype(dtype).name] * max(1, np.abs(oracle).max(), np.max(size))
+    plain = max(np.abs(x - oracle).max() for x in baselines)
+    allowed = 1.5 * plain + EPS[jnp.dtype(dtype).name] * max(1, np.abs(oracle).max(), size)
     worst = np.abs(actual - oracle).max()
     assert worst <= allowed, f"{what}: error {worst:.3g} exceeds {allowed:.3g}"
 
@@ -85,19 +86,21 @@ class Result(NamedTuple):
     grads: dict[str, np.ndarray]  # by argument, for those of GRADIENTS that came as arrays
 
 
-def assert_result(actual: Result, baseline: Result, truth: Result, dtype, name: str, sizes=None):
-    assert_as_good(actual.out, baseline.out, truth.out, dtype, f"{name}: out")
-    assert_as_good(actual.lse, baseline.lse, truth.lse, accumulator(jnp.dtype(dtype)), f"{name}: lse")
+def assert_result(actual: Result, baselines: tuple[Result, ...], truth: Result, dtype, name: str, sizes=None):
+    assert_as_good(actual.out, [x.out for x in baselines], truth.out, dtype, f"{name}: out")
+    assert_as_good(actual.lse, [x.lse for x in baselines], truth.lse, accumulator(jnp.dtype(dtype)), f"{name}: lse")
     for argument, grad in actual.grads.items():
+        plain = [x.grads[argument] for x in baselines]
         size = 0.0 if sizes is None else sizes.get(argument, 0.0)
-        assert_as_good(grad, baseline.grads[argument], truth.grads[argument], dtype, f"{name}: gradient of {argument}", size)
+        assert_as_good(grad, plain, truth.grads[argument], dtype, f"{name}: gradient of {argument}", size)
 
 
 def assert_case(actual: Result, name: str, dtype):
     sizes = None
-    if jnp.finfo(dtype).bits == 16:  # scalars sum over all pairs, and `out` is saved in 16 bits
-        sizes = sizes_of(*CASES[name].inputs(jnp.dtype(dtype)), dtype)
-        sizes = {argument: sizes[argument] for argument in ("scale", "logits_soft_cap")}
+    if jnp.finfo(dtype).bits == 16:  # `out` is saved in 16 bits
+        args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
+        dout, dlse = cotangents(args, dtype)
+        sizes = oracle.scalar_sizes(*args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse)
     assert_result(actual, plain_case(name, dtype), true_case(name, dtype), dtype, name, sizes)
 
 
@@ -150,15 +153,9 @@ def _program(static: tuple):
     return jax.jit(functools.partial(differentiate, dict(static)))
 
 
-def assert_truth(actual: Result, name: str, args, kwargs, dtype="float32", sizes=None):
+def assert_truth(actual: Result, name: str, args, kwargs, dtype="float32"):
     """A call's result against the oracle, by the law."""
-    assert_result(actual, plain_call(args, kwargs, dtype), true_call(args, kwargs, dtype), dtype, name, sizes)
-
-
-def sizes_of(args, kwargs, dtype="float32") -> dict[str, np.ndarray]:
-    """Of the terms that cancel in each gradient."""
-    dout, dlse = cotangents(args, dtype)
-    return oracle.sizes(*args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse)
+    assert_result(actual, plain_call(args, kwargs, dtype), true_call(args, kwargs, dtype), dtype, name)
 
 
 def in_group(name: str, among: tuple[str, ...], size: int = 12) -> tuple[str, ...]:
@@ -200,8 +197,12 @@ def oracle_arguments(args, kwargs, dtype="float32") -> dict[str, Any]:
     return kwargs
 
 
-def plain_call(args, kwargs, dtype="float32", dlse=True) -> Result:
-    """The quadratic computation in the same dtype, step for step as jax.nn, its masks from the oracle."""
+def plain_call(args, kwargs, dtype="float32", dlse=True) -> tuple[Result, Result]:
+    """The quadratic computation in the same dtype, step for step as jax.nn, its masks from the oracle.
+
+    Twice: differentiated by JAX, and with its backward written from the saved out and lse, which a backward in linear memory
+    starts from. The second errs more where p (dp - rowsum(dout out)) is a small difference of large terms: out is rounded.
+    """
     call = oracle._call(*args, **{"bias": None, "mask": None} | oracle_arguments(args, kwargs, dtype))
     acc = accumulator(jnp.dtype(dtype))
     (T, N, H), (S, K, D) = args[0].shape[-3:], args[2].shape[-3:]
@@ -210,22 +211,27 @@ def plain_call(args, kwargs, dtype="float32", dlse=True) -> Result:
     tiles = (fold(x, K, G, T, S) for x in (call.bias.astype(acc), call.seen, call.z.astype(acc)))
     dout, dlse = cotangents(args, dtype, dlse)
     with jax.enable_x64(acc == np.float64):
-        out, lse, grads = jax.device_get(
+        results = jax.device_get(
             _plain(
                 fold(args[0], T, K, G, H), fold(args[1], S, K, H), fold(args[2], S, K, D), *tiles,
                 acc(call.scale), None if call.cap is None else acc(call.cap), fold(dout, T, K, G, D), fold(dlse, T, K, G),
             )
         )  # fmt: skip
     shapes = {"query": args[0].shape, "key": args[1].shape, "value": args[2].shape, "scale": (), "logits_soft_cap": ()}
-    grads = {n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None}
-    if (bias := kwargs.get("bias")) is not None:
-        full = grads["bias"].astype(np.float64).reshape(*leads, N, T, S)
-        grads["bias"] = oracle._sum_to(full, np.shape(bias)).astype(bias.dtype)
-    return Result(out.reshape(*leads, T, N, D), lse.reshape(*leads, T, N), grads)
+
+    def unfold(out, lse, grads):
+        grads = {n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None}
+        if (bias := kwargs.get("bias")) is not None:
+            full = grads["bias"].astype(np.float64).reshape(*leads, N, T, S)
+            grads["bias"] = oracle._sum_to(full, np.shape(bias)).astype(bias.dtype)
+        return Result(out.reshape(*leads, T, N, D), lse.reshape(*leads, T, N), grads)
+
+    by_jax, from_saved = (unfold(*result) for result in results)
+    return by_jax, from_saved
 
 
 @functools.cache
-def plain_case(name: str, dtype: str) -> Result:
+def plain_case(name: str, dtype: str) -> tuple[Result, Result]:
     return plain_call(*CASES[name].inputs(jnp.dtype(dtype)), dtype)
 
 
@@ -233,20 +239,47 @@ def plain_case(name: str, dtype: str) -> Result:
 def _plain(query, key, value, bias, seen, z, scale, cap, dout, dlse):
     """Queries B T K G H, tiles B K G T S, as jax.nn lays them out: each group by itself."""
 
-    def group(query, bias, seen, z, key, value, scale, cap):
+    def group(mix, query, bias, seen, z, key, value, scale, cap):
         s = jnp.einsum("btkh,bskh->bkts", query, key, preferred_element_type=bias.dtype) * scale
         if cap is not None:
             s = cap * jnp.tanh(s / cap)
         some = seen.any(-1, keepdims=True)
-        s = jnp.where(seen | ~some, s + bias, -jnp.inf)
-        p = jnp.where(some, jax.nn.softmax(s, axis=-1), 0) * z
-        lse = jnp.where(some[..., 0], jax.nn.logsumexp(s, axis=-1), -jnp.inf)
-        return jnp.einsum("bkts,bskd->btkd", p.astype(key.dtype), value), lse.swapaxes(1, 2)
+        return mix(jnp.where(seen | ~some, s + bias, -jnp.inf), value, some, z)
 
-    def call(query, bias, key, value, scale, cap):
+    def call(mix, query, bias, key, value, scale, cap):
         each = (query.transpose(3, 0, 1, 2, 4), *(jnp.moveaxis(x, 2, 0) for x in (bias, seen, z)))
-        return jax.vmap(group, in_axes=(0, 0, 0, 0, None, None, None, None), out_axes=3)(*each, key, value, scale, cap)
+        in_axes = (0, 0, 0, 0, None, None, None, None)
+        return jax.vmap(functools.partial(group, mix), in_axes, out_axes=3)(*each, key, value, scale, cap)
 
-    (out, lse), pull = jax.vjp(call, query, bias, key, value, scale, cap)
-    names = ("query", "bias", "key", "value", "scale", "logits_soft_cap")
-    return out, lse, dict(zip(names, pull((dout, dlse)), strict=True))
+    def result(mix):
+        (out, lse), pull = jax.vjp(functools.partial(call, mix), query, bias, key, value, scale, cap)
+        names = ("query", "bias", "key", "value", "scale", "logits_soft_cap")
+        return out, lse, dict(zip(names, pull((dout, dlse)), strict=True))
+
+    return result(_mix), result(_mix_saved)
+
+
+def _mix(s, value, some, z):
+    """out B T K D and lse B T K from logits B K T S."""
+    p = jnp.where(some, jax.nn.softmax(s, axis=-1), 0) * z
+    lse = jnp.where(some[..., 0], jax.nn.logsumexp(s, axis=-1), -jnp.inf)
+    return jnp.einsum("bkts,bskd->btkd", p.astype(value.dtype), value), lse.swapaxes(1, 2)
+
+
+def _mix_fwd(s, value, some, z):
+    out, lse = _mix(s, value, some, z)
+    return (out, lse), (s, value, some, z, out, lse)
+
+
+def _mix_bwd(saved, cotangents):
+    s, value, some, z, out, lse = saved
+    dout, dlse = cotangents
+    p = jnp.where(some, jnp.exp(s - lse.swapaxes(1, 2)[..., None]), 0)
+    dv = jnp.einsum("bkts,btkd->bskd", (p * z).astype(value.dtype), dout)
+    dp = jnp.einsum("btkd,bskd->bkts", dout, value, preferred_element_type=s.dtype) * z
+    delta = (dout.astype(s.dtype) * out.astype(s.dtype)).sum(-1) - dlse
+    return p * (dp - delta.swapaxes(1, 2)[..., None]), dv, None, None
+
+
+_mix_saved = jax.custom_vjp(_mix)
+_mix_saved.defvjp(_mix_fwd, _mix_bwd)

@@ -69,27 +69,20 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
     return of
 
 
-def sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
-    """How large the terms are that cancel in a gradient: its sum with all terms positive (scalars: root of squares).
+def scalar_sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
+    """How large the terms are of which a scalar's gradient is the sum over all pairs: the root of their squares.
 
-    A computation that rounds `out` before it takes delta = sum dout out can be right to eps times this, not to eps times the
-    gradient: where all values have a large mean, or one probability is almost 1, p (dp - delta) is a small difference.
+    A maximum over many errors can be compared with another computation's; one number's error may be small by luck.
     """
     call = _call(query, key, value, bias, mask, **kwargs)
-    leads, (B, N, T, S), K = np.shape(query)[:-3], call.seen.shape, np.shape(key)[-2]
+    B, N, T, S = call.seen.shape
     _, p, _ = _softmax(call)
     raw, do = _pairs(call.q, call.k, call.seen), np.abs(_fold(dout))
-    delta = (do * np.abs((p * call.z) @ call.v)).sum(-1) + np.abs(np.asarray(dlse, np.float64)).reshape(B, T, N).swapaxes(
-        1, 2
-    )
+    dlse = np.abs(np.asarray(dlse, np.float64)).reshape(B, T, N).swapaxes(1, 2)
+    delta = (do * np.abs((p * call.z) @ call.v)).sum(-1) + dlse
     ds = p * (do @ np.abs(call.v).swapaxes(2, 3) * call.z + delta[..., None])
-    dk = abs(call.scale) * ds.swapaxes(2, 3) @ np.abs(call.q)
-    return {
-        "query": _unfold(abs(call.scale) * ds @ np.abs(call.k), leads),
-        "key": _unfold(dk.reshape(B, K, N // K, S, -1).sum(2), leads),
-        "scale": np.sqrt(np.sum((ds * raw) ** 2)),
-        "logits_soft_cap": np.sqrt(np.sum(ds**2)),  # |tanh u - u sech^2 u| < 1
-    }
+    root = lambda x: np.sqrt(np.sum(x**2))
+    return {"scale": root(ds * raw), "logits_soft_cap": root(ds)}  # |tanh u - u sech^2 u| < 1
 
 
 def sees(T, S, *, is_causal=False, local_window_size=None, q_offset=0, query_length=None, key_length=None,

@@ -84,6 +84,7 @@ WRONG = [
     ({"local_window_size": 2.5}, TypeError, r"local_window_size=2\.5: sides are ints \(tokens\) or None, got float 2\.5"),
     ({"local_window_size": (True, 1)}, TypeError, r"local_window_size=\(True, 1\): sides are ints .*, got bool True"),
     ({"q_offset": 1.5}, TypeError, r"q_offset must be integers, got float"),
+    ({"q_offset": "a"}, TypeError, r"q_offset must be an int or integers \[\*B\] \(positions\), got str"),
     ({"q_offset": None}, TypeError, r"q_offset must be an int or integers \[\*B\] \(positions\), got None"),
     ({"q_offset": ones(3, dtype=i32)}, ValueError, r"q_offset must have the leading dims of query, \(2,\); got shape \(3,\)"),
     ({"q_offset": 2**29}, ValueError, r"q_offset=536870912: positions must lie between -536870911 and 536870911"),

@@ -20,7 +20,6 @@ from conftest import (
     run_call,
     run_calls,
     run_cases,
-    sizes_of,
     true_call,
     true_case,
 )
@@ -109,7 +108,7 @@ def test_baseline_is_jax_nn(dtype):
     args, kwargs = qkv(np.random.default_rng(0), jnp.dtype(dtype), Sizes(T=97, S=97, H=16, D=16)), {"is_causal": True}
     out, pull = jax.vjp(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), *args)
     grads = pull(cotangents(args, dtype)[0])
-    truth, ours = (f(args, kwargs, dtype, dlse=False) for f in (true_call, plain_call))
+    truth, (ours, _) = (f(args, kwargs, dtype, dlse=False) for f in (true_call, plain_call))
     of = [("out", out, ours.out, truth.out)]
     of += [(n, x, ours.grads[n], truth.grads[n]) for n, x in zip(("query", "key", "value"), grads, strict=True)]
     for what, theirs, mine, exact in of:
@@ -239,19 +238,13 @@ KINDS = ("outlier channel", "sink token", "constant 1000", "equal keys", "one-ho
          "offset", "logits of 1e4", "negative logits", "half overflows")  # fmt: skip
 
 
-# p (dp - delta) is a small difference of large terms: a backward that starts from `out` loses digits (see oracle.sizes)
-CANCELLING = {("offset", dtype) for dtype in ("float32", "bfloat16", "float16")}
-CANCELLING |= {("constant 1000", "float16"), ("logits of 1e4", "float16")}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_real_looking_inputs(kind, dtype):
     args, kwargs = _real(kind, jnp.dtype(dtype)), {"is_causal": True, "chunk_size": (16, 24)}
     if kind in ("half overflows", "constant 1000"):
         kwargs["scale"] = 2.0**-20  # the products overflow float16, the logits do not
-    sizes = sizes_of(args, kwargs, dtype) if (kind, dtype) in CANCELLING else None
-    assert_truth(run_call(args, kwargs, dtype), kind, args, kwargs, dtype, sizes)
+    assert_truth(run_call(args, kwargs, dtype), kind, args, kwargs, dtype)
 
 
 @pytest.mark.parametrize("scale", [-0.2, np.float32(-0.2)], ids=["number", "array"])

@@ -277,7 +277,7 @@ SIZED = ("causal", "segments", "shared bias", "dropout", "lengths")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("kind", [k if k in ("causal", "dropout") else pytest.param(k, marks=slow) for k in SIZED])
 def test_memory_per_device_is_an_eighth(kind, axis_type, direction):
-    T = 2048
+    T = 4096
     static, extra = KINDS[kind]
     shape = {"bias": (8, 1, T), "dropout_rng": (2,), "key_value_seq_lengths": (8,)}
     extra = {n: jax.ShapeDtypeStruct(shape.get(n, (8, T)), x.dtype) for n, x in extra.items()}

@@ -167,8 +167,8 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
     delta = delta if dlse is None else delta - dlse
     zeros = Gradients(
         jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype),
-        jnp.zeros_like(operands.key.transpose(0, 2, 1, 3), dtype),
-        jnp.zeros_like(operands.value.transpose(0, 2, 1, 3), dtype),
+        jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype),
+        jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype),
         jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands.terms),
     )
 
@@ -179,22 +179,22 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
         _, s, keep, pull = _logits(problem, tile, masked)
         p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
-        dv = _dot("bkgtc,bkgtd->bkcd", _drop(problem, operands, tile, p).astype(v.dtype), do, problem, dtype, grads.value)
+        dv = _dot("bkgtd,bkgtc->bkdc", do, _drop(problem, operands, tile, p).astype(v.dtype), problem, dtype, grads.value)
         dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
         dp = _drop(problem, operands, tile, dp)
         draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
         draw = draw.astype(q.dtype)
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
-        dk = _dot("bkgtc,bkgth->bkch", draw, _finite(q, masked), problem, dtype, grads.key)
+        dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
             _add(grads.query, dq, 3, tile.row),
-            _add(grads.key, dk, 2, tile.col),
-            _add(grads.value, dv, 2, tile.col),
+            _add(grads.key, dk, 3, tile.col),
+            _add(grads.value, dv, 3, tile.col),
             _add_terms(grads.terms, dterms, tile),
         )
 
     query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,))
-    return Gradients(query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2), value.swapaxes(1, 2), terms)
+    return Gradients(query.transpose(0, 3, 1, 2, 4), *(x.transpose(0, 3, 1, 2) for x in (key, value)), terms)
 
 
 class Tile(NamedTuple):

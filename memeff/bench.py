@@ -150,6 +150,7 @@ def prepare(name: str, case: Case) -> Run:
 
 def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
     torch = importlib.import_module("torch")
+    torch.set_num_threads(cores())  # as many as XLA takes
     query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)  # torch wants B N T H
     primals = [x.detach().requires_grad_(case.mode == "gradient") for x in (query, key, value)]
     options = {"is_causal": case.mask == "causal", "enable_gqa": case.heads != case.kv_heads}
@@ -426,8 +427,13 @@ def machine() -> Row:
     device, cpu = jax.devices()[0].device_kind, Path("/proc/cpuinfo")
     if jax.default_backend() == "cpu":
         model = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
-        device = f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+        device = f"{model[1] if model else platform.machine()}, {cores()} cores"
     return {"device": device, "python": platform.python_version(), "jax": jax.__version__, "memeff": memeff.__version__}
+
+
+def cores() -> int:
+    """That this process may use (`taskset` restricts them)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

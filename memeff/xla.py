@@ -60,15 +60,16 @@ def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
     """Steps (1) to (4), for every call."""
     o, l = _empty(operands)
 
-    def step(carry, tile, masked):
+    def step(carry, tile, _):
+        masked = tile.keep is not None
         m_old, l_old, o_old = lax.optimization_barrier(tuple(_rows_of(x, tile) for x in carry))  # else XLA copies all of m
-        raw, s, keep, _ = _logits(problem, tile, masked)  # (1) (2)
-        m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s, masked))  # (3)
+        raw, s, _ = _logits(problem, tile)  # (1) (2)
+        m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
         a = jnp.exp(m_old - shift)
         p = jnp.exp(s - shift[..., None])
         l_new = a * l_old + p.sum(-1)  # (4)
-        o_new = a[..., None] * o_old + _values(problem, operands, tile, p, keep, o.dtype)
+        o_new = a[..., None] * o_old + _values(problem, operands, tile, p, o.dtype)
         return tuple(_put(x, y, tile) for x, y in zip(carry, (m_new, l_new, o_new), strict=True))
 
     m, l, o = _visit(problem, operands, (), step, (l - jnp.inf, l, o))
@@ -81,19 +82,17 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
     """(3) with m fixed beforehand: a row's shift r is what no logit can exceed by 69 nats. Also says whether each row may
     stand: its sum neither vanished nor overflowed. So exp can go into the epilogue of (1), and nothing is rescaled.
     """
-    larger = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size or problem.chunk_size)
-    if len(tiles(larger, operands)[1]) == 0:  # masks are not fused, and a tile with one holds three times as much
-        problem = larger
+    problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size or problem.chunk_size)
     o, l = _empty(operands)
     r = _reference(problem, operands)
 
-    def step(carry, tile, masked):
-        _, s, keep, _ = _logits(problem, tile, masked, apart=keep_lse)
+    def step(carry, tile, _):
+        _, s, _ = _logits(problem, tile, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
         if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
             p = p.astype(operands.value.dtype)
         rounded = p.astype(operands.value.dtype)
-        values = _values(problem, operands, tile, rounded, keep, o.dtype)
+        values = _values(problem, operands, tile, rounded, o.dtype)
         part = p.sum(-1, dtype=l.dtype), rounded.sum(-1, dtype=l.dtype), values
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
@@ -104,16 +103,22 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
 
 
 def _reference_serves(problem: Problem, operands: Operands) -> bool:
-    """Where a fixed shift can be had and pays: on GPUs, with 8 bits of exponent, plain logits, and a key for every row."""
-    extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
-    plain = all(x is None for x in extras) and not _bounded(operands)
-    wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
+    """Where a fixed shift can be had and pays: a key for every row, and products that take exp along."""
     T, S = operands.query.shape[1], operands.key.shape[1]
-    if not (plain and wide and T > 0 and jax.default_backend() == "gpu"):
+    if not _fuses(problem, operands) or T == 0:
         return False
     lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
     lo, hi = 0 if lo is None else np.maximum(lo, 0), S if hi is None else np.minimum(hi, S)
     return bool(np.all(lo < hi))
+
+
+def _fuses(problem: Problem, operands: Operands) -> bool:
+    """Does what follows a product go along with it? On GPUs, for plain logits; with 8 bits of exponent, as exp(s - r) needs
+    and dp - delta, which is rounded before p makes it small.
+    """
+    extras = (problem.soft_cap, problem.dropout, *operands.terms, operands.mask, operands.q_segments)
+    plain = all(x is None for x in extras) and not _bounded(operands)
+    return plain and operands.query.dtype in (jnp.bfloat16, jnp.float32) and jax.default_backend() == "gpu"
 
 
 def _reference(problem: Problem, operands: Operands) -> Array:
@@ -172,18 +177,36 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands.terms),
     )
 
-    def step(grads, tile, masked):
+    fused = _fuses(problem, operands)
+
+    def probabilities(tile):
+        raw, s, pull = _logits(problem, tile, apart=not fused)
+        high, low, _ = tile.rows
+        p = jnp.exp((s - high[..., None]) - low[..., None])
+        return (p if tile.keep is None else jnp.where(tile.keep, p, 0)), pull  # lse may be NaN
+
+    def ahead(tile):  # what can go along with (1); the transpose of (2) is then the same at any logits
+        return probabilities(tile)[0].astype(operands.value.dtype) if fused else None
+
+    def step(grads, tile, p):
         q, k, v = tile.here[:3]
-        high, low, delta, do = tile.rows
+        (high, _, delta), (do,) = tile.rows, tile.wide
+        masked = tile.keep is not None
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        _, s, keep, pull = _logits(problem, tile, masked)
-        p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
-        dv = _dot("bkgtd,bkgtc->bkdc", do, _drop(problem, operands, tile, p).astype(v.dtype), problem, dtype, grads.value)
-        dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
-        dp = _drop(problem, operands, tile, dp)
-        draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
-        draw = draw.astype(q.dtype)
+        dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
+        if p is not None:
+            dv = _dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, grads.value)
+            _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), tile.keep), jnp.zeros_like(dp))
+            (draw,), dterms = pull(dp - delta[..., None]), Terms()
+            draw = lax.optimization_barrier(p * draw.astype(p.dtype))  # (6)
+        else:
+            p, pull = probabilities(tile)  # (5)
+            dropped = _drop(problem, operands, tile, p).astype(v.dtype)
+            dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
+            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
+            draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
+            draw = draw.astype(q.dtype)
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
@@ -193,19 +216,23 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             _add_terms(grads.terms, dterms, tile),
         )
 
-    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,))
+    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,), ahead=ahead)
     return Gradients(query.transpose(0, 3, 1, 2, 4), *(x.transpose(0, 3, 1, 2) for x in (key, value)), terms)
 
 
 class Tile(NamedTuple):
     here: Operands  # sliced to the tile; query B K G t H, key B K c H, value B K c D
-    rows: tuple[Array, ...]  # slices B K G t ... of what the walk was given for each row
+    rows: tuple[Array, ...]  # slices B K G t of what the walk was given for each row
+    wide: tuple[Array, ...]  # and B K G t D
     at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
+    keep: Array | None  # who sees whom; None: all
     row: Array  # where the slices start
     col: Array
 
 
-def _tile(problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], i, j) -> Tile:
+def _tile(
+    problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], masked: bool, i, j
+) -> Tile:
     """Slices of everything for query tile `i` and key tile `j`; `flat` are B T N ..., the query first, `rows` B K G T."""
     t, c = problem.chunk_size
     _, T, *heads, _ = operands.query.shape
@@ -230,7 +257,8 @@ def _tile(problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: t
         kv_segments=keep_rows(operands.kv_segments, 1, col, c),
     )
     narrow = (lax.dynamic_slice_in_dim(x, row, t, 3) for x in rows)
-    return Tile(here, (*narrow, *wide), (at_rows, at_cols), row, col)
+    keep = visible(problem, here, at_rows, at_cols) if masked else None
+    return Tile(here, tuple(narrow), tuple(wide), (at_rows, at_cols), keep, row, col)
 
 
 def _positions(i, size: int, total: int):
@@ -241,8 +269,8 @@ def _positions(i, size: int, total: int):
     return start, jnp.where(at >= first, at, -1)
 
 
-def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
-    """(1) and (2) of a tile: raw, s, who sees whom (None: all), and the transpose of (2), ds -> draw, dterms.
+def _logits(problem: Problem, tile: Tile, apart: bool = True):
+    """(1) and (2) of a tile: raw, s, and the transpose of (2), ds -> draw, dterms.
 
     `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
     """
@@ -250,22 +278,21 @@ def _logits(problem: Problem, tile: Tile, masked: bool, apart: bool = True):
     raw = _dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
     if apart:
         raw = lax.optimization_barrier(raw)
-    keep = visible(problem, tile.here, *tile.at) if masked else None
-    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, keep), raw, tile.here.terms)
-    return raw, s, keep, pull
+    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep), raw, tile.here.terms)
+    return raw, s, pull
 
 
-def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array, masked: bool) -> Array:
+def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
     """max s, B K G t; where (2) does not decrease in raw, of its largest raw, so that XLA:CPU need not store s for it."""
-    if masked or tile.here.terms.scale is not None or problem.scale < 0:  # a bias makes all tiles masked
+    if tile.keep is not None or tile.here.terms.scale is not None or problem.scale < 0:  # a bias makes all tiles masked
         return s.max(-1)
     raw = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)  # with a dim G = 1 it would copy raw
     return finish(problem, raw[..., None], tile.here.terms, None)[..., 0]
 
 
-def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, keep: Array | None, dtype) -> Array:
+def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, dtype) -> Array:
     """p v, B K G t D. A value that is not finite makes NaN of the rows that see it, in its columns, and no others."""
-    v = tile.here.value
+    v, keep = tile.here.value, tile.keep
     p = _drop(problem, operands, tile, p).astype(v.dtype)
     if keep is None:
         return _dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
@@ -381,8 +408,8 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 # ---- the walk
 
 
-def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query: tuple[Array, ...] = ()):
-    """Fold `step(carry, tile, masked)` over the tiles that may see something.
+def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), ahead=None):
+    """Fold `step(carry, tile, ahead(tile))` over the tiles that may see something (without `ahead`: None).
 
     What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D.
     """
@@ -390,28 +417,48 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
         return carry  # nothing to see, or nobody to see it
     # As B T N H, which they were at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
-    fetch = functools.partial(_tile, problem, operands, flat, rows)
+    ahead = ahead or (lambda tile: None)
+
+    def fetch(masked, i, j):
+        return _tile(problem, operands, flat, rows, masked, i, j)
+
+    def one(carry, tile):
+        return step(carry, tile, ahead(tile))
+
     if _bounded(operands):
-        return _visit_bounded(problem, operands, lambda carry, i, j: step(carry, fetch(i, j), True), carry)
+        return _visit_bounded(problem, operands, lambda carry, i, j: one(carry, fetch(True, i, j)), carry)
     for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):
         if len(pairs) == 0:
             continue
-
-        def at(carry, ij, masked=masked):
-            return step(carry, fetch(*ij), masked), None
-
-        def ahead(state, ij, masked=masked):
-            carry, tile = state
-            return (step(carry, tile, masked), fetch(*ij)), None
-
-        if jax.default_backend() == "gpu":
-            # A tile comes through the carry, fetched one step ahead: XLA:GPU fuses what follows a product into it only if
-            # its other inputs are plain parameters, not slices. XLA:CPU would copy it once more.
-            following = np.concatenate([pairs[1:], pairs[-1:]])
-            (carry, _), _ = lax.scan(ahead, (carry, fetch(*pairs[0])), following)
+        if _fuses(problem, operands):
+            carry = _visit_fused(functools.partial(fetch, masked), pairs, step, carry, ahead)
         else:
-            carry, _ = lax.scan(at, carry, pairs)
+            carry, _ = lax.scan(lambda carry, ij, masked=masked: (one(carry, fetch(masked, *ij)), None), carry, pairs)
     return carry
+
+
+def _visit_fused(fetch, pairs: np.ndarray, step, carry, ahead):
+    """The same for XLA:GPU, which fuses what follows a product into it if its other inputs are parameters of the loop.
+
+    So those (what a row brings, who sees whom, what is known ahead) were made in the step before.
+    """
+
+    def beside(ij):
+        tile = fetch(*ij)
+        return tile.rows, tile.keep
+
+    def tile(ij, beside):
+        return fetch(*ij)._replace(rows=beside[0], keep=beside[1])
+
+    def one(state, ij):
+        carry, now, then, known = state
+        carry = step(carry, tile(ij[0], now), known)
+        return (carry, then, beside(ij[2]), ahead(tile(ij[1], then))), None
+
+    padded = np.concatenate([pairs, pairs[-1:], pairs[-1:]])
+    first, second = beside(padded[0]), beside(padded[1])
+    state = carry, first, second, ahead(tile(padded[0], first))
+    return lax.scan(one, state, np.stack([padded[:-2], padded[1:-1], padded[2:]], 1))[0][0]
 
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,8 @@
 It runs here on CPU, called for by hand; `test_gpu.py` runs it where it serves.
 """
 
-import functools
+import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import oracle
 import pytest
 from conftest import assert_as_good
 
+from memeff import problem as problem_module
 from memeff import xla
 from memeff.problem import Operands, Problem, Terms
 
@@ -53,12 +55,17 @@ def problem(causal: bool) -> Problem:
     return Problem(right=0 if causal else None, q_offset=20 if causal else 0, scale=H**-0.5, chunk_size=(16, 24))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def both(p: Problem, operands, dout, dlse):
-    """Fixed (with its fall-back) and online, forward and gradients, and whether the fixed form stood for all rows."""
-    fixed, online = xla.forward(p, operands), xla._forward_online(p, operands)
-    ok = xla._forward_fixed(p, operands, True)[2].all()
-    return *((f[0], f[1].high, *xla.backward(p, operands, *f, dout, dlse)[:3]) for f in (fixed, online)), ok
+    """Calls (operands, dout, dlse): fused and plain, each out, lse, dq, dk, dv; and whether the fixed form stands."""
+
+    def run(operands, dout, dlse):
+        forward = xla.forward(p, operands)
+        return forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
+
+    compiled = jax.jit(run).lower(operands, dout, dlse).compile()
+    stands = jax.jit(lambda operands: xla._forward_fixed(p, operands, True)[2].all())
+    with mock.patch.object(xla, "_fuses", lambda *_: False):
+        return compiled, jax.jit(lambda *x: run(*x)).lower(operands, dout, dlse).compile(), stands
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,11 +76,14 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
     jax.clear_caches()
     rng = np.random.default_rng(5)
     dout, dlse = rng.standard_normal((B, K, G, T, D)), rng.standard_normal((B, K, G, T))
+    p = problem(causal)
+    dout, dlse = jnp.asarray(dout, dtype), jnp.asarray(dlse, jnp.float32)
+    fused, plain, stands = both(p, Operands(*draw("ordinary", dtype)), dout, dlse)
     for name in (*NEAR, *FAR):
         q, k, v = draw(name, dtype)
-        p = problem(causal)
         assert xla._reference_serves(p, Operands(q, k, v))
-        fixed, online, ok = both(p, Operands(q, k, v), jnp.asarray(dout, dtype), jnp.asarray(dlse, jnp.float32))
+        fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (fused, plain))
+        ok = stands(Operands(q, k, v))
         if name in FAR:
             assert not ok, f"{name}: the planted rows were meant to need the fall-back"
         if name in ("ordinary", "tiny"):
@@ -82,12 +92,49 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
         call = dict(query=q64.reshape(B, T, K * G, H), key=k64, value=v64)
         call |= dict(scale=H**-0.5, is_causal=causal, q_offset=p.q_offset)
         out, lse = oracle.attention(**call)
-        flat = np.moveaxis(np.asarray(jnp.asarray(dout, dtype), np.float64), 3, 1).reshape(B, T, K * G, D)
+        flat = np.moveaxis(np.asarray(dout, np.float64), 3, 1).reshape(B, T, K * G, D)
         grads = oracle.gradients(**call, dout=flat, dlse=np.moveaxis(dlse, 3, 1).reshape(B, T, K * G))
         truth = [np.moveaxis(out.reshape(B, T, K, G, D), 1, 3), np.moveaxis(lse.reshape(B, T, K, G), 1, 3)]
         truth += [grads["query"].reshape(B, T, K, G, H), grads["key"], grads["value"]]
         for what, x, base, true in zip(("out", "lse", "dq", "dk", "dv"), fixed, online, truth, strict=True):
             assert_as_good(x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}")
+
+
+MASKS = {
+    "full": Problem(),
+    "causal": Problem(right=0),
+    "window": Problem(left=20, right=3, q_offset=7),
+    "rows that see nothing": Problem(right=0, q_offset=-30),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_fused_tiles_are_as_the_others(monkeypatch, mask):
+    """Out, lse, gradients under every mask that positions give; NaN where it belongs, and a hidden one changes no bit."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24))
+    rng = np.random.default_rng(6)
+    q, k, v = draw("ordinary", jnp.float32)
+    dout, dlse = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, K, G, T, D), (B, K, G, T)))
+    fused, plain, _ = both(p, Operands(q, k, v), dout, dlse)
+    names = ("out", "lse", "dq", "dk", "dv")
+    clean = fused(Operands(q, k, v), dout, dlse)
+    for what, x, y in zip(names, clean, plain(Operands(q, k, v), dout, dlse), strict=True):
+        finite = np.abs(y).max(where=np.abs(y) < 1e30, initial=1)
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * finite, err_msg=what)
+    keep = np.asarray(problem_module.visible(p, Operands(q, k, v), jnp.arange(T), jnp.arange(S)))[0, 0, 0]
+    for at in {int(np.argmin(keep.any(0))), 41}:
+        dirty = Operands(q, k.at[:, at].set(np.nan), v.at[:, at].set(np.nan))
+        for what, x, y, before in zip(names, fused(dirty, dout, dlse), plain(dirty, dout, dlse), clean, strict=True):
+            np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=what)
+            sees = keep[:, at]  # rows, and keys that share one with the planted
+            if not sees.any():
+                np.testing.assert_array_equal(x, before, err_msg=what)
+                continue
+            reached = keep[sees].any(0) if what in ("dk", "dv") else sees
+            nan = np.moveaxis(np.isnan(x), 3 if what in ("out", "lse") else 1, 0)
+            assert nan[at if what in ("dk", "dv") else sees].all() and not nan[~reached].any(), what
 
 
 def test_fixed_reference_serves_plain_calls_on_gpus_only(monkeypatch):

@@ -60,7 +60,7 @@ def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
     """Steps (1) to (4), for every call."""
     o, l = _empty(operands)
 
-    def step(carry, tile, _):
+    def step(carry, tile):
         masked = tile.keep is not None
         m_old, l_old, o_old = lax.optimization_barrier(tuple(_rows_of(x, tile) for x in carry))  # else XLA copies all of m
         raw, s, _ = _logits(problem, tile)  # (1) (2)
@@ -86,7 +86,7 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
     o, l = _empty(operands)
     r = _reference(problem, operands)
 
-    def step(carry, tile, _):
+    def step(carry, tile):
         _, s, _ = _logits(problem, tile, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
         if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
@@ -97,28 +97,22 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
-    l, rounded, o = _visit(problem, operands, (r,), step, (l, l, o))
+    l, rounded, o = _visit(problem, operands, (r,), step, (l, l, o), beside=not keep_lse)
     ok = (l > 2.0**-100) & (l < 2.0**125)
     return (o / rounded[..., None]).astype(operands.query.dtype), _log_sum_exp_wide(r, l), ok
 
 
 def _reference_serves(problem: Problem, operands: Operands) -> bool:
-    """Where a fixed shift can be had and pays: a key for every row, and products that take exp along."""
+    """Where a fixed shift can be had and pays: on GPUs, with 8 bits of exponent, plain logits, and a key for every row."""
+    extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
+    plain = all(x is None for x in extras) and not _bounded(operands)
+    wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
-    if not _fuses(problem, operands) or T == 0:
+    if not (plain and wide and T > 0 and jax.default_backend() == "gpu"):
         return False
     lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
     lo, hi = 0 if lo is None else np.maximum(lo, 0), S if hi is None else np.minimum(hi, S)
     return bool(np.all(lo < hi))
-
-
-def _fuses(problem: Problem, operands: Operands) -> bool:
-    """Does what follows a product go along with it? On GPUs, for plain logits; with 8 bits of exponent, as exp(s - r) needs
-    and dp - delta, which is rounded before p makes it small.
-    """
-    extras = (problem.soft_cap, problem.dropout, *operands.terms, operands.mask, operands.q_segments)
-    plain = all(x is None for x in extras) and not _bounded(operands)
-    return plain and operands.query.dtype in (jnp.bfloat16, jnp.float32) and jax.default_backend() == "gpu"
 
 
 def _reference(problem: Problem, operands: Operands) -> Array:
@@ -177,36 +171,22 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands.terms),
     )
 
-    fused = _fuses(problem, operands)
-
-    def probabilities(tile):
-        raw, s, pull = _logits(problem, tile, apart=not fused)
-        high, low, _ = tile.rows
-        p = jnp.exp((s - high[..., None]) - low[..., None])
-        return (p if tile.keep is None else jnp.where(tile.keep, p, 0)), pull  # lse may be NaN
-
-    def ahead(tile):  # what can go along with (1); the transpose of (2) is then the same at any logits
-        return probabilities(tile)[0].astype(operands.value.dtype) if fused else None
-
-    def step(grads, tile, p):
+    def step(grads, tile):
         q, k, v = tile.here[:3]
-        (high, _, delta), (do,) = tile.rows, tile.wide
+        (high, low, delta), (do,) = tile.rows, tile.wide
         masked = tile.keep is not None
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
-        if p is not None:
-            dv = _dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, grads.value)
-            _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), tile.keep), jnp.zeros_like(dp))
-            (draw,), dterms = pull(dp - delta[..., None]), Terms()
-            draw = lax.optimization_barrier(p * draw.astype(p.dtype))  # (6)
-        else:
-            p, pull = probabilities(tile)  # (5)
-            dropped = _drop(problem, operands, tile, p).astype(v.dtype)
-            dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
-            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
-            draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
-            draw = draw.astype(q.dtype)
+        _, s, pull = _logits(problem, tile)
+        p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
+        if masked:  # lse may be NaN
+            p = jnp.where(tile.keep, p, 0)
+        dropped = _drop(problem, operands, tile, p).astype(v.dtype)
+        dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
+        dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
+        dp = _drop(problem, operands, tile, dp)
+        draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
+        draw = draw.astype(q.dtype)
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
@@ -216,8 +196,8 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             _add_terms(grads.terms, dterms, tile),
         )
 
-    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,), ahead=ahead)
-    return Gradients(query.transpose(0, 3, 1, 2, 4), *(x.transpose(0, 3, 1, 2) for x in (key, value)), terms)
+    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,))
+    return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
 
 
 class Tile(NamedTuple):
@@ -408,57 +388,42 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 # ---- the walk
 
 
-def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), ahead=None):
-    """Fold `step(carry, tile, ahead(tile))` over the tiles that may see something (without `ahead`: None).
+def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), beside=False):
+    """Fold `step(carry, tile)` over the tiles that may see something.
 
-    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D.
+    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. `beside`: what a step puts beside a
+    product (`rows`, who sees whom) is made in the step before. XLA:GPU fuses what follows a product into it only if its
+    other inputs are parameters of the loop, not slices.
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return carry  # nothing to see, or nobody to see it
     # As B T N H, which they were at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
-    ahead = ahead or (lambda tile: None)
-
-    def fetch(masked, i, j):
-        return _tile(problem, operands, flat, rows, masked, i, j)
-
-    def one(carry, tile):
-        return step(carry, tile, ahead(tile))
-
+    fetch = functools.partial(_tile, problem, operands, flat, rows)
     if _bounded(operands):
-        return _visit_bounded(problem, operands, lambda carry, i, j: one(carry, fetch(True, i, j)), carry)
+        return _visit_bounded(problem, operands, lambda carry, i, j: step(carry, fetch(True, i, j)), carry)
     for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):
         if len(pairs) == 0:
             continue
-        if _fuses(problem, operands):
-            carry = _visit_fused(functools.partial(fetch, masked), pairs, step, carry, ahead)
+
+        def at(carry, ij, masked=masked):
+            return step(carry, fetch(masked, *ij)), None
+
+        def aside(ij, masked=masked):
+            tile = fetch(masked, *ij)
+            return tile.rows, tile.keep
+
+        def ahead(state, of, masked=masked, aside=aside):
+            carry, (rows, keep) = state
+            here, following = of
+            return (step(carry, fetch(masked, *here)._replace(rows=rows, keep=keep)), aside(following)), None
+
+        if beside:
+            following = np.concatenate([pairs[1:], pairs[-1:]])
+            carry = lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]
         else:
-            carry, _ = lax.scan(lambda carry, ij, masked=masked: (one(carry, fetch(masked, *ij)), None), carry, pairs)
+            carry, _ = lax.scan(at, carry, pairs)
     return carry
-
-
-def _visit_fused(fetch, pairs: np.ndarray, step, carry, ahead):
-    """The same for XLA:GPU, which fuses what follows a product into it if its other inputs are parameters of the loop.
-
-    So those (what a row brings, who sees whom, what is known ahead) were made in the step before.
-    """
-
-    def beside(ij):
-        tile = fetch(*ij)
-        return tile.rows, tile.keep
-
-    def tile(ij, beside):
-        return fetch(*ij)._replace(rows=beside[0], keep=beside[1])
-
-    def one(state, ij):
-        carry, now, then, known = state
-        carry = step(carry, tile(ij[0], now), known)
-        return (carry, then, beside(ij[2]), ahead(tile(ij[1], then))), None
-
-    padded = np.concatenate([pairs, pairs[-1:], pairs[-1:]])
-    first, second = beside(padded[0]), beside(padded[1])
-    state = carry, first, second, ahead(tile(padded[0], first))
-    return lax.scan(one, state, np.stack([padded[:-2], padded[1:-1], padded[2:]], 1))[0][0]
 
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -55,17 +55,21 @@ def problem(causal: bool) -> Problem:
     return Problem(right=0 if causal else None, q_offset=20 if causal else 0, scale=H**-0.5, chunk_size=(16, 24))
 
 
+NAMES = ("inference", "out", "lse", "dq", "dk", "dv")
+
+
 def both(p: Problem, operands, dout, dlse):
-    """Calls (operands, dout, dlse): fused and plain, each out, lse, dq, dk, dv; and whether the fixed form stands."""
+    """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and whether the fixed one stands."""
 
     def run(operands, dout, dlse):
         forward = xla.forward(p, operands)
-        return forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
+        inference = xla.forward(p, operands, keep_lse=False)[0]
+        return inference, forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
 
-    compiled = jax.jit(run).lower(operands, dout, dlse).compile()
+    fixed = jax.jit(run).lower(operands, dout, dlse).compile()
     stands = jax.jit(lambda operands: xla._forward_fixed(p, operands, True)[2].all())
-    with mock.patch.object(xla, "_fuses", lambda *_: False):
-        return compiled, jax.jit(lambda *x: run(*x)).lower(operands, dout, dlse).compile(), stands
+    with mock.patch.object(xla, "_reference_serves", lambda *_: False):
+        return fixed, jax.jit(lambda *x: run(*x)).lower(operands, dout, dlse).compile(), stands
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -78,11 +82,11 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
     dout, dlse = rng.standard_normal((B, K, G, T, D)), rng.standard_normal((B, K, G, T))
     p = problem(causal)
     dout, dlse = jnp.asarray(dout, dtype), jnp.asarray(dlse, jnp.float32)
-    fused, plain, stands = both(p, Operands(*draw("ordinary", dtype)), dout, dlse)
+    with_fixed, without, stands = both(p, Operands(*draw("ordinary", dtype)), dout, dlse)
     for name in (*NEAR, *FAR):
         q, k, v = draw(name, dtype)
         assert xla._reference_serves(p, Operands(q, k, v))
-        fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (fused, plain))
+        fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (with_fixed, without))
         ok = stands(Operands(q, k, v))
         if name in FAR:
             assert not ok, f"{name}: the planted rows were meant to need the fall-back"
@@ -94,9 +98,10 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
         out, lse = oracle.attention(**call)
         flat = np.moveaxis(np.asarray(dout, np.float64), 3, 1).reshape(B, T, K * G, D)
         grads = oracle.gradients(**call, dout=flat, dlse=np.moveaxis(dlse, 3, 1).reshape(B, T, K * G))
-        truth = [np.moveaxis(out.reshape(B, T, K, G, D), 1, 3), np.moveaxis(lse.reshape(B, T, K, G), 1, 3)]
+        out = np.moveaxis(out.reshape(B, T, K, G, D), 1, 3)
+        truth = [out, out, np.moveaxis(lse.reshape(B, T, K, G), 1, 3)]
         truth += [grads["query"].reshape(B, T, K, G, H), grads["key"], grads["value"]]
-        for what, x, base, true in zip(("out", "lse", "dq", "dk", "dv"), fixed, online, truth, strict=True):
+        for what, x, base, true in zip(NAMES, fixed, online, truth, strict=True):
             assert_as_good(x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}")
 
 
@@ -109,7 +114,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_fused_tiles_are_as_the_others(monkeypatch, mask):
+def test_fixed_reference_is_as_the_online_form(monkeypatch, mask):
     """Out, lse, gradients under every mask that positions give; NaN where it belongs, and a hidden one changes no bit."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
@@ -117,23 +122,22 @@ def test_fused_tiles_are_as_the_others(monkeypatch, mask):
     rng = np.random.default_rng(6)
     q, k, v = draw("ordinary", jnp.float32)
     dout, dlse = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, K, G, T, D), (B, K, G, T)))
-    fused, plain, _ = both(p, Operands(q, k, v), dout, dlse)
-    names = ("out", "lse", "dq", "dk", "dv")
-    clean = fused(Operands(q, k, v), dout, dlse)
-    for what, x, y in zip(names, clean, plain(Operands(q, k, v), dout, dlse), strict=True):
+    fixed, online, _ = both(p, Operands(q, k, v), dout, dlse)
+    clean = fixed(Operands(q, k, v), dout, dlse)
+    for what, x, y in zip(NAMES, clean, online(Operands(q, k, v), dout, dlse), strict=True):
         finite = np.abs(y).max(where=np.abs(y) < 1e30, initial=1)
         np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * finite, err_msg=what)
     keep = np.asarray(problem_module.visible(p, Operands(q, k, v), jnp.arange(T), jnp.arange(S)))[0, 0, 0]
     for at in {int(np.argmin(keep.any(0))), 41}:
         dirty = Operands(q, k.at[:, at].set(np.nan), v.at[:, at].set(np.nan))
-        for what, x, y, before in zip(names, fused(dirty, dout, dlse), plain(dirty, dout, dlse), clean, strict=True):
+        for what, x, y, before in zip(NAMES, fixed(dirty, dout, dlse), online(dirty, dout, dlse), clean, strict=True):
             np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=what)
             sees = keep[:, at]  # rows, and keys that share one with the planted
             if not sees.any():
                 np.testing.assert_array_equal(x, before, err_msg=what)
                 continue
             reached = keep[sees].any(0) if what in ("dk", "dv") else sees
-            nan = np.moveaxis(np.isnan(x), 3 if what in ("out", "lse") else 1, 0)
+            nan = np.moveaxis(np.isnan(x), 3 if what in NAMES[:3] else 1, 0)
             assert nan[at if what in ("dk", "dv") else sees].all() and not nan[~reached].any(), what
 
 

@@ -86,8 +86,8 @@ MUTANTS = {
     "sign of dlse": (XLA, "else delta - dlse", "else delta + dlse", "float32:plain"),
     "dk and dv swapped": (
         XLA,
-        "for x in (key, value)), terms)",
-        "for x in (value, key)), terms)",
+        "key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)",
+        "value.transpose(0, 3, 1, 2), key.transpose(0, 3, 1, 2), terms)",
         "float32:one_of_each",  # where H = D, or shapes would tell
     ),
     "sum over the group omitted": (
@@ -96,16 +96,10 @@ MUTANTS = {
         'dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked)[:, :, :1], draw[:, :, :1],',
         "float32:plain",
     ),
-    "delta dropped where fused": (
+    "a row's reference of another tile": (
         XLA,
-        "(draw,), dterms = pull(dp - delta[..., None]), Terms()",
-        "(draw,), dterms = pull(dp), Terms()",
-        "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
-    ),
-    "a row's statistics of the tile before": (
-        XLA,
-        "state = carry, first, second, ahead(tile(padded[0], first))",
-        "state = carry, second, first, ahead(tile(padded[0], first))",
+        "carry = lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]",
+        "carry = lax.scan(ahead, (carry, aside(pairs[-1])), (pairs, following))[0][0]",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
     ),
     "last key tile skipped": (
@@ -147,8 +141,8 @@ MUTANTS = {
     ),
     "edge tiles without a mask": (
         XLA,
-        "keep = visible(problem, tile.here, *tile.at) if masked",
-        "keep = visible(problem, tile.here, *tile.at) | True if masked",
+        "keep = visible(problem, here, at_rows, at_cols) if masked",
+        "keep = visible(problem, here, at_rows, at_cols) | True if masked",
         "float32:causal",
     ),
 }

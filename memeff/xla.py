@@ -179,8 +179,6 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
         _, s, pull = _logits(problem, tile)
         p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
-        if masked:  # lse may be NaN
-            p = jnp.where(tile.keep, p, 0)
         dropped = _drop(problem, operands, tile, p).astype(v.dtype)
         dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
         dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))

@@ -138,7 +138,8 @@ def test_fixed_reference_is_as_the_online_form(monkeypatch, mask):
                 continue
             reached = keep[sees].any(0) if what in ("dk", "dv") else sees
             nan = np.moveaxis(np.isnan(x), 3 if what in NAMES[:3] else 1, 0)
-            assert nan[at if what in ("dk", "dv") else sees].all() and not nan[~reached].any(), what
+            assert nan[at if what in ("dk", "dv") else sees].all(), what
+            assert what == "dv" or not nan[~reached].any(), what  # p of a row whose lse is NaN is NaN everywhere
 
 
 def test_fixed_reference_serves_plain_calls_on_gpus_only(monkeypatch):

@@ -97,7 +97,7 @@ def assert_result(actual: Result, baselines: tuple[Result, ...], truth: Result, 
 
 def assert_case(actual: Result, name: str, dtype):
     sizes = None
-    if jnp.finfo(dtype).bits == 16:  # `out` is saved in 16 bits
+    if jnp.finfo(dtype).bits == 16 and {"scale", "logits_soft_cap"} & actual.grads.keys():  # `out` is saved in 16 bits
         args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
         dout, dlse = cotangents(args, dtype)
         sizes = oracle.scalar_sizes(*args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse)

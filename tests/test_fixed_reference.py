@@ -4,6 +4,8 @@ It runs here on CPU, called for by hand; `test_gpu.py` runs it where it serves.
 """
 
 import dataclasses
+import functools
+import re
 from unittest import mock
 
 import jax
@@ -12,9 +14,10 @@ import numpy as np
 import oracle
 import pytest
 from conftest import assert_as_good
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from memeff import dot_product_attention, xla
 from memeff import problem as problem_module
-from memeff import xla
 from memeff.problem import Operands, Problem, Terms
 
 B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
@@ -181,3 +184,20 @@ def test_a_batch_takes_one_branch(monkeypatch):
     q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
     run = jax.vmap(lambda q, k, v: xla.forward(problem(True), Operands(q, k, v)))
     assert " cond[" in str(jax.make_jaxpr(run)(q, k, v))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_sharded_check_is_one_boolean(monkeypatch, mapped):
+    """Batch and heads sharded: under jit the check is an all-reduce of one boolean, under shard_map nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    spec = PartitionSpec("x", None, "y", None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    call = functools.partial(dot_product_attention, is_causal=True, chunk_size=64)
+    if mapped:
+        call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    x = jax.ShapeDtypeStruct((4, 256, 4, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        text = jax.jit(call).lower(x, x, x).compile().as_text()
+    found = re.findall(r"= (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    assert set(found) == (set() if mapped else {("pred[]", "all-reduce")})

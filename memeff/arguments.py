@@ -156,8 +156,7 @@ def check_mask(shape: Shape, mask, from_flax: bool) -> Array | None:
     if mask.dtype != bool:
         if not from_flax:
             raise TypeError(
-                f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, "
-                "or mask != 0."
+                f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, or mask != 0."
             )
         mask = mask != 0
     return _grouped(shape, "mask", mask, "is_causal, local_window_size, key_value_seq_lengths or segment ids")

@@ -173,7 +173,7 @@ def dot_product_attention(
     left, right = arguments.check_window(local_window_size, is_causal)
     q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
     dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
-    tile, fixed_tile = dispatch.tile_sizes((shape.T, shape.S), arguments.check_chunk_size(chunk_size))
+    tile, fixed_tile = dispatch.tile_sizes((shape.T, shape.S), query.dtype, arguments.check_chunk_size(chunk_size))
     problem = Problem(
         left=left,
         right=right,

@@ -20,9 +20,7 @@ NO_FORWARD_MODE = (
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")  # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
-def attend(
-    implementation: ModuleType, problem: Problem, keep_lse: bool, operands: Operands
-) -> tuple[Array, Array | None]:
+def attend(implementation: ModuleType, problem: Problem, keep_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
     """out [B, K, G, T, D] and lse [B, K, G, T] (None unless `keep_lse`, so that inference need not store it).
 
     Gradients come from the implementation's `backward`, or from JAX if it has none.

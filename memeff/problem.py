@@ -36,7 +36,7 @@ class Problem:
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
-    fixed_chunk_size: tuple[int, int] | None = None  # the same with a fixed reference, which holds less of a tile at a time
+    fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
 
 
 class Terms(NamedTuple):

@@ -1,6 +1,6 @@
 """The quadratic definition, as short as the formula, differentiated by JAX. It hides nothing; it is the truth.
 
-  (1) raw = q k'   (2) s = finish(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
+(1) raw = q k'   (2) s = finish(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
 """
 
 import jax

@@ -30,6 +30,12 @@ def check_layout(query: Array, key: Array, value: Array) -> None:
         )
 
 
+def may_be_sharded() -> bool:
+    """Can an array be laid out over several devices? Not inside a shard_map over all axes of its mesh."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() > 1 and not (types and all(t == AxisType.Manual for t in types))
+
+
 def like_query(operands: Operands) -> Operands:
     """On an Explicit mesh, bias and mask laid out over batch and heads as the query is; else XLA gathers their tiles."""
     if not _explicit(operands.query):

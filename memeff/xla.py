@@ -48,21 +48,49 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
 def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T] (to bfloat16's precision where it need not be kept)."""
     if _symbolic(operands):
-        rows = _forward_online(problem, _padded(problem, operands))
+        rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
     if not _reference_serves(problem, operands):
-        return _forward_online(problem, operands)
-    out, lse, ok = _forward_fixed(problem, operands, keep_lse)
-    return lax.cond(_everywhere(ok), lambda *_: (out, lse), functools.partial(_forward_online, problem), operands)
+        return _divided(operands, _online(problem, operands), log_sum_exp)
+    rows = _fixed(problem, operands, keep_lse)
+    stands = _stands(rows)
+
+    def again(state):
+        return state[0] | True, _online(problem, operands, state[1], stands)
+
+    # A loop that runs once or never, for it writes over what does not stand; a cond would hold both.
+    _, rows = lax.while_loop(lambda state: ~state[0], again, (_everywhere(stands), rows))
+    return _divided(operands, rows, _log_sum_exp_wide)
 
 
-def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
-    """Steps (1) to (4), for every call."""
+class Rows(NamedTuple):
+    """What the forward gathers for each query, B K G T, from p = exp(logit - m)."""
+
+    m: Array
+    l: Array  # sum of p
+    weight: Array  # and of p as it is multiplied with the values
+    o: Array  # sum of p v; B K G T D
+
+
+def _divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
+    empty = rows.l == 0
+    l, weight = (jnp.where(empty, 1, x) for x in (rows.l, rows.weight))
+    out = (rows.o / weight[..., None]).astype(operands.query.dtype)
+    return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
+
+
+def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stands: Array | None = None) -> Rows:
+    """Steps (1) to (4), for every call. Of `rows`, those that stand are left as they are."""
     o, l = _empty(operands)
+    before = Rows(l - jnp.inf, l, l, o)
+    if rows is not None:
+        before = jax.tree.map(functools.partial(_where_rows, stands), rows, before)
 
     def step(carry, tile):
         masked = tile.keep is not None
-        m_old, l_old, o_old = lax.optimization_barrier(tuple(_rows_of(x, tile) for x in carry))  # else XLA copies all of m
+        old = m_old, l_old, o_old = lax.optimization_barrier(
+            tuple(_rows_of(x, tile) for x in carry)
+        )  # else XLA copies all of m
         raw, s, _ = _logits(problem, tile)  # (1) (2)
         m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
@@ -70,21 +98,23 @@ def _forward_online(problem: Problem, operands: Operands) -> tuple[Array, Lse]:
         p = jnp.exp(s - shift[..., None])
         l_new = a * l_old + p.sum(-1)  # (4)
         o_new = a[..., None] * o_old + _values(problem, operands, tile, p, o.dtype)
-        return tuple(_put(x, y, tile) for x, y in zip(carry, (m_new, l_new, o_new), strict=True))
+        new = m_new, l_new, o_new
+        if stands is not None:
+            new = jax.tree.map(functools.partial(_where_rows, _rows_of(stands, tile)), old, new)
+        return tuple(_put(x, y, tile) for x, y in zip(carry, new, strict=True))
 
-    m, l, o = _visit(problem, operands, (), step, (l - jnp.inf, l, o))
-    empty = l == 0
-    l = jnp.where(empty, 1, l)
-    return (o / l[..., None]).astype(operands.query.dtype), log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)
+    m, l, o = _visit(problem, operands, (), step, (before.m, before.l, before.o))
+    return Rows(m, l, l if stands is None else jnp.where(stands, before.weight, l), o)
 
 
-def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tuple[Array, Lse, Array]:
-    """(3) with m fixed beforehand: a row's shift r is what no logit can exceed by 69 nats. Also says whether each row may
-    stand: its sum neither vanished nor overflowed. So exp can go into the epilogue of (1), and nothing is rescaled.
+def _fixed(problem: Problem, operands: Operands, keep_lse: bool) -> Rows:
+    """(3) with m fixed beforehand: what no logit of the row can exceed by 69 nats. So exp can go into the epilogue of (1),
+    and nothing is rescaled.
     """
-    problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size or problem.chunk_size)
+    assert problem.fixed_chunk_size is not None
+    problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
     o, l = _empty(operands)
-    r = _reference(problem, operands)
+    m = _reference(problem, operands)
 
     def step(carry, tile):
         _, s, _ = _logits(problem, tile, apart=keep_lse)
@@ -97,18 +127,16 @@ def _forward_fixed(problem: Problem, operands: Operands, keep_lse: bool) -> tupl
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
-    l, rounded, o = _visit(problem, operands, (r,), step, (l, l, o), beside=not keep_lse)
-    ok = (l > 2.0**-100) & (l < 2.0**125)
-    return (o / rounded[..., None]).astype(operands.query.dtype), _log_sum_exp_wide(r, l), ok
+    return Rows(m, *_visit(problem, operands, (m,), step, (l, l, o), beside=not keep_lse))
 
 
 def _reference_serves(problem: Problem, operands: Operands) -> bool:
-    """Where a fixed shift can be had and pays: on GPUs, with 8 bits of exponent, plain logits, and a key for every row."""
+    """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
     extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
     wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
-    if not (plain and wide and T > 0 and jax.default_backend() == "gpu"):
+    if problem.fixed_chunk_size is None or not (plain and wide and T > 0):
         return False
     lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
     lo, hi = 0 if lo is None else np.maximum(lo, 0), S if hi is None else np.minimum(hi, S)
@@ -116,14 +144,24 @@ def _reference_serves(problem: Problem, operands: Operands) -> bool:
 
 
 def _reference(problem: Problem, operands: Operands) -> Array:
-    """r [B, K, G, T]: |logit| <= scale |q_i| max_j |k_j| (Cauchy-Schwarz), less 69 nats, so that p stays below 2^100."""
+    """m [B, K, G, T]: |logit| <= scale |q_i| max_j |k_j| (Cauchy-Schwarz), less 69 nats, so that p stays below 2^100.
+
+    The keys are those from the first that any row sees to the last that this row sees: a hidden one changes no bit.
+    """
     dtype = accumulator_dtype(operands)
-    q, k = (jnp.sqrt(jnp.square(x.astype(dtype)).sum(-1)) for x in operands[:2])
-    k = lax.cummax(k, axis=1)  # of the keys up to the last that a row sees, so that later ones change no bit
     T, S = operands.query.shape[1], operands.key.shape[1]
-    _, end, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
-    k = k[:, -1:] if end is None else jnp.take(k, np.clip(end, 1, S) - 1, axis=1)  # b t|1 k
-    return jnp.maximum(abs(problem.scale) * q.transpose(0, 2, 3, 1) * k.swapaxes(1, 2)[:, :, None] - 69.0, 0)
+    start, end, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    start = 0 if start is None else int(np.clip(start[0], 0, S - 1))
+    q, k = (jnp.sqrt(jnp.square(x.astype(dtype)).sum(-1)) for x in (operands.query, operands.key[:, start:]))
+    k = lax.cummax(k, axis=1)
+    k = k[:, -1:] if end is None else jnp.take(k, np.clip(end, start + 1, S) - 1 - start, axis=1)  # b t|1 k
+    bound = abs(problem.scale) * q.transpose(0, 2, 3, 1) * k.swapaxes(1, 2)[:, :, None]
+    return jnp.maximum(bound - 69.0, 0)
+
+
+def _stands(rows: Rows) -> Array:
+    """Of which rows the sum neither vanished nor overflowed."""
+    return (rows.l > 2.0**-100) & (rows.l < 2.0**125)
 
 
 def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
@@ -312,6 +350,10 @@ def _drop(problem: Problem, operands: Operands, tile: Tile, x: Array) -> Array:
 
 def _rows_of(x: Array, tile: Tile) -> Array:
     return lax.dynamic_slice_in_dim(x, tile.row, tile.at[0].size, 3)
+
+
+def _where_rows(which: Array, x: Array, y: Array) -> Array:
+    return jnp.where(which if x.ndim == which.ndim else which[..., None], x, y)
 
 
 def _put(x: Array, rows: Array, tile: Tile) -> Array:

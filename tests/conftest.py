@@ -29,6 +29,7 @@ import pytest  # noqa: E402
 from cases import CASES, accumulator, split  # noqa: E402
 
 import memeff  # noqa: E402
+from memeff import dispatch  # noqa: E402
 
 hypothesis.settings.register_profile("memeff", max_examples=10, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("memeff")
@@ -44,6 +45,12 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """What a call does where JAX has one device; the eight are for test_sharding.py."""
+    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: False)
 
 
 @functools.cache

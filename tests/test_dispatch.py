@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, MIXES, SINGLES, split
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from memeff import dispatch, dot_product_attention, reference, xla
 
+f32 = np.float32
 NO_KERNELS = "this version of memeff has no kernels yet"
 NOT_CUDNN = "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
 
@@ -117,9 +120,28 @@ TILES = [
 @pytest.mark.parametrize("backend, lengths, requested, tile", TILES, ids=str)
 def test_tile_sizes(monkeypatch, backend, lengths, requested, tile):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    general, fixed = dispatch.tile_sizes(lengths, requested)
+    general, fixed = dispatch.tile_sizes(lengths, f32, requested)
     assert general == tile
     assert all(1 <= size <= max(1, n) for size, n in zip(fixed, lengths, strict=True))
+
+
+def test_fixed_reference_is_chosen_where_it_pays(monkeypatch):
+    """On GPUs always; on CPUs for float32, and where its check is no word between devices: one device, or shard_map."""
+
+    def chosen(dtype=f32):
+        return dispatch.tile_sizes((512, 512), dtype, (None, None))[1] is not None
+
+    monkeypatch.undo()  # eight devices
+    assert jax.device_count() > 1 and not chosen()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    jax.shard_map(
+        lambda x: pytest.fail("not in shard_map") if not chosen() else x, mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )(jnp.zeros(8))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert chosen() and not chosen(jnp.bfloat16)
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen() and chosen(jnp.bfloat16)
 
 
 # ---- 39

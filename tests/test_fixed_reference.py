@@ -1,12 +1,8 @@
-"""The forward with a fixed row reference (memeff.xla, GPUs): exact for every input, by its check and its fall-back.
-
-It runs here on CPU, called for by hand; `test_gpu.py` runs it where it serves.
-"""
+"""The forward with a fixed row reference (memeff.xla): exact for every input, by its check and its fall-back."""
 
 import dataclasses
 import functools
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +34,10 @@ def draw(name: str, dtype):
             k[0, :, :, 0] = -abs(k[0, :, :, 0]) * 10
         case "logits of 10^4":
             q, k = q * 60, k * 40
+        case "norm that overflows":
+            q *= 1e-25
+            q[0, 3] = 0
+            k[1, 7, 0] *= 1e25
         case "outlier channel":
             q[..., 3] *= 30
             k[..., 3] *= 30
@@ -50,37 +50,37 @@ def draw(name: str, dtype):
     return [jnp.asarray(x, dtype) for x in (q, k, v)]
 
 
-FAR = ("key far longer than what any query sees of it", "one row far below its bound")
+FAR = ("key far longer than what any query sees of it", "one row far below its bound", "norm that overflows")
 NEAR = ("ordinary", "logits of 10^4", "outlier channel", "constant 1000", "tiny")
 
 
 def problem(causal: bool) -> Problem:
-    return Problem(right=0 if causal else None, q_offset=20 if causal else 0, scale=H**-0.5, chunk_size=(16, 24))
+    where = dict(right=0, q_offset=20) if causal else {}
+    return Problem(**where, scale=H**-0.5, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
 
 
 NAMES = ("inference", "out", "lse", "dq", "dk", "dv")
 
 
 def both(p: Problem, operands, dout, dlse):
-    """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and whether the fixed one stands."""
+    """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and which rows of the fixed one stand."""
 
-    def run(operands, dout, dlse):
+    def run(p, operands, dout, dlse):
         forward = xla.forward(p, operands)
         inference = xla.forward(p, operands, keep_lse=False)[0]
         return inference, forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
 
-    fixed = jax.jit(run).lower(operands, dout, dlse).compile()
-    stands = jax.jit(lambda operands: xla._forward_fixed(p, operands, True)[2].all())
-    with mock.patch.object(xla, "_reference_serves", lambda *_: False):
-        return fixed, jax.jit(lambda *x: run(*x)).lower(operands, dout, dlse).compile(), stands
+    fixed, online = (
+        jax.jit(functools.partial(run, p)).lower(operands, dout, dlse).compile()
+        for p in (p, dataclasses.replace(p, fixed_chunk_size=None))
+    )
+    return fixed, online, jax.jit(lambda operands: xla._stands(xla._fixed(p, operands, True)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
+def test_fixed_reference_is_exact(dtype, causal):
     """Also for rows that it cannot serve: there the check says so, and the online form runs. That is the baseline."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.clear_caches()
     rng = np.random.default_rng(5)
     dout, dlse = rng.standard_normal((B, K, G, T, D)), rng.standard_normal((B, K, G, T))
     p = problem(causal)
@@ -90,7 +90,7 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
         q, k, v = draw(name, dtype)
         assert xla._reference_serves(p, Operands(q, k, v))
         fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (with_fixed, without))
-        ok = stands(Operands(q, k, v))
+        ok = stands(Operands(q, k, v)).all()
         if name in FAR:
             assert not ok, f"{name}: the planted rows were meant to need the fall-back"
         if name in ("ordinary", "tiny"):
@@ -108,6 +108,20 @@ def test_fixed_reference_is_exact(monkeypatch, dtype, causal):
             assert_as_good(x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}")
 
 
+@pytest.mark.parametrize("name", FAR)
+def test_rows_that_stand_stay(name):
+    """Starting over for some rows changes no bit of the others."""
+    p = problem(True)
+    dout, dlse = jnp.ones((B, K, G, T, D)), jnp.zeros((B, K, G, T))
+    operands = Operands(*draw(name, jnp.float32))
+    fixed, online, stands = both(p, operands, dout, dlse)
+    stands, without = np.asarray(stands(operands)), jax.jit(lambda operands: xla._fixed(p, operands, True))(operands)
+    assert not stands.all() and stands.any()
+    found, wanted = fixed(operands, dout, dlse), online(operands, dout, dlse)
+    np.testing.assert_array_equal(found[1][stands], (without.o / without.weight[..., None])[stands])
+    np.testing.assert_array_equal(found[1][~stands], wanted[1][~stands])
+
+
 MASKS = {
     "full": Problem(),
     "causal": Problem(right=0),
@@ -117,11 +131,9 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_fixed_reference_is_as_the_online_form(monkeypatch, mask):
+def test_fixed_reference_is_as_the_online_form(mask):
     """Out, lse, gradients under every mask that positions give; NaN where it belongs, and a hidden one changes no bit."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    jax.clear_caches()
-    p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24))
+    p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
     rng = np.random.default_rng(6)
     q, k, v = draw("ordinary", jnp.float32)
     dout, dlse = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, K, G, T, D), (B, K, G, T)))
@@ -145,13 +157,11 @@ def test_fixed_reference_is_as_the_online_form(monkeypatch, mask):
             assert what == "dv" or not nan[~reached].any(), what  # p of a row whose lse is NaN is NaN everywhere
 
 
-def test_fixed_reference_serves_plain_calls_on_gpus_only(monkeypatch):
+def test_fixed_reference_serves_plain_calls_only():
     q, k, v = draw("ordinary", jnp.float32)
     plain, p = Operands(q, k, v), problem(True)
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert not xla._reference_serves(p, plain)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert xla._reference_serves(p, plain)
+    assert not xla._reference_serves(dataclasses.replace(p, fixed_chunk_size=None), plain)
     ids, n = jnp.zeros((B, T), jnp.int32), jnp.full((B,), 5, jnp.int32)
     for refused in (
         plain._replace(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, S)))),
@@ -165,25 +175,27 @@ def test_fixed_reference_serves_plain_calls_on_gpus_only(monkeypatch):
         Operands(*(x.astype(jnp.float16) for x in plain[:3])),
     ):
         assert not xla._reference_serves(p, refused), refused
-    assert not xla._reference_serves(Problem(soft_cap=3.0), plain)
-    assert not xla._reference_serves(Problem(right=0, q_offset=-1), plain)  # row 0 sees nothing
+    assert not xla._reference_serves(dataclasses.replace(p, soft_cap=3.0), plain)
+    assert not xla._reference_serves(dataclasses.replace(p, q_offset=-1), plain)  # row 0 sees nothing
 
 
-def test_later_keys_change_no_reference(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_hidden_keys_change_no_reference():
     q, k, v = draw("ordinary", jnp.float32)
-    p = problem(True)
-    r = xla._reference(p, Operands(q, k * 100, v))
-    later = xla._reference(p, Operands(q, (k * 100).at[:, 60:].mul(1e4), v))
-    assert (r[..., :39] == later[..., :39]).all() and (later[..., 45] > r[..., 45]).any()  # row 39 sees key 59 and no later
+    p, k = problem(True), k * 100
+    m = xla._reference(p, Operands(q, k, v))
+    later = xla._reference(p, Operands(q, k.at[:, 60:].mul(1e4), v))
+    assert (m[..., :39] == later[..., :39]).all() and (later[..., 45] > m[..., 45]).any()  # row 39 sees key 59 and no later
+    p = dataclasses.replace(p, left=4)
+    earlier = xla._reference(p, Operands(q, k.at[:, :16].set(jnp.nan), v))  # row 0 sees key 16 and no earlier
+    assert (xla._reference(p, Operands(q, k, v)) == earlier).all()
 
 
-def test_a_batch_takes_one_branch(monkeypatch):
-    """Under vmap the check is one for the whole batch: the cond stays a cond, not both sides and a select."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_a_batch_starts_over_as_one():
+    """Under vmap the check is one for the whole batch: the loop's condition stays a scalar."""
     q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
     run = jax.vmap(lambda q, k, v: xla.forward(problem(True), Operands(q, k, v)))
-    assert " cond[" in str(jax.make_jaxpr(run)(q, k, v))
+    loops = [e for e in jax.make_jaxpr(run)(q, k, v).jaxpr.eqns if e.primitive.name == "while"]
+    assert [loop.params["cond_jaxpr"].out_avals[0].shape for loop in loops] == [()]
 
 
 @pytest.mark.parametrize("mapped", [False, True])

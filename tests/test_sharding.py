@@ -127,6 +127,11 @@ def assert_silent(text: str, kind: str):
     assert not talk, "\n".join(talk)
 
 
+@pytest.fixture(autouse=True)
+def one_device():
+    """Here there are eight."""
+
+
 # ---- the ruler
 
 

@@ -223,9 +223,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "policy", [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)]
-)
+@pytest.mark.parametrize("policy", [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)])
 def test_scan_over_layers_with_remat(policy):
     x, w = layer_inputs()
     lengths = jnp.array([9, 13])

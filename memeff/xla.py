@@ -88,9 +88,8 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
 
     def step(carry, tile):
         masked = tile.keep is not None
-        old = m_old, l_old, o_old = lax.optimization_barrier(
-            tuple(_rows_of(x, tile) for x in carry)
-        )  # else XLA copies all of m
+        old = tuple(_rows_of(x, tile) for x in carry)
+        m_old, l_old, o_old = old = lax.optimization_barrier(old)  # else XLA copies all of m
         raw, s, _ = _logits(problem, tile)  # (1) (2)
         m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new

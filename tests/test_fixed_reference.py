@@ -63,7 +63,7 @@ NAMES = ("inference", "out", "lse", "dq", "dk", "dv")
 
 
 def both(p: Problem, operands, dout, dlse):
-    """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and which rows of the fixed one stand."""
+    """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and which rows of the first stand."""
 
     def run(p, operands, dout, dlse):
         forward = xla.forward(p, operands)

@@ -453,9 +453,9 @@ def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
     seen = []
     logits = xla._logits
 
-    def spy(problem, tile):
+    def spy(problem, tile, **how):
         jax.debug.callback(lambda row, col: seen.append((int(row), int(col))), tile.row, tile.col)
-        return logits(problem, tile)
+        return logits(problem, tile, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_logits", spy)

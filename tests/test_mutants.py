@@ -102,6 +102,18 @@ MUTANTS = {
         "carry = lax.scan(ahead, (carry, aside(pairs[-1])), (pairs, following))[0][0]",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
     ),
+    "rows that do not stand are kept": (
+        XLA,
+        "(rows.l > 2.0**-100) & (rows.l < 2.0**125)",
+        "rows.l > -1.0",
+        "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
+    ),
+    "rows that stand are done again": (
+        XLA,
+        "        if stands is not None:\n",
+        "        if False:\n",
+        "tests/test_fixed_reference.py::test_rows_that_stand_stay",
+    ),
     "last key tile skipped": (
         XLA,
         "hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)",

@@ -83,7 +83,7 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
     """Steps (1) to (4), for every call. Of `rows`, those that stand are left as they are."""
     o, l = _empty(operands)
     before = Rows(l - jnp.inf, l, l, o)
-    if rows is not None:
+    if rows is not None and stands is not None:
         before = jax.tree.map(functools.partial(_where_rows, stands), rows, before)
 
     def step(carry, tile):

@@ -173,7 +173,8 @@ def dot_product_attention(
     left, right = arguments.check_window(local_window_size, is_causal)
     q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
     dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
-    tile, fixed_tile = dispatch.tile_sizes((shape.T, shape.S), query.dtype, arguments.check_chunk_size(chunk_size))
+    windowed = (left, right) != (None, None)
+    tiles = dispatch.tile_sizes(shape, query.dtype, arguments.check_chunk_size(chunk_size), windowed)
     problem = Problem(
         left=left,
         right=right,
@@ -182,8 +183,7 @@ def dot_product_attention(
         soft_cap=static_terms[1],
         dropout=dropout,
         precision=arguments.check_precision(precision),
-        chunk_size=tile,
-        fixed_chunk_size=fixed_tile,
+        **tiles._asdict(),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),

@@ -5,7 +5,7 @@ problem is the tile that covers everything; a kernel's block is another one.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Problem:
     precision: lax.PrecisionLike = None
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
+    block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
 
 
 class Terms(NamedTuple):
@@ -142,25 +143,35 @@ def accumulator_dtype(operands: Operands):
     return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
 
-def keep_rows(x: Array | None, axis: int, start, size: int) -> Array | None:
-    """Slice `axis` of an optional, possibly broadcast (size 1) array."""
-    if x is None or x.shape[axis] == 1 != size:
-        return x
-    return lax.dynamic_slice_in_dim(x, start, size, axis)
+def part_of(x: Array, **where: tuple[Any, int]) -> Array:
+    """`x` sliced in the named dims, dim0=(start, size) and so on, but for those in which it is broadcast (size 1)."""
+    cuts = {int(name[3:]): cut for name, cut in where.items()}
+    cuts = {dim: cut for dim, cut in cuts.items() if x.shape[dim] not in (1, cut[1])}
+    starts = [jnp.int32(cuts[dim][0] if dim in cuts else 0) for dim in range(x.ndim)]
+    sizes = [cuts[dim][1] if dim in cuts else size for dim, size in enumerate(x.shape)]
+    return lax.dynamic_slice(x, starts, sizes) if cuts else x
 
 
-def kept_by_dropout(problem: Problem, operands: Operands, sizes: tuple[int, ...], rows: Array, cols: Array) -> Array:
+def number_heads(like: Array, K: int, first=(0, 0)) -> Array:
+    """b N + n of each query head, laid out as `like` [B, K, G] is, which begins with batch entry and key head `first`."""
+    zero = jnp.zeros_like(like, jnp.uint32)
+    b, k, g = (lax.broadcasted_iota(jnp.uint32, like.shape, dim) for dim in range(3))
+    b, k = (x + jnp.uint32(x0) for x, x0 in zip((b, k), first, strict=True))
+    return zero + ((b * K + k) * like.shape[2] + g)
+
+
+def kept_by_dropout(
+    problem: Problem, operands: Operands, head: Array, lengths: tuple[int, int], rows: Array, cols: Array
+) -> Array:
     """The keep-mask of a tile, 1|B 1|K 1|G t c, a function of coordinates alone: the same for any chunking.
 
     It is `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S], shared) with threefry's partitionable counters,
-    which are flat indices: what Flax draws for the same key. `sizes` are B, K, G, T, S of the whole problem.
+    which are flat indices: what Flax draws for the same key. `head` are the tile's `number_heads`, `lengths` T and S.
     """
     assert problem.dropout is not None and operands.dropout_key is not None
-    B, K, G, T, S = sizes
-    head = jnp.zeros((1, 1, 1), jnp.uint32)
-    if not problem.dropout.shared:
-        head = jnp.zeros_like(operands.query.max((1, 4), initial=0), jnp.uint32)  # b k g, sharded as the query is
-        head += jnp.arange(B * K * G, dtype=jnp.uint32).reshape(B, K, G)
+    T, S = lengths
+    if problem.dropout.shared:
+        head = jnp.zeros((1, 1, 1), jnp.uint32)
     high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))
     high, low = high[..., None] * jnp.uint32(S), low[..., None]
     carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))

@@ -16,6 +16,7 @@ from memeff.problem import (
     finish,
     kept_by_dropout,
     log_sum_exp,
+    number_heads,
     visible,
 )
 
@@ -48,7 +49,8 @@ def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tupl
     lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
     p = e / l[..., None]
     if problem.dropout is not None:
-        kept = kept_by_dropout(problem, operands, (B, K, G, T, S), rows, cols)
+        head = number_heads(query.max((1, 4), initial=0), K)
+        kept = kept_by_dropout(problem, operands, head, (T, S), rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)  # only the rows that see it become NaN
     out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype)  # (4)

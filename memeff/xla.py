@@ -15,7 +15,7 @@ a word); what it has in common with its neighbour gets position -1, which `visib
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from memeff.problem import (
     Terms,
     accumulator_dtype,
     finish,
-    keep_rows,
     kept_by_dropout,
     log_sum_exp,
+    number_heads,
+    part_of,
     tile_range,
     visible,
 )
@@ -225,9 +226,9 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
-            _add(grads.query, dq, 3, tile.row),
-            _add(grads.key, dk, 3, tile.col),
-            _add(grads.value, dv, 3, tile.col),
+            _add(grads.query, dq, tile, tile.row),
+            _add(grads.key, dk, tile, tile.col),
+            _add(grads.value, dv, tile, tile.col),
             _add_terms(grads.terms, dterms, tile),
         )
 
@@ -241,39 +242,42 @@ class Tile(NamedTuple):
     wide: tuple[Array, ...]  # and B K G t D
     at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
     keep: Array | None  # who sees whom; None: all
-    row: Array  # where the slices start
+    first: tuple[Any, Any]  # where the slices start: batch entry and key head,
+    row: Array
     col: Array
 
 
 def _tile(
-    problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], masked: bool, i, j
+    problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], masked: bool, first, i, j
 ) -> Tile:
-    """Slices of everything for query tile `i` and key tile `j`; `flat` are B T N ..., the query first, `rows` B K G T."""
+    """Slices of everything for query tile `i` and key tile `j` of the block that begins with batch entry and key head
+    `first`; `flat` are B T N ..., the query first, `rows` B K G T.
+    """
     t, c = problem.chunk_size
-    _, T, *heads, _ = operands.query.shape
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    b, k = problem.block or (B, K)
     row, at_rows = _positions(i, t, T)
-    col, at_cols = _positions(j, c, operands.key.shape[1])
-
-    def both(x):
-        return keep_rows(keep_rows(x, -2, row, t), -1, col, c) if x is not None else None
+    col, at_cols = _positions(j, c, S)
+    batch, heads = (first[0], b), (first[1], k)
 
     def spread(x):
-        x = lax.dynamic_slice_in_dim(x, row, t, 1)
-        return x.reshape(x.shape[0], t, *heads, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
+        x = part_of(x, dim0=batch, dim1=(row, t), dim2=(first[1] * G, k * G))
+        return x.reshape(b, t, k, G, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
 
     query, *wide = map(spread, flat)
-    here = operands._replace(
+    here = _block(operands, first, (b, k))
+    here = here._replace(
         query=query,
-        key=lax.dynamic_slice_in_dim(operands.key, col, c, 1).swapaxes(1, 2),
-        value=lax.dynamic_slice_in_dim(operands.value, col, c, 1).swapaxes(1, 2),
-        mask=both(operands.mask),
-        terms=operands.terms._replace(bias=both(operands.terms.bias)),
-        q_segments=keep_rows(operands.q_segments, 1, row, t),
-        kv_segments=keep_rows(operands.kv_segments, 1, col, c),
+        key=part_of(operands.key, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
+        value=part_of(operands.value, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
+        mask=_part(here.mask, dim3=(row, t), dim4=(col, c)),
+        terms=here.terms._replace(bias=_part(here.terms.bias, dim3=(row, t), dim4=(col, c))),
+        q_segments=_part(here.q_segments, dim1=(row, t)),
+        kv_segments=_part(here.kv_segments, dim1=(col, c)),
     )
-    narrow = (lax.dynamic_slice_in_dim(x, row, t, 3) for x in rows)
+    narrow = tuple(part_of(x, dim0=batch, dim1=heads, dim3=(row, t)) for x in rows)
     keep = visible(problem, here, at_rows, at_cols) if masked else None
-    return Tile(here, tuple(narrow), tuple(wide), (at_rows, at_cols), keep, row, col)
+    return Tile(here, narrow, tuple(wide), (at_rows, at_cols), keep, first, row, col)
 
 
 def _positions(i, size: int, total: int):
@@ -342,13 +346,15 @@ def _finite(x: Array, masked: bool) -> Array:
 def _drop(problem: Problem, operands: Operands, tile: Tile, x: Array) -> Array:
     if problem.dropout is None:
         return x
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
-    kept = kept_by_dropout(problem, operands, (B, K, G, T, S), *tile.at)
+    head = number_heads(tile.here.query.max((3, 4), initial=0), operands.query.shape[2], tile.first)
+    kept = kept_by_dropout(problem, operands, head, (operands.query.shape[1], operands.key.shape[1]), *tile.at)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 
 def _rows_of(x: Array, tile: Tile) -> Array:
-    return lax.dynamic_slice_in_dim(x, tile.row, tile.at[0].size, 3)
+    """The tile's part of x [B, K, G, T, ...]."""
+    b, k, _, t = tile.here.query.shape[:4]
+    return part_of(x, dim0=(tile.first[0], b), dim1=(tile.first[1], k), dim3=(tile.row, t))
 
 
 def _where_rows(which: Array, x: Array, y: Array) -> Array:
@@ -356,25 +362,28 @@ def _where_rows(which: Array, x: Array, y: Array) -> Array:
 
 
 def _put(x: Array, rows: Array, tile: Tile) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, rows, tile.row, 3)
+    return _write(x, rows, (*tile.first, 0, tile.row, 0))
 
 
-def _add(total: Array, part: Array, axis: int, start) -> Array:
-    size = part.shape[axis]
-    return lax.dynamic_update_slice_in_dim(
-        total, lax.dynamic_slice_in_dim(total, start, size, axis) + part.astype(total.dtype), start, axis
-    )
+def _add(total: Array, part: Array, tile: Tile, start) -> Array:
+    """Dims are batch, key heads, any, rows or columns from `start`, any."""
+    b, k, _, size = part.shape[:4]
+    old = part_of(total, dim0=(tile.first[0], b), dim1=(tile.first[1], k), dim3=(start, size))
+    return _write(total, old + part.astype(total.dtype), (*tile.first, 0, start, 0))
+
+
+def _write(x: Array, part: Array, starts) -> Array:
+    """`part` at `starts`, 0 in broadcast dims."""
+    starts = (0 if size == 1 else start for start, size in zip(starts, x.shape, strict=False))
+    return lax.dynamic_update_slice(x, part, [jnp.int32(start) for start in starts])
 
 
 def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
     bias = None
     if total.bias is not None and part.bias is not None:
-        zero = jnp.int32(0)
-        row = tile.row if total.bias.shape[-2] != 1 else zero
-        col = tile.col if total.bias.shape[-1] != 1 else zero
-        start = (zero, zero, zero, row, col)
-        old = lax.dynamic_slice(total.bias, start, part.bias.shape)
-        bias = lax.dynamic_update_slice(total.bias, old + part.bias.astype(old.dtype), start)
+        starts = (*tile.first, 0, tile.row, tile.col)
+        old = part_of(total.bias, **{f"dim{n}": (starts[n], size) for n, size in enumerate(part.bias.shape)})
+        bias = _write(total.bias, old + part.bias.astype(old.dtype), starts)
     pairs = zip(total[:2], part[:2], strict=True)
     scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
     return Terms(scale, soft_cap, bias)
@@ -439,30 +448,58 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
     # As B T N H, which they were at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
     fetch = functools.partial(_tile, problem, operands, flat, rows)
-    if _bounded(operands):
-        return _visit_bounded(problem, operands, lambda carry, i, j: step(carry, fetch(True, i, j)), carry)
-    for pairs, masked in zip(tiles(problem, operands), (False, True), strict=True):
-        if len(pairs) == 0:
-            continue
+    pairs = () if _bounded(operands) else tiles(problem, operands)
+    B, _, K = operands.query.shape[:3]
+    b, k = problem.block or (B, K)
 
-        def at(carry, ij, masked=masked):
-            return step(carry, fetch(masked, *ij)), None
+    def block(n, carry):
+        first = (0, 0) if (b, k) == (B, K) else (n // (K // k) * b, n % (K // k) * k)
+        if _bounded(operands):
+            at = lambda carry, i, j: step(carry, fetch(True, first, i, j))
+            return _visit_bounded(problem, _block(operands, first, (b, k)), at, carry)
+        for listed, masked in zip(pairs, (False, True), strict=True):
+            if len(listed):
+                carry = _visit_listed(functools.partial(fetch, masked, first), step, listed, carry, beside)
+        return carry
 
-        def aside(ij, masked=masked):
-            tile = fetch(masked, *ij)
-            return tile.rows, tile.keep
+    if (b, k) == (B, K):
+        return block(0, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), block, carry)
 
-        def ahead(state, of, masked=masked, aside=aside):
-            carry, (rows, keep) = state
-            here, following = of
-            return (step(carry, fetch(masked, *here)._replace(rows=rows, keep=keep)), aside(following)), None
 
-        if beside:
-            following = np.concatenate([pairs[1:], pairs[-1:]])
-            carry = lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]
-        else:
-            carry, _ = lax.scan(at, carry, pairs)
-    return carry
+def _block(operands: Operands, first, sizes: tuple[int, int]) -> Operands:
+    """The operands of a block of batch entries and key heads, but for query, key and value."""
+    batch, heads = zip(first, sizes, strict=True)
+    return operands._replace(
+        terms=operands.terms._replace(bias=_part(operands.terms.bias, dim0=batch, dim1=heads)),
+        mask=_part(operands.mask, dim0=batch, dim1=heads),
+        q_lengths=_part(operands.q_lengths, dim0=batch),
+        kv_lengths=_part(operands.kv_lengths, dim0=batch),
+        q_offset=_part(operands.q_offset, dim0=batch),
+        q_segments=_part(operands.q_segments, dim0=batch),
+        kv_segments=_part(operands.kv_segments, dim0=batch),
+    )
+
+
+def _part(x: Array | None, **where) -> Array | None:
+    return None if x is None else part_of(x, **where)
+
+
+def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool):
+    if not beside:
+        return lax.scan(lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs)[0]
+
+    def aside(ij):
+        tile = fetch(*ij)
+        return tile.rows, tile.keep
+
+    def ahead(state, of):
+        carry, (rows, keep) = state
+        here, following = of
+        return (step(carry, fetch(*here)._replace(rows=rows, keep=keep)), aside(following)), None
+
+    following = np.concatenate([pairs[1:], pairs[-1:]])
+    return lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]
 
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from memeff import dispatch, dot_product_attention, reference, xla
+from memeff.arguments import Shape
 
 f32 = np.float32
 NO_KERNELS = "this version of memeff has no kernels yet"
@@ -99,49 +100,65 @@ def test_an_implementation_has_its_three_functions():
 
 # ---- tiles
 
-TILES = [
-    # backend, (T, S), requested, tile
-    ("cpu", (100_000, 100_000), (None, None), (512, 512)),
-    ("cpu", (37, 53), (None, None), (37, 53)),
-    ("cpu", (37, 5300), (None, None), (37, 512)),
-    ("cpu", (1, 1), (None, None), (1, 1)),
-    ("cpu", (0, 53), (None, None), (1, 53)),
-    ("cpu", (37, 53), (16, 24), (16, 24)),
-    ("cpu", (37, 53), (1000, 2000), (37, 53)),
-    ("cpu", (4096, 4096), (128, None), (128, 512)),
-    ("cpu", (4096, 4096), (None, 2048), (512, 2048)),
-    ("tpu", (4096, 4096), (None, None), (512, 512)),
-    ("gpu", (100_000, 100_000), (None, None), dispatch.TILES["gpu"][0]),
-    ("gpu", (37, 53), (None, None), (37, 53)),
-    ("gpu", (4096, 4096), (128, 64), (128, 64)),
+SIZES = [
+    # backend, windowed, (B, T, S, N, K), requested, tile, block
+    ("cpu", True, (1, 100_000, 100_000, 8, 8), (None, None), (512, 512), (1, 4)),
+    ("cpu", False, (1, 100_000, 100_000, 8, 8), (None, None), (1024, 1024), (1, 1)),
+    ("cpu", True, (4, 4096, 4096, 3, 3), (None, None), (512, 512), (1, 3)),
+    ("cpu", True, (6, 4096, 4096, 2, 2), (None, None), (512, 512), (2, 2)),
+    ("cpu", True, (1, 4096, 4096, 6, 6), (None, None), (512, 512), (1, 3)),
+    ("cpu", True, (1, 4096, 4096, 16, 2), (None, None), (256, 512), (1, 1)),
+    ("cpu", False, (1, 4096, 4096, 64, 1), (None, None), (128, 1024), (1, 1)),
+    ("cpu", True, (3, 37, 53, 4, 2), (None, None), (37, 53), (3, 2)),
+    ("cpu", True, (3, 37, 5300, 4, 2), (None, None), (37, 512), (3, 2)),
+    ("cpu", False, (1, 1, 1, 1, 1), (None, None), (1, 1), (1, 1)),
+    ("cpu", False, (0, 0, 53, 2, 2), (None, None), (1, 53), None),
+    ("cpu", True, (2, 37, 53, 2, 2), (16, 24), (16, 24), (2, 2)),
+    ("cpu", True, (2, 37, 53, 2, 2), (1000, 2000), (37, 53), (2, 2)),
+    ("cpu", True, (2, 4096, 4096, 8, 8), (128, None), (128, 512), (2, 8)),
+    ("cpu", True, (1, 4096, 4096, 8, 8), (None, 2048), (512, 2048), (1, 1)),
+    ("cpu", True, (1, 8192, 8192, 8, 8), (4096, 4096), (4096, 4096), (1, 1)),
+    ("tpu", False, (1, 4096, 4096, 8, 8), (None, None), (512, 512), None),
+    ("gpu", True, (1, 100_000, 100_000, 8, 8), (None, None), dispatch.GPU_TILES[0], None),
+    ("gpu", False, (1, 37, 53, 8, 8), (None, None), (37, 53), None),
+    ("gpu", True, (1, 4096, 4096, 8, 8), (128, 64), (128, 64), None),
 ]
 
 
-@pytest.mark.parametrize("backend, lengths, requested, tile", TILES, ids=str)
-def test_tile_sizes(monkeypatch, backend, lengths, requested, tile):
+@pytest.mark.parametrize("backend, windowed, sizes, requested, tile, block", SIZES, ids=str)
+def test_tile_sizes(monkeypatch, backend, windowed, sizes, requested, tile, block):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    general, fixed = dispatch.tile_sizes(lengths, f32, requested)
-    assert general == tile
-    assert all(1 <= size <= max(1, n) for size, n in zip(fixed, lengths, strict=True))
+    chosen = dispatch.tile_sizes(shape_of(*sizes), f32, requested, windowed)
+    assert (chosen.chunk_size, chosen.block) == (tile, block)
+    if chosen.fixed_chunk_size is not None:
+        assert all(1 <= size <= max(1, n) for size, n in zip(chosen.fixed_chunk_size, sizes[1:3], strict=True))
 
 
-def test_fixed_reference_is_chosen_where_it_pays(monkeypatch):
-    """On GPUs always; on CPUs for float32, and where its check is no word between devices: one device, or shard_map."""
+def shape_of(B, T, S, N, K):
+    return Shape((B,), T, S, N, K, 64, 64)
+
+
+def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
+    """The fixed reference: on GPUs always, on CPUs for float32 and where its check is no word between devices. Blocks: where
+    no block can be spread over devices. That is with one device, or under shard_map.
+    """
 
     def chosen(dtype=f32):
-        return dispatch.tile_sizes((512, 512), dtype, (None, None))[1] is not None
+        tiles = dispatch.tile_sizes(shape_of(1, 4096, 4096, 8, 8), dtype, (None, None), True)
+        return tiles.fixed_chunk_size is not None, tiles.block is not None
 
     monkeypatch.undo()  # eight devices
-    assert jax.device_count() > 1 and not chosen()
+    assert jax.device_count() > 1 and chosen() == (False, False)
+    found = []
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    jax.shard_map(
-        lambda x: pytest.fail("not in shard_map") if not chosen() else x, mesh=mesh, in_specs=P("x"), out_specs=P("x")
-    )(jnp.zeros(8))
+    look = lambda x: found.append(chosen()) or x
+    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=P("x"), out_specs=P("x"))).lower(jnp.zeros(8))
+    assert set(found) == {(True, True)}
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert chosen() and not chosen(jnp.bfloat16)
+    assert chosen() == (True, True) and chosen(jnp.bfloat16) == (False, True)
     monkeypatch.undo()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert chosen() and chosen(jnp.bfloat16)
+    assert chosen() == chosen(jnp.bfloat16) == (True, False)
 
 
 # ---- 39

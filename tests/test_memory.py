@@ -107,6 +107,14 @@ def test_memory_at_32k():
     assert one_head <= 35 * MIB, f"gradient of one head {one_head / MIB:.1f} MiB"
 
 
+def test_heads_and_batch_share_one_tile():
+    """On a CPU more of them cost their own rows alone: 8 x 16 heads not 128 tiles of logits (of 1 to 4 MiB), but one."""
+    few, many = (call(1024, B=B, N=N, H=8) for B, N in ((1, 2), (8, 16)))
+    few, many = ((compiled(forward, shapes), shapes[0].size * 4) for forward, shapes in (few, many))
+    more = many[0].memory_analysis().temp_size_in_bytes - few[0].memory_analysis().temp_size_in_bytes
+    assert more <= 2.5 * many[1], f"{more / MIB:.1f} MiB more, the query has {many[1] / MIB:.1f} MiB"
+
+
 def test_the_account_knows_quadratic_memory():
     """The reference, by the same ruler: or the ruler would measure nothing."""
     once, twice = (compiled(*call(T, N=1, H=8, implementation="reference")).memory_analysis() for T in (512, 1024))

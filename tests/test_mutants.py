@@ -65,6 +65,12 @@ MUTANTS = {
         "tests/test_masks.py::test_rows_that_see_nothing",
     ),
     "counters of dropout": (PROBLEM, "_multiply_add(low, S, cols", "_multiply_add(low, T, cols", "float32:dropout"),
+    "heads of a block numbered from 0": (
+        XLA,
+        "operands.query.shape[2], tile.first)",
+        "operands.query.shape[2])",
+        "tests/test_numbers.py::test_in_blocks[dropout_each]",
+    ),
     "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
     "dropout not in dp": (XLA, "dp = _drop(problem, operands, tile, dp)", "dp = dp + 0", "float32:dropout_each"),
     "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
@@ -98,8 +104,8 @@ MUTANTS = {
     ),
     "a row's reference of another tile": (
         XLA,
-        "carry = lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]",
-        "carry = lax.scan(ahead, (carry, aside(pairs[-1])), (pairs, following))[0][0]",
+        "lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))",
+        "lax.scan(ahead, (carry, aside(pairs[-1])), (pairs, following))",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
     ),
     "rows that do not stand are kept": (
@@ -126,10 +132,10 @@ MUTANTS = {
         "part.bias.astype(old.dtype)",
         "float32:bias_row",
     ),
-    "bias gradient in the wrong place": (XLA, "(zero, zero, zero, row, col)", "(zero,) * 5", "float32:bias_full"),
+    "bias gradient in the wrong place": (XLA, "(*tile.first, 0, tile.row, tile.col)", "(0,) * 5", "float32:bias_full"),
     "gradients not accumulated": (
         XLA,
-        "lax.dynamic_slice_in_dim(total, start, size, axis) + part.astype(total.dtype)",
+        "old + part.astype(total.dtype)",
         "part.astype(total.dtype)",
         "float32:plain",
     ),

@@ -25,7 +25,7 @@ from conftest import (
 )
 from jax.test_util import check_grads
 
-from memeff import dot_product_attention, problem
+from memeff import dispatch, dot_product_attention, problem
 
 # what the fast set runs; the rest of the table is in the slow one
 ELSEWHERE = ("bias_full", "mask_heads", "scale", "soft_cap", "precision")  # static twins, and what test_masks.py broadcasts
@@ -47,6 +47,34 @@ def test_float32(name):
 @pytest.mark.parametrize(("dtype", "name"), [*(("bfloat16", n) for n in BFLOAT16), *(("float16", n) for n in FLOAT16)])
 def test_half_precision(dtype, name):
     assert_case(run_cases(BFLOAT16 if dtype == "bfloat16" else FLOAT16, dtype)[name], name, dtype)
+
+
+BLOCKS = (
+    "causal",
+    "key_lengths",
+    "q_offset_array",
+    "segments",
+    "mask_dense",
+    "bias_hides",
+    "dropout_each",
+    "everything",
+    MIXES[0],
+)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_in_blocks(monkeypatch, name):
+    """One batch entry and one key head at a time, which the default tiles would not do for so few."""
+    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    assert_case(run_cases(BLOCKS, "float32", chunk_size=(16, 24))[name], name, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SINGLES + MIXES if name not in BLOCKS])
+def test_every_case_in_blocks(monkeypatch, name):
+    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    among = in_group(name, SINGLES + MIXES)
+    assert_case(run_cases(among, "float32", chunk_size=(8, 20))[name], name, "float32")
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -421,7 +449,7 @@ def test_dropout_only_where_asked():
 
 def test_dropout_counts_past_32_bits():
     """Flat indices above 2^32, 16-bit halves and all, against whole numbers and threefry written out in NumPy."""
-    sizes = B, K, G, T, S = 2, 3, 5, 70_001, 1_050_007
+    B, K, G, T, S = 2, 3, 5, 70_001, 1_050_007
     rows, cols = np.array([0, 1, 65_535, 70_000]), np.array([0, 65_536, 1_050_006])
     heads = np.arange(B * K * G, dtype=object).reshape(B, K, G, 1, 1)
     flat = (heads * T + rows.astype(object)[:, None]) * S + cols.astype(object)
@@ -430,9 +458,9 @@ def test_dropout_counts_past_32_bits():
     bits = np.bitwise_xor(*_threefry(np.array([12, 2**32 - 5], np.uint32), high.astype(np.uint32), low.astype(np.uint32)))
     unit = (bits >> 9) / np.float64(2**23)
     operands = problem.Operands(*[jnp.zeros((1, 1, 1, 1, 1))] * 3, dropout_key=jnp.array([12, 2**32 - 5], jnp.uint32))
-    kept = problem.kept_by_dropout(
-        problem.Problem(dropout=problem.Dropout(0.5, False)), operands, sizes, jnp.asarray(rows), jnp.asarray(cols)
-    )
+    dropped = problem.Problem(dropout=problem.Dropout(0.5, False))
+    head = problem.number_heads(jnp.zeros((B, K, G)), K)
+    kept = problem.kept_by_dropout(dropped, operands, head, (T, S), jnp.asarray(rows), jnp.asarray(cols))
     np.testing.assert_array_equal(kept, unit < 0.5)
 
 

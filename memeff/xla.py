@@ -119,15 +119,21 @@ def _fixed(problem: Problem, operands: Operands, keep_lse: bool) -> Rows:
     def step(carry, tile):
         _, s, _ = _logits(problem, tile, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
-        if not keep_lse:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
-            p = p.astype(operands.value.dtype)
-        rounded = p.astype(operands.value.dtype)
+        if keep_lse:
+            rounded = _round(p, operands.value.dtype)
+        else:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
+            p = rounded = p.astype(operands.value.dtype)
         values = _values(problem, operands, tile, rounded, o.dtype)
         part = p.sum(-1, dtype=l.dtype), rounded.sum(-1, dtype=l.dtype), values
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
     return Rows(m, *_visit(problem, operands, (m,), step, (l, l, o), beside=not keep_lse))
+
+
+def _round(x: Array, dtype) -> Array:
+    """To `dtype`, for good: XLA may take back a mere astype where what follows is wider (xla_allow_excess_precision)."""
+    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
 
 
 def _reference_serves(problem: Problem, operands: Operands) -> bool:

@@ -122,6 +122,15 @@ def test_rows_that_stand_stay(name):
     np.testing.assert_array_equal(found[1][~stands], wanted[1][~stands])
 
 
+@pytest.mark.parametrize("keep_lse", [False, True])
+def test_a_row_of_one_key_is_its_value(keep_lse):
+    """In bits: p is divided by itself as it was rounded. (XLA takes back a mere cast where the sum of p is wider.)"""
+    q, k, v = draw("ordinary", jnp.bfloat16)
+    p = dataclasses.replace(problem(True), q_offset=0)
+    out = jax.jit(lambda q, k, v: xla.forward(p, Operands(q, k, v), keep_lse)[0])(q, k, v)[:, :, :, 0]  # b k g d
+    np.testing.assert_array_equal(out, jnp.broadcast_to(v[:, 0, :, None], out.shape))
+
+
 MASKS = {
     "full": Problem(),
     "causal": Problem(right=0),

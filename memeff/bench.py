@@ -290,13 +290,16 @@ def attempt(function: Callable, *args) -> tuple[Any, str | None]:
 
 
 def measure(runs: dict[str, Run], rounds: int, at_least: float = 0.25) -> dict[str, list[float]]:
-    """Seconds a call, `rounds` samples of each, in turns; a sample is as many calls as fill `at_least` seconds.
-
-    (The first call after another's finds cold caches: of 50 ms on a CPU it takes 10 more.)
-    """
+    """Seconds a call, `rounds` samples of each, in turns; a sample is as many calls as fill `at_least` seconds."""
     calls = {name: min(1000, 1 + int(at_least / timed(run, 1))) for name, run in runs.items()}
-    turns = [{name: timed(run, calls[name]) for name, run in runs.items()} for _ in range(rounds)]
+    turns = [{name: settled(run, calls[name]) for name, run in runs.items()} for _ in range(rounds)]
     return {name: [turn[name] for turn in turns] for name in runs}
+
+
+def settled(run: Run, calls: int) -> float:
+    """`timed`, after as many calls that do not count: another's gigabytes leave cold caches and pages yet to be mapped."""
+    timed(run, calls)
+    return timed(run, calls)
 
 
 def timed(run: Run, calls: int) -> float:

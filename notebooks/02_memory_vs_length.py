@@ -135,7 +135,7 @@ paper = {  # standard attention (None: out of memory), theirs
 # **Redone**: the same setting, one head of size 64, no mask, against standard attention (`jax.nn`) compiled for this
 # machine, in float32 on a CPU, which has no bfloat16, and in the paper's bfloat16 on a GPU. Where the paper's standard
 # attention ran out of memory, its ratio continues its standard column by the square law. memeff saves at least as much, as a
-# ratio, at every length beyond a tile (at 256 tokens one tile is everything, and there is nothing to save). The bytes stand
+# ratio, at every length beyond a tile (up to 1,024 tokens one is everything, and there is nothing to save). The bytes stand
 # beside it because the standards differ: compiled for a CPU, standard attention keeps twice what it kept on the paper's TPU.
 
 # %%

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -70,12 +70,15 @@ def _forward(implementation, problem, keep_lse, operands):
 def _as_one(operands: Operands) -> Operands:
     """Ties what depends on layer-independent arrays alone (segments: the masks of all tiles) to the query.
 
-    Else a scan over layers would compute those masks once, before it, and keep them: T x T. The query as B T N H, which it
-    was at the door: XLA:CPU would copy it for a dim G = 1.
+    Else a scan over layers would compute those masks once, before it, and keep them: T x T. Query, mask and bias go with one
+    dim of heads, which they had at the door: XLA:CPU would copy them for a dim G = 1.
     """
-    flat = operands._replace(query=jax.lax.collapse(operands.query, 2, 4))
-    flat = jax.lax.optimization_barrier(flat)
-    return flat._replace(query=flat.query.reshape(operands.query.shape))
+    heads = operands.query, operands.mask, operands.terms.bias
+    flat = (lax.collapse(heads[0], 2, 4), *jax.tree.map(lambda x: lax.collapse(x, 1, 3), heads[1:]))
+    rest = operands._replace(query=None, mask=None, terms=operands.terms._replace(bias=None))
+    flat, rest = lax.optimization_barrier((flat, rest))
+    query, mask, bias = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, heads)
+    return rest._replace(query=query, mask=mask, terms=rest.terms._replace(bias=bias))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

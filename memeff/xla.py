@@ -257,7 +257,7 @@ def _tile(
     problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], masked: bool, first, i, j
 ) -> Tile:
     """Slices of everything for query tile `i` and key tile `j` of the block that begins with batch entry and key head
-    `first`; `flat` are B T N ..., the query first, `rows` B K G T.
+    `first`; `flat` are B T N ..., the query first, `rows` B K G T. Mask and bias are B|1 N|1 T|1 S|1.
     """
     t, c = problem.chunk_size
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
@@ -270,14 +270,20 @@ def _tile(
         x = part_of(x, dim0=batch, dim1=(row, t), dim2=(first[1] * G, k * G))
         return x.reshape(b, t, k, G, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
 
+    def both(x):
+        if x is None:
+            return None
+        x = part_of(x, dim0=batch, dim1=(first[1] * G, k * G), dim2=(row, t), dim3=(col, c))
+        return x.reshape(x.shape[0], *((k, G) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
+
     query, *wide = map(spread, flat)
-    here = _block(operands, first, (b, k))
+    here = _block(operands, first[0], b)
     here = here._replace(
         query=query,
         key=part_of(operands.key, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
         value=part_of(operands.value, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
-        mask=_part(here.mask, dim3=(row, t), dim4=(col, c)),
-        terms=here.terms._replace(bias=_part(here.terms.bias, dim3=(row, t), dim4=(col, c))),
+        mask=both(operands.mask),
+        terms=operands.terms._replace(bias=both(operands.terms.bias)),
         q_segments=_part(here.q_segments, dim1=(row, t)),
         kv_segments=_part(here.kv_segments, dim1=(col, c)),
     )
@@ -451,9 +457,11 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return carry  # nothing to see, or nobody to see it
-    # As B T N H, which they were at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
+    # With one dim of heads, which they had at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
-    fetch = functools.partial(_tile, problem, operands, flat, rows)
+    mask, bias = (None if x is None else lax.collapse(x, 1, 3) for x in (operands.mask, operands.terms.bias))
+    with_flat = operands._replace(mask=mask, terms=operands.terms._replace(bias=bias))
+    fetch = functools.partial(_tile, problem, with_flat, flat, rows)
     pairs = () if _bounded(operands) else tiles(problem, operands)
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
@@ -462,7 +470,7 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
         first = (0, 0) if (b, k) == (B, K) else (n // (K // k) * b, n % (K // k) * k)
         if _bounded(operands):
             at = lambda carry, i, j: step(carry, fetch(True, first, i, j))
-            return _visit_bounded(problem, _block(operands, first, (b, k)), at, carry)
+            return _visit_bounded(problem, _block(operands, first[0], b), at, carry)
         for listed, masked in zip(pairs, (False, True), strict=True):
             if len(listed):
                 carry = _visit_listed(functools.partial(fetch, masked, first), step, listed, carry, beside)
@@ -473,18 +481,10 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
     return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), block, carry)
 
 
-def _block(operands: Operands, first, sizes: tuple[int, int]) -> Operands:
-    """The operands of a block of batch entries and key heads, but for query, key and value."""
-    batch, heads = zip(first, sizes, strict=True)
-    return operands._replace(
-        terms=operands.terms._replace(bias=_part(operands.terms.bias, dim0=batch, dim1=heads)),
-        mask=_part(operands.mask, dim0=batch, dim1=heads),
-        q_lengths=_part(operands.q_lengths, dim0=batch),
-        kv_lengths=_part(operands.kv_lengths, dim0=batch),
-        q_offset=_part(operands.q_offset, dim0=batch),
-        q_segments=_part(operands.q_segments, dim0=batch),
-        kv_segments=_part(operands.kv_segments, dim0=batch),
-    )
+def _block(operands: Operands, first, size: int) -> Operands:
+    """With what belongs to a batch entry, but for query, key and value, cut to some entries."""
+    names = "q_lengths", "kv_lengths", "q_offset", "q_segments", "kv_segments"
+    return operands._replace(**{name: _part(getattr(operands, name), dim0=(first, size)) for name in names})
 
 
 def _part(x: Array | None, **where) -> Array | None:

@@ -273,6 +273,15 @@ def test_gradient_of_bias_costs_its_own_size(shape):
     assert more <= 2 * own + 2 * tile, f"{more / MIB:.1f} MiB for {own / MIB:.1f} MiB of bias"
 
 
+@pytest.mark.parametrize("B, N, K", [(1, 8, 8), (2, 8, 8), (1, 8, 4)])
+def test_bias_and_mask_are_not_copied(B, N, K):
+    T = 2048
+    for name, x in (("bias", array((N, T, T), f32)), ("mask", array((B, N, T, T), np.bool_))):
+        temp = compiled(*call(T, N=N, K=K, B=B, **{name: x})).memory_analysis().temp_size_in_bytes
+        own = x.size * x.dtype.itemsize
+        assert temp <= own / 2, f"{name} has {own / MIB:.1f} MiB, the call takes {temp / MIB:.1f} more"
+
+
 def test_mask_causes_no_gradient_buffer():
     """A dense boolean mask: nothing of its shape in any other dtype, and no copy of it worth speaking of."""
     T = 2053

@@ -276,7 +276,7 @@ def test_gradient_of_bias_costs_its_own_size(shape):
 @pytest.mark.parametrize("B, N, K", [(1, 8, 8), (2, 8, 8), (1, 8, 4)])
 def test_bias_and_mask_are_not_copied(B, N, K):
     T = 2048
-    for name, x in (("bias", array((N, T, T), f32)), ("mask", array((B, N, T, T), np.bool_))):
+    for name, x in (("bias", jax.ShapeDtypeStruct((N, T, T), f32)), ("mask", jax.ShapeDtypeStruct((B, N, T, T), bool))):
         temp = compiled(*call(T, N=N, K=K, B=B, **{name: x})).memory_analysis().temp_size_in_bytes
         own = x.size * x.dtype.itemsize
         assert temp <= own / 2, f"{name} has {own / MIB:.1f} MiB, the call takes {temp / MIB:.1f} more"

@@ -1,7 +1,7 @@
 """memeff: exact attention for JAX in memory that grows with the sequence, not with its square."""
 
-from memeff.attention import dot_product_attention
+from memeff.attention import dot_product_attention, explain
 from memeff.differentiation import RESIDUAL_NAMES
 from memeff.version import __version__
 
-__all__ = ["RESIDUAL_NAMES", "__version__", "dot_product_attention"]
+__all__ = ["RESIDUAL_NAMES", "__version__", "dot_product_attention", "explain"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
@@ -204,3 +205,28 @@ def dot_product_attention(
         return out
     lse = arguments.unfold(shape, lse)
     return out, jnp.where(lse == SEES_NOTHING, -jnp.inf, lse)
+
+
+def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **how: Any) -> str:
+    """Which implementation runs this call of `dot_product_attention`, how, and why each other one does not.
+
+    Nothing is computed.
+
+    Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`.
+
+    Raises: as the call itself does.
+
+    Example:
+      >>> import jax
+      >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
+      >>> "of 64 visited" in explain(x, x, x, is_causal=True)
+      True
+    """
+    given: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)
+    if "implementation" in given:
+        raise TypeError("memeff.explain tells of every implementation: leave implementation= away.")
+    arrays = {n: x for n, x in given.items() if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "ndim", 0) > 0}
+    static = {n: x for n, x in given.items() if n not in arrays}
+    with dispatch.watch() as calls:
+        jax.eval_shape(lambda arrays: dot_product_attention(**arrays, **static), arrays)
+    return dispatch.reasons(*calls[0])

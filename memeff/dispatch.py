@@ -1,5 +1,8 @@
-"""Who can run a call, and why not. Knows the implementations and the tile sizes that measurements chose."""
+"""Who can run a call, and why not, also in words. Knows the implementations and the tile sizes that measurements chose."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,7 +26,53 @@ def select_implementation(problem: Problem, operands: Operands, requested: str |
             f'implementation="{name}" cannot run this call: {reason}. '
             'Use implementation=None to let memeff choose, or "xla", which always runs.'
         )
+    if (calls := _watching.get()) is not None:
+        calls.append((problem, operands, name))
     return {"xla": xla, "reference": reference}[name]
+
+
+_watching: contextvars.ContextVar[list | None] = contextvars.ContextVar("memeff_watching", default=None)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[tuple[Problem, Operands, str]]]:
+    """The calls that are dispatched meanwhile in this thread: problem, operands (perhaps tracers), implementation."""
+    token = _watching.set(calls := [])
+    try:
+        yield calls
+    finally:
+        _watching.reset(token)
+
+
+def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
+    """What runs a call and how, and of every other implementation why it does not."""
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    lines = [f'"{chosen}" runs this call on {jax.default_backend()}: {_how(problem, operands, chosen)}.']
+    for name in IMPLEMENTATIONS:
+        if name != chosen:
+            reason = why_not(name, problem, operands)
+            if reason is None:
+                logits = (
+                    f"{B * K * G:,} x {T:,} x {S:,}" if isinstance(T, int) and isinstance(S, int) else "T x S of each head"
+                )
+                reason = f"could, if asked for by name, in quadratic memory ({logits} logits)"
+            lines.append(f'"{name}": {reason}.')
+    return "\n".join(lines)
+
+
+def _how(problem: Problem, operands: Operands, chosen: str) -> str:
+    if chosen == "reference":
+        return "all logits at once, in quadratic memory"
+    t, c = problem.chunk_size
+    b, k = problem.block or (operands.query.shape[0], operands.query.shape[2])
+    heads = b * k * operands.query.shape[3]
+    text = f"tiles of {t} x {c} logits, {heads} head{'' if heads == 1 else 's'} at a time"
+    visited = xla.count_tiles(problem, operands)
+    text += (
+        f", {visited[0]:,} of {visited[1]:,} visited" if visited else ", visited between bounds that are found as it runs"
+    )
+    form = "a fixed row reference, checked" if xla.fixed_reference_serves(problem, operands) else "a running maximum"
+    return f"{text}; its softmax with {form}"
 
 
 def why_not(name: str, problem: Problem, operands: Operands) -> str | None:

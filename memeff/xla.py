@@ -51,7 +51,7 @@ def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tupl
     if _symbolic(operands):
         rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
-    if not _reference_serves(problem, operands):
+    if not fixed_reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
     rows = _fixed(problem, operands, keep_lse)
     stands = _stands(rows)
@@ -136,7 +136,7 @@ def _round(x: Array, dtype) -> Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
 
 
-def _reference_serves(problem: Problem, operands: Operands) -> bool:
+def fixed_reference_serves(problem: Problem, operands: Operands) -> bool:
     """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
     extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
@@ -534,6 +534,14 @@ def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.n
             kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
     whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
     return whole.astype(np.int32), edge.astype(np.int32)
+
+
+def count_tiles(problem: Problem, operands: Operands) -> tuple[int, int] | None:
+    """Tiles of rows and columns that are visited, and all there are; None where that is known only as it runs."""
+    if _symbolic(operands) or _bounded(operands):
+        return None
+    visited, total = (sum(map(len, tiles(problem, operands, skip))) for skip in (True, False))
+    return visited, total
 
 
 def _bounded(operands: Operands) -> bool:

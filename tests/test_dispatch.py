@@ -13,6 +13,7 @@ from cases import CASES, MIXES, SINGLES, split
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import memeff
 from memeff import dispatch, dot_product_attention, reference, xla
 from memeff.arguments import Shape
 
@@ -159,6 +160,41 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert chosen() == chosen(jnp.bfloat16) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        (dict(is_causal=True), "tiles of 512 x 512 logits, 4 heads at a time, 36 of 64 visited"),
+        (
+            {},
+            "tiles of 1024 x 1024 logits, 1 head at a time, 16 of 16 visited; its softmax with a fixed",
+        ),
+        (dict(local_window_size=(512, 0)), "15 of 64 visited"),
+        (dict(chunk_size=64), "4,096 of 4,096 visited"),
+        (dict(logits_soft_cap=3.0), "16 of 16 visited; its softmax with a running maximum"),
+        (
+            dict(key_value_seq_lengths=jax.ShapeDtypeStruct((1,), np.int32)),
+            "visited between bounds that are found as it runs",
+        ),
+    ],
+    ids=str,
+)
+def test_explain(how, words):
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), f32)
+    text = memeff.explain(x, x, x, **how)
+    assert text.startswith('"xla" runs this call on cpu') and words in text
+    assert f'"pallas": {NO_KERNELS}.' in text
+    assert '"reference": could, if asked for by name, in quadratic memory (8 x 4,096 x 4,096 logits).' in text
+
+
+def test_explain_raises_as_the_call_does():
+    x = jnp.ones((1, 5, 2, 3))
+    with pytest.raises(ValueError, match="key"):
+        memeff.explain(x, x[:, :, :, :2], x)
+    with pytest.raises(TypeError, match="leave implementation= away"):
+        memeff.explain(x, x, x, implementation="xla")
+    assert "runs this call" in memeff.explain(x, x, x, q_offset=np.array([3]), is_causal=True)
 
 
 # ---- 39

@@ -449,7 +449,7 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 
 
 def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), beside=False):
-    """Fold `step(carry, tile)` over the tiles that may see something.
+    """Fold `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
 
     What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. `beside`: what a step puts beside a
     product (`rows`, who sees whom) is made in the step before. XLA:GPU fuses what follows a product into it only if its

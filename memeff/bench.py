@@ -3,7 +3,9 @@
   memory   temporary bytes of the compiled call, for lengths that no machine could run: nothing is allocated
   speed    milliseconds and FLOP/s, the same bytes, on GPUs the measured peak, and the error against float64
 
-Both print GitHub's Markdown under a line that names device, versions and command; the README's tables are this output.
+  --doctor is every implementation right on this machine? A few small cases of each against float64; exit code 1 if not
+
+Both tables are GitHub's Markdown under a line that names device, versions and command; the README's are this output.
 FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, half for causal. Times are medians of samples taken in
 turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn.
 """
@@ -330,9 +332,81 @@ def error_of(run: Run, case: Case) -> float:
     p /= p.sum(-1, keepdims=True)
     dp = do @ v.T
     exact = p @ v, scale * (p * (dp - (p * dp).sum(-1, keepdims=True))) @ k
-    sampled = (x[-1, rows, -1] for x in result[:2])
-    sampled = (np.asarray(x.double().cpu() if hasattr(x, "cpu") else x, np.float64) for x in sampled)
+    sampled = (as_float64(x[-1, rows, -1]) for x in result[:2])
     return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, exact, strict=False))
+
+
+# ---- is it right here?
+
+DOCTOR_NAMES = ("memeff", "memeff:128", "reference", "jax.nn", "jax.nn:cudnn", "tokamax", "torch")
+DOCTOR_CASES = tuple(
+    Case(length, batch=2, heads=4, kv_heads=2, head_dim=32, dtype=dtype, mask=mask, mode="gradient")
+    for dtype in ("float32", "bfloat16")
+    for mask in MASKS
+    for length in (1, 300)
+)
+DOCTOR_ALLOWS = {"float32": 1e-5, "bfloat16": 3e-2}
+
+
+def doctor(names: Sequence[str] = DOCTOR_NAMES, cases: Sequence[Case] = DOCTOR_CASES) -> list[Row]:
+    """out, dq, dk and dv of every implementation for every case against float64. Nobody's failure ends the table.
+
+    One row each: the fields of `Case`, `implementation`, `error` (largest, relative to the largest exact entry or 1),
+    `verdict` ("pass", "fail", or "cannot run"), `note`.
+    """
+    rows = []
+    with jax.default_matmul_precision("highest"):  # else a GPU's float32 products have 10 bits
+        for name, case in progress([(name, case) for name in names for case in cases], "checking"):
+            error, note = attempt(doctor_error, name, case)
+            verdict = "cannot run" if error is None else "pass" if error <= DOCTOR_ALLOWS[case.dtype] else "fail"
+            rows.append(describe(name, case) | {"error": error, "verdict": verdict, "note": note})
+    return rows
+
+
+def doctor_error(name: str, case: Case) -> float:
+    run = prepare(name, case)
+    found = run.call()
+    run.wait(found)
+    pairs = zip(found, exact(inputs(case.shapes, case.dtype), case.mask == "causal"), strict=True)
+    return max(float(np.abs(as_float64(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
+
+
+def exact(arrays: Sequence[Any], causal: bool) -> tuple[np.ndarray, ...]:
+    """out, dq, dk, dv in float64, of query, key, value and the cotangent of out."""
+    query, key, value, dout = map(as_float64, arrays)
+    group = query.shape[2] // key.shape[2]
+    k, v = (x.repeat(group, 2) for x in (key, value))
+    scale = query.shape[-1] ** -0.5
+    s = scale * np.einsum("btnh,bsnh->bnts", query, k)
+    if causal:
+        s = np.where(np.tri(*s.shape[2:], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("btnh,bsnh->bnts", dout, v)
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    dk, dv = np.einsum("bnts,btnh->bsnh", ds, query), np.einsum("bnts,btnh->bsnh", p, dout)
+    dk, dv = (x.reshape(*key.shape[:3], group, -1).sum(3) for x in (dk, dv))
+    return np.einsum("bnts,bsnh->btnh", p, v), np.einsum("bnts,bsnh->btnh", ds, k), dk, dv
+
+
+def as_float64(x: Any) -> np.ndarray:
+    return np.asarray(x.double().cpu() if hasattr(x, "cpu") else x, np.float64)
+
+
+def doctor_markdown(rows: Sequence[Row]) -> str:
+    """A line for each implementation, with the worst error in each dtype."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        lines.append([name])
+        for dtype in dtypes:
+            own = [row for row in rows if (row["implementation"], row["dtype"]) == (name, dtype)]
+            worst = max(own, key=lambda row: ("pass", "cannot run", "fail").index(row["verdict"]))
+            error = max((row["error"] for row in own if row["error"] is not None), default=None)
+            lines[-1].append(
+                f"{worst['verdict']}: {worst['note']}" if error is None else f"{worst['verdict']} ({error:.0e})"
+            )
+    return markdown(["implementation", *dtypes], lines)
 
 
 # ---- what people see
@@ -442,6 +516,11 @@ def cores() -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
+    if options.doctor:
+        rows = doctor(options.implementation or DOCTOR_NAMES)
+        print(*(f"{key} {value}," for key, value in machine().items()), "out, dq, dk, dv against float64 (largest error):\n")
+        print(doctor_markdown(rows))
+        sys.exit(any(row["verdict"] == "fail" for row in rows))
     cases = [
         Case(length, options.batch, options.heads, options.kv_heads, options.head_dim, options.dtype, mask, mode)
         for length in options.length
@@ -474,6 +553,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("table", nargs="?", default="speed", help="speed (the default) or memory")
+    add("--doctor", action="store_true", help="check every implementation against float64 on this machine")
     add("--length", nargs="+", type=size, metavar="T", help="tokens; k and M are 2^10 and 2^20")
     add("--batch", type=size, default=1, metavar="B")
     add("--heads", type=size, default=8, metavar="N", help="query heads")

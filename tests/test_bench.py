@@ -1,11 +1,15 @@
 """`python -m memeff.bench` on tiny shapes: its tables, its JSON lines, and the laws that its figures must obey."""
 
+import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
+import oracle
 import pytest
 
 from memeff import bench
@@ -146,3 +150,32 @@ def test_units():
 def test_the_package_does_not_import_the_bench():
     code = "import memeff, sys; assert not {'memeff.bench', 'matplotlib', 'tqdm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
+    """memeff and plain attention pass; one that forgets the scale is told from them, and one that is not there."""
+    attention, plain = bench.attention, bench.attention("jax.nn")
+    forgetful = functools.partial(plain, scale=1.0)
+    monkeypatch.setattr(bench, "attention", lambda name: forgetful if name == "other" else attention(name))
+    verdicts = {"memeff": "pass", "memeff:128": "pass", "jax.nn": "pass", "other": "fail", "jax.nn:cudnn": "cannot run"}
+    rows = bench.doctor(tuple(verdicts), bench.DOCTOR_CASES[1:4:2])
+    assert [row["verdict"] for row in rows] == [verdict for verdict in verdicts.values() for _ in range(2)], rows
+    text = bench.doctor_markdown(rows)
+    assert re.search(r"memeff:128 \| +pass \(\de-0\d\) \|", text) and "cannot run: cuDNN needs an NVIDIA GPU" in text
+    monkeypatch.setattr(bench, "doctor", lambda names: [row for row in rows if row["implementation"] in names])
+    monkeypatch.setattr(bench, "why_not", lambda *_: None)
+    for names, code in ((["memeff", "jax.nn:cudnn"], 0), (["memeff", "other"], 1)):
+        with pytest.raises(SystemExit) as end:
+            bench.main(["--doctor", "--implementation", *names])
+        assert end.value.code == code
+    assert "against float64" in capsys.readouterr().out
+
+
+def test_doctor_s_truth_is_the_oracle_s():
+    case = bench.Case(37, batch=2, heads=4, kv_heads=2, head_dim=8, mode="gradient")
+    arrays = bench.inputs(case.shapes, case.dtype)
+    q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
+    out, _ = oracle.attention(q, k, v, is_causal=True)
+    grads = oracle.gradients(q, k, v, is_causal=True, dout=dout, dlse=np.zeros(dout.shape[:-1]))
+    for x, y in zip(bench.exact(arrays, True), (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)

@@ -177,5 +177,5 @@ def test_doctor_s_truth_is_the_oracle_s():
     q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
     out, _ = oracle.attention(q, k, v, is_causal=True)
     grads = oracle.gradients(q, k, v, is_causal=True, dout=dout, dlse=np.zeros(dout.shape[:-1]))
-    for x, y in zip(bench.exact(arrays, True), (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
+    for x, y in zip(bench.exact(arrays, np.arange(37)), (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)

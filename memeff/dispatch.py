@@ -45,34 +45,13 @@ def watch() -> Iterator[list[tuple[Problem, Operands, str]]]:
 
 
 def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
-    """What runs a call and how, and of every other implementation why it does not."""
+    """What runs a call that left the choice to memeff, how, and why every other implementation does not."""
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
-    lines = [f'"{chosen}" runs this call on {jax.default_backend()}: {_how(problem, operands, chosen)}.']
-    for name in IMPLEMENTATIONS:
-        if name != chosen:
-            reason = why_not(name, problem, operands)
-            if reason is None:
-                logits = (
-                    f"{B * K * G:,} x {T:,} x {S:,}" if isinstance(T, int) and isinstance(S, int) else "T x S of each head"
-                )
-                reason = f"could, if asked for by name, in quadratic memory ({logits} logits)"
-            lines.append(f'"{name}": {reason}.')
+    lines = [f'"{chosen}" runs this call on {jax.default_backend()}: {xla.how(problem, operands)}.']
+    in_memory = f"could, if asked for by name, in quadratic memory ({B * K * G} x {T} x {S} logits)"
+    others = (name for name in IMPLEMENTATIONS if name != chosen)
+    lines += [f'"{name}": {why_not(name, problem, operands) or in_memory}.' for name in others]
     return "\n".join(lines)
-
-
-def _how(problem: Problem, operands: Operands, chosen: str) -> str:
-    if chosen == "reference":
-        return "all logits at once, in quadratic memory"
-    t, c = problem.chunk_size
-    b, k = problem.block or (operands.query.shape[0], operands.query.shape[2])
-    heads = b * k * operands.query.shape[3]
-    text = f"tiles of {t} x {c} logits, {heads} head{'' if heads == 1 else 's'} at a time"
-    visited = xla.count_tiles(problem, operands)
-    text += (
-        f", {visited[0]:,} of {visited[1]:,} visited" if visited else ", visited between bounds that are found as it runs"
-    )
-    form = "a fixed row reference, checked" if xla.fixed_reference_serves(problem, operands) else "a running maximum"
-    return f"{text}; its softmax with {form}"
 
 
 def why_not(name: str, problem: Problem, operands: Operands) -> str | None:

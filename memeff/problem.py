@@ -143,9 +143,8 @@ def accumulator_dtype(operands: Operands):
     return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
 
-def part_of(x: Array, **where: tuple[Any, int]) -> Array:
-    """`x` sliced in the named dims, dim0=(start, size) and so on, but for those in which it is broadcast (size 1)."""
-    cuts = {int(name[3:]): cut for name, cut in where.items()}
+def part_of(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
+    """`x` sliced, {dim: (start, size)}, but for dims in which it is broadcast (size 1)."""
     cuts = {dim: cut for dim, cut in cuts.items() if x.shape[dim] not in (1, cut[1])}
     starts = [jnp.int32(cuts[dim][0] if dim in cuts else 0) for dim in range(x.ndim)]
     sizes = [cuts[dim][1] if dim in cuts else size for dim, size in enumerate(x.shape)]

@@ -46,12 +46,31 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
     return None  # every call, every device
 
 
+def how(problem: Problem, operands: Operands) -> str:
+    """The walk in words."""
+    fixed = _reference_serves(problem, operands)
+    general = problem.chunk_size
+    sizes = dict.fromkeys([problem.fixed_chunk_size, general] if fixed and problem.fixed_chunk_size else [general])
+    told = []
+    for name, (t, c) in zip(("", "in the gradient "), sizes, strict=False):
+        visited = "visited between bounds that are found as it runs"
+        if not (_symbolic(operands) or _bounded(operands)):
+            this = dataclasses.replace(problem, chunk_size=(t, c))
+            some, everything = (sum(map(len, tiles(this, operands, skip))) for skip in (True, False))
+            visited = f"{some} of {everything} visited"
+        told.append(f"{name}tiles of {t} x {c} logits, {visited}")
+    B, _, K, G, _ = operands.query.shape
+    b, k = problem.block or (B, K)
+    form = "a fixed row reference, checked" if fixed else "a running maximum"
+    return f"{'; '.join(told)}; {b * k * G} of {B * K * G} heads at a time; softmax with {form}"
+
+
 def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T] (to bfloat16's precision where it need not be kept)."""
     if _symbolic(operands):
         rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
-    if not fixed_reference_serves(problem, operands):
+    if not _reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
     rows = _fixed(problem, operands, keep_lse)
     stands = _stands(rows)
@@ -136,7 +155,7 @@ def _round(x: Array, dtype) -> Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
 
 
-def fixed_reference_serves(problem: Problem, operands: Operands) -> bool:
+def _reference_serves(problem: Problem, operands: Operands) -> bool:
     """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
     extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
@@ -232,9 +251,9 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
-            _add(grads.query, dq, tile, tile.row),
-            _add(grads.key, dk, tile, tile.col),
-            _add(grads.value, dv, tile, tile.col),
+            _add(grads.query, dq, (*tile.first, 0, tile.row, 0)),
+            _add(grads.key, dk, (*tile.first, 0, tile.col)),
+            _add(grads.value, dv, (*tile.first, 0, tile.col)),
             _add_terms(grads.terms, dterms, tile),
         )
 
@@ -267,27 +286,27 @@ def _tile(
     batch, heads = (first[0], b), (first[1], k)
 
     def spread(x):
-        x = part_of(x, dim0=batch, dim1=(row, t), dim2=(first[1] * G, k * G))
+        x = part_of(x, {0: batch, 1: (row, t), 2: (first[1] * G, k * G)})
         return x.reshape(b, t, k, G, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
 
     def both(x):
         if x is None:
             return None
-        x = part_of(x, dim0=batch, dim1=(first[1] * G, k * G), dim2=(row, t), dim3=(col, c))
+        x = part_of(x, {0: batch, 1: (first[1] * G, k * G), 2: (row, t), 3: (col, c)})
         return x.reshape(x.shape[0], *((k, G) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
 
     query, *wide = map(spread, flat)
     here = _block(operands, first[0], b)
     here = here._replace(
         query=query,
-        key=part_of(operands.key, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
-        value=part_of(operands.value, dim0=batch, dim1=(col, c), dim2=heads).swapaxes(1, 2),
+        key=part_of(operands.key, {0: batch, 1: (col, c), 2: heads}).swapaxes(1, 2),
+        value=part_of(operands.value, {0: batch, 1: (col, c), 2: heads}).swapaxes(1, 2),
         mask=both(operands.mask),
         terms=operands.terms._replace(bias=both(operands.terms.bias)),
-        q_segments=_part(here.q_segments, dim1=(row, t)),
-        kv_segments=_part(here.kv_segments, dim1=(col, c)),
+        q_segments=_part(here.q_segments, {1: (row, t)}),
+        kv_segments=_part(here.kv_segments, {1: (col, c)}),
     )
-    narrow = tuple(part_of(x, dim0=batch, dim1=heads, dim3=(row, t)) for x in rows)
+    narrow = tuple(part_of(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows)
     keep = visible(problem, here, at_rows, at_cols) if masked else None
     return Tile(here, narrow, tuple(wide), (at_rows, at_cols), keep, first, row, col)
 
@@ -366,7 +385,7 @@ def _drop(problem: Problem, operands: Operands, tile: Tile, x: Array) -> Array:
 def _rows_of(x: Array, tile: Tile) -> Array:
     """The tile's part of x [B, K, G, T, ...]."""
     b, k, _, t = tile.here.query.shape[:4]
-    return part_of(x, dim0=(tile.first[0], b), dim1=(tile.first[1], k), dim3=(tile.row, t))
+    return part_of(x, {0: (tile.first[0], b), 1: (tile.first[1], k), 3: (tile.row, t)})
 
 
 def _where_rows(which: Array, x: Array, y: Array) -> Array:
@@ -377,25 +396,21 @@ def _put(x: Array, rows: Array, tile: Tile) -> Array:
     return _write(x, rows, (*tile.first, 0, tile.row, 0))
 
 
-def _add(total: Array, part: Array, tile: Tile, start) -> Array:
-    """Dims are batch, key heads, any, rows or columns from `start`, any."""
-    b, k, _, size = part.shape[:4]
-    old = part_of(total, dim0=(tile.first[0], b), dim1=(tile.first[1], k), dim3=(start, size))
-    return _write(total, old + part.astype(total.dtype), (*tile.first, 0, start, 0))
-
-
 def _write(x: Array, part: Array, starts) -> Array:
     """`part` at `starts`, 0 in broadcast dims."""
     starts = (0 if size == 1 else start for start, size in zip(starts, x.shape, strict=False))
     return lax.dynamic_update_slice(x, part, [jnp.int32(start) for start in starts])
 
 
+def _add(total: Array, part: Array, starts) -> Array:
+    old = part_of(total, dict(enumerate(zip(starts, part.shape, strict=False))))
+    return _write(total, old + part.astype(total.dtype), starts)
+
+
 def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
     bias = None
     if total.bias is not None and part.bias is not None:
-        starts = (*tile.first, 0, tile.row, tile.col)
-        old = part_of(total.bias, **{f"dim{n}": (starts[n], size) for n, size in enumerate(part.bias.shape)})
-        bias = _write(total.bias, old + part.bias.astype(old.dtype), starts)
+        bias = _add(total.bias, part.bias, (*tile.first, 0, tile.row, tile.col))
     pairs = zip(total[:2], part[:2], strict=True)
     scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
     return Terms(scale, soft_cap, bias)
@@ -484,11 +499,11 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
 def _block(operands: Operands, first, size: int) -> Operands:
     """With what belongs to a batch entry, but for query, key and value, cut to some entries."""
     names = "q_lengths", "kv_lengths", "q_offset", "q_segments", "kv_segments"
-    return operands._replace(**{name: _part(getattr(operands, name), dim0=(first, size)) for name in names})
+    return operands._replace(**{name: _part(getattr(operands, name), {0: (first, size)}) for name in names})
 
 
-def _part(x: Array | None, **where) -> Array | None:
-    return None if x is None else part_of(x, **where)
+def _part(x: Array | None, cuts: dict[int, tuple[Any, int]]) -> Array | None:
+    return None if x is None else part_of(x, cuts)
 
 
 def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool):
@@ -534,14 +549,6 @@ def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.n
             kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
     whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
     return whole.astype(np.int32), edge.astype(np.int32)
-
-
-def count_tiles(problem: Problem, operands: Operands) -> tuple[int, int] | None:
-    """Tiles of rows and columns that are visited, and all there are; None where that is known only as it runs."""
-    if _symbolic(operands) or _bounded(operands):
-        return None
-    visited, total = (sum(map(len, tiles(problem, operands, skip))) for skip in (True, False))
-    return visited, total
 
 
 def _bounded(operands: Operands) -> bool:

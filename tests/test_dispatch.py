@@ -165,14 +165,14 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
 @pytest.mark.parametrize(
     "how, words",
     [
-        (dict(is_causal=True), "tiles of 512 x 512 logits, 4 heads at a time, 36 of 64 visited"),
         (
-            {},
-            "tiles of 1024 x 1024 logits, 1 head at a time, 16 of 16 visited; its softmax with a fixed",
+            dict(is_causal=True),
+            ": tiles of 512 x 512 logits, 36 of 64 visited; 4 of 8 heads at a time; softmax with a fixed row",
         ),
+        ({}, ": tiles of 1024 x 1024 logits, 16 of 16 visited; 1 of 8 heads at a time; softmax with a fixed row reference"),
         (dict(local_window_size=(512, 0)), "15 of 64 visited"),
-        (dict(chunk_size=64), "4,096 of 4,096 visited"),
-        (dict(logits_soft_cap=3.0), "16 of 16 visited; its softmax with a running maximum"),
+        (dict(chunk_size=64), "4096 of 4096 visited"),
+        (dict(logits_soft_cap=3.0), "16 of 16 visited; 1 of 8 heads at a time; softmax with a running maximum"),
         (
             dict(key_value_seq_lengths=jax.ShapeDtypeStruct((1,), np.int32)),
             "visited between bounds that are found as it runs",
@@ -185,7 +185,15 @@ def test_explain(how, words):
     text = memeff.explain(x, x, x, **how)
     assert text.startswith('"xla" runs this call on cpu') and words in text
     assert f'"pallas": {NO_KERNELS}.' in text
-    assert '"reference": could, if asked for by name, in quadratic memory (8 x 4,096 x 4,096 logits).' in text
+    assert '"reference": could, if asked for by name, in quadratic memory (8 x 4096 x 4096 logits).' in text
+
+
+def test_explain_tells_both_tiles_where_they_differ(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)
+    text = memeff.explain(x, x, x, is_causal=True)
+    assert "tiles of 2048 x 2048 logits, 3 of 4 visited; in the gradient tiles of 2048 x 1024 logits, 6 of 8 visited" in text
+    assert "in the gradient" not in memeff.explain(x, x, x, is_causal=True, chunk_size=512)
 
 
 def test_explain_raises_as_the_call_does():

@@ -128,8 +128,8 @@ MUTANTS = {
     ),
     "bias gradient not summed over tiles": (
         XLA,
-        "old + part.bias.astype(old.dtype)",
-        "part.bias.astype(old.dtype)",
+        "bias = _add(total.bias, part.bias, ",
+        "bias = _write(total.bias, part.bias, ",
         "float32:bias_row",
     ),
     "bias gradient in the wrong place": (XLA, "(*tile.first, 0, tile.row, tile.col)", "(0,) * 5", "float32:bias_full"),

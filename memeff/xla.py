@@ -227,11 +227,13 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
     out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse
+    # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
+    zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
     zeros = Gradients(
-        jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype),
-        jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype),
-        jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype),
-        jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands.terms),
+        jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype) + zero,
+        jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype) + zero,
+        jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype) + zero,
+        jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms),
     )
 
     def step(grads, tile):

@@ -6,7 +6,9 @@ Each `check_*` looks at one argument (or two that belong together) and returns i
 import math
 import numbers
 import operator
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -300,6 +302,32 @@ def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
         if side < 1:
             raise ValueError(f"chunk_size={chunk_size!r}: sides count tokens and must be >= 1; use None for the default.")
     return operator.index(sides[0]), operator.index(sides[1])
+
+
+UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGTP", 1)}
+UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
+
+
+def bytes_of(name: str, size: Any) -> int | None:
+    """Bytes, of a number of them or a text such as "512MiB"."""
+    if size is None:
+        return None
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", size)
+        if not found or found[2] not in UNITS:
+            raise ValueError(f'{name}={size!r}: write bytes as "512MiB" or "2GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).')
+        size = int(float(found[1]) * UNITS[found[2]])
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f'{name} must be bytes, an int or a text such as "512MiB", got {_kind(size)}.')
+    if size <= 0:
+        raise ValueError(f"{name}={size}: bytes must be > 0; use None for no limit.")
+    return operator.index(size)
+
+
+def human(count: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), base: int = 1024) -> str:
+    """Three digits and a unit."""
+    power = min(len(units) - 1, next(n for n in range(99) if count < 999.5 * base**n))
+    return f"{count / base**power:.3g} {units[power]}".strip()
 
 
 def check_precision(precision):

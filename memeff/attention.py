@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import arguments, dispatch, sharding
+from memeff import arguments, dispatch, planning, sharding
 from memeff.differentiation import attend
 from memeff.problem import SEES_NOTHING, Operands, Problem
 
@@ -35,6 +35,7 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     q_offset: ArrayLike = 0,
     chunk_size: int | tuple[int, int] | None = None,
+    memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -68,6 +69,7 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     q_offset: ArrayLike = 0,
     chunk_size: int | tuple[int, int] | None = None,
+    memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -100,6 +102,7 @@ def dot_product_attention(
     key_value_segment_ids=None,
     q_offset: ArrayLike = 0,
     chunk_size=None,
+    memory_limit=None,
     precision=None,
     dropout_rng=None,
     dropout_rate=0.0,
@@ -139,6 +142,9 @@ def dot_product_attention(
       q_offset: int, or integers [*B]: the position of query row 0 among the keys, for `is_causal` and windows.
       chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
         measurement, see `memeff.dispatch`.
+      memory_limit: bytes, or a text such as "512MiB": what forward and gradient may take beyond inputs and outputs, with
+        smaller tiles than the default where need be; what does not fit is refused. `memeff.memory_limit` sets it for many
+        calls.
       precision: of the products, as `jax.lax.dot_general` takes it.
       dropout_rng, dropout_rate, broadcast_dropout, deterministic: as in Flax, and for the same key the same mask as
         Flax's: a function of coordinates, so of no chunk size. Drops where the rate is > 0 and not `deterministic`.
@@ -152,7 +158,8 @@ def dot_product_attention(
       lse [*B, T, N], float32 (float64 for float64), natural log; -inf for rows that see no key; differentiable.
 
     Raises:
-      ValueError: shapes or values disagree. The message names the argument, what came and what was expected.
+      ValueError: shapes or values disagree, or `memory_limit` is too low. The message names the argument, what came and
+        what was expected.
       TypeError: a dtype or a kind is wrong.
       NotImplementedError: a legal call that the requested `implementation` cannot run; the message says why.
 
@@ -174,8 +181,6 @@ def dot_product_attention(
     left, right = arguments.check_window(local_window_size, is_causal)
     q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
     dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
-    windowed = (left, right) != (None, None)
-    tiles = dispatch.tile_sizes(shape, query.dtype, arguments.check_chunk_size(chunk_size), windowed)
     problem = Problem(
         left=left,
         right=right,
@@ -184,7 +189,6 @@ def dot_product_attention(
         soft_cap=static_terms[1],
         dropout=dropout,
         precision=arguments.check_precision(precision),
-        **tiles._asdict(),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),
@@ -198,6 +202,8 @@ def dot_product_attention(
         dropout_key=dropout_key,
     )
     operands = sharding.like_query(operands)
+    limit = arguments.bytes_of("memory_limit", memory_limit) or dispatch.memory_limit_of_program.value
+    problem = dispatch.choose_tiles(problem, operands, arguments.check_chunk_size(chunk_size), limit)
     module = dispatch.select_implementation(problem, operands, implementation)
     out, lse = attend(module, problem, bool(return_residual), operands)
     out = arguments.unfold(shape, out)
@@ -222,11 +228,48 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
       >>> "of 64 visited" in explain(x, x, x, is_causal=True)
       True
     """
-    given: dict[str, Any] = dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)
+    return dispatch.reasons(*_dispatched("explain", dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)))
+
+
+def plan(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    device: Any = None,
+    memory: Any = None,
+    **how: Any,
+) -> planning.Plan:
+    """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
+
+    Nothing is computed or allocated. Bytes are within a tenth of what XLA says of the compiled call (CPUs and NVIDIA GPUs).
+
+    Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:
+      device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`. Default: JAX's first.
+      memory: bytes, or a text such as "80GiB", in which the longest sequence is to fit. Default: the device's, where known.
+
+    Raises: as the call itself does; ValueError for a device that is not known.
+
+    Example:
+      >>> import jax
+      >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
+      >>> plan(x, x, x, is_causal=True, device="cpu").tiles_visited
+      36
+    """
+    platform, has = planning.check_device(device)
+    with dispatch.as_if_on(platform):
+        call = _dispatched("plan", dict(query=query, key=key, value=value, bias=bias, mask=mask, **how))
+        return planning.make(*call, arguments.bytes_of("memory", memory) or has)
+
+
+def _dispatched(name: str, given: dict[str, Any]) -> tuple[Problem, Operands, str]:
+    """What dispatch sees of a call (of arrays only shapes), and the implementation that it chooses."""
     if "implementation" in given:
-        raise TypeError("memeff.explain tells of every implementation: leave implementation= away.")
+        raise TypeError(f"memeff.{name} tells what memeff would choose: leave implementation= away.")
     arrays = {n: x for n, x in given.items() if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "ndim", 0) > 0}
     static = {n: x for n, x in given.items() if n not in arrays}
     with dispatch.watch() as calls:
         jax.eval_shape(lambda arrays: dot_product_attention(**arrays, **static), arrays)
-    return dispatch.reasons(*calls[0])
+    return calls[0]

@@ -2,12 +2,14 @@
 
   memory   temporary bytes of the compiled call, for lengths that no machine could run: nothing is allocated
   speed    milliseconds and FLOP/s, the same bytes, on GPUs the measured peak, and the error against float64
+           (--decode: one query against many keys, and the bytes a second at which it reads them)
 
   --doctor is every implementation right on this machine? A few small cases of each against float64; exit code 1 if not
 
 Both tables are GitHub's Markdown under a line that names device, versions and command; the README's are this output.
 FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, half for causal. Times are medians of samples taken in
-turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn.
+turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn. JSON lines are
+written as rows come, so that what ends a process takes no other figure with it.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -23,7 +26,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +40,16 @@ MASKS, MODES = ("causal", "full"), ("forward", "gradient")
 TITLES = {"forward": "forward", "gradient": "forward + gradient"}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
-NAMES = "memeff[:CHUNK], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
+NAMES = "memeff[:CHUNK][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
 Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was found
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call to measure, with T = S = length. mode "gradient" is forward + gradient, from a random cotangent."""
+    """One call to measure. mode "gradient" is forward + gradient, from a random cotangent.
+
+    S = length, and T = query_length, or as many as keys: fewer queries are the last, which causally see all before them.
+    """
 
     length: int
     batch: int = 1
@@ -52,22 +59,33 @@ class Case:
     dtype: str = "float32"
     mask: str = "causal"
     mode: str = "forward"
+    query_length: int | None = None
+
+    @property
+    def queries(self) -> int:
+        return self.query_length or self.length
 
     @property
     def flops(self) -> float:
-        forward = 4 * self.batch * self.heads * self.length**2 * self.head_dim
-        return forward * (0.5 if self.mask == "causal" else 1) * (3.5 if self.mode == "gradient" else 1)
+        hidden = self.queries // 2 if self.mask == "causal" else 0  # keys a query, on average
+        forward = 4 * self.batch * self.heads * self.queries * (self.length - hidden) * self.head_dim
+        return forward * (3.5 if self.mode == "gradient" else 1)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key, value, and the cotangent of out."""
-        query, key = ((self.batch, self.length, n, self.head_dim) for n in (self.heads, self.kv_heads))
+        query = self.batch, self.queries, self.heads, self.head_dim
+        key = self.batch, self.length, self.kv_heads, self.head_dim
         return query, key, key, query
 
     @property
     def input_bytes(self) -> int:
         """Of query, key and value."""
-        return sum(int(np.prod(shape)) for shape in self.shapes[:3]) * jax.numpy.dtype(self.dtype).itemsize
+        return bytes_of(self.shapes[:3], self.dtype)
+
+
+def bytes_of(shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
+    return sum(map(math.prod, shapes)) * jax.numpy.dtype(dtype).itemsize
 
 
 # ---- the implementations
@@ -89,11 +107,13 @@ def why_not(name: str, dtype: str) -> str | None:
 
 
 def attention(name: str) -> Callable[..., Any]:
-    """The JAX function behind `name`, of query, key, value and is_causal."""
+    """The JAX function behind `name`, of query, key, value and what `causality` tells."""
+    if own := re.fullmatch(r"memeff(?::(\d+))?(?:@([\w.]+))?", name):
+        chunk, memory = (int(x) if x and x.isdecimal() else x for x in own.groups())
+        limit = {"memory_limit": memory} if memory else {}
+        return functools.partial(memeff.dot_product_attention, chunk_size=chunk, **limit)
     library, _, variant = name.partition(":")
     match library:
-        case "memeff" if variant.isdecimal() or not variant:
-            return functools.partial(memeff.dot_product_attention, chunk_size=int(variant) if variant else None)
         case "jax.nn" if variant in ("", "xla", "cudnn"):
             return functools.partial(jax.nn.dot_product_attention, implementation=variant or "xla")  # type: ignore
         case "reference" if not variant:
@@ -103,18 +123,25 @@ def attention(name: str) -> Callable[..., Any]:
     raise ValueError(f"implementation {name!r} is not known: use {NAMES}.")
 
 
-def is_plain(name: str) -> bool:
-    """Does it hold T x S logits?"""
-    return name in ("jax.nn", "jax.nn:xla", "reference")
+def causality(name: str, case: Case) -> Row:
+    """The arguments by which `name` hides from the last `queries` positions what comes after them."""
+    first = case.length - case.queries
+    if first and case.mask == "causal":
+        if name.startswith(("memeff", "reference")):
+            return {"is_causal": True, "q_offset": first}
+        if case.queries > 1:
+            raise NotImplementedError("its causal queries are the first, and these are the last")
+        return {"is_causal": False}  # the last query of all sees every key
+    return {"is_causal": case.mask == "causal"}
 
 
 @functools.cache
 def compiled(name: str, case: Case) -> jax.stages.Compiled:
     """(out,), or (out, dq, dk, dv), of query, key, value and the cotangent; compiled from shapes alone."""
-    logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.length**2
+    logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.queries * case.length
     if logits >= 2**39 and jax.default_backend() == "cpu":
         raise MemoryError("out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)")
-    attend = functools.partial(attention(name), is_causal=case.mask == "causal")
+    attend = functools.partial(attention(name), **causality(name, case))
 
     def call(query, key, value, dout):
         if case.mode == "forward":
@@ -131,11 +158,27 @@ class Run(NamedTuple):
     call: Callable[[], tuple]
     wait: Callable[[tuple], Any]
 
+    def result(self) -> tuple:
+        result = self.call()
+        self.wait(result)
+        return result
 
-@functools.lru_cache(maxsize=1)
+
+HELD: dict[tuple, tuple[jax.Array, ...]] = {}  # the inputs of one case, so that its implementations share them
+
+
 def inputs(shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(0)  # on the host: the device's peak is to be the call's
-    return tuple(jax.device_put(rng.standard_normal(s, np.float32).astype(jax.numpy.dtype(dtype))) for s in shapes)
+    """Query, key, value and the cotangent of out."""
+
+    def drawn(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jax.numpy.dtype(dtype))
+
+    if (shapes, dtype) not in HELD:
+        HELD.clear()  # and drawn on the host: holes in a device's memory would make a call take more than it asks for
+        with ThreadPoolExecutor() as pool:
+            arrays = tuple(map(jax.device_put, pool.map(drawn, range(4), shapes)))
+        HELD[shapes, dtype] = jax.block_until_ready(arrays)
+    return HELD[shapes, dtype]
 
 
 def prepare(name: str, case: Case) -> Run:
@@ -144,7 +187,8 @@ def prepare(name: str, case: Case) -> Run:
     arrays = inputs(case.shapes, case.dtype)
     if name == "torch":
         return prepare_torch(case, arrays)
-    run, need, have = compiled(name, case), all_bytes(name, case), device_bytes()
+    run, have = compiled(name, case), device_bytes()
+    need = bytes_of(case.shapes, case.dtype) + call_bytes(name, case)
     if need > have:  # said, not tried: a CPU's system kills what asks for too much
         raise MemoryError(f"out of memory: needs {human(need)} of {human(have)}")
     return Run(lambda: run(*arrays), jax.block_until_ready)
@@ -155,7 +199,7 @@ def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
     torch.set_num_threads(cores())  # as many as XLA takes
     query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)  # torch wants B N T H
     primals = [x.detach().requires_grad_(case.mode == "gradient") for x in (query, key, value)]
-    options = {"is_causal": case.mask == "causal", "enable_gqa": case.heads != case.kv_heads}
+    options = causality("torch", case) | {"enable_gqa": case.heads != case.kv_heads}
 
     def call():
         out = torch.nn.functional.scaled_dot_product_attention(*primals, **options)
@@ -171,8 +215,8 @@ def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
 def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[str] = ("jax.nn", "memeff")) -> list[Row]:
     """Temporary bytes for every length, each of `cases` (whose own length is not read) and implementation.
 
-    One row each: the fields of `Case`, `implementation`, `input_bytes`, `temp_bytes`, `extrapolated` (see `too_large`).
-    Compiles, and allocates nothing.
+    One row each: the fields of `Case`, `implementation`, `input_bytes`, `temp_bytes`, `extrapolated` (see `too_large`),
+    `note` (why there are no bytes). Compiles, and allocates nothing.
 
     Example:
       >>> [row["temp_bytes"] for row in memory_table([1024, 2048], [Case(0)], ["jax.nn"])]
@@ -181,11 +225,8 @@ def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[
     cells = [(name, dataclasses.replace(case, length=length)) for length in lengths for case in cases for name in names]
     rows = []
     for name, case in progress(cells, "compiling"):
-        found = {
-            "input_bytes": case.input_bytes,
-            "temp_bytes": temp_bytes(name, case),
-            "extrapolated": too_large(name, case),
-        }
+        need, note = attempt(temp_bytes, name, case)
+        found = {"input_bytes": case.input_bytes, "temp_bytes": need, "extrapolated": too_large(name, case), "note": note}
         rows.append(describe(name, case) | found)
     return rows
 
@@ -193,7 +234,11 @@ def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[
 @functools.cache
 def too_large(name: str, case: Case) -> bool:
     """Is it too large to compile? A GPU needs the memory even for that: it tries kernels on arrays of the size."""
-    return (attempt(compiled, name, case)[1] or "").startswith("out of memory")
+    return ran_out(attempt(compiled, name, case)[1])
+
+
+def ran_out(note: str | None) -> bool:
+    return (note or "").startswith("out of memory")
 
 
 def temp_bytes(name: str, case: Case) -> int:
@@ -205,10 +250,10 @@ def temp_bytes(name: str, case: Case) -> int:
     return memory.temp_size_in_bytes
 
 
-def all_bytes(name: str, case: Case) -> int:
-    """With inputs and outputs."""
+def call_bytes(name: str, case: Case) -> int:
+    """Temporary bytes and outputs: what the call takes at least."""
     memory: Any = compiled(name, case).memory_analysis()
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
 def device_bytes() -> float:
@@ -219,62 +264,77 @@ def device_bytes() -> float:
     return 0.75 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else float("inf")
 
 
-def peaks(names: Sequence[str], cases: Sequence[Case]) -> dict[tuple[str, Case], int]:
-    """Measured bytes beyond the inputs at the highest point of a call, on devices that tell it.
+def watched(name: str, case: Case, run: Run) -> tuple[tuple, int | None]:
+    """A call's result, and the measured bytes beyond its inputs, outputs included, at its highest point.
 
-    A device keeps one maximum for all time, so the calls go from small to large, plain attention last (to compile it for a
-    GPU tries kernels on arrays as large as its logits). A call that does not raise the maximum is not in the result.
+    A device keeps one maximum for all time, of compiling too, which tries kernels on arrays. So memory is held until the
+    least that the call takes must raise that maximum. None where a device tells nothing.
     """
-    device, found = jax.devices()[0], {}
-    if "peak_bytes_in_use" not in (device.memory_stats() or {}):
-        return found
-    for plain in (False, True):
-        cells = [(name, case) for name in names if is_plain(name) == plain and name != "torch" for case in cases]
-        sizes = {cell: attempt(all_bytes, *cell)[0] for cell in cells}
-        for cell in progress(sorted((cell for cell in cells if sizes[cell]), key=lambda cell: sizes[cell]), "peak"):
-            run, _ = attempt(prepare, *cell)
-            before = device.memory_stats()
-            if run and attempt(lambda run=run: run.wait(run.call()))[1] is None:
-                after = device.memory_stats()["peak_bytes_in_use"]
-                if after > before["peak_bytes_in_use"]:
-                    found[cell] = after - before["bytes_in_use"]
-    return found
+    if name == "torch":
+        return watched_torch(run)
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" not in stats:
+        return run.result(), None
+    room = stats["peak_bytes_in_use"] - stats["bytes_in_use"] - call_bytes(name, case)
+    ballast = jax.numpy.zeros((max(0, room) // 2**20 + 2, 2**20), "uint8")  # above the room by 1 MiB or more
+    ballast.block_until_ready()
+    before, result = device.memory_stats(), run.result()
+    peak = device.memory_stats()["peak_bytes_in_use"]
+    return result, peak - before["bytes_in_use"] if peak > before["peak_bytes_in_use"] else None
+
+
+def watched_torch(run: Run) -> tuple[tuple, int | None]:
+    """torch counts its own; the inputs are JAX's."""
+    cuda = importlib.import_module("torch").cuda
+    if not cuda.is_available():
+        return run.result(), None
+    cuda.reset_peak_memory_stats()
+    before, result = cuda.memory_allocated(), run.result()
+    return result, cuda.max_memory_allocated() - before
 
 
 # ---- speed
 
 
-def speed_table(cases: Sequence[Case], names: Sequence[str] | None = None, *, rounds: int = 7) -> list[Row]:
-    """Time, FLOP/s, bytes and error of every implementation for every case; what cannot run gets a `note` and goes on.
+def speed_table(cases: Sequence[Case], names: Sequence[str] | None = None, *, rounds: int = 7) -> Iterator[Row]:
+    """Time, FLOP/s, bytes and error of every implementation for every case, a case at a time.
 
     One row each: the fields of `Case`, `implementation`, `seconds` (median), `seconds_min`, `flops_per_second`,
-    `speed_against_jax_nn`, `error` (see `error_of`), `temp_bytes`, `peak_bytes`, `note`; None where nothing was found.
+    `bytes_per_second` (keys and values, read once), `speed_against_jax_nn`, `error` (see `error_of`), `temp_bytes`,
+    `peak_bytes` (see `watched`), `note` (why it could not run); None where nothing was found.
     """
     names = names or [name for name in STANDARD if why_not(name, cases[0].dtype) is None]
-    peak_bytes, rows = peaks(names, cases), []
     for case in progress(cases, "timing"):
-        runs, errors, notes = {}, {}, {}
-        for name in names:
-            runs[name], notes[name] = attempt(prepare, name, case)
-            if runs[name]:
-                errors[name], notes[name] = attempt(error_of, runs[name], case)
-        samples = measure({name: run for name, run in runs.items() if notes[name] is None}, rounds)
-        for name in names:
-            took = samples.get(name, [])
-            seconds = statistics.median(took) if took else None
-            turns = list(zip(samples.get("jax.nn", []), took, strict=False))
-            found = {
-                "seconds": seconds,
-                "seconds_min": min(took, default=None),
-                "flops_per_second": case.flops / seconds if seconds else None,
-                "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns) if turns else None,
-                "error": errors.get(name),
-                "temp_bytes": attempt(temp_bytes, name, case)[0] if not too_large(name, case) else None,
-                "peak_bytes": peak_bytes.get((name, case)),
-                "note": notes[name],
-            }
-            rows.append(describe(name, case) | found)
+        yield from speed_rows(case, names, rounds)
+
+
+def speed_rows(case: Case, names: Sequence[str], rounds: int) -> list[Row]:
+    """`speed_table` of one case, whose arrays go before the next one's come."""
+    tried, rows = {name: attempt(first_call, name, case) for name in names}, []
+    samples = measure({name: found[0] for name, (found, _) in tried.items() if found}, rounds)
+    for name, (found, note) in tried.items():
+        took = samples.get(name, [])
+        seconds = statistics.median(took) if took else None
+        turns = list(zip(samples.get("jax.nn", []), took, strict=False))
+        times = {
+            "seconds": seconds,
+            "seconds_min": min(took, default=None),
+            "flops_per_second": case.flops / seconds if seconds else None,
+            "bytes_per_second": bytes_of(case.shapes[1:3], case.dtype) / seconds if seconds else None,
+            "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns) if turns else None,
+        }
+        bytes_and_error = found[1] if found else dict.fromkeys(("error", "temp_bytes", "peak_bytes"))
+        rows.append(describe(name, case) | times | bytes_and_error | {"note": note})
     return rows
+
+
+def first_call(name: str, case: Case) -> tuple[Run, Row]:
+    """What is then ready to be timed, and what its first call tells."""
+    run = prepare(name, case)
+    result, peak = watched(name, case, run)
+    temporary = None if name == "torch" else temp_bytes(name, case)
+    return run, {"error": error_of(result, case), "temp_bytes": temporary, "peak_bytes": peak}
 
 
 def describe(name: str, case: Case) -> Row:
@@ -316,14 +376,12 @@ def timed(run: Run, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def error_of(run: Run, case: Case) -> float:
+def error_of(result: tuple, case: Case) -> float:
     """Largest error of 32 rows of out (and dq) of the last head against float64, divided by the largest exact entry."""
-    result = run.call()
-    run.wait(result)
-    rows = np.unique(np.linspace(0, case.length - 1, 32).astype(int))
+    rows = np.unique(np.linspace(0, case.queries - 1, 32).astype(int))
     query, key, value, dout = inputs(case.shapes, case.dtype)
     sample = query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:]
-    truth = exact(sample, rows if case.mask == "causal" else None)[:2]
+    truth = exact(sample, case.length - case.queries + rows if case.mask == "causal" else None)[:2]
     sampled = (as_float64(x[-1:, rows, -1:]) for x in result[:2])
     return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, truth, strict=False))
 
@@ -356,9 +414,7 @@ def doctor(names: Sequence[str] = DOCTOR_NAMES, cases: Sequence[Case] = DOCTOR_C
 
 
 def doctor_error(name: str, case: Case) -> float:
-    run = prepare(name, case)
-    found = run.call()
-    run.wait(found)
+    found = prepare(name, case).result()
     truth = exact(inputs(case.shapes, case.dtype), np.arange(case.length) if case.mask == "causal" else None)
     pairs = zip(found, truth, strict=True)
     return max(float(np.abs(as_float64(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
@@ -366,20 +422,19 @@ def doctor_error(name: str, case: Case) -> float:
 
 def exact(arrays: Sequence[Any], rows: np.ndarray | None) -> tuple[np.ndarray, ...]:
     """out, dq, dk, dv in float64, of query, key, value and the cotangent of out; `rows`: positions of causal queries."""
-    query, key, value, dout = map(as_float64, arrays)
-    group = query.shape[2] // key.shape[2]
-    k, v = (x.repeat(group, 2) for x in (key, value))
-    scale = query.shape[-1] ** -0.5
-    s = scale * np.einsum("btnh,bsnh->bnts", query, k)
+    q, k, v, do = (as_float64(x).swapaxes(1, 2) for x in arrays)  # B N T H
+    heads = k.shape
+    k, v = (x.repeat(q.shape[1] // heads[1], 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    s = scale * q @ k.mT
     if rows is not None:
         s = np.where(np.arange(s.shape[-1]) <= rows[:, None], s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    dp = np.einsum("btnh,bsnh->bnts", dout, v)
+    dp = do @ v.mT
     ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-    dk, dv = np.einsum("bnts,btnh->bsnh", ds, query), np.einsum("bnts,btnh->bsnh", p, dout)
-    dk, dv = (x.reshape(*key.shape[:3], group, -1).sum(3) for x in (dk, dv))
-    return np.einsum("bnts,bsnh->btnh", p, v), np.einsum("bnts,bsnh->btnh", ds, k), dk, dv
+    dk, dv = (x.reshape(*heads[:2], -1, *heads[2:]).sum(2) for x in (ds.mT @ q, p.mT @ do))
+    return tuple(x.swapaxes(1, 2) for x in (p @ v, ds @ k, dk, dv))
 
 
 def as_float64(x: Any) -> np.ndarray:
@@ -441,7 +496,8 @@ def memory_markdown(rows: Sequence[Row]) -> str:
         lines.append([tokens(length), human(size)])
         for kind in kinds:
             cells = [found.get((length, *kind, name), {}) for name in names]
-            lines[-1] += [("~" if cell.get("extrapolated") else "") + human(cell.get("temp_bytes")) for cell in cells]
+            told = [cell.get("note") or human(cell.get("temp_bytes")) for cell in cells]
+            lines[-1] += [("~" if cell.get("extrapolated") else "") + text for cell, text in zip(cells, told, strict=True)]
             if ratio:
                 plain, own = (found[length, *kind, name]["temp_bytes"] for name in ("jax.nn", "memeff"))
                 lines[-1].append(f"{plain / own:,.0f}" if plain > 99.5 * own else f"{plain / own:.2g}")
@@ -449,33 +505,51 @@ def memory_markdown(rows: Sequence[Row]) -> str:
 
 
 def speed_markdown(rows: Sequence[Row]) -> str:
-    header = ["tokens", "call", "implementation", "ms (least)", "FLOP/s", "x jax.nn", "temporary", "peak", "error"]
+    """A line a row. Bytes a second where fewer queries than keys were asked for, peaks where a device told any."""
+    some = {field: any(row[field] for row in rows) for field in ("query_length", "peak_bytes")}
+    header = ["tokens", "call", "implementation", "ms (least)", "FLOP/s"]
+    header += ["key and value B/s"] * some["query_length"] + ["x jax.nn", "temporary"]
+    header += ["peak"] * some["peak_bytes"] + ["error"]
     lines = []
     for row in rows:
         took, ratio, error = row["seconds"], row["speed_against_jax_nn"], row["error"]
         lines.append([tokens(row["length"]), f"{row['mask']} {TITLES[row['mode']]}", row["implementation"]])
         lines[-1] += [f"{1e3 * took:.4g} ({1e3 * row['seconds_min']:.4g})" if took else row["note"]]
-        lines[-1] += [human(row["flops_per_second"], COUNTS, 1000), f"{ratio:.2f}" if ratio else "-"]
-        lines[-1] += [human(row["temp_bytes"]), human(row["peak_bytes"]), f"{error:.0e}" if error else "-"]
+        lines[-1] += [human(row["flops_per_second"], COUNTS, 1000)]
+        lines[-1] += [human(row["bytes_per_second"], COUNTS, 1000)] * some["query_length"]
+        lines[-1] += [f"{ratio:.2f}" if ratio else "-", human(row["temp_bytes"])]
+        lines[-1] += [human(row["peak_bytes"])] * some["peak_bytes"] + [f"{error:.0e}" if error else "-"]
     return markdown(header, lines)
 
 
+LABELS = {
+    "temp_bytes": ("temporary memory", BYTES, 1024),
+    "peak_bytes": ("measured memory beyond the inputs", BYTES, 1024),
+    "seconds": ("seconds a call", ("",), 1000),
+    "flops_per_second": ("FLOP/s", COUNTS, 1000),
+}
+
+
 def figure(rows: Sequence[Row], field: str):
-    """A matplotlib Figure: `field` (temp_bytes, seconds, flops_per_second) against length, a panel a mask and mode."""
+    """A matplotlib Figure: `field` (a key of LABELS) against length, a panel a mask and mode.
+
+    What ran out of memory has a cross above the first length at which it did.
+    """
     from matplotlib.figure import Figure
 
-    label, units, base = {
-        "temp_bytes": ("temporary memory", BYTES, 1024),
-        "seconds": ("seconds a call", ("",), 1000),
-        "flops_per_second": ("FLOP/s", COUNTS, 1000),
-    }[field]
+    heading, units, base = LABELS[field]
     kinds = list(dict.fromkeys((row["mask"], row["mode"]) for row in rows))
     drawing = Figure(figsize=(1 + 4.5 * len(kinds), 4.5), layout="constrained")
     for panel, (mask, mode) in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        here = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode) and row[field]]
-        for name in sorted({row["implementation"] for row in here}):
-            xy = [(row["length"], row[field]) for row in here if row["implementation"] == name]
-            panel.plot(*zip(*xy, strict=True), marker="o", label=name, linewidth=2.5 if name == "memeff" else 1.5)
+        here = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode)]
+        for name in sorted({row["implementation"] for row in here if row[field]}):
+            own = [row for row in here if row["implementation"] == name]
+            found = sorted((row["length"], row[field]) for row in own if row[field])
+            full = sorted(row["length"] for row in own if ran_out(row.get("note")))[:1]
+            label = name + "".join(f": out of memory at {tokens(length)}" for length in full)
+            (line,) = panel.plot(*zip(*found, strict=True), "o-", label=label, linewidth=2.5 if name == "memeff" else 1.5)
+            for length in full:
+                panel.plot(length, 0.97, "X", color=line.get_color(), transform=panel.get_xaxis_transform())
         if field == "temp_bytes":
             sizes = sorted({(row["length"], row["input_bytes"]) for row in here})
             panel.plot(*zip(*sizes, strict=True), color="grey", linestyle="--", label="query, key and value themselves")
@@ -487,8 +561,8 @@ def figure(rows: Sequence[Row], field: str):
             panel.yaxis.set_major_formatter(lambda y, _: human(y, units, base))
         panel.set(title=f"{mask} attention, {TITLES[mode]}", xlabel="tokens")
         panel.grid(alpha=0.3)
-    drawing.axes[0].set_ylabel(label)
-    drawing.axes[0].legend()
+        panel.legend()
+    drawing.axes[0].set_ylabel(heading)
     return drawing
 
 
@@ -514,24 +588,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(*(f"{key} {value}," for key, value in machine().items()), "out, dq, dk, dv against float64 (largest error):\n")
         print(doctor_markdown(rows))
         sys.exit(any(row["verdict"] == "fail" for row in rows))
+    queries = options.query_length
     cases = [
-        Case(length, options.batch, options.heads, options.kv_heads, options.head_dim, options.dtype, mask, mode)
+        Case(length, options.batch, options.heads, options.kv_heads, options.head_dim, options.dtype, mask, mode, queries)
         for length in options.length
         for mask in options.mask
         for mode in options.mode
     ]
     if options.table == "memory":
         kinds = [case for case in cases if case.length == options.length[0]]
-        rows = memory_table(options.length, kinds, options.implementation or ("jax.nn", "memeff"))
+        found = memory_table(options.length, kinds, options.implementation or ("jax.nn", "memeff"))
     else:
-        rows = speed_table(cases, options.implementation, rounds=options.rounds)
-    about = machine()
+        found = speed_table(cases, options.implementation, rounds=options.rounds)
+    about, rows = machine(), []
+    with open(options.json or os.devnull, "a") as file:
+        for row in found:
+            rows.append(row)
+            print(json.dumps(about | row), file=file, flush=True)
     print(*(f"{key} {value}," for key, value in about.items()), f"`python -m memeff.bench {shlex.join(arguments)}`:")
-    print(f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim} {options.dtype}\n")
+    sizes = f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim} {options.dtype}"
+    print(f"T={queries} {sizes}\n" if queries else f"{sizes}\n")
     print(memory_markdown(rows) if options.table == "memory" else speed_markdown(rows))
-    if options.json:
-        with open(options.json, "a") as file:
-            file.writelines(json.dumps(about | row) + "\n" for row in rows)
     if options.plot:
         import matplotlib
 
@@ -547,14 +624,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("table", nargs="?", default="speed", help="speed (the default) or memory")
     add("--doctor", action="store_true", help="check every implementation against float64 on this machine")
-    add("--length", nargs="+", type=size, metavar="T", help="tokens; k and M are 2^10 and 2^20")
+    add("--length", nargs="+", type=size, metavar="S", help="keys, in tokens; k and M are 2^10 and 2^20")
+    add("--query-length", type=size, metavar="T", help="queries, at the last positions (default: S)")
+    add("--decode", action="store_true", help="--query-length 1 --mode forward --mask causal, which hides nothing then")
     add("--batch", type=size, default=1, metavar="B")
     add("--heads", type=size, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
     add("--head-dim", type=size, default=64, metavar="H")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--mask", nargs="+", choices=MASKS, help="speed: both; memory: causal")
-    add("--mode", nargs="+", choices=MODES, default=MODES, help="gradient is forward + gradient")
+    add("--mode", nargs="+", choices=MODES, help="both; gradient is forward + gradient")
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time")
     add("--json", metavar="FILE", help="append a JSON line for each row")
@@ -564,10 +643,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"table {options.table!r} is not known: use speed or memory.")
     memory = options.table == "memory"
     options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]
-    options.mask = options.mask or (MASKS[:1] if memory else MASKS)
+    options.mask = options.mask or (MASKS[:1] if memory or options.decode else MASKS)
+    options.mode = options.mode or (MODES[:1] if options.decode else MODES)
+    options.query_length = 1 if options.decode else options.query_length
     options.kv_heads = options.kv_heads or options.heads
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}.")
+    if (options.query_length or 0) > min(options.length):
+        parser.error(f"--query-length {options.query_length} must be at most --length {min(options.length)}.")
     for name in options.implementation or ():
         try:
             reason = why_not(name, options.dtype)

@@ -1,7 +1,9 @@
-"""Who can run a call, and why not, also in words. Knows the implementations and the tile sizes that measurements chose."""
+"""Who can run a call, in which tiles and in what memory, and why not. Knows what measurements chose."""
 
 import contextlib
 import contextvars
+import dataclasses
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -9,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memeff import reference, xla
-from memeff.arguments import Shape
+from memeff import memory, reference, xla
+from memeff.arguments import Shape, bytes_of, human
 from memeff.problem import Operands, Problem
 from memeff.sharding import may_be_sharded
 
@@ -32,6 +34,7 @@ def select_implementation(problem: Problem, operands: Operands, requested: str |
 
 
 _watching: contextvars.ContextVar[list | None] = contextvars.ContextVar("memeff_watching", default=None)
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("memeff_platform", default=None)
 
 
 @contextlib.contextmanager
@@ -44,10 +47,24 @@ def watch() -> Iterator[list[tuple[Problem, Operands, str]]]:
         _watching.reset(token)
 
 
+@contextlib.contextmanager
+def as_if_on(name: str | None) -> Iterator[None]:
+    """As if there were one device, of this platform ("cpu", "gpu", "tpu"; None: as it is)."""
+    token = _platform.set(name)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def platform() -> str:
+    return _platform.get() or jax.default_backend()
+
+
 def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
     """What runs a call that left the choice to memeff, how, and why every other implementation does not."""
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
-    lines = [f'"{chosen}" runs this call on {jax.default_backend()}: {xla.how(problem, operands)}.']
+    lines = [f'"{chosen}" runs this call on {platform()}: {xla.how(problem, operands)}.']
     in_memory = f"could, if asked for by name, in quadratic memory ({B * K * G} x {T} x {S} logits)"
     others = (name for name in IMPLEMENTATIONS if name != chosen)
     lines += [f'"{name}": {why_not(name, problem, operands) or in_memory}.' for name in others]
@@ -68,6 +85,30 @@ def why_not(name: str, problem: Problem, operands: Operands) -> str | None:
     raise ValueError(f"implementation={name!r} is not known: use None or one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 
 
+# ---- tiles
+
+
+memory_limit_of_program = jax.make_user_context(None)  # jit knows of it: another limit, another trace
+
+
+def memory_limit(limit: int | str | None):
+    """A context in which every `dot_product_attention` keeps within `limit`, unless the call has its own.
+
+    Args:
+      limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call, forward and gradient, beyond
+        its inputs and outputs. None: no limit.
+
+    Raises: TypeError and ValueError where `limit` is neither.
+
+    Example:
+      >>> x = jnp.ones((1, 2048, 8, 64))
+      >>> with memory_limit("16MiB"):
+      ...     dot_product_attention(x, x, x).shape
+      (1, 2048, 8, 64)
+    """
+    return memory_limit_of_program(bytes_of("memory_limit", limit))
+
+
 class Tiles(NamedTuple):
     """What `Problem` says of the walk, under the same names."""
 
@@ -76,45 +117,86 @@ class Tiles(NamedTuple):
     block: tuple[int, int] | None
 
 
-# On GPUs each step costs launches, so tiles are large: of those that stay below a fifteenth of plain attention's memory,
-# these rows and columns were fastest (H200, 2 x 8192 x 16 x 128, bfloat16, 512 to 4096 a side), of a tile in general and of
-# a forward tile with a fixed reference.
-GPU_TILES = ((2048, 1024), (2048, 2048))
+# On GPUs each step costs launches, so tiles are large: these rows and columns were fastest (H200, 2 x 8192 x 16 x 128,
+# bfloat16, 512 to 4096 a side) of a tile in general and of a forward tile with a fixed reference, of as many heads as make
+# 2^26 logits.
+GPU_TILES, GPU_LOGITS = ((2048, 1024), (2048, 2048)), 2**26
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
 # 8 and 32 heads of 64 and 128, K = 1, 2, 8; forward and gradient; a side of 256 to 2048, 2^18 to 2^23 logits).
 CPU_LOGITS = 2**20
-CPU_SIDES = {"windowed": 512, "full": 1024}
+CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
+LEAST_SIDE = 64  # smaller tiles save nothing beside what is as long as the sequence
+HALVINGS = 15  # down to that
 
 
-def tile_sizes(shape: Shape, dtype: Any, requested: tuple[int | None, int | None], windowed: bool) -> Tiles:
-    """As requested or by default, at most the sequence.
+def choose_tiles(
+    problem: Problem, operands: Operands, requested: tuple[int | None, int | None], limit: int | None
+) -> Problem:
+    """`problem` with the tiles that are fastest, or else with the largest that keep forward and gradient within `limit`."""
+    (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
+    shape = Shape((B,), T, S, K * G, K, H, D)
+    if limit is not None and not (isinstance(T, int) and isinstance(S, int)):
+        raise ValueError(f"memory_limit wants lengths that are known, and here T={T}, S={S}: give chunk_size instead.")
+    least = math.inf
+    for halvings in range(HALVINGS):
+        tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, halvings)
+        problem = dataclasses.replace(problem, **tiles._asdict())
+        if limit is None:
+            return problem
+        need = math.ceil(memory.MARGIN * max(memory.temp_bytes(problem, operands, platform())))
+        if need <= limit:
+            return problem
+        least = min(least, need)
+    assert limit is not None
+    t, c = problem.chunk_size
+    cure = "leave chunk_size away" if requested != (None, None) else "split the batch or the heads"
+    raise ValueError(
+        f"memory_limit={limit} ({human(limit)}): forward and gradient of this call need up to {least} bytes "
+        f"({human(least)}) beyond inputs and outputs, in tiles of {t} x {c} logits. Raise the limit to that, or {cure}."
+    )
+
+
+def tile_sizes(
+    shape: Shape, dtype: Any, requested: tuple[int | None, int | None], windowed: bool, halvings: int = 0
+) -> Tiles:
+    """As requested or by default, at most the sequence; with 2^halvings times fewer logits than were fastest.
 
     Heads are walked in blocks where it is certain that they are not sharded. The fixed reference is None where it does not
     pay: on CPUs it takes a tenth off the time of a float32 call and nothing off another's, and that is not worth the word
     that devices would exchange for its check.
     """
     B, T, S, K, G = shape.B, shape.T, shape.S, shape.K, max(1, shape.G)
+    in_blocks = _platform.get() is not None or not may_be_sharded()
 
-    def fit(rows: int, cols: int) -> tuple[int, int]:  # a symbolic length (jax.export) may be shorter: xla.py pads it
+    def fit(sides: tuple[int, int], logits: int) -> tuple[int, int]:
+        """Fewer rows for the heads of a group, then fewer of both until one head has no more than `logits`."""
+        rows, cols = sides
+        rows = min(rows, max(128, logits // (G * (min(cols, S) if isinstance(S, int) else cols))))
+        while rows * cols > logits and max(rows, cols) > LEAST_SIDE:
+            rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
         sizes = zip((requested[0] or rows, requested[1] or cols), (T, S), strict=True)
         t, c = (max(1, min(size, n)) if isinstance(n, int) else size for size, n in sizes)
-        return t, c
+        return t, c  # a symbolic length (jax.export) may be shorter: xla.py pads it
 
-    if (backend := jax.default_backend()) == "gpu":
-        general, fixed = (fit(*tile) for tile in GPU_TILES)
-        return Tiles(general, fixed, None)
-    if backend != "cpu" or may_be_sharded():
-        return Tiles(fit(512, 512), None, None)
-    side = CPU_SIDES["windowed" if windowed else "full"]
-    cols = fit(side, side)[1]
-    t, c = fit(min(side, max(128, CPU_LOGITS // (G * cols))), side)
+    match platform():
+        case "gpu":
+            general, fixed, logits = *GPU_TILES, GPU_LOGITS
+        case "cpu" if in_blocks:
+            general, logits = CPU_SIDES["windowed" if windowed else "full"], CPU_LOGITS
+            fixed = general if dtype == jnp.float32 else None
+        case _:
+            general, fixed, logits, in_blocks = (512, 512), None, 0, False
+    if not in_blocks:  # a tile has all heads
+        logits = G * math.prod(general)
+    logits >>= halvings
+    t, c = fit(general, logits)
     block = None
-    if isinstance(B, int) and B * K > 0:
-        heads = max(1, CPU_LOGITS // (G * t * c))
+    if in_blocks and isinstance(B, int) and B * K > 0:
+        heads = max(1, logits // (G * t * c))
         k = _divisor(K, heads)
         block = _divisor(B, heads // K) if k == K else 1, k
-    return Tiles((t, c), (t, c) if dtype == jnp.float32 else None, block)
+    return Tiles((t, c), fit(fixed, logits * math.prod(fixed) // math.prod(general)) if fixed else None, block)
 
 
 def _divisor(n: int, limit: int) -> int:

@@ -39,6 +39,10 @@ class Problem:
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
     block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
 
+    @property
+    def windowed(self) -> bool:
+        return (self.left, self.right) != (None, None)
+
 
 class Terms(NamedTuple):
     """What shapes the logits besides the dot products, and gets a gradient: scalars, and bias [B|1, K|1, G|1, T|1, S|1]."""

@@ -48,17 +48,14 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
 
 def how(problem: Problem, operands: Operands) -> str:
     """The walk in words."""
-    fixed = _reference_serves(problem, operands)
+    fixed = reference_serves(problem, operands)
     general = problem.chunk_size
     sizes = dict.fromkeys([problem.fixed_chunk_size, general] if fixed and problem.fixed_chunk_size else [general])
     told = []
     for name, (t, c) in zip(("", "in the gradient "), sizes, strict=False):
-        visited = "visited between bounds that are found as it runs"
-        if not (_symbolic(operands) or _bounded(operands)):
-            this = dataclasses.replace(problem, chunk_size=(t, c))
-            some, everything = (sum(map(len, tiles(this, operands, skip))) for skip in (True, False))
-            visited = f"{some} of {everything} visited"
-        told.append(f"{name}tiles of {t} x {c} logits, {visited}")
+        visited, total = count_tiles(dataclasses.replace(problem, chunk_size=(t, c)), operands)
+        those = "visited between bounds that are found as it runs" if visited is None else f"{visited} of {total} visited"
+        told.append(f"{name}tiles of {t} x {c} logits, {those}")
     B, _, K, G, _ = operands.query.shape
     b, k = problem.block or (B, K)
     form = "a fixed row reference, checked" if fixed else "a running maximum"
@@ -70,7 +67,7 @@ def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tupl
     if _symbolic(operands):
         rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
-    if not _reference_serves(problem, operands):
+    if not reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
     rows = _fixed(problem, operands, keep_lse)
     stands = _stands(rows)
@@ -155,7 +152,7 @@ def _round(x: Array, dtype) -> Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
 
 
-def _reference_serves(problem: Problem, operands: Operands) -> bool:
+def reference_serves(problem: Problem, operands: Operands) -> bool:
     """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
     extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
@@ -163,7 +160,8 @@ def _reference_serves(problem: Problem, operands: Operands) -> bool:
     T, S = operands.query.shape[1], operands.key.shape[1]
     if problem.fixed_chunk_size is None or not (plain and wide and T > 0):
         return False
-    lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    ends = np.array([0, T - 1])  # if one of them sees a key, so do the rows between
+    lo, hi, _, _ = tile_range(problem, problem.q_offset, ends, ends)
     lo, hi = 0 if lo is None else np.maximum(lo, 0), S if hi is None else np.minimum(hi, S)
     return bool(np.all(lo < hi))
 
@@ -551,6 +549,14 @@ def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.n
             kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
     whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
     return whole.astype(np.int32), edge.astype(np.int32)
+
+
+def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
+    """Tiles of rows and columns that are visited (None: known only as it runs), and all there are (0: length unknown)."""
+    if _symbolic(operands):
+        return None, 0
+    visited, total = (sum(map(len, tiles(problem, operands, skip))) for skip in (True, False))
+    return None if _bounded(operands) else visited, total
 
 
 def _bounded(operands: Operands) -> bool:

@@ -15,7 +15,7 @@
 #
 # Plain attention keeps a number for every pair of tokens; memeff computes the same result tile by tile. This notebook
 # compiles both, and whatever else is installed, for up to a million tokens, looks at what the compiler sets aside, redoes
-# the table of the paper that started it, and takes the time of what fits.
+# the table of the paper that started it, takes the time of what fits, and shows what an H200 did at up to 262,144 tokens.
 #
 # Compiling allocates nothing, so a laptop can tell what a call would need that no machine could run. The first cell installs
 # memeff where it is missing, from the checkout that the notebook lies in if there is one.
@@ -23,6 +23,7 @@
 # %%
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -37,6 +38,7 @@ if importlib.util.find_spec("memeff") is None:
 # %matplotlib inline
 import jax
 import matplotlib.pyplot as plt
+from IPython.display import display
 
 from memeff import bench
 
@@ -182,7 +184,7 @@ else:
     sizes = dict(heads=16, kv_heads=16, head_dim=128) if ON_GPU else dict(heads=4, kv_heads=4)
     steps = range(11, 19) if ON_GPU else range(9, 13)
     timed = [bench.Case(2**n, mode=mode, dtype=dtype, **sizes) for n in steps for mode in bench.MODES]
-speed = bench.speed_table(timed, names, rounds=1 if SHORT else 5)
+speed = list(bench.speed_table(timed, names, rounds=1 if SHORT else 5))
 print(bench.speed_markdown(speed))
 assert all(row["note"] is None for row in speed if row["implementation"] == "memeff")
 
@@ -193,12 +195,33 @@ assert all(row["note"] is None for row in speed if row["implementation"] == "mem
 bench.figure(speed, "seconds")
 
 # %% [markdown]
-# **What was measured on a GPU** against what the compiler had announced, for the calls that raised the device's maximum.
+# **On an NVIDIA H200**: time, and the peak of memory that was measured beyond the inputs, outputs included. `h200.jsonl`,
+# beside this notebook, is what these commands wrote there:
+#
+# ```
+# alias bench="python -m memeff.bench --dtype bfloat16 --head-dim 128 --mask causal --json h200.jsonl"
+# bench --length 4k 16k 32k 64k        --rounds 3 --implementation jax.nn
+# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation memeff
+# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation jax.nn:cudnn
+# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation tokamax:mosaic
+# bench --length 4k 16k 64k 256k       --rounds 1 --implementation tokamax:xla_chunked
+# ```
 
 # %%
-for row in speed:
-    if row["peak_bytes"]:
-        print(f"{row['implementation']:20s} {bench.TITLES[row['mode']]:18s} {row['length']:8,d} tokens:", end=" ")
-        print(f"{bench.human(row['temp_bytes'])} announced, {bench.human(row['peak_bytes'])} measured, with outputs")
-if not ON_GPU:
-    print("No GPU here: the figures above are the compiler's.")
+written = Path("h200.jsonl")
+h200 = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+print(", ".join(sorted({f"{row['device']}, jax {row['jax']}" for row in h200})) or "No h200.jsonl here.")
+if h200:
+    print(bench.speed_markdown(h200))
+
+# %% [markdown]
+# **The same as pictures**: the slopes of time are everybody's, and those of memory are not. A cross at the upper edge is the
+# length at which one ran out of the card's 141 GB. Below them, the longest that each ran, forward + gradient.
+
+# %%
+for field in ("seconds", "peak_bytes") if h200 else ():
+    display(bench.figure(h200, field))
+for name in dict.fromkeys(row["implementation"] for row in h200):
+    ran = [row for row in h200 if row["implementation"] == name and row["mode"] == "gradient" and row["seconds"]]
+    for row in ran[-1:]:
+        print(f"{name:20s} {row['length']:8,d} tokens in {row['seconds']:.3g} s and {bench.human(row['peak_bytes'])}")

@@ -1,5 +1,6 @@
 """`python -m memeff.bench` on tiny shapes: its tables, its JSON lines, and the laws that its figures must obey."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -35,12 +36,12 @@ def test_speed_prints_a_table_and_writes_json_lines_and_a_plot(capsys, tmp_path)
     heading, sizes, _, *table = text.splitlines()
     assert jax.__version__ in heading and "python -m memeff.bench speed --length 96" in heading
     assert sizes == "B=2 N=4 K=2 H=8 float32"
-    assert len(table) == 2 + len(names) and all(line.count("|") == 10 for line in table)
+    assert len(table) == 2 + len(names) and all(line.count("|") == 9 for line in table)
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = lines(out)
     assert [row["implementation"] for row in rows] == names and rows[0]["temp_bytes"] != rows[1]["temp_bytes"]
     for row in rows:
-        assert row["note"] is None and row["peak_bytes"] is None  # a CPU tells no peak
+        assert row["note"] is None and row["peak_bytes"] is None  # a CPU tells no peak, so the table has no column for it
         assert (row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) == (2, 4, 2, 8)
         assert (row["dtype"], row["mask"], row["mode"]) == ("float32", "causal", "gradient")
         assert 0 < row["seconds_min"] <= row["seconds"] and row["temp_bytes"] > 0
@@ -79,13 +80,17 @@ def test_what_cannot_run_is_a_note_and_the_rest_goes_on(monkeypatch):
     case = bench.Case(64, heads=2, kv_heads=2, head_dim=8)
     monkeypatch.setattr(bench, "device_bytes", lambda: 2**17)
     big = bench.Case(256, heads=2, kv_heads=2, head_dim=8)
-    rows = bench.speed_table([case, big], ["memeff:64", "jax.nn", "jax.nn:cudnn", "torch"], rounds=1)
+    rows = list(bench.speed_table([case, big], ["memeff:64", "jax.nn", "jax.nn:cudnn", "torch"], rounds=1))
     notes = {(row["length"], row["implementation"]): row["note"] for row in rows}
     assert notes[64, "memeff:64"] is None and notes[64, "jax.nn"] is None
     assert notes[256, "jax.nn"].startswith("out of memory: needs ")
     assert "cuDNN needs an NVIDIA GPU" in notes[64, "jax.nn:cudnn"]
     text = bench.speed_markdown(rows)
     assert "out of memory" in text and text.count("\n") == 1 + len(rows)
+    (panel,) = bench.figure(rows, "seconds").axes
+    labels, markers = zip(*((line.get_label(), (line.get_marker(), *line.get_xdata())) for line in panel.lines), strict=True)
+    assert {"memeff:64: out of memory at 256", "jax.nn: out of memory at 256"} <= set(labels)
+    assert markers.count(("X", 256)) == 2 and not any("cudnn" in label for label in labels)  # what never ran has no line
 
 
 def test_an_exception_of_a_guest_becomes_one_line():
@@ -99,24 +104,144 @@ def test_an_exception_of_a_guest_becomes_one_line():
 
 def test_error_is_against_the_formula_of_the_last_head():
     case = bench.Case(40, batch=2, heads=4, kv_heads=2, head_dim=8, mode="gradient")
-    right = bench.prepare("memeff", case)
+    right = bench.prepare("memeff", case).result()
     assert bench.error_of(right, case) < 1e-5
     for wrong in (0, 1):  # out, dq
-
-        def call(wrong=wrong):
-            result = list(right.call())
-            result[wrong] = 1.01 * result[wrong]
-            return tuple(result)
-
-        assert bench.error_of(bench.Run(call, right.wait), case) == pytest.approx(0.01, rel=1e-2)
+        result = list(right)
+        result[wrong] = 1.01 * result[wrong]
+        assert bench.error_of(tuple(result), case) == pytest.approx(0.01, rel=1e-2)
 
 
 def test_every_implementation_that_is_installed_agrees():
     case = bench.Case(48, heads=4, kv_heads=2, head_dim=16, mode="gradient")
-    rows = bench.speed_table([case], rounds=1)
+    rows = list(bench.speed_table([case], rounds=1))
     assert {"memeff", "jax.nn"} <= {row["implementation"] for row in rows}
     assert all(row["note"] or row["error"] < 1e-5 for row in rows)
     assert all(row["note"] is None for row in rows if row["implementation"] in ("memeff", "jax.nn"))
+
+
+class Device:
+    """One that counts as a GPU does: what lives, and one maximum for all time."""
+
+    def __init__(self):
+        self.peak = 0
+
+    def memory_stats(self, passing=0):
+        used = sum(array.nbytes for array in jax.live_arrays())
+        self.peak = max(self.peak, used + passing)
+        return {"bytes_in_use": used, "peak_bytes_in_use": self.peak, "bytes_limit": 2**40}
+
+
+def test_every_call_s_peak_is_measured_though_larger_ones_came_before(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    device.memory_stats(passing=2**25)  # compiling tried something
+    case = bench.Case(96, heads=4, kv_heads=4, head_dim=8, mode="gradient")
+    bench.inputs(case.shapes, case.dtype)
+    for name, takes in (
+        ("memeff", 3 * 2**24 + 4),
+        ("jax.nn", 2**20),
+        ("memeff", 2**20),
+        ("memeff", 2**26),
+        ("memeff", 12345678),
+    ):
+        assert takes > bench.call_bytes(name, case) > 0
+
+        def call(takes=takes):
+            device.memory_stats(passing=takes)
+            return ()
+
+        assert bench.watched(name, case, bench.Run(call, lambda result: None)) == ((), takes)
+    monkeypatch.setattr(bench, "prepare", lambda *_: bench.Run(call, lambda result: None))
+    monkeypatch.setattr(bench, "error_of", lambda *_: 0.0)
+    row = next(bench.speed_table([case], ["memeff"], rounds=1))
+    assert row["peak_bytes"] == takes and f"| {bench.human(takes)} |" in bench.speed_markdown([row])
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_every_peak():
+    """Longer calls first, so that no later one raises the device's maximum by itself."""
+    cases = [bench.Case(n, dtype="bfloat16", mode=mode) for n in (4096, 1024) for mode in bench.MODES[::-1]]
+    for row in bench.speed_table(cases, ["jax.nn", "memeff", "jax.nn:cudnn"], rounds=1):
+        case = bench.Case(row["length"], dtype="bfloat16", mode=row["mode"])
+        least = bench.call_bytes(row["implementation"], case) - 1024  # its tables of pointers are not there
+        assert row["note"] or least <= row["peak_bytes"] < 2**33, row
+
+
+def test_torch_s_peak_is_torch_s(monkeypatch):
+    class Cuda:
+        is_available, memory_allocated = staticmethod(lambda: True), staticmethod(lambda: 1000)
+
+        def reset_peak_memory_stats(self):
+            self.peak = 1000
+
+        def max_memory_allocated(self):
+            return self.peak
+
+    class Torch:
+        cuda = Cuda()
+
+    def call():
+        Torch.cuda.peak = 1789
+        return ()
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    assert bench.watched("torch", bench.Case(8), bench.Run(call, lambda result: None)) == ((), 789)
+
+
+def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
+    out, names = tmp_path / "rows.jsonl", ["memeff", "jax.nn"]
+    arguments = ["--decode", "--rounds", "1", "--implementation", *names, "--json", str(out)]
+    text = run(capsys, *TINY, *arguments)
+    assert "T=1 B=2 N=4 K=2 H=8 float32" in text and "| key and value B/s |" in text
+    rows = lines(out)
+    assert [(row["query_length"], row["mask"], row["mode"]) for row in rows] == [(1, "causal", "forward")] * 2
+    for row in rows:
+        assert row["flops_per_second"] == pytest.approx(4 * 2 * 4 * 96 * 8 / row["seconds"])
+        assert row["bytes_per_second"] == pytest.approx(2 * 2 * 96 * 2 * 8 * 4 / row["seconds"])
+        assert row["error"] < 1e-5  # against all 96 keys
+
+
+def test_fewer_queries_than_keys_are_the_last():
+    case = bench.Case(40, heads=2, kv_heads=2, head_dim=8, mode="gradient", query_length=7)
+    rows = {row["implementation"]: row for row in bench.speed_table([case], ["memeff", "reference", "jax.nn"], rounds=1)}
+    assert rows["memeff"]["error"] < 1e-5 and rows["reference"]["error"] < 1e-5
+    assert rows["jax.nn"]["note"] == "its causal queries are the first, and these are the last"
+    full = dataclasses.replace(case, mask="full")
+    assert all(row["error"] < 1e-5 for row in bench.speed_table([full], ["memeff", "jax.nn"], rounds=1))
+
+
+def test_names_tell_chunk_and_memory(monkeypatch):
+    told = []
+    monkeypatch.setattr(bench.memeff, "dot_product_attention", lambda **options: told.append(options))
+    for name in ("memeff", "memeff:64", "memeff@512MiB", "memeff:64@1.5GiB", "memeff@1000000"):
+        bench.attention(name)()
+    assert told == [
+        {"chunk_size": None},
+        {"chunk_size": 64},
+        {"chunk_size": None, "memory_limit": "512MiB"},
+        {"chunk_size": 64, "memory_limit": "1.5GiB"},
+        {"chunk_size": None, "memory_limit": 1000000},
+    ]
+
+
+def test_a_memory_limit_is_kept_or_refused_in_a_note():
+    rows = bench.memory_table([1024], [bench.Case(0)], ["memeff", "memeff@8MiB", "memeff@1kB"])
+    assert rows[1]["temp_bytes"] <= 2**23 < rows[0]["temp_bytes"] and rows[2]["temp_bytes"] is None
+    assert rows[2]["note"].startswith("memory_limit=") and rows[2]["note"] in bench.memory_markdown(rows)
+
+
+def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
+    out = tmp_path / "rows.jsonl"
+
+    def broken(cases, names, rounds):
+        yield bench.describe("memeff", cases[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "speed_table", broken)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*TINY, "--json", str(out)])
+    assert [row["length"] for row in lines(out)] == [96]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +254,8 @@ def test_every_implementation_that_is_installed_agrees():
         (["--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3."),
         (["--implementation", "flash"], "implementation 'flash' is not known: use memeff[:CHUNK]"),
         (["--implementation", "memeff:fast"], "implementation 'memeff:fast' is not known"),
+        (["--implementation", "jax.nn@1GiB"], "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK][@MEMORY]"),
+        (["--query-length", "2k", "--length", "4k", "1k"], "--query-length 2048 must be at most --length 1024."),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
     ],
 )

@@ -147,7 +147,8 @@ def test_enough_wrong_calls():
     assert len(WRONG) >= 40
     named = {name for kwargs, *_ in WRONG for name in kwargs}
     cannot_be_wrong = {"return_residual", "force_fp32_for_softmax"}
-    assert named | cannot_be_wrong == set(inspect.signature(dot_product_attention).parameters)
+    in_test_plan = {"memory_limit"}
+    assert named | cannot_be_wrong | in_test_plan == set(inspect.signature(dot_product_attention).parameters)
 
 
 @pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout"])
@@ -338,6 +339,7 @@ AGAINST = {
 ELSEWHERE = {  # changes no number; the test that shows what it does
     "return_residual": "test_keywords_that_change_no_number",
     "chunk_size": "test_keywords_that_change_no_number",
+    "memory_limit": "test_plan.py",
     "precision": "test_keywords_that_change_no_number",
     "implementation": "test_keywords_that_change_no_number",
     "deterministic": "test_keywords_that_change_no_number",

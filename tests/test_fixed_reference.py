@@ -88,7 +88,7 @@ def test_fixed_reference_is_exact(dtype, causal):
     with_fixed, without, stands = both(p, Operands(*draw("ordinary", dtype)), dout, dlse)
     for name in (*NEAR, *FAR):
         q, k, v = draw(name, dtype)
-        assert xla._reference_serves(p, Operands(q, k, v))
+        assert xla.reference_serves(p, Operands(q, k, v))
         fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (with_fixed, without))
         ok = stands(Operands(q, k, v)).all()
         if name in FAR:
@@ -169,8 +169,8 @@ def test_fixed_reference_is_as_the_online_form(mask):
 def test_fixed_reference_serves_plain_calls_only():
     q, k, v = draw("ordinary", jnp.float32)
     plain, p = Operands(q, k, v), problem(True)
-    assert xla._reference_serves(p, plain)
-    assert not xla._reference_serves(dataclasses.replace(p, fixed_chunk_size=None), plain)
+    assert xla.reference_serves(p, plain)
+    assert not xla.reference_serves(dataclasses.replace(p, fixed_chunk_size=None), plain)
     ids, n = jnp.zeros((B, T), jnp.int32), jnp.full((B,), 5, jnp.int32)
     for refused in (
         plain._replace(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, S)))),
@@ -183,9 +183,9 @@ def test_fixed_reference_serves_plain_calls_only():
         plain._replace(q_segments=ids, kv_segments=jnp.zeros((B, S), jnp.int32)),
         Operands(*(x.astype(jnp.float16) for x in plain[:3])),
     ):
-        assert not xla._reference_serves(p, refused), refused
-    assert not xla._reference_serves(dataclasses.replace(p, soft_cap=3.0), plain)
-    assert not xla._reference_serves(dataclasses.replace(p, q_offset=-1), plain)  # row 0 sees nothing
+        assert not xla.reference_serves(p, refused), refused
+    assert not xla.reference_serves(dataclasses.replace(p, soft_cap=3.0), plain)
+    assert not xla.reference_serves(dataclasses.replace(p, q_offset=-1), plain)  # row 0 sees nothing
 
 
 def test_hidden_keys_change_no_reference():

@@ -1,0 +1,179 @@
+"""What a call holds at its highest point beyond inputs and outputs, told from shapes. Hides how XLA lays out its buffers.
+
+A call goes through phases: the forward's walk, its division, the backward's walk, and the end, where sums take the layout
+and dtype of the gradients; the highest counts. Live in it are what is as long as the sequence (sums in float32, rows, the
+saved out), what is as large as a tile of logits, and slices of operands. XLA:CPU lends the memory of outputs that are not
+yet written, one buffer each. How many tiles are live was read from what XLA reports (`memory_analysis`) of some 700
+compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an H200; tests/test_plan.py holds the figures to it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memeff import xla
+from memeff.problem import Operands, Problem, accumulator_dtype
+
+MARGIN = 1.2  # what is told times this stays below a limit: small tiles are told less well than long sequences
+JAX = tuple(map(int, jax.__version__.split(".")[:2]))
+
+
+class Sizes(NamedTuple):
+    """Elements of whole arrays, of a tile, and of a tile's slices; bytes of an element."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+    row: int  # B N T
+    bias: int
+    logits: int  # of a tile, all its heads
+    shared: int  # of a tile, one head
+    slices: tuple[int, int, int, int]  # query, key, value, out
+    wide: int  # bytes where sums are gathered
+    narrow: int  # and of an operand
+
+    @staticmethod
+    def of(problem: Problem, operands: Operands) -> "Sizes":
+        (B, T, K, G, H), (_, S, _, D), (t, c) = operands.query.shape, operands.value.shape, problem.chunk_size
+        b, k = problem.block or (B, K)
+        bias = operands.terms.bias
+        return Sizes(
+            *(B * K * G * T * H, B * S * K * H, B * S * K * D, B * K * G * T * D, B * K * G * T),
+            bias=0 if bias is None else math.prod(bias.shape),
+            logits=b * k * G * t * c,
+            shared=t * c,
+            slices=(b * k * G * t * H, b * k * c * H, b * k * c * D, b * k * G * t * D),
+            wide=jnp.dtype(accumulator_dtype(operands)).itemsize,
+            narrow=operands.query.dtype.itemsize,
+        )
+
+
+def temp_bytes(problem: Problem, operands: Operands, platform: str) -> tuple[int, int]:
+    """Of the chunked path: of a forward for inference, and of forward and gradient in one call."""
+    find = _on_cpu if platform == "cpu" else _on_gpu
+    forward, gradient = find(problem, operands, xla.reference_serves(problem, operands))
+    return math.ceil(forward), math.ceil(gradient)
+
+
+def plain_bytes(operands: Operands, platform: str) -> tuple[int, int]:
+    """About what plain attention (`jax.nn`'s XLA path) holds: logits, probabilities, in a gradient their cotangents."""
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    half = operands.query.dtype.itemsize == 2
+    forward, gradient = (6, 10) if half and platform != "cpu" else (8, 12.5)
+    return B * K * G * T * S * forward, math.ceil(B * K * G * T * S * gradient)
+
+
+def held_bytes(operands: Operands) -> int:
+    """Of inputs and outputs of forward and gradient."""
+    with_gradient = jax.tree.leaves((operands.query, operands.key, operands.value, operands.terms))
+    (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
+    out = B * T * K * G * D * operands.query.dtype.itemsize  # and its cotangent
+    return 2 * out + sum(math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(operands), *with_gradient))
+
+
+def _masked(problem: Problem, operands: Operands) -> bool:
+    """Does some tile need a mask?"""
+    T, S, (t, c) = operands.query.shape[1], operands.key.shape[1], problem.chunk_size
+    arrays = (
+        operands.mask,
+        operands.q_segments,
+        operands.terms.bias,
+        operands.q_lengths,
+        operands.kv_lengths,
+        operands.q_offset,
+    )
+    return problem.windowed or T % t != 0 or S % c != 0 or any(x is not None for x in arrays)
+
+
+# ---- CPU: XLA lends the memory of outputs that are not yet written, to one buffer each
+
+
+def _left(buffers: Iterable[float], outputs: Sequence[float]) -> float:
+    """What of `buffers` finds no output to lend it memory, the largest first."""
+    outputs, left = sorted(outputs), 0.0
+    for size in sorted(buffers, reverse=True):
+        host = next((x for x in outputs if x >= size), None)
+        if host is None:
+            left += size
+        else:
+            outputs.remove(host)
+    return left
+
+
+def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
+    z, masked, terms = Sizes.of(problem, operands), _masked(problem, operands), operands.terms
+    old, half, exact = JAX < (0, 11), operands.query.dtype == jnp.float16, z.wide == z.narrow
+    logits, o, saved, row = z.logits * z.wide, z.o * z.wide, z.o * z.narrow, z.row * z.wide
+    sums, outputs = ([size * n for size in (z.q, z.k, z.v, z.bias)] for n in (z.wide, z.narrow))
+    query, key, value, dout = (size * z.narrow for size in z.slices)
+    shared = [z.shared * z.wide] * 10 if problem.dropout is not None and problem.dropout.shared else []
+    each = problem.dropout is not None and (not shared or z.shared == z.logits)
+    held = old and operands.query.dtype == jnp.bfloat16  # operands in float32, whole
+
+    def tiles(count: float) -> list[float]:
+        return [logits] * int(count) + [logits * (count % 1)]
+
+    alone = saved < logits
+    count = 11 if each else 2 + alone * half / 2 if exact or masked or alone else 1.5
+    spare = logits * (1 + 2 * masked) / 8 * fixed
+    slices = max([query, key], [value, z.slices[3] * z.wide, spare], key=sum)
+    forward_tile = [*tiles(count), *slices, *shared, z.shared * masked]
+    rows = [row] * (3 if fixed else 2)
+    whole = held * (sum(sums) - sums[2] * (z.k < z.q))
+    forward = o + sum(rows) + whole + _left(forward_tile, [saved])
+
+    alone = max(outputs) < logits
+    if each:
+        count = 16 if exact else 14 + 3 * alone
+    elif exact:
+        count = (3 if fixed else 2.5) if old else 2 + alone
+    elif half:
+        count = 3 + alone + masked * alone / 2
+    else:
+        count = 2.5 + masked / 2 + alone
+    scalars = terms.scale is not None or terms.soft_cap is not None
+    count += (1 + alone) * scalars + (1 + old * exact / 2) * (terms.bias is not None)
+    backward_tile = [*tiles(count), query, key, value, dout, *shared]
+    if held:
+        end = sums[0] - sums[1] * (z.k < z.q)
+        return forward, 2 * sum(sums) + 2 * o + 3 * row + max(end, (sum(backward_tile) - logits) * alone)
+    division = [o] * (2 + half * (1 + old)) + [sums[1]] * (old and half)
+    phases = [
+        _left([o, *rows, *forward_tile], outputs),
+        _left([*division, *rows], outputs),
+        _left([saved, *sums, *[row] * 3, *backward_tile], outputs if z.k <= z.q else []),
+    ]
+    if not exact:
+        phases.append(sum(sums) + sum(sums[:3]) * (old and half))
+    elif z.slices[0] == z.slices[3] and z.k <= z.q:
+        phases.append(sums[0] + min(sums[1:3]))
+    else:
+        phases.append(sum(sums[:3]))
+    if exact and old:  # the sums' zeros are made before their time
+        one_head = z.row == math.prod(operands.query.shape[:2])
+        phases.append(
+            o + sum(rows) + sum(set(sums[:3])) + sum(forward_tile) * (one_head or any(x is not None for x in terms))
+        )
+    return forward, max(phases)
+
+
+# ---- GPU
+
+
+def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
+    z = Sizes.of(problem, operands)
+    exact = z.wide == z.narrow
+    logits = z.logits * z.wide
+    slices = sum(z.slices) * z.narrow
+    forward = logits * (2 if exact else 1.5)
+    if fixed and problem.fixed_chunk_size:
+        forward *= math.prod(problem.fixed_chunk_size) / math.prod(problem.chunk_size)
+    sums = sum(size * z.wide for size in (z.q, z.k, z.v, z.bias))
+    return (
+        z.o * z.wide + 3 * z.row * z.wide + forward + slices,
+        z.o * z.narrow + sums + 3 * z.row * z.wide + logits * (4 if exact else 3) + slices,
+    )

@@ -113,21 +113,28 @@ class Tiles(NamedTuple):
     """What `Problem` says of the walk, under the same names."""
 
     chunk_size: tuple[int, int]
-    fixed_chunk_size: tuple[int, int] | None
-    block: tuple[int, int] | None
+    fixed_chunk_size: tuple[int, int] | None = None
+    block: tuple[int, int] | None = None
+    halves_chunk_size: tuple[int, int] | None = None
+    joined: int = 0
 
 
-# On GPUs each step costs launches, so tiles are large: these rows and columns were fastest (H200, 2 x 8192 x 16 x 128,
-# bfloat16, 512 to 4096 a side) of a tile in general and of a forward tile with a fixed reference, of as many heads as make
-# 2^26 logits.
-GPU_TILES, GPU_LOGITS = ((2048, 1024), (2048, 2048)), 2**26
+# On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large: 2^27 logits of all heads
+# where they leave a product in 16 bits, half of that in general (H200, bfloat16, H = 128; 2^26 took 7 % longer and 30 % less
+# memory). Without a window a forward tile is wide and a backward tile high; under one they have an eighth of the keys, which
+# wastes less on a stair, and whole ones are joined (2 x 8192: sides of 1024 and 2048 alike; 8 x 2048: 1024 10 % better than
+# 512).
+GPU_LOGITS = 2**27
+GPU_TILE = (2048, 1024)
+GPU_LONG = 8192
+GPU_SIDES = (1024, 2048)
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
 # 8 and 32 heads of 64 and 128, K = 1, 2, 8; forward and gradient; a side of 256 to 2048, 2^18 to 2^23 logits).
 CPU_LOGITS = 2**20
 CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
 LEAST_SIDE = 64  # smaller tiles save nothing beside what is as long as the sequence
-HALVINGS = 15  # down to that
+HALVINGS = 16  # down to that
 
 
 def choose_tiles(
@@ -168,35 +175,46 @@ def tile_sizes(
     """
     B, T, S, K, G = shape.B, shape.T, shape.S, shape.K, max(1, shape.G)
     in_blocks = _platform.get() is not None or not may_be_sharded()
+    known = all(isinstance(n, int) for n in (B, T, S))
 
-    def fit(sides: tuple[int, int], logits: int) -> tuple[int, int]:
-        """Fewer rows for the heads of a group, then fewer of both until one head has no more than `logits`."""
+    def shrunk(sides: tuple[int, int], logits: int) -> tuple[int, int]:
         rows, cols = sides
-        rows = min(rows, max(128, logits // (G * (min(cols, S) if isinstance(S, int) else cols))))
         while rows * cols > logits and max(rows, cols) > LEAST_SIDE:
             rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
-        sizes = zip((requested[0] or rows, requested[1] or cols), (T, S), strict=True)
+        return rows, cols
+
+    def fit(sides: tuple[int, int]) -> tuple[int, int]:
+        sizes = zip((requested[0] or sides[0], requested[1] or sides[1]), (T, S), strict=True)
         t, c = (max(1, min(size, n)) if isinstance(n, int) else size for size, n in sizes)
         return t, c  # a symbolic length (jax.export) may be shorter: xla.py pads it
 
     match platform():
         case "gpu":
-            general, fixed, logits = *GPU_TILES, GPU_LOGITS
+            logits = max(LEAST_SIDE**2, (GPU_LOGITS >> halvings) // max(1, B * K * G)) if known else math.prod(GPU_TILE)
+            general = fit(shrunk(GPU_TILE, logits // 2) if known else GPU_TILE)
+            if requested != (None, None) or not known:
+                return Tiles(general, fixed_chunk_size=general, halves_chunk_size=general)
+            if windowed:
+                low, high = GPU_SIDES
+                side, _ = shrunk((min(max(S // 8 // 128 * 128, low), high),) * 2, logits)
+                return Tiles(general, fit((side, side)), None, fit((side, side)), joined=logits)
+            long, across = min(S, GPU_LONG), 2048
+            while long * across > logits and (long, across) != (LEAST_SIDE, LEAST_SIDE):
+                long, across = (long, across // 2) if across > 256 or long <= 1024 else (long // 2, across)
+            return Tiles(general, fit((across, long)), None, fit((long, across)))
         case "cpu" if in_blocks:
-            general, logits = CPU_SIDES["windowed" if windowed else "full"], CPU_LOGITS
-            fixed = general if dtype == jnp.float32 else None
-        case _:
-            general, fixed, logits, in_blocks = (512, 512), None, 0, False
-    if not in_blocks:  # a tile has all heads
-        logits = G * math.prod(general)
-    logits >>= halvings
-    t, c = fit(general, logits)
-    block = None
-    if in_blocks and isinstance(B, int) and B * K > 0:
-        heads = max(1, logits // (G * t * c))
-        k = _divisor(K, heads)
-        block = _divisor(B, heads // K) if k == K else 1, k
-    return Tiles((t, c), fit(fixed, logits * math.prod(fixed) // math.prod(general)) if fixed else None, block)
+            rows, cols = CPU_SIDES["windowed" if windowed else "full"]
+            logits = CPU_LOGITS >> halvings
+            if known:  # fewer rows for the many heads of a group
+                rows = min(rows, max(128, logits // (G * max(1, min(cols, S)))))
+            t, c = tile = fit(shrunk((rows, cols), logits))
+            block = None
+            if isinstance(B, int) and B * K > 0:
+                heads = max(1, logits // (G * t * c))
+                k = _divisor(K, heads)
+                block = _divisor(B, heads // K) if k == K else 1, k
+            return Tiles(tile, tile if dtype == jnp.float32 else None, block)
+    return Tiles(fit(shrunk((512, 512), 512 * 512 >> halvings)))
 
 
 def _divisor(n: int, limit: int) -> int:

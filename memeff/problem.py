@@ -37,6 +37,8 @@ class Problem:
     precision: lax.PrecisionLike = None
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
+    halves_chunk_size: tuple[int, int] | None = None  # and for a backward in float16 (GPU); None: without
+    joined: int = 0  # of the last two, whole tiles are joined up to so many logits of a head; 0: never
     block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
 
     @property

@@ -15,6 +15,7 @@ a word); what it has in common with its neighbour gets position -1, which `visib
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -49,17 +50,26 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
 def how(problem: Problem, operands: Operands) -> str:
     """The walk in words."""
     fixed = reference_serves(problem, operands)
-    general = problem.chunk_size
-    sizes = dict.fromkeys([problem.fixed_chunk_size, general] if fixed and problem.fixed_chunk_size else [general])
-    told = []
-    for name, (t, c) in zip(("", "in the gradient "), sizes, strict=False):
-        visited, total = count_tiles(dataclasses.replace(problem, chunk_size=(t, c)), operands)
-        those = "visited between bounds that are found as it runs" if visited is None else f"{visited} of {total} visited"
-        told.append(f"{name}tiles of {t} x {c} logits, {those}")
+    walks = {"": problem.fixed_chunk_size if fixed else None, "in the gradient ": None}
+    if _wants_halves(problem, operands):
+        walks["in the gradient "] = problem.halves_chunk_size
+    told = {}
+    for along, (name, special) in zip((1, 0), walks.items(), strict=True):
+        t, c = special or problem.chunk_size
+        this = dataclasses.replace(problem, chunk_size=(t, c))
+        visited, total = count_tiles(this, operands)
+        those = f"tiles of {t} x {c} logits, visited between bounds that are found as it runs"
+        if visited is not None:
+            those = f"tiles of {t} x {c} logits, {visited} of {total} visited"
+            sizes = [size[1:] for size, _ in _pieces(this, operands, along if special else None)]
+            rows, cols = max(sizes, key=math.prod, default=(t, c))
+            those += f", joined to {rows} x {cols}" if rows * cols > t * c else ""
+        told.setdefault(those, name)
     B, _, K, G, _ = operands.query.shape
     b, k = problem.block or (B, K)
     form = "a fixed row reference, checked" if fixed else "a running maximum"
-    return f"{'; '.join(told)}; {b * k * G} of {B * K * G} heads at a time; softmax with {form}"
+    walk = "; ".join(name + those for those, name in told.items())
+    return f"{walk}; {b * k * G} of {B * K * G} heads at a time; softmax with {form}"
 
 
 def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
@@ -70,7 +80,7 @@ def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tupl
     if not reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
     rows = _fixed(problem, operands, keep_lse)
-    stands = _stands(rows)
+    stands = _stands(rows) & ~_sees_bad_value(problem, operands)
 
     def again(state):
         return state[0] | True, _online(problem, operands, state[1], stands)
@@ -125,26 +135,45 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
 
 def _fixed(problem: Problem, operands: Operands, keep_lse: bool) -> Rows:
     """(3) with m fixed beforehand: what no logit of the row can exceed by 69 nats. So exp can go into the epilogue of (1),
-    and nothing is rescaled.
+    and nothing is rescaled. Rows that see a value that is not finite are wrong.
     """
     assert problem.fixed_chunk_size is not None
     problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
-    o, l = _empty(operands)
+    D, dtype = operands.value.shape[-1], operands.value.dtype
     m = _reference(problem, operands)
+    with_ones = problem.halves_chunk_size is not None and not keep_lse  # the sum of p from p [v 1]: no pass over p
+    if with_ones:
+        operands = operands._replace(value=jnp.pad(operands.value, [(0, 0)] * 3 + [(0, 8)], constant_values=1))
+    o, l = _empty(operands)
 
     def step(carry, tile):
         _, s, _ = _logits(problem, tile, apart=keep_lse)
         p = jnp.exp(s - tile.rows[0][..., None])
         if keep_lse:
-            rounded = _round(p, operands.value.dtype)
+            rounded = _round(p, dtype)
         else:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
-            p = rounded = p.astype(operands.value.dtype)
-        values = _values(problem, operands, tile, rounded, o.dtype)
-        part = p.sum(-1, dtype=l.dtype), rounded.sum(-1, dtype=l.dtype), values
+            p = rounded = p.astype(dtype)
+        v = _finite(tile.here.value, tile.keep is not None)
+        part = [_dot("bkgtc,bkcd->bkgtd", rounded, v, problem, o.dtype)]
+        part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, rounded)]
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
+    start = (o,) if with_ones else (o, l, l)
+    o, *sums = _visit(problem, operands, (m,), step, start, beside=not keep_lse, along=1)
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
-    return Rows(m, *_visit(problem, operands, (m,), step, (l, l, o), beside=not keep_lse))
+    l, weight = sums or (o[..., D],) * 2
+    return Rows(m, l, weight, o[..., :D])
+
+
+def _sees_bad_value(problem: Problem, operands: Operands) -> Array:
+    """Which rows, B K 1 T|1, see a value that is not finite; a tile of plain logits knows only the window."""
+    bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    lo, hi, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    before = jnp.pad(jnp.cumsum(bad, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    lo, hi = np.zeros(1, int) if lo is None else np.clip(lo, 0, S), np.full(1, S) if hi is None else np.clip(hi, 0, S)
+    seen = jnp.take(before, hi, axis=1) - jnp.take(before, lo, axis=1)  # b t|1 k
+    return (seen > 0).swapaxes(1, 2)[:, :, None]
 
 
 def _round(x: Array, dtype) -> Array:
@@ -154,7 +183,7 @@ def _round(x: Array, dtype) -> Array:
 
 def reference_serves(problem: Problem, operands: Operands) -> bool:
     """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
-    extras = (problem.soft_cap, *operands.terms, operands.mask, operands.q_segments)
+    extras = (problem.soft_cap, problem.dropout, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
     wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
@@ -167,19 +196,22 @@ def reference_serves(problem: Problem, operands: Operands) -> bool:
 
 
 def _reference(problem: Problem, operands: Operands) -> Array:
-    """m [B, K, G, T]: |logit| <= scale |q_i| max_j |k_j| (Cauchy-Schwarz), less 69 nats, so that p stays below 2^100.
+    """m [B, K, G, T]: |logit| <= scale |q_i| max_j |k_j| (Cauchy-Schwarz), less 69 nats, so that p stays below 2^100."""
+    q, k = (jnp.sqrt(jnp.square(x.astype(accumulator_dtype(operands))).sum(-1)) for x in operands[:2])
+    return jnp.maximum(abs(problem.scale) * q.transpose(0, 2, 3, 1) * _largest_seen(problem, operands, k) - 69.0, 0)
 
-    The keys are those from the first that any row sees to the last that this row sees: a hidden one changes no bit.
+
+def _largest_seen(problem: Problem, operands: Operands, x: Array) -> Array:
+    """The largest x [B, S, K] of the keys from the first that any row sees to the last that this row sees, B K 1 T|1.
+
+    So a hidden key changes no bit.
     """
-    dtype = accumulator_dtype(operands)
     T, S = operands.query.shape[1], operands.key.shape[1]
     start, end, _, _ = tile_range(problem, problem.q_offset, np.arange(T), np.arange(T))
     start = 0 if start is None else int(np.clip(start[0], 0, S - 1))
-    q, k = (jnp.sqrt(jnp.square(x.astype(dtype)).sum(-1)) for x in (operands.query, operands.key[:, start:]))
-    k = lax.cummax(k, axis=1)
-    k = k[:, -1:] if end is None else jnp.take(k, np.clip(end, start + 1, S) - 1 - start, axis=1)  # b t|1 k
-    bound = abs(problem.scale) * q.transpose(0, 2, 3, 1) * k.swapaxes(1, 2)[:, :, None]
-    return jnp.maximum(bound - 69.0, 0)
+    x = lax.cummax(x[:, start:], axis=1)
+    x = x[:, -1:] if end is None else jnp.take(x, np.clip(end, start + 1, S) - 1 - start, axis=1)
+    return x.swapaxes(1, 2)[:, :, None]
 
 
 def _stands(rows: Rows) -> Array:
@@ -225,6 +257,57 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
     out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse
+    walk = functools.partial(_walk_back, problem, operands, lse, delta, dout)
+    if not (halves := _halves(problem, operands, delta, dout)):
+        return walk(None)
+    return lax.cond(_everywhere(halves.serve), lambda: walk(halves), lambda: walk(None))
+
+
+class Halves(NamedTuple):
+    """What (5) and (6) are scaled by, powers of two, where they leave the epilogues of their products in float16."""
+
+    dout: Array  # B T K G D, scaled by `column` so that its largest entry is below 2^16
+    column: Array  # B K D
+    row: Array  # B K G T, such that (dp - delta) * row is below 2^16
+    serve: Array  # which rows, or keys, are large enough for float16's exponents
+
+    P = 2.0**15  # scales p
+
+
+def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Halves | None:
+    """11 bits, three more than bfloat16 has, are kept of what is up to 2^29 times smaller than its bound. So float16 serves
+    if no row of dout is smaller than that beside others, and no value 2^18 times smaller than another.
+    """
+    if not _wants_halves(problem, operands):
+        return None
+    size, v = (abs(x.astype(delta.dtype)) for x in (dout, operands.value))
+    v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
+    largest = size.sum(-1).transpose(0, 2, 3, 1) * _largest_seen(problem, operands, v)
+    row = _power_of_two(2.0**15 / (largest + abs(delta)))
+    column = _power_of_two(2.0**15 / size.max((1, 3), where=jnp.isfinite(size), initial=0))
+    half = (dout.astype(delta.dtype) * column[:, None, :, None]).astype(jnp.float16)
+    rows = ~(abs(half).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
+    v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
+    keys = (v >= v.max(1, keepdims=True) * 2.0**-18) | (v == 0)
+    return Halves(half, column, row, jnp.concatenate([rows.all((1, 3)), keys.all(1)]))
+
+
+def _wants_halves(problem: Problem, operands: Operands) -> bool:
+    """On GPUs, in bfloat16, with plain logits."""
+    wanted = problem.halves_chunk_size is not None and operands.query.dtype == jnp.bfloat16
+    return wanted and reference_serves(problem, operands)
+
+
+def _walk_back(
+    problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, halves: Halves | None
+) -> Gradients:
+    dtype, rows, like_query = delta.dtype, (*lse, delta), (dout,)
+    if halves:
+        assert problem.halves_chunk_size is not None
+        problem = dataclasses.replace(problem, chunk_size=problem.halves_chunk_size)
+        rows, like_query = (*rows, halves.row), (dout, halves.dout)
     # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
     zeros = Gradients(
@@ -236,17 +319,26 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
 
     def step(grads, tile):
         q, k, v = tile.here[:3]
-        (high, low, delta), (do,) = tile.rows, tile.wide
+        (high, low, delta, *row), (do, *half) = tile.rows, tile.wide
         masked = tile.keep is not None
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        _, s, pull = _logits(problem, tile)
+        _, s, pull = _logits(problem, tile, apart=not halves)
         p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
-        dropped = _drop(problem, operands, tile, p).astype(v.dtype)
-        dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
-        dp = lax.optimization_barrier(_dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype))
-        dp = _drop(problem, operands, tile, dp)
-        draw, dterms = pull(p * (dp - delta[..., None]))  # (6)
+        dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
+        if halves:
+            up = row[0][..., None]
+            scaled = p * Halves.P, (dp - delta[..., None]) * up
+            p, dp = lax.optimization_barrier(tuple(x.astype(jnp.float16) for x in scaled))
+            ds = p.astype(dtype) * (dp.astype(dtype) / (up * Halves.P))
+            column = part_of(halves.column, {0: (tile.first[0], q.shape[0]), 1: (tile.first[1], q.shape[1])})
+            dv = _dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value) / (column * Halves.P)[..., None]
+        else:
+            dropped = _drop(problem, operands, tile, p).astype(v.dtype)
+            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
+            ds = p * (dp - delta[..., None])
+            dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
+        draw, dterms = pull(ds)  # (6)
         draw = draw.astype(q.dtype)
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
@@ -257,8 +349,14 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
             _add_terms(grads.terms, dterms, tile),
         )
 
-    query, key, value, terms = _visit(problem, operands, (*lse, delta), step, zeros, like_query=(dout,))
+    large = {"beside": True, "along": 0} if halves else {}
+    query, key, value, terms = _visit(problem, operands, rows, step, zeros, like_query, **large)
     return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
+
+
+def _power_of_two(x: Array) -> Array:
+    """The largest at most x > 0; 1 where that is not finite."""
+    return jnp.where(jnp.isfinite(x), jnp.ldexp(jnp.ones_like(x), jnp.clip(jnp.frexp(x)[1] - 1, -100, 100)), 1)
 
 
 class Tile(NamedTuple):
@@ -273,16 +371,24 @@ class Tile(NamedTuple):
 
 
 def _tile(
-    problem: Problem, operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], masked: bool, first, i, j
+    operands: Operands,
+    flat: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    lengths: tuple[int, int],
+    problem: Problem,
+    masked: bool,
+    first,
+    i,
+    j,
 ) -> Tile:
-    """Slices of everything for query tile `i` and key tile `j` of the block that begins with batch entry and key head
+    """Slices of everything for the tile at query `i` and key `j` of the block that begins with batch entry and key head
     `first`; `flat` are B T N ..., the query first, `rows` B K G T. Mask and bias are B|1 N|1 T|1 S|1.
     """
     t, c = problem.chunk_size
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    B, _, K, G, _ = operands.query.shape
     b, k = problem.block or (B, K)
-    row, at_rows = _positions(i, t, T)
-    col, at_cols = _positions(j, c, S)
+    row, at_rows = _positions(i, t, lengths[0])
+    col, at_cols = _positions(j, c, lengths[1])
     batch, heads = (first[0], b), (first[1], k)
 
     def spread(x):
@@ -311,9 +417,9 @@ def _tile(
     return Tile(here, narrow, tuple(wide), (at_rows, at_cols), keep, first, row, col)
 
 
-def _positions(i, size: int, total: int):
-    """Where tile `i` starts, and its positions, -1 where tile `i - 1` has them already."""
-    first = jnp.int32(i) * size
+def _positions(first, size: int, total: int):
+    """Where the tile at `first` starts, so that it fits, and its positions, -1 where the tile before has them already."""
+    first = jnp.int32(first)
     start = jnp.minimum(first, total - size)
     at = start + lax.iota(jnp.int32, size)
     return start, jnp.where(at >= first, at, -1)
@@ -463,12 +569,14 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 # ---- the walk
 
 
-def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), beside=False):
+def _visit(
+    problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), beside=False, along=None
+):
     """Fold `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
 
     What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. `beside`: what a step puts beside a
     product (`rows`, who sees whom) is made in the step before. XLA:GPU fuses what follows a product into it only if its
-    other inputs are parameters of the loop, not slices.
+    other inputs are parameters of the loop, not slices. `along`: whether large tiles are rather high (0) or wide (1).
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return carry  # nothing to see, or nobody to see it
@@ -476,19 +584,21 @@ def _visit(problem: Problem, operands: Operands, rows: tuple[Array, ...], step, 
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
     mask, bias = (None if x is None else lax.collapse(x, 1, 3) for x in (operands.mask, operands.terms.bias))
     with_flat = operands._replace(mask=mask, terms=operands.terms._replace(bias=bias))
-    fetch = functools.partial(_tile, problem, with_flat, flat, rows)
-    pairs = () if _bounded(operands) else tiles(problem, operands)
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    pieces = () if _bounded(operands) else _pieces(problem, operands, along)
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
 
     def block(n, carry):
         first = (0, 0) if (b, k) == (B, K) else (n // (K // k) * b, n % (K // k) * k)
         if _bounded(operands):
-            at = lambda carry, i, j: step(carry, fetch(True, first, i, j))
+            at = lambda carry, i, j: step(carry, _tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
             return _visit_bounded(problem, _block(operands, first[0], b), at, carry)
-        for listed, masked in zip(pairs, (False, True), strict=True):
-            if len(listed):
-                carry = _visit_listed(functools.partial(fetch, masked, first), step, listed, carry, beside)
+        for (masked, t, c), starts in pieces:
+            this = dataclasses.replace(problem, chunk_size=(t, c))
+            here = _cut(with_flat, flat, rows, (t, c), starts) if problem.joined else (with_flat, flat, rows)
+            fetch = functools.partial(_tile, *here, lengths, this, masked, first)
+            carry = _visit_listed(fetch, step, starts, carry, beside)
         return carry
 
     if (b, k) == (B, K):
@@ -506,6 +616,20 @@ def _part(x: Array | None, cuts: dict[int, tuple[Any, int]]) -> Array | None:
     return None if x is None else part_of(x, cuts)
 
 
+def _cut(operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], size: tuple[int, int], starts: np.ndarray):
+    """What `_tile` slices, cut to the queries, or the keys, that all tiles of a list share: once, not in each step."""
+    (row, col), (same_rows, same_cols) = starts[0].tolist(), (starts == starts[0]).all(0)
+    if same_rows:
+        row = min(row, flat[0].shape[1] - size[0])
+        flat = tuple(lax.slice_in_dim(x, row, row + size[0], axis=1) for x in flat)
+        rows = tuple(lax.slice_in_dim(x, row, row + size[0], axis=3) for x in rows)
+    if same_cols:
+        col = min(col, operands.key.shape[1] - size[1])
+        key, value = (lax.slice_in_dim(x, col, col + size[1], axis=1) for x in operands[1:3])
+        operands = operands._replace(key=key, value=value)
+    return operands, flat, rows
+
+
 def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool):
     if not beside:
         return lax.scan(lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs)[0]
@@ -521,6 +645,32 @@ def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool):
 
     following = np.concatenate([pairs[1:], pairs[-1:]])
     return lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]
+
+
+def _pieces(problem: Problem, operands: Operands, along: int | None):
+    """[((masked, rows, columns), where each starts [n, 2])]: the tiles by size, masked ones last.
+
+    Where `problem.joined` allows, whole tiles that form a larger square are one (each step costs launches, and slices of
+    what it reads and adds to), cut across `along` to so many logits, and into two at least: XLA unrolls a loop of one step.
+    """
+    whole, edge = tiles(problem, operands)
+    found = []
+    if not problem.joined or along is None or not len(whole):
+        found.append(((False, *problem.chunk_size), whole * problem.chunk_size))
+    else:
+        cut, left = 1 - along, {*map(tuple, whole.tolist())}
+        for n in (2**e for e in range(int(np.log2(whole.max() + 1)), -1, -1)):
+            size = [n * side for side in problem.chunk_size]
+            squares, _ = tiles(dataclasses.replace(problem, chunk_size=tuple(size)), operands)
+            squares = [(n * i, n * j) for i, j in squares.tolist() if (n * i, n * j) in left]
+            left -= {(i + di, j + dj) for i, j in squares for di in range(n) for dj in range(n)}
+            starts = np.array(squares, int).reshape(-1, 2) * problem.chunk_size
+            while size[cut] % 256 == 0 and (size[0] * size[1] > problem.joined or len(starts) == 1):
+                size[cut] //= 2
+                starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
+            found.append(((False, *size), starts))
+    found.append(((True, *problem.chunk_size), edge * problem.chunk_size))
+    return [(size, starts.astype(np.int32)) for size, starts in found if len(starts)]
 
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -578,7 +728,7 @@ def _visit_bounded(problem: Problem, operands: Operands, step, carry):
         some = (first < end) & (i * t < q_end)  # of a batch entry; the loop spans them all
         lo = jnp.where(some, first, S).min() // c
         hi = (jnp.where(some, end, 0).max() + c - 1) // c
-        return lax.fori_loop(lo.astype(jnp.int32), hi.astype(jnp.int32), lambda j, x: step(x, i, j), carry)
+        return lax.fori_loop(lo.astype(jnp.int32), hi.astype(jnp.int32), lambda j, x: step(x, i * t, j * c), carry)
 
     n = (jnp.max(q_end, initial=0) + t - 1) // t
     return lax.fori_loop(jnp.int32(0), n.astype(jnp.int32), row, carry)

@@ -291,7 +291,7 @@ def test_plain_attention_is_told_about_right():
 def test_devices():
     on_gpu = memeff.plan(X, X, X, device="h200")
     assert on_gpu.platform == "gpu" and on_gpu.memory == 141 * 10**9
-    assert on_gpu.chunk_size == dispatch.GPU_TILES[0]
+    assert on_gpu.chunk_size == dispatch.GPU_TILE
     assert memeff.plan(X, X, X, device="gpu").memory is None
     assert "In " not in str(memeff.plan(X, X, X, device="gpu"))
     here = memeff.plan(X, X, X, device=jax.devices()[0])

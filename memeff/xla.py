@@ -663,12 +663,14 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
             size = [n * side for side in problem.chunk_size]
             squares, _ = tiles(dataclasses.replace(problem, chunk_size=tuple(size)), operands)
             squares = [(n * i, n * j) for i, j in squares.tolist() if (n * i, n * j) in left]
-            left -= {(i + di, j + dj) for i, j in squares for di in range(n) for dj in range(n)}
             starts = np.array(squares, int).reshape(-1, 2) * problem.chunk_size
-            while size[cut] % 256 == 0 and (size[0] * size[1] > problem.joined or len(starts) == 1):
+            thinnest = min(128, problem.chunk_size[cut])
+            while size[cut] % 2 == 0 and size[cut] > thinnest and (math.prod(size) > problem.joined or len(starts) == 1):
                 size[cut] //= 2
                 starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
-            found.append(((False, *size), starts))
+            if n == 1 or math.prod(size) <= problem.joined:
+                left -= {(i + di, j + dj) for i, j in squares for di in range(n) for dj in range(n)}
+                found.append(((False, *size), starts))
     found.append(((True, *problem.chunk_size), edge * problem.chunk_size))
     return [(size, starts.astype(np.int32)) for size, starts in found if len(starts)]
 

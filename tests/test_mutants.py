@@ -72,7 +72,12 @@ MUTANTS = {
         "tests/test_numbers.py::test_in_blocks[dropout_each]",
     ),
     "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
-    "dropout not in dp": (XLA, "dp = _drop(problem, operands, tile, dp)", "dp = dp + 0", "float32:dropout_each"),
+    "dropout not in dp": (
+        XLA,
+        "dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))",
+        "dp = lax.optimization_barrier(dp)",
+        "float32:dropout_each",
+    ),
     "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
     "maximum of the wrong end": (
         XLA,
@@ -87,7 +92,7 @@ MUTANTS = {
         "high = (m + jnp.log(l)).astype(jnp.bfloat16).astype(l.dtype)",
         "float32:plain",
     ),
-    "delta forgotten": (XLA, "pull(p * (dp - delta[..., None]))", "pull(p * dp)", "float32:plain"),
+    "delta forgotten": (XLA, "ds = p * (dp - delta[..., None])", "ds = p * dp", "float32:plain"),
     "dlse ignored": (XLA, "delta = delta if dlse is None else delta - dlse", "pass", "float32:plain"),
     "sign of dlse": (XLA, "else delta - dlse", "else delta + dlse", "float32:plain"),
     "dk and dv swapped": (
@@ -113,6 +118,30 @@ MUTANTS = {
         "(rows.l > 2.0**-100) & (rows.l < 2.0**125)",
         "rows.l > -1.0",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
+    ),
+    "values that are not finite are not looked for": (
+        XLA,
+        "_stands(rows) & ~_sees_bad_value(problem, operands)",
+        "_stands(rows)",
+        "tests/test_masks.py::test_nan_reaches_exactly_the_rows_that_see_it",
+    ),
+    "float16 unchecked": (
+        XLA,
+        "lax.cond(_everywhere(halves.serve), ",
+        "lax.cond(True, ",
+        "tests/test_halves.py::test_what_float16_cannot_hold_goes_the_general_way",
+    ),
+    "float16 not scaled back": (
+        XLA,
+        "/ (column * Halves.P)[..., None]",
+        "/ Halves.P",
+        "tests/test_halves.py::test_float16_in_the_middle_is_as_good_as_bfloat16_throughout[causal]",
+    ),
+    "a joined tile left out": (
+        XLA,
+        "left -= {(i + di, j + dj) for",
+        "left -= {(i + di, j + dj + 1) for",
+        "tests/test_halves.py::test_joined_tiles_cover_what_tiles_cover_once",
     ),
     "rows that stand are done again": (
         XLA,

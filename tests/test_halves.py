@@ -1,0 +1,185 @@
+"""The backward through float16 (memeff.xla, on GPUs; here forced): exact for every input, by its check; joined tiles."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import assert_as_good
+
+from memeff import xla
+from memeff.problem import Operands, Problem
+
+B, T, S, K, G, H, D = 2, 70, 90, 2, 2, 16, 11
+
+
+def draw(name: str):
+    """query [B, T, K, G, H], key [B, S, K, H], value [B, S, K, D], dout [B, K, G, T, D]; the named property planted."""
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (rng.standard_normal(s) for s in ((B, T, K, G, H), (B, S, K, H), (B, S, K, D), (B, K, G, T, D)))
+    match name:
+        case "rows of dout from 1 to 2^-20":
+            dout *= 2.0 ** -rng.integers(0, 21, (B, K, G, T, 1))
+        case "tiny dout":
+            dout *= 1e-20
+        case "huge dout":
+            dout *= 1e20
+        case "rows of dout that are 0":
+            dout[:, :, :, ::3] = 0
+        case "values from 1 to 2^-15":
+            v *= 2.0 ** -rng.integers(0, 16, (B, S, K, 1))
+        case "a value that is 0":
+            v[1, 7] = 0
+        case "logits of 10^3":
+            q, k = q * 20, k * 12
+        case "one row of dout 2^-40 beside others":  # and in causal order the only row that sees the last key
+            dout[0, :, :, -1] *= 2.0**-40
+        case "one value 10^9 beside others":
+            v[1, 3] *= 1e9
+        case "ordinary":
+            pass
+    return [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, dout)]
+
+
+FAR = ("one row of dout 2^-40 beside others", "one value 10^9 beside others")
+NEAR = (
+    *("ordinary", "rows of dout from 1 to 2^-20", "tiny dout", "huge dout", "rows of dout that are 0"),
+    *("values from 1 to 2^-15", "a value that is 0", "logits of 10^3"),
+)
+WALKS = {
+    "full": dict(),
+    "causal": dict(right=0, q_offset=S - T),
+    "causal joined": dict(right=0, q_offset=S - T, joined=4096),
+    "window": dict(left=30, right=10, q_offset=3),
+}
+
+
+def problem(walk: str, halves: bool = True) -> Problem:
+    sizes = dict(chunk_size=(24, 32), fixed_chunk_size=(16, 16), halves_chunk_size=(16, 16) if halves else None)
+    return Problem(scale=H**-0.5, **sizes, **WALKS[walk])
+
+
+@functools.cache
+def gradients(walk: str, halves: bool):
+    def run(q, k, v, dout):
+        p, operands = problem(walk, halves), Operands(q, k, v)
+        forward = xla.forward(p, operands)
+        return xla.backward(p, operands, *forward, dout, None)[:3]
+
+    return jax.jit(run)
+
+
+def serves(walk: str, q, k, v, dout) -> bool:
+    out, _ = xla.forward(problem(walk), Operands(q, k, v))
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+    halves = xla._halves(problem(walk), Operands(q, k, v), delta, dout.transpose(0, 3, 1, 2, 4))
+    assert halves is not None
+    return bool(halves.serve.all())
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_float16_in_the_middle_is_as_good_as_bfloat16_throughout(walk):
+    for name in (*NEAR, *FAR):
+        arrays = draw(name)
+        assert serves(walk, *arrays) == (name in NEAR), name
+        found, general = (gradients(walk, halves)(*arrays) for halves in (True, False))
+        q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
+        p = problem(walk)
+        call = dict(query=q.reshape(B, T, K * G, H), key=k, value=v, scale=H**-0.5, q_offset=p.q_offset)
+        call |= dict(local_window_size=(p.left, p.right))
+        flat = np.moveaxis(dout, 3, 1).reshape(B, T, K * G, D)
+        true = oracle.gradients(**call, dout=flat, dlse=np.zeros((B, T, K * G)))
+        truth = true["query"].reshape(B, T, K, G, H), true["key"], true["value"]
+        for what, x, base, exact in zip(("dq", "dk", "dv"), found, general, truth, strict=True):
+            size = max(np.abs(exact).max(), 1e-30)  # dout is scaled by up to 1e20: the law is of numbers near 1
+            assert_as_good(np.float64(x) / size, [np.float64(base) / size], exact / size, "bfloat16", f"{name}: {what}")
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("name", FAR)
+def test_what_float16_cannot_hold_goes_the_general_way(name, walk):
+    for x, y in zip(gradients(walk, True)(*draw(name)), gradients(walk, False)(*draw(name)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_check_is_needed(monkeypatch):
+    """Without it the last key, which one row sees, and that one 2^-40 as large as others, would get no gradient at all."""
+    arrays = draw(FAR[0])
+    wanted = gradients("causal", False)(*arrays)[2][0, -1]
+    assert jnp.abs(wanted).min() > 0
+    monkeypatch.setattr(xla, "_everywhere", lambda ok: True)
+    p, operands = problem("causal"), Operands(*arrays[:3])
+    unchecked = xla.backward(p, operands, *gradients_forward(p, operands), arrays[3], None).value[0, -1]
+    assert jnp.abs(unchecked).max() == 0
+
+
+def gradients_forward(p, operands):
+    return xla._divided(operands, xla._fixed(p, operands, True), xla._log_sum_exp_wide)
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["value", "dout"])
+def test_what_is_not_finite_reaches_the_same_gradients(which, what):
+    q, k, v, dout = draw("ordinary")
+    if which == "value":
+        v = v.at[1, 7, 0, 2].set(what)
+    else:
+        dout = dout.at[1, 0, 1, 20, 3].set(what)
+    found, general = (gradients("causal", halves)(q, k, v, dout) for halves in (True, False))
+    for x, y in zip(found, general, strict=True):
+        np.testing.assert_array_equal(jnp.isfinite(x), jnp.isfinite(y))
+
+
+def test_hidden_values_change_no_bit():
+    """Of keys that no row sees: not by their size, which a bound or the check could have read."""
+    q, k, v, dout = draw("ordinary")
+    p = dataclasses.replace(problem("causal"), q_offset=0)  # keys from T on are hidden
+
+    def run(v):
+        operands = Operands(q, k, v)
+        return xla.backward(p, operands, *xla.forward(p, operands), dout, None)[:3]
+
+    run = jax.jit(run)
+    for what in (1e30, np.nan, np.inf):
+        for x, y in zip(run(v), run(v.at[:, T:].set(what)), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_under_vmap_one_answer_for_the_batch():
+    arrays = [jnp.stack([a, b]) for a, b in zip(draw("ordinary"), draw(FAR[0]), strict=True)]
+    mapped = jax.jit(jax.vmap(gradients("causal", True)))
+    jaxpr = str(jax.make_jaxpr(mapped)(*arrays))
+    assert "cond[" in jaxpr
+    for n in (0, 1):
+        for x, y in zip(mapped(*arrays), gradients("causal", False)(*(x[n] for x in arrays)), strict=True):
+            np.testing.assert_allclose(np.float32(x[n]), np.float32(y), atol=0.05)
+
+
+# ---- joined tiles
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("joined", [1, 2048, 10_000, 2**30])
+@pytest.mark.parametrize("left, right, offset", [(None, 0, 0), (None, 0, 37), (40, 0, 0), (None, None, 0), (20, 200, -3)])
+def test_joined_tiles_cover_what_tiles_cover_once(left, right, offset, joined, along):
+    T, S = 700, 613
+    p = Problem(left=left, right=right, q_offset=offset, chunk_size=(32, 32), joined=joined)
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, T, 1, 1, 8), (1, S, 1, 8), (1, S, 1, 8)))
+    operands = Operands(*shapes)
+    seen = {True: np.zeros((T, S), int), False: np.zeros((T, S), int)}
+    largest = 0
+    for (masked, t, c), starts in xla._pieces(p, operands, along):
+        assert masked or max(starts[:, 0]) + t <= T and max(starts[:, 1]) + c <= S
+        for i, j in starts:
+            seen[masked][i : i + t, j : j + c] += 1
+        largest = max(largest, 0 if masked else t * c)
+    whole, edge = xla.tiles(p, operands)
+    for pairs, masked in ((whole, False), (edge, True)):
+        wanted = np.zeros((T, S), int)
+        for i, j in pairs * 32:
+            wanted[i : i + 32, j : j + 32] += 1
+        np.testing.assert_array_equal(seen[masked], wanted)
+    assert largest <= max(joined, 32 * 32)

@@ -244,7 +244,8 @@ def plan(
 ) -> planning.Plan:
     """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
 
-    Nothing is computed or allocated. Bytes are within a tenth of what XLA says of the compiled call (CPUs and NVIDIA GPUs).
+    Nothing is computed or allocated. Bytes are what XLA will report of the compiled call: on CPUs within a tenth for long
+    sequences, on GPUs mostly within a quarter.
 
     Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:
       device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`. Default: JAX's first.

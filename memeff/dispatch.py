@@ -151,7 +151,7 @@ def choose_tiles(
         problem = dataclasses.replace(problem, **tiles._asdict())
         if limit is None:
             return problem
-        need = math.ceil(memory.MARGIN * max(memory.temp_bytes(problem, operands, platform())))
+        need = math.ceil(memory.MARGIN.get(platform(), 1.5) * max(memory.temp_bytes(problem, operands, platform())))
         if need <= limit:
             return problem
         least = min(least, need)

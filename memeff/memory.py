@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from memeff import xla
 from memeff.problem import Operands, Problem, accumulator_dtype
 
-MARGIN = 1.2  # what is told times this stays below a limit: small tiles are told less well than long sequences
+# What is told times this stays below a limit: small tiles are told less well than long sequences.
+MARGIN = {"cpu": 1.2, "gpu": 1.5}
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
@@ -165,15 +166,21 @@ def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
 
 
 def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
+    """Fitted to compiled calls on the side of too much, for copies of whole operands come and go with shapes."""
     z = Sizes.of(problem, operands)
-    exact = z.wide == z.narrow
-    logits = z.logits * z.wide
-    slices = sum(z.slices) * z.narrow
-    forward = logits * (2 if exact else 1.5)
-    if fixed and problem.fixed_chunk_size:
-        forward *= math.prod(problem.fixed_chunk_size) / math.prod(problem.chunk_size)
-    sums = sum(size * z.wide for size in (z.q, z.k, z.v, z.bias))
-    return (
-        z.o * z.wide + 3 * z.row * z.wide + forward + slices,
-        z.o * z.narrow + sums + 3 * z.row * z.wide + logits * (4 if exact else 3) + slices,
-    )
+    heads, half = operands.query.shape[0] * math.prod(operands.query.shape[2:4]), z.narrow == 2
+
+    def largest(chunk_size: tuple[int, int] | None) -> int:
+        """Logits of the largest tile, all heads."""
+        joined = 0 if problem.left is not None else min(problem.joined, operands.query.shape[1] * operands.key.shape[1])
+        return heads * max(math.prod(chunk_size or (0, 0)), joined)
+
+    if fixed:
+        forward = 9 * z.q + 3 * z.k + largest(problem.fixed_chunk_size) * (2.2 if half else 8)
+    else:
+        forward = 4 * z.o + 2 * z.k + z.logits * (5.5 if half else 8) + 24 * z.slices[0]
+    logits = z.logits * (12.2 if half else 16)
+    if xla.wants_halves(problem, operands):
+        logits = max(logits, largest(problem.halves_chunk_size) * 6.4)
+    gradient = (6.5 if half else 12) * z.q + (6 if half else 8) * z.k + logits
+    return forward, max(forward, gradient + 4 * z.bias * half)

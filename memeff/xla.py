@@ -51,7 +51,7 @@ def how(problem: Problem, operands: Operands) -> str:
     """The walk in words."""
     fixed = reference_serves(problem, operands)
     walks = {"": problem.fixed_chunk_size if fixed else None, "in the gradient ": None}
-    if _wants_halves(problem, operands):
+    if wants_halves(problem, operands):
         walks["in the gradient "] = problem.halves_chunk_size
     told = {}
     for along, (name, special) in zip((1, 0), walks.items(), strict=True):
@@ -278,7 +278,7 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     """11 bits, three more than bfloat16 has, are kept of what is up to 2^29 times smaller than its bound. So float16 serves
     if no row of dout is smaller than that beside others, and no value 2^18 times smaller than another.
     """
-    if not _wants_halves(problem, operands):
+    if not wants_halves(problem, operands):
         return None
     size, v = (abs(x.astype(delta.dtype)) for x in (dout, operands.value))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
@@ -294,7 +294,7 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     return Halves(half, column, row, jnp.concatenate([rows.all((1, 3)), keys.all(1)]))
 
 
-def _wants_halves(problem: Problem, operands: Operands) -> bool:
+def wants_halves(problem: Problem, operands: Operands) -> bool:
     """On GPUs, in bfloat16, with plain logits."""
     wanted = problem.halves_chunk_size is not None and operands.query.dtype == jnp.bfloat16
     return wanted and reference_serves(problem, operands)
@@ -658,18 +658,22 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
     if not problem.joined or along is None or not len(whole):
         found.append(((False, *problem.chunk_size), whole * problem.chunk_size))
     else:
-        cut, left = 1 - along, {*map(tuple, whole.tolist())}
-        for n in (2**e for e in range(int(np.log2(whole.max() + 1)), -1, -1)):
+        cut, counts = 1 - along, whole.max(0) + 1
+        left = np.zeros(counts, bool)
+        left[tuple(whole.T)] = True
+        for n in (2**e for e in range(int(np.log2(max(counts))), -1, -1)):
             size = [n * side for side in problem.chunk_size]
             squares, _ = tiles(dataclasses.replace(problem, chunk_size=tuple(size)), operands)
-            squares = [(n * i, n * j) for i, j in squares.tolist() if (n * i, n * j) in left]
-            starts = np.array(squares, int).reshape(-1, 2) * problem.chunk_size
+            squares = squares[left[tuple(n * squares.T)]]
+            starts = squares * size
             thinnest = min(128, problem.chunk_size[cut])
             while size[cut] % 2 == 0 and size[cut] > thinnest and (math.prod(size) > problem.joined or len(starts) == 1):
                 size[cut] //= 2
                 starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
             if n == 1 or math.prod(size) <= problem.joined:
-                left -= {(i + di, j + dj) for i, j in squares for di in range(n) for dj in range(n)}
+                taken = np.zeros(-(-counts // n), bool)
+                taken[tuple(squares.T)] = True
+                left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
                 found.append(((False, *size), starts))
     found.append(((True, *problem.chunk_size), edge * problem.chunk_size))
     return [(size, starts.astype(np.int32)) for size, starts in found if len(starts)]

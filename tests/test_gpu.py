@@ -71,3 +71,26 @@ def test_fall_back_runs_on_the_gpu():
         true = memeff.dot_product_attention(q, k, v, implementation="reference")
     np.testing.assert_allclose(out, true, atol=2e-6)
     np.testing.assert_allclose(mapped, true, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("limit", [None, "256MiB"])
+def test_plan_and_limit(causal, limit):
+    """Bytes told are right to a factor of two, and a limit is kept."""
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
+    attend = functools.partial(memeff.dot_product_attention, is_causal=causal, memory_limit=limit)
+    plan = memeff.plan(x, x, x, is_causal=causal, memory_limit=limit)
+    gradient = jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)).lower(x, x, x, x)
+    for told, lowered in ((plan.forward_bytes, jax.jit(attend).lower(x, x, x)), (plan.gradient_bytes, gradient)):
+        found = lowered.compile().memory_analysis().temp_size_in_bytes
+        assert 0.5 * found <= told <= 2 * found
+        assert limit is None or found <= 256 * 2**20
+
+
+def test_what_float16_cannot_hold_goes_the_general_way():
+    """Queries whose cotangent is 2^-40 of others', and keys that only they see."""
+    q, k, v, dout = (jax.random.normal(jax.random.key(i), (1, 2048, 2, 64), jnp.bfloat16) for i in range(4))
+    small = dout.at[:, 1024:].multiply(2.0**-40)
+    pull = jax.jit(lambda dout: jax.vjp(functools.partial(memeff.dot_product_attention, is_causal=True), q, k, v)[1](dout))
+    late = [np.asarray(x[:, 1024:], np.float32) for x in (pull(small)[2], pull(dout)[2])]
+    np.testing.assert_allclose(late[0] * 2.0**40, late[1], atol=0.02 * abs(late[1]).max())

@@ -203,7 +203,8 @@ def dot_product_attention(
     )
     operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", memory_limit) or dispatch.memory_limit_of_program.value
-    problem = dispatch.choose_tiles(problem, operands, arguments.check_chunk_size(chunk_size), limit)
+    chunks = arguments.check_chunk_size(chunk_size)
+    problem = dispatch.choose_tiles(problem, operands, chunks, limit, implementation)
     module = dispatch.select_implementation(problem, operands, implementation)
     out, lse = attend(module, problem, bool(return_residual), operands)
     out = arguments.unfold(shape, out)

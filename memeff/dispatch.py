@@ -138,29 +138,39 @@ HALVINGS = 16  # down to that
 
 
 def choose_tiles(
-    problem: Problem, operands: Operands, requested: tuple[int | None, int | None], limit: int | None
+    problem: Problem,
+    operands: Operands,
+    requested: tuple[int | None, int | None] = (None, None),
+    limit: int | None = None,
+    implementation: str | None = None,
 ) -> Problem:
     """`problem` with the tiles that are fastest, or else with the largest that keep forward and gradient within `limit`."""
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     shape = Shape((B,), T, S, K * G, K, H, D)
-    if limit is not None and not (isinstance(T, int) and isinstance(S, int)):
-        raise ValueError(f"memory_limit wants lengths that are known, and here T={T}, S={S}: give chunk_size instead.")
-    least = math.inf
-    for halvings in range(HALVINGS):
+
+    def tiled(halvings: int) -> Problem:
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, halvings)
-        problem = dataclasses.replace(problem, **tiles._asdict())
-        if limit is None:
-            return problem
-        need = math.ceil(memory.MARGIN.get(platform(), 1.5) * max(memory.temp_bytes(problem, operands, platform())))
-        if need <= limit:
-            return problem
-        least = min(least, need)
-    assert limit is not None
-    t, c = problem.chunk_size
-    cure = "leave chunk_size away" if requested != (None, None) else "split the batch or the heads"
+        return dataclasses.replace(problem, **tiles._asdict())
+
+    if limit is None:
+        return tiled(0)
+    if not all(isinstance(n, int) for n in (B, T, S)):
+        raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
+    margin, plain, least = memory.MARGIN.get(platform(), 1.3), implementation == "reference", math.inf
+    for halvings in range(HALVINGS):
+        chosen = tiled(halvings)
+        told = memory.plain_bytes(operands, platform()) if plain else memory.temp_bytes(chosen, operands, platform())
+        if margin * max(told) <= limit:
+            return chosen
+        least = min(least, math.ceil(margin * max(told)))
+    how, cure = "in tiles of {} x {} logits".format(*tiled(HALVINGS).chunk_size), "split the batch or the heads"
+    if plain:
+        how, cure = "at once", "leave implementation away"
+    elif requested != (None, None):
+        cure = "leave chunk_size away"
     raise ValueError(
         f"memory_limit={limit} ({human(limit)}): forward and gradient of this call need up to {least} bytes "
-        f"({human(least)}) beyond inputs and outputs, in tiles of {t} x {c} logits. Raise the limit to that, or {cure}."
+        f"({human(least)}) beyond inputs and outputs, {how}. Raise the limit to that, or {cure}."
     )
 
 

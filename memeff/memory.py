@@ -18,7 +18,7 @@ from memeff import xla
 from memeff.problem import Operands, Problem, accumulator_dtype
 
 # What is told times this stays below a limit: small tiles are told less well than long sequences.
-MARGIN = {"cpu": 1.2, "gpu": 1.5}
+MARGIN = {"cpu": 1.2, "gpu": 1.3}
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
@@ -182,5 +182,6 @@ def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
     logits = z.logits * (12.2 if half else 16)
     if xla.wants_halves(problem, operands):
         logits = max(logits, largest(problem.halves_chunk_size) * 6.4)
-    gradient = (6.5 if half else 12) * z.q + (6 if half else 8) * z.k + logits
+    of_keys = (12 if problem.joined else 6) if half else 8
+    gradient = (6.5 if half else 12) * z.q + of_keys * z.k + logits
     return forward, max(forward, gradient + 4 * z.bias * half)

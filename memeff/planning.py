@@ -93,7 +93,7 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
     plain_forward, plain_gradient = memory.plain_bytes(operands, platform)
 
     def chunked(there: Operands) -> tuple[int, int]:
-        return memory.temp_bytes(dispatch.choose_tiles(problem, there, (None, None), None), there, platform)
+        return memory.temp_bytes(dispatch.choose_tiles(problem, there), there, platform)
 
     def longest(temp_bytes: Callable[[Operands], tuple[int, int]]) -> int | None:
         if T == 0 or device_bytes is None:

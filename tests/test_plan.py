@@ -135,6 +135,13 @@ def test_chunk_size_is_kept_and_refused_over_the_limit():
         memeff.plan(X, X, X, chunk_size=2048, memory_limit="24MiB")
 
 
+def test_a_quadratic_call_is_held_to_the_limit_too():
+    attend = functools.partial(dot_product_attention, implementation="reference")
+    with pytest.raises(ValueError, match="beyond inputs and outputs, at once. Raise the limit to that, or leave implementa"):
+        jax.eval_shape(functools.partial(attend, memory_limit="1GiB"), X, X, X)
+    jax.eval_shape(functools.partial(attend, memory_limit="4GiB"), X, X, X)
+
+
 def test_the_same_numbers_within_any_limit():
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 700, 4, 16)) for i in range(3))
     loss = lambda q, k, v, limit: (dot_product_attention(q, k, v, is_causal=True, memory_limit=limit) ** 2).sum()
@@ -199,7 +206,7 @@ def test_wrong_limits(wrong, error, words):
 def test_a_limit_wants_known_lengths():
     T, S = jax.export.symbolic_shape("T, S")
     q, kv = (jax.ShapeDtypeStruct((1, n, 2, 8), np.float32) for n in (T, S))
-    with pytest.raises(ValueError, match="memory_limit wants lengths that are known, and here T=T, S=S: give chunk_size"):
+    with pytest.raises(ValueError, match="memory_limit wants sizes that are known, and here B=1, T=T, S=S: give chunk_size"):
         jax.eval_shape(functools.partial(dot_product_attention, memory_limit="1GiB"), q, kv, kv)
 
 

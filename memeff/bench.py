@@ -35,6 +35,7 @@ import jax
 import numpy as np
 
 import memeff
+from memeff.arguments import human as three_digits
 
 MASKS, MODES = ("causal", "full"), ("forward", "gradient")
 TITLES = {"forward": "forward", "gradient": "forward + gradient"}
@@ -467,10 +468,7 @@ def progress(things: Sequence, label: str) -> Iterable:
 
 
 def human(count: float | None, units: Sequence[str] = BYTES, base: int = 1024) -> str:
-    if count is None:
-        return "-"
-    power = min(len(units) - 1, next(n for n in range(99) if count < 999.5 * base**n))
-    return f"{count / base**power:.3g} {units[power]}".strip()
+    return "-" if count is None else three_digits(count, units, base)
 
 
 def tokens(length: int) -> str:

@@ -4,6 +4,7 @@ Catalogue 19 (tiles visited), 20 and 21 (memory of the gradient of bias, of mask
 """
 
 import functools
+import gc
 import itertools
 import math
 import re
@@ -77,8 +78,11 @@ def compiled(function, shapes):
 
 @functools.cache
 def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
-    """Bytes beyond inputs and outputs, and CPU seconds of compilation (other work on the machine does not count)."""
+    """Bytes beyond inputs and outputs, and CPU seconds of compilation (other work on the machine does not count, nor does
+    the collection of what hundreds of tests before have left).
+    """
     forward, shapes = call(T, **_kinds(T, N)[kind], N=N)
+    gc.collect()
     start = time.process_time()
     program = compiled(forward if direction == "forward" else gradient(forward), shapes)
     return program.memory_analysis().temp_size_in_bytes, time.process_time() - start

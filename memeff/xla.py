@@ -221,13 +221,20 @@ def _stands(rows: Rows) -> Array:
 
 def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
     """m + log l where l may be 2^100: log l as e log 2 + log f (l = f 2^e), for log l alone is rounded to 4e-6 there."""
-    f, e = jnp.frexp(l)
-    e = e.astype(l.dtype)
+    f, power = _split(l)
+    e = (lax.bitcast_convert_type(power, jnp.int32) >> 23).astype(l.dtype) - 127
     step = e * 0.693359375  # log 2 in 9 bits, so that the product is exact
     high = m + step
     back = high - m
     rest = ((m - (high - back)) + (step - back)) + (e * -2.12194440e-4 + jnp.log(f))  # log 2 = 0.693359375 - 2.1219444e-4
     return Lse(high + rest, (high - (high + rest)) + rest)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """f in [1, 2), NaN or Inf, and a power of two; x = f * power, float32. (XLA gathers frexp on an Explicit mesh.)"""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    f, power = (lax.bitcast_convert_type(b, x.dtype) for b in (bits & 0x7FFFFF | 0x3F800000, bits & 0x7F800000))
+    return jnp.where(jnp.isfinite(x), f, x), power
 
 
 @jax.custom_batching.custom_vmap
@@ -269,7 +276,7 @@ class Halves(NamedTuple):
     dout: Array  # B T K G D, scaled by `column` so that its largest entry is below 2^16
     column: Array  # B K D
     row: Array  # B K G T, such that (dp - delta) * row is below 2^16
-    serve: Array  # which rows, or keys, are large enough for float16's exponents
+    serve: Array  # B K, of which the rows and keys are large enough for float16's exponents
 
     P = 2.0**15  # scales p
 
@@ -291,7 +298,7 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
     keys = (v >= v.max(1, keepdims=True) * 2.0**-18) | (v == 0)
-    return Halves(half, column, row, jnp.concatenate([rows.all((1, 3)), keys.all(1)]))
+    return Halves(half, column, row, rows.all((1, 3)) & keys.all(1))
 
 
 def wants_halves(problem: Problem, operands: Operands) -> bool:
@@ -356,7 +363,7 @@ def _walk_back(
 
 def _power_of_two(x: Array) -> Array:
     """The largest at most x > 0; 1 where that is not finite."""
-    return jnp.where(jnp.isfinite(x), jnp.ldexp(jnp.ones_like(x), jnp.clip(jnp.frexp(x)[1] - 1, -100, 100)), 1)
+    return jnp.where(jnp.isfinite(x), jnp.clip(_split(x)[1], 2.0**-100, 2.0**100), 1)
 
 
 class Tile(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import numpy as np
 import oracle
 import pytest
 from conftest import assert_as_good
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memeff import xla
+from memeff import dispatch, dot_product_attention, xla
 from memeff.problem import Operands, Problem
 
 B, T, S, K, G, H, D = 2, 70, 90, 2, 2, 16, 11
@@ -156,6 +158,31 @@ def test_under_vmap_one_answer_for_the_batch():
     for n in (0, 1):
         for x, y in zip(mapped(*arrays), gradients("causal", False)(*(x[n] for x in arrays)), strict=True):
             np.testing.assert_allclose(np.float32(x[n]), np.float32(y), atol=0.05)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
+    """Besides the answers to two checks, devices exchange nothing."""
+    sizes = dict(fixed_chunk_size=(16, 16), halves_chunk_size=(16, 16), joined=2048)
+    monkeypatch.setattr(dispatch, "tile_sizes", lambda *args: dispatch.Tiles((16, 16), **sizes))
+    mesh = jax.make_mesh((4, 2), ("batch", "heads"), axis_types=(types, types))
+    whole = [jax.random.normal(jax.random.key(i), (8, 70, 4, 16), jnp.bfloat16) for i in range(4)]
+
+    @jax.jit
+    def call(q, k, v, dout):
+        out, pull = jax.vjp(functools.partial(dot_product_attention, is_causal=True), q, k, v)
+        return out, *pull(dout)
+
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch", None, "heads"))) for x in whole]
+        program = call.lower(*arrays).compile()
+        found = program(*arrays)
+    text = program.as_text()
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+    exchanged = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+    assert len(exchanged) == 2 and all(re.match(r"\(?(pred|s32|u32|s8|u8)\[\]", what) for what in exchanged), exchanged
+    for x, y in zip(found, call(*whole), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=0.05)
 
 
 # ---- joined tiles

@@ -718,8 +718,9 @@ def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
     """Tiles of rows and columns that are visited (None: known only as it runs), and all there are (0: length unknown)."""
     if _symbolic(operands):
         return None, 0
-    visited, total = (sum(map(len, tiles(problem, operands, skip))) for skip in (True, False))
-    return None if _bounded(operands) else visited, total
+    (t, c), T, S = problem.chunk_size, operands.query.shape[1], operands.key.shape[1]
+    visited = None if _bounded(operands) else sum(map(len, tiles(problem, operands)))
+    return visited, -(-T // t) * -(-S // c)
 
 
 def _bounded(operands: Operands) -> bool:

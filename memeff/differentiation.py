@@ -20,17 +20,17 @@ NO_FORWARD_MODE = (
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")  # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
-def attend(implementation: ModuleType, problem: Problem, keep_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
-    """out [B, K, G, T, D] and lse [B, K, G, T] (None unless `keep_lse`, so that inference need not store it).
+def attend(implementation: ModuleType, problem: Problem, want_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
+    """out [B, K, G, T, D] and lse [B, K, G, T] (None unless `want_lse`, so that inference need not store it).
 
     Gradients come from the implementation's `backward`, or from JAX if it has none.
     """
     if not hasattr(implementation, "backward"):
-        out, lse = _forward(implementation, problem, keep_lse, operands)
+        out, lse = _forward(implementation, problem, "caller" if want_lse else None, operands)
         return out, lse and lse.high
     operands = jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands)
     try:
-        return _attend(implementation, problem, keep_lse, vary_alike(operands))
+        return _attend(implementation, problem, want_lse, vary_alike(operands))
     except TypeError as e:  # JAX is first to refuse under vmap of jvp
         if "forward-mode" not in str(e):
             raise
@@ -38,19 +38,19 @@ def attend(implementation: ModuleType, problem: Problem, keep_lse: bool, operand
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(implementation, problem, keep_lse, operands):
-    out, lse = _forward(implementation, problem, keep_lse, operands)
+def _attend(implementation, problem, want_lse, operands):
+    out, lse = _forward(implementation, problem, "caller" if want_lse else None, operands)
     return out, lse and lse.high
 
 
-def _attend_fwd(implementation, problem, keep_lse, operands):
-    out, lse = _forward(implementation, problem, True, operands)
+def _attend_fwd(implementation, problem, want_lse, operands):
+    out, lse = _forward(implementation, problem, "caller" if want_lse else "gradient", operands)
     out, lse = checkpoint_name(out, RESIDUAL_NAMES[0]), jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
-    return (out, lse.high if keep_lse else None), (operands, out, lse)
+    return (out, lse.high if want_lse else None), (operands, out, lse)
 
 
-def _attend_bwd(implementation, problem, keep_lse, saved, cotangents):
-    del keep_lse  # its cotangent is None where it was not kept
+def _attend_bwd(implementation, problem, want_lse, saved, cotangents):
+    del want_lse  # its cotangent is None where it was not wanted
     operands, out, lse = saved
     gradients = _backward(implementation, problem, operands, out, lse, *cotangents)
     of = jax.tree.map(lambda x: None, operands)  # no cotangent for what is not differentiable
@@ -61,10 +61,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(implementation, problem, keep_lse, operands):
+def _forward(implementation, problem, lse_for, operands):
     operands = _as_one(operands)
-    out, lse = implementation.forward(problem, operands, keep_lse)
-    return out, lse if keep_lse else None
+    out, lse = implementation.forward(problem, operands, lse_for)
+    return out, lse if lse_for else None
 
 
 def _as_one(operands: Operands) -> Operands:

@@ -115,7 +115,7 @@ class Tiles(NamedTuple):
     chunk_size: tuple[int, int]
     fixed_chunk_size: tuple[int, int] | None = None
     block: tuple[int, int] | None = None
-    halves_chunk_size: tuple[int, int] | None = None
+    fused_chunk_size: tuple[int, int] | None = None
     joined: int = 0
 
 
@@ -203,7 +203,7 @@ def tile_sizes(
             logits = max(LEAST_SIDE**2, (GPU_LOGITS >> halvings) // max(1, B * K * G)) if known else math.prod(GPU_TILE)
             general = fit(shrunk(GPU_TILE, logits // 2) if known else GPU_TILE)
             if requested != (None, None) or not known:
-                return Tiles(general, fixed_chunk_size=general, halves_chunk_size=general)
+                return Tiles(general, fixed_chunk_size=general, fused_chunk_size=general)
             if windowed:
                 low, high = GPU_SIDES
                 side, _ = shrunk((min(max(S // 8 // 128 * 128, low), high),) * 2, logits)

@@ -180,8 +180,8 @@ def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
     else:
         forward = 4 * z.o + 2 * z.k + z.logits * (5.5 if half else 8) + 24 * z.slices[0]
     logits = z.logits * (12.2 if half else 16)
-    if xla.wants_halves(problem, operands):
-        logits = max(logits, largest(problem.halves_chunk_size) * 6.4)
+    if xla.wants_fused(problem, operands):
+        logits = max(logits, largest(problem.fused_chunk_size) * 6.4)
     of_keys = (12 if problem.joined else 6) if half else 8
     gradient = (6.5 if half else 12) * z.q + of_keys * z.k + logits
     return forward, max(forward, gradient + 4 * z.bias * half)

@@ -5,7 +5,7 @@ problem is the tile that covers everything; a kernel's block is another one.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Problem:
     precision: lax.PrecisionLike = None
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
-    halves_chunk_size: tuple[int, int] | None = None  # and for a backward in float16 (GPU); None: without
+    fused_chunk_size: tuple[int, int] | None = None  # and for a backward fused into its products (GPU); None: without
     joined: int = 0  # of the last two, whole tiles are joined up to so many logits of a head; 0: never
     block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
 
@@ -77,6 +77,10 @@ class Gradients(NamedTuple):
     key: Array
     value: Array
     terms: Terms
+
+
+# Who will read lse: nobody (inference), our own backward, or the caller, to whom it must be as good as float32.
+LseFor = Literal["gradient", "caller"] | None
 
 
 class Lse(NamedTuple):

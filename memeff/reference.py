@@ -10,6 +10,7 @@ from jax import Array
 from memeff.problem import (
     SEES_NOTHING,
     Lse,
+    LseFor,
     Operands,
     Problem,
     accumulator_dtype,
@@ -26,9 +27,9 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
     return None
 
 
-def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
+def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
     """out [B, K, G, T, D] in the query's dtype and lse [B, K, G, T]; differentiable by JAX, to any order, in both modes."""
-    del keep_lse
+    del lse_for
     query, key, value = operands[:3]
     (B, T, K, G, _), S = query.shape, key.shape[1]
     rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)

@@ -27,6 +27,7 @@ from memeff.problem import (
     SEES_NOTHING,
     Gradients,
     Lse,
+    LseFor,
     Operands,
     Problem,
     Terms,
@@ -51,8 +52,8 @@ def how(problem: Problem, operands: Operands) -> str:
     """The walk in words."""
     fixed = reference_serves(problem, operands)
     walks = {"": problem.fixed_chunk_size if fixed else None, "in the gradient ": None}
-    if wants_halves(problem, operands):
-        walks["in the gradient "] = problem.halves_chunk_size
+    if wants_fused(problem, operands):
+        walks["in the gradient "] = problem.fused_chunk_size
     told = {}
     for along, (name, special) in zip((1, 0), walks.items(), strict=True):
         t, c = special or problem.chunk_size
@@ -72,14 +73,14 @@ def how(problem: Problem, operands: Operands) -> str:
     return f"{walk}; {b * k * G} of {B * K * G} heads at a time; softmax with {form}"
 
 
-def forward(problem: Problem, operands: Operands, keep_lse: bool = True) -> tuple[Array, Lse]:
-    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T] (to bfloat16's precision where it need not be kept)."""
+def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
+    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
     if _symbolic(operands):
         rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
     if not reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
-    rows = _fixed(problem, operands, keep_lse)
+    rows = _fixed(problem, operands, lse_for)
     stands = _stands(rows) & ~_sees_bad_value(problem, operands)
 
     def again(state):
@@ -133,33 +134,38 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
     return Rows(m, l, l if stands is None else jnp.where(stands, before.weight, l), o)
 
 
-def _fixed(problem: Problem, operands: Operands, keep_lse: bool) -> Rows:
+def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     """(3) with m fixed beforehand: what no logit of the row can exceed by 69 nats. So exp can go into the epilogue of (1),
     and nothing is rescaled. Rows that see a value that is not finite are wrong.
+
+    On GPUs l is the sum of p as it is multiplied, rounded to 16 bits, unless the caller wants lse: all probabilities that
+    the backward makes from it are then wrong by one factor for each row, within 2^-9, as each of them is once it is rounded.
     """
     assert problem.fixed_chunk_size is not None
     problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
     D, dtype = operands.value.shape[-1], operands.value.dtype
     m = _reference(problem, operands)
-    with_ones = problem.halves_chunk_size is not None and not keep_lse  # the sum of p from p [v 1]: no pass over p
+    on_gpu = problem.fused_chunk_size is not None
+    rounded = lse_for is None or (on_gpu and lse_for == "gradient")
+    with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
     if with_ones:
         operands = operands._replace(value=jnp.pad(operands.value, [(0, 0)] * 3 + [(0, 8)], constant_values=1))
     o, l = _empty(operands)
 
     def step(carry, tile):
-        _, s, _ = _logits(problem, tile, apart=keep_lse)
+        _, s, _ = _logits(problem, tile, apart=not rounded)
         p = jnp.exp(s - tile.rows[0][..., None])
-        if keep_lse:
-            rounded = _round(p, dtype)
-        else:  # rounded in the product's epilogue: 6 bytes a logit instead of 12, but lse only as good as p
-            p = rounded = p.astype(dtype)
+        if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
+            p = multiplied = p.astype(dtype)
+        else:
+            multiplied = _round(p, dtype)
         v = _finite(tile.here.value, tile.keep is not None)
-        part = [_dot("bkgtc,bkcd->bkgtd", rounded, v, problem, o.dtype)]
-        part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, rounded)]
+        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
+        part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, multiplied)]
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
     start = (o,) if with_ones else (o, l, l)
-    o, *sums = _visit(problem, operands, (m,), step, start, beside=not keep_lse, along=1)
+    o, *sums = _visit(problem, operands, (m,), step, start, beside=rounded, along=1)
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
     l, weight = sums or (o[..., D],) * 2
     return Rows(m, l, weight, o[..., :D])
@@ -265,9 +271,12 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse
     walk = functools.partial(_walk_back, problem, operands, lse, delta, dout)
-    if not (halves := _halves(problem, operands, delta, dout)):
-        return walk(None)
-    return lax.cond(_everywhere(halves.serve), lambda: walk(halves), lambda: walk(None))
+    if not wants_fused(problem, operands):
+        return walk(False)
+    if operands.query.dtype == jnp.float32:
+        return walk(True)
+    halves = _halves(problem, operands, delta, dout)
+    return lax.cond(_everywhere(halves.serve), lambda: walk(True, halves), lambda: walk(False))
 
 
 class Halves(NamedTuple):
@@ -275,46 +284,47 @@ class Halves(NamedTuple):
 
     dout: Array  # B T K G D, scaled by `column` so that its largest entry is below 2^16
     column: Array  # B K D
-    row: Array  # B K G T, such that (dp - delta) * row is below 2^16
+    row: Array  # B K G T, such that draw / p times it is below 2^4
     serve: Array  # B K, of which the rows and keys are large enough for float16's exponents
 
-    P = 2.0**15  # scales p
+    P = 2.0**11  # scales p
 
 
-def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Halves | None:
-    """11 bits, three more than bfloat16 has, are kept of what is up to 2^29 times smaller than its bound. So float16 serves
-    if no row of dout is smaller than that beside others, and no value 2^18 times smaller than another.
+def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Halves:
+    """11 bits, three more than bfloat16 has, are kept of what is not far below its bound: 2^29 times for dout, 2^25 for p,
+    2^18 for draw / p. So float16 serves if no row of dout is smaller than that beside others, and no value 2^10 times
+    smaller than another (draw / p is some 2^4 times smaller than its bound anyway).
     """
-    if not wants_halves(problem, operands):
-        return None
     size, v = (abs(x.astype(delta.dtype)) for x in (dout, operands.value))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
     largest = size.sum(-1).transpose(0, 2, 3, 1) * _largest_seen(problem, operands, v)
-    row = _power_of_two(2.0**15 / (largest + abs(delta)))
+    row = _power_of_two(2.0**4 / (abs(problem.scale) * (largest + abs(delta))))
     column = _power_of_two(2.0**15 / size.max((1, 3), where=jnp.isfinite(size), initial=0))
     half = (dout.astype(delta.dtype) * column[:, None, :, None]).astype(jnp.float16)
     rows = ~(abs(half).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
     T, S = operands.query.shape[1], operands.key.shape[1]
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
-    keys = (v >= v.max(1, keepdims=True) * 2.0**-18) | (v == 0)
+    keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
     return Halves(half, column, row, rows.all((1, 3)) & keys.all(1))
 
 
-def wants_halves(problem: Problem, operands: Operands) -> bool:
-    """On GPUs, in bfloat16, with plain logits."""
-    wanted = problem.halves_chunk_size is not None and operands.query.dtype == jnp.bfloat16
-    return wanted and reference_serves(problem, operands)
+def wants_fused(problem: Problem, operands: Operands) -> bool:
+    """On GPUs, with plain logits."""
+    return problem.fused_chunk_size is not None and reference_serves(problem, operands)
 
 
 def _walk_back(
-    problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, halves: Halves | None
+    problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, fused: bool, halves: Halves | None = None
 ) -> Gradients:
+    """Step by step, or `fused`: p is made one step ahead, so that draw can go into the epilogue of dout v'."""
     dtype, rows, like_query = delta.dtype, (*lse, delta), (dout,)
+    if fused:
+        assert problem.fused_chunk_size is not None
+        problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
     if halves:
-        assert problem.halves_chunk_size is not None
-        problem = dataclasses.replace(problem, chunk_size=problem.halves_chunk_size)
-        rows, like_query = (*rows, halves.row), (dout, halves.dout)
+        down = (1 / (halves.row * Halves.P)).astype(operands.query.dtype)
+        rows, like_query = (*rows, halves.row, down), (dout, halves.dout)
     # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
     zeros = Gradients(
@@ -324,29 +334,35 @@ def _walk_back(
         jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms),
     )
 
+    def probabilities(tile):  # (5)
+        high, low = tile.rows[:2]
+        _, s, pull = _logits(problem, tile, apart=not fused)
+        p = jnp.exp((s - high[..., None]) - low[..., None])
+        return (p * Halves.P).astype(jnp.float16) if halves else p, pull
+
     def step(grads, tile):
         q, k, v = tile.here[:3]
-        (high, low, delta, *row), (do, *half) = tile.rows, tile.wide
+        (high, _, delta, *scales), (do, *half) = tile.rows, tile.wide
         masked = tile.keep is not None
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        _, s, pull = _logits(problem, tile, apart=not halves)
-        p = jnp.exp((s - high[..., None]) - low[..., None])  # (5)
+        p, pull = (tile.ahead, None) if fused else probabilities(tile)
         dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
+        if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
+            up, down = (x[..., None] for x in scales) if halves else (1, 1)
+            _, pull = jax.vjp(lambda raw: finish(problem, raw, tile.here.terms, tile.keep), jnp.zeros_like(dp))
+            (draw,), dterms = pull((dp - delta[..., None]) * up), Terms()
+            draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
+        else:
+            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
+            draw, dterms = pull(p * (dp - delta[..., None]))
+            draw = draw.astype(q.dtype)
         if halves:
-            up = row[0][..., None]
-            scaled = p * Halves.P, (dp - delta[..., None]) * up
-            p, dp = lax.optimization_barrier(tuple(x.astype(jnp.float16) for x in scaled))
-            ds = p.astype(dtype) * (dp.astype(dtype) / (up * Halves.P))
             column = part_of(halves.column, {0: (tile.first[0], q.shape[0]), 1: (tile.first[1], q.shape[1])})
             dv = _dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value) / (column * Halves.P)[..., None]
         else:
             dropped = _drop(problem, operands, tile, p).astype(v.dtype)
-            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
-            ds = p * (dp - delta[..., None])
             dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
-        draw, dterms = pull(ds)  # (6)
-        draw = draw.astype(q.dtype)
         dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
         dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
@@ -356,8 +372,8 @@ def _walk_back(
             _add_terms(grads.terms, dterms, tile),
         )
 
-    large = {"beside": True, "along": 0} if halves else {}
-    query, key, value, terms = _visit(problem, operands, rows, step, zeros, like_query, **large)
+    how = {"ahead": lambda tile: probabilities(tile)[0], "along": 0} if fused else {}
+    query, key, value, terms = _visit(problem, operands, rows, step, zeros, like_query, **how)
     return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
 
 
@@ -375,6 +391,7 @@ class Tile(NamedTuple):
     first: tuple[Any, Any]  # where the slices start: batch entry and key head,
     row: Array
     col: Array
+    ahead: Array | None = None  # what was made of this tile in the step before
 
 
 def _tile(
@@ -577,13 +594,22 @@ def _longer(x: Array | None, axis: int, size: int) -> Array | None:
 
 
 def _visit(
-    problem: Problem, operands: Operands, rows: tuple[Array, ...], step, carry, like_query=(), beside=False, along=None
+    problem: Problem,
+    operands: Operands,
+    rows: tuple[Array, ...],
+    step,
+    carry,
+    like_query=(),
+    beside=False,
+    ahead=None,
+    along=None,
 ):
     """Fold `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
 
-    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. `beside`: what a step puts beside a
-    product (`rows`, who sees whom) is made in the step before. XLA:GPU fuses what follows a product into it only if its
-    other inputs are parameters of the loop, not slices. `along`: whether large tiles are rather high (0) or wide (1).
+    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. XLA:GPU fuses what follows a product
+    into it only if its other inputs are parameters of the loop, not slices, nor another product. So, with `beside`, what a
+    step puts beside a product (`rows`, who sees whom) is made in the step before; with `ahead`, besides, `ahead(tile)` is.
+    `along`: whether large tiles are rather high (0) or wide (1).
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return carry  # nothing to see, or nobody to see it
@@ -605,7 +631,7 @@ def _visit(
             this = dataclasses.replace(problem, chunk_size=(t, c))
             here = _cut(with_flat, flat, rows, (t, c), starts) if problem.joined else (with_flat, flat, rows)
             fetch = functools.partial(_tile, *here, lengths, this, masked, first)
-            carry = _visit_listed(fetch, step, starts, carry, beside)
+            carry = _visit_listed(fetch, step, starts, carry, beside, ahead)
         return carry
 
     if (b, k) == (B, K):
@@ -637,21 +663,39 @@ def _cut(operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], s
     return operands, flat, rows
 
 
-def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool):
-    if not beside:
+def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool, ahead):
+    if not beside and ahead is None:
         return lax.scan(lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs)[0]
 
     def aside(ij):
         tile = fetch(*ij)
         return tile.rows, tile.keep
 
-    def ahead(state, of):
-        carry, (rows, keep) = state
-        here, following = of
-        return (step(carry, fetch(*here)._replace(rows=rows, keep=keep)), aside(following)), None
+    def known(ij, aside):
+        rows, keep = aside
+        return fetch(*ij)._replace(rows=rows, keep=keep)
 
-    following = np.concatenate([pairs[1:], pairs[-1:]])
-    return lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))[0][0]
+    def one_ahead(state, of):
+        carry, now = state
+        here, following, _ = of
+        return (step(carry, known(here, now)), aside(following)), None
+
+    def two_ahead(state, of):
+        carry, now, then, made = state
+        here, following, after = of
+        carry = step(carry, known(here, now)._replace(ahead=made))
+        tile = known(following, then)
+        # Only now, so that it takes the place of what was made before.
+        carry, key = lax.optimization_barrier((carry, tile.here.key))
+        made = ahead(tile._replace(here=tile.here._replace(key=key)))
+        return (carry, then, aside(after), made), None
+
+    n = len(pairs)
+    here, following, after = (pairs[np.minimum(np.arange(n) + further, n - 1)] for further in range(3))
+    state = carry, aside(here[0])
+    if ahead is not None:
+        state += aside(following[0]), ahead(known(here[0], state[1]))
+    return lax.scan(one_ahead if ahead is None else two_ahead, state, (here, following, after))[0][0]
 
 
 def _pieces(problem: Problem, operands: Operands, along: int | None):
@@ -659,30 +703,35 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
 
     Where `problem.joined` allows, whole tiles that form a larger square are one (each step costs launches, and slices of
     what it reads and adds to), cut across `along` to so many logits, and into two at least: XLA unrolls a loop of one step.
+    Lists are few, for each makes its first probabilities on its own: a few whole tiles that are left go with the masked.
     """
     whole, edge = tiles(problem, operands)
-    found = []
-    if not problem.joined or along is None or not len(whole):
-        found.append(((False, *problem.chunk_size), whole * problem.chunk_size))
-    else:
+    found, area = [], math.prod(problem.chunk_size)
+    if problem.joined and along is not None and len(whole):
         cut, counts = 1 - along, whole.max(0) + 1
         left = np.zeros(counts, bool)
         left[tuple(whole.T)] = True
-        for n in (2**e for e in range(int(np.log2(max(counts))), -1, -1)):
+        n = 2 ** max(0, math.ceil(math.log2(problem.joined / area) / 2))
+        while True:
             size = [n * side for side in problem.chunk_size]
             squares, _ = tiles(dataclasses.replace(problem, chunk_size=tuple(size)), operands)
             squares = squares[left[tuple(n * squares.T)]]
-            starts = squares * size
-            thinnest = min(128, problem.chunk_size[cut])
-            while size[cut] % 2 == 0 and size[cut] > thinnest and (math.prod(size) > problem.joined or len(starts) == 1):
-                size[cut] //= 2
-                starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
-            if n == 1 or math.prod(size) <= problem.joined:
-                taken = np.zeros(-(-counts // n), bool)
-                taken[tuple(squares.T)] = True
-                left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
-                found.append(((False, *size), starts))
-    found.append(((True, *problem.chunk_size), edge * problem.chunk_size))
+            if len(squares) or n == 1:
+                break
+            n //= 2
+        starts, thinnest = squares * size, min(128, problem.chunk_size[cut])
+        while size[cut] % 2 == 0 and size[cut] > thinnest and (math.prod(size) > problem.joined or len(starts) == 1):
+            size[cut] //= 2
+            starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
+        if n > 1 or len(squares) > len(edge):
+            taken = np.zeros(-(-counts // n), bool)
+            taken[tuple(squares.T)] = True
+            left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
+            found.append(((False, *size), starts))
+            whole = np.argwhere(left)
+        if len(whole) <= len(edge):
+            whole, edge = whole[:0], np.concatenate([whole, edge])
+    found += [((masked, *problem.chunk_size), at * problem.chunk_size) for masked, at in ((False, whole), (True, edge))]
     return [(size, starts.astype(np.int32)) for size, starts in found if len(starts)]
 
 

@@ -67,14 +67,14 @@ def both(p: Problem, operands, dout, dlse):
 
     def run(p, operands, dout, dlse):
         forward = xla.forward(p, operands)
-        inference = xla.forward(p, operands, keep_lse=False)[0]
+        inference = xla.forward(p, operands, None)[0]
         return inference, forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
 
     fixed, online = (
         jax.jit(functools.partial(run, p)).lower(operands, dout, dlse).compile()
         for p in (p, dataclasses.replace(p, fixed_chunk_size=None))
     )
-    return fixed, online, jax.jit(lambda operands: xla._stands(xla._fixed(p, operands, True)))
+    return fixed, online, jax.jit(lambda operands: xla._stands(xla._fixed(p, operands, "caller")))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -115,19 +115,19 @@ def test_rows_that_stand_stay(name):
     dout, dlse = jnp.ones((B, K, G, T, D)), jnp.zeros((B, K, G, T))
     operands = Operands(*draw(name, jnp.float32))
     fixed, online, stands = both(p, operands, dout, dlse)
-    stands, without = np.asarray(stands(operands)), jax.jit(lambda operands: xla._fixed(p, operands, True))(operands)
+    stands, without = np.asarray(stands(operands)), jax.jit(lambda operands: xla._fixed(p, operands, "caller"))(operands)
     assert not stands.all() and stands.any()
     found, wanted = fixed(operands, dout, dlse), online(operands, dout, dlse)
     np.testing.assert_array_equal(found[1][stands], (without.o / without.weight[..., None])[stands])
     np.testing.assert_array_equal(found[1][~stands], wanted[1][~stands])
 
 
-@pytest.mark.parametrize("keep_lse", [False, True])
-def test_a_row_of_one_key_is_its_value(keep_lse):
+@pytest.mark.parametrize("lse_for", [None, "gradient", "caller"])
+def test_a_row_of_one_key_is_its_value(lse_for):
     """In bits: p is divided by itself as it was rounded. (XLA takes back a mere cast where the sum of p is wider.)"""
     q, k, v = draw("ordinary", jnp.bfloat16)
     p = dataclasses.replace(problem(True), q_offset=0)
-    out = jax.jit(lambda q, k, v: xla.forward(p, Operands(q, k, v), keep_lse)[0])(q, k, v)[:, :, :, 0]  # b k g d
+    out = jax.jit(lambda q, k, v: xla.forward(p, Operands(q, k, v), lse_for)[0])(q, k, v)[:, :, :, 0]  # b k g d
     np.testing.assert_array_equal(out, jnp.broadcast_to(v[:, 0, :, None], out.shape))
 
 

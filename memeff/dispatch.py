@@ -127,6 +127,7 @@ class Tiles(NamedTuple):
 GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
 GPU_LONG = 8192
+GPU_HEADS = 16
 GPU_SIDES = (1024, 2048)
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
@@ -204,14 +205,19 @@ def tile_sizes(
             general = fit(shrunk(GPU_TILE, logits // 2) if known else GPU_TILE)
             if requested != (None, None) or not known:
                 return Tiles(general, fixed_chunk_size=general, fused_chunk_size=general)
+            block, heads = None, B * K * G
+            if in_blocks and heads > GPU_HEADS:
+                k = _divisor(K, max(1, GPU_HEADS // G))
+                block = _divisor(B, GPU_HEADS // (K * G)) if k == K else 1, k
+                logits = max(LEAST_SIDE**2, (GPU_LOGITS >> halvings) // (block[0] * k * G))
             if windowed:
                 low, high = GPU_SIDES
                 side, _ = shrunk((min(max(S // 8 // 128 * 128, low), high),) * 2, logits)
-                return Tiles(general, fit((side, side)), None, fit((side, side)), joined=logits)
+                return Tiles(general, fit((side, side)), block, fit((side, side)), joined=logits)
             long, across = min(S, GPU_LONG), 2048
             while long * across > logits and (long, across) != (LEAST_SIDE, LEAST_SIDE):
                 long, across = (long, across // 2) if across > 256 or long <= 1024 else (long // 2, across)
-            return Tiles(general, fit((across, long)), None, fit((long, across)))
+            return Tiles(general, fit((across, long)), block, fit((long, across)))
         case "cpu" if in_blocks:
             rows, cols = CPU_SIDES["windowed" if windowed else "full"]
             logits = CPU_LOGITS >> halvings

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from memeff.problem import (
     SEES_NOTHING,
@@ -80,6 +81,10 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
     if not reference_serves(problem, operands):
         return _divided(operands, _online(problem, operands), log_sum_exp)
+    if problem.block and wants_fused(problem, operands):
+        o, l = _empty(operands)
+        call = functools.partial(forward, dataclasses.replace(problem, block=None), lse_for=lse_for)
+        return _block_by_block(problem, operands, call, (), 1, (o.astype(operands.query.dtype), Lse(l, l)))
     rows = _fixed(problem, operands, lse_for)
     stands = _stands(rows) & ~_sees_bad_value(problem, operands)
 
@@ -89,6 +94,34 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     # A loop that runs once or never, for it writes over what does not stand; a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], again, (_everywhere(stands), rows))
     return _divided(operands, rows, _log_sum_exp_wide)
+
+
+def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads: int, found):
+    """`call(operands, *like_out)` for one `problem.block` after the other, so that what is as long as the sequence exists for
+    one of them. `like_out`: arrays B K ...; `heads`: the dim of the key heads in what is `found`, which is written over.
+    """
+    assert problem.block is not None
+    B, _, K = operands.query.shape[:3]
+    b, k = problem.block
+
+    def step(n, found):
+        first = n // (K // k) * b, n % (K // k) * k
+
+        def cut(x, dim):
+            return _as_it_is(part_of(x, {0: (first[0], b), dim: (first[1], k)}))
+
+        here = Operands(*(cut(x, 2) for x in operands[:3]))
+        here = call(here, *jax.tree.map(lambda x: cut(x, 1), like_out))
+        starts = [first[0], *[0] * (heads - 1), first[1]]
+        put = lambda x, y: _write(x, _as_it_is(y.astype(x.dtype)), starts + [0] * (x.ndim - len(starts)))
+        return jax.tree.map(put, found, here)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), step, found)
+
+
+def _as_it_is(x: Array) -> Array:
+    """In the order of its dims. Else XLA brings whole arrays, outside the loop, into the order that it wants of a part."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 class Rows(NamedTuple):
@@ -261,6 +294,10 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         rows = jax.tree.map(lambda x: _longer(x, 3, t), (out, lse, dout, dlse))
         gradients = _backward(problem, _padded(problem, operands), *rows)
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), gradients, like)
+    if problem.block and wants_fused(problem, operands):
+        call = functools.partial(_backward, dataclasses.replace(problem, block=None))
+        zeros = Gradients(*jax.tree.map(jnp.zeros_like, operands[:3]), Terms())
+        return _block_by_block(problem, operands, call, (out, lse, dout, dlse), 2, zeros)
     return _backward(problem, operands, out, lse, dout, dlse)
 
 

@@ -127,7 +127,6 @@ class Tiles(NamedTuple):
 GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
 GPU_LONG = 8192
-GPU_HEADS = 16
 GPU_SIDES = (1024, 2048)
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
@@ -149,23 +148,25 @@ def choose_tiles(
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     shape = Shape((B,), T, S, K * G, K, H, D)
 
+    plain = xla.reference_serves(dataclasses.replace(problem, fixed_chunk_size=(1, 1)), operands)
+
     def tiled(halvings: int) -> Problem:
-        tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, halvings)
+        tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
         return dataclasses.replace(problem, **tiles._asdict())
 
     if limit is None:
         return tiled(0)
     if not all(isinstance(n, int) for n in (B, T, S)):
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
-    margin, plain, least = memory.MARGIN.get(platform(), 1.3), implementation == "reference", math.inf
+    margin, quadratic, least = memory.MARGIN.get(platform(), 1.3), implementation == "reference", math.inf
     for halvings in range(HALVINGS):
         chosen = tiled(halvings)
-        told = memory.plain_bytes(operands, platform()) if plain else memory.temp_bytes(chosen, operands, platform())
+        told = memory.plain_bytes(operands, platform()) if quadratic else memory.temp_bytes(chosen, operands, platform())
         if margin * max(told) <= limit:
             return chosen
         least = min(least, math.ceil(margin * max(told)))
     how, cure = "in tiles of {} x {} logits".format(*tiled(HALVINGS).chunk_size), "split the batch or the heads"
-    if plain:
+    if quadratic:
         how, cure = "at once", "leave implementation away"
     elif requested != (None, None):
         cure = "leave chunk_size away"
@@ -176,7 +177,7 @@ def choose_tiles(
 
 
 def tile_sizes(
-    shape: Shape, dtype: Any, requested: tuple[int | None, int | None], windowed: bool, halvings: int = 0
+    shape: Shape, dtype: Any, requested: tuple[int | None, int | None], windowed: bool, plain: bool, halvings: int = 0
 ) -> Tiles:
     """As requested or by default, at most the sequence; with 2^halvings times fewer logits than were fastest.
 
@@ -201,23 +202,35 @@ def tile_sizes(
 
     match platform():
         case "gpu":
-            logits = max(LEAST_SIDE**2, (GPU_LOGITS >> halvings) // max(1, B * K * G)) if known else math.prod(GPU_TILE)
-            general = fit(shrunk(GPU_TILE, logits // 2) if known else GPU_TILE)
-            if requested != (None, None) or not known:
-                return Tiles(general, fixed_chunk_size=general, fused_chunk_size=general)
-            block, heads = None, B * K * G
-            if in_blocks and heads > GPU_HEADS:
-                k = _divisor(K, max(1, GPU_HEADS // G))
-                block = _divisor(B, GPU_HEADS // (K * G)) if k == K else 1, k
-                logits = max(LEAST_SIDE**2, (GPU_LOGITS >> halvings) // (block[0] * k * G))
-            if windowed:
+            if not known:
+                general = fit(GPU_TILE)
+                return Tiles(general, general, None, general)
+            heads, block = max(1, B * K * G), None
+            rows = min(GPU_TILE[0], T)  # where there are few, more columns
+            wide = rows, math.prod(GPU_TILE) // max(1, rows)
+            if not plain:
+                return Tiles(fit(shrunk(wide, (GPU_LOGITS >> halvings) // 2 // heads)))
+            stair = windowed and 8 * T > S
+            if in_blocks:
+                of_head = min(max(T * S // (16 if stair else 4), 2**20), 2**24, max(1, T * S))
+                most = max(1, (GPU_LOGITS // of_head) >> halvings // 2)
+                if heads > most:
+                    k = _divisor(K, max(1, most // G))
+                    block = _divisor(B, max(1, most // (K * G))) if k == K else 1, k
+                    heads = block[0] * k * G
+            logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
+            general = fit(shrunk(wide, logits // 4))
+            if requested != (None, None):
+                return Tiles(general, general, block, general)
+            if stair:
                 low, high = GPU_SIDES
                 side, _ = shrunk((min(max(S // 8 // 128 * 128, low), high),) * 2, logits)
                 return Tiles(general, fit((side, side)), block, fit((side, side)), joined=logits)
-            long, across = min(S, GPU_LONG), 2048
+            long, across = min(max(S, T), GPU_LONG), min(T, 2048)
+            long = max(long, min(S, logits // max(1, across)))
             while long * across > logits and (long, across) != (LEAST_SIDE, LEAST_SIDE):
                 long, across = (long, across // 2) if across > 256 or long <= 1024 else (long // 2, across)
-            return Tiles(general, fit((across, long)), block, fit((long, across)))
+            return Tiles(general, fit((across, long)), block, fit((long, across) if T > across else (across, long)))
         case "cpu" if in_blocks:
             rows, cols = CPU_SIDES["windowed" if windowed else "full"]
             logits = CPU_LOGITS >> halvings

@@ -123,10 +123,10 @@ def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array
 
 def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None) -> Array:
     """Logits B K G t c from dot products: scale, soft cap, bias, mask (`keep`; None: all visible), in this order."""
-    if keep is not None:
-        raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient of `terms`
-    s = raw * (problem.scale if terms.scale is None else terms.scale.astype(raw.dtype))
     cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
+    if keep is not None and (cap is not None or terms.scale is not None):
+        raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient
+    s = raw * (problem.scale if terms.scale is None else terms.scale.astype(raw.dtype))
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
     if terms.bias is not None:

@@ -16,6 +16,7 @@ a word); what it has in common with its neighbour gets position -1, which `visib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -163,7 +164,7 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
             new = jax.tree.map(functools.partial(_where_rows, _rows_of(stands, tile)), old, new)
         return tuple(_put(x, y, tile) for x, y in zip(carry, new, strict=True))
 
-    m, l, o = _visit(problem, operands, (), step, (before.m, before.l, before.o))
+    m, l, o = _visit(problem, operands, (), step)((before.m, before.l, before.o))
     return Rows(m, l, l if stands is None else jnp.where(stands, before.weight, l), o)
 
 
@@ -198,7 +199,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
     start = (o,) if with_ones else (o, l, l)
-    o, *sums = _visit(problem, operands, (m,), step, start, beside=rounded, along=1)
+    o, *sums = _visit(problem, operands, (m,), step, beside=rounded, along=1)(start)
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
     l, weight = sums or (o[..., D],) * 2
     return Rows(m, l, weight, o[..., :D])
@@ -309,11 +310,11 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
     delta = delta if dlse is None else delta - dlse
     walk = functools.partial(_walk_back, problem, operands, lse, delta, dout)
     if not wants_fused(problem, operands):
-        return walk(False)
+        return walk(False)()
     if operands.query.dtype == jnp.float32:
-        return walk(True)
+        return walk(True)()
     halves = _halves(problem, operands, delta, dout)
-    return lax.cond(_everywhere(halves.serve), lambda: walk(True, halves), lambda: walk(False))
+    return lax.cond(_everywhere(halves.serve), walk(True, halves), walk(False))
 
 
 class Halves(NamedTuple):
@@ -353,40 +354,39 @@ def wants_fused(problem: Problem, operands: Operands) -> bool:
 
 def _walk_back(
     problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, fused: bool, halves: Halves | None = None
-) -> Gradients:
+) -> Callable[[], Gradients]:
     """Step by step, or `fused`: p is made one step ahead, so that draw can go into the epilogue of dout v'."""
-    dtype, rows, like_query = delta.dtype, (*lse, delta), (dout,)
+    dtype, rows, like_query = delta.dtype, (delta,), (dout,)
     if fused:
         assert problem.fused_chunk_size is not None
         problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
+    else:
+        rows = (delta, *lse)
     if halves:
         down = (1 / (halves.row * Halves.P)).astype(operands.query.dtype)
-        rows, like_query = (*rows, halves.row, down), (dout, halves.dout)
+        rows, like_query = (delta, halves.row, down), (dout, halves.dout)
     # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
-    zeros = Gradients(
-        jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype) + zero,
-        jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype) + zero,
-        jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype) + zero,
-        jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms),
-    )
 
-    def probabilities(tile):  # (5)
-        high, low = tile.rows[:2]
+    def probabilities(tile, high, low):  # (5)
         _, s, pull = _logits(problem, tile, apart=not fused)
-        p = jnp.exp((s - high[..., None]) - low[..., None])
-        return (p * Halves.P).astype(jnp.float16) if halves else p, pull
+        return jnp.exp((s - high[..., None]) - low[..., None]), pull
+
+    def ahead(tile):
+        p, _ = probabilities(_finite_tile(tile), *tile.rows)
+        return (p * Halves.P).astype(jnp.float16) if halves else p
 
     def step(grads, tile):
+        tile = _finite_tile(tile) if fused else tile
         q, k, v = tile.here[:3]
-        (high, _, delta, *scales), (do, *half) = tile.rows, tile.wide
+        (delta, *others), (do, *half) = tile.rows, tile.wide
         masked = tile.keep is not None
-        if masked:  # what a row that sees nothing brings along must not meet a 0 of p
-            do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
-        p, pull = (tile.ahead, None) if fused else probabilities(tile)
+        if masked and not fused:  # what a row that sees nothing brings along must not meet a 0 of p
+            do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
+        p, pull = (tile.ahead, None) if fused else probabilities(tile, *others)
         dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
         if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
-            up, down = (x[..., None] for x in scales) if halves else (1, 1)
+            up, down = (x[..., None] for x in others) if halves else (1, 1)
             _, pull = jax.vjp(lambda raw: finish(problem, raw, tile.here.terms, tile.keep), jnp.zeros_like(dp))
             (draw,), dterms = pull((dp - delta[..., None]) * up), Terms()
             draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
@@ -409,9 +409,20 @@ def _walk_back(
             _add_terms(grads.terms, dterms, tile),
         )
 
-    how = {"ahead": lambda tile: probabilities(tile)[0], "along": 0} if fused else {}
-    query, key, value, terms = _visit(problem, operands, rows, step, zeros, like_query, **how)
-    return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
+    how = {"ahead": (tuple(lse), ahead), "along": 0} if fused else {}
+    visit = _visit(problem, operands, rows, step, like_query, **how)
+
+    def walk():
+        zeros = Gradients(
+            jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype) + zero,
+            jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype) + zero,
+            jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype) + zero,
+            jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms),
+        )
+        query, key, value, terms = visit(zeros)
+        return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
+
+    return walk
 
 
 def _power_of_two(x: Array) -> Array:
@@ -536,6 +547,11 @@ def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | N
     return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
 
 
+def _finite_tile(tile: Tile) -> Tile:
+    query, key, value = (_finite(x, tile.keep is not None) for x in tile.here[:3])
+    return tile._replace(here=tile.here._replace(query=query, key=key, value=value))
+
+
 def _finite(x: Array, masked: bool) -> Array:
     """0 for NaN and Inf where the other factor may be the 0 of a hidden pair; who does see them is NaN by lse or out."""
     return jnp.where(jnp.isfinite(x), x, 0) if masked else x
@@ -635,21 +651,20 @@ def _visit(
     operands: Operands,
     rows: tuple[Array, ...],
     step,
-    carry,
     like_query=(),
     beside=False,
     ahead=None,
     along=None,
-):
-    """Fold `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
+) -> Callable[[Any], Any]:
+    """A function that folds `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
 
     What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. XLA:GPU fuses what follows a product
     into it only if its other inputs are parameters of the loop, not slices, nor another product. So, with `beside`, what a
-    step puts beside a product (`rows`, who sees whom) is made in the step before; with `ahead`, besides, `ahead(tile)` is.
-    `along`: whether large tiles are rather high (0) or wide (1).
+    step puts beside a product (`rows`, who sees whom) is made in the step before. So is, with `ahead` = (rows, make), `make`
+    of a tile that has those rows. `along`: whether large tiles are rather high (0) or wide (1).
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
-        return carry  # nothing to see, or nobody to see it
+        return lambda carry: carry  # nothing to see, or nobody to see it
     # With one dim of heads, which they had at the door: for G = 1, XLA:CPU would copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
     mask, bias = (None if x is None else lax.collapse(x, 1, 3) for x in (operands.mask, operands.terms.bias))
@@ -659,21 +674,25 @@ def _visit(
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
 
-    def block(n, carry):
+    def block(n):
         first = (0, 0) if (b, k) == (B, K) else (n // (K // k) * b, n % (K // k) * k)
         if _bounded(operands):
             at = lambda carry, i, j: step(carry, _tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
-            return _visit_bounded(problem, _block(operands, first[0], b), at, carry)
+            return functools.partial(_visit_bounded, problem, _block(operands, first[0], b), at)
+        lists = []
         for (masked, t, c), starts in pieces:
             this = dataclasses.replace(problem, chunk_size=(t, c))
-            here = _cut(with_flat, flat, rows, (t, c), starts) if problem.joined else (with_flat, flat, rows)
-            fetch = functools.partial(_tile, *here, lengths, this, masked, first)
-            carry = _visit_listed(fetch, step, starts, carry, beside, ahead)
-        return carry
+
+            def fetching(rows):
+                here = _cut(with_flat, flat, rows, (t, c), starts) if problem.joined else (with_flat, flat, rows)
+                return functools.partial(_tile, *here, lengths, this, masked, first)
+
+            lists.append(_visit_listed(fetching(rows), step, starts, beside, ahead and (fetching(ahead[0]), ahead[1])))
+        return lambda carry: functools.reduce(lambda carry, visit: visit(carry), lists, carry)
 
     if (b, k) == (B, K):
-        return block(0, carry)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), block, carry)
+        return block(0)
+    return lambda carry: lax.fori_loop(0, B // b * (K // k), lambda n, carry: block(n)(carry), carry)
 
 
 def _block(operands: Operands, first, size: int) -> Operands:
@@ -700,39 +719,44 @@ def _cut(operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], s
     return operands, flat, rows
 
 
-def _visit_listed(fetch, step, pairs: np.ndarray, carry, beside: bool, ahead):
+def _visit_listed(fetch, step, pairs: np.ndarray, beside: bool, ahead):
     if not beside and ahead is None:
-        return lax.scan(lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs)[0]
+        return lambda carry: lax.scan(lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs)[0]
 
-    def aside(ij):
+    def aside(fetch, ij):
         tile = fetch(*ij)
         return tile.rows, tile.keep
 
-    def known(ij, aside):
+    def known(fetch, ij, aside):
         rows, keep = aside
         return fetch(*ij)._replace(rows=rows, keep=keep)
 
-    def one_ahead(state, of):
-        carry, now = state
-        here, following, _ = of
-        return (step(carry, known(here, now)), aside(following)), None
+    n = len(pairs)
+    here, following, after = (pairs[np.minimum(np.arange(n) + further, n - 1)] for further in range(3))
+    if ahead is None:
+
+        def one_ahead(state, of):
+            carry, now = state
+            here, following = of
+            return (step(carry, known(fetch, here, now)), aside(fetch, following)), None
+
+        start = aside(fetch, here[0])
+        return lambda carry: lax.scan(one_ahead, (carry, start), (here, following))[0][0]
+    fetch_ahead, make = ahead
 
     def two_ahead(state, of):
         carry, now, then, made = state
         here, following, after = of
-        carry = step(carry, known(here, now)._replace(ahead=made))
-        tile = known(following, then)
+        carry = step(carry, known(fetch, here, now)._replace(ahead=made))
+        tile = known(fetch_ahead, following, then)
         # Only now, so that it takes the place of what was made before.
         carry, key = lax.optimization_barrier((carry, tile.here.key))
-        made = ahead(tile._replace(here=tile.here._replace(key=key)))
-        return (carry, then, aside(after), made), None
+        made = make(tile._replace(here=tile.here._replace(key=key)))
+        return (carry, aside(fetch, following), aside(fetch_ahead, after), made), None
 
-    n = len(pairs)
-    here, following, after = (pairs[np.minimum(np.arange(n) + further, n - 1)] for further in range(3))
-    state = carry, aside(here[0])
-    if ahead is not None:
-        state += aside(following[0]), ahead(known(here[0], state[1]))
-    return lax.scan(one_ahead if ahead is None else two_ahead, state, (here, following, after))[0][0]
+    first, start = known(fetch_ahead, here[0], aside(fetch_ahead, here[0])), aside(fetch, here[0])
+    then = aside(fetch_ahead, following[0])
+    return lambda carry: lax.scan(two_ahead, (carry, start, then, make(first)), (here, following, after))[0][0]
 
 
 def _pieces(problem: Problem, operands: Operands, along: int | None):

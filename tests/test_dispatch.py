@@ -121,7 +121,10 @@ SIZES = [
     ("cpu", True, (1, 8192, 8192, 8, 8), (4096, 4096), (4096, 4096), (1, 1)),
     ("tpu", False, (1, 4096, 4096, 8, 8), (None, None), (512, 512), None),
     ("gpu", True, (1, 100_000, 100_000, 8, 8), (None, None), dispatch.GPU_TILE, None),
-    ("gpu", True, (8, 100_000, 100_000, 16, 16), (None, None), (512, 1024), None),
+    ("gpu", True, (8, 100_000, 100_000, 16, 16), (None, None), dispatch.GPU_TILE, (1, 8)),
+    ("gpu", True, (8, 2048, 2048, 16, 16), (None, None), (512, 512), None),
+    ("gpu", False, (8, 8192, 8192, 16, 4), (None, None), dispatch.GPU_TILE, (1, 2)),
+    ("gpu", False, (8, 1, 32_768, 32, 8), (None, None), (1, 32_768), None),
     ("gpu", False, (1, 37, 53, 8, 8), (None, None), (37, 53), None),
     ("gpu", True, (1, 4096, 4096, 8, 8), (128, 64), (128, 64), None),
 ]
@@ -130,7 +133,7 @@ SIZES = [
 @pytest.mark.parametrize("backend, windowed, sizes, requested, tile, block", SIZES, ids=str)
 def test_tile_sizes(monkeypatch, backend, windowed, sizes, requested, tile, block):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    chosen = dispatch.tile_sizes(shape_of(*sizes), f32, requested, windowed)
+    chosen = dispatch.tile_sizes(shape_of(*sizes), f32, requested, windowed, True)
     assert (chosen.chunk_size, chosen.block) == (tile, block)
     if chosen.fixed_chunk_size is not None:
         assert all(1 <= size <= max(1, n) for size, n in zip(chosen.fixed_chunk_size, sizes[1:3], strict=True))
@@ -146,7 +149,7 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     """
 
     def chosen(dtype=f32):
-        tiles = dispatch.tile_sizes(shape_of(1, 4096, 4096, 8, 8), dtype, (None, None), True)
+        tiles = dispatch.tile_sizes(shape_of(1, 4096, 4096, 8, 8), dtype, (None, None), True, True)
         return tiles.fixed_chunk_size is not None, tiles.block is not None
 
     monkeypatch.undo()  # eight devices

@@ -128,6 +128,7 @@ GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
 GPU_LONG = 8192
 GPU_SIDES = (1024, 2048)
+GPU_ROWS = 128
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
 # 8 and 32 heads of 64 and 128, K = 1, 2, 8; forward and gradient; a side of 256 to 2048, 2^18 to 2^23 logits).
@@ -208,7 +209,7 @@ def tile_sizes(
             heads, block = max(1, B * K * G), None
             rows = min(GPU_TILE[0], T)  # where there are few, more columns
             wide = rows, math.prod(GPU_TILE) // max(1, rows)
-            if not plain:
+            if not plain or G * T < GPU_ROWS:
                 return Tiles(fit(shrunk(wide, (GPU_LOGITS >> halvings) // 2 // heads)))
             stair = windowed and 8 * T > S
             if in_blocks:
@@ -224,7 +225,10 @@ def tile_sizes(
                 return Tiles(general, general, block, general)
             if stair:
                 low, high = GPU_SIDES
-                side, _ = shrunk((min(max(S // 8 // 128 * 128, low), high),) * 2, logits)
+                side = min(max(S // 8 // 128 * 128, low), high)
+                while side * side * heads < GPU_LOGITS // 4 and 4 * side <= S:
+                    side *= 2
+                side, _ = shrunk((side, side), logits)
                 return Tiles(general, fit((side, side)), block, fit((side, side)), joined=logits)
             long, across = min(max(S, T), GPU_LONG), min(T, 2048)
             long = max(long, min(S, logits // max(1, across)))

@@ -179,6 +179,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
     D, dtype = operands.value.shape[-1], operands.value.dtype
     m = _reference(problem, operands)
+    operands = operands._replace(value=_finite(operands.value, True))
     on_gpu = problem.fused_chunk_size is not None
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
     with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
@@ -193,8 +194,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
             p = multiplied = p.astype(dtype)
         else:
             multiplied = _round(p, dtype)
-        v = _finite(tile.here.value, tile.keep is not None)
-        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
+        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, tile.here.value, problem, o.dtype)]
         part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, multiplied)]
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
@@ -344,6 +344,7 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
     keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
+    half = with_layout_constraint(half, Layout((0, 2, 3, 1, 4)))  # as the products want it
     return Halves(half, column, row, rows.all((1, 3)) & keys.all(1))
 
 
@@ -360,6 +361,9 @@ def _walk_back(
     if fused:
         assert problem.fused_chunk_size is not None
         problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
+        # Once for all tiles: who sees one of these that is not finite is NaN by lse or out.
+        query, key, value = (_finite(x, True) for x in operands[:3])
+        operands = operands._replace(query=query, key=key, value=value)
     else:
         rows = (delta, *lse)
     if halves:
@@ -373,15 +377,14 @@ def _walk_back(
         return jnp.exp((s - high[..., None]) - low[..., None]), pull
 
     def ahead(tile):
-        p, _ = probabilities(_finite_tile(tile), *tile.rows)
+        p, _ = probabilities(tile, *tile.rows)
         return (p * Halves.P).astype(jnp.float16) if halves else p
 
     def step(grads, tile):
-        tile = _finite_tile(tile) if fused else tile
         q, k, v = tile.here[:3]
         (delta, *others), (do, *half) = tile.rows, tile.wide
-        masked = tile.keep is not None
-        if masked and not fused:  # what a row that sees nothing brings along must not meet a 0 of p
+        masked = tile.keep is not None and not fused
+        if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
         p, pull = (tile.ahead, None) if fused else probabilities(tile, *others)
         dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
@@ -545,11 +548,6 @@ def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | N
     x, y = (lax.collapse(z, 2, 4) if z.ndim == 5 else z for z in (x, y))
     z = jnp.einsum(names, x, y, preferred_element_type=dtype, precision=problem.precision, out_sharding=of_total(like))
     return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
-
-
-def _finite_tile(tile: Tile) -> Tile:
-    query, key, value = (_finite(x, tile.keep is not None) for x in tile.here[:3])
-    return tile._replace(here=tile.here._replace(query=query, key=key, value=value))
 
 
 def _finite(x: Array, masked: bool) -> Array:

@@ -159,13 +159,14 @@ def choose_tiles(
         return tiled(0)
     if not all(isinstance(n, int) for n in (B, T, S)):
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
-    margin, quadratic, least = memory.MARGIN.get(platform(), 1.3), implementation == "reference", math.inf
+    quadratic, least = implementation == "reference", math.inf
     for halvings in range(HALVINGS):
         chosen = tiled(halvings)
         told = memory.plain_bytes(operands, platform()) if quadratic else memory.temp_bytes(chosen, operands, platform())
-        if margin * max(told) <= limit:
+        needed = math.ceil(memory.margin(chosen, operands, platform()) * max(told))
+        if needed <= limit:
             return chosen
-        least = min(least, math.ceil(margin * max(told)))
+        least = min(least, needed)
     how, cure = "in tiles of {} x {} logits".format(*tiled(HALVINGS).chunk_size), "split the batch or the heads"
     if quadratic:
         how, cure = "at once", "leave implementation away"
@@ -216,8 +217,8 @@ def tile_sizes(
                 of_head = min(max(T * S // (16 if stair else 4), 2**20), 2**24, max(1, T * S))
                 most = max(1, (GPU_LOGITS // of_head) >> halvings // 2)
                 if heads > most:
-                    k = _divisor(K, max(1, most // G))
-                    block = _divisor(B, max(1, most // (K * G))) if k == K else 1, k
+                    k = _divisor(K, max(1, most // (B * G)))
+                    block = _divisor(B, max(1, most // (k * G))), k
                     heads = block[0] * k * G
             logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
             general = fit(shrunk(wide, logits // 4))

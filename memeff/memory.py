@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from memeff import xla
 from memeff.problem import Operands, Problem, accumulator_dtype
 
-# What is told times this stays below a limit: small tiles are told less well than long sequences.
-MARGIN = {"cpu": 1.2, "gpu": 1.3}
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
@@ -58,6 +56,13 @@ def temp_bytes(problem: Problem, operands: Operands, platform: str) -> tuple[int
     find = _on_cpu if platform == "cpu" else _on_gpu
     forward, gradient = find(problem, operands, xla.reference_serves(problem, operands))
     return math.ceil(forward), math.ceil(gradient)
+
+
+def margin(problem: Problem, operands: Operands, platform: str) -> float:
+    """What is told times this stays below a limit: small tiles, and on GPUs masks and biases, are told less well."""
+    if platform == "cpu":
+        return 1.2
+    return 1.15 if xla.wants_fused(problem, operands) else 1.3
 
 
 def plain_bytes(operands: Operands, platform: str) -> tuple[int, int]:
@@ -166,22 +171,24 @@ def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
 
 
 def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
-    """Fitted to compiled calls on the side of too much, for copies of whole operands come and go with shapes."""
-    z = Sizes.of(problem, operands)
-    heads, half = operands.query.shape[0] * math.prod(operands.query.shape[2:4]), z.narrow == 2
-
-    def largest(chunk_size: tuple[int, int] | None) -> int:
-        """Logits of the largest tile, all heads."""
-        joined = 0 if problem.left is not None else min(problem.joined, operands.query.shape[1] * operands.key.shape[1])
-        return heads * max(math.prod(chunk_size or (0, 0)), joined)
-
-    if fixed:
-        forward = 9 * z.q + 3 * z.k + largest(problem.fixed_chunk_size) * (2.2 if half else 8)
-    else:
+    """Fitted to compiled calls, rather too much, for copies of whole operands come and go with shapes."""
+    z, half = Sizes.of(problem, operands), operands.query.dtype.itemsize == 2
+    if not xla.wants_fused(problem, operands):
         forward = 4 * z.o + 2 * z.k + z.logits * (5.5 if half else 8) + 24 * z.slices[0]
-    logits = z.logits * (12.2 if half else 16)
-    if xla.wants_fused(problem, operands):
-        logits = max(logits, largest(problem.fused_chunk_size) * 6.4)
-    of_keys = (12 if problem.joined else 6) if half else 8
-    gradient = (6.5 if half else 12) * z.q + of_keys * z.k + logits
-    return forward, max(forward, gradient + 4 * z.bias * half)
+        gradient = (6.5 if half else 12) * z.q + (6 if half else 8) * z.k + z.logits * (12.2 if half else 16)
+        return forward, max(forward, gradient + 4 * z.bias * half)
+    B, _, K = operands.query.shape[:3]
+    b, k = problem.block or (B, K)
+    share = b * k / (B * K)  # of batch entries and heads, in a block
+    blocks = share < 1
+    fixed_tile, fused_tile = (
+        z.narrow * xla.largest_tile(problem, operands, size, along) * b * k * operands.query.shape[3]
+        for size, along in ((problem.fixed_chunk_size, 1), (problem.fused_chunk_size, 0))
+    )
+    ragged = not problem.windowed and _masked(problem, operands)
+    copies = z.narrow * (z.q + z.k + z.v + z.o)
+    forward = share * (4.25 * z.o + copies - z.narrow * z.o) + max(fixed_tile, 6 * z.logits) + blocks * z.narrow * z.o
+    sums, halves = 4 * (z.q + z.k + z.v), z.narrow * z.o * half
+    gradient = share * (sums + (copies + halves) * (1 + blocks * half)) + blocks * z.narrow * (1.4 * z.q + z.o)
+    gradient += max((2 + ragged) * fused_tile, z.logits * (12 if half else 16))
+    return 1.05 * forward, 1.05 * max(forward, gradient)

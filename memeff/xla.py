@@ -765,9 +765,9 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
     Lists are few, for each makes its first probabilities on its own: a few whole tiles that are left go with the masked.
     """
     whole, edge = tiles(problem, operands)
-    found, area = [], math.prod(problem.chunk_size)
+    found, area, cut = [], math.prod(problem.chunk_size), 1 - (along or 0)
     if problem.joined and along is not None and len(whole):
-        cut, counts = 1 - along, whole.max(0) + 1
+        counts = whole.max(0) + 1
         left = np.zeros(counts, bool)
         left[tuple(whole.T)] = True
         n = 2 ** max(0, math.ceil(math.log2(problem.joined / area) / 2))
@@ -779,19 +779,36 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
                 break
             n //= 2
         starts, thinnest = squares * size, min(128, problem.chunk_size[cut])
-        while size[cut] % 2 == 0 and size[cut] > thinnest and (math.prod(size) > problem.joined or len(starts) == 1):
-            size[cut] //= 2
-            starts = np.concatenate([starts, starts + np.eye(2, dtype=int)[cut] * size[cut]])
+        while size[cut] % 2 == 0 and size[cut] > thinnest and math.prod(size) > problem.joined:
+            size, starts = _halved(size, starts, cut)
         if n > 1 or len(squares) > len(edge):
             taken = np.zeros(-(-counts // n), bool)
             taken[tuple(squares.T)] = True
             left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
-            found.append(((False, *size), starts))
+            found.append((False, size, starts))
             whole = np.argwhere(left)
         if len(whole) <= len(edge):
             whole, edge = whole[:0], np.concatenate([whole, edge])
-    found += [((masked, *problem.chunk_size), at * problem.chunk_size) for masked, at in ((False, whole), (True, edge))]
-    return [(size, starts.astype(np.int32)) for size, starts in found if len(starts)]
+    found += [(masked, problem.chunk_size, at * problem.chunk_size) for masked, at in ((False, whole), (True, edge))]
+    pieces = []
+    for masked, size, starts in found:
+        if along is not None and len(starts) == 1 and size[cut] % 2 == 0:
+            size, starts = _halved(size, starts, cut)
+        if len(starts):
+            pieces.append(((masked, *size), starts.astype(np.int32)))
+    return pieces
+
+
+def largest_tile(problem: Problem, operands: Operands, chunk_size: tuple[int, int] | None, along: int) -> int:
+    """Logits of one head in the largest tile of a walk of so large tiles."""
+    problem = dataclasses.replace(problem, chunk_size=chunk_size or problem.chunk_size)
+    return max((t * c for (_, t, c), _ in _pieces(problem, operands, along)), default=0)
+
+
+def _halved(size, starts: np.ndarray, dim: int) -> tuple[list[int], np.ndarray]:
+    """Tiles of half that size along `dim`, twice as many."""
+    size = [n // 2 if at == dim else n for at, n in enumerate(size)]
+    return size, np.concatenate([starts, starts + np.eye(2, dtype=int)[dim] * size[dim]])
 
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:

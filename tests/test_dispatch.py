@@ -194,10 +194,12 @@ def test_explain(how, words):
 
 def test_explain_tells_both_tiles_where_they_differ(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)
+    text = memeff.explain(x, x, x)
+    assert "tiles of 2048 x 8192 logits, 4 of 4 visited; in the gradient tiles of 8192 x 2048 logits, 4 of 4" in text
+    assert "; 8 of 32 heads at a time;" in text
     text = memeff.explain(x, x, x, is_causal=True)
-    assert "tiles of 1024 x 1024 logits, 10 of 16 visited, joined to 1024 x 2048; in the gradient " in text
-    assert "in the gradient tiles of 1024 x 1024 logits, 10 of 16 visited, joined to 2048 x 1024; 8 of 8 heads" in text
+    assert "tiles of 1024 x 1024 logits, 36 of 64 visited, joined to 2048 x 2048; 32 of 32 heads" in text
     assert "in the gradient" not in memeff.explain(x, x, x, is_causal=True, chunk_size=512)
 
 

@@ -3,6 +3,7 @@
 python -m pytest -m gpu
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SINGLES
-from conftest import assert_case, run_cases
+from conftest import assert_as_good, assert_case, run_cases
 
 import memeff
+from memeff import xla
+from memeff.problem import Operands, Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +45,40 @@ def test_sampled_rows_at_default_tiles(length, causal):
         np.testing.assert_allclose(lse[rows, n], (m + np.log(e.sum(-1, keepdims=True)))[:, 0], atol=1e-5)
         # out is rounded to 8 bits, and so is every probability before its product
         np.testing.assert_allclose(out[rows, n], true, atol=2.0**-8 * abs(v).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 10, 30])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_is_as_good_as_step_by_step(causal, size, dtype):
+    """The gradient whose cotangents leave their product's epilogue, after a forward that sums rounded probabilities; logits
+    up to some `size` squared.
+    """
+    B, T, K, H = 1, 2048, 2, 64
+    shapes = (B, T, K, 1, H), (B, T, K, H), (B, T, K, H), (B, K, 1, T, H)
+    arrays = [jax.random.normal(jax.random.key(i), s) * (size if i < 2 else 1) for i, s in enumerate(shapes)]
+    arrays = [x.astype(dtype) for x in arrays]
+    general = Problem(right=0 if causal else None, scale=H**-0.5, precision="highest", chunk_size=(512, 512))
+    fused = dataclasses.replace(general, fixed_chunk_size=(512, 512), fused_chunk_size=(512, 512))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(p, q, k, v, dout):
+        operands = Operands(q, k, v)
+        return xla.backward(p, operands, *xla.forward(p, operands, "gradient"), dout, None)[:3]
+
+    q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
+    s = np.einsum("btkh,bskh->bkts", q[:, :, :, 0], k) * H**-0.5
+    s = np.where(np.tril(np.ones((T, T), bool)), s, -np.inf) if causal else s
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = np.einsum("bktd,bskd->bkts", dout[:, :, 0], v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * H**-0.5
+    true = np.einsum("bkts,bskh->btkh", ds, k)[:, :, :, None], np.einsum("bkts,btkh->bskh", ds, q[:, :, :, 0])
+    true += (np.einsum("bkts,bktd->bskd", p, dout[:, :, 0]),)
+    for name, found, baseline, exact in zip(
+        "qkv", gradients(fused, *arrays), gradients(general, *arrays), true, strict=True
+    ):
+        assert_as_good(found, [baseline], exact, dtype, f"d{name}")
 
 
 def test_250_runs_beside_other_work_are_equal_in_bits():

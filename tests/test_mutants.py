@@ -92,7 +92,7 @@ MUTANTS = {
         "high = (m + jnp.log(l)).astype(jnp.bfloat16).astype(l.dtype)",
         "float32:plain",
     ),
-    "delta forgotten": (XLA, "ds = p * (dp - delta[..., None])", "ds = p * dp", "float32:plain"),
+    "delta forgotten": (XLA, "pull(p * (dp - delta[..., None]))", "pull(p * dp)", "float32:plain"),
     "dlse ignored": (XLA, "delta = delta if dlse is None else delta - dlse", "pass", "float32:plain"),
     "sign of dlse": (XLA, "else delta - dlse", "else delta + dlse", "float32:plain"),
     "dk and dv swapped": (
@@ -109,8 +109,8 @@ MUTANTS = {
     ),
     "a row's reference of another tile": (
         XLA,
-        "lax.scan(ahead, (carry, aside(pairs[0])), (pairs, following))",
-        "lax.scan(ahead, (carry, aside(pairs[-1])), (pairs, following))",
+        "start = aside(fetch, here[0])\n",
+        "start = aside(fetch, here[-1])\n",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[False-float32]",
     ),
     "rows that do not stand are kept": (
@@ -136,6 +136,24 @@ MUTANTS = {
         "/ (column * Halves.P)[..., None]",
         "/ Halves.P",
         "tests/test_halves.py::test_float16_in_the_middle_is_as_good_as_bfloat16_throughout[full]",
+    ),
+    "delta forgotten in an epilogue": (
+        XLA,
+        "pull((dp - delta[..., None]) * up)",
+        "pull(dp * up)",
+        "tests/test_halves.py::test_fused_is_as_good[full-float32]",
+    ),
+    "probabilities of the same tile again": (
+        XLA,
+        "tile = known(fetch_ahead, following, then)",
+        "tile = known(fetch_ahead, here, then)",
+        "tests/test_halves.py::test_fused_is_as_good[full-float32]",
+    ),
+    "a block in the place of another": (
+        XLA,
+        "starts = [first[0], *[0] * (heads - 1), first[1]]",
+        "starts = [0] * (heads + 1)",
+        "tests/test_halves.py::test_block_by_block",
     ),
     "a joined tile left out": (
         XLA,

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from memeff.problem import (
     SEES_NOTHING,
@@ -98,8 +97,9 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
 
 def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads: int, found):
-    """`call(operands, *like_out)` for one `problem.block` after the other, so that what is as long as the sequence exists for
-    one of them. `like_out`: arrays B K ...; `heads`: the dim of the key heads in what is `found`, which is written over.
+    """`call(operands, *like_out)` for one `problem.block` after the other: what is as long as the sequence exists for one.
+
+    `like_out`: arrays B K ...; `heads`: the dim of the key heads in what is `found`, which is written over.
     """
     assert problem.block is not None
     B, _, K = operands.query.shape[:3]
@@ -111,7 +111,7 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
         def cut(x, dim):
             return _as_it_is(part_of(x, {0: (first[0], b), dim: (first[1], k)}))
 
-        here = Operands(*(cut(x, 2) for x in operands[:3]))
+        here = Operands(cut(operands.query, 2), cut(operands.key, 2), cut(operands.value, 2))
         here = call(here, *jax.tree.map(lambda x: cut(x, 1), like_out))
         starts = [first[0], *[0] * (heads - 1), first[1]]
         put = lambda x, y: _write(x, _as_it_is(y.astype(x.dtype)), starts + [0] * (x.ndim - len(starts)))
@@ -120,9 +120,11 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
     return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), step, found)
 
 
-def _as_it_is(x: Array) -> Array:
-    """In the order of its dims. Else XLA brings whole arrays, outside the loop, into the order that it wants of a part."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+def _as_it_is(x: Array, dim: int = 2) -> Array:
+    """With the dims from `dim` on in their order, which alone a merged dim can have. Else XLA brings whole arrays, outside the loop, into the
+    order that it wants of a part. (A layout constraint does the same, and cannot be exported.)
+    """
+    return lax.optimization_barrier(lax.collapse(x, dim)).reshape(x.shape)
 
 
 class Rows(NamedTuple):
@@ -297,7 +299,8 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), gradients, like)
     if problem.block and wants_fused(problem, operands):
         call = functools.partial(_backward, dataclasses.replace(problem, block=None))
-        zeros = Gradients(*jax.tree.map(jnp.zeros_like, operands[:3]), Terms())
+        query, key, value = map(jnp.zeros_like, operands[:3])
+        zeros = Gradients(query, key, value, Terms())
         return _block_by_block(problem, operands, call, (out, lse, dout, dlse), 2, zeros)
     return _backward(problem, operands, out, lse, dout, dlse)
 
@@ -320,7 +323,7 @@ def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: 
 class Halves(NamedTuple):
     """What (5) and (6) are scaled by, powers of two, where they leave the epilogues of their products in float16."""
 
-    dout: Array  # B T K G D, scaled by `column` so that its largest entry is below 2^16
+    dout: Array  # B K G T D, as the products want it; scaled by `column` so that its largest entry is below 2^16
     column: Array  # B K D
     row: Array  # B K G T, such that draw / p times it is below 2^4
     serve: Array  # B K, of which the rows and keys are large enough for float16's exponents
@@ -344,8 +347,7 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
     keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
-    half = with_layout_constraint(half, Layout((0, 2, 3, 1, 4)))  # as the products want it
-    return Halves(half, column, row, rows.all((1, 3)) & keys.all(1))
+    return Halves(_as_it_is(half.transpose(0, 2, 3, 1, 4), 3), column, row, rows.all((1, 3)) & keys.all(1))
 
 
 def wants_fused(problem: Problem, operands: Operands) -> bool:
@@ -357,7 +359,7 @@ def _walk_back(
     problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, fused: bool, halves: Halves | None = None
 ) -> Callable[[], Gradients]:
     """Step by step, or `fused`: p is made one step ahead, so that draw can go into the epilogue of dout v'."""
-    dtype, rows, like_query = delta.dtype, (delta,), (dout,)
+    dtype, rows, like_rows = delta.dtype, (delta,), ()
     if fused:
         assert problem.fused_chunk_size is not None
         problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
@@ -368,7 +370,7 @@ def _walk_back(
         rows = (delta, *lse)
     if halves:
         down = (1 / (halves.row * Halves.P)).astype(operands.query.dtype)
-        rows, like_query = (delta, halves.row, down), (dout, halves.dout)
+        rows, like_rows = (delta, halves.row, down), (halves.dout,)
     # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
 
@@ -413,7 +415,7 @@ def _walk_back(
         )
 
     how = {"ahead": (tuple(lse), ahead), "along": 0} if fused else {}
-    visit = _visit(problem, operands, rows, step, like_query, **how)
+    visit = _visit(problem, operands, (*rows, *like_rows), step, (dout,), **how)
 
     def walk():
         zeros = Gradients(
@@ -436,7 +438,7 @@ def _power_of_two(x: Array) -> Array:
 class Tile(NamedTuple):
     here: Operands  # sliced to the tile; query B K G t H, key B K c H, value B K c D
     rows: tuple[Array, ...]  # slices B K G t of what the walk was given for each row
-    wide: tuple[Array, ...]  # and B K G t D
+    wide: tuple[Array, ...]  # and B K G t D, those like the query first
     at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
     keep: Array | None  # who sees whom; None: all
     first: tuple[Any, Any]  # where the slices start: batch entry and key head,
@@ -457,7 +459,7 @@ def _tile(
     j,
 ) -> Tile:
     """Slices of everything for the tile at query `i` and key `j` of the block that begins with batch entry and key head
-    `first`; `flat` are B T N ..., the query first, `rows` B K G T. Mask and bias are B|1 N|1 T|1 S|1.
+    `first`; `flat` are B T N ..., the query first, `rows` B K G T|T D. Mask and bias are B|1 N|1 T|1 S|1.
     """
     t, c = problem.chunk_size
     B, _, K, G, _ = operands.query.shape
@@ -487,9 +489,10 @@ def _tile(
         q_segments=_part(here.q_segments, {1: (row, t)}),
         kv_segments=_part(here.kv_segments, {1: (col, c)}),
     )
-    narrow = tuple(part_of(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows)
+    cut = [part_of(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows]
+    narrow, wide = tuple(x for x in cut if x.ndim == 4), (*wide, *(x for x in cut if x.ndim == 5))
     keep = visible(problem, here, at_rows, at_cols) if masked else None
-    return Tile(here, narrow, tuple(wide), (at_rows, at_cols), keep, first, row, col)
+    return Tile(here, narrow, wide, (at_rows, at_cols), keep, first, row, col)
 
 
 def _positions(first, size: int, total: int):
@@ -656,10 +659,10 @@ def _visit(
 ) -> Callable[[Any], Any]:
     """A function that folds `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
 
-    What is sliced along with the queries: `rows`, B K G T, and `like_query`, B T K G D. XLA:GPU fuses what follows a product
-    into it only if its other inputs are parameters of the loop, not slices, nor another product. So, with `beside`, what a
-    step puts beside a product (`rows`, who sees whom) is made in the step before. So is, with `ahead` = (rows, make), `make`
-    of a tile that has those rows. `along`: whether large tiles are rather high (0) or wide (1).
+    What is sliced along with the queries: `rows`, B K G T or B K G T D, and `like_query`, B T K G D. XLA:GPU fuses what
+    follows a product into it only if its other inputs are parameters of the loop, not slices, nor another product. So, with
+    `beside`, what a step puts beside a product (`rows` B K G T, who sees whom) is made in the step before. So is, with
+    `ahead` = (rows, make), `make` of a tile that has those rows. `along`: are large tiles rather high (0) or wide (1)?
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return lambda carry: carry  # nothing to see, or nobody to see it
@@ -677,20 +680,20 @@ def _visit(
         if _bounded(operands):
             at = lambda carry, i, j: step(carry, _tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
             return functools.partial(_visit_bounded, problem, _block(operands, first[0], b), at)
+
+        def fetching(rows, masked, size, starts):
+            here = _cut(with_flat, flat, rows, size, starts) if problem.joined else (with_flat, flat, rows)
+            return functools.partial(_tile, *here, lengths, dataclasses.replace(problem, chunk_size=size), masked, first)
+
         lists = []
-        for (masked, t, c), starts in pieces:
-            this = dataclasses.replace(problem, chunk_size=(t, c))
-
-            def fetching(rows):
-                here = _cut(with_flat, flat, rows, (t, c), starts) if problem.joined else (with_flat, flat, rows)
-                return functools.partial(_tile, *here, lengths, this, masked, first)
-
-            lists.append(_visit_listed(fetching(rows), step, starts, beside, ahead and (fetching(ahead[0]), ahead[1])))
+        for (masked, *size), starts in pieces:
+            fetch = functools.partial(fetching, masked=masked, size=tuple(size), starts=starts)
+            lists.append(_visit_listed(fetch(rows), step, starts, beside, ahead and (fetch(ahead[0]), ahead[1])))
         return lambda carry: functools.reduce(lambda carry, visit: visit(carry), lists, carry)
 
     if (b, k) == (B, K):
         return block(0)
-    return lambda carry: lax.fori_loop(0, B // b * (K // k), lambda n, carry: block(n)(carry), carry)
+    return lambda carry: lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), lambda n, x: block(n)(x), carry)
 
 
 def _block(operands: Operands, first, size: int) -> Operands:

@@ -68,13 +68,11 @@ def problem(walk: str, fused: bool = True) -> Problem:
 
 @functools.cache
 def gradients(walk: str, fused: bool, block=None):
-    """A call for training: in bfloat16 lse is from the sums of rounded p, as on GPUs. In float32 XLA:CPU would round
-    scale * raw - m once in such a forward, and twice here, which a logit of 1000 does not forgive (GPUs: test_gpu.py).
-    """
+    """A call for training, as on a GPU (lse from the sums of rounded p) or step by step."""
 
     def run(q, k, v, dout):
         p, operands = dataclasses.replace(problem(walk, fused), block=block), Operands(q, k, v)
-        forward = xla.forward(p, operands, "gradient" if q.dtype == jnp.bfloat16 else "caller")
+        forward = xla.forward(p, operands, "gradient")
         return xla.backward(p, operands, *forward, dout, None)[:3]
 
     return jax.jit(run)
@@ -92,7 +90,10 @@ def serves(walk: str, q, k, v, dout) -> bool:
 @pytest.mark.parametrize("walk", ["full", pytest.param("causal", marks=pytest.mark.slow), "causal joined", "window"])
 def test_fused_is_as_good(walk, dtype):
     """As the walk step by step, the baseline here. In bfloat16 11 bits are kept in the middle, elsewhere all."""
-    for name in (*NEAR, *FAR):
+    names = [*NEAR, *FAR]
+    if dtype == "float32":  # XLA:CPU rounds scale * raw - lse once here, twice elsewhere; for GPUs see test_gpu.py
+        names.remove("logits of 10^3")
+    for name in names:
         arrays = draw(name, dtype)
         assert dtype == "float32" or serves(walk, *arrays) == (name in NEAR), name
         found, general = (gradients(walk, fused)(*arrays) for fused in (True, False))
@@ -137,10 +138,8 @@ def test_what_float16_cannot_hold_goes_the_general_way(name, walk):
     q, k, v, dout = draw(name)
     operands = Operands(q, k, v)
     forward = jax.jit(lambda: xla.forward(problem(walk), operands, "gradient"))()
-    walks = (
-        jax.jit(lambda p=problem(walk, fused): xla.backward(p, operands, *forward, dout, None)) for fused in (True, False)
-    )
-    for x, y in zip(*(jax.tree.leaves(walk()) for walk in walks), strict=True):
+    backward = jax.jit(lambda p: xla.backward(p, operands, *forward, dout, None), static_argnums=0)
+    for x, y in zip(*(jax.tree.leaves(backward(problem(walk, fused))) for fused in (True, False)), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -181,9 +181,11 @@ def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
     b, k = problem.block or (B, K)
     share = b * k / (B * K)  # of batch entries and heads, in a block
     blocks = share < 1
+    quarter = operands.query.shape[1] * operands.key.shape[1] // 4  # the largest square in a stair; alone, it is cut in two
+    joined = 0 if problem.left is not None else min(problem.joined, quarter // 2 if quarter <= problem.joined else quarter)
     fixed_tile, fused_tile = (
-        z.narrow * xla.largest_tile(problem, operands, size, along) * b * k * operands.query.shape[3]
-        for size, along in ((problem.fixed_chunk_size, 1), (problem.fused_chunk_size, 0))
+        z.narrow * b * k * operands.query.shape[3] * max(joined, math.prod(size or (0, 0)))
+        for size in (problem.fixed_chunk_size, problem.fused_chunk_size)
     )
     ragged = not problem.windowed and _masked(problem, operands)
     copies = z.narrow * (z.q + z.k + z.v + z.o)

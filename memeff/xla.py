@@ -394,9 +394,11 @@ def _walk_back(
         dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
         if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
             up, down = (x[..., None] for x in others) if halves else (1, 1)
-            _, pull = jax.vjp(lambda raw: finish(problem, raw, tile.here.terms, tile.keep), jnp.zeros_like(dp))
+            _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), None), jnp.zeros_like(dp))
             (draw,), dterms = pull((dp - delta[..., None]) * up), Terms()
             draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
+            if tile.keep is not None:  # at the end, for p of a row whose lse is NaN is NaN for all keys
+                draw = jnp.where(tile.keep, draw, 0)
         else:
             dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
             draw, dterms = pull(p * (dp - delta[..., None]))
@@ -802,12 +804,6 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
         if len(starts):
             pieces.append(((masked, *size), starts.astype(np.int32)))
     return pieces
-
-
-def largest_tile(problem: Problem, operands: Operands, chunk_size: tuple[int, int] | None, along: int) -> int:
-    """Logits of one head in the largest tile of a walk of so large tiles."""
-    problem = dataclasses.replace(problem, chunk_size=chunk_size or problem.chunk_size)
-    return max((t * c for (_, t, c), _ in _pieces(problem, operands, along)), default=0)
 
 
 def _halved(size, starts: np.ndarray, dim: int) -> tuple[list[int], np.ndarray]:

@@ -123,8 +123,8 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
 def _as_it_is(x: Array, dim: int = 2) -> Array:
     """With the dims from `dim` on in their order, which alone a merged dim can have.
 
-    Else XLA brings whole arrays, outside the loop, into the order that it wants of a part. (A layout constraint would do, but
-    cannot be exported.)
+    Else XLA brings whole arrays, outside the loop, into the order that it wants of a part. (A layout constraint would do,
+    but cannot be exported.)
     """
     return lax.optimization_barrier(lax.collapse(x, dim)).reshape(x.shape)
 

@@ -149,7 +149,8 @@ def choose_tiles(
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     shape = Shape((B,), T, S, K * G, K, H, D)
 
-    plain = xla.reference_serves(dataclasses.replace(problem, fixed_chunk_size=(1, 1)), operands)
+    known = all(isinstance(n, int) for n in (B, T, S))
+    plain = known and xla.reference_serves(dataclasses.replace(problem, fixed_chunk_size=(1, 1)), operands)
 
     def tiled(halvings: int) -> Problem:
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
@@ -157,7 +158,7 @@ def choose_tiles(
 
     if limit is None:
         return tiled(0)
-    if not all(isinstance(n, int) for n in (B, T, S)):
+    if not known:
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
     quadratic, least = implementation == "reference", math.inf
     for halvings in range(HALVINGS):

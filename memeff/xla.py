@@ -183,8 +183,9 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
     D, dtype = operands.value.shape[-1], operands.value.dtype
     m = _reference(problem, operands)
-    operands = operands._replace(value=_finite(operands.value, True))
     on_gpu = problem.fused_chunk_size is not None
+    if on_gpu:
+        operands = operands._replace(value=_finite(operands.value, True))
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
     with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
     if with_ones:
@@ -198,7 +199,8 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
             p = multiplied = p.astype(dtype)
         else:
             multiplied = _round(p, dtype)
-        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, tile.here.value, problem, o.dtype)]
+        v = _finite(tile.here.value, tile.keep is not None and not on_gpu)
+        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
         part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, multiplied)]
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 

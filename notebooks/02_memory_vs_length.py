@@ -206,6 +206,8 @@ bench.figure(speed, "seconds")
 # bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation tokamax:mosaic
 # bench --length 4k 16k 64k 256k       --rounds 1 --implementation tokamax:xla_chunked
 # ```
+#
+# (The second of them on another day than the others, after memeff had changed: cards differ by some 5 %.)
 
 # %%
 written = Path("h200.jsonl")

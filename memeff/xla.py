@@ -89,10 +89,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     stands = _stands(rows) & ~_sees_bad_value(problem, operands)
 
     def again(state):
-        done, rows = state
-        o, ones = rows.o[..., : operands.value.shape[-1]], rows.o[..., operands.value.shape[-1] :]
-        rows = _online(problem, operands, rows._replace(o=o), stands)
-        return done | True, rows._replace(o=jnp.concatenate([rows.o, ones], axis=-1))
+        return state[0] | True, _online(problem, operands, state[1], stands)
 
     # A loop that runs once or never, for it writes over what does not stand; a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], again, (_everywhere(stands), rows))
@@ -138,14 +135,13 @@ class Rows(NamedTuple):
     m: Array
     l: Array  # sum of p
     weight: Array  # and of p as it is multiplied with the values
-    o: Array  # sum of p v; B K G T D, in the fixed form perhaps with columns behind that count no more
+    o: Array  # sum of p v; B K G T D
 
 
 def _divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
     empty = rows.l == 0
     l, weight = (jnp.where(empty, 1, x) for x in (rows.l, rows.weight))
-    o = rows.o[..., : operands.value.shape[-1]]
-    out = (o / weight[..., None]).astype(operands.query.dtype)
+    out = (rows.o / weight[..., None]).astype(operands.query.dtype)
     return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
 
 
@@ -212,7 +208,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     o, *sums = _visit(problem, operands, (m,), step, beside=rounded, along=1)(start)
     # What is multiplied is divided by its own sum, for a row may hold a single p, and that one need not be 1.
     l, weight = sums or (o[..., D],) * 2
-    return Rows(m, l, weight, o)
+    return Rows(m, l, weight, o[..., :D])
 
 
 def _sees_bad_value(problem: Problem, operands: Operands) -> Array:
@@ -775,8 +771,7 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
 
     Where `problem.joined` allows, whole tiles that form a larger square are one (each step costs launches, and slices of
     what it reads and adds to), cut across `along` to so many logits, and into two at least: XLA unrolls a loop of one step.
-    Lists of high tiles are few, for each makes its first probabilities on its own: a few whole tiles that are left go with
-    the masked.
+    Lists are few, for each makes its first probabilities on its own: a few whole tiles that are left go with the masked.
     """
     whole, edge = tiles(problem, operands)
     found, area, cut = [], math.prod(problem.chunk_size), 1 - (along or 0)
@@ -801,7 +796,7 @@ def _pieces(problem: Problem, operands: Operands, along: int | None):
             left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
             found.append((False, size, starts))
             whole = np.argwhere(left)
-        if len(whole) <= (len(edge) if along == 0 else 1):
+        if len(whole) <= len(edge):
             whole, edge = whole[:0], np.concatenate([whole, edge])
     found += [(masked, problem.chunk_size, at * problem.chunk_size) for masked, at in ((False, whole), (True, edge))]
     pieces = []

@@ -119,16 +119,17 @@ class Tiles(NamedTuple):
     joined: int = 0
 
 
-# On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large: 2^27 logits of all heads
-# where they leave a product in 16 bits, half of that in general (H200, bfloat16, H = 128; 2^26 took 7 % longer and 30 % less
-# memory). Without a window a forward tile is wide and a backward tile high; under one they have an eighth of the keys, which
-# wastes less on a stair, and whole ones are joined (2 x 8192: sides of 1024 and 2048 alike; 8 x 2048: 1024 10 % better than
-# 512).
+# On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large: 2^27 logits of the heads
+# that are walked together where they leave a product in 16 bits, half of that in general (H200, bfloat16, H = 128, 2 x
+# 8192: forward + gradient 7 to 9 % longer with 2^26). Without a window a forward tile is wide and a backward tile high, and
+# 8 heads at a time were as fast as all 32, in two thirds of the memory. Under a window tiles have an eighth of the keys,
+# which wastes less on a stair, and whole ones are joined; heads go together until a tile has a sixteenth of their logits
+# (half of the heads took 14 % longer); masked tiles are larger where heads are few (1 x 4096, 8 heads: 8 %).
 GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
 GPU_LONG = 8192
 GPU_SIDES = (1024, 2048)
-GPU_ROWS = 128
+GPU_ROWS = 128  # with fewer for a key, passes over keys and values for a bound and a check show (decoding: 1.8 times longer)
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side where a window leaves a
 # stair of tiles to mask, else 1024, were fastest or within 8 % of it (two cores, float32 and bfloat16, T = 1024 to 4096,
 # 8 and 32 heads of 64 and 128, K = 1, 2, 8; forward and gradient; a side of 256 to 2048, 2^18 to 2^23 logits).

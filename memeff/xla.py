@@ -8,6 +8,8 @@ Backward, from lse (Dao 2023, algorithm 2), with delta = rowsum(dout * out) - dl
   (5) p  = exp(s - lse), s from (1) and (2)        dv_j += p' dout_i
   (6) ds = p * (dout_i v_j' - delta)               draw, dterms = (2) transposed at ds
   (7) dq_i += draw k_j;  dk_j += draw' q_i
+One walk gives all three: of two, one for dq and one for dk and dv, each would make p and draw (H200, bfloat16, 2^27 logits:
+460 us of the walk's 790), to save a pass over sums (50 us).
 Tiles that the window hides are never visited: a list made while tracing, or, where lengths or offsets are arrays, bounds
 computed as it runs. The last tile of a row or column starts early so that it fits (slices that overhang are clamped without
 a word); what it has in common with its neighbour gets position -1, which `visible` hides.

@@ -108,6 +108,20 @@ def test_fixed_reference_is_exact(dtype, causal):
             assert_as_good(x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lse_for", [None, "gradient"])
+def test_sums_of_ones_fall_back_too(lse_for, causal):
+    """As on GPUs, where l comes from p [v 1]."""
+    p = dataclasses.replace(problem(causal), fused_chunk_size=(16, 24))
+    q, k, v = draw("one row far below its bound", jnp.bfloat16)
+    k = k.at[1, 7, 0].set(jnp.nan)  # other rows are done again for a value that is not finite
+    forward = jax.jit(lambda p: xla.forward(p, Operands(q, k, v), lse_for), static_argnums=0)
+    found, online = (forward(dataclasses.replace(p, fixed_chunk_size=size)) for size in ((16, 24), None))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(online), strict=True):
+        np.testing.assert_array_equal(jnp.isnan(x), jnp.isnan(y))
+    np.testing.assert_allclose(np.float32(found[0]), np.float32(online[0]), atol=0.03)
+
+
 @pytest.mark.parametrize("name", FAR)
 def test_rows_that_stand_stay(name):
     """Starting over for some rows changes no bit of the others."""

@@ -135,7 +135,7 @@ MUTANTS = {
         XLA,
         "/ (column * Halves.P)[..., None]",
         "/ Halves.P",
-        "tests/test_halves.py::test_float16_in_the_middle_is_as_good_as_bfloat16_throughout[full]",
+        "tests/test_halves.py::test_fused_is_as_good[full-bfloat16]",
     ),
     "delta forgotten in an epilogue": (
         XLA,

@@ -39,10 +39,10 @@ MUTANTS = {
     ),
     "bias before the soft cap": (
         PROBLEM,
-        "    cap = problem.soft_cap if terms.soft_cap is None",
+        "    if cap is not None:\n",
         "    s = s if terms.bias is None else s + terms.bias.astype(raw.dtype)\n"
         "    terms = terms._replace(bias=None)\n"
-        "    cap = problem.soft_cap if terms.soft_cap is None",
+        "    if cap is not None:\n",
         "float32:everything",
     ),
     "window off by one to the left": (PROBLEM, "at - problem.left <= cols", "at - problem.left < cols", "float32:window"),

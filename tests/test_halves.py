@@ -130,6 +130,29 @@ def test_block_by_block(dtype, walk, block):
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2 if dtype == "bfloat16" else 1e-5)
 
 
+@pytest.mark.slow
+def test_blocks_under_shard_map(monkeypatch):
+    """Where blocks are walked although there are several devices; as on one device, in bits."""
+    sizes = dict(fixed_chunk_size=(16, 16), fused_chunk_size=(16, 16), joined=2048, block=(1, 1))
+    monkeypatch.setattr(dispatch, "tile_sizes", lambda *args: dispatch.Tiles((16, 16), **sizes))
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    spec, whole = (
+        PartitionSpec("batch", None, "heads"),
+        jax.random.normal(jax.random.key(0), (4, 4, 70, 2, 16), jnp.bfloat16),
+    )
+
+    def call(q, k, v, dout):
+        out, pull = jax.vjp(functools.partial(dot_product_attention, is_causal=True), q, k, v)
+        return out, *pull(dout)
+
+    wanted = jax.jit(call)(*whole)
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x in whole]
+        found = jax.jit(jax.shard_map(call, in_specs=spec, out_specs=spec))(*arrays)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.float32(x), np.float32(y))
+
+
 @pytest.mark.parametrize("name", ["ordinary", "logits of 10^3"])
 def test_lse_for_the_gradient_is_as_good_as_a_probability(name):
     """In bfloat16: off by 2^-9 at most, where one key has all; what the caller gets is exact."""

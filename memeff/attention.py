@@ -246,7 +246,7 @@ def plan(
     """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
 
     Nothing is computed or allocated. Bytes are what XLA will report of the compiled call: on CPUs within a tenth for long
-    sequences, on GPUs mostly within a quarter; on TPUs they are told by the rule for GPUs, which nobody has checked there.
+    sequences, on GPUs mostly within a fifth; on TPUs they are told by the rule for GPUs, which nobody has checked there.
 
     Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:
       device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`. Default: JAX's first.

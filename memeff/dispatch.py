@@ -149,9 +149,8 @@ def choose_tiles(
     """`problem` with the tiles that are fastest, or else with the largest that keep forward and gradient within `limit`."""
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     shape = Shape((B,), T, S, K * G, K, H, D)
-
     known = all(isinstance(n, int) for n in (B, T, S))
-    plain = known and xla.reference_serves(dataclasses.replace(problem, fixed_chunk_size=(1, 1)), operands)
+    plain = known and xla.can_bound(problem, operands)
 
     def tiled(halvings: int) -> Problem:
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)

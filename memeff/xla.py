@@ -230,12 +230,17 @@ def _round(x: Array, dtype) -> Array:
 
 
 def reference_serves(problem: Problem, operands: Operands) -> bool:
-    """Where it is wanted and can be had: 8 bits of exponent, plain logits, and a key for every row."""
+    """Where it is wanted and can be had."""
+    return problem.fixed_chunk_size is not None and can_bound(problem, operands)
+
+
+def can_bound(problem: Problem, operands: Operands) -> bool:
+    """Can a row's logits be bounded beforehand? With 8 bits of exponent, plain logits, and a key for every row."""
     extras = (problem.soft_cap, problem.dropout, *operands.terms, operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
     wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
-    if problem.fixed_chunk_size is None or not (plain and wide and T > 0):
+    if not (plain and wide and T > 0):
         return False
     ends = np.array([0, T - 1])  # if one of them sees a key, so do the rows between
     lo, hi, _, _ = tile_range(problem, problem.q_offset, ends, ends)

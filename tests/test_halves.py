@@ -35,6 +35,8 @@ def draw(name: str, dtype=jnp.bfloat16):
             dout[:, :, :, ::3] = 0
         case "values from 1 to 2^-6":
             v *= 2.0 ** -rng.integers(0, 7, (B, S, K, 1))
+        case "values from 1 to 2^-15":
+            v *= 2.0 ** -rng.integers(0, 16, (B, S, K, 1))
         case "a value that is 0":
             v[1, 7] = 0
         case "logits of 10^3":
@@ -48,7 +50,7 @@ def draw(name: str, dtype=jnp.bfloat16):
     return [jnp.asarray(x, dtype) for x in (q, k, v, dout)]
 
 
-FAR = ("one row of dout 2^-40 beside others", "one value 10^9 beside others")
+FAR = ("one row of dout 2^-40 beside others", "one value 10^9 beside others", "values from 1 to 2^-15")
 NEAR = (
     *("ordinary", "rows of dout from 1 to 2^-20", "tiny dout", "huge dout", "rows of dout that are 0"),
     *("values from 1 to 2^-6", "a value that is 0", "logits of 10^3"),
@@ -161,7 +163,7 @@ def test_lse_for_the_gradient_is_as_good_as_a_probability(name):
     _, for_caller = xla.forward(problem("full"), Operands(q, k, v), "caller")
     _, for_gradient = xla.forward(problem("full"), Operands(q, k, v), "gradient")
     np.testing.assert_allclose(for_caller.high, exact.high, rtol=1e-6, atol=1e-6)
-    assert abs(for_gradient.high - exact.high).max() <= 2.0**-8
+    assert abs(for_gradient.high - exact.high).max() <= 2.0**-9 * 1.01  # the logarithm of 1 + 2^-9, and of what float32 adds
 
 
 @pytest.mark.parametrize("walk", ["full", "causal joined"])

@@ -104,12 +104,9 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
     `like_out`: arrays B K ...; `heads`: the dim of the key heads in what is `found`, which is written over.
     """
     assert problem.block is not None
-    B, _, K = operands.query.shape[:3]
     b, k = problem.block
 
-    def step(n, found):
-        first = n // (K // k) * b, n % (K // k) * k
-
+    def step(first, found):
         def cut(x, dim):
             return _as_it_is(part_of(x, {0: (first[0], b), dim: (first[1], k)}))
 
@@ -119,7 +116,7 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
         put = lambda x, y: _write(x, _as_it_is(y.astype(x.dtype)), starts + [0] * (x.ndim - len(starts)))
         return jax.tree.map(put, found, here)
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), step, found)
+    return _each_block(problem, operands, step, found)
 
 
 def _as_it_is(x: Array, dim: int = 2) -> Array:
@@ -688,8 +685,7 @@ def _visit(
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
 
-    def block(n):
-        first = (0, 0) if (b, k) == (B, K) else (n // (K // k) * b, n % (K // k) * k)
+    def block(first):
         if _bounded(operands):
             at = lambda carry, i, j: step(carry, _tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
             return functools.partial(_visit_bounded, problem, _block(operands, first[0], b), at)
@@ -705,8 +701,17 @@ def _visit(
         return lambda carry: functools.reduce(lambda carry, visit: visit(carry), lists, carry)
 
     if (b, k) == (B, K):
-        return block(0)
-    return lambda carry: lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), lambda n, x: block(n)(x), carry)
+        return block((0, 0))
+    return functools.partial(_each_block, problem, operands, lambda first, carry: block(first)(carry))
+
+
+def _each_block(problem: Problem, operands: Operands, step, carry):
+    """Folds `step((batch entry, key head), carry)` over where the blocks begin."""
+    assert problem.block is not None
+    B, _, K = operands.query.shape[:3]
+    b, k = problem.block
+    at = lambda n, carry: step((n // (K // k) * b, n % (K // k) * k), carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), at, carry)
 
 
 def _block(operands: Operands, first, size: int) -> Operands:

@@ -99,26 +99,51 @@ def log_sum_exp(m: Array, l: Array) -> Lse:
     return Lse(high, (m - high) + jnp.log(l))
 
 
-def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array:
-    """May the query at `rows` [t] look at the key at `cols` [c]? Broadcasts to B K G t c; `here` is cut to the tile."""
-    rows, cols = rows[None, None, None, :, None], cols[None, None, None, None, :]
+class Sight(NamedTuple):
+    """What besides the window decides who sees whom; each broadcasts with the positions, None: it hides nobody."""
+
+    q_offset: Any = None  # in the place of Problem.q_offset
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    q_segments: Any = None
+    kv_segments: Any = None
+    mask: Any = None
+    bias: Any = None
+
+
+def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
+    """May the query at `rows` look at the key at `cols`? Any shapes that broadcast."""
     keep = (rows >= 0) & (cols >= 0)
-    at = rows + (problem.q_offset if here.q_offset is None else _per_batch(here.q_offset))
+    at = rows + (problem.q_offset if sight.q_offset is None else sight.q_offset)
     if problem.left is not None:
         keep &= at - problem.left <= cols
     if problem.right is not None:  # causal attention is right = 0: one rule, not two
         keep &= cols <= at + problem.right
-    if here.q_lengths is not None:
-        keep &= rows < _per_batch(here.q_lengths)
-    if here.kv_lengths is not None:
-        keep &= cols < _per_batch(here.kv_lengths)
-    if here.q_segments is not None and here.kv_segments is not None:
-        keep &= here.q_segments[:, None, None, :, None] == here.kv_segments[:, None, None, None, :]
-    if here.mask is not None:
-        keep &= here.mask
-    if (bias := here.terms.bias) is not None:  # -inf, or the lowest finite number (a common stand-in for it), hides a key
-        keep &= bias > jnp.finfo(bias.dtype).min
+    if sight.q_lengths is not None:
+        keep &= rows < sight.q_lengths
+    if sight.kv_lengths is not None:
+        keep &= cols < sight.kv_lengths
+    if sight.q_segments is not None and sight.kv_segments is not None:
+        keep &= sight.q_segments == sight.kv_segments
+    if sight.mask is not None:
+        keep &= sight.mask
+    if sight.bias is not None:  # -inf, or the lowest finite number (a common stand-in for it), hides a key
+        keep &= sight.bias > jnp.finfo(sight.bias.dtype).min
     return keep
+
+
+def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array:
+    """`sees` for queries at `rows` [t] and keys at `cols` [c]. Broadcasts to B K G t c; `here` is cut to the tile."""
+    batch, queries, keys = (slice(None), *[None] * 4), (..., None, None, slice(None), None), (..., None, None, None, slice(None))
+    at = lambda x, index: None if x is None else x[index]
+    sight = Sight(
+        *(at(x, batch) for x in (here.q_offset, here.q_lengths, here.kv_lengths)),
+        at(here.q_segments, queries),
+        at(here.kv_segments, keys),
+        here.mask,
+        here.terms.bias,
+    )
+    return sees(problem, sight, rows[None, None, None, :, None], cols[None, None, None, None, :])
 
 
 def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None) -> Array:
@@ -185,10 +210,6 @@ def kept_by_dropout(
     high, low = high[..., None] * jnp.uint32(S), low[..., None]
     carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))
     return _uniform_below(operands.dropout_key, high + carry, low, 1.0 - problem.dropout.rate)
-
-
-def _per_batch(x: Array) -> Array:
-    return x[:, None, None, None, None]  # b -> b k g t c
 
 
 def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:

@@ -1,0 +1,371 @@
+"""Forward on Hopper (sm_90a): one block for a tile of queries, which visits the tiles of keys that it sees.
+
+For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; logits in bits, that is times log2 e):
+  masked tiles first, and the first whole one where a row has seen nothing yet, with a running maximum:
+  (1) raw = q_i k_j'                (3) m' = max(m, rowmax s);  a = 2^(m - m')
+  (2) s   = finish(raw)             (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
+  then all other tiles with m as it stands: softmax does not change with its reference, so nothing is rescaled and o stays
+  in one accumulator, while q_i k_{j+1}' runs beside the exponentials of tile j:
+  (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
+  at the end: out = o / l, lse = (m + log2 l) / log2 e
+  A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
+  does (1) to (4) for all its tiles again, and only its own result is replaced.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.pallas.mosaic import COL, WGMMA, accumulators, begin, call, full, multiply, positions, spread, stage, tile
+from memeff.pallas.walk import Visits, keys_seen
+from memeff.problem import SEES_NOTHING, Problem, Sight, Terms, finish, sees
+
+ROWS = 64  # queries of a warpgroup
+LOG2_E = math.log2(math.e)
+
+
+class Tiling(NamedTuple):
+    warpgroups: int  # that compute
+    keys: int  # of a tile
+    stages: int  # tiles of keys, and of values, on their way or in use
+
+    @property
+    def rows(self) -> int:
+        return self.warpgroups * ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes, and of one that copies; 65,536 are there for all."""
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
+
+
+class Scalars(NamedTuple):
+    """int32 arrays [B], None where the call has none."""
+
+    q_offset: Array | None = None
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
+
+
+class Shape(NamedTuple):
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+
+
+def attend(
+    problem: Problem, query: Array, key: Array, value: Array, scalars: Scalars, want_lse: bool, tiling: Tiling
+) -> tuple[Array, Array | None]:
+    """out [B, T, N, D] and lse [B, N, T'], T' the next multiple of a block's rows, from B T N H, B S K H and B S K D.
+
+    H and D are multiples of 64.
+    """
+    (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
+    shape = Shape(B, T, S, K, N // K)
+    blocks = -(-T // tiling.rows)
+    groups, keys, stages, dtype = tiling.warpgroups, tiling.keys, tiling.stages, query.dtype
+    given = [x for x in scalars if x is not None]
+    out = [jax.ShapeDtypeStruct((B, T, N, D), dtype)]
+    if want_lse:
+        out.append(jax.ShapeDtypeStruct((B, N, blocks * tiling.rows), jnp.float32))
+
+    def body(query_ref, key_ref, value_ref, *refs, **scratch):
+        of = iter(refs)
+        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        _block(problem, shape, tiling, (query_ref, key_ref, value_ref), values, (*of, None)[:2], **scratch)
+
+    scratch = dict(
+        q_s=tile(groups, ROWS, max(H, D), dtype),
+        k_s=tile(stages, keys, H, dtype),
+        v_s=tile(stages, keys, D, dtype),
+        lse_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        bad_s=plgpu.SMEM((3, groups * ROWS), jnp.float32),
+        q_there=plgpu.Barrier(num_barriers=groups),
+        k_there=plgpu.Barrier(num_barriers=stages),
+        v_there=plgpu.Barrier(num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        all_here=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups),
+        **stage(groups, ROWS, keys, dtype),
+    )
+    name = "memeff_forward"
+    found = call(body, name, out, scratch, B * N * blocks, groups + 1, problem.soft_cap is None)(query, key, value, *given)
+    return found[0], found[1] if want_lse else None
+
+
+def _block(problem, shape, tiling, arrays, scalars, out, **scratch):
+    """Finds its place, and parts into warpgroups that compute and one that copies."""
+    group = lax.axis_index("warpgroup")
+    here = _place(problem, shape, tiling, arrays, scalars)
+
+    @pl.when(group < tiling.warpgroups)
+    def _():
+        plgpu.set_max_registers(tiling.registers[0], action="increase")
+        _compute(problem, tiling, arrays, out, here, group, **scratch)
+
+    @pl.when(group == tiling.warpgroups)
+    def _():
+        plgpu.set_max_registers(tiling.registers[1], action="decrease")
+        _copy(tiling, arrays, here, **scratch)
+
+
+class Place(NamedTuple):
+    b: Array
+    n: Array  # query head
+    k: Array  # key head
+    row: Array  # the first query
+    sight: Sight
+    visits: Visits
+
+
+L2 = 32 * 2**20  # bytes of keys and values that stay in the cache, of the H200's 50 MiB (H100's: the same)
+
+
+def _place(problem: Problem, shape: Shape, tiling: Tiling, arrays, scalars: Scalars) -> Place:
+    """Blocks in order: where late queries see more keys they come first, in sections of heads whose keys fit into the cache;
+    heads of a group, which share keys, are neighbours.
+    """
+    B, T, S, K, G = shape
+    blocks = -(-T // tiling.rows)
+    section = 1
+    if problem.right is not None:
+        bytes_of_head = S * (arrays[1].shape[-1] + arrays[2].shape[-1]) * 2
+        section = next(n for n in range(max(1, min(B * K, L2 // bytes_of_head)), 0, -1) if B * K % n == 0)
+    index = lax.axis_index("block")
+    index, g = lax.div(index, jnp.int32(G)), lax.rem(index, jnp.int32(G))
+    index, u = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
+    index, t = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
+    if problem.right is not None:
+        t = blocks - 1 - t
+    bk = index * section + u
+    b, k = lax.div(bk, jnp.int32(K)), lax.rem(bk, jnp.int32(K))
+    row = t * tiling.rows
+    q_offset, q_lengths, kv_lengths = (None if x is None else x[b] for x in scalars)
+    ends = T if q_lengths is None else jnp.minimum(q_lengths, T), S if kv_lengths is None else jnp.minimum(kv_lengths, S)
+    offset = problem.q_offset if q_offset is None else q_offset
+    # Rows behind the last query see what they like: nobody stores them.
+    last = jnp.minimum(row + tiling.rows, T) - 1
+    visits = keys_seen(problem, offset, row, last, ends, tiling.keys, False)
+    sight = Sight(q_offset, q_lengths, None if kv_lengths is None and S % tiling.keys == 0 else ends[1])
+    return Place(b, k * G + g, k, row, sight, visits)
+
+
+def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there, k_used, v_used, all_done, **_):
+    """Keys and values, once for all warpgroups, and once more where a row must be done again."""
+    _, key_ref, value_ref = arrays
+    stages, count = tiling.stages, here.visits.count
+
+    def fetch(start):
+        @pl.loop(0, count)
+        def _(n):
+            x, rows = lax.rem(start + n, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.keys, tiling.keys)
+            for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
+                pl.when(start + n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+                plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
+
+    fetch(jnp.int32(0))
+    plgpu.barrier_wait(all_done)
+    again = _any(bad_s.at[2])
+    pl.when(again)(lambda: fetch(count))
+    total = jnp.where(again, 2 * count, count)
+
+    @pl.loop(jnp.maximum(total - stages, 0), total)
+    def _(n):
+        for used in (k_used, v_used):
+            plgpu.barrier_wait(used.at[lax.rem(n, jnp.int32(stages))])
+
+
+def _any(ref) -> Array:
+    return plgpu.load(ref, layout=COL).max() > 0
+
+
+def _compute(problem, tiling, arrays, out, here, group, *, q_s, lse_s, bad_s, q_there, all_done, **scratch):
+    query_ref, _, value_ref = arrays
+    out_ref, lse_ref = out
+    H, D, dtype = query_ref.shape[-1], value_ref.shape[-1], query_ref.dtype
+    rows = pl.ds(here.row + group * ROWS, ROWS)
+    q, o_s = q_s.at[group, :, :H], q_s.at[group, :, :D]
+    of_query, of_out = query_ref.at[here.b, rows, here.n], out_ref.at[here.b, rows, here.n]
+
+    def load(of, to):
+        plgpu.copy_gmem_to_smem(of, to, q_there.at[group])
+        plgpu.barrier_wait(q_there.at[group])
+
+    def store(m, l, o):
+        o_s[...] = o.astype(dtype)
+        if lse_ref is not None:
+            lse_s[group] = jnp.where(l == 0, SEES_NOTHING, (m + jnp.log2(l)) * (1 / LOG2_E))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_s, of_out)
+        if lse_ref is not None:
+            plgpu.copy_smem_to_gmem(lse_s.at[group], lse_ref.at[here.b, here.n, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    walk = Walk(problem, tiling, here, group, q, bad_s, **scratch)
+    load(of_query, q)
+    m, l, o, bad = walk.fast((H, D))
+    bad_s[2, pl.ds(group * ROWS, ROWS)] = bad
+    plgpu.barrier_arrive(all_done)
+    store(m, l, o)
+    plgpu.barrier_wait(all_done)
+
+    @pl.when(_any(bad_s.at[2]))
+    def _():
+        load(of_query, q)
+        visits = here.visits
+        m2, l2, o2 = walk.online(0, visits.count, visits.count, walk.nothing(D))
+        l2, o2 = _divided(l2, o2)
+        load(of_out, o_s)
+        first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
+        store(
+            jnp.where(bad > 0, m2, m), jnp.where(bad > 0, l2, l), jnp.where(spread(bad, o2.shape) > 0, o2, first)
+        )
+
+
+def _divided(l, o):
+    return l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape)
+
+
+class Walk(NamedTuple):
+    """One warpgroup's way over the tiles."""
+
+    problem: Problem
+    tiling: Tiling
+    here: Place
+    group: Array
+    q: object
+    bad_s: object
+    k_s: object
+    v_s: object
+    k_there: object
+    v_there: object
+    k_used: object
+    v_used: object
+    all_here: object
+    stage: object = None
+
+    @property
+    def shape(self):
+        return ROWS, self.tiling.keys
+
+    def nothing(self, D):
+        return full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, D), 0.0)
+
+    def slot(self, n):
+        return lax.rem(n, jnp.int32(self.tiling.stages))
+
+    def finish(self, raw, keep=None):
+        """(2), in bits."""
+        problem = self.problem
+        return finish(problem, raw, Terms(), keep)
+
+    def online(self, first, last, start, state):
+        """(1) to (4) for the visits `first` to `last`; `start`: how many tiles the ring has seen before."""
+
+        def step(n, state):
+            m, l, o = state
+            x = self.slot(start + n)
+            plgpu.barrier_wait(self.k_there.at[x])
+
+            def logits(total):
+                plgpu.wgmma(total, self.q, self.k_s.at[x].T)
+                return plgpu.wgmma_accumulator_load(total, wait_n=0)
+
+            raw = accumulators(logits, self.shape)  # (1)
+            plgpu.barrier_arrive(self.k_used.at[x])
+            rows = positions(self.here.row + self.group * ROWS, self.shape, 0)
+            cols = positions(self.here.visits.tile(n) * self.tiling.keys, self.shape, 1)
+            keep = sees(self.problem, self.here.sight, rows, cols)
+            s = self.finish(raw, keep)  # (2)
+            m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+            a = jnp.exp2(m - shift)
+            p = jnp.exp2(s - spread(shift, self.shape))
+            l = a * l + p.sum(axis=1)  # (4)
+            plgpu.barrier_wait(self.v_there.at[x])
+            part = self.values(p.astype(self.v_s.dtype), x, o.shape)
+            part = self.repaired(part, p, keep, x, n)
+            plgpu.barrier_arrive(self.v_used.at[x])
+            return m_new, l, o * spread(a, o.shape) + part
+
+        return lax.fori_loop(first, last, step, state)
+
+    def values(self, p, x, shape):
+        def product(total):
+            multiply(total, p, self.v_s.at[x], self.stage and self.stage.at[self.group])
+            return plgpu.wgmma_accumulator_load(total, wait_n=0)
+
+        return accumulators(product, shape)
+
+    def repaired(self, part, p, keep, x, n):
+        return part
+
+    def fast(self, sizes):
+        H, D = sizes
+        visits = self.here.visits
+        count = visits.count
+        online = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), count)
+        m, l, o = self.online(0, online, 0, self.nothing(D))
+        r = jnp.where(m == -jnp.inf, 0.0, m)
+
+        def rest(total):
+            whole = begin(total, o)
+            l_all = lax.cond(online < count, lambda l: self.fixed(total, online, count, r, l), lambda l: l, l)
+            return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        l, o = accumulators(rest, o.shape)
+        bad = jnp.where(l < 2.0**60, 0.0, 1.0)
+        bad = jnp.maximum(bad, jnp.where(jnp.abs(o) < 3e38, 0.0, 1.0).max(axis=1))
+        l, o = _divided(l, o)
+        return m, l, o, bad
+
+    def fixed(self, total, first, count, r, l):
+        """(5) for the visits from `first` on, one at least."""
+
+        def logits(n, then):
+            x = self.slot(n)
+            plgpu.barrier_wait(self.k_there.at[x])
+
+            def body(raw):
+                plgpu.wgmma(raw, self.q, self.k_s.at[x].T)
+                s = then(raw)
+                plgpu.barrier_arrive(self.k_used.at[x])
+                return s
+
+            return accumulators(body, self.shape)
+
+        def weigh(raw, l):
+            p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
+            return p.astype(self.v_s.dtype), l + p.sum(axis=1)
+
+        def add(p, n):
+            x = self.slot(n)
+            plgpu.barrier_wait(self.v_there.at[x])
+            multiply(total, p, self.v_s.at[x], self.stage and self.stage.at[self.group])
+
+        def step(n, state):
+            p, l = state
+
+            def then(raw):
+                add(p, n)
+                return plgpu.wgmma_accumulator_load(raw, wait_n=1)
+
+            p, l = weigh(logits(n + 1, then), l)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.v_used.at[self.slot(n)])
+            return p, l
+
+        p, l = weigh(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), l)
+        p, l = lax.fori_loop(first, count - 1, step, (p, l))
+        add(p, count - 1)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.v_used.at[self.slot(count - 1)])
+        return l

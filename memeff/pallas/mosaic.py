@@ -1,0 +1,103 @@
+"""Pallas' Mosaic GPU backend as the kernels speak to it. Hides its versions, its layouts, and that an interpreter can run it.
+
+The interpreter (a CPU that plays a GPU's warpgroups, barriers and copies, and finds races) lacks products whose first factor
+is in registers: there it goes through shared memory, which is allocated for that only.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+WGMMA = plgpu.Layout.WGMMA  # of a tile, 64 rows and more, that a product made
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # of what belongs to its rows, to its columns
+SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, as products read them
+
+_interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar("memeff_interpreter", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(detect_races: bool = True) -> Iterator[None]:
+    """Kernels that are traced meanwhile run in the interpreter, on any device."""
+    token = _interpreter.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+def interpreting() -> bool:
+    return _interpreter.get() is not None
+
+
+def call(body: Callable, name: str, out: Sequence, scratch: dict, grid: int, threads: int, approximate: bool = True):
+    """The kernel `body`, in `grid` blocks of `threads` warpgroups."""
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        scratch_types=scratch,
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=threads,
+        thread_name="warpgroup",
+        kernel_name=name,
+        interpret=_interpreter.get() or False,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approximate, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+
+
+def tile(count: int, rows: int, cols: int, dtype):
+    """`count` tiles in shared memory."""
+    return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
+
+
+def stage(count: int, rows: int, cols: int, dtype) -> dict:
+    """Where the interpreter puts the first factors of `multiply`."""
+    return {"stage": tile(count, rows, cols, dtype)} if interpreting() else {}
+
+
+def accumulators(body: Callable, *shapes: tuple[int, int]) -> Any:
+    """`body(*accumulators)`, float32, zeros at first."""
+    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def multiply(total, x, y, stage=None) -> None:
+    """Starts total += x y. y is in shared memory, x there or in registers (`stage` is given: for the interpreter)."""
+    if stage is not None and interpreting():
+        stage[...] = x
+        plgpu.commit_smem()
+        x = stage
+    plgpu.wgmma(total, x, y)
+
+
+def begin(total, value: Array) -> Callable[[Array], Array]:
+    """total = value, before any product is started. What it returns is to be applied to what is read at the end: the
+    interpreter begins with zeros.
+    """
+    if interpreting():
+        return lambda found: found + value
+    total[...] = value
+    return lambda found: found
+
+
+def full(shape: tuple[int, ...], value: float) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), WGMMA if len(shape) == 2 else ROW)
+
+
+def spread(x: Array, shape: tuple[int, int], dim: int = 0) -> Array:
+    """A vector along `dim` of a tile, repeated."""
+    return lax.broadcast_in_dim(x, shape, [dim])
+
+
+def positions(first, shape: tuple[int, int], dim: int) -> Array:
+    """first, first + 1, ... along `dim`."""
+    return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=WGMMA)

@@ -26,6 +26,7 @@ from memeff.pallas.walk import Visits, keys_seen
 from memeff.problem import SEES_NOTHING, Problem, Sight, Terms, finish, sees
 
 ROWS = 64  # queries of a warpgroup
+PIECE = 64  # keys of a masked step
 LOG2_E = math.log2(math.e)
 
 
@@ -85,8 +86,9 @@ def attend(
         q_s=tile(groups, ROWS, max(H, D), dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
+        columns_s=plgpu.SMEM((D,), jnp.float32),
         lse_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        bad_s=plgpu.SMEM((3, groups * ROWS), jnp.float32),
+        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
         q_there=plgpu.Barrier(num_barriers=groups),
         k_there=plgpu.Barrier(num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
@@ -94,7 +96,7 @@ def attend(
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups),
-        **stage(groups, ROWS, keys, dtype),
+        **stage(groups, ROWS, max(keys, PIECE), dtype),
     )
     name = "memeff_forward"
     found = call(body, name, out, scratch, B * N * blocks, groups + 1, problem.soft_cap is None)(query, key, value, *given)
@@ -173,7 +175,7 @@ def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there
 
     fetch(jnp.int32(0))
     plgpu.barrier_wait(all_done)
-    again = _any(bad_s.at[2])
+    again = any_of(bad_s.at[1])
     pl.when(again)(lambda: fetch(count))
     total = jnp.where(again, 2 * count, count)
 
@@ -183,7 +185,7 @@ def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there
             plgpu.barrier_wait(used.at[lax.rem(n, jnp.int32(stages))])
 
 
-def _any(ref) -> Array:
+def any_of(ref) -> Array:
     return plgpu.load(ref, layout=COL).max() > 0
 
 
@@ -211,17 +213,17 @@ def _compute(problem, tiling, arrays, out, here, group, *, q_s, lse_s, bad_s, q_
 
     walk = Walk(problem, tiling, here, group, q, bad_s, **scratch)
     load(of_query, q)
-    m, l, o, bad = walk.fast((H, D))
-    bad_s[2, pl.ds(group * ROWS, ROWS)] = bad
+    m, l, o, bad = walk.fast()
+    bad_s[1, pl.ds(group * ROWS, ROWS)] = bad
     plgpu.barrier_arrive(all_done)
     store(m, l, o)
     plgpu.barrier_wait(all_done)
 
-    @pl.when(_any(bad_s.at[2]))
+    @pl.when(any_of(bad_s.at[1]))
     def _():
         load(of_query, q)
         visits = here.visits
-        m2, l2, o2 = walk.online(0, visits.count, visits.count, walk.nothing(D))
+        m2, l2, o2 = walk.online(0, visits.count, visits.count, walk.nothing())
         l2, o2 = _divided(l2, o2)
         load(of_out, o_s)
         first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
@@ -250,70 +252,116 @@ class Walk(NamedTuple):
     k_used: object
     v_used: object
     all_here: object
+    columns_s: object
     stage: object = None
 
     @property
     def shape(self):
         return ROWS, self.tiling.keys
 
-    def nothing(self, D):
-        return full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, D), 0.0)
+    def nothing(self):
+        return full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
+
+    @property
+    def D(self) -> int:
+        return self.v_s.shape[-1]
 
     def slot(self, n):
         return lax.rem(n, jnp.int32(self.tiling.stages))
 
     def finish(self, raw, keep=None):
         """(2), in bits."""
-        problem = self.problem
-        return finish(problem, raw, Terms(), keep)
+        return finish(self.problem, raw, Terms(), keep)
 
     def online(self, first, last, start, state):
-        """(1) to (4) for the visits `first` to `last`; `start`: how many tiles the ring has seen before."""
+        """(1) to (4) for the visits `first` to `last`, PIECE keys at a time; `start`: tiles that the ring has had before."""
+        pieces = self.tiling.keys // PIECE
 
         def step(n, state):
-            m, l, o = state
-            x = self.slot(start + n)
+            x, col = self.slot(start + n), self.here.visits.tile(n) * self.tiling.keys
             plgpu.barrier_wait(self.k_there.at[x])
-
-            def logits(total):
-                plgpu.wgmma(total, self.q, self.k_s.at[x].T)
-                return plgpu.wgmma_accumulator_load(total, wait_n=0)
-
-            raw = accumulators(logits, self.shape)  # (1)
-            plgpu.barrier_arrive(self.k_used.at[x])
-            rows = positions(self.here.row + self.group * ROWS, self.shape, 0)
-            cols = positions(self.here.visits.tile(n) * self.tiling.keys, self.shape, 1)
-            keep = sees(self.problem, self.here.sight, rows, cols)
-            s = self.finish(raw, keep)  # (2)
-            m_new = jnp.maximum(m, s.max(axis=1))  # (3)
-            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-            a = jnp.exp2(m - shift)
-            p = jnp.exp2(s - spread(shift, self.shape))
-            l = a * l + p.sum(axis=1)  # (4)
             plgpu.barrier_wait(self.v_there.at[x])
-            part = self.values(p.astype(self.v_s.dtype), x, o.shape)
-            part = self.repaired(part, p, keep, x, n)
+
+            def piece(c, state):
+                first = pl.multiple_of((pieces - 1 - c) * PIECE, PIECE)
+                part = pl.ds(first, PIECE)
+                return self.piece(self.k_s.at[x, part], self.v_s.at[x, part], col + first, state)
+
+            state = lax.fori_loop(0, pieces, piece, state)
+            plgpu.barrier_arrive(self.k_used.at[x])
             plgpu.barrier_arrive(self.v_used.at[x])
-            return m_new, l, o * spread(a, o.shape) + part
+            return state
 
         return lax.fori_loop(first, last, step, state)
 
-    def values(self, p, x, shape):
+    def piece(self, k, v, col, state):
+        m, l, o = state
+        shape = ROWS, PIECE
+
+        def logits(raw):
+            plgpu.wgmma(raw, self.q, k.T)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(logits, shape)  # (1)
+        keep = sees(
+            self.problem,
+            self.here.sight,
+            positions(self.here.row + self.group * ROWS, shape, 0),
+            positions(col, shape, 1),
+        )
+        s = self.finish(raw, keep)  # (2)
+        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - spread(shift, shape))
+        l = a * l + p.sum(axis=1)  # (4)
+        o = o * spread(a, o.shape)
+        o = self.marked(o, keep, v)
+
         def product(total):
-            multiply(total, p, self.v_s.at[x], self.stage and self.stage.at[self.group])
-            return plgpu.wgmma_accumulator_load(total, wait_n=0)
+            whole = begin(total, o)
+            self.weigh(total, p.astype(v.dtype), v)
+            return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        return accumulators(product, shape)
+        return m_new, l, accumulators(product, o.shape)
 
-    def repaired(self, part, p, keep, x, n):
-        return part
+    def weigh(self, total, p, v):
+        multiply(total, p, v, self.stage and self.stage.at[self.group, :, : p.shape[1]])
 
-    def fast(self, sizes):
-        H, D = sizes
+    def marked(self, o, keep, v):
+        """NaN where a row sees a value that is not finite, in its columns; and such values become 0 in `v`, which all
+        warpgroups share, for 0 times NaN is NaN.
+        """
+        bad = lambda: jnp.where(jnp.abs(plgpu.load(v, layout=WGMMA).astype(jnp.float32)) < jnp.inf, 0.0, 1.0)
+        mine = self.bad_s.at[0, pl.ds(self.group * ROWS, ROWS)]
+        mine[...] = bad().max(axis=1)
+
+        def meet():
+            plgpu.barrier_arrive(self.all_here)
+            plgpu.barrier_wait(self.all_here)
+
+        def marks(o):
+            bad_keys = spread(plgpu.load(mine, layout=COL), keep.shape, 1)
+            sees_bad = jnp.where(keep, bad_keys, 0.0).max(axis=1)
+            meet()
+
+            @pl.when(self.group == 0)  # one alone: sums over rows share their memory
+            def _():
+                self.columns_s[...] = bad().max(axis=0)
+                v[...] = jnp.where(bad() > 0, 0.0, plgpu.load(v, layout=WGMMA).astype(jnp.float32)).astype(v.dtype)
+                plgpu.commit_smem()
+
+            meet()
+            columns = spread(plgpu.load(self.columns_s, layout=COL), o.shape, 1)
+            return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
+
+        return lax.cond(any_of(mine), marks, lambda o: o, o)
+
+    def fast(self):
         visits = self.here.visits
         count = visits.count
         online = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), count)
-        m, l, o = self.online(0, online, 0, self.nothing(D))
+        m, l, o = self.online(0, online, 0, self.nothing())
         r = jnp.where(m == -jnp.inf, 0.0, m)
 
         def rest(total):
@@ -342,14 +390,14 @@ class Walk(NamedTuple):
 
             return accumulators(body, self.shape)
 
-        def weigh(raw, l):
+        def probabilities(raw, l):
             p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
             return p.astype(self.v_s.dtype), l + p.sum(axis=1)
 
         def add(p, n):
             x = self.slot(n)
             plgpu.barrier_wait(self.v_there.at[x])
-            multiply(total, p, self.v_s.at[x], self.stage and self.stage.at[self.group])
+            self.weigh(total, p, self.v_s.at[x])
 
         def step(n, state):
             p, l = state
@@ -358,12 +406,12 @@ class Walk(NamedTuple):
                 add(p, n)
                 return plgpu.wgmma_accumulator_load(raw, wait_n=1)
 
-            p, l = weigh(logits(n + 1, then), l)
+            p, l = probabilities(logits(n + 1, then), l)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.v_used.at[self.slot(n)])
             return p, l
 
-        p, l = weigh(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), l)
+        p, l = probabilities(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), l)
         p, l = lax.fori_loop(first, count - 1, step, (p, l))
         add(p, count - 1)
         plgpu.wgmma_wait(0)

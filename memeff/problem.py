@@ -5,6 +5,7 @@ problem is the tile that covers everything; a kernel's block is another one.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -157,6 +158,15 @@ def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None) -> Ar
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+LOG2_E = 1 / math.log(2)
+
+
+def in_bits(problem: Problem) -> Problem:
+    """The problem whose logits are these times log2 e, so that exp(s) is exp2 of them."""
+    cap = problem.soft_cap
+    return dataclasses.replace(problem, scale=problem.scale * LOG2_E, soft_cap=None if cap is None else cap * LOG2_E)
 
 
 def tile_range(problem: Problem, q_offset, first, last):

@@ -12,7 +12,6 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   does (1) to (4) for all its tiles again, and only its own result is replaced.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -21,13 +20,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.mosaic import COL, WGMMA, accumulators, begin, call, full, multiply, positions, spread, stage, tile
-from memeff.pallas.walk import Visits, keys_seen
-from memeff.problem import SEES_NOTHING, Problem, Sight, Terms, finish, sees
+from memeff.pallas.mosaic import (
+    COL,
+    WGMMA,
+    accumulators,
+    any_of,
+    begin,
+    call,
+    full,
+    meet,
+    multiply,
+    positions,
+    spread,
+    stage,
+    tile,
+)
+from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
 PIECE = 64  # keys of a masked step
-LOG2_E = math.log2(math.e)
 
 
 class Tiling(NamedTuple):
@@ -43,22 +55,6 @@ class Tiling(NamedTuple):
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes, and of one that copies; 65,536 are there for all."""
         return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
-
-
-class Scalars(NamedTuple):
-    """int32 arrays [B], None where the call has none."""
-
-    q_offset: Array | None = None
-    q_lengths: Array | None = None
-    kv_lengths: Array | None = None
-
-
-class Shape(NamedTuple):
-    B: int
-    T: int
-    S: int
-    K: int
-    G: int
 
 
 def attend(
@@ -106,7 +102,8 @@ def attend(
 def _block(problem, shape, tiling, arrays, scalars, out, **scratch):
     """Finds its place, and parts into warpgroups that compute and one that copies."""
     group = lax.axis_index("warpgroup")
-    here = _place(problem, shape, tiling, arrays, scalars)
+    bytes_read = shape.S * (arrays[1].shape[-1] + arrays[2].shape[-1]) * 2 // shape.G
+    here = find_place(problem, shape, scalars, tiling.rows, tiling.keys, max(1, bytes_read))
 
     @pl.when(group < tiling.warpgroups)
     def _():
@@ -128,36 +125,18 @@ class Place(NamedTuple):
     visits: Visits
 
 
-L2 = 32 * 2**20  # bytes of keys and values that stay in the cache, of the H200's 50 MiB (H100's: the same)
-
-
-def _place(problem: Problem, shape: Shape, tiling: Tiling, arrays, scalars: Scalars) -> Place:
-    """Blocks in order: where late queries see more keys they come first, in sections of heads whose keys fit into the cache;
-    heads of a group, which share keys, are neighbours.
-    """
-    B, T, S, K, G = shape
-    blocks = -(-T // tiling.rows)
-    section = 1
-    if problem.right is not None:
-        bytes_of_head = S * (arrays[1].shape[-1] + arrays[2].shape[-1]) * 2
-        section = next(n for n in range(max(1, min(B * K, L2 // bytes_of_head)), 0, -1) if B * K % n == 0)
-    index = lax.axis_index("block")
-    index, g = lax.div(index, jnp.int32(G)), lax.rem(index, jnp.int32(G))
-    index, u = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
-    index, t = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
-    if problem.right is not None:
-        t = blocks - 1 - t
-    bk = index * section + u
-    b, k = lax.div(bk, jnp.int32(K)), lax.rem(bk, jnp.int32(K))
-    row = t * tiling.rows
-    q_offset, q_lengths, kv_lengths = (None if x is None else x[b] for x in scalars)
-    ends = T if q_lengths is None else jnp.minimum(q_lengths, T), S if kv_lengths is None else jnp.minimum(kv_lengths, S)
-    offset = problem.q_offset if q_offset is None else q_offset
+def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, bytes_read: int) -> Place:
+    """Of a block that owns `rows` queries; heads of a group, which share keys, are neighbours."""
+    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), bytes_read, False, problem.right is not None)
+    b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
+    scalars = Scalars(*(None if x is None else x[b] for x in scalars))
+    all_ends, sight = ends(shape, scalars, keys)
+    row = tile * rows
     # Rows behind the last query see what they like: nobody stores them.
-    last = jnp.minimum(row + tiling.rows, T) - 1
-    visits = keys_seen(problem, offset, row, last, ends, tiling.keys, False)
-    sight = Sight(q_offset, q_lengths, None if kv_lengths is None and S % tiling.keys == 0 else ends[1])
-    return Place(b, k * G + g, k, row, sight, visits)
+    last = jnp.minimum(row + rows, shape.T) - 1
+    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
+    visits = keys_seen(problem, offset, row, last, all_ends, keys, False)
+    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits)
 
 
 def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there, k_used, v_used, all_done, **_):
@@ -183,10 +162,6 @@ def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there
     def _(n):
         for used in (k_used, v_used):
             plgpu.barrier_wait(used.at[lax.rem(n, jnp.int32(stages))])
-
-
-def any_of(ref) -> Array:
-    return plgpu.load(ref, layout=COL).max() > 0
 
 
 def _compute(problem, tiling, arrays, out, here, group, *, q_s, lse_s, bad_s, q_there, all_done, **scratch):
@@ -227,9 +202,7 @@ def _compute(problem, tiling, arrays, out, here, group, *, q_s, lse_s, bad_s, q_
         l2, o2 = _divided(l2, o2)
         load(of_out, o_s)
         first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
-        store(
-            jnp.where(bad > 0, m2, m), jnp.where(bad > 0, l2, l), jnp.where(spread(bad, o2.shape) > 0, o2, first)
-        )
+        store(jnp.where(bad > 0, m2, m), jnp.where(bad > 0, l2, l), jnp.where(spread(bad, o2.shape) > 0, o2, first))
 
 
 def _divided(l, o):
@@ -271,7 +244,7 @@ class Walk(NamedTuple):
 
     def finish(self, raw, keep=None):
         """(2), in bits."""
-        return finish(self.problem, raw, Terms(), keep)
+        return finish(in_bits(self.problem), raw, Terms(), keep)
 
     def online(self, first, last, start, state):
         """(1) to (4) for the visits `first` to `last`, PIECE keys at a time; `start`: tiles that the ring has had before."""
@@ -336,14 +309,10 @@ class Walk(NamedTuple):
         mine = self.bad_s.at[0, pl.ds(self.group * ROWS, ROWS)]
         mine[...] = bad().max(axis=1)
 
-        def meet():
-            plgpu.barrier_arrive(self.all_here)
-            plgpu.barrier_wait(self.all_here)
-
         def marks(o):
             bad_keys = spread(plgpu.load(mine, layout=COL), keep.shape, 1)
             sees_bad = jnp.where(keep, bad_keys, 0.0).max(axis=1)
-            meet()
+            meet(self.all_here)
 
             @pl.when(self.group == 0)  # one alone: sums over rows share their memory
             def _():
@@ -351,7 +320,7 @@ class Walk(NamedTuple):
                 v[...] = jnp.where(bad() > 0, 0.0, plgpu.load(v, layout=WGMMA).astype(jnp.float32)).astype(v.dtype)
                 plgpu.commit_smem()
 
-            meet()
+            meet(self.all_here)
             columns = spread(plgpu.load(self.columns_s, layout=COL), o.shape, 1)
             return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
 

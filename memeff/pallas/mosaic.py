@@ -1,4 +1,4 @@
-"""Pallas' Mosaic GPU backend as the kernels speak to it. Hides its versions, its layouts, and that an interpreter can run it.
+"""Pallas' Mosaic GPU backend as the kernels speak to it. Hides versions, layouts, and its interpreter.
 
 The interpreter (a CPU that plays a GPU's warpgroups, barriers and copies, and finds races) lacks products whose first factor
 is in registers: there it goes through shared memory, which is allocated for that only.
@@ -6,11 +6,9 @@ is in registers: there it goes through shared memory, which is allocated for tha
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -49,9 +47,7 @@ def call(body: Callable, name: str, out: Sequence, scratch: dict, grid: int, thr
         thread_name="warpgroup",
         kernel_name=name,
         interpret=_interpreter.get() or False,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=approximate, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=approximate, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
 
 
@@ -101,3 +97,14 @@ def spread(x: Array, shape: tuple[int, int], dim: int = 0) -> Array:
 def positions(first, shape: tuple[int, int], dim: int) -> Array:
     """first, first + 1, ... along `dim`."""
     return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=WGMMA)
+
+
+def any_of(ref) -> Array:
+    """Is some number of this vector in shared memory above 0? The same answer for all threads."""
+    return plgpu.load(ref, layout=COL).max() > 0
+
+
+def meet(barrier) -> None:
+    """All warpgroups that compute wait for each other."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)

@@ -1,4 +1,4 @@
-"""Which tiles a block visits, and in which order: the masked ones first. The same for queries over keys and for keys over queries."""
+"""Which tiles a block visits, and in which order: masked ones first. Hides that keys over queries is the mirror image."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.problem import Problem, tile_range
+from memeff.problem import Problem, Sight, tile_range
 
 
 class Visits(NamedTuple):
@@ -27,7 +27,7 @@ class Visits(NamedTuple):
         return self.left + self.right
 
     def tile(self, n: Array) -> Array:
-        """The n-th that is visited: from the right what is masked there, then from the left, then from the right all others."""
+        """The n-th that is visited: what is masked on the right, from there, then on the left, then the others."""
         whole = self.high - 1 - (n - self.left)
         return jnp.where(n < self.right, self.high - 1 - n, jnp.where(n < self.masked, self.low + n - self.right, whole))
 
@@ -59,3 +59,45 @@ def _visits(window, first, last, ends, size: int, elementwise: bool) -> Visits:
     nothing_whole = (last >= own_end) | elementwise
     whole_low, whole_high = (jnp.where(nothing_whole, low, x) for x in (whole_low, whole_high))
     return Visits(low, high, whole_low - low, high - whole_high, until > whole_high * size)
+
+
+class Scalars(NamedTuple):
+    """int32 arrays [B], or their entry of a block; None where the call has none."""
+
+    q_offset: Array | None = None
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
+
+
+class Shape(NamedTuple):
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+
+
+L2 = 32 * 2**20  # bytes that stay in the cache of 50 MiB that H100 and H200 have
+
+
+def place(count: int, blocks: int, bytes_read: int, early: bool, late: bool) -> tuple[Array, Array]:
+    """Which of `count` heads, and which of its `blocks` tiles, this block of the grid is.
+
+    The blocks of a head come one after the other, for they share what they read (`bytes_read` of a head). Where early or
+    late ones take longer, those come first, in sections of as many heads as fit into the cache.
+    """
+    section = 1
+    if early or late:
+        section = next(n for n in range(max(1, min(count, L2 // bytes_read)), 0, -1) if count % n == 0)
+    index = lax.axis_index("block")
+    index, head = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
+    index, tile = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
+    return index * section + head, blocks - 1 - tile if late else tile
+
+
+def ends(shape: Shape, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], Sight]:
+    """How many queries and keys there are, and who sees whom where tiles have `keys` keys."""
+    q_end = shape.T if scalars.q_lengths is None else jnp.minimum(scalars.q_lengths, shape.T)
+    kv_end = shape.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, shape.S)
+    hides = scalars.kv_lengths is not None or shape.S % keys != 0
+    return (q_end, kv_end), Sight(scalars.q_offset, scalars.q_lengths, kv_end if hides else None)

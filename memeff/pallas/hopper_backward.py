@@ -1,0 +1,375 @@
+"""Backward on Hopper (sm_90a) in two kernels, one for dq and one for dk and dv, so that nothing is added up across blocks
+and the bits repeat. Seven products a tile; logits in bits (times log2 e), as is lse here.
+
+dq: a block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j that they see (Dao 2023, alg. 2):
+  (1) raw = q_i k_j'; dp = do_i v_j'      (3) ds = p (dp - delta_i);  draw = finish transposed at ds
+  (2) p = 2^(finish(raw) - lse_i)         (4) dq_i += draw k_j
+dk and dv: a block owns keys j and visits queries i, of all heads that share the keys, on transposed tiles, so that p and
+draw come out of their products in the layout in which the next ones take them from registers:
+  (5) raw' = k_j q_i'; dp' = v_j do_i'    (6) p', draw' as in (2), (3);  dv_j += p' do_i;  dk_j += draw' q_i
+Where draw is ds times a number, that number waits for the end. In masked tiles draw is selected, and what is read twice is
+cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.pallas.hopper_forward import ROWS, Place, find_place
+from memeff.pallas.mosaic import (
+    COL,
+    ROW,
+    WGMMA,
+    accumulators,
+    any_of,
+    call,
+    meet,
+    multiply,
+    positions,
+    spread,
+    stage,
+    tile,
+)
+from memeff.pallas.walk import Scalars, Shape, Visits, ends, place, queries_seeing
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
+
+
+class Tiling(NamedTuple):
+    warpgroups: int  # that compute, 64 rows each
+    others: int  # keys, or queries, of a tile that is visited
+    stages: int
+
+    @property
+    def own(self) -> int:
+        return self.warpgroups * ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
+
+
+class Gradient(NamedTuple):
+    """(2) and (3) of a problem, the same in both kernels."""
+
+    problem: Problem
+
+    @property
+    def linear(self) -> bool:
+        """Is draw = slope ds?"""
+        return self.problem.soft_cap is None
+
+    @property
+    def slope(self) -> Array:
+        _, pull = jax.vjp(lambda raw: finish(self.problem, raw, Terms(), None), jnp.float32(0))
+        return pull(jnp.float32(1))[0] if self.linear else jnp.float32(1)
+
+    def probabilities(self, raw: Array, lse: Array, keep: Array | None):
+        """p, and what makes draw (but for its slope) of dp - delta; `lse` is as `raw` is."""
+        s, pull = jax.vjp(lambda raw: finish(in_bits(self.problem), raw, Terms(), keep), raw)
+        p = jnp.exp2(s - lse)
+
+        def draw(p, dp):
+            ds = p * dp
+            if not self.linear:
+                (ds,) = pull(ds * (1 / LOG2_E))
+            return ds if keep is None else jnp.where(keep, ds, 0.0)
+
+        return p, draw
+
+
+# ---- dq
+
+
+def queries(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling) -> Array:
+    """dq [B, T, N, H] from query, key, value, dout in the layout of the door, and lse (in bits), delta [B, N, T']."""
+    query, key, value, dout, _, _ = arrays
+    (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
+    shape = Shape(B, T, S, K, N // K)
+    groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
+    given = [x for x in scalars if x is not None]
+
+    def body(*refs, **scratch):
+        of = iter(refs[6:-1])
+        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        here = find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G)
+        group = lax.axis_index("warpgroup")
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            _compute_queries(problem, tiling, refs[:6], refs[-1], here, group, **scratch)
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            _copy_keys(tiling, refs[1:3], here, **scratch)
+
+    scratch = dict(
+        q_s=tile(groups, ROWS, H, dtype),
+        do_s=tile(groups, ROWS, D, dtype),
+        k_s=tile(stages, keys, H, dtype),
+        v_s=tile(stages, keys, D, dtype),
+        rows_s=plgpu.SMEM((2, groups, ROWS), jnp.float32),
+        bad_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        q_there=plgpu.Barrier(num_arrivals=4, num_barriers=groups),
+        k_there=plgpu.Barrier(num_barriers=stages),
+        v_there=plgpu.Barrier(num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        all_here=plgpu.Barrier(num_arrivals=groups),
+        **stage(groups, ROWS, keys, dtype),
+    )
+    out = [jax.ShapeDtypeStruct(query.shape, dtype)]
+    blocks = B * N * -(-T // tiling.own)
+    return call(body, "memeff_dq", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)[0]
+
+
+def _copy_keys(tiling, arrays, here, *, k_s, v_s, k_there, v_there, k_used, v_used, **_):
+    key_ref, value_ref = arrays
+    stages, count = tiling.stages, here.visits.count
+
+    @pl.loop(0, count)
+    def _(n):
+        x, rows = lax.rem(n, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
+        for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
+            pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+            plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
+
+    _drain(count, stages, (k_used, v_used))
+
+
+def _drain(total, stages: int, used) -> None:
+    @pl.loop(jnp.maximum(total - stages, 0), total)
+    def _(n):
+        for barrier in used:
+            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
+
+
+def _compute_queries(
+    problem, tiling, arrays, dq_ref, here: Place, group, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
+    q_there, k_there, v_there, k_used, v_used, all_here, stage=None,
+):  # fmt: skip
+    query_ref, _, _, dout_ref, lse_ref, delta_ref = arrays
+    gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), query_ref.dtype
+    rows = pl.ds(here.row + group * ROWS, ROWS)
+    q, do, own = q_s.at[group], do_s.at[group], [rows_s.at[0, group], rows_s.at[1, group]]
+    for of, to in (
+        (query_ref.at[here.b, rows, here.n], q),
+        (dout_ref.at[here.b, rows, here.n], do),
+        (lse_ref.at[here.b, here.n, rows], own[0]),
+        (delta_ref.at[here.b, here.n, rows], own[1]),
+    ):
+        plgpu.copy_gmem_to_smem(of, to, q_there.at[group])
+    plgpu.barrier_wait(q_there.at[group])
+    lse, delta = (plgpu.load(x, layout=ROW) for x in own)
+    slot = lambda n: lax.rem(n, jnp.int32(tiling.stages))
+
+    def step(n, masked, dq):
+        x = slot(n)
+        keep = None
+        plgpu.barrier_wait(k_there.at[x])
+        if masked:
+            _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[group], group, all_here)
+            at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
+            keep = sees(problem, here.sight, *at)
+
+        def products(raw, dp):
+            plgpu.wgmma(raw, q, k_s.at[x].T)  # (1)
+            plgpu.barrier_wait(v_there.at[x])
+            plgpu.wgmma(dp, do, v_s.at[x].T)
+            p, draw = gradient.probabilities(  # (2)
+                plgpu.wgmma_accumulator_load(raw, wait_n=1), spread(lse, shape), keep
+            )
+            d = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+            plgpu.barrier_arrive(v_used.at[x])
+            multiply(dq, draw(p, d - spread(delta, shape)).astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
+            plgpu.wgmma_wait(0)
+
+        accumulators(products, shape, shape)
+        plgpu.barrier_arrive(k_used.at[x])
+
+    def walk(dq):
+        for first, last, masked in ((0, here.visits.masked, True), (here.visits.masked, here.visits.count, False)):
+            lax.fori_loop(first, last, lambda n, _, masked=masked: step(n, masked, dq), None)
+        return plgpu.wgmma_accumulator_load(dq, wait_n=0)
+
+    dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
+    q[...] = dq.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _clean(shared, good, bad_s, group, all_here) -> None:
+    """Zeros where the tile `shared`, which all warpgroups read, is not `good`; 64 x 64 numbers at a time."""
+    rows, cols = (n // ROWS for n in shared.shape)
+
+    def part(n, _):
+        at = (
+            pl.multiple_of(lax.div(n, jnp.int32(cols)) * ROWS, ROWS),
+            pl.multiple_of(lax.rem(n, jnp.int32(cols)) * ROWS, ROWS),
+        )
+        here = shared.at[pl.ds(at[0], ROWS), pl.ds(at[1], ROWS)]
+        load = lambda: plgpu.load(here, layout=WGMMA).astype(jnp.float32)
+        bad_s[...] = jnp.where(good(load(), at[0]), 0.0, 1.0).max(axis=1)
+
+        @pl.when(any_of(bad_s))
+        def _():
+            meet(all_here)
+
+            @pl.when(group == 0)
+            def _():
+                here[...] = jnp.where(good(load(), at[0]), load(), 0.0).astype(shared.dtype)
+                plgpu.commit_smem()
+
+            meet(all_here)
+
+    lax.fori_loop(0, rows * cols, part, None)
+
+
+# ---- dk and dv
+
+
+def keys(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling) -> tuple[Array, Array]:
+    """dk [B, S, K, H] and dv [B, S, K, D], from the same."""
+    query, key, value, dout, lse, _ = arrays
+    (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
+    shape = Shape(B, T, S, K, N // K)
+    groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
+    assert lse.shape[-1] % others == 0
+    given = [x for x in scalars if x is not None]
+
+    def body(*refs, **scratch):
+        of = iter(refs[6:-2])
+        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        here = _find_place(problem, shape, values, tiling, T * shape.G * (H + D) * 2)
+        group = lax.axis_index("warpgroup")
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            _compute_keys(problem, shape, tiling, refs[1:3], refs[-2:], here, group, **scratch)
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            _copy_queries(shape, tiling, (refs[0], *refs[3:6]), here, **scratch)
+
+    scratch = dict(
+        k_s=tile(groups, ROWS, H, dtype),
+        v_s=tile(groups, ROWS, D, dtype),
+        q_s=tile(stages, others, H, dtype),
+        do_s=tile(stages, others, D, dtype),
+        lse_s=plgpu.SMEM((stages, others), jnp.float32),
+        delta_s=plgpu.SMEM((stages, others), jnp.float32),
+        bad_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        kv_there=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
+        q_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        all_here=plgpu.Barrier(num_arrivals=groups),
+        **stage(groups, ROWS, others, dtype),
+    )
+    out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
+    blocks = B * K * -(-S // tiling.own)
+    return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)
+
+
+class KeysPlace(NamedTuple):
+    b: Array
+    k: Array
+    col: Array  # the first key
+    sight: Sight
+    visits: Visits  # of one query head
+
+
+def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int) -> KeysPlace:
+    early = problem.right is not None
+    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False)
+    b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
+    scalars = Scalars(*(None if x is None else x[b] for x in scalars))
+    all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
+    col = tile * tiling.own
+    last = jnp.minimum(col + tiling.own, shape.S) - 1
+    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
+    visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others, False)
+    return KeysPlace(b, k, col, sight, visits)
+
+
+def _copy_queries(shape, tiling, arrays, here, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
+    query_ref, dout_ref, lse_ref, delta_ref = arrays
+    stages, count = tiling.stages, here.visits.count
+
+    @pl.loop(0, shape.G * count)
+    def _(n):
+        x, head = lax.rem(n, jnp.int32(stages)), here.k * shape.G + lax.div(n, count)
+        rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
+        pl.when(n >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
+        plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
+        plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
+        plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
+        plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
+
+    _drain(shape.G * count, stages, (used,))
+
+
+def _compute_keys(
+    problem, shape, tiling, arrays, out, here: KeysPlace, group, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
+    kv_there, q_there, do_there, used, all_here, stage=None,
+):  # fmt: skip
+    key_ref, value_ref = arrays
+    dk_ref, dv_ref = out
+    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
+    cols = pl.ds(here.col + group * ROWS, ROWS)
+    k, v = k_s.at[group], v_s.at[group]
+    plgpu.copy_gmem_to_smem(key_ref.at[here.b, cols, here.k], k, kv_there.at[group])
+    plgpu.copy_gmem_to_smem(value_ref.at[here.b, cols, here.k], v, kv_there.at[group])
+    plgpu.barrier_wait(kv_there.at[group])
+    row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
+
+    def step(start, n, masked, dk, dv):
+        x = lax.rem(start + n, jnp.int32(tiling.stages))
+        q, do, keep = q_s.at[x], do_s.at[x], None
+        plgpu.barrier_wait(q_there.at[x])
+        plgpu.barrier_wait(do_there.at[x])
+        if masked:
+            lse = lambda first: spread(plgpu.load(lse_s.at[x, pl.ds(first, ROWS)], layout=ROW), (ROWS, ROWS))
+            _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[group], group, all_here)
+            sees_some = lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING)
+            _clean(do, sees_some, bad_s.at[group], group, all_here)
+            rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
+            keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
+
+        def products(raw, dp):
+            plgpu.wgmma(raw, k, q.T)  # (5)
+            plgpu.wgmma(dp, v, do.T)
+            p, draw = gradient.probabilities(plgpu.wgmma_accumulator_load(raw, wait_n=1), row(lse_s.at[x]), keep)  # (6)
+            multiply(dv, p.astype(dtype), do, stage and stage.at[group])
+            d = plgpu.wgmma_accumulator_load(dp, wait_n=1)  # while dv runs
+            multiply(dk, draw(p, d - row(delta_s.at[x])).astype(dtype), q, stage and stage.at[group])
+            plgpu.wgmma_wait(0)
+
+        accumulators(products, sides, sides)
+        plgpu.barrier_arrive(used.at[x])
+
+    def walk(dk, dv):
+        masked, count = here.visits.masked, here.visits.count
+
+        def head(g, _):
+            for first, last, hides in ((0, masked, True), (masked, count, False)):
+                lax.fori_loop(first, last, lambda n, _, hides=hides: step(g * count, n, hides, dk, dv), None)
+
+        lax.fori_loop(0, shape.G, head, None)
+        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
+
+    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    k[...] = (dk * gradient.slope).astype(dtype)
+    v[...] = dv.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
+    plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
+    plgpu.wait_smem_to_gmem(0)

@@ -134,7 +134,8 @@ def dot_product_attention(
         and count as at most S.
       local_window_size: (left, right) in tokens, None for no bound, both sides inclusive; an int means both. With
         `is_causal` the smaller right holds.
-      implementation: None (memeff chooses), "xla" (chunked, any device), "reference" (quadratic), "pallas" (not yet).
+      implementation: None (memeff chooses), "xla" (chunked, any device), "reference" (quadratic), "pallas" (kernels for
+        Hopper GPUs; `memeff.explain` says which calls they run).
       return_residual: also return lse.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c), before bias and mask.
       query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.
@@ -204,8 +205,7 @@ def dot_product_attention(
     operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(chunk_size)
-    problem = dispatch.choose_tiles(problem, operands, chunks, limit, implementation)
-    module = dispatch.select_implementation(problem, operands, implementation)
+    problem, module = dispatch.select_implementation(problem, operands, implementation, chunks, limit)
     out, lse = attend(module, problem, bool(return_residual), operands)
     out = arguments.unfold(shape, out)
     if lse is None:
@@ -260,8 +260,8 @@ def plan(
       >>> plan(x, x, x, is_causal=True, device="cpu").tiles_visited
       36
     """
-    platform, has = planning.check_device(device)
-    with dispatch.as_if_on(platform):
+    on, has = planning.check_device(device)
+    with dispatch.as_if_on(*on):
         call = _dispatched("plan", dict(query=query, key=key, value=value, bias=bias, mask=mask, **how))
         return planning.make(*call, arguments.bytes_of("memory", memory) or has)
 

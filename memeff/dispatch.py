@@ -11,30 +11,40 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memeff import memory, reference, xla
+from memeff import memory, pallas, reference, xla
 from memeff.arguments import Shape, bytes_of, human
-from memeff.problem import Operands, Problem
+from memeff.problem import Device, Operands, Problem
 from memeff.sharding import may_be_sharded
 
 IMPLEMENTATIONS = ("xla", "reference", "pallas")
 
 
-def select_implementation(problem: Problem, operands: Operands, requested: str | None) -> ModuleType:
-    """The module that runs this call; forward and backward together. Refuses a request that cannot be met."""
-    name = requested or "xla"
-    reason = why_not(name, problem, operands)
+def select_implementation(
+    problem: Problem,
+    operands: Operands,
+    requested: str | None,
+    chunks: tuple[int | None, int | None] = (None, None),
+    limit: int | None = None,
+) -> tuple[Problem, ModuleType]:
+    """The module that runs this call, forward and backward together, and the problem with its tiles.
+
+    Refuses a request that cannot be met. `chunks` and `limit` are the call's `chunk_size` and `memory_limit` in bytes.
+    """
+    name = requested or ("pallas" if why_not_chosen("pallas", problem, operands, chunks) is None else "xla")
+    reason = why_not(name, problem, operands, chunks)
     if reason is not None:
         raise NotImplementedError(
             f'implementation="{name}" cannot run this call: {reason}. '
             'Use implementation=None to let memeff choose, or "xla", which always runs.'
         )
+    problem = choose_tiles(problem, operands, chunks, limit, name)
     if (calls := _watching.get()) is not None:
         calls.append((problem, operands, name))
-    return {"xla": xla, "reference": reference}[name]
+    return problem, {"xla": xla, "reference": reference, "pallas": pallas}[name]
 
 
 _watching: contextvars.ContextVar[list | None] = contextvars.ContextVar("memeff_watching", default=None)
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("memeff_platform", default=None)
+_device: contextvars.ContextVar[Device | None] = contextvars.ContextVar("memeff_device", default=None)
 
 
 @contextlib.contextmanager
@@ -48,30 +58,44 @@ def watch() -> Iterator[list[tuple[Problem, Operands, str]]]:
 
 
 @contextlib.contextmanager
-def as_if_on(name: str | None) -> Iterator[None]:
-    """As if there were one device, of this platform ("cpu", "gpu", "tpu"; None: as it is)."""
-    token = _platform.set(name)
+def as_if_on(name: str | None, capability: str | None = None) -> Iterator[None]:
+    """As if there were one device, of this platform ("cpu", "gpu", "tpu"; None: as it is) and CUDA compute capability."""
+    token = _device.set(None if name is None else Device(name, capability))
     try:
         yield
     finally:
-        _platform.reset(token)
+        _device.reset(token)
+
+
+def device() -> Device:
+    """Where calls run."""
+    if (given := _device.get()) is not None:
+        return given
+    return Device(jax.default_backend(), getattr(jax.devices()[0], "compute_capability", None))
 
 
 def platform() -> str:
-    return _platform.get() or jax.default_backend()
+    return device().platform if _device.get() else jax.default_backend()
 
 
 def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
     """What runs a call that left the choice to memeff, how, and why every other implementation does not."""
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
-    lines = [f'"{chosen}" runs this call on {platform()}: {xla.how(problem, operands)}.']
-    in_memory = f"could, if asked for by name, in quadratic memory ({B * K * G} x {T} x {S} logits)"
+    how = pallas.how if chosen == "pallas" else xla.how
+    lines = [f'"{chosen}" runs this call on {platform()}: {how(problem, operands)}.']
+    by_name = {
+        "reference": f"could, if asked for by name, in quadratic memory ({B * K * G} x {T} x {S} logits)",
+        "xla": "could, if asked for by name: slower here",
+        "pallas": f"could, if asked for by name: {why_not_chosen('pallas', problem, operands)}",
+    }
     others = (name for name in IMPLEMENTATIONS if name != chosen)
-    lines += [f'"{name}": {why_not(name, problem, operands) or in_memory}.' for name in others]
+    lines += [f'"{name}": {why_not(name, problem, operands) or by_name[name]}.' for name in others]
     return "\n".join(lines)
 
 
-def why_not(name: str, problem: Problem, operands: Operands) -> str | None:
+def why_not(
+    name: str, problem: Problem, operands: Operands, chunks: tuple[int | None, int | None] = (None, None)
+) -> str | None:
     """None if the implementation `name` can run this call, else the reason."""
     match name:
         case "xla":
@@ -79,10 +103,19 @@ def why_not(name: str, problem: Problem, operands: Operands) -> str | None:
         case "reference":
             return reference.why_not(problem, operands)
         case "pallas":
-            return "this version of memeff has no kernels yet"
+            if chunks != (None, None):
+                return "kernels have their own tiles, and this call gives chunk_size"
+            return pallas.why_not(problem, operands, device())
         case "cudnn":
             return "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
     raise ValueError(f"implementation={name!r} is not known: use None or one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+
+
+def why_not_chosen(
+    name: str, problem: Problem, operands: Operands, chunks: tuple[int | None, int | None] = (None, None)
+) -> str | None:
+    """The same where memeff has the choice: also, that another one is faster."""
+    return why_not(name, problem, operands, chunks) or pallas.slower(problem, operands)
 
 
 # ---- tiles
@@ -156,7 +189,7 @@ def choose_tiles(
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
         return dataclasses.replace(problem, **tiles._asdict())
 
-    if limit is None:
+    if limit is None or (implementation == "pallas" and pallas.backward_is_kernel(operands)):
         return tiled(0)
     if not known:
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
@@ -189,7 +222,7 @@ def tile_sizes(
     that devices would exchange for its check.
     """
     B, T, S, K, G = shape.B, shape.T, shape.S, shape.K, max(1, shape.G)
-    in_blocks = _platform.get() is not None or not may_be_sharded()
+    in_blocks = _device.get() is not None or not may_be_sharded()
     known = all(isinstance(n, int) for n in (B, T, S))
 
     def shrunk(sides: tuple[int, int], logits: int) -> tuple[int, int]:

@@ -9,17 +9,17 @@ import jax
 
 from memeff import dispatch, memory, xla
 from memeff.arguments import human
-from memeff.problem import Operands, Problem
+from memeff.problem import Device, Operands, Problem
 
-# platform, and bytes of memory as the makers state them
+# what they are, and bytes of memory as the makers state them
 DEVICES = {
-    "cpu": ("cpu", None),
-    "gpu": ("gpu", None),
-    "tpu": ("tpu", None),
-    "A100": ("gpu", 80 * 10**9),
-    "H100": ("gpu", 80 * 10**9),
-    "H200": ("gpu", 141 * 10**9),
-    "B200": ("gpu", 180 * 10**9),
+    "cpu": (Device("cpu"), None),
+    "gpu": (Device("gpu"), None),
+    "tpu": (Device("tpu"), None),
+    "A100": (Device("gpu", "8.0"), 80 * 10**9),
+    "H100": (Device("gpu", "9.0"), 80 * 10**9),
+    "H200": (Device("gpu", "9.0"), 141 * 10**9),
+    "B200": (Device("gpu", "10.0"), 180 * 10**9),
 }
 
 
@@ -65,8 +65,8 @@ class Plan:
         return "\n".join([f'"{self.implementation}" on {self.platform}: {self.how}', *lines])
 
 
-def check_device(device: Any) -> tuple[str, int | None]:
-    """The platform, and its memory in bytes where that is known, of None (JAX's default), a name or a `jax.Device`."""
+def check_device(device: Any) -> tuple[Device, int | None]:
+    """What it is, and its memory in bytes where that is known, of None (JAX's default), a name or a `jax.Device`."""
     if isinstance(device, str):
         for name, found in DEVICES.items():
             if name.lower() == device.lower():
@@ -75,12 +75,12 @@ def check_device(device: Any) -> tuple[str, int | None]:
     device = jax.devices()[0] if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got {type(device).__name__}.")
-    stats = device.memory_stats()
+    found, stats = Device(device.platform, getattr(device, "compute_capability", None)), device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return device.platform, stats["bytes_limit"]
+        return found, stats["bytes_limit"]
     if device.platform == "cpu" and hasattr(os, "sysconf"):
-        return "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return device.platform, None
+        return found, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found, None
 
 
 def make(problem: Problem, operands: Operands, name: str, device_bytes: int | None) -> Plan:

@@ -47,6 +47,13 @@ class Problem:
         return (self.left, self.right) != (None, None)
 
 
+class Device(NamedTuple):
+    """What runs a call."""
+
+    platform: str  # "cpu", "gpu", "tpu"
+    capability: str | None = None  # of a CUDA GPU, "9.0"; None: another kind, or not known
+
+
 class Terms(NamedTuple):
     """What shapes the logits besides the dot products, and gets a gradient: scalars, and bias [B|1, K|1, G|1, T|1, S|1]."""
 
@@ -91,7 +98,7 @@ class Lse(NamedTuple):
     """
 
     high: Array  # lse itself; SEES_NOTHING for a row without a key
-    low: Array
+    low: Array | None  # None: 0
 
 
 def log_sum_exp(m: Array, l: Array) -> Lse:
@@ -135,7 +142,8 @@ def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
 
 def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array:
     """`sees` for queries at `rows` [t] and keys at `cols` [c]. Broadcasts to B K G t c; `here` is cut to the tile."""
-    batch, queries, keys = (slice(None), *[None] * 4), (..., None, None, slice(None), None), (..., None, None, None, slice(None))
+    every = slice(None)
+    batch, queries, keys = (every, *[None] * 4), (every, None, None, every, None), (every, None, None, None, every)
     at = lambda x, index: None if x is None else x[index]
     sight = Sight(
         *(at(x, batch) for x in (here.q_offset, here.q_lengths, here.kv_lengths)),

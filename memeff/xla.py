@@ -316,6 +316,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
 def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Steps (5) to (7)."""
     dtype = accumulator_dtype(operands)
+    lse = lse if lse.low is not None else Lse(lse.high, jnp.zeros_like(lse.high))
     out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse

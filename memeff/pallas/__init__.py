@@ -1,1 +1,75 @@
-"""Kernels, one file for each family of hardware; each can be deleted without touching another path."""
+"""Kernels, a file for each family of hardware (now `hopper`). Hides what they can run; imports none until it is needed."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from memeff.problem import Device, Gradients, Lse, LseFor, Operands, Problem
+
+LARGEST_HEAD = 256
+LARGEST_HEAD_BACKWARD = 128  # beyond it the chunked path takes the gradient, from the kernel's out and lse
+FEWEST_QUERIES = 64
+
+
+def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
+    """None if kernels can run this call on `device`, forward and gradient, else the reason."""
+    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+        return f"its kernels need jax 0.11, and this is {jax.__version__}"
+    if device.platform != "gpu":
+        return f"its kernels run on Hopper GPUs, and this is a {device.platform}"
+    if device.capability != "9.0":
+        return f"its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is {device.capability}"
+    if importlib.util.find_spec("absl") is None:
+        return "JAX's Mosaic GPU backend needs absl-py: pip install absl-py"
+    query, key, value = operands[:3]
+    H, D, terms = query.shape[-1], value.shape[-1], operands.terms
+    if not all(isinstance(n, int) for n in (*query.shape, *key.shape)):
+        return "its kernels want sizes that are known"
+    reasons = {
+        f"its kernels take bfloat16 and float16, and this is {query.dtype}": query.dtype not in (jnp.bfloat16, jnp.float16),
+        f"its kernels take heads of up to {LARGEST_HEAD}, and here H={H}, D={D}": max(H, D) > LARGEST_HEAD,
+        "its kernels have no dropout": problem.dropout is not None,
+        "its kernels read no mask (lengths, windows and causal order they know)": operands.mask is not None,
+        "its kernels read no bias": terms.bias is not None,
+        "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale is not None
+        or terms.soft_cap is not None,
+        "its kernels know no segments yet": operands.q_segments is not None,
+        "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def slower(problem: Problem, operands: Operands) -> str | None:
+    """Why the chunked path is faster where both can run, by measurement; None: it is not."""
+    del problem
+    T = operands.query.shape[1]
+    return f"with {T} queries the chunked path is faster" if T < FEWEST_QUERIES else None
+
+
+def backward_is_kernel(operands: Operands) -> bool:
+    return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
+
+
+def how(problem: Problem, operands: Operands) -> str:
+    """The kernels in words."""
+    from memeff.pallas import hopper
+
+    return hopper.how(problem, operands)
+
+
+def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
+    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    from memeff.pallas import hopper
+
+    return hopper.forward(problem, operands, lse_for)
+
+
+def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
+    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    from memeff import xla
+    from memeff.pallas import hopper
+
+    module = hopper if backward_is_kernel(operands) else xla
+    return module.backward(problem, operands, out, lse, dout, dlse)

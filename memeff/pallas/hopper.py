@@ -12,8 +12,6 @@ from memeff.pallas.walk import Scalars
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
 
 MULTIPLE = 64  # of head dims
-LARGEST = 256
-LARGEST_BACKWARD = 128
 
 
 def how(problem: Problem, operands: Operands) -> str:

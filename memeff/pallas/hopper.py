@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from memeff.pallas import hopper_backward, hopper_forward
+from memeff.pallas.mapped import mapped
 from memeff.pallas.walk import Scalars
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
 
 MULTIPLE = 64  # of head dims
+ROWS_MULTIPLE = 384  # of lse and delta: what a block reads of them is there
+DIMS = "btkgh", "bskh", "bskd"
 
 
 def how(problem: Problem, operands: Operands) -> str:
@@ -45,34 +48,47 @@ def _padded(x: Array) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-def _scalars(operands: Operands) -> Scalars:
+def _scalars(operands: Operands) -> tuple[list[Array], list[str]]:
+    """Those that are given, [B], and their names."""
+    names = [name for name in Scalars._fields if getattr(operands, name) is not None]
     B = operands.query.shape[0]
-    given = operands.q_offset, operands.q_lengths, operands.kv_lengths
-    return Scalars(*(None if x is None else jnp.broadcast_to(x, (B,)) for x in given))
+    return [jnp.broadcast_to(getattr(operands, name), (B,)) for name in names], names
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
-    (B, T, K, G, H), D = operands.query.shape, operands.value.shape[-1]
-    query, key, value = (_padded(x) for x in (operands.query.reshape(B, T, K * G, H), operands.key, operands.value))
-    out, lse = hopper_forward.attend(
-        problem, query, key, value, _scalars(operands), lse_for is not None, forward_tiling(operands)
-    )
-    out = out[..., :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
-    return out, None if lse is None else Lse(lse[..., :T].reshape(B, K, G, T), None)
+    given, names = _scalars(operands)
+
+    def call(query, key, value, *scalars):
+        (B, T, K, G, H), D = query.shape, value.shape[-1]
+        arrays = (_padded(x) for x in (query.reshape(B, T, K * G, H), key, value))
+        scalars = Scalars(**dict(zip(names, scalars, strict=True)))
+        out, lse = hopper_forward.attend(problem, *arrays, scalars, lse_for is not None, forward_tiling(operands))
+        out = out[..., :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
+        return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
+
+    dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
+    found = mapped(call, (*DIMS, *["b"] * len(given)), dims_out)(*operands[:3], *given)
+    return found[0], Lse(found[1], None) if lse_for else None
 
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
-    (B, T, K, G, H), D = operands.query.shape, operands.value.shape[-1]
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    rows = [x.reshape(B, K * G, T) for x in (lse.high * LOG2_E, delta)]
-    rows = [jnp.pad(x, [(0, 0), (0, 0), (0, -T % 128)]) for x in rows]
-    dout = dout.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
-    arrays = operands.query.reshape(B, T, K * G, H), operands.key, operands.value, dout
-    arrays = *(_padded(x) for x in arrays), *rows
-    tilings, scalars = backward_tilings(operands), _scalars(operands)
-    dq = hopper_backward.queries(problem, arrays, scalars, tilings[0])[..., :H].reshape(operands.query.shape)
-    dk, dv = hopper_backward.keys(problem, arrays, scalars, tilings[1])
-    return Gradients(dq, dk[..., :H], dv[..., :D], Terms())
+    given, names = _scalars(operands)
+
+    def call(query, key, value, dout, lse, delta, *scalars):
+        (B, T, K, G, H), D = query.shape, value.shape[-1]
+        rows = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in (lse, delta))
+        dout = dout.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
+        arrays = (_padded(x) for x in (query.reshape(B, T, K * G, H), key, value, dout))
+        arrays, scalars = (*arrays, *rows), Scalars(**dict(zip(names, scalars, strict=True)))
+        tilings = backward_tilings(operands)
+        dq = hopper_backward.queries(problem, arrays, scalars, tilings[0])[..., :H].reshape(query.shape)
+        dk, dv = hopper_backward.keys(problem, arrays, scalars, tilings[1])
+        return dq, dk[..., :H], dv[..., :D]
+
+    dims = *DIMS, "bkgtd", "bkgt", "bkgt", *["b"] * len(given)
+    arrays = *operands[:3], dout, lse.high * LOG2_E, delta, *given
+    return Gradients(*mapped(call, dims, DIMS)(*arrays), Terms())

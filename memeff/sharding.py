@@ -4,6 +4,7 @@ Auto meshes need nothing of this: XLA lays out everything after the query. Expli
 """
 
 import math
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -53,9 +54,9 @@ def like_query(operands: Operands) -> Operands:
     return operands._replace(mask=spread(operands.mask), terms=terms)
 
 
-def vary_alike(operands: Operands) -> Operands:
+def vary_alike(operands: Any, like: Any = None) -> Any:
     """Under shard_map: replicated operands (a shared bias, say) typed as varying, so that JAX sums their gradients."""
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(operands)))
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves((operands, like))))
 
     def cast(x):
         missing = tuple(axes - _varying(x))

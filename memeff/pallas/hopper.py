@@ -13,7 +13,7 @@ from memeff.pallas.walk import Scalars
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
 
 MULTIPLE = 64  # of head dims
-ROWS_MULTIPLE = 384  # of lse and delta: what a block reads of them is there
+ROWS_MULTIPLE = 128  # of lse and delta: what a block reads of them is there
 DIMS = "btkgh", "bskh", "bskd"
 
 
@@ -35,8 +35,8 @@ def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper
     """For dq, and for dk and dv."""
     largest = max(map(_padded_dim, (operands.query.shape[-1], operands.value.shape[-1])))
     if largest == 64:
-        return hopper_backward.Tiling(2, 128, 3), hopper_backward.Tiling(2, 64, 4)
-    return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 2)
+        return hopper_backward.Tiling(2, 128, 3), hopper_backward.Tiling(2, 128, 4)
+    return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 3)
 
 
 def _padded_dim(size: int) -> int:
@@ -74,21 +74,22 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
     given, names = _scalars(operands)
+    of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
 
-    def call(query, key, value, dout, lse, delta, *scalars):
+    def call(query, key, value, out, dout, *more):
         (B, T, K, G, H), D = query.shape, value.shape[-1]
-        rows = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in (lse, delta))
-        dout = dout.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
-        arrays = (_padded(x) for x in (query.reshape(B, T, K * G, H), key, value, dout))
-        arrays, scalars = (*arrays, *rows), Scalars(**dict(zip(names, scalars, strict=True)))
+        rows, scalars = more[: len(of_rows)], Scalars(**dict(zip(names, more[len(of_rows) :], strict=True)))
+        lse, *dlse = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows)
+        heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
+        arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
+        query_, key_, value_, out_, dout_ = (_padded(x) for x in arrays)
         tilings = backward_tilings(operands)
-        dq = hopper_backward.queries(problem, arrays, scalars, tilings[0])[..., :H].reshape(query.shape)
-        dk, dv = hopper_backward.keys(problem, arrays, scalars, tilings[1])
-        return dq, dk[..., :H], dv[..., :D]
+        dq, delta = hopper_backward.queries(
+            problem, (query_, key_, value_, out_, dout_, lse), (*dlse, None)[0], scalars, tilings[0]
+        )
+        dk, dv = hopper_backward.keys(problem, (query_, key_, value_, dout_, lse, delta), scalars, tilings[1])
+        return dq[..., :H].reshape(query.shape), dk[..., :H], dv[..., :D]
 
-    dims = *DIMS, "bkgtd", "bkgt", "bkgt", *["b"] * len(given)
-    arrays = *operands[:3], dout, lse.high * LOG2_E, delta, *given
-    return Gradients(*mapped(call, dims, DIMS)(*arrays), Terms())
+    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *["b"] * len(given)
+    return Gradients(*mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given), Terms())

@@ -11,6 +11,7 @@ Where draw is ds times a number, that number waits for the end. In masked tiles 
 cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -81,19 +82,48 @@ class Gradient(NamedTuple):
         return p, draw
 
 
+def _attempts(attempt, all_done, bad_s, computes: bool) -> None:
+    """`attempt(careful)`, and once more, carefully, if some warpgroup has put a number above 0 into `bad_s[0]`.
+
+    Careful is: what nobody sees is cleaned of NaN and Inf. It changes no bit of what is finite without.
+    """
+
+    def body(state):
+        n, _ = state
+        attempt(n)
+        if computes:
+            plgpu.barrier_arrive(all_done)
+        plgpu.barrier_wait(all_done)
+        return n + 1, any_of(bad_s.at[0]) & (n == 0)
+
+    lax.while_loop(lambda state: state[1], body, (jnp.int32(0), jnp.bool_(True)))
+
+
+def _note_bad(bad_s, group, *sums) -> None:
+    """For the first attempt: which of this warpgroup's rows are not finite."""
+    bad = [jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(axis=1) for x in sums]
+    bad_s[0, pl.ds(group * ROWS, ROWS)] = functools.reduce(jnp.maximum, bad)
+
+
 # ---- dq
 
 
-def queries(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling) -> Array:
-    """dq [B, T, N, H] from query, key, value, dout in the layout of the door, and lse (in bits), delta [B, N, T']."""
-    query, key, value, dout, _, _ = arrays
+def queries(
+    problem: Problem, arrays: tuple[Array, ...], dlse: Array | None, scalars: Scalars, tiling: Tiling
+) -> tuple[Array, Array]:
+    """dq [B, T, N, H], and delta [B, N, T'], from query, key, value, out, dout in the layout of the door; lse (in bits) and
+    dlse are B N T'.
+    """
+    query, key, value, out, _, lse = arrays
     (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
-    given = [x for x in scalars if x is not None]
+    assert lse.shape[-1] % tiling.own == 0
+    given = [x for x in (dlse, *scalars) if x is not None]
 
     def body(*refs, **scratch):
-        of = iter(refs[6:-1])
+        of = iter(refs[6:-2])
+        dlse_ref = None if dlse is None else next(of)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         here = find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G)
         group = lax.axis_index("warpgroup")
@@ -101,7 +131,7 @@ def queries(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tilin
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
-            _compute_queries(problem, tiling, refs[:6], refs[-1], here, group, **scratch)
+            _compute_queries(problem, tiling, (*refs[:6], dlse_ref), refs[-2:], here, group, **scratch)
 
         @pl.when(group == groups)
         def _():
@@ -109,37 +139,45 @@ def queries(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tilin
             _copy_keys(tiling, refs[1:3], here, **scratch)
 
     scratch = dict(
-        q_s=tile(groups, ROWS, H, dtype),
+        q_s=tile(groups, ROWS, max(H, D), dtype),
         do_s=tile(groups, ROWS, D, dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
         rows_s=plgpu.SMEM((2, groups, ROWS), jnp.float32),
-        bad_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        q_there=plgpu.Barrier(num_arrivals=4, num_barriers=groups),
+        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
+        q_there=plgpu.Barrier(num_barriers=groups),
+        rows_there=plgpu.Barrier(num_arrivals=3 if dlse is None else 4, num_barriers=groups),
         k_there=plgpu.Barrier(num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups),
         **stage(groups, ROWS, keys, dtype),
     )
-    out = [jax.ShapeDtypeStruct(query.shape, dtype)]
+    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)]
     blocks = B * N * -(-T // tiling.own)
-    return call(body, "memeff_dq", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)[0]
+    kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
+    dq, delta = kernel(*arrays, *given)
+    return dq, delta
 
 
-def _copy_keys(tiling, arrays, here, *, k_s, v_s, k_there, v_there, k_used, v_used, **_):
+def _copy_keys(tiling, arrays, here, *, k_s, v_s, bad_s, k_there, v_there, k_used, v_used, all_done, **_):
     key_ref, value_ref = arrays
     stages, count = tiling.stages, here.visits.count
 
-    @pl.loop(0, count)
-    def _(n):
-        x, rows = lax.rem(n, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
-        for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
-            pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
-            plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
+    def attempt(careful):
+        @pl.loop(careful * count, careful * count + count)
+        def _(n):
+            x = lax.rem(n, jnp.int32(stages))
+            rows = pl.ds(here.visits.tile(n - careful * count) * tiling.others, tiling.others)
+            for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
+                pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+                plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
 
-    _drain(count, stages, (k_used, v_used))
+    _attempts(attempt, all_done, bad_s, False)
+    total = jnp.where(any_of(bad_s.at[0]), 2 * count, count)
+    _drain(total, stages, (k_used, v_used))
 
 
 def _drain(total, stages: int, used) -> None:
@@ -150,30 +188,47 @@ def _drain(total, stages: int, used) -> None:
 
 
 def _compute_queries(
-    problem, tiling, arrays, dq_ref, here: Place, group, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
-    q_there, k_there, v_there, k_used, v_used, all_here, stage=None,
+    problem, tiling, arrays, out, here: Place, group, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
+    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, all_done, stage=None,
 ):  # fmt: skip
-    query_ref, _, _, dout_ref, lse_ref, delta_ref = arrays
+    query_ref, _, _, out_ref, dout_ref, lse_ref, dlse_ref = arrays
+    dq_ref, delta_ref = out
     gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), query_ref.dtype
-    rows = pl.ds(here.row + group * ROWS, ROWS)
-    q, do, own = q_s.at[group], do_s.at[group], [rows_s.at[0, group], rows_s.at[1, group]]
-    for of, to in (
-        (query_ref.at[here.b, rows, here.n], q),
-        (dout_ref.at[here.b, rows, here.n], do),
-        (lse_ref.at[here.b, here.n, rows], own[0]),
-        (delta_ref.at[here.b, here.n, rows], own[1]),
-    ):
-        plgpu.copy_gmem_to_smem(of, to, q_there.at[group])
-    plgpu.barrier_wait(q_there.at[group])
-    lse, delta = (plgpu.load(x, layout=ROW) for x in own)
+    rows, count = pl.ds(here.row + group * ROWS, ROWS), here.visits.count
+    q, o, do = q_s.at[group, :, : query_ref.shape[-1]], q_s.at[group, :, : out_ref.shape[-1]], do_s.at[group]
+    lse_s, delta_s = rows_s.at[0, group], rows_s.at[1, group]
     slot = lambda n: lax.rem(n, jnp.int32(tiling.stages))
 
-    def step(n, masked, dq):
-        x = slot(n)
+    def load(*pairs, there):
+        for of, to in pairs:
+            plgpu.copy_gmem_to_smem(of, to, there.at[group])
+        plgpu.barrier_wait(there.at[group])
+
+    def of_rows():
+        """delta = rowsum(dout * out) - dlse, which the other kernel wants, too."""
+        pairs = [(out_ref.at[here.b, rows, here.n], o), (dout_ref.at[here.b, rows, here.n], do)]
+        pairs += [(lse_ref.at[here.b, here.n, rows], lse_s)]
+        if dlse_ref is not None:
+            pairs += [(dlse_ref.at[here.b, here.n, rows], delta_s)]
+        load(*pairs, there=rows_there)
+        product = [plgpu.load(x, layout=WGMMA).astype(jnp.float32) for x in (o, do)]
+        delta = (product[0] * product[1]).sum(axis=1)
+        delta = delta if dlse_ref is None else delta - plgpu.load(delta_s, layout=ROW)
+        delta_s[...] = delta
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
+        return plgpu.load(lse_s, layout=ROW), delta
+
+    def step(n, masked, careful, lse, delta, dq):
+        x = slot(careful * count + n)
         keep = None
         plgpu.barrier_wait(k_there.at[x])
         if masked:
-            _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[group], group, all_here)
+
+            @pl.when(careful > 0)
+            def _():
+                _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[1, pl.ds(group * ROWS, ROWS)], group, all_here)
+
             at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
             keep = sees(problem, here.sight, *at)
 
@@ -192,16 +247,25 @@ def _compute_queries(
         accumulators(products, shape, shape)
         plgpu.barrier_arrive(k_used.at[x])
 
-    def walk(dq):
-        for first, last, masked in ((0, here.visits.masked, True), (here.visits.masked, here.visits.count, False)):
-            lax.fori_loop(first, last, lambda n, _, masked=masked: step(n, masked, dq), None)
-        return plgpu.wgmma_accumulator_load(dq, wait_n=0)
+    lse, delta = of_rows()
 
-    dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
-    q[...] = dq.astype(dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
-    plgpu.wait_smem_to_gmem(0)
+    def attempt(careful):
+        load((query_ref.at[here.b, rows, here.n], q), there=q_there)
+
+        def walk(dq):
+            for first, last, masked in ((0, here.visits.masked, True), (here.visits.masked, count, False)):
+                of = lambda n, _, masked=masked: step(n, masked, careful, lse, delta, dq)
+                lax.fori_loop(first, last, of, None)
+            return plgpu.wgmma_accumulator_load(dq, wait_n=0)
+
+        dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
+        pl.when(careful == 0)(lambda: _note_bad(bad_s, group, dq))
+        q[...] = dq.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
+        plgpu.wait_smem_to_gmem(0)
+
+    _attempts(attempt, all_done, bad_s, True)
 
 
 def _clean(shared, good, bad_s, group, all_here) -> None:
@@ -266,12 +330,13 @@ def keys(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: 
         do_s=tile(stages, others, D, dtype),
         lse_s=plgpu.SMEM((stages, others), jnp.float32),
         delta_s=plgpu.SMEM((stages, others), jnp.float32),
-        bad_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
         kv_there=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
         q_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups),
         **stage(groups, ROWS, others, dtype),
     )
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
@@ -300,52 +365,59 @@ def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling
     return KeysPlace(b, k, col, sight, visits)
 
 
-def _copy_queries(shape, tiling, arrays, here, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
+def _copy_queries(shape, tiling, arrays, here, *, q_s, do_s, lse_s, delta_s, bad_s, q_there, do_there, used, all_done, **_):
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.count
+    of_all = shape.G * count
 
-    @pl.loop(0, shape.G * count)
-    def _(n):
-        x, head = lax.rem(n, jnp.int32(stages)), here.k * shape.G + lax.div(n, count)
-        rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
-        pl.when(n >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
-        plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
-        plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
-        plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
-        plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
+    def attempt(careful):
+        @pl.loop(careful * of_all, careful * of_all + of_all)
+        def _(at):
+            x, n = lax.rem(at, jnp.int32(stages)), at - careful * of_all
+            head = here.k * shape.G + lax.div(n, count)
+            rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
+            pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
+            plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
+            plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
+            plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
+            plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
-    _drain(shape.G * count, stages, (used,))
+    _attempts(attempt, all_done, bad_s, False)
+    _drain(jnp.where(any_of(bad_s.at[0]), 2 * of_all, of_all), stages, (used,))
 
 
 def _compute_keys(
     problem, shape, tiling, arrays, out, here: KeysPlace, group, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
-    kv_there, q_there, do_there, used, all_here, stage=None,
+    kv_there, q_there, do_there, used, all_here, all_done, stage=None,
 ):  # fmt: skip
     key_ref, value_ref = arrays
     dk_ref, dv_ref = out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
-    cols = pl.ds(here.col + group * ROWS, ROWS)
-    k, v = k_s.at[group], v_s.at[group]
-    plgpu.copy_gmem_to_smem(key_ref.at[here.b, cols, here.k], k, kv_there.at[group])
-    plgpu.copy_gmem_to_smem(value_ref.at[here.b, cols, here.k], v, kv_there.at[group])
-    plgpu.barrier_wait(kv_there.at[group])
+    cols, k, v = pl.ds(here.col + group * ROWS, ROWS), k_s.at[group], v_s.at[group]
+    masked, count = here.visits.masked, here.visits.count
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
 
-    def step(start, n, masked, dk, dv):
+    def clean(x):
+        """Queries that see nothing may hold anything, and so may their cotangents."""
+        q, do, mine = q_s.at[x], do_s.at[x], bad_s.at[1, pl.ds(group * ROWS, ROWS)]
+        lse = lambda first: spread(plgpu.load(lse_s.at[x, pl.ds(first, ROWS)], layout=ROW), (ROWS, ROWS))
+        _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, mine, group, all_here)
+        _clean(do, lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING), mine, group, all_here)
+
+    def step(start, n, hides, careful, dk, dv):
         x = lax.rem(start + n, jnp.int32(tiling.stages))
         q, do, keep = q_s.at[x], do_s.at[x], None
         plgpu.barrier_wait(q_there.at[x])
-        plgpu.barrier_wait(do_there.at[x])
-        if masked:
-            lse = lambda first: spread(plgpu.load(lse_s.at[x, pl.ds(first, ROWS)], layout=ROW), (ROWS, ROWS))
-            _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[group], group, all_here)
-            sees_some = lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING)
-            _clean(do, sees_some, bad_s.at[group], group, all_here)
+        if hides:
+            plgpu.barrier_wait(do_there.at[x])
+            pl.when(careful > 0)(lambda: clean(x))
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
 
         def products(raw, dp):
             plgpu.wgmma(raw, k, q.T)  # (5)
+            if not hides:
+                plgpu.barrier_wait(do_there.at[x])
             plgpu.wgmma(dp, v, do.T)
             p, draw = gradient.probabilities(plgpu.wgmma_accumulator_load(raw, wait_n=1), row(lse_s.at[x]), keep)  # (6)
             multiply(dv, p.astype(dtype), do, stage and stage.at[group])
@@ -356,20 +428,28 @@ def _compute_keys(
         accumulators(products, sides, sides)
         plgpu.barrier_arrive(used.at[x])
 
-    def walk(dk, dv):
-        masked, count = here.visits.masked, here.visits.count
+    def attempt(careful):
+        for ref, to in ((key_ref, k), (value_ref, v)):
+            plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to, kv_there.at[group])
+        plgpu.barrier_wait(kv_there.at[group])
 
-        def head(g, _):
-            for first, last, hides in ((0, masked, True), (masked, count, False)):
-                lax.fori_loop(first, last, lambda n, _, hides=hides: step(g * count, n, hides, dk, dv), None)
+        def walk(dk, dv):
+            def head(g, _):
+                start = (careful * shape.G + g) * count
+                for first, last, hides in ((0, masked, True), (masked, count, False)):
+                    of = lambda n, _, hides=hides: step(start, n, hides, careful, dk, dv)
+                    lax.fori_loop(first, last, of, None)
 
-        lax.fori_loop(0, shape.G, head, None)
-        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
+            lax.fori_loop(0, shape.G, head, None)
+            return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
-    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
-    k[...] = (dk * gradient.slope).astype(dtype)
-    v[...] = dv.astype(dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
-    plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
-    plgpu.wait_smem_to_gmem(0)
+        dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+        pl.when(careful == 0)(lambda: _note_bad(bad_s, group, dk, dv))
+        k[...] = (dk * gradient.slope).astype(dtype)
+        v[...] = dv.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
+        plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
+        plgpu.wait_smem_to_gmem(0)
+
+    _attempts(attempt, all_done, bad_s, True)

@@ -13,6 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from memeff.pallas.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_alike
 
 FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads of one
@@ -38,7 +39,7 @@ def mapped(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...]) 
 
 
 def _over_devices(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    if not may_be_sharded():
+    if not may_be_sharded() or interpreting():
         return vary_alike(call(*arrays), arrays)  # what a kernel returns has no type of shard_map's
     mesh = jax.typeof(arrays[0]).sharding.mesh
     if AxisType.Explicit in mesh.axis_types:

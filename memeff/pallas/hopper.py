@@ -27,8 +27,8 @@ def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
     """Fastest on an H200 (bfloat16, 8192 tokens) at head dims 64 and 128."""
     largest = max(map(_padded_dim, (operands.query.shape[-1], operands.value.shape[-1])))
     if largest == 64:
-        return hopper_forward.Tiling(3, 128, 3)
-    return hopper_forward.Tiling(2, 128, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2)
+        return hopper_forward.Tiling(3, 128, 3, 2)
+    return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
 
 
 def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:

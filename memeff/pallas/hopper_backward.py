@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper_forward import ROWS, Place, find_place
+from memeff.pallas.hopper_forward import ROWS, Place, _drain, find_place
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -125,7 +125,8 @@ def queries(
         of = iter(refs[6:-2])
         dlse_ref = None if dlse is None else next(of)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        here = find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G)
+        index = lax.axis_index("block")
+        here = find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
@@ -178,13 +179,6 @@ def _copy_keys(tiling, arrays, here, *, k_s, v_s, bad_s, k_there, v_there, k_use
     _attempts(attempt, all_done, bad_s, False)
     total = jnp.where(any_of(bad_s.at[0]), 2 * count, count)
     _drain(total, stages, (k_used, v_used))
-
-
-def _drain(total, stages: int, used) -> None:
-    @pl.loop(jnp.maximum(total - stages, 0), total)
-    def _(n):
-        for barrier in used:
-            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
 
 
 def _compute_queries(
@@ -354,7 +348,7 @@ class KeysPlace(NamedTuple):
 
 def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int) -> KeysPlace:
     early = problem.right is not None
-    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False)
+    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, lax.axis_index("block"))
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = Scalars(*(None if x is None else x[b] for x in scalars))
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored

@@ -12,7 +12,8 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   does (1) to (4) for all its tiles again, and only its own result is replaced.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from memeff.pallas.mosaic import (
     COL,
+    ROW,
     WGMMA,
     accumulators,
     any_of,
@@ -30,6 +32,7 @@ from memeff.pallas.mosaic import (
     full,
     meet,
     multiply,
+    multiprocessors,
     positions,
     spread,
     stage,
@@ -39,13 +42,14 @@ from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
-PIECE = 64  # keys of a masked step
+ITEMS = 512  # tiles of queries that one block can do
 
 
 class Tiling(NamedTuple):
     warpgroups: int  # that compute
     keys: int  # of a tile
     stages: int  # tiles of keys, and of values, on their way or in use
+    queries: int  # tiles of queries on their way or in use
 
     @property
     def rows(self) -> int:
@@ -66,54 +70,58 @@ def attend(
     """
     (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
     shape = Shape(B, T, S, K, N // K)
-    blocks = -(-T // tiling.rows)
-    groups, keys, stages, dtype = tiling.warpgroups, tiling.keys, tiling.stages, query.dtype
+    tiles = -(-T // tiling.rows)
+    groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
     given = [x for x in scalars if x is not None]
     out = [jax.ShapeDtypeStruct((B, T, N, D), dtype)]
     if want_lse:
-        out.append(jax.ShapeDtypeStruct((B, N, blocks * tiling.rows), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
+    total = B * N * tiles
+    blocks = min(total, max(multiprocessors(), -(-total // ITEMS)))
 
     def body(query_ref, key_ref, value_ref, *refs, **scratch):
         of = iter(refs)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        _block(problem, shape, tiling, (query_ref, key_ref, value_ref), values, (*of, None)[:2], **scratch)
+        arrays, outs = (query_ref, key_ref, value_ref), (*of, None)[:2]
+        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        items = lax.div(total - 1 - block, jnp.int32(blocks)) + 1
+        bytes_read = S * (H + D) * 2 // shape.G
+        find = lambda n: find_place(problem, shape, values, tiling.rows, keys, bytes_read, block + n * blocks)
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            compute = Compute(problem, tiling, arrays, outs, group, **scratch)
+            _rounds(items, tiling, True, lambda n, turn: compute.item(find(n), n, turn), **scratch)
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            _rounds(items, tiling, False, lambda n, turn: _copy(tiling, arrays, find(n), turn, **scratch), **scratch)
 
     scratch = dict(
-        q_s=tile(groups, ROWS, max(H, D), dtype),
+        q_s=tile(tiling.queries * groups, ROWS, max(H, D), dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
+        rows_s=plgpu.SMEM((5, groups * ROWS), jnp.float32),
         columns_s=plgpu.SMEM((D,), jnp.float32),
-        lse_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
-        q_there=plgpu.Barrier(num_barriers=groups),
+        keys_s=plgpu.SMEM((groups, keys), jnp.float32),
+        bad_s=plgpu.SMEM((groups, ITEMS), jnp.int32),
+        some_s=plgpu.SMEM((groups,), jnp.int32),
+        q_there=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
+        q_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
         k_there=plgpu.Barrier(num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        old_there=plgpu.Barrier(num_barriers=groups),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups),
-        **stage(groups, ROWS, max(keys, PIECE), dtype),
+        **stage(groups, ROWS, keys, dtype),
     )
-    name = "memeff_forward"
-    found = call(body, name, out, scratch, B * N * blocks, groups + 1, problem.soft_cap is None)(query, key, value, *given)
+    kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
+    found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None
-
-
-def _block(problem, shape, tiling, arrays, scalars, out, **scratch):
-    """Finds its place, and parts into warpgroups that compute and one that copies."""
-    group = lax.axis_index("warpgroup")
-    bytes_read = shape.S * (arrays[1].shape[-1] + arrays[2].shape[-1]) * 2 // shape.G
-    here = find_place(problem, shape, scalars, tiling.rows, tiling.keys, max(1, bytes_read))
-
-    @pl.when(group < tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(tiling.registers[0], action="increase")
-        _compute(problem, tiling, arrays, out, here, group, **scratch)
-
-    @pl.when(group == tiling.warpgroups)
-    def _():
-        plgpu.set_max_registers(tiling.registers[1], action="decrease")
-        _copy(tiling, arrays, here, **scratch)
 
 
 class Place(NamedTuple):
@@ -125,9 +133,10 @@ class Place(NamedTuple):
     visits: Visits
 
 
-def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, bytes_read: int) -> Place:
-    """Of a block that owns `rows` queries; heads of a group, which share keys, are neighbours."""
-    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), bytes_read, False, problem.right is not None)
+def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, bytes_read: int, index) -> Place:
+    """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
+    late = problem.right is not None
+    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), max(1, bytes_read), False, late, index)
     b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
     scalars = Scalars(*(None if x is None else x[b] for x in scalars))
     all_ends, sight = ends(shape, scalars, keys)
@@ -139,250 +148,327 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits)
 
 
-def _copy(tiling: Tiling, arrays, here: Place, k_s, v_s, bad_s, k_there, v_there, k_used, v_used, all_done, **_):
-    """Keys and values, once for all warpgroups, and once more where a row must be done again."""
-    _, key_ref, value_ref = arrays
-    stages, count = tiling.stages, here.visits.count
+FAST, CAREFUL, ONLINE = range(3)  # how a tile of queries is done; the later ones where a row failed before
 
-    def fetch(start):
-        @pl.loop(0, count)
-        def _(n):
-            x, rows = lax.rem(start + n, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.keys, tiling.keys)
-            for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
-                pl.when(start + n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
-                plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
 
-    fetch(jnp.int32(0))
-    plgpu.barrier_wait(all_done)
-    again = any_of(bad_s.at[1])
-    pl.when(again)(lambda: fetch(count))
-    total = jnp.where(again, 2 * count, count)
+class Turn(NamedTuple):
+    """One tile of queries that is done: how, and how many tiles of queries, and of keys, there were before."""
+
+    how: Array
+    queries: Array
+    keys: Array
+
+
+def _rounds(items, tiling: Tiling, computes: bool, do, *, bad_s, some_s, rows_s, all_done, q_used, k_used, v_used, **_):
+    """All `items` of a block, fast. Then those of which a row failed, CAREFUL, and ONLINE if one still did.
+
+    `do(n, turn)` does one; it returns how many tiles of keys it took, and whether a row failed (where it `computes`).
+    """
+    groups = tiling.warpgroups
+
+    def wait():
+        if computes:
+            plgpu.barrier_arrive(all_done)
+        plgpu.barrier_wait(all_done)
+
+    def failed(n):
+        bad = bad_s[0, n]
+        for group in range(1, groups):
+            bad |= bad_s[group, n]
+        return bad > 0
+
+    def next_failed(n):
+        return lax.while_loop(lambda n: (n < items) & ~failed(jnp.minimum(n, items - 1)), lambda n: n + 1, n)
+
+    def after_all(some):
+        if computes:
+            some_s[lax.axis_index("warpgroup")] = some
+        wait()
+        some = some_s[0]
+        for group in range(1, groups):
+            some |= some_s[group]
+        return lax.cond(some > 0, lambda: next_failed(jnp.int32(0)), lambda: items)
+
+    def after_failed(n, how):
+        wait()
+        again = (how == CAREFUL) & any_of(rows_s.at[0])
+        return lax.cond(again, lambda: (n, jnp.int32(ONLINE)), lambda: (next_failed(n + 1), jnp.int32(CAREFUL)))
+
+    def body(state):
+        n, turn, some = state
+        keys, bad = do(n, turn)
+        some = some | bad
+
+        def on_and_on():
+            last = n + 1 == items
+            return lax.cond(last, lambda: (after_all(some), jnp.int32(CAREFUL)), lambda: (n + 1, jnp.int32(FAST)))
+
+        n, how = lax.cond(turn.how == FAST, on_and_on, lambda: after_failed(n, turn.how))
+        return n, Turn(how, turn.queries + 1, turn.keys + keys), some
+
+    zero = jnp.int32(0)
+    _, turn, _ = lax.while_loop(lambda state: state[0] < items, body, (zero, Turn(zero, zero, zero), zero))
+    if not computes:
+        _drain(turn.keys, tiling.stages, (k_used, v_used))
+        _drain(turn.queries, tiling.queries, (q_used,))
+
+
+def _drain(total, stages: int, used) -> None:
+    """Waits for what was used last: else a barrier would end with an open phase."""
 
     @pl.loop(jnp.maximum(total - stages, 0), total)
     def _(n):
-        for used in (k_used, v_used):
-            plgpu.barrier_wait(used.at[lax.rem(n, jnp.int32(stages))])
+        for barrier in used:
+            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
 
 
-def _compute(problem, tiling, arrays, out, here, group, *, q_s, lse_s, bad_s, q_there, all_done, **scratch):
-    query_ref, _, value_ref = arrays
-    out_ref, lse_ref = out
-    H, D, dtype = query_ref.shape[-1], value_ref.shape[-1], query_ref.dtype
-    rows = pl.ds(here.row + group * ROWS, ROWS)
-    q, o_s = q_s.at[group, :, :H], q_s.at[group, :, :D]
-    of_query, of_out = query_ref.at[here.b, rows, here.n], out_ref.at[here.b, rows, here.n]
+def _copy(
+    tiling: Tiling, arrays, here: Place, turn: Turn, *, q_s, k_s, v_s, q_there, q_used, k_there, v_there, k_used, v_used, **_
+):
+    """Queries for each warpgroup, keys and values once for all."""
+    query_ref, key_ref, value_ref = arrays
+    count, y = here.visits.count, lax.rem(turn.queries, jnp.int32(tiling.queries))
+    pl.when(turn.queries >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
+    for group in range(tiling.warpgroups):
+        rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group, :, : query_ref.shape[-1]]
+        plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, here.n], to, q_there.at[y])
 
-    def load(of, to):
-        plgpu.copy_gmem_to_smem(of, to, q_there.at[group])
-        plgpu.barrier_wait(q_there.at[group])
+    @pl.loop(0, count)
+    def _(n):
+        x, cols = lax.rem(turn.keys + n, jnp.int32(tiling.stages)), pl.ds(here.visits.tile(n) * tiling.keys, tiling.keys)
+        for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
+            pl.when(turn.keys + n >= tiling.stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+            plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], shared.at[x], there.at[x])
 
-    def store(m, l, o):
-        o_s[...] = o.astype(dtype)
-        if lse_ref is not None:
-            lse_s[group] = jnp.where(l == 0, SEES_NOTHING, (m + jnp.log2(l)) * (1 / LOG2_E))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_s, of_out)
-        if lse_ref is not None:
-            plgpu.copy_smem_to_gmem(lse_s.at[group], lse_ref.at[here.b, here.n, rows])
-        plgpu.wait_smem_to_gmem(0)
-
-    walk = Walk(problem, tiling, here, group, q, bad_s, **scratch)
-    load(of_query, q)
-    m, l, o, bad = walk.fast()
-    bad_s[1, pl.ds(group * ROWS, ROWS)] = bad
-    plgpu.barrier_arrive(all_done)
-    store(m, l, o)
-    plgpu.barrier_wait(all_done)
-
-    @pl.when(any_of(bad_s.at[1]))
-    def _():
-        load(of_query, q)
-        visits = here.visits
-        m2, l2, o2 = walk.online(0, visits.count, visits.count, walk.nothing())
-        l2, o2 = _divided(l2, o2)
-        load(of_out, o_s)
-        first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
-        store(jnp.where(bad > 0, m2, m), jnp.where(bad > 0, l2, l), jnp.where(spread(bad, o2.shape) > 0, o2, first))
+    return count, jnp.int32(0)
 
 
-def _divided(l, o):
-    return l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape)
-
-
-class Walk(NamedTuple):
-    """One warpgroup's way over the tiles."""
+class Compute(NamedTuple):
+    """What a computing warpgroup has for all its tiles."""
 
     problem: Problem
     tiling: Tiling
-    here: Place
+    arrays: Any
+    out: Any
     group: Array
-    q: object
-    bad_s: object
-    k_s: object
-    v_s: object
-    k_there: object
-    v_there: object
-    k_used: object
-    v_used: object
-    all_here: object
-    columns_s: object
-    stage: object = None
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    rows_s: Any  # of each row: failed; and of a tile that is done again m, l, failed; lse
+    columns_s: Any
+    keys_s: Any
+    bad_s: Any
+    some_s: Any
+    q_there: Any
+    q_used: Any
+    k_there: Any
+    v_there: Any
+    k_used: Any
+    v_used: Any
+    old_there: Any
+    all_here: Any
+    all_done: Any
+    stage: Any = None
+
+    def row_s(self, n: int):
+        return self.rows_s.at[n, pl.ds(self.group * ROWS, ROWS)]
+
+    def item(self, here: Place, n, turn: Turn):
+        """One tile of queries, stored."""
+        query_ref, _, value_ref = self.arrays
+        (out_ref, lse_ref), D = self.out, value_ref.shape[-1]
+        y, rows = lax.rem(turn.queries, jnp.int32(self.tiling.queries)), pl.ds(here.row + self.group * ROWS, ROWS)
+        mine = self.q_s.at[y * self.tiling.warpgroups + self.group]
+        q, o_s, of_out = mine.at[:, : query_ref.shape[-1]], mine.at[:, :D], out_ref.at[here.b, rows, here.n]
+        plgpu.barrier_wait(self.q_there.at[y])
+        m, l, o, bad = Walk(self, here, turn, q, D).all()
+
+        def only_failed():
+            plgpu.copy_gmem_to_smem(of_out, o_s, self.old_there.at[self.group])
+            plgpu.barrier_wait(self.old_there.at[self.group])
+            old = [plgpu.load(self.row_s(1 + i), layout=ROW) for i in range(3)]
+            was_bad = old[2] > 0
+            first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
+            return (
+                jnp.where(was_bad, m, old[0]),
+                jnp.where(was_bad, l, old[1]),
+                jnp.where(spread(old[2], o.shape) > 0, o, first),
+            )
+
+        m, l, o = lax.cond(turn.how == ONLINE, only_failed, lambda: (m, l, o))
+        self.row_s(0)[...] = bad
+
+        @pl.when(turn.how == CAREFUL)
+        def _():
+            for i, x in enumerate((m, l, bad)):
+                self.row_s(1 + i)[...] = x
+
+        o_s[...] = o.astype(self.q_s.dtype)
+        if lse_ref is not None:
+            self.row_s(4)[...] = jnp.where(l == 0, SEES_NOTHING, (m + jnp.log2(l)) * (1 / LOG2_E))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_s, of_out)
+        if lse_ref is not None:
+            plgpu.copy_smem_to_gmem(self.row_s(4), lse_ref.at[here.b, here.n, rows])
+        failed = any_of(self.row_s(0)).astype(jnp.int32)
+        pl.when(turn.how == FAST)(lambda: self.set_failed(n, failed))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(turn.how == CAREFUL)(lambda: plgpu.wait_smem_to_gmem(0))  # out may be read again
+        plgpu.barrier_arrive(self.q_used.at[y])
+        return here.visits.count, failed
+
+    def set_failed(self, n, failed) -> None:
+        self.bad_s[self.group, n] = failed
+
+
+class Walk(NamedTuple):
+    """One warpgroup's way over the tiles of keys of a tile of queries."""
+
+    has: Compute
+    here: Place
+    turn: Turn
+    q: Any
+    D: int
 
     @property
     def shape(self):
-        return ROWS, self.tiling.keys
-
-    def nothing(self):
-        return full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
-
-    @property
-    def D(self) -> int:
-        return self.v_s.shape[-1]
+        return ROWS, self.has.tiling.keys
 
     def slot(self, n):
-        return lax.rem(n, jnp.int32(self.tiling.stages))
+        return lax.rem(self.turn.keys + n, jnp.int32(self.has.tiling.stages))
 
     def finish(self, raw, keep=None):
         """(2), in bits."""
-        return finish(in_bits(self.problem), raw, Terms(), keep)
+        return finish(in_bits(self.has.problem), raw, Terms(), keep)
 
-    def online(self, first, last, start, state):
-        """(1) to (4) for the visits `first` to `last`, PIECE keys at a time; `start`: tiles that the ring has had before."""
-        pieces = self.tiling.keys // PIECE
+    def sees(self, n):
+        rows = positions(self.here.row + self.has.group * ROWS, self.shape, 0)
+        cols = positions(self.here.visits.tile(n) * self.has.tiling.keys, self.shape, 1)
+        return sees(self.has.problem, self.here.sight, rows, cols)
 
-        def step(n, state):
-            x, col = self.slot(start + n), self.here.visits.tile(n) * self.tiling.keys
-            plgpu.barrier_wait(self.k_there.at[x])
-            plgpu.barrier_wait(self.v_there.at[x])
-
-            def piece(c, state):
-                first = pl.multiple_of((pieces - 1 - c) * PIECE, PIECE)
-                part = pl.ds(first, PIECE)
-                return self.piece(self.k_s.at[x, part], self.v_s.at[x, part], col + first, state)
-
-            state = lax.fori_loop(0, pieces, piece, state)
-            plgpu.barrier_arrive(self.k_used.at[x])
-            plgpu.barrier_arrive(self.v_used.at[x])
-            return state
-
-        return lax.fori_loop(first, last, step, state)
-
-    def piece(self, k, v, col, state):
-        m, l, o = state
-        shape = ROWS, PIECE
-
-        def logits(raw):
-            plgpu.wgmma(raw, self.q, k.T)
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
-
-        raw = accumulators(logits, shape)  # (1)
-        keep = sees(
-            self.problem,
-            self.here.sight,
-            positions(self.here.row + self.group * ROWS, shape, 0),
-            positions(col, shape, 1),
-        )
-        s = self.finish(raw, keep)  # (2)
-        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
-        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        a = jnp.exp2(m - shift)
-        p = jnp.exp2(s - spread(shift, shape))
-        l = a * l + p.sum(axis=1)  # (4)
-        o = o * spread(a, o.shape)
-        o = self.marked(o, keep, v)
-
-        def product(total):
-            whole = begin(total, o)
-            self.weigh(total, p.astype(v.dtype), v)
-            return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
-
-        return m_new, l, accumulators(product, o.shape)
-
-    def weigh(self, total, p, v):
-        multiply(total, p, v, self.stage and self.stage.at[self.group, :, : p.shape[1]])
-
-    def marked(self, o, keep, v):
-        """NaN where a row sees a value that is not finite, in its columns; and such values become 0 in `v`, which all
-        warpgroups share, for 0 times NaN is NaN.
-        """
-        bad = lambda: jnp.where(jnp.abs(plgpu.load(v, layout=WGMMA).astype(jnp.float32)) < jnp.inf, 0.0, 1.0)
-        mine = self.bad_s.at[0, pl.ds(self.group * ROWS, ROWS)]
-        mine[...] = bad().max(axis=1)
-
-        def marks(o):
-            bad_keys = spread(plgpu.load(mine, layout=COL), keep.shape, 1)
-            sees_bad = jnp.where(keep, bad_keys, 0.0).max(axis=1)
-            meet(self.all_here)
-
-            @pl.when(self.group == 0)  # one alone: sums over rows share their memory
-            def _():
-                self.columns_s[...] = bad().max(axis=0)
-                v[...] = jnp.where(bad() > 0, 0.0, plgpu.load(v, layout=WGMMA).astype(jnp.float32)).astype(v.dtype)
-                plgpu.commit_smem()
-
-            meet(self.all_here)
-            columns = spread(plgpu.load(self.columns_s, layout=COL), o.shape, 1)
-            return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
-
-        return lax.cond(any_of(mine), marks, lambda o: o, o)
-
-    def fast(self):
+    def all(self):
+        """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
-        count = visits.count
-        online = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), count)
-        m, l, o = self.online(0, online, 0, self.nothing())
+        first = visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1)
+        first = jnp.where(self.turn.how == ONLINE, visits.count, jnp.minimum(first, visits.count))
+        nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
+        m, l, o = lax.fori_loop(0, first, self.online, nothing)
         r = jnp.where(m == -jnp.inf, 0.0, m)
 
         def rest(total):
             whole = begin(total, o)
-            l_all = lax.cond(online < count, lambda l: self.fixed(total, online, count, r, l), lambda l: l, l)
+            l_all = lax.cond(first < visits.count, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
             return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         l, o = accumulators(rest, o.shape)
-        bad = jnp.where(l < 2.0**60, 0.0, 1.0)
-        bad = jnp.maximum(bad, jnp.where(jnp.abs(o) < 3e38, 0.0, 1.0).max(axis=1))
-        l, o = _divided(l, o)
-        return m, l, o, bad
+        bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
+        return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
-    def fixed(self, total, first, count, r, l):
+    def online(self, n, state):
+        """(1) to (4)."""
+        has, x, (m, l, o) = self.has, self.slot(n), state
+        plgpu.barrier_wait(has.k_there.at[x])
+
+        def logits(raw):
+            plgpu.wgmma(raw, self.q, has.k_s.at[x].T)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(logits, self.shape)  # (1)
+        plgpu.barrier_arrive(has.k_used.at[x])
+        s = self.finish(raw, self.sees(n))  # (2)
+        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - spread(shift, self.shape))
+        l = a * l + p.sum(axis=1)  # (4)
+        p = p.astype(has.v_s.dtype)
+        o = o * spread(a, o.shape)
+        plgpu.barrier_wait(has.v_there.at[x])
+        o = lax.cond(self.turn.how > FAST, lambda o: self.cleaned(o, n), lambda o: o, o)
+
+        def product(total):
+            whole = begin(total, o)
+            self.add(total, p, x)
+            return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        o = accumulators(product, o.shape)
+        plgpu.barrier_arrive(has.v_used.at[x])
+        return m_new, l, o
+
+    def add(self, total, p, x):
+        multiply(total, p, self.has.v_s.at[x], self.has.stage and self.has.stage.at[self.has.group])
+
+    def cleaned(self, o, n):
+        """0 times NaN is NaN: values that are not finite become 0, and NaN for the rows that see them, in their columns."""
+        has, v, keys_s = self.has, self.has.v_s.at[self.slot(n)], self.has.keys_s.at[self.has.group]
+        parts = [(i * ROWS, j * ROWS) for i in range(v.shape[0] // ROWS) for j in range(self.D // ROWS)]
+        at = lambda i, j: v.at[i : i + ROWS, j : j + ROWS]
+        load = lambda *ij: plgpu.load(at(*ij), layout=WGMMA).astype(jnp.float32)
+        bad = lambda *ij: jnp.where(jnp.abs(load(*ij)) < jnp.inf, 0.0, 1.0)
+        for i in range(0, v.shape[0], ROWS):
+            rows = [bad(*ij).max(axis=1) for ij in parts if ij[0] == i]
+            keys_s[i : i + ROWS] = functools.reduce(jnp.maximum, rows)
+
+        def marks(o):
+            bad_keys = spread(plgpu.load(keys_s, layout=COL), self.shape, 1)
+            sees_bad = jnp.where(self.sees(n), bad_keys, 0.0).max(axis=1)
+            meet(has.all_here)
+
+            @pl.when(has.group == 0)  # one alone: sums over rows share their memory
+            def _():
+                for j in range(0, self.D, ROWS):
+                    columns = [bad(*ij).max(axis=0) for ij in parts if ij[1] == j]
+                    has.columns_s[j : j + ROWS] = functools.reduce(jnp.maximum, columns)
+                for ij in parts:
+                    at(*ij)[...] = jnp.where(bad(*ij) > 0, 0.0, load(*ij)).astype(v.dtype)
+                plgpu.commit_smem()
+
+            meet(has.all_here)
+            columns = spread(plgpu.load(has.columns_s, layout=COL), o.shape, 1)
+            return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
+
+        return lax.cond(any_of(keys_s), marks, lambda o: o, o)
+
+    def fixed(self, total, first, r, l):
         """(5) for the visits from `first` on, one at least."""
+        has, count = self.has, self.here.visits.count
 
         def logits(n, then):
             x = self.slot(n)
-            plgpu.barrier_wait(self.k_there.at[x])
+            plgpu.barrier_wait(has.k_there.at[x])
 
             def body(raw):
-                plgpu.wgmma(raw, self.q, self.k_s.at[x].T)
+                plgpu.wgmma(raw, self.q, has.k_s.at[x].T)
                 s = then(raw)
-                plgpu.barrier_arrive(self.k_used.at[x])
+                plgpu.barrier_arrive(has.k_used.at[x])
                 return s
 
             return accumulators(body, self.shape)
 
         def probabilities(raw, l):
             p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
-            return p.astype(self.v_s.dtype), l + p.sum(axis=1)
+            return p.astype(has.v_s.dtype), l + p.sum(axis=1)
 
-        def add(p, n):
+        def weigh(p, n):
             x = self.slot(n)
-            plgpu.barrier_wait(self.v_there.at[x])
-            self.weigh(total, p, self.v_s.at[x])
+            plgpu.barrier_wait(has.v_there.at[x])
+            self.add(total, p, x)
 
         def step(n, state):
             p, l = state
 
             def then(raw):
-                add(p, n)
+                weigh(p, n)
                 return plgpu.wgmma_accumulator_load(raw, wait_n=1)
 
             p, l = probabilities(logits(n + 1, then), l)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.v_used.at[self.slot(n)])
+            plgpu.barrier_arrive(has.v_used.at[self.slot(n)])
             return p, l
 
         p, l = probabilities(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), l)
         p, l = lax.fori_loop(first, count - 1, step, (p, l))
-        add(p, count - 1)
+        weigh(p, count - 1)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.v_used.at[self.slot(count - 1)])
+        plgpu.barrier_arrive(has.v_used.at[self.slot(count - 1)])
         return l

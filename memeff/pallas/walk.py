@@ -80,8 +80,8 @@ class Shape(NamedTuple):
 L2 = 32 * 2**20  # bytes that stay in the cache of 50 MiB that H100 and H200 have
 
 
-def place(count: int, blocks: int, bytes_read: int, early: bool, late: bool) -> tuple[Array, Array]:
-    """Which of `count` heads, and which of its `blocks` tiles, this block of the grid is.
+def place(count: int, blocks: int, bytes_read: int, early: bool, late: bool, index) -> tuple[Array, Array]:
+    """Which of `count` heads, and which of its `blocks` tiles, is done at `index`.
 
     The blocks of a head come one after the other, for they share what they read (`bytes_read` of a head). Where early or
     late ones take longer, those come first, in sections of as many heads as fit into the cache.
@@ -89,7 +89,6 @@ def place(count: int, blocks: int, bytes_read: int, early: bool, late: bool) -> 
     section = 1
     if early or late:
         section = next(n for n in range(max(1, min(count, L2 // bytes_read)), 0, -1) if count % n == 0)
-    index = lax.axis_index("block")
     index, head = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
     index, tile = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
     return index * section + head, blocks - 1 - tile if late else tile

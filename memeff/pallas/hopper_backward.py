@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper_forward import ROWS, Place, _drain, find_place
+from memeff.pallas.hopper_forward import ROWS, Place, drain, find_place
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -82,21 +82,23 @@ class Gradient(NamedTuple):
         return p, draw
 
 
-def _attempts(attempt, all_done, bad_s, computes: bool) -> None:
-    """`attempt(careful)`, and once more, carefully, if some warpgroup has put a number above 0 into `bad_s[0]`.
+def _attempts(attempt, tiling: "Tiling", rings: tuple[str, ...], scratch: dict) -> None:
+    """`attempt(careful, block, warpgroup)`; and once more, carefully, if some row of the block is not finite.
 
-    Careful is: what nobody sees is cleaned of NaN and Inf. It changes no bit of what is finite without.
+    Careful is: what nobody sees is cleaned of NaN and Inf. It changes no bit of what is finite without. `rings`: the
+    barriers for which the warpgroup that copies waits; its attempts return how many tiles they took.
     """
-
-    def body(state):
-        n, _ = state
-        attempt(n)
-        if computes:
-            plgpu.barrier_arrive(all_done)
-        plgpu.barrier_wait(all_done)
-        return n + 1, any_of(bad_s.at[0]) & (n == 0)
-
-    lax.while_loop(lambda state: state[1], body, (jnp.int32(0), jnp.bool_(True)))
+    all_done, bad_s = scratch["all_done"], scratch["bad_s"]
+    here = lax.axis_index("block"), lax.axis_index("warpgroup")
+    count = attempt(False, *here)
+    if not rings:
+        plgpu.barrier_arrive(all_done)
+    plgpu.barrier_wait(all_done)
+    again = any_of(bad_s.at[0])
+    # As if it were another place: else all that the second attempt needs would stay in registers through the first.
+    pl.when(again)(lambda: (attempt(True, *map(lax.optimization_barrier, here)), None)[1])
+    if rings:
+        drain(jnp.where(again, 2 * count, count), tiling.stages, [scratch[name] for name in rings])
 
 
 def _note_bad(bad_s, group, *sums) -> None:
@@ -125,19 +127,26 @@ def queries(
         of = iter(refs[6:-2])
         dlse_ref = None if dlse is None else next(of)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        index = lax.axis_index("block")
-        here = find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G, index)
+        find = lambda index: find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
-            _compute_queries(problem, tiling, (*refs[:6], dlse_ref), refs[-2:], here, group, **scratch)
+            _attempts(
+                lambda careful, at, group: _compute_queries(
+                    problem, tiling, (*refs[:6], dlse_ref), refs[-2:], find(at), group, careful, **scratch
+                ),
+                tiling,
+                (),
+                scratch,
+            )
 
         @pl.when(group == groups)
         def _():
             plgpu.set_max_registers(tiling.registers[1], action="decrease")
-            _copy_keys(tiling, refs[1:3], here, **scratch)
+            copy = lambda careful, at, _: _copy_keys(tiling, refs[1:3], find(at), careful, **scratch)
+            _attempts(copy, tiling, ("k_used", "v_used"), scratch)
 
     scratch = dict(
         q_s=tile(groups, ROWS, max(H, D), dtype),
@@ -163,27 +172,25 @@ def queries(
     return dq, delta
 
 
-def _copy_keys(tiling, arrays, here, *, k_s, v_s, bad_s, k_there, v_there, k_used, v_used, all_done, **_):
+def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_used, v_used, **_):
     key_ref, value_ref = arrays
     stages, count = tiling.stages, here.visits.count
+    start = count if careful else 0
 
-    def attempt(careful):
-        @pl.loop(careful * count, careful * count + count)
-        def _(n):
-            x = lax.rem(n, jnp.int32(stages))
-            rows = pl.ds(here.visits.tile(n - careful * count) * tiling.others, tiling.others)
-            for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
-                pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
-                plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
+    @pl.loop(start, start + count)
+    def _(n):
+        x = lax.rem(n, jnp.int32(stages))
+        rows = pl.ds(here.visits.tile(n - start) * tiling.others, tiling.others)
+        for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
+            pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+            plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
 
-    _attempts(attempt, all_done, bad_s, False)
-    total = jnp.where(any_of(bad_s.at[0]), 2 * count, count)
-    _drain(total, stages, (k_used, v_used))
+    return count
 
 
 def _compute_queries(
-    problem, tiling, arrays, out, here: Place, group, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
-    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, all_done, stage=None,
+    problem, tiling, arrays, out, here: Place, group, careful, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
+    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, stage=None, **_,
 ):  # fmt: skip
     query_ref, _, _, out_ref, dout_ref, lse_ref, dlse_ref = arrays
     dq_ref, delta_ref = out
@@ -211,16 +218,13 @@ def _compute_queries(
         delta_s[...] = delta
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
-        return plgpu.load(lse_s, layout=ROW), delta
 
-    def step(n, masked, careful, lse, delta, dq):
-        x = slot(careful * count + n)
+    def step(n, masked, lse, delta, dq):
+        x = slot(count + n if careful else n)
         keep = None
         plgpu.barrier_wait(k_there.at[x])
         if masked:
-
-            @pl.when(careful > 0)
-            def _():
+            if careful:
                 _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[1, pl.ds(group * ROWS, ROWS)], group, all_here)
 
             at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
@@ -241,25 +245,25 @@ def _compute_queries(
         accumulators(products, shape, shape)
         plgpu.barrier_arrive(k_used.at[x])
 
-    lse, delta = of_rows()
+    if not careful:
+        of_rows()
+    lse, delta = (plgpu.load(x, layout=ROW) for x in (lse_s, delta_s))
+    load((query_ref.at[here.b, rows, here.n], q), there=q_there)
 
-    def attempt(careful):
-        load((query_ref.at[here.b, rows, here.n], q), there=q_there)
+    def walk(dq):
+        masked = here.visits.masked
+        parts = ((0, count, True),) if careful else ((0, masked, True), (masked, count, False))
+        for first, last, hides in parts:
+            lax.fori_loop(first, last, lambda n, _, hides=hides: step(n, hides, lse, delta, dq), None)
+        return plgpu.wgmma_accumulator_load(dq, wait_n=0)
 
-        def walk(dq):
-            for first, last, masked in ((0, here.visits.masked, True), (here.visits.masked, count, False)):
-                of = lambda n, _, masked=masked: step(n, masked, careful, lse, delta, dq)
-                lax.fori_loop(first, last, of, None)
-            return plgpu.wgmma_accumulator_load(dq, wait_n=0)
-
-        dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
-        pl.when(careful == 0)(lambda: _note_bad(bad_s, group, dq))
-        q[...] = dq.astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
-        plgpu.wait_smem_to_gmem(0)
-
-    _attempts(attempt, all_done, bad_s, True)
+    dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
+    if not careful:
+        _note_bad(bad_s, group, dq)
+    q[...] = dq.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _clean(shared, good, bad_s, group, all_here) -> None:
@@ -304,18 +308,23 @@ def keys(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: 
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        here = _find_place(problem, shape, values, tiling, T * shape.G * (H + D) * 2)
+        find = lambda index: _find_place(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
-            _compute_keys(problem, shape, tiling, refs[1:3], refs[-2:], here, group, **scratch)
+            compute = lambda careful, at, group: _compute_keys(
+                problem, shape, tiling, refs[1:3], refs[-2:], find(at), group, careful, **scratch
+            )
+            _attempts(compute, tiling, (), scratch)
 
         @pl.when(group == groups)
         def _():
             plgpu.set_max_registers(tiling.registers[1], action="decrease")
-            _copy_queries(shape, tiling, (refs[0], *refs[3:6]), here, **scratch)
+            arrays = refs[0], *refs[3:6]
+            copy = lambda careful, at, _: _copy_queries(shape, tiling, arrays, find(at), careful, **scratch)
+            _attempts(copy, tiling, ("used",), scratch)
 
     scratch = dict(
         k_s=tile(groups, ROWS, H, dtype),
@@ -346,9 +355,9 @@ class KeysPlace(NamedTuple):
     visits: Visits  # of one query head
 
 
-def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int) -> KeysPlace:
+def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int, index) -> KeysPlace:
     early = problem.right is not None
-    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, lax.axis_index("block"))
+    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, index)
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = Scalars(*(None if x is None else x[b] for x in scalars))
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
@@ -359,30 +368,29 @@ def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling
     return KeysPlace(b, k, col, sight, visits)
 
 
-def _copy_queries(shape, tiling, arrays, here, *, q_s, do_s, lse_s, delta_s, bad_s, q_there, do_there, used, all_done, **_):
+def _copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.count
     of_all = shape.G * count
+    start = of_all if careful else 0
 
-    def attempt(careful):
-        @pl.loop(careful * of_all, careful * of_all + of_all)
-        def _(at):
-            x, n = lax.rem(at, jnp.int32(stages)), at - careful * of_all
-            head = here.k * shape.G + lax.div(n, count)
-            rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
-            pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
-            plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
-            plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
-            plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
-            plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
+    @pl.loop(start, start + of_all)
+    def _(at):
+        x, n = lax.rem(at, jnp.int32(stages)), at - start
+        head = here.k * shape.G + lax.div(n, count)
+        rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
+        pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
+        plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
+        plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
+        plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
+        plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
-    _attempts(attempt, all_done, bad_s, False)
-    _drain(jnp.where(any_of(bad_s.at[0]), 2 * of_all, of_all), stages, (used,))
+    return of_all
 
 
 def _compute_keys(
-    problem, shape, tiling, arrays, out, here: KeysPlace, group, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
-    kv_there, q_there, do_there, used, all_here, all_done, stage=None,
+    problem, shape, tiling, arrays, out, here: KeysPlace, group, careful, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
+    kv_there, q_there, do_there, used, all_here, stage=None, **_,
 ):  # fmt: skip
     key_ref, value_ref = arrays
     dk_ref, dv_ref = out
@@ -398,13 +406,14 @@ def _compute_keys(
         _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, mine, group, all_here)
         _clean(do, lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING), mine, group, all_here)
 
-    def step(start, n, hides, careful, dk, dv):
+    def step(start, n, hides, dk, dv):
         x = lax.rem(start + n, jnp.int32(tiling.stages))
         q, do, keep = q_s.at[x], do_s.at[x], None
         plgpu.barrier_wait(q_there.at[x])
         if hides:
             plgpu.barrier_wait(do_there.at[x])
-            pl.when(careful > 0)(lambda: clean(x))
+            if careful:
+                clean(x)
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
 
@@ -422,28 +431,26 @@ def _compute_keys(
         accumulators(products, sides, sides)
         plgpu.barrier_arrive(used.at[x])
 
-    def attempt(careful):
-        for ref, to in ((key_ref, k), (value_ref, v)):
-            plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to, kv_there.at[group])
-        plgpu.barrier_wait(kv_there.at[group])
+    for ref, to in ((key_ref, k), (value_ref, v)):
+        plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to, kv_there.at[group])
+    plgpu.barrier_wait(kv_there.at[group])
 
-        def walk(dk, dv):
-            def head(g, _):
-                start = (careful * shape.G + g) * count
-                for first, last, hides in ((0, masked, True), (masked, count, False)):
-                    of = lambda n, _, hides=hides: step(start, n, hides, careful, dk, dv)
-                    lax.fori_loop(first, last, of, None)
+    def walk(dk, dv):
+        def head(g, _):
+            start = (g + shape.G if careful else g) * count
+            parts = ((0, count, True),) if careful else ((0, masked, True), (masked, count, False))
+            for first, last, hides in parts:
+                lax.fori_loop(first, last, lambda n, _, hides=hides: step(start, n, hides, dk, dv), None)
 
-            lax.fori_loop(0, shape.G, head, None)
-            return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
+        lax.fori_loop(0, shape.G, head, None)
+        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
-        dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
-        pl.when(careful == 0)(lambda: _note_bad(bad_s, group, dk, dv))
-        k[...] = (dk * gradient.slope).astype(dtype)
-        v[...] = dv.astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
-        plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
-        plgpu.wait_smem_to_gmem(0)
-
-    _attempts(attempt, all_done, bad_s, True)
+    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    if not careful:
+        _note_bad(bad_s, group, dk, dv)
+    k[...] = (dk * gradient.slope).astype(dtype)
+    v[...] = dv.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
+    plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
+    plgpu.wait_smem_to_gmem(0)

@@ -13,6 +13,7 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -84,20 +85,19 @@ def attend(
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         arrays, outs = (query_ref, key_ref, value_ref), (*of, None)[:2]
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        items = lax.div(total - 1 - block, jnp.int32(blocks)) + 1
-        bytes_read = S * (H + D) * 2 // shape.G
-        find = lambda n: find_place(problem, shape, values, tiling.rows, keys, bytes_read, block + n * blocks)
+        find = lambda index: find_place(problem, shape, values, tiling.rows, keys, S * (H + D) * 2 // shape.G, index)
+        items = lambda do: Items(total, blocks, block, lambda index, *turn: do(find(index), *turn))
 
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
             compute = Compute(problem, tiling, arrays, outs, group, **scratch)
-            _rounds(items, tiling, True, lambda n, turn: compute.item(find(n), n, turn), **scratch)
+            _rounds(items(compute.item), tiling, True, **scratch)
 
         @pl.when(group == groups)
         def _():
             plgpu.set_max_registers(tiling.registers[1], action="decrease")
-            _rounds(items, tiling, False, lambda n, turn: _copy(tiling, arrays, find(n), turn, **scratch), **scratch)
+            _rounds(items(functools.partial(_copy, tiling, arrays, **scratch)), tiling, False, **scratch)
 
     scratch = dict(
         q_s=tile(tiling.queries * groups, ROWS, max(H, D), dtype),
@@ -148,72 +148,78 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits)
 
 
-FAST, CAREFUL, ONLINE = range(3)  # how a tile of queries is done; the later ones where a row failed before
-
-
 class Turn(NamedTuple):
-    """One tile of queries that is done: how, and how many tiles of queries, and of keys, there were before."""
+    """One tile of queries that is done."""
 
-    how: Array
-    queries: Array
-    keys: Array
+    first: bool  # or done again, for a row of it failed
+    online: Any  # all its keys with a running maximum
+    queries: Any  # tiles of queries that were done before
+    keys: Any  # and of keys
 
 
-def _rounds(items, tiling: Tiling, computes: bool, do, *, bad_s, some_s, rows_s, all_done, q_used, k_used, v_used, **_):
-    """All `items` of a block, fast. Then those of which a row failed, CAREFUL, and ONLINE if one still did.
+class Items(NamedTuple):
+    """What one of `blocks` does of `total` tiles of queries: there and back, for those that take longest come first."""
 
-    `do(n, turn)` does one; it returns how many tiles of keys it took, and whether a row failed (where it `computes`).
+    total: int
+    blocks: int
+    block: Array
+    do: Callable[..., tuple[Array, Array]]  # (a tile's index, its number here, Turn): tiles of keys, and 1 if a row failed
+
+    @property
+    def count(self) -> Array:
+        whole = self.total // self.blocks
+        return whole + (self._place(whole) < self.total - whole * self.blocks).astype(jnp.int32)
+
+    def _place(self, n) -> Array:
+        return jnp.where(lax.rem(jnp.int32(n), jnp.int32(2)) == 1, self.blocks - 1 - self.block, self.block)
+
+    def __call__(self, n, turn: Turn):
+        return self.do(n * self.blocks + self._place(n), n, turn)
+
+
+def _rounds(items: Items, tiling: Tiling, computes: bool, *, bad_s, some_s, rows_s, all_done, q_used, k_used, v_used, **_):
+    """All items of a block. Then those of which a row failed, once more, and online if one still did.
+
+    The first round is a loop of its own, for which the compiler sees that all threads do the same.
     """
-    groups = tiling.warpgroups
+    groups, count = tiling.warpgroups, items.count
 
     def wait():
         if computes:
             plgpu.barrier_arrive(all_done)
         plgpu.barrier_wait(all_done)
 
-    def failed(n):
-        bad = bad_s[0, n]
-        for group in range(1, groups):
-            bad |= bad_s[group, n]
-        return bad > 0
+    def one(n, state):
+        queries, keys, some = state
+        more, bad = items(n, Turn(True, False, queries, keys))
+        return queries + 1, keys + more, some | bad
+
+    queries, keys, some = lax.fori_loop(0, count, one, (jnp.int32(0),) * 3)
+    if computes:
+        some_s[lax.axis_index("warpgroup")] = some
+    wait()
+    of_groups = lambda ref, *at: functools.reduce(jnp.bitwise_or, (ref[group, *at] for group in range(groups)))
 
     def next_failed(n):
-        return lax.while_loop(lambda n: (n < items) & ~failed(jnp.minimum(n, items - 1)), lambda n: n + 1, n)
+        failed = lambda n: of_groups(bad_s, jnp.minimum(n, count - 1)) > 0
+        return lax.while_loop(lambda n: (n < count) & ~failed(n), lambda n: n + 1, n)
 
-    def after_all(some):
-        if computes:
-            some_s[lax.axis_index("warpgroup")] = some
+    def again(state):
+        n, online, queries, keys = state
+        more, _ = items(n, Turn(False, online, queries, keys))
         wait()
-        some = some_s[0]
-        for group in range(1, groups):
-            some |= some_s[group]
-        return lax.cond(some > 0, lambda: next_failed(jnp.int32(0)), lambda: items)
+        still = ~online & any_of(rows_s.at[0])
+        n = lax.cond(still, lambda: n, lambda: next_failed(n + 1))
+        return n, still, queries + 1, keys + more
 
-    def after_failed(n, how):
-        wait()
-        again = (how == CAREFUL) & any_of(rows_s.at[0])
-        return lax.cond(again, lambda: (n, jnp.int32(ONLINE)), lambda: (next_failed(n + 1), jnp.int32(CAREFUL)))
-
-    def body(state):
-        n, turn, some = state
-        keys, bad = do(n, turn)
-        some = some | bad
-
-        def on_and_on():
-            last = n + 1 == items
-            return lax.cond(last, lambda: (after_all(some), jnp.int32(CAREFUL)), lambda: (n + 1, jnp.int32(FAST)))
-
-        n, how = lax.cond(turn.how == FAST, on_and_on, lambda: after_failed(n, turn.how))
-        return n, Turn(how, turn.queries + 1, turn.keys + keys), some
-
-    zero = jnp.int32(0)
-    _, turn, _ = lax.while_loop(lambda state: state[0] < items, body, (zero, Turn(zero, zero, zero), zero))
+    first = lax.cond(of_groups(some_s) > 0, lambda: next_failed(jnp.int32(0)), lambda: count)
+    _, _, queries, keys = lax.while_loop(lambda state: state[0] < count, again, (first, jnp.bool_(False), queries, keys))
     if not computes:
-        _drain(turn.keys, tiling.stages, (k_used, v_used))
-        _drain(turn.queries, tiling.queries, (q_used,))
+        drain(keys, tiling.stages, (k_used, v_used))
+        drain(queries, tiling.queries, (q_used,))
 
 
-def _drain(total, stages: int, used) -> None:
+def drain(total, stages: int, used) -> None:
     """Waits for what was used last: else a barrier would end with an open phase."""
 
     @pl.loop(jnp.maximum(total - stages, 0), total)
@@ -223,9 +229,25 @@ def _drain(total, stages: int, used) -> None:
 
 
 def _copy(
-    tiling: Tiling, arrays, here: Place, turn: Turn, *, q_s, k_s, v_s, q_there, q_used, k_there, v_there, k_used, v_used, **_
+    tiling: Tiling,
+    arrays,
+    here: Place,
+    n,
+    turn: Turn,
+    *,
+    q_s,
+    k_s,
+    v_s,
+    q_there,
+    q_used,
+    k_there,
+    v_there,
+    k_used,
+    v_used,
+    **_,
 ):
     """Queries for each warpgroup, keys and values once for all."""
+    del n
     query_ref, key_ref, value_ref = arrays
     count, y = here.visits.count, lax.rem(turn.queries, jnp.int32(tiling.queries))
     pl.when(turn.queries >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
@@ -295,13 +317,15 @@ class Compute(NamedTuple):
                 jnp.where(spread(old[2], o.shape) > 0, o, first),
             )
 
-        m, l, o = lax.cond(turn.how == ONLINE, only_failed, lambda: (m, l, o))
-        self.row_s(0)[...] = bad
+        if not turn.first:
+            m, l, o = lax.cond(turn.online, only_failed, lambda: (m, l, o))
 
-        @pl.when(turn.how == CAREFUL)
-        def _():
-            for i, x in enumerate((m, l, bad)):
-                self.row_s(1 + i)[...] = x
+            @pl.when(~turn.online)
+            def _():
+                for i, x in enumerate((m, l, bad)):
+                    self.row_s(1 + i)[...] = x
+
+        self.row_s(0)[...] = bad
 
         o_s[...] = o.astype(self.q_s.dtype)
         if lse_ref is not None:
@@ -311,14 +335,11 @@ class Compute(NamedTuple):
         if lse_ref is not None:
             plgpu.copy_smem_to_gmem(self.row_s(4), lse_ref.at[here.b, here.n, rows])
         failed = any_of(self.row_s(0)).astype(jnp.int32)
-        pl.when(turn.how == FAST)(lambda: self.set_failed(n, failed))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(turn.how == CAREFUL)(lambda: plgpu.wait_smem_to_gmem(0))  # out may be read again
+        if turn.first:
+            self.bad_s[self.group, n] = failed
+        plgpu.wait_smem_to_gmem(0, wait_read_only=turn.first)  # what is done again may read out
         plgpu.barrier_arrive(self.q_used.at[y])
         return here.visits.count, failed
-
-    def set_failed(self, n, failed) -> None:
-        self.bad_s[self.group, n] = failed
 
 
 class Walk(NamedTuple):
@@ -349,23 +370,27 @@ class Walk(NamedTuple):
     def all(self):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
-        first = visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1)
-        first = jnp.where(self.turn.how == ONLINE, visits.count, jnp.minimum(first, visits.count))
+        first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.count)
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
-        m, l, o = lax.fori_loop(0, first, self.online, nothing)
-        r = jnp.where(m == -jnp.inf, 0.0, m)
+        if self.turn.first:
+            m, l, o = lax.fori_loop(0, first, self.online, nothing)
+            r = jnp.where(m == -jnp.inf, 0.0, m)
 
-        def rest(total):
-            whole = begin(total, o)
-            l_all = lax.cond(first < visits.count, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
-            return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
+            def rest(total):
+                whole = begin(total, o)
+                l_all = lax.cond(first < visits.count, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
+                return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        l, o = accumulators(rest, o.shape)
+            l, o = accumulators(rest, o.shape)
+        else:  # the same numbers, in one loop
+            moves = jnp.where(self.turn.online, visits.count, first)
+            step = lambda n, state: self.online(n, state, moves=n < moves)
+            m, l, o = lax.fori_loop(0, visits.count, step, nothing)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
         return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
-    def online(self, n, state):
-        """(1) to (4)."""
+    def online(self, n, state, moves=None):
+        """(1) to (4); m stays where it does not move."""
         has, x, (m, l, o) = self.has, self.slot(n), state
         plgpu.barrier_wait(has.k_there.at[x])
 
@@ -377,6 +402,8 @@ class Walk(NamedTuple):
         plgpu.barrier_arrive(has.k_used.at[x])
         s = self.finish(raw, self.sees(n))  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        if moves is not None:
+            m_new = lax.cond(moves, lambda: m_new, lambda: m)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - spread(shift, self.shape))
@@ -384,7 +411,8 @@ class Walk(NamedTuple):
         p = p.astype(has.v_s.dtype)
         o = o * spread(a, o.shape)
         plgpu.barrier_wait(has.v_there.at[x])
-        o = lax.cond(self.turn.how > FAST, lambda o: self.cleaned(o, n), lambda o: o, o)
+        if not self.turn.first:
+            o = self.cleaned(o, n)
 
         def product(total):
             whole = begin(total, o)

@@ -4,12 +4,14 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from memeff import memory, pallas, reference, xla
 from memeff.arguments import Shape, bytes_of, human
@@ -30,7 +32,13 @@ def select_implementation(
 
     Refuses a request that cannot be met. `chunks` and `limit` are the call's `chunk_size` and `memory_limit` in bytes.
     """
-    name = requested or ("pallas" if why_not_chosen("pallas", problem, operands, chunks) is None else "xla")
+    name = requested
+    if name is None:
+        against = why_not("pallas", problem, operands, chunks)
+        name = "pallas" if (against or pallas.slower(problem, operands)) is None else "xla"
+        expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and _watching.get() is None
+        if against is not None and expected and pallas.for_device(device(operands.query)) is None:
+            _tell(against)
     reason = why_not(name, problem, operands, chunks)
     if reason is not None:
         raise NotImplementedError(
@@ -67,15 +75,31 @@ def as_if_on(name: str | None, capability: str | None = None) -> Iterator[None]:
         _device.reset(token)
 
 
-def device() -> Device:
-    """Where calls run."""
+def device(query: Any = None) -> Device:
+    """Where calls run; this one, where `query` lies somewhere already."""
     if (given := _device.get()) is not None:
         return given
-    return Device(jax.default_backend(), getattr(jax.devices()[0], "compute_capability", None))
+    first = jax.devices()[0]
+    here = jax.config.jax_default_device or first  # type: ignore
+    if isinstance(query, jax.Array) and not isinstance(query, Tracer):
+        here = next(iter(query.devices()))
+    if not isinstance(here, jax.Device) or here.platform == first.platform:
+        return Device(jax.default_backend(), getattr(first, "compute_capability", None))
+    return Device(here.platform, getattr(here, "compute_capability", None))
 
 
 def platform() -> str:
-    return device().platform if _device.get() else jax.default_backend()
+    return device().platform
+
+
+def _tell(reason: str) -> None:
+    """Once for each reason: that something faster than what runs was there."""
+    if reason not in _told:
+        _told.add(reason)
+        warnings.warn(f'memeff: kernels are for this device, but implementation="xla" runs: {reason}.', stacklevel=4)
+
+
+_told: set[str] = set()
 
 
 def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
@@ -86,7 +110,7 @@ def reasons(problem: Problem, operands: Operands, chosen: str) -> str:
     by_name = {
         "reference": f"could, if asked for by name, in quadratic memory ({B * K * G} x {T} x {S} logits)",
         "xla": "could, if asked for by name: slower here",
-        "pallas": f"could, if asked for by name: {why_not_chosen('pallas', problem, operands)}",
+        "pallas": f"could, if asked for by name: {pallas.slower(problem, operands)}",
     }
     others = (name for name in IMPLEMENTATIONS if name != chosen)
     lines += [f'"{name}": {why_not(name, problem, operands) or by_name[name]}.' for name in others]
@@ -105,17 +129,10 @@ def why_not(
         case "pallas":
             if chunks != (None, None):
                 return "kernels have their own tiles, and this call gives chunk_size"
-            return pallas.why_not(problem, operands, device())
+            return pallas.why_not(problem, operands, device(operands.query))
         case "cudnn":
             return "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
     raise ValueError(f"implementation={name!r} is not known: use None or one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
-
-
-def why_not_chosen(
-    name: str, problem: Problem, operands: Operands, chunks: tuple[int | None, int | None] = (None, None)
-) -> str | None:
-    """The same where memeff has the choice: also, that another one is faster."""
-    return why_not(name, problem, operands, chunks) or pallas.slower(problem, operands)
 
 
 # ---- tiles

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from memeff import dispatch, memory, xla
+from memeff import dispatch, memory, pallas, xla
 from memeff.arguments import human
 from memeff.problem import Device, Operands, Problem
 
@@ -86,14 +86,17 @@ def check_device(device: Any) -> tuple[Device, int | None]:
 def make(problem: Problem, operands: Operands, name: str, device_bytes: int | None) -> Plan:
     """Of what dispatch chose, on `dispatch.platform()`; of `operands` only shapes and dtypes are read."""
     (B, T, K, G, H), (_, S, _, D), platform = operands.query.shape, operands.value.shape, dispatch.platform()
+    kernels = name == "pallas"
+    if kernels:
+        problem = dataclasses.replace(problem, chunk_size=pallas.tile(operands))
     visited, total = xla.count_tiles(problem, operands)
     t, c = problem.chunk_size
     logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))
-    forward, gradient = memory.temp_bytes(problem, operands, platform)
+    forward, gradient = _temp_bytes(name, problem, operands, platform)
     plain_forward, plain_gradient = memory.plain_bytes(operands, platform)
 
     def chunked(there: Operands) -> tuple[int, int]:
-        return memory.temp_bytes(dispatch.choose_tiles(problem, there), there, platform)
+        return _temp_bytes(name, dispatch.choose_tiles(problem, there), there, platform)
 
     def longest(temp_bytes: Callable[[Operands], tuple[int, int]]) -> int | None:
         if T == 0 or device_bytes is None:
@@ -116,8 +119,16 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
         memory=device_bytes,
         longest=longest(chunked),
         plain_longest=longest(lambda there: memory.plain_bytes(there, platform)),
-        how=xla.how(problem, operands),
+        how=pallas.how(problem, operands) if kernels else xla.how(problem, operands),
     )
+
+
+def _temp_bytes(name: str, problem: Problem, operands: Operands, platform: str) -> tuple[int, int]:
+    chunked = memory.temp_bytes(problem, operands, platform)
+    if name != "pallas":
+        return chunked
+    forward, gradient = pallas.temp_bytes(operands)
+    return forward, gradient if pallas.backward_is_kernel(operands) else max(gradient, chunked[1])
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

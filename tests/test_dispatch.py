@@ -14,8 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import memeff
-from memeff import dispatch, dot_product_attention, reference, xla
+from memeff import dispatch, dot_product_attention, pallas, reference, xla
 from memeff.arguments import Shape
+from memeff.problem import Device
 
 f32 = np.float32
 NO_KERNELS = (
@@ -98,9 +99,104 @@ def test_a_reason_is_a_piece_of_a_sentence(name):
 
 
 def test_an_implementation_has_its_three_functions():
-    for module in (xla, reference):
+    for module in (xla, reference, pallas):
         assert callable(module.why_not) and callable(module.forward)
-    assert callable(xla.backward)
+    assert callable(xla.backward) and callable(pallas.backward)
+
+
+# ---- kernels: what they run on a device that has them, and what they say of the rest
+
+OLD = jax.__version__.startswith("0.10.")
+TAKE_16_BITS = "its kernels take bfloat16 and float16, and this is float32"
+REFUSED = {
+    "bias": "its kernels read no bias",
+    "mask": "its kernels read no mask (lengths, windows and causal order they know)",
+    "scale_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
+    "soft_cap_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
+    "segments": "its kernels know no segments yet",
+    "dropout": "its kernels have no dropout",
+}
+KERNELS = {  # a case's features, in the order in which they are asked for
+    "plain": None,
+    "causal": None,
+    "window": None,
+    "window_left": None,
+    "q_offset": None,
+    "q_offset_array": None,
+    "query_lengths": None,
+    "key_lengths": None,
+    "soft_cap": None,
+    "scale": None,
+    "precision": None,
+    "head_97": None,
+    "multi_query": None,
+    "bias_full": "bias",
+    "bias_row": "bias",
+    "mask_dense": "mask",
+    "mask_heads": "mask",
+    "scale_array": "scale_array",
+    "soft_cap_array": "soft_cap_array",
+    "segments": "segments",
+    "dropout": "dropout",
+    "dropout_each": "dropout",
+    "everything": "dropout",
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_kernels_can_run(name, dtype):
+    problem, operands, _, _ = traced(name, dtype)
+    feature = KERNELS[name]
+    reason = TAKE_16_BITS if dtype == "float32" else feature and REFUSED[feature]
+    on = lambda *device: pallas.why_not(problem, operands, Device(*device))
+    if OLD:
+        assert on("gpu", "9.0") == NO_KERNELS
+        return
+    assert on("gpu", "9.0") == reason
+    assert on("gpu", "8.0") == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is 8.0"
+    assert on("gpu") == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is None"
+    assert on("tpu") == "its kernels run on Hopper GPUs, and this is a tpu"
+
+
+def chosen(shape=(1, 256, 2, 64), dtype=jnp.bfloat16, **how):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    with dispatch.as_if_on("gpu", "9.0"):
+        return memeff.explain(x, x, x, **how).split()[0].strip('"')
+
+
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+def test_kernels_are_chosen_where_they_are_faster():
+    assert chosen() == chosen(is_causal=True) == chosen(dtype=jnp.float16) == "pallas"
+    assert chosen((1, 256, 2, 256)) == "pallas" and chosen((1, 256, 2, 257)) == "xla"
+    assert chosen((1, 1, 2, 64)) == "xla"  # a tile of queries would be nearly empty
+    assert chosen(dtype=jnp.float32) == chosen(chunk_size=64) == "xla"
+    assert chosen((0, 256, 2, 64)) == chosen((1, 256, 2, 0), scale=1.0) == "xla"
+
+
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "_told", set())
+    x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    with dispatch.as_if_on("gpu", "9.0"):
+        with pytest.warns(UserWarning, match='but implementation="xla" runs: its kernels read no bias'):
+            dot_product_attention(x, x, x, bias)
+        dot_product_attention(x, x, x, bias)  # warnings are errors
+        dot_product_attention(*[x.astype(f32)] * 3)
+        with pytest.raises(NotImplementedError, match='"pallas" cannot run this call: its kernels read no bias'):
+            dot_product_attention(x, x, x, bias, implementation="pallas")
+        with pytest.raises(NotImplementedError, match="kernels have their own tiles, and this call gives chunk_size"):
+            dot_product_attention(x, x, x, chunk_size=8, implementation="pallas")
+
+
+def test_device_of_a_call():
+    """That of the arrays, else of `jax.default_device`, else JAX's first."""
+    here = Device("cpu")
+    assert dispatch.device() == dispatch.device(jnp.ones(3)) == here
+    with jax.default_device(jax.devices()[3]):
+        assert dispatch.device() == here
+    with dispatch.as_if_on("gpu", "9.0"):
+        assert dispatch.device(jnp.ones(3)) == Device("gpu", "9.0")
 
 
 # ---- tiles

@@ -302,9 +302,23 @@ def test_devices():
     assert "In " not in str(memeff.plan(X, X, X, device="gpu"))
     here = memeff.plan(X, X, X, device=jax.devices()[0])
     assert here == memeff.plan(X, X, X) and here.platform == "cpu" and here.memory > 2**28
-    for name, (platform, bytes_) in planning.DEVICES.items():
+    for name, (device, bytes_) in planning.DEVICES.items():
         plan = memeff.plan(X, X, X, device=name)
-        assert (plan.platform, plan.memory) == (platform, bytes_)
+        assert (plan.platform, plan.memory) == (device.platform, bytes_)
+
+
+def test_kernels_where_the_device_has_them():
+    """Rows of lse and delta; padded copies where 64 does not divide a head dim; beyond 128 the chunked path's gradient."""
+    of = lambda H, device="H200": memeff.plan(*[jax.ShapeDtypeStruct((2, 8192, 16, H), jnp.bfloat16)] * 3, device=device)
+    if jax.__version__.startswith("0.10."):
+        assert of(128).implementation == "xla"
+        return
+    plan = of(128)
+    assert (plan.implementation, plan.chunk_size, plan.forward_bytes) == ("pallas", (128, 128), 0)
+    assert plan.gradient_bytes == 8 * 2 * 8192 * 16 and "Hopper kernels" in str(plan)
+    assert of(128, "A100").implementation == of(128, "gpu").implementation == "xla"
+    assert of(100).forward_bytes == 4 * 2 * 8192 * 16 * 128 * 2
+    assert of(256).gradient_bytes > 100 * of(256).forward_bytes
 
 
 @pytest.mark.parametrize(

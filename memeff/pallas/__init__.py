@@ -1,6 +1,7 @@
 """Kernels, a file for each family of hardware (now `hopper`). Hides what they can run; imports none until it is needed."""
 
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ LARGEST_HEAD_BACKWARD = 128  # beyond it the chunked path takes the gradient, fr
 FEWEST_QUERIES = 64
 
 
-def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
-    """None if kernels can run this call on `device`, forward and gradient, else the reason."""
+def for_device(device: Device) -> str | None:
+    """None if there are kernels for `device`, else the reason."""
     if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
         return f"its kernels need jax 0.11, and this is {jax.__version__}"
     if device.platform != "gpu":
@@ -23,6 +24,13 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         return f"its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is {device.capability}"
     if importlib.util.find_spec("absl") is None:
         return "JAX's Mosaic GPU backend needs absl-py: pip install absl-py"
+    return None
+
+
+def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
+    """None if kernels can run this call on `device`, forward and gradient, else the reason."""
+    if (reason := for_device(device)) is not None:
+        return reason
     query, key, value = operands[:3]
     H, D, terms = query.shape[-1], value.shape[-1], operands.terms
     if not all(isinstance(n, int) for n in (*query.shape, *key.shape)):
@@ -50,6 +58,25 @@ def slower(problem: Problem, operands: Operands) -> str | None:
 
 def backward_is_kernel(operands: Operands) -> bool:
     return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
+
+
+def tile(operands: Operands) -> tuple[int, int]:
+    """Rows and columns of the forward's tiles."""
+    from memeff.pallas import hopper
+
+    tiling = hopper.forward_tiling(operands)
+    return tiling.rows, tiling.keys
+
+
+def temp_bytes(operands: Operands) -> tuple[int, int]:
+    """Of a forward for inference, and of forward and gradient in one call: rows, and copies with padded head dims."""
+    query, key, value = operands[:3]
+    B, T, K, G, H = query.shape
+    D, width = value.shape[-1], query.dtype.itemsize
+    wide = lambda x: math.prod(x.shape[:-1]) * (-(-x.shape[-1] // 64) * 64) * width if x.shape[-1] % 64 else 0
+    out = B * T * K * G * (-(-D // 64) * 64) * width if D % 64 else 0
+    copies = wide(query) + wide(key) + wide(value) + out
+    return copies, 2 * copies + out + 2 * 4 * B * K * G * T
 
 
 def how(problem: Problem, operands: Operands) -> str:

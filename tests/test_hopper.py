@@ -1,0 +1,328 @@
+"""The Hopper kernels without a GPU: in Mosaic's interpreter, which plays warpgroups, barriers and copies and finds races,
+against the oracle, by the law of tolerance; and lowered for CUDA. Catalogue 40.
+"""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, qkv
+from conftest import assert_truth, cotangents, run_call
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memeff import dispatch, dot_product_attention
+from memeff.problem import Problem
+
+pytestmark = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
+
+f32, bf16 = np.float32, jnp.bfloat16
+
+
+@contextlib.contextmanager
+def interpreted():
+    """As if on an H200 with two multiprocessors; no race may be found."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+    from memeff.pallas import hopper_forward, mosaic
+
+    with pytest.MonkeyPatch.context() as patch, dispatch.as_if_on("gpu", "9.0"), mosaic.interpreted():
+        patch.setattr(hopper_forward, "multiprocessors", lambda: 2)
+        try:
+            yield
+            assert not interpreter.get_races().races_found
+        finally:
+            interpreter.reset_gpu_interpret_mode_state()
+
+
+def draw(dtype, z: Sizes):
+    return qkv(np.random.default_rng(0), dtype, z)
+
+
+def both_ways(args, kwargs, dtype="bfloat16"):
+    with interpreted():
+        return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
+
+
+# ---- values, forward and gradient
+
+small = functools.partial(Sizes, B=1, K=1, G=1, H=64, D=64)
+i32 = functools.partial(np.array, dtype=np.int32)
+CASES = {
+    "plain": (small(T=128, S=256), {}),
+    "causal, tails": (small(T=300, S=300, G=2), dict(is_causal=True)),
+    "128": (small(T=150, S=200, H=128, D=128), dict(is_causal=True)),
+    "other head dims": (small(B=2, T=70, S=90, K=2, H=40, D=120), {}),
+    "one query, one key": (small(T=1, S=1, H=3, D=1), {}),
+    "offsets": (small(B=2, T=130, S=200), dict(is_causal=True, q_offset=i32([-20, 61]))),
+    "offset": (small(T=130, S=320), dict(is_causal=True, q_offset=190)),
+    "window": (small(T=400, S=400), dict(local_window_size=(150, 10))),
+    "narrow window": (small(T=200, S=200), dict(local_window_size=(0, 0))),
+    "lengths": (small(B=2, T=200, S=300), dict(query_seq_lengths=i32([70, 200]), key_value_seq_lengths=i32([300, 0]))),
+    "soft cap": (small(T=130, S=130), dict(logits_soft_cap=1.5, is_causal=True)),
+    "scale": (small(T=64, S=130), dict(scale=-0.3)),
+    "everything": (
+        small(B=2, T=150, S=280, G=3, H=72, D=8),
+        dict(
+            local_window_size=(100, 30),
+            q_offset=i32([0, 40]),
+            key_value_seq_lengths=i32([280, 111]),
+            query_seq_lengths=i32([150, 9]),
+            logits_soft_cap=4.0,
+            scale=0.2,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    z, kwargs = CASES[name]
+    args = draw(bf16, z)
+    assert_truth(both_ways(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+def test_float16():
+    args = draw(np.float16, small(T=130, S=130))
+    assert_truth(both_ways(args, dict(is_causal=True), "float16"), "float16", args, dict(is_causal=True), "float16")
+
+
+def test_gradient_of_wide_heads_is_taken_by_the_chunked_path():
+    args = draw(bf16, small(T=70, S=90, H=192, D=130))
+    assert_truth(both_ways(args, {}), "192", args, {}, "bfloat16")
+
+
+# ---- rows that the fixed reference cannot serve, and what nobody sees
+
+
+def forward(args, **kwargs):
+    call = functools.partial(dot_product_attention, **kwargs, implementation="pallas", return_residual=True)
+    with interpreted():
+        return jax.tree.map(np.asarray, jax.jit(call)(*args))
+
+
+@pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
+def test_a_key_that_dwarfs_the_others(where):
+    """Late, it overflows sums whose reference is older; early, all that follows vanishes beside it."""
+    query, key, value = draw(bf16, small(T=128, S=512))
+    key[:, where] *= bf16(200)
+    args = query, key, value
+    assert_truth(both_ways(args, {}), "far", args, {}, "bfloat16")
+
+
+def test_a_row_that_fails_changes_no_bit_of_another():
+    """Causality in bits: what the last key does to the rows that see it is nothing to the others of the tile."""
+    query, key, value = draw(bf16, small(T=128, S=512))
+    how = dict(is_causal=True, q_offset=384 - 64)
+    before = forward((query, key, value), **how)
+    key[:, 400] *= bf16(300)  # row 80 and later ones
+    after = forward((query, key, value), **how)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old[:, :80], new[:, :80])
+        assert np.isfinite(new).all() and (old[:, 80:] != new[:, 80:]).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_what_nobody_sees_changes_no_bit(bad):
+    z = small(B=2, T=200, S=300)
+    args, how = draw(bf16, z), dict(query_seq_lengths=i32([70, 200]), key_value_seq_lengths=i32([300, 77]), is_causal=True)
+    dout, dlse = cotangents(args, bf16)
+    clean = run(args, how, dout, dlse)
+    (query, key, value), dout = (x.copy() for x in args), dout.copy()
+    query[0, 70:] = dout[0, 70:] = key[1, 77:] = value[1, 77:] = bf16(bad)
+    key[:, 200:] = value[:, 200:] = bf16(bad)  # behind the last query
+    for name, old, new in zip(
+        ("out", "lse", "dq", "dk", "dv"), clean, run((query, key, value), how, dout, dlse), strict=True
+    ):
+        np.testing.assert_array_equal(old, new, err_msg=name)
+
+
+def run(args, how, dout, dlse):
+    def both(query, key, value):
+        call = functools.partial(dot_product_attention, **how, implementation="pallas", return_residual=True)
+        results, pull = jax.vjp(call, query, key, value)
+        return *results, *pull((dout, dlse))
+
+    with interpreted():
+        return jax.tree.map(lambda x: np.asarray(x, f32), jax.jit(both)(*args))
+
+
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it_in_its_column():
+    query, key, value = draw(bf16, small(T=200, S=200))
+    value[:, 150, :, 5] = np.nan
+    out, lse = forward((query, key, value), is_causal=True)
+    expected = np.zeros(out.shape, bool)
+    expected[:, 150:, :, 5] = True
+    np.testing.assert_array_equal(np.isnan(out), expected)
+    assert np.isfinite(lse).all()
+
+
+# ---- inference stores no lse; vmap, and devices
+
+
+def lowered(function, *shapes, **how) -> str:
+    with dispatch.as_if_on("gpu", "9.0"):
+        return jax.jit(function, **how).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text: str) -> int:
+    return len(re.findall(r"custom_call @mosaic_gpu", text))
+
+
+def training(query, key, value, dout):
+    out, pull = jax.vjp(lambda *x: dot_product_attention(*x, is_causal=True), query, key, value)
+    return out, *pull(dout)
+
+
+@pytest.mark.parametrize("H", [64, 128, 200])
+def test_calls_lower_for_cuda(H):
+    x = jax.ShapeDtypeStruct((2, 1000, 4, H), bf16)
+    inference = lowered(lambda *x: dot_product_attention(*x, is_causal=True), x, x, x)
+    assert kernels(inference) == 1 and "tensor<2x4x" not in inference  # no lse
+    assert kernels(lowered(training, x, x, x, x)) == (3 if H <= 128 else 1)
+
+
+def test_transformations_lower_for_cuda():
+    x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)
+    assert kernels(lowered(jax.vmap(training, (0, None, 0, 0)), x, x.update(shape=x.shape[1:]), x, x)) == 3
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    spec = P("x", None, "y")
+    y = jax.ShapeDtypeStruct((2, 256, 4, 64), bf16)
+    assert kernels(lowered(jax.shard_map(training, mesh=mesh, in_specs=spec, out_specs=(spec,) * 4), y, y, y, y)) == 3
+    loss = jax.checkpoint(lambda q: dot_product_attention(q, q, q).astype(f32).sum())
+    assert kernels(lowered(jax.grad(loss), y)) == 4  # the forward twice
+
+    def layers(x):
+        step = lambda x, _: (dot_product_attention(x, x, x), None)
+        return jax.lax.scan(step, x, length=5)[0].astype(f32).sum()
+
+    assert kernels(lowered(jax.grad(layers), y)) == 3
+
+
+def stand_in(monkeypatch):
+    """The kernels' contracts in plain JAX, for what happens around them."""
+    from memeff.pallas import hopper_backward, hopper_forward
+
+    def logits(problem, query, key):
+        s = jnp.einsum(
+            "btnh,bsnh->bnts", query, jnp.repeat(key, query.shape[2] // key.shape[2], 2), preferred_element_type=f32
+        )
+        return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s * problem.scale, -jnp.inf)
+
+    def attend(problem, query, key, value, scalars, want_lse, tiling):
+        s = logits(problem, query, key)
+        lse = jax.nn.logsumexp(s, -1)
+        p = jnp.exp(s - lse[..., None]).astype(value.dtype)
+        out = jnp.einsum("bnts,bsnd->btnd", p, jnp.repeat(value, query.shape[2] // value.shape[2], 2))
+        return out, jnp.pad(lse, [(0, 0), (0, 0), (0, -lse.shape[-1] % tiling.rows)]) if want_lse else None
+
+    def queries(problem, arrays, dlse, scalars, tiling):
+        query, key, value, out, dout, lse = arrays
+        delta = jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
+        delta = jnp.pad(delta, [(0, 0), (0, 0), (0, lse.shape[-1] - delta.shape[-1])]) - (0 if dlse is None else dlse)
+        ds, _ = cotangents_of(problem, query, key, value, dout, lse, delta)
+        key = jnp.repeat(key, query.shape[2] // key.shape[2], 2).astype(f32)
+        return jnp.einsum("bnts,bsnh->btnh", ds, key).astype(query.dtype), delta
+
+    def cotangents_of(problem, query, key, value, dout, lse, delta):
+        T, G = query.shape[1], query.shape[2] // key.shape[2]
+        p = jnp.exp(logits(problem, query, key) - lse[..., :T, None] * np.log(2.0).astype(f32))
+        dp = jnp.einsum("btnd,bsnd->bnts", dout, jnp.repeat(value, G, 2), preferred_element_type=f32)
+        return p * (dp - delta[..., :T, None]) * problem.scale, p
+
+    def keys(problem, arrays, scalars, tiling):
+        query, key, _, dout, _, _ = arrays
+        ds, p = cotangents_of(problem, *arrays)
+        total = lambda x: x.reshape(*key.shape[:3], -1, x.shape[-1]).sum(3).astype(key.dtype)
+        return total(jnp.einsum("bnts,btnh->bsnh", ds, query.astype(f32))), total(
+            jnp.einsum("bnts,btnd->bsnd", p, dout.astype(f32))
+        )
+
+    for module, replaced in ((hopper_forward, (attend,)), (hopper_backward, (queries, keys))):
+        for function in replaced:
+            monkeypatch.setattr(module, function.__name__, function)
+
+
+def of_all(query, key, value, dout, dlse, implementation):
+    call = functools.partial(dot_product_attention, is_causal=True, return_residual=True, implementation=implementation)
+    results, pull = jax.vjp(call, query, key, value)
+    return *results, *pull((dout, dlse))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("K", [4, 2, 1])
+def test_devices_run_their_own_part(K, axis_type, monkeypatch):
+    """Batch and heads sharded; only query heads on other devices than their keys' sums take a word."""
+    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: True)
+    if axis_type == AxisType.Explicit and K == 2:
+        pytest.skip("Two key heads on two devices are as four: covered.")
+    stand_in(monkeypatch)
+    args = draw(f32, Sizes(B=2, T=37, S=37, K=K, G=4 // K, H=8, D=8))
+    dout, dlse = cotangents(args)
+    expected = jax.jit(functools.partial(of_all, implementation="xla"))(*args, dout, dlse)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    spec = P("x", None, "y")
+    place = lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec))
+    keys = spec if K > 1 else P("x")
+    arrays = place(args[0]), place(args[1], keys), place(args[2], keys), place(dout), place(dlse)
+    monkeypatch.setattr("memeff.pallas.why_not", lambda *_: None)
+    with dispatch.as_if_on("gpu", "9.0"), jax.set_mesh(mesh):
+        call = jax.jit(functools.partial(of_all, implementation="pallas"))
+        found, text = call(*arrays), call.lower(*arrays).compile().as_text()
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+        assert x.sharding.spec[0] == "x"
+    collectives = set(re.findall(r"(all-\w+|collective-\w+)\(", text))
+    assert collectives == ({"all-reduce"} if K == 1 else set())
+
+
+@pytest.mark.parametrize("batched", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
+def test_vmap_folds_into_the_batch(batched, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr("memeff.pallas.why_not", lambda *_: None)
+    args = draw(f32, Sizes(B=2, T=7, S=7, K=2, G=2, H=8, D=8))
+    dout, dlse = cotangents(args)
+    args = [x if axis is None else np.stack([x, 2 * x, -x]) for x, axis in zip(args, batched, strict=True)]
+    with dispatch.as_if_on("gpu", "9.0"):
+        found = jax.jit(jax.vmap(functools.partial(of_all, implementation="pallas"), (*batched, None, None)))(
+            *args, dout, dlse
+        )
+    for i in range(3):
+        one = [x if axis is None else x[i] for x, axis in zip(args, batched, strict=True)]
+        for x, y in zip(found, of_all(*one, dout, dlse, "xla"), strict=True):
+            np.testing.assert_allclose(x[i], y, atol=2e-5)
+
+
+# ---- which tiles are visited
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_visits_are_what_the_picture_has(size):
+    """Every tile with a pair that is seen, once; the masked ones first; those behind them wholly seen."""
+    from memeff.pallas import walk
+    from memeff.problem import Sight, sees
+
+    T, S, rows = 19, 23, 5
+    kinds = [(None, None, 0), (None, 0, 0), (None, 0, 7), (None, 0, -6), (3, 2, 0), (0, 0, 1), (4, None, 2), (None, 9, -3)]
+    for left, right, offset in kinds:
+        problem = Problem(left=left, right=right, q_offset=offset)
+        for kv_end, q_end in ((S, T), (11, T), (S, 8), (0, T)):
+            sight = Sight(q_lengths=q_end, kv_lengths=kv_end)
+            seen = np.asarray(sees(problem, sight, np.arange(T)[:, None], np.arange(S)[None]))
+            for find, own, seen in ((walk.keys_seen, T, seen), (walk.queries_seeing, S, seen.T)):
+                for first in range(0, own, rows):
+                    last = min(first + rows, own) - 1
+                    visits = find(problem, offset, first, last, (q_end, kv_end), size, False)
+                    order = [int(visits.tile(n)) for n in range(int(visits.count))]
+                    tiles = [seen[first : last + 1, j * size : (j + 1) * size] for j in range(-(-seen.shape[1] // size))]
+                    assert sorted(order) == list(range(int(visits.low), int(visits.high)))
+                    assert {j for j, tile in enumerate(tiles) if tile.any()} <= set(order)
+                    for n, j in enumerate(order):
+                        assert n < visits.masked or (tiles[j].all() and tiles[j].shape[1] == size)
+                    if visits.covers and visits.right > 0 and find is walk.keys_seen:
+                        behind = seen[first : last + 1, int(visits.high - visits.right) * size :]
+                        assert (behind.any(1) | ~seen[first : last + 1].any(1)).all()

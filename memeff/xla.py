@@ -827,23 +827,30 @@ def _halved(size, starts: np.ndarray, dim: int) -> tuple[list[int], np.ndarray]:
     return size, np.concatenate([starts, starts + np.eye(2, dtype=int)[dim] * size[dim]])
 
 
+def _spans(problem: Problem, operands: Operands):
+    """For each row of tiles: the first that is visited and the one behind the last, and keys that all its queries see."""
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    t, c = problem.chunk_size
+    first = np.arange(-(-T // t)) * t
+    some_from, some_to, all_from, all_to = (
+        None if x is None else np.asarray(x)
+        for x in tile_range(problem, problem.q_offset, first, np.minimum(first + t, T) - 1)
+    )
+    nothing, everything = np.zeros(len(first), int), np.full(len(first), S)
+    lo = nothing if some_from is None else np.where(some_from >= S, -(-S // c), np.maximum(some_from, 0) // c)
+    hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)
+    return lo, hi, nothing if all_from is None else all_from, everything if all_to is None else all_to
+
+
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Pairs (i, j) of tiles whose every query sees every key, and of the others that see something (all, if not `skip`)."""
     T, S = operands.query.shape[1], operands.key.shape[1]
     t, c = problem.chunk_size
     n, k = -(-T // t), -(-S // c)
-    i = np.arange(n)
-    some_from, some_to, all_from, all_to = (
-        None if x is None else np.asarray(x)
-        for x in tile_range(problem, problem.q_offset, i * t, np.minimum(i * t + t, T) - 1)
-    )
-    nothing, everything = np.zeros(n, int), np.full(n, S)
-    lo = nothing if some_from is None else np.where(some_from >= S, k, np.maximum(some_from, 0) // c)
-    hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)
-    full_lo = -(-np.clip(nothing if all_from is None else all_from, 0, S) // c)
-    full_hi = np.clip(everything if all_to is None else all_to, 0, S) // c
+    lo, hi, all_from, all_to = _spans(problem, operands)
+    full_lo, full_hi = -(-np.clip(all_from, 0, S) // c), np.clip(all_to, 0, S) // c
     elementwise = any(x is not None for x in (operands.mask, operands.q_segments, operands.terms.bias))
-    whole, edge, hidden = [], [], []
+    whole, edge, hidden = ([np.zeros((0, 2), int)] for _ in range(3))
     for a in range(n):
         fits = (a + 1) * t <= T and not elementwise
         js = np.arange(0 if not skip else lo[a], k if not skip else hi[a])
@@ -860,7 +867,8 @@ def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
     if _symbolic(operands):
         return None, 0
     (t, c), T, S = problem.chunk_size, operands.query.shape[1], operands.key.shape[1]
-    visited = None if _bounded(operands) else sum(map(len, tiles(problem, operands)))
+    lo, hi, _, _ = _spans(problem, operands)
+    visited = None if _bounded(operands) else int(np.maximum(hi - lo, 0).sum())
     return visited, -(-T // t) * -(-S // c)
 
 

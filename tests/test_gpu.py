@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SINGLES
-from conftest import assert_as_good, assert_case, run_cases
+from cases import SINGLES, Sizes, qkv
+from conftest import assert_as_good, assert_case, assert_truth, run_call, run_cases
 
 import memeff
-from memeff import xla
+from memeff import dispatch, pallas, xla
 from memeff.problem import Operands, Problem
 
 pytestmark = pytest.mark.gpu
@@ -131,3 +131,74 @@ def test_what_float16_cannot_hold_goes_the_general_way():
     pull = jax.jit(lambda dout: jax.vjp(functools.partial(memeff.dot_product_attention, is_causal=True), q, k, v)[1](dout))
     late = [np.asarray(x[:, 1024:], np.float32) for x in (pull(small)[2], pull(dout)[2])]
     np.testing.assert_allclose(late[0] * 2.0**40, late[1], atol=0.02 * abs(late[1]).max())
+
+
+# ---- the Hopper kernels (catalogue 41)
+
+
+def hopper_calls():
+    """Lengths around multiples of 64, every head dim up to 256, all that kernels know of masks."""
+    calls = {}
+    for k in range(1, 18):
+        calls[f"length {64 * k - 1}"] = (Sizes(B=1, T=64 * k - 1, S=64 * k + 1, K=1, G=2, H=64, D=64), dict(is_causal=True))
+    for H in (32, 40, 59, 64, 72, 80, 96, 104, 128, 160, 192, 256):
+        calls[f"head {H}"] = (Sizes(B=2, T=130, S=190, K=2, G=1, H=H, D=H), {})
+    grouped = Sizes(B=2, T=300, S=400, K=2, G=3, H=128, D=64)
+    lengths = dict(query_seq_lengths=np.array([300, 7], np.int32), key_value_seq_lengths=np.array([129, 400], np.int32))
+    masks = {
+        "offset": dict(is_causal=True, q_offset=100),
+        "offsets": dict(is_causal=True, q_offset=np.array([-50, 111], np.int32)),
+        "window": dict(local_window_size=(70, 20)),
+        "lengths": lengths,
+        "soft cap": dict(logits_soft_cap=2.0, is_causal=True),
+        "everything": dict(local_window_size=(90, 9), q_offset=np.array([0, 40], np.int32), logits_soft_cap=5.0) | lengths,
+    }
+    return calls | {name: (grouped, how) for name, how in masks.items()}
+
+
+HOPPER = hopper_calls()
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper(name):
+    z, kwargs = HOPPER[name]
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
+    result = run_call(args, kwargs | {"implementation": "pallas"}, "bfloat16")
+    assert_truth(result, name, args, kwargs, "bfloat16")
+
+
+@pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
+def test_hopper_rows_that_are_done_again(where):
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    query, key, value = qkv(np.random.default_rng(0), jnp.bfloat16, Sizes(B=2, T=700, S=900, K=2, G=1, H=128, D=128))
+    key[:, where] *= jnp.bfloat16(200)
+    value[:, 850] = np.nan
+    how = dict(key_value_seq_lengths=np.array([850, 600], np.int32))
+    result = run_call((query, key, value), how | {"implementation": "pallas"}, "bfloat16")
+    assert_truth(result, "far", (query, key, value), how, "bfloat16")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_is_deterministic(H, causal):
+    """250 runs are equal in bits (catalogue 36)."""
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    q, k, v, do = (jax.random.normal(jax.random.key(i), (2, 1000, 4, H), jnp.bfloat16) for i in range(4))
+
+    @jax.jit
+    def both(q, k, v, do):
+        out, pull = jax.vjp(
+            functools.partial(memeff.dot_product_attention, is_causal=causal, implementation="pallas"), q, k, v
+        )
+        return out, *pull(do)
+
+    @jax.jit
+    def same(x, y):
+        return jnp.array([(a.view(jnp.uint16) == b.view(jnp.uint16)).all() for a, b in zip(x, y, strict=True)]).all()
+
+    first = both(q, k, v, do)
+    assert all(same(first, both(q, k, v, do)) for _ in range(250))

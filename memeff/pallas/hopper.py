@@ -63,7 +63,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         (B, T, K, G, H), D = query.shape, value.shape[-1]
         arrays = (_padded(x) for x in (query.reshape(B, T, K * G, H), key, value))
         scalars = Scalars(**dict(zip(names, scalars, strict=True)))
-        out, lse = hopper_forward.attend(problem, *arrays, scalars, lse_for is not None, forward_tiling(operands))
+        out, lse = hopper_forward.attend(problem, *arrays, scalars, lse_for, forward_tiling(operands))
         out = out[..., :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 

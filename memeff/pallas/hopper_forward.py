@@ -7,6 +7,7 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   then all other tiles with m as it stands: softmax does not change with its reference, so nothing is rescaled and o stays
   in one accumulator, while q_i k_{j+1}' runs beside the exponentials of tile j:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
+  p is summed as it is multiplied, in 16 bits; for a caller's lse also as it is.
   at the end: out = o / l, lse = (m + log2 l) / log2 e
   A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
   does (1) to (4) for all its tiles again, and only its own result is replaced.
@@ -40,7 +41,7 @@ from memeff.pallas.mosaic import (
     tile,
 )
 from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
-from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
+from memeff.problem import LOG2_E, SEES_NOTHING, LseFor, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
 ITEMS = 512  # tiles of queries that one block can do
@@ -63,7 +64,7 @@ class Tiling(NamedTuple):
 
 
 def attend(
-    problem: Problem, query: Array, key: Array, value: Array, scalars: Scalars, want_lse: bool, tiling: Tiling
+    problem: Problem, query: Array, key: Array, value: Array, scalars: Scalars, lse_for: LseFor, tiling: Tiling
 ) -> tuple[Array, Array | None]:
     """out [B, T, N, D] and lse [B, N, T'], T' the next multiple of a block's rows, from B T N H, B S K H and B S K D.
 
@@ -75,7 +76,7 @@ def attend(
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
     given = [x for x in scalars if x is not None]
     out = [jax.ShapeDtypeStruct((B, T, N, D), dtype)]
-    if want_lse:
+    if lse_for:
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
     total = B * N * tiles
     blocks = min(total, max(multiprocessors(), -(-total // ITEMS)))
@@ -91,7 +92,7 @@ def attend(
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
-            compute = Compute(problem, tiling, arrays, outs, group, **scratch)
+            compute = Compute(problem, tiling, lse_for == "caller", arrays, outs, group, **scratch)
             _rounds(items(compute.item), tiling, True, **scratch)
 
         @pl.when(group == groups)
@@ -121,7 +122,7 @@ def attend(
     )
     kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
     found = kernel(query, key, value, *given)
-    return found[0], found[1] if want_lse else None
+    return found[0], found[1] if lse_for else None
 
 
 class Place(NamedTuple):
@@ -270,6 +271,7 @@ class Compute(NamedTuple):
 
     problem: Problem
     tiling: Tiling
+    exact: bool  # lse from the sum of p as it is; else as it is multiplied, rounded to 16 bits
     arrays: Any
     out: Any
     group: Array
@@ -371,7 +373,8 @@ class Walk(NamedTuple):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.count)
-        nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
+        l = (full((ROWS,), 0.0),) * (2 if self.has.exact else 1)
+        nothing = full((ROWS,), -jnp.inf), l, full((ROWS, self.D), 0.0)
         if self.turn.first:
             m, l, o = lax.fori_loop(0, first, self.online, nothing)
             r = jnp.where(m == -jnp.inf, 0.0, m)
@@ -386,8 +389,14 @@ class Walk(NamedTuple):
             moves = jnp.where(self.turn.online, visits.count, first)
             step = lambda n, state: self.online(n, state, moves=n < moves)
             m, l, o = lax.fori_loop(0, visits.count, step, nothing)
+        weight, l = l[0], l[-1]
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
-        return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
+        return m, l, o * spread(1 / jnp.where(weight == 0, 1.0, weight), o.shape), bad
+
+    def sums(self, p, rounded):
+        """Of p as it is multiplied, for out (a row may hold a single p, and that need not be 1), and as it is."""
+        sums = rounded.astype(jnp.float32).sum(axis=1)
+        return (sums, p.sum(axis=1)) if self.has.exact else (sums,)
 
     def online(self, n, state, moves=None):
         """(1) to (4); m stays where it does not move."""
@@ -407,8 +416,8 @@ class Walk(NamedTuple):
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - spread(shift, self.shape))
-        l = a * l + p.sum(axis=1)  # (4)
-        p = p.astype(has.v_s.dtype)
+        rounded = p.astype(has.v_s.dtype)
+        l = tuple(a * x + y for x, y in zip(l, self.sums(p, rounded), strict=True))  # (4)
         o = o * spread(a, o.shape)
         plgpu.barrier_wait(has.v_there.at[x])
         if not self.turn.first:
@@ -416,7 +425,7 @@ class Walk(NamedTuple):
 
         def product(total):
             whole = begin(total, o)
-            self.add(total, p, x)
+            self.add(total, rounded, x)
             return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         o = accumulators(product, o.shape)
@@ -475,7 +484,8 @@ class Walk(NamedTuple):
 
         def probabilities(raw, l):
             p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
-            return p.astype(has.v_s.dtype), l + p.sum(axis=1)
+            rounded = p.astype(has.v_s.dtype)
+            return rounded, tuple(x + y for x, y in zip(l, self.sums(p, rounded), strict=True))
 
         def weigh(p, n):
             x = self.slot(n)

@@ -210,21 +210,27 @@ def stand_in(monkeypatch):
     """The kernels' contracts in plain JAX, for what happens around them."""
     from memeff.pallas import hopper_backward, hopper_forward
 
+    def cut(lengths, arrays):
+        return [x[:, : lengths[1] if i in (1, 2) else lengths[0]] for i, x in enumerate(arrays)]
+
     def logits(problem, query, key):
         s = jnp.einsum(
             "btnh,bsnh->bnts", query, jnp.repeat(key, query.shape[2] // key.shape[2], 2), preferred_element_type=f32
         )
         return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s * problem.scale, -jnp.inf)
 
-    def attend(problem, query, key, value, scalars, lse_for, tiling):
+    def attend(problem, lengths, arrays, scalars, lse_for, tiling):
+        (T, S), (query, key, value) = lengths, arrays
+        query, key, value = query[:, :T], key[:, :S], value[:, :S]
         s = logits(problem, query, key)
         lse = jax.nn.logsumexp(s, -1)
         p = jnp.exp(s - lse[..., None]).astype(value.dtype)
         out = jnp.einsum("bnts,bsnd->btnd", p, jnp.repeat(value, query.shape[2] // value.shape[2], 2))
         return out, jnp.pad(lse, [(0, 0), (0, 0), (0, -lse.shape[-1] % tiling.rows)]) if lse_for else None
 
-    def queries(problem, arrays, dlse, scalars, tiling):
-        query, key, value, out, dout, lse = arrays
+    def queries(problem, lengths, arrays, dlse, scalars, tiling):
+        *arrays, lse = arrays
+        query, key, value, out, dout = cut(lengths, arrays)
         delta = jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
         delta = jnp.pad(delta, [(0, 0), (0, 0), (0, lse.shape[-1] - delta.shape[-1])]) - (0 if dlse is None else dlse)
         ds, _ = cotangents_of(problem, query, key, value, dout, lse, delta)
@@ -237,9 +243,9 @@ def stand_in(monkeypatch):
         dp = jnp.einsum("btnd,bsnd->bnts", dout, jnp.repeat(value, G, 2), preferred_element_type=f32)
         return p * (dp - delta[..., :T, None]) * problem.scale, p
 
-    def keys(problem, arrays, scalars, tiling):
-        query, key, _, dout, _, _ = arrays
-        ds, p = cotangents_of(problem, *arrays)
+    def keys(problem, lengths, arrays, scalars, tiling):
+        query, key, value, dout = cut(lengths, arrays[:4])
+        ds, p = cotangents_of(problem, query, key, value, dout, *arrays[4:])
         total = lambda x: x.reshape(*key.shape[:3], -1, x.shape[-1]).sum(3).astype(key.dtype)
         return total(jnp.einsum("bnts,btnh->bsnh", ds, query.astype(f32))), total(
             jnp.einsum("bnts,btnd->bsnd", p, dout.astype(f32))

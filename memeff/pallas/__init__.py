@@ -1,7 +1,6 @@
 """Kernels, a file for each family of hardware (now `hopper`). Hides what they can run; imports none until it is needed."""
 
 import importlib.util
-import math
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +69,12 @@ def tile(operands: Operands) -> tuple[int, int]:
 
 def temp_bytes(operands: Operands) -> tuple[int, int]:
     """Of a forward for inference, and of forward and gradient in one call: rows, and copies with padded head dims."""
-    query, key, value = operands[:3]
-    B, T, K, G, H = query.shape
-    D, width = value.shape[-1], query.dtype.itemsize
-    wide = lambda x: math.prod(x.shape[:-1]) * (-(-x.shape[-1] // 64) * 64) * width if x.shape[-1] % 64 else 0
-    out = B * T * K * G * (-(-D // 64) * 64) * width if D % 64 else 0
-    copies = wide(query) + wide(key) + wide(value) + out
-    return copies, 2 * copies + out + 2 * 4 * B * K * G * T
+    (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
+    up = lambda n, multiple: -(-n // multiple) * multiple
+    size = lambda length, heads, dim: B * heads * length * dim * operands.query.dtype.itemsize
+    copy = lambda *x: size(up(x[0], 8), x[1], up(x[2], 64)) if x[0] % 8 or x[2] % 64 else 0
+    copies, out = copy(T, K * G, H) + copy(S, K, H) + copy(S, K, D), copy(T, K * G, D)
+    return copies + out, 2 * copies + 2 * out + 2 * 4 * B * K * G * T
 
 
 def how(problem: Problem, operands: Operands) -> str:

@@ -44,8 +44,9 @@ def _padded_dim(size: int) -> int:
 
 
 def _padded(x: Array) -> Array:
-    more = _padded_dim(x.shape[-1]) - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+    """B T N H with zeros up to the next multiples that the kernels want of T and H."""
+    more = [(0, -n % multiple) for n, multiple in zip(x.shape, (1, 8, 1, MULTIPLE), strict=True)]
+    return jnp.pad(x, more) if any(map(any, more)) else x
 
 
 def _scalars(operands: Operands) -> tuple[list[Array], list[str]]:
@@ -61,10 +62,10 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
     def call(query, key, value, *scalars):
         (B, T, K, G, H), D = query.shape, value.shape[-1]
-        arrays = (_padded(x) for x in (query.reshape(B, T, K * G, H), key, value))
+        arrays, lengths = tuple(_padded(x) for x in (query.reshape(B, T, K * G, H), key, value)), (T, key.shape[1])
         scalars = Scalars(**dict(zip(names, scalars, strict=True)))
-        out, lse = hopper_forward.attend(problem, *arrays, scalars, lse_for, forward_tiling(operands))
-        out = out[..., :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
+        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for, forward_tiling(operands))
+        out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
@@ -78,7 +79,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
 
     def call(query, key, value, out, dout, *more):
-        (B, T, K, G, H), D = query.shape, value.shape[-1]
+        (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
         rows, scalars = more[: len(of_rows)], Scalars(**dict(zip(names, more[len(of_rows) :], strict=True)))
         lse, *dlse = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows)
         heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
@@ -86,10 +87,10 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         query_, key_, value_, out_, dout_ = (_padded(x) for x in arrays)
         tilings = backward_tilings(operands)
         dq, delta = hopper_backward.queries(
-            problem, (query_, key_, value_, out_, dout_, lse), (*dlse, None)[0], scalars, tilings[0]
+            problem, (T, S), (query_, key_, value_, out_, dout_, lse), (*dlse, None)[0], scalars, tilings[0]
         )
-        dk, dv = hopper_backward.keys(problem, (query_, key_, value_, dout_, lse, delta), scalars, tilings[1])
-        return dq[..., :H].reshape(query.shape), dk[..., :H], dv[..., :D]
+        dk, dv = hopper_backward.keys(problem, (T, S), (query_, key_, value_, dout_, lse, delta), scalars, tilings[1])
+        return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D]
 
     dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *["b"] * len(given)
     return Gradients(*mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given), Terms())

@@ -111,13 +111,18 @@ def _note_bad(bad_s, group, *sums) -> None:
 
 
 def queries(
-    problem: Problem, arrays: tuple[Array, ...], dlse: Array | None, scalars: Scalars, tiling: Tiling
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: tuple[Array, ...],
+    dlse: Array | None,
+    scalars: Scalars,
+    tiling: Tiling,
 ) -> tuple[Array, Array]:
     """dq [B, T, N, H], and delta [B, N, T'], from query, key, value, out, dout in the layout of the door; lse (in bits) and
-    dlse are B N T'.
+    dlse are B N T'. Sizes as in `hopper_forward.attend`.
     """
     query, key, value, out, _, lse = arrays
-    (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
+    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % tiling.own == 0
@@ -296,10 +301,12 @@ def _clean(shared, good, bad_s, group, all_here) -> None:
 # ---- dk and dv
 
 
-def keys(problem: Problem, arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling) -> tuple[Array, Array]:
+def keys(
+    problem: Problem, lengths: tuple[int, int], arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling
+) -> tuple[Array, Array]:
     """dk [B, S, K, H] and dv [B, S, K, D], from the same."""
     query, key, value, dout, lse, _ = arrays
-    (B, T, N, H), (_, S, K, D), dtype = query.shape, value.shape, query.dtype
+    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0

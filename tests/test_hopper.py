@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, qkv
-from conftest import assert_truth, cotangents, run_call
+from conftest import assert_result, assert_truth, cotangents, plain_call, run_call, true_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -107,11 +107,17 @@ def forward(args, **kwargs):
 
 @pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
 def test_a_key_that_dwarfs_the_others(where):
-    """Late, it overflows sums whose reference is older; early, all that follows vanishes beside it."""
+    """Its rows overflow their sums, for their reference is older, or all else vanishes beside it. Few are nearly one-hot.
+
+    dq of those (20 times the eps of the law) is a difference of large terms: see the README's limits.
+    """
     query, key, value = draw(bf16, small(T=128, S=512))
     key[:, where] *= bf16(200)
     args = query, key, value
-    assert_truth(both_ways(args, {}), "far", args, {}, "bfloat16")
+    result, truth, plain = both_ways(args, {}), true_call(args, {}, "bfloat16"), plain_call(args, {}, "bfloat16")
+    worst = max(np.abs(x.grads["query"] - truth.grads["query"]).max() for x in plain)
+    assert np.abs(result.grads.pop("query") - truth.grads["query"]).max() <= 4 * worst
+    assert_result(result, plain, truth, "bfloat16", "far")
 
 
 def test_a_row_that_fails_changes_no_bit_of_another():
@@ -219,14 +225,14 @@ def stand_in(monkeypatch):
         )
         return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s * problem.scale, -jnp.inf)
 
-    def attend(problem, lengths, arrays, scalars, lse_for, tiling):
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling):
         (T, S), (query, key, value) = lengths, arrays
         query, key, value = query[:, :T], key[:, :S], value[:, :S]
         s = logits(problem, query, key)
         lse = jax.nn.logsumexp(s, -1)
         p = jnp.exp(s - lse[..., None]).astype(value.dtype)
         out = jnp.einsum("bnts,bsnd->btnd", p, jnp.repeat(value, query.shape[2] // value.shape[2], 2))
-        return out, jnp.pad(lse, [(0, 0), (0, 0), (0, -lse.shape[-1] % tiling.rows)]) if lse_for else None
+        return out, jnp.pad(lse, [(0, 0), (0, 0), (0, -lse.shape[-1] % tiling.rows)]) if want_lse else None
 
     def queries(problem, lengths, arrays, dlse, scalars, tiling):
         *arrays, lse = arrays

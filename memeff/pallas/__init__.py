@@ -71,8 +71,9 @@ def temp_bytes(operands: Operands) -> tuple[int, int]:
     """Of a forward for inference, and of forward and gradient in one call: rows, and copies with padded head dims."""
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     up = lambda n, multiple: -(-n // multiple) * multiple
-    size = lambda length, heads, dim: B * heads * length * dim * operands.query.dtype.itemsize
-    copy = lambda *x: size(up(x[0], 8), x[1], up(x[2], 64)) if x[0] % 8 or x[2] % 64 else 0
+    width = up(max(H, D), 64)
+    size = lambda length, heads: B * heads * length * width * operands.query.dtype.itemsize
+    copy = lambda length, heads, dim: size(up(length, 8), heads) if length % 8 or dim != width else 0
     copies, out = copy(T, K * G, H) + copy(S, K, H) + copy(S, K, D), copy(T, K * G, D)
     return copies + out, 2 * copies + 2 * out + 2 * 4 * B * K * G * T
 

@@ -25,7 +25,7 @@ def how(problem: Problem, operands: Operands) -> str:
 
 def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
     """Fastest on an H200 (bfloat16, 8192 tokens) at head dims 64 and 128."""
-    largest = max(map(_padded_dim, (operands.query.shape[-1], operands.value.shape[-1])))
+    largest = _width(operands)
     if largest == 64:
         return hopper_forward.Tiling(3, 128, 3, 2)
     return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
@@ -33,19 +33,21 @@ def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
 
 def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
     """For dq, and for dk and dv."""
-    largest = max(map(_padded_dim, (operands.query.shape[-1], operands.value.shape[-1])))
+    largest = _width(operands)
     if largest == 64:
         return hopper_backward.Tiling(2, 128, 3), hopper_backward.Tiling(2, 128, 4)
     return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 3)
 
 
-def _padded_dim(size: int) -> int:
-    return -(-size // MULTIPLE) * MULTIPLE
+def _width(operands: Operands) -> int:
+    """Of all heads, of values as well, in the kernels."""
+    largest = max(operands.query.shape[-1], operands.value.shape[-1])
+    return -(-largest // MULTIPLE) * MULTIPLE
 
 
-def _padded(x: Array) -> Array:
-    """B T N H with zeros up to the next multiples that the kernels want of T and H."""
-    more = [(0, -n % multiple) for n, multiple in zip(x.shape, (1, 8, 1, MULTIPLE), strict=True)]
+def _padded(x: Array, width: int) -> Array:
+    """B T N H with zeros, up to `width`, and to the next multiple of 8 tokens."""
+    more = [(0, 0), (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[-1])]
     return jnp.pad(x, more) if any(map(any, more)) else x
 
 
@@ -62,9 +64,10 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
     def call(query, key, value, *scalars):
         (B, T, K, G, H), D = query.shape, value.shape[-1]
-        arrays, lengths = tuple(_padded(x) for x in (query.reshape(B, T, K * G, H), key, value)), (T, key.shape[1])
+        arrays, lengths = (query.reshape(B, T, K * G, H), key, value), (T, key.shape[1])
+        arrays = tuple(_padded(x, _width(operands)) for x in arrays)
         scalars = Scalars(**dict(zip(names, scalars, strict=True)))
-        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for, forward_tiling(operands))
+        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for is not None, forward_tiling(operands))
         out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 
@@ -84,7 +87,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         lse, *dlse = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows)
         heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
         arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
-        query_, key_, value_, out_, dout_ = (_padded(x) for x in arrays)
+        query_, key_, value_, out_, dout_ = (_padded(x, _width(operands)) for x in arrays)
         tilings = backward_tilings(operands)
         dq, delta = hopper_backward.queries(
             problem, (T, S), (query_, key_, value_, out_, dout_, lse), (*dlse, None)[0], scalars, tilings[0]

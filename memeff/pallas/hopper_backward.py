@@ -154,7 +154,7 @@ def queries(
             _attempts(copy, tiling, ("k_used", "v_used"), scratch)
 
     scratch = dict(
-        q_s=tile(groups, ROWS, max(H, D), dtype),
+        q_s=tile(groups, ROWS, H, dtype),
         do_s=tile(groups, ROWS, D, dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
@@ -201,7 +201,7 @@ def _compute_queries(
     dq_ref, delta_ref = out
     gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), query_ref.dtype
     rows, count = pl.ds(here.row + group * ROWS, ROWS), here.visits.count
-    q, o, do = q_s.at[group, :, : query_ref.shape[-1]], q_s.at[group, :, : out_ref.shape[-1]], do_s.at[group]
+    q, o, do = q_s.at[group], q_s.at[group], do_s.at[group]
     lse_s, delta_s = rows_s.at[0, group], rows_s.at[1, group]
     slot = lambda n: lax.rem(n, jnp.int32(tiling.stages))
 

@@ -7,7 +7,6 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   then all other tiles with m as it stands: softmax does not change with its reference, so nothing is rescaled and o stays
   in one accumulator, while q_i k_{j+1}' runs beside the exponentials of tile j:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
-  p is summed as it is multiplied, in 16 bits, by a product with ones; for a caller's lse also as it is.
   at the end: out = o / l, lse = (m + log2 l) / log2 e
   A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
   does (1) to (4) for all its tiles again, and only its own result is replaced.
@@ -31,7 +30,6 @@ from memeff.pallas.mosaic import (
     any_of,
     begin,
     call,
-    column,
     full,
     meet,
     multiply,
@@ -42,7 +40,7 @@ from memeff.pallas.mosaic import (
     tile,
 )
 from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
-from memeff.problem import LOG2_E, SEES_NOTHING, LseFor, Problem, Sight, Terms, finish, in_bits, sees
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
 ITEMS = 512  # tiles of queries that one block can do
@@ -65,11 +63,11 @@ class Tiling(NamedTuple):
 
 
 def attend(
-    problem: Problem, lengths: tuple[int, int], arrays: tuple[Array, ...], scalars: Scalars, lse_for: LseFor, tiling: Tiling
+    problem: Problem, lengths: tuple[int, int], arrays: tuple[Array, ...], scalars: Scalars, want_lse: bool, tiling: Tiling
 ) -> tuple[Array, Array | None]:
-    """out [B, T, N, D] and lse [B, N, T'], T' the next multiple of a block's rows, from B T N H, B S K H and B S K D.
+    """out [B, T, N, H] and lse [B, N, T'], T' the next multiple of a block's rows, from B T N H, B S K H and B S K H.
 
-    H and D are multiples of 64, and dims of T and S of 8; `lengths`: how many there really are.
+    H, here that of values as well, is a multiple of 64, and the dims of T and S are of 8; `lengths`: how many there really are.
     """
     query, key, value = arrays
     (B, rows, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
@@ -78,7 +76,7 @@ def attend(
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
     given = [x for x in scalars if x is not None]
     out = [jax.ShapeDtypeStruct((B, rows, N, D), dtype)]
-    if lse_for:
+    if want_lse:
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
     total = B * N * tiles
     blocks = min(total, max(multiprocessors(), -(-total // ITEMS)))
@@ -94,8 +92,7 @@ def attend(
         @pl.when(group < groups)
         def _():
             plgpu.set_max_registers(tiling.registers[0], action="increase")
-            compute = Compute(problem, tiling, lse_for == "caller", arrays, outs, group, **scratch)
-            compute.start()
+            compute = Compute(problem, tiling, arrays, outs, group, **scratch)
             _rounds(items(compute.item), tiling, True, **scratch)
 
         @pl.when(group == groups)
@@ -104,11 +101,10 @@ def attend(
             _rounds(items(functools.partial(_copy, tiling, arrays, **scratch)), tiling, False, **scratch)
 
     scratch = dict(
-        q_s=tile(tiling.queries * groups, ROWS, max(H, D), dtype),
+        q_s=tile(tiling.queries * groups, ROWS, H, dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
         rows_s=plgpu.SMEM((5, groups * ROWS), jnp.float32),
-        ones_s=column(keys, dtype),
         columns_s=plgpu.SMEM((D,), jnp.float32),
         keys_s=plgpu.SMEM((groups, keys), jnp.float32),
         bad_s=plgpu.SMEM((groups, ITEMS), jnp.int32),
@@ -126,7 +122,7 @@ def attend(
     )
     kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
     found = kernel(query, key, value, *given)
-    return found[0], found[1] if lse_for else None
+    return found[0], found[1] if want_lse else None
 
 
 class Place(NamedTuple):
@@ -257,7 +253,7 @@ def _copy(
     count, y = here.visits.count, lax.rem(turn.queries, jnp.int32(tiling.queries))
     pl.when(turn.queries >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
     for group in range(tiling.warpgroups):
-        rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group, :, : query_ref.shape[-1]]
+        rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group]
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, here.n], to, q_there.at[y])
 
     @pl.loop(0, count)
@@ -275,7 +271,6 @@ class Compute(NamedTuple):
 
     problem: Problem
     tiling: Tiling
-    exact: bool  # lse from the sum of p as it is; else as it is multiplied, rounded to 16 bits
     arrays: Any
     out: Any
     group: Array
@@ -283,7 +278,6 @@ class Compute(NamedTuple):
     k_s: Any
     v_s: Any
     rows_s: Any  # of each row: failed; and of a tile that is done again m, l, failed; lse
-    ones_s: Any
     columns_s: Any
     keys_s: Any
     bad_s: Any
@@ -299,14 +293,6 @@ class Compute(NamedTuple):
     all_done: Any
     stage: Any = None
 
-    def start(self) -> None:
-        @pl.when(self.group == 0)
-        def _():
-            self.ones_s[...] = jnp.ones(self.ones_s.shape, self.ones_s.dtype)
-            plgpu.commit_smem()
-
-        meet(self.all_here)
-
     def row_s(self, n: int):
         return self.rows_s.at[n, pl.ds(self.group * ROWS, ROWS)]
 
@@ -316,7 +302,7 @@ class Compute(NamedTuple):
         (out_ref, lse_ref), D = self.out, value_ref.shape[-1]
         y, rows = lax.rem(turn.queries, jnp.int32(self.tiling.queries)), pl.ds(here.row + self.group * ROWS, ROWS)
         mine = self.q_s.at[y * self.tiling.warpgroups + self.group]
-        q, o_s, of_out = mine.at[:, : query_ref.shape[-1]], mine.at[:, :D], out_ref.at[here.b, rows, here.n]
+        q, o_s, of_out = mine, mine, out_ref.at[here.b, rows, here.n]
         plgpu.barrier_wait(self.q_there.at[y])
         m, l, o, bad = Walk(self, here, turn, q, D).all()
 
@@ -386,30 +372,23 @@ class Walk(NamedTuple):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.count)
-        l = (full((ROWS,), 0.0),) * (2 if self.has.exact else 1)
-        nothing = full((ROWS,), -jnp.inf), l, full((ROWS, self.D), 0.0)
-        weight_shape = ROWS, self.has.ones_s.shape[1]
+        nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if self.turn.first:
             m, l, o = lax.fori_loop(0, first, self.online, nothing)
             r = jnp.where(m == -jnp.inf, 0.0, m)
 
-            def rest(total, weight):
-                whole = begin(total, o), begin(weight, spread(l[0], weight_shape))
-                fixed = lambda *exact: self.fixed(total, weight, first, r, exact)
-                exact = lax.cond(first < visits.count, fixed, lambda *exact: exact, *l[1:])
-                found = [
-                    back(plgpu.wgmma_accumulator_load(x, wait_n=0)) for back, x in zip(whole, (total, weight), strict=True)
-                ]
-                return (found[1].max(axis=1), *exact), found[0]
+            def rest(total):
+                whole = begin(total, o)
+                l_all = lax.cond(first < visits.count, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
+                return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-            l, o = accumulators(rest, o.shape, weight_shape)
+            l, o = accumulators(rest, o.shape)
         else:  # the same numbers, in one loop
             moves = jnp.where(self.turn.online, visits.count, first)
             step = lambda n, state: self.online(n, state, moves=n < moves)
             m, l, o = lax.fori_loop(0, visits.count, step, nothing)
-        weight, l = l[0], l[-1]
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
-        return m, l, o * spread(1 / jnp.where(weight == 0, 1.0, weight), o.shape), bad
+        return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
     def online(self, n, state, moves=None):
         """(1) to (4); m stays where it does not move."""
@@ -429,27 +408,24 @@ class Walk(NamedTuple):
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - spread(shift, self.shape))
-        rounded = p.astype(has.v_s.dtype)
-        exact = tuple(a * x + p.sum(axis=1) for x in l[1:])  # (4)
+        l = a * l + p.sum(axis=1)  # (4)
+        p = p.astype(has.v_s.dtype)
         o = o * spread(a, o.shape)
         plgpu.barrier_wait(has.v_there.at[x])
         if not self.turn.first:
             o = self.cleaned(o, n)
 
-        def products(total, weight):
-            whole = begin(total, o), begin(weight, spread(a * l[0], (ROWS, has.ones_s.shape[1])))
-            self.add(total, weight, rounded, x)
-            return [back(plgpu.wgmma_accumulator_load(x, wait_n=0)) for back, x in zip(whole, (total, weight), strict=True)]
+        def product(total):
+            whole = begin(total, o)
+            self.add(total, p, x)
+            return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        o, weight = accumulators(products, o.shape, (ROWS, has.ones_s.shape[1]))
+        o = accumulators(product, o.shape)
         plgpu.barrier_arrive(has.v_used.at[x])
-        return m_new, (weight.max(axis=1), *exact), o
+        return m_new, l, o
 
-    def add(self, total, weight, p, x):
-        """p v, and the sum of p as it is multiplied, rounded, for out: a row may hold a single p, and that need not be 1."""
-        stage = self.has.stage and self.has.stage.at[self.has.group]
-        multiply(total, p, self.has.v_s.at[x], stage)
-        multiply(weight, p, self.has.ones_s, stage)
+    def add(self, total, p, x):
+        multiply(total, p, self.has.v_s.at[x], self.has.stage and self.has.stage.at[self.has.group])
 
     def cleaned(self, o, n):
         """0 times NaN is NaN: values that are not finite become 0, and NaN for the rows that see them, in their columns."""
@@ -482,7 +458,7 @@ class Walk(NamedTuple):
 
         return lax.cond(any_of(keys_s), marks, lambda o: o, o)
 
-    def fixed(self, total, weight, first, r, l):
+    def fixed(self, total, first, r, l):
         """(5) for the visits from `first` on, one at least."""
         has, count = self.has, self.here.visits.count
 
@@ -500,19 +476,19 @@ class Walk(NamedTuple):
 
         def probabilities(raw, l):
             p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
-            return p.astype(has.v_s.dtype), tuple(x + p.sum(axis=1) for x in l)
+            return p.astype(has.v_s.dtype), l + p.sum(axis=1)
 
         def weigh(p, n):
             x = self.slot(n)
             plgpu.barrier_wait(has.v_there.at[x])
-            self.add(total, weight, p, x)
+            self.add(total, p, x)
 
         def step(n, state):
             p, l = state
 
             def then(raw):
                 weigh(p, n)
-                return plgpu.wgmma_accumulator_load(raw, wait_n=2)
+                return plgpu.wgmma_accumulator_load(raw, wait_n=1)
 
             p, l = probabilities(logits(n + 1, then), l)
             plgpu.wgmma_wait(0)

@@ -62,11 +62,6 @@ def tile(count: int, rows: int, cols: int, dtype):
     return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
 
 
-def column(rows: int, dtype):
-    """A tile of 16 columns, the least that a product can read."""
-    return plgpu.SMEM((rows, 16), dtype, transforms=(plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)))
-
-
 def stage(count: int, rows: int, cols: int, dtype) -> dict:
     """Where the interpreter puts the first factors of `multiply`."""
     return {"stage": tile(count, rows, cols, dtype)} if interpreting() else {}

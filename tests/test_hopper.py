@@ -107,16 +107,17 @@ def forward(args, **kwargs):
 
 @pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
 def test_a_key_that_dwarfs_the_others(where):
-    """Its rows overflow their sums, for their reference is older, or all else vanishes beside it. Few are nearly one-hot.
+    """Its rows overflow their sums, for their reference is older, or all else vanishes beside it: they are one-hot.
 
-    dq of those (20 times the eps of the law) is a difference of large terms: see the README's limits.
+    dq of those is a difference of large terms that cancel where out is a value, bit for bit. In plain attention it is, for
+    the largest p is 1; here it is off by p's rounding where the fixed reference served (see the README's limits).
     """
     query, key, value = draw(bf16, small(T=128, S=512))
     key[:, where] *= bf16(200)
     args = query, key, value
     result, truth, plain = both_ways(args, {}), true_call(args, {}, "bfloat16"), plain_call(args, {}, "bfloat16")
     worst = max(np.abs(x.grads["query"] - truth.grads["query"]).max() for x in plain)
-    assert np.abs(result.grads.pop("query") - truth.grads["query"]).max() <= 4 * worst
+    assert np.abs(result.grads.pop("query") - truth.grads["query"]).max() <= 8 * worst
     assert_result(result, plain, truth, "bfloat16", "far")
 
 

@@ -67,7 +67,7 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """out [B, T, N, H] and lse [B, N, T'], T' the next multiple of a block's rows, from B T N H, B S K H and B S K H.
 
-    H, here that of values as well, is a multiple of 64, and the dims of T and S are of 8; `lengths`: how many there really are.
+    H, here that of values as well, is a multiple of 64, the dims of T and S are of 8; `lengths`: how many there really are.
     """
     query, key, value = arrays
     (B, rows, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths

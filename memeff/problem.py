@@ -146,11 +146,13 @@ def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array
     batch, queries, keys = (every, *[None] * 4), (every, None, None, every, None), (every, None, None, None, every)
     at = lambda x, index: None if x is None else x[index]
     sight = Sight(
-        *(at(x, batch) for x in (here.q_offset, here.q_lengths, here.kv_lengths)),
-        at(here.q_segments, queries),
-        at(here.kv_segments, keys),
-        here.mask,
-        here.terms.bias,
+        q_offset=at(here.q_offset, batch),
+        q_lengths=at(here.q_lengths, batch),
+        kv_lengths=at(here.kv_lengths, batch),
+        q_segments=at(here.q_segments, queries),
+        kv_segments=at(here.kv_segments, keys),
+        mask=here.mask,
+        bias=here.terms.bias,
     )
     return sees(problem, sight, rows[None, None, None, :, None], cols[None, None, None, None, :])
 

@@ -376,7 +376,8 @@ def _walk_back(
         query, key, value = (_finite(x, True) for x in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
     else:
-        rows = (delta, *lse)
+        assert lse.low is not None
+        rows = (delta, lse.high, lse.low)
     if halves:
         down = (1 / (halves.row * Halves.P)).astype(operands.query.dtype)
         rows, like_rows = (delta, halves.row, down), (halves.dout,)
@@ -425,7 +426,7 @@ def _walk_back(
             _add_terms(grads.terms, dterms, tile),
         )
 
-    how = {"ahead": (tuple(lse), ahead), "along": 0} if fused else {}
+    how: dict[str, Any] = {"ahead": (tuple(lse), ahead), "along": 0} if fused else {}
     visit = _visit(problem, operands, (*rows, *like_rows), step, (dout,), **how)
 
     def walk():

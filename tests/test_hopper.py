@@ -333,7 +333,7 @@ def test_visits_are_what_the_picture_has(size):
                 for first in range(0, own, rows):
                     last = min(first + rows, own) - 1
                     visits = find(problem, offset, first, last, (q_end, kv_end), size, False)
-                    order = [int(visits.tile(n)) for n in range(int(visits.count))]
+                    order = [int(visits.tile(n)) for n in range(int(visits.total))]
                     tiles = [seen[first : last + 1, j * size : (j + 1) * size] for j in range(-(-seen.shape[1] // size))]
                     assert sorted(order) == list(range(int(visits.low), int(visits.high)))
                     assert {j for j, tile in enumerate(tiles) if tile.any()} <= set(order)

@@ -1,7 +1,5 @@
 """Kernels, a file for each family of hardware (now `hopper`). Hides what they can run; imports none until it is needed."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -21,8 +19,6 @@ def for_device(device: Device) -> str | None:
         return f"its kernels run on Hopper GPUs, and this is a {device.platform}"
     if device.capability != "9.0":
         return f"its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is {device.capability}"
-    if importlib.util.find_spec("absl") is None:
-        return "JAX's Mosaic GPU backend needs absl-py: pip install absl-py"
     return None
 
 

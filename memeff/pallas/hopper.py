@@ -96,4 +96,5 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D]
 
     dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *["b"] * len(given)
-    return Gradients(*mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given), Terms())
+    query, key, value = mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given)
+    return Gradients(query, key, value, Terms())

@@ -15,7 +15,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -30,6 +29,7 @@ from memeff.pallas.mosaic import (
     call,
     meet,
     multiply,
+    plgpu,
     positions,
     spread,
     stage,
@@ -179,7 +179,7 @@ def queries(
 
 def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_used, v_used, **_):
     key_ref, value_ref = arrays
-    stages, count = tiling.stages, here.visits.count
+    stages, count = tiling.stages, here.visits.total
     start = count if careful else 0
 
     @pl.loop(start, start + count)
@@ -200,7 +200,7 @@ def _compute_queries(
     query_ref, _, _, out_ref, dout_ref, lse_ref, dlse_ref = arrays
     dq_ref, delta_ref = out
     gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), query_ref.dtype
-    rows, count = pl.ds(here.row + group * ROWS, ROWS), here.visits.count
+    rows, count = pl.ds(here.row + group * ROWS, ROWS), here.visits.total
     q, o, do = q_s.at[group], q_s.at[group], do_s.at[group]
     lse_s, delta_s = rows_s.at[0, group], rows_s.at[1, group]
     slot = lambda n: lax.rem(n, jnp.int32(tiling.stages))
@@ -377,7 +377,7 @@ def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling
 
 def _copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
     query_ref, dout_ref, lse_ref, delta_ref = arrays
-    stages, count = tiling.stages, here.visits.count
+    stages, count = tiling.stages, here.visits.total
     of_all = shape.G * count
     start = of_all if careful else 0
 
@@ -403,7 +403,7 @@ def _compute_keys(
     dk_ref, dv_ref = out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
     cols, k, v = pl.ds(here.col + group * ROWS, ROWS), k_s.at[group], v_s.at[group]
-    masked, count = here.visits.masked, here.visits.count
+    masked, count = here.visits.masked, here.visits.total
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
 
     def clean(x):

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -34,6 +33,7 @@ from memeff.pallas.mosaic import (
     meet,
     multiply,
     multiprocessors,
+    plgpu,
     positions,
     spread,
     stage,
@@ -167,7 +167,7 @@ class Items(NamedTuple):
     do: Callable[..., tuple[Array, Array]]  # (a tile's index, its number here, Turn): tiles of keys, and 1 if a row failed
 
     @property
-    def count(self) -> Array:
+    def mine(self) -> Array:
         whole = self.total // self.blocks
         return whole + (self._place(whole) < self.total - whole * self.blocks).astype(jnp.int32)
 
@@ -183,7 +183,7 @@ def _rounds(items: Items, tiling: Tiling, computes: bool, *, bad_s, some_s, rows
 
     The first round is a loop of its own, for which the compiler sees that all threads do the same.
     """
-    groups, count = tiling.warpgroups, items.count
+    groups, count = tiling.warpgroups, items.mine
 
     def wait():
         if computes:
@@ -250,7 +250,7 @@ def _copy(
     """Queries for each warpgroup, keys and values once for all."""
     del n
     query_ref, key_ref, value_ref = arrays
-    count, y = here.visits.count, lax.rem(turn.queries, jnp.int32(tiling.queries))
+    count, y = here.visits.total, lax.rem(turn.queries, jnp.int32(tiling.queries))
     pl.when(turn.queries >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
     for group in range(tiling.warpgroups):
         rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group]
@@ -340,7 +340,7 @@ class Compute(NamedTuple):
             self.bad_s[self.group, n] = failed
         plgpu.wait_smem_to_gmem(0, wait_read_only=turn.first)  # what is done again may read out
         plgpu.barrier_arrive(self.q_used.at[y])
-        return here.visits.count, failed
+        return here.visits.total, failed
 
 
 class Walk(NamedTuple):
@@ -371,7 +371,7 @@ class Walk(NamedTuple):
     def all(self):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
-        first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.count)
+        first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.total)
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if self.turn.first:
             m, l, o = lax.fori_loop(0, first, self.online, nothing)
@@ -379,14 +379,14 @@ class Walk(NamedTuple):
 
             def rest(total):
                 whole = begin(total, o)
-                l_all = lax.cond(first < visits.count, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
+                l_all = lax.cond(first < visits.total, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
                 return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
             l, o = accumulators(rest, o.shape)
         else:  # the same numbers, in one loop
-            moves = jnp.where(self.turn.online, visits.count, first)
+            moves = jnp.where(self.turn.online, visits.total, first)
             step = lambda n, state: self.online(n, state, moves=n < moves)
-            m, l, o = lax.fori_loop(0, visits.count, step, nothing)
+            m, l, o = lax.fori_loop(0, visits.total, step, nothing)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
         return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
@@ -460,7 +460,7 @@ class Walk(NamedTuple):
 
     def fixed(self, total, first, r, l):
         """(5) for the visits from `first` on, one at least."""
-        has, count = self.has, self.here.visits.count
+        has, count = self.has, self.here.visits.total
 
         def logits(n, then):
             x = self.slot(n)

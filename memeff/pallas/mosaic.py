@@ -6,15 +6,16 @@ is in registers: there it goes through shared memory, which is allocated for tha
 
 import contextlib
 import contextvars
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # untyped: it differs between versions
 WGMMA = plgpu.Layout.WGMMA  # of a tile, 64 rows and more, that a product made
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # of what belongs to its rows, to its columns
 SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, as products read them

@@ -19,7 +19,7 @@ class Visits(NamedTuple):
     covers: Array  # does each row that sees something see some of the last masked ones?
 
     @property
-    def count(self) -> Array:
+    def total(self) -> Array:
         return self.high - self.low
 
     @property

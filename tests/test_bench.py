@@ -214,14 +214,16 @@ def test_fewer_queries_than_keys_are_the_last():
 def test_names_tell_chunk_and_memory(monkeypatch):
     told = []
     monkeypatch.setattr(bench.memeff, "dot_product_attention", lambda **options: told.append(options))
-    for name in ("memeff", "memeff:64", "memeff@512MiB", "memeff:64@1.5GiB", "memeff@1000000"):
+    for name in ("memeff", "memeff:64", "memeff@512MiB", "memeff:64@1.5GiB", "memeff@1000000", "memeff:xla@2GB", "memeff:pallas"):
         bench.attention(name)()
     assert told == [
-        {"chunk_size": None},
-        {"chunk_size": 64},
-        {"chunk_size": None, "memory_limit": "512MiB"},
-        {"chunk_size": 64, "memory_limit": "1.5GiB"},
-        {"chunk_size": None, "memory_limit": 1000000},
+        {"chunk_size": None, "implementation": None},
+        {"chunk_size": 64, "implementation": None},
+        {"chunk_size": None, "implementation": None, "memory_limit": "512MiB"},
+        {"chunk_size": 64, "implementation": None, "memory_limit": "1.5GiB"},
+        {"chunk_size": None, "implementation": None, "memory_limit": 1000000},
+        {"chunk_size": None, "implementation": "xla", "memory_limit": "2GB"},
+        {"chunk_size": None, "implementation": "pallas"},
     ]
 
 
@@ -252,9 +254,9 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
         (["--length", "1.5k"], "expected a whole number above 0, such as 4096 or 64k, got '1.5k'"),
         (["--length", "0"], "expected a whole number above 0"),
         (["--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3."),
-        (["--implementation", "flash"], "implementation 'flash' is not known: use memeff[:CHUNK]"),
+        (["--implementation", "flash"], "implementation 'flash' is not known: use memeff[:CHUNK|:IMPLEMENTATION]"),
         (["--implementation", "memeff:fast"], "implementation 'memeff:fast' is not known"),
-        (["--implementation", "jax.nn@1GiB"], "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK][@MEMORY]"),
+        (["--implementation", "jax.nn@1GiB"], "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION][@MEMORY]"),
         (["--query-length", "2k", "--length", "4k", "1k"], "--query-length 2048 must be at most --length 1024."),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
     ],

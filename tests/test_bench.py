@@ -214,7 +214,15 @@ def test_fewer_queries_than_keys_are_the_last():
 def test_names_tell_chunk_and_memory(monkeypatch):
     told = []
     monkeypatch.setattr(bench.memeff, "dot_product_attention", lambda **options: told.append(options))
-    for name in ("memeff", "memeff:64", "memeff@512MiB", "memeff:64@1.5GiB", "memeff@1000000", "memeff:xla@2GB", "memeff:pallas"):
+    for name in (
+        "memeff",
+        "memeff:64",
+        "memeff@512MiB",
+        "memeff:64@1.5GiB",
+        "memeff@1000000",
+        "memeff:xla@2GB",
+        "memeff:pallas",
+    ):
         bench.attention(name)()
     assert told == [
         {"chunk_size": None, "implementation": None},
@@ -256,7 +264,10 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
         (["--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3."),
         (["--implementation", "flash"], "implementation 'flash' is not known: use memeff[:CHUNK|:IMPLEMENTATION]"),
         (["--implementation", "memeff:fast"], "implementation 'memeff:fast' is not known"),
-        (["--implementation", "jax.nn@1GiB"], "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION][@MEMORY]"),
+        (
+            ["--implementation", "jax.nn@1GiB"],
+            "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION][@MEMORY]",
+        ),
         (["--query-length", "2k", "--length", "4k", "1k"], "--query-length 2048 must be at most --length 1024."),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
     ],

@@ -33,6 +33,7 @@ from memeff.pallas.mosaic import (
     positions,
     spread,
     stage,
+    take_registers,
     tile,
 )
 from memeff.pallas.walk import Scalars, Shape, Visits, ends, place, queries_seeing
@@ -47,10 +48,6 @@ class Tiling(NamedTuple):
     @property
     def own(self) -> int:
         return self.warpgroups * ROWS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
 
 class Gradient(NamedTuple):
@@ -137,7 +134,7 @@ def queries(
 
         @pl.when(group < groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            take_registers(tiling.warpgroups, computes=True)
             _attempts(
                 lambda careful, at, group: _compute_queries(
                     problem, tiling, (*refs[:6], dlse_ref), refs[-2:], find(at), group, careful, **scratch
@@ -149,7 +146,7 @@ def queries(
 
         @pl.when(group == groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            take_registers(tiling.warpgroups, computes=False)
             copy = lambda careful, at, _: _copy_keys(tiling, refs[1:3], find(at), careful, **scratch)
             _attempts(copy, tiling, ("k_used", "v_used"), scratch)
 
@@ -320,7 +317,7 @@ def keys(
 
         @pl.when(group < groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            take_registers(tiling.warpgroups, computes=True)
             compute = lambda careful, at, group: _compute_keys(
                 problem, shape, tiling, refs[1:3], refs[-2:], find(at), group, careful, **scratch
             )
@@ -328,7 +325,7 @@ def keys(
 
         @pl.when(group == groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            take_registers(tiling.warpgroups, computes=False)
             arrays = refs[0], *refs[3:6]
             copy = lambda careful, at, _: _copy_queries(shape, tiling, arrays, find(at), careful, **scratch)
             _attempts(copy, tiling, ("used",), scratch)

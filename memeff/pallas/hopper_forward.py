@@ -37,6 +37,7 @@ from memeff.pallas.mosaic import (
     positions,
     spread,
     stage,
+    take_registers,
     tile,
 )
 from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
@@ -55,11 +56,6 @@ class Tiling(NamedTuple):
     @property
     def rows(self) -> int:
         return self.warpgroups * ROWS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that copies; 65,536 are there for all."""
-        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
 
 def attend(
@@ -91,13 +87,13 @@ def attend(
 
         @pl.when(group < groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[0], action="increase")
+            take_registers(tiling.warpgroups, computes=True)
             compute = Compute(problem, tiling, arrays, outs, group, **scratch)
             _rounds(items(compute.item), tiling, True, **scratch)
 
         @pl.when(group == groups)
         def _():
-            plgpu.set_max_registers(tiling.registers[1], action="decrease")
+            take_registers(tiling.warpgroups, computes=False)
             _rounds(items(functools.partial(_copy, tiling, arrays, **scratch)), tiling, False, **scratch)
 
     scratch = dict(

@@ -53,6 +53,12 @@ def call(body: Callable, name: str, out: Sequence, scratch: dict, grid: int, thr
     )
 
 
+def take_registers(warpgroups: int, computes: bool) -> None:
+    """Of the 65,536 that are there: for each thread of `warpgroups` that compute, or of the one more that copies."""
+    for_one, for_copies = {1: (240, 40), 2: (240, 24), 3: (160, 32)}[warpgroups]
+    plgpu.set_max_registers(for_one if computes else for_copies, action="increase" if computes else "decrease")
+
+
 def multiprocessors() -> int:
     """Of the device, or of an H200 where there is none."""
     return getattr(jax.devices()[0], "core_count", None) or 132

@@ -35,7 +35,8 @@ def select_implementation(
     name = requested
     if name is None:
         against = why_not("pallas", problem, operands, chunks)
-        name = "pallas" if (against or pallas.slower(problem, operands)) is None else "xla"
+        fits = limit is None or against is not None or max(pallas.temp_bytes(operands)) <= limit
+        name = "pallas" if fits and (against or pallas.slower(problem, operands)) is None else "xla"
         expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and _watching.get() is None
         if against is not None and expected and pallas.for_device(device(operands.query)) is None:
             _tell(against)
@@ -206,27 +207,39 @@ def choose_tiles(
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
         return dataclasses.replace(problem, **tiles._asdict())
 
-    if limit is None or (implementation == "pallas" and pallas.backward_is_kernel(operands)):
+    if limit is None:
         return tiled(0)
     if not known:
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
     quadratic, least = implementation == "reference", math.inf
+    kernels = implementation == "pallas" and pallas.backward_is_kernel(operands)
     for halvings in range(HALVINGS):
         chosen = tiled(halvings)
-        told = memory.plain_bytes(operands, platform()) if quadratic else memory.temp_bytes(chosen, operands, platform())
-        needed = math.ceil(memory.margin(chosen, operands, platform()) * max(told))
+        margin = 1 if kernels else memory.margin(chosen, operands, platform())
+        needed = math.ceil(margin * max(temp_bytes(chosen, operands, implementation)))
         if needed <= limit:
             return chosen
         least = min(least, needed)
     how, cure = "in tiles of {} x {} logits".format(*tiled(HALVINGS).chunk_size), "split the batch or the heads"
-    if quadratic:
-        how, cure = "at once", "leave implementation away"
+    if quadratic or kernels:
+        how, cure = "in kernels" if kernels else "at once", "leave implementation away"
     elif requested != (None, None):
         cure = "leave chunk_size away"
     raise ValueError(
         f"memory_limit={limit} ({human(limit)}): forward and gradient of this call need up to {least} bytes "
         f"({human(least)}) beyond inputs and outputs, {how}. Raise the limit to that, or {cure}."
     )
+
+
+def temp_bytes(problem: Problem, operands: Operands, implementation: str | None) -> tuple[int, int]:
+    """Temporary memory of a forward for inference, and of forward and gradient in one call."""
+    if implementation == "reference":
+        return memory.plain_bytes(operands, platform())
+    chunked = memory.temp_bytes(problem, operands, platform())
+    if implementation != "pallas":
+        return chunked
+    forward, gradient = pallas.temp_bytes(operands)
+    return forward, gradient if pallas.backward_is_kernel(operands) else max(gradient, chunked[1])
 
 
 def tile_sizes(

@@ -92,11 +92,11 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
     visited, total = xla.count_tiles(problem, operands)
     t, c = problem.chunk_size
     logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))
-    forward, gradient = _temp_bytes(name, problem, operands, platform)
+    forward, gradient = dispatch.temp_bytes(problem, operands, name)
     plain_forward, plain_gradient = memory.plain_bytes(operands, platform)
 
     def chunked(there: Operands) -> tuple[int, int]:
-        return _temp_bytes(name, dispatch.choose_tiles(problem, there), there, platform)
+        return dispatch.temp_bytes(dispatch.choose_tiles(problem, there), there, name)
 
     def longest(temp_bytes: Callable[[Operands], tuple[int, int]]) -> int | None:
         if T == 0 or device_bytes is None:
@@ -121,14 +121,6 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
         plain_longest=longest(lambda there: memory.plain_bytes(there, platform)),
         how=pallas.how(problem, operands) if kernels else xla.how(problem, operands),
     )
-
-
-def _temp_bytes(name: str, problem: Problem, operands: Operands, platform: str) -> tuple[int, int]:
-    chunked = memory.temp_bytes(problem, operands, platform)
-    if name != "pallas":
-        return chunked
-    forward, gradient = pallas.temp_bytes(operands)
-    return forward, gradient if pallas.backward_is_kernel(operands) else max(gradient, chunked[1])
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

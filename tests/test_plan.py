@@ -321,6 +321,19 @@ def test_kernels_where_the_device_has_them():
     assert of(256).gradient_bytes > 100 * of(256).forward_bytes
 
 
+@pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11")
+def test_kernels_keep_to_a_memory_limit():
+    x = jax.ShapeDtypeStruct((2, 8192, 16, 100), jnp.bfloat16)
+    needed = memeff.plan(x, x, x, device="H200").gradient_bytes
+    of = lambda limit: memeff.plan(x, x, x, device="H200", memory_limit=limit)
+    assert of(needed).implementation == "pallas"
+    less = of(needed - 1)
+    assert less.implementation == "xla" and less.gradient_bytes < needed
+    call = lambda x: memeff.dot_product_attention(x, x, x, implementation="pallas", memory_limit=needed - 1)
+    with dispatch.as_if_on("gpu", "9.0"), pytest.raises(ValueError, match=f"need up to {needed} bytes .* in kernels"):
+        jax.eval_shape(call, x)
+
+
 @pytest.mark.parametrize(
     "how, error, words",
     [

@@ -1,7 +1,6 @@
-"""Attention on Hopper (H100, H200) by Pallas' Mosaic GPU kernels: what they can run, and arrays as they want them.
+"""Attention on Hopper (H100, H200) by Pallas' Mosaic GPU kernels. Hides how they want arrays, and in which tiles.
 
-Forward: `hopper_forward`. Backward: `hopper_backward`, after delta = rowsum(dout * out) - dlse. Head dims are padded to
-multiples of 64; above 128 the chunked path takes the gradient, from this out and lse.
+Heads, those of values as well, are padded to one multiple of 64, lengths to multiples of 8.
 """
 
 import jax.numpy as jnp
@@ -19,12 +18,13 @@ DIMS = "btkgh", "bskh", "bskd"
 
 def how(problem: Problem, operands: Operands) -> str:
     """The kernels in words."""
+    del problem
     tiling = forward_tiling(operands)
     return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits"
 
 
 def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
-    """Fastest on an H200 (bfloat16, 8192 tokens) at head dims 64 and 128."""
+    """The fastest of those that README.md beside this file tells of, at head dims 64 and 128."""
     largest = _width(operands)
     if largest == 64:
         return hopper_forward.Tiling(3, 128, 3, 2)

@@ -368,7 +368,7 @@ def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling
     col = tile * tiling.own
     last = jnp.minimum(col + tiling.own, shape.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others, False)
+    visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others)
     return KeysPlace(b, k, col, sight, visits)
 
 

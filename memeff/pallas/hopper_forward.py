@@ -1,4 +1,4 @@
-"""Forward on Hopper (sm_90a): one block for a tile of queries, which visits the tiles of keys that it sees.
+"""Forward on Hopper (sm_90a): a block does tile after tile of queries, and visits the tiles of keys that each sees.
 
 For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; logits in bits, that is times log2 e):
   masked tiles first, and the first whole one where a row has seen nothing yet, with a running maximum:
@@ -9,7 +9,8 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   at the end: out = o / l, lse = (m + log2 l) / log2 e
   A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
-  does (1) to (4) for all its tiles again, and only its own result is replaced.
+  is done again at the block's end: with what nobody sees cleaned of NaN and Inf, which changes no bit of the others; and if
+  it fails still, by (1) to (4) for all its tiles, and only its own result is replaced.
 """
 
 import functools
@@ -141,7 +142,7 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     # Rows behind the last query see what they like: nobody stores them.
     last = jnp.minimum(row + rows, shape.T) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    visits = keys_seen(problem, offset, row, last, all_ends, keys, False)
+    visits = keys_seen(problem, offset, row, last, all_ends, keys)
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits)
 
 
@@ -298,9 +299,9 @@ class Compute(NamedTuple):
         (out_ref, lse_ref), D = self.out, value_ref.shape[-1]
         y, rows = lax.rem(turn.queries, jnp.int32(self.tiling.queries)), pl.ds(here.row + self.group * ROWS, ROWS)
         mine = self.q_s.at[y * self.tiling.warpgroups + self.group]
-        q, o_s, of_out = mine, mine, out_ref.at[here.b, rows, here.n]
+        o_s, of_out = mine, out_ref.at[here.b, rows, here.n]  # queries make room for out
         plgpu.barrier_wait(self.q_there.at[y])
-        m, l, o, bad = Walk(self, here, turn, q, D).all()
+        m, l, o, bad = Walk(self, here, turn, mine, D).all()
 
         def only_failed():
             plgpu.copy_gmem_to_smem(of_out, o_s, self.old_there.at[self.group])

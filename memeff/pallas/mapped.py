@@ -69,7 +69,7 @@ def _over_devices(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]) 
         partition,
         infer,
         sharding_rule=f"{spaced(dims_in)} -> {spaced(dims_out)}",
-        need_replication_factors=tuple(sorted((x for x in letters if x not in FREE), key=list(letters).index)),
+        need_replication_factors=tuple(x for x in letters if x not in FREE),
     )
     return run(*arrays)
 

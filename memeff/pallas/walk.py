@@ -32,20 +32,19 @@ class Visits(NamedTuple):
         return jnp.where(n < self.right, self.high - 1 - n, jnp.where(n < self.masked, self.low + n - self.right, whole))
 
 
-def keys_seen(problem: Problem, offset, first, last, ends, size: int, elementwise: bool) -> Visits:
+def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> Visits:
     """Tiles of keys that queries `first` to `last` see; `ends`: how many queries and keys there are."""
-    some_from, some_to, all_from, all_to = tile_range(problem, offset, first, last)
-    return _visits((some_from, some_to, all_from, all_to), first, last, ends, size, elementwise)
+    return _visits(tile_range(problem, offset, first, last), first, last, ends, size)
 
 
-def queries_seeing(problem: Problem, offset, first, last, ends, size: int, elementwise: bool) -> Visits:
+def queries_seeing(problem: Problem, offset, first, last, ends, size: int) -> Visits:
     """Tiles of queries that see keys `first` to `last`: the window mirrored."""
     mirrored = dataclasses.replace(problem, left=problem.right, right=problem.left)
     q_end, kv_end = ends
-    return _visits(tile_range(mirrored, -offset, first, last), first, last, (kv_end, q_end), size, elementwise)
+    return _visits(tile_range(mirrored, -offset, first, last), first, last, (kv_end, q_end), size)
 
 
-def _visits(window, first, last, ends, size: int, elementwise: bool) -> Visits:
+def _visits(window, first, last, ends, size: int) -> Visits:
     some_from, some_to, all_from, all_to = window
     own_end, end = (jnp.asarray(x, jnp.int32) for x in ends)
     clip = lambda x, default: default if x is None else jnp.clip(x, 0, end)
@@ -56,8 +55,7 @@ def _visits(window, first, last, ends, size: int, elementwise: bool) -> Visits:
     whole_low = jnp.clip(tiles(clip(all_from, zero)), low, high)
     until = clip(all_to, end)
     whole_high = jnp.clip(lax.div(until, jnp.int32(size)), whole_low, high)
-    nothing_whole = (last >= own_end) | elementwise
-    whole_low, whole_high = (jnp.where(nothing_whole, low, x) for x in (whole_low, whole_high))
+    whole_low, whole_high = (jnp.where(last >= own_end, low, x) for x in (whole_low, whole_high))
     return Visits(low, high, whole_low - low, high - whole_high, until > whole_high * size)
 
 

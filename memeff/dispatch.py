@@ -128,9 +128,8 @@ def why_not(
         case "reference":
             return reference.why_not(problem, operands)
         case "pallas":
-            if chunks != (None, None):
-                return "kernels have their own tiles, and this call gives chunk_size"
-            return pallas.why_not(problem, operands, device(operands.query))
+            own_tiles = None if chunks == (None, None) else "kernels have their own tiles, and this call gives chunk_size"
+            return pallas.why_not(problem, operands, device(operands.query)) or own_tiles
         case "cudnn":
             return "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
     raise ValueError(f"implementation={name!r} is not known: use None or one of {', '.join(map(repr, IMPLEMENTATIONS))}.")

@@ -13,12 +13,12 @@ FEWEST_QUERIES = 64  # half a tile; where the chunked path begins to win was not
 
 def for_device(device: Device) -> str | None:
     """None if there are kernels for `device`, else the reason."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
-        return f"its kernels need jax 0.11, and this is {jax.__version__}"
     if device.platform != "gpu":
         return f"its kernels run on Hopper GPUs, and this is a {device.platform}"
     if device.capability != "9.0":
         return f"its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is {device.capability}"
+    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+        return f"its kernels need jax 0.11, and this is {jax.__version__}"
     return None
 
 

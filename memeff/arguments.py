@@ -346,6 +346,12 @@ def check_precision(precision):
     return precision
 
 
+def check_backward(backward: Any) -> str | None:
+    if backward not in (None, "split", "fused"):
+        raise ValueError(f'backward={backward!r} must be None, "split" or "fused".')
+    return backward
+
+
 def check_dropout(rng, rate, shared, deterministic) -> tuple[Dropout | None, Array | None]:
     """The static choice and the key as two uint32 words; (None, None) where nothing is dropped."""
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):

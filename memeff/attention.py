@@ -13,6 +13,7 @@ from memeff.differentiation import attend
 from memeff.problem import SEES_NOTHING, Operands, Problem
 
 Implementation = Literal["xla", "reference", "pallas"]
+Backward = Literal["split", "fused"]
 
 
 @overload
@@ -29,6 +30,7 @@ def dot_product_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
+    backward: Backward | None = None,
     return_residual: Literal[False] = ...,
     logits_soft_cap: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
@@ -63,6 +65,7 @@ def dot_product_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
+    backward: Backward | None = None,
     return_residual: Literal[True],
     logits_soft_cap: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
@@ -96,6 +99,7 @@ def dot_product_attention(
     key_value_seq_lengths=None,
     local_window_size=None,
     implementation=None,
+    backward=None,
     return_residual=False,
     logits_soft_cap=None,
     query_segment_ids=None,
@@ -136,6 +140,9 @@ def dot_product_attention(
         `is_causal` the smaller right holds.
       implementation: None (memeff chooses), "xla" (chunked, any device), "reference" (quadratic), "pallas" (kernels for
         Hopper GPUs; `memeff.explain` says which calls they run).
+      backward: of kernels. "split", the default: a kernel for the query's gradient and one for those of key and value;
+        bits repeat. "fused": one kernel, five products a tile instead of seven; the query's gradient is added up in
+        an order that differs from run to run, in a float32 array as large as itself. The gradients are equally exact.
       return_residual: also return lse.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c), before bias and mask.
       query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.
@@ -190,6 +197,7 @@ def dot_product_attention(
         soft_cap=static_terms[1],
         dropout=dropout,
         precision=arguments.check_precision(precision),
+        backward=arguments.check_backward(backward),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),

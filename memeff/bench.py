@@ -109,10 +109,11 @@ def why_not(name: str, dtype: str) -> str | None:
 
 def attention(name: str) -> Callable[..., Any]:
     """The JAX function behind `name`, of query, key, value and what `causality` tells."""
-    if own := re.fullmatch(r"memeff(?::(?:(\d+)|(xla|pallas)))?(?:@([\w.]+))?", name):
+    if own := re.fullmatch(r"memeff(?::(?:(\d+)|(xla|pallas|fused)))?(?:@([\w.]+))?", name):
         chunk, implementation, memory = (int(x) if x and x.isdecimal() else x for x in own.groups())
-        limit = {"memory_limit": memory} if memory else {}
-        return functools.partial(memeff.dot_product_attention, chunk_size=chunk, implementation=implementation, **limit)
+        own = {"memory_limit": memory} if memory else {}
+        own |= {"backward": "fused"} if implementation == "fused" else {"implementation": implementation}
+        return functools.partial(memeff.dot_product_attention, chunk_size=chunk, **own)
     library, _, variant = name.partition(":")
     match library:
         case "jax.nn" if variant in ("", "xla", "cudnn"):

@@ -32,20 +32,20 @@ def select_implementation(
 
     Refuses a request that cannot be met. `chunks` and `limit` are the call's `chunk_size` and `memory_limit` in bytes.
     """
-    name = requested
+    fused = problem.backward == "fused"
+    name = requested or ("pallas" if fused else None)
     if name is None:
         against = why_not("pallas", problem, operands, chunks)
-        fits = limit is None or against is not None or max(pallas.temp_bytes(operands)) <= limit
+        fits = limit is None or against is not None or max(pallas.temp_bytes(problem, operands)) <= limit
         name = "pallas" if fits and (against or pallas.slower(problem, operands)) is None else "xla"
         expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and _watching.get() is None
         if against is not None and expected and pallas.for_device(device(operands.query)) is None:
             _tell(against)
     reason = why_not(name, problem, operands, chunks)
     if reason is not None:
-        raise NotImplementedError(
-            f'implementation="{name}" cannot run this call: {reason}. '
-            'Use implementation=None to let memeff choose, or "xla", which always runs.'
-        )
+        cure = 'Use implementation=None to let memeff choose, or "xla", which always runs.'
+        cure = "Leave backward away." if fused else cure
+        raise NotImplementedError(f'implementation="{name}" cannot run this call: {reason}. {cure}')
     problem = choose_tiles(problem, operands, chunks, limit, name)
     if (calls := _watching.get()) is not None:
         calls.append((problem, operands, name))
@@ -237,7 +237,7 @@ def temp_bytes(problem: Problem, operands: Operands, implementation: str | None)
     chunked = memory.temp_bytes(problem, operands, platform())
     if implementation != "pallas":
         return chunked
-    forward, gradient = pallas.temp_bytes(operands)
+    forward, gradient = pallas.temp_bytes(problem, operands)
     return forward, gradient if pallas.backward_is_kernel(operands) else max(gradient, chunked[1])
 
 

@@ -36,6 +36,7 @@ class Problem:
     soft_cap: float | None = None  # unless Terms.soft_cap has it as an array
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
+    backward: str | None = None  # of kernels: "split" in two, or "fused" in one; None: as "split"
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
     fused_chunk_size: tuple[int, int] | None = None  # and for a backward fused into its products (GPU); None: without
@@ -260,3 +261,8 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
         bits = bits1 ^ bits2
         unit = lax.bitcast_convert_type((bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000), jnp.float32) - jnp.float32(1)
     return unit < jnp.asarray(p, unit.dtype)
+
+
+def only_kernels_fuse(problem: Problem) -> str | None:
+    """Why what is not a kernel cannot run this."""
+    return 'backward="fused" is a form that only kernels have' if problem.backward == "fused" else None

@@ -170,6 +170,22 @@ def test_kernels_are_chosen_where_they_are_faster():
 
 
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+def test_the_form_of_the_backward_is_what_is_asked_for():
+    x, heads = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256, 2, 192), jnp.bfloat16)
+    with dispatch.as_if_on("gpu", "9.0"):
+        assert "fused into one" in memeff.explain(x, x, x, backward="fused")
+        assert "fused" not in memeff.explain(x, x, x, backward="split").split(".")[0]
+        assert memeff.explain(x, x, x, backward="split").split(".")[0] == memeff.explain(x, x, x).split(".")[0]
+        with pytest.raises(NotImplementedError, match='backward="fused" takes heads of up to 128, and here H=192'):
+            memeff.explain(heads, heads, heads, backward="fused")
+        sums = 4 * 256 * 2 * 64
+        gradient = lambda **how: memeff.plan(x, x, x, device="H200", **how).gradient_bytes
+        assert gradient(backward="fused") == gradient() + sums
+    x = jnp.ones((1, 5, 2, 3))
+    assert (dot_product_attention(x, x, x, backward="split") == dot_product_attention(x, x, x)).all()
+
+
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
 def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
     monkeypatch.setattr(dispatch, "_told", set())
     x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)

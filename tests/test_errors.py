@@ -104,6 +104,9 @@ WRONG = [
     # how
     ({"implementation": "pallas"}, NotImplementedError, r'implementation="pallas" cannot run this call: .*\. Use implementation=None .*"xla", which always runs'),
     ({"implementation": "cudnn"}, NotImplementedError, r'implementation="cudnn" cannot run this call: .*jax\.nn'),
+    ({"backward": "both"}, ValueError, r"backward='both' must be None, \"split\" or \"fused\""),
+    ({"backward": "fused"}, NotImplementedError, r'"pallas" cannot run this call: .*\. Leave backward away'),
+    ({"backward": "fused", "implementation": "xla"}, NotImplementedError, r'"xla" cannot run this call: backward="fused" is a form that only kernels have\. Leave'),
     ({"implementation": "flash"}, ValueError, r"implementation='flash' is not known: use None or one of 'xla', 'reference', 'pallas'"),
     ({"chunk_size": 0}, ValueError, r"chunk_size=0: sides count tokens and must be >= 1; use None for the default"),
     ({"chunk_size": (128, -1)}, ValueError, r"chunk_size=\(128, -1\): sides count tokens and must be >= 1"),
@@ -342,6 +345,7 @@ ELSEWHERE = {  # changes no number; the test that shows what it does
     "memory_limit": "test_plan.py",
     "precision": "test_keywords_that_change_no_number",
     "implementation": "test_keywords_that_change_no_number",
+    "backward": "test_dispatch.py",
     "deterministic": "test_keywords_that_change_no_number",
     "force_fp32_for_softmax": "test_keywords_that_change_no_number",
     "module": "test_wrong_calls_are_cured_by_their_message",

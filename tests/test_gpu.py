@@ -169,6 +169,18 @@ def test_hopper(name):
     assert_truth(result, name, args, kwargs, "bfloat16")
 
 
+FUSED = [name for name, (z, _) in HOPPER.items() if z.H <= 128 and (z.K > 1 or name in ("length 63", "length 1087"))]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_hopper_fused(name):
+    z, kwargs = HOPPER[name]
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
+    assert_truth(run_call(args, kwargs | {"backward": "fused"}, "bfloat16"), name, args, kwargs, "bfloat16")
+
+
 @pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
 def test_hopper_rows_that_are_done_again(where):
     if reason := pallas.for_device(dispatch.device()):

@@ -38,6 +38,8 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         "its kernels read no bias": terms.bias is not None,
         "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale is not None
         or terms.soft_cap is not None,
+        f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward == "fused"
+        and max(H, D) > LARGEST_HEAD_BACKWARD,
         "its kernels know no segments yet": operands.q_segments is not None,
         "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
     }
@@ -63,15 +65,16 @@ def tile(operands: Operands) -> tuple[int, int]:
     return tiling.rows, tiling.keys
 
 
-def temp_bytes(operands: Operands) -> tuple[int, int]:
-    """Of a forward for inference, and of forward and gradient in one call: rows, and copies with padded head dims."""
+def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """Of a forward for inference, and of forward and gradient in one call: rows, padded copies, sums of dq if fused."""
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     up = lambda n, multiple: -(-n // multiple) * multiple
     width = up(max(H, D), 64)
     size = lambda length, heads: B * heads * length * width * operands.query.dtype.itemsize
     copy = lambda length, heads, dim: size(up(length, 8), heads) if length % 8 or dim != width else 0
     copies, out = copy(T, K * G, H) + copy(S, K, H) + copy(S, K, D), copy(T, K * G, D)
-    return copies + out, 2 * copies + 2 * out + 2 * 4 * B * K * G * T
+    sums = 4 * B * K * G * up(T, 8) * width if problem.backward == "fused" else 0
+    return copies + out, 2 * copies + 2 * out + 2 * 4 * B * K * G * T + sums
 
 
 def how(problem: Problem, operands: Operands) -> str:

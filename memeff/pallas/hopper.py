@@ -4,9 +4,9 @@ Heads, those of values as well, are padded to one multiple of 64, lengths to mul
 """
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from memeff.pallas import hopper_backward, hopper_forward
+from memeff.pallas import hopper_backward, hopper_forward, hopper_fused
 from memeff.pallas.mapped import mapped
 from memeff.pallas.walk import Scalars
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
@@ -18,9 +18,9 @@ DIMS = "btkgh", "bskh", "bskd"
 
 def how(problem: Problem, operands: Operands) -> str:
     """The kernels in words."""
-    del problem
     tiling = forward_tiling(operands)
-    return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits"
+    form = ", the gradient fused into one" if problem.backward == "fused" else ""
+    return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits{form}"
 
 
 def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
@@ -37,6 +37,10 @@ def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper
     if largest == 64:
         return hopper_backward.Tiling(2, 128, 3), hopper_backward.Tiling(2, 128, 4)
     return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 3)
+
+
+def fused_tiling(operands: Operands) -> hopper_backward.Tiling:
+    return hopper_backward.Tiling(2, 128 if _width(operands) == 64 else 64, 2)
 
 
 def _width(operands: Operands) -> int:
@@ -88,11 +92,25 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
         arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
         query_, key_, value_, out_, dout_ = (_padded(x, _width(operands)) for x in arrays)
-        tilings = backward_tilings(operands)
-        dq, delta = hopper_backward.queries(
-            problem, (T, S), (query_, key_, value_, out_, dout_, lse), (*dlse, None)[0], scalars, tilings[0]
-        )
-        dk, dv = hopper_backward.keys(problem, (T, S), (query_, key_, value_, dout_, lse, delta), scalars, tilings[1])
+        (dlse,) = dlse or (None,)
+
+        def split():
+            of_queries, of_keys = backward_tilings(operands)
+            arrays = (query_, key_, value_, out_, dout_, lse)
+            dq, delta = hopper_backward.queries(problem, (T, S), arrays, dlse, scalars, of_queries)
+            arrays = (query_, key_, value_, dout_, lse, delta)
+            return dq, *hopper_backward.keys(problem, (T, S), arrays, scalars, of_keys)
+
+        def fused():
+            delta = hopper_fused.deltas((T, S), out_, dout_, dlse)
+            arrays = (query_, key_, value_, dout_, lse, delta)
+            dq, dk, dv, nan_if_bad = hopper_fused.gradients(problem, (T, S), arrays, scalars, fused_tiling(operands))
+            found = (dq * hopper_backward.Gradient(problem).slope).astype(query.dtype), dk, dv
+            # A loop that runs once or never, for it writes over what is bad; a cond would hold both.
+            bad = jnp.isnan(nan_if_bad).any()
+            return lax.while_loop(lambda state: state[0], lambda _: (jnp.bool_(False), split()), (bad, found))[1]
+
+        dq, dk, dv = fused() if problem.backward == "fused" else split()
         return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D]
 
     dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *["b"] * len(given)

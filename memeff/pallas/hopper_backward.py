@@ -214,8 +214,7 @@ def _compute_queries(
         if dlse_ref is not None:
             pairs += [(dlse_ref.at[here.b, here.n, rows], delta_s)]
         load(*pairs, there=rows_there)
-        product = [plgpu.load(x, layout=WGMMA).astype(jnp.float32) for x in (o, do)]
-        delta = (product[0] * product[1]).sum(axis=1)
+        delta = row_sums(o, do)
         delta = delta if dlse_ref is None else delta - plgpu.load(delta_s, layout=ROW)
         delta_s[...] = delta
         plgpu.commit_smem()
@@ -268,6 +267,12 @@ def _compute_queries(
     plgpu.wait_smem_to_gmem(0)
 
 
+def row_sums(x, y) -> Array:
+    """Of x times y, tiles in shared memory."""
+    x, y = (plgpu.load(ref, layout=WGMMA).astype(jnp.float32) for ref in (x, y))
+    return (x * y).sum(axis=1)
+
+
 def _clean(shared, good, bad_s, group, all_here) -> None:
     """Zeros where the tile `shared`, which all warpgroups read, is not `good`; 64 x 64 numbers at a time."""
     rows, cols = (n // ROWS for n in shared.shape)
@@ -312,7 +317,7 @@ def keys(
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        find = lambda index: _find_place(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
+        find = lambda index: find_keys(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
@@ -327,7 +332,7 @@ def keys(
         def _():
             take_registers(tiling.warpgroups, computes=False)
             arrays = refs[0], *refs[3:6]
-            copy = lambda careful, at, _: _copy_queries(shape, tiling, arrays, find(at), careful, **scratch)
+            copy = lambda careful, at, _: copy_queries(shape, tiling, arrays, find(at), careful, **scratch)
             _attempts(copy, tiling, ("used",), scratch)
 
     scratch = dict(
@@ -359,7 +364,7 @@ class KeysPlace(NamedTuple):
     visits: Visits  # of one query head
 
 
-def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int, index) -> KeysPlace:
+def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int, index) -> KeysPlace:
     early = problem.right is not None
     head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, index)
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
@@ -372,23 +377,22 @@ def _find_place(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling
     return KeysPlace(b, k, col, sight, visits)
 
 
-def _copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
+def copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.total
     of_all = shape.G * count
     start = of_all if careful else 0
 
-    @pl.loop(start, start + of_all)
-    def _(at):
-        x, n = lax.rem(at, jnp.int32(stages)), at - start
-        head = here.k * shape.G + lax.div(n, count)
-        rows = pl.ds(here.visits.tile(lax.rem(n, count)) * tiling.others, tiling.others)
+    def one(g, n):
+        at, head = start + g * count + n, here.k * shape.G + g
+        x, rows = lax.rem(at, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
         pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
         plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
         plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
         plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
+    pl.loop(0, shape.G)(lambda g: pl.loop(0, count)(lambda n: one(g, n)))
     return of_all
 
 

@@ -19,6 +19,7 @@ plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # un
 WGMMA = plgpu.Layout.WGMMA  # of a tile, 64 rows and more, that a product made
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # of what belongs to its rows, to its columns
 SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, as products read them
+FLOATS = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # 32-bit tiles
 
 _interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar("memeff_interpreter", default=None)
 
@@ -121,3 +122,16 @@ def meet(barrier) -> None:
     """All warpgroups that compute wait for each other."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def add_to(shared, total, spare=None) -> None:
+    """Starts total += shared, of float32 in global memory, in no fixed order; by way of `spare` in the interpreter."""
+    if spare is None:
+        plgpu.copy_smem_to_gmem(shared, total, reduction_op="add")
+        return
+    old, there = spare
+    plgpu.copy_gmem_to_smem(total, old, there)
+    plgpu.barrier_wait(there)
+    shared[...] = shared[...] + old[...]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared, total)

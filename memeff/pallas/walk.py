@@ -51,7 +51,7 @@ def _visits(window, first, last, ends, size: int) -> Visits:
     zero = jnp.int32(0)
     tiles = lambda x: lax.div(x + (size - 1), jnp.int32(size))
     low, high = lax.div(clip(some_from, zero), jnp.int32(size)), tiles(clip(some_to, end))
-    high = jnp.where(first < own_end, jnp.maximum(low, high), low)
+    high = jnp.where((first < own_end) & (clip(some_from, zero) < end), jnp.maximum(low, high), low)
     whole_low = jnp.clip(tiles(clip(all_from, zero)), low, high)
     until = clip(all_to, end)
     whole_high = jnp.clip(lax.div(until, jnp.int32(size)), whole_low, high)

@@ -1,0 +1,261 @@
+"""Backward on Hopper (sm_90a) in one kernel of five products: what makes dk and dv makes dq as well.
+
+As (5) and (6) of `hopper_backward` say, on 128 keys j of a block, 64 for each of its two warpgroups; and
+  (7) part = draw_i k_j, one step later, when both warpgroups' draw is in shared memory: each makes a half
+  (8) dq_i += part, in float32 in global memory
+Blocks add as they come, so the bits of dq differ from run to run, and its sums take 4 bytes a number. What nobody sees is
+not cleaned of NaN and Inf: where something was not finite, the two kernels do all again.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.pallas.hopper_backward import Gradient, KeysPlace, Tiling, copy_queries, find_keys, row_sums
+from memeff.pallas.hopper_forward import ROWS, drain
+from memeff.pallas.mosaic import (
+    COL,
+    FLOATS,
+    ROW,
+    WGMMA,
+    accumulators,
+    add_to,
+    begin,
+    call,
+    interpreting,
+    meet,
+    multiply,
+    plgpu,
+    positions,
+    spread,
+    stage,
+    take_registers,
+    tile,
+)
+from memeff.pallas.walk import Scalars, Shape
+from memeff.problem import Problem, sees
+
+GROUPS = 2
+PART = 64  # rows and columns of (7)
+DRAWS = 2  # tiles of draw: one is written while the one before is multiplied
+
+
+def gradients(
+    problem: Problem, lengths: tuple[int, int], arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling
+) -> tuple[Array, Array, Array, Array]:
+    """dq (but for its slope) in float32, dk and dv in the layout of the door; and numbers, of which one is NaN if something
+    was not finite. Then NaN and Inf that nobody sees may have come into dq.
+
+    Of query, key, value, dout, and, B N T', lse (in bits) and delta; sizes as in `hopper_forward.attend`.
+    """
+    query, key, value, _, lse, _ = arrays
+    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
+    shape = Shape(B, T, S, K, N // K)
+    assert D == H and tiling.warpgroups == GROUPS and tiling.others * H == GROUPS * PART * PART
+    assert lse.shape[-1] % tiling.others == 0
+    given = [x for x in scalars if x is not None]
+    blocks = B * K * -(-S // tiling.own)
+
+    def body(*refs, **scratch):
+        values = iter(refs[6 : 6 + len(given)])
+        values = Scalars(*(None if x is None else next(values) for x in scalars))
+        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        find = lambda index: find_keys(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
+
+        @pl.when(group < GROUPS)
+        def _():
+            take_registers(GROUPS, computes=True)
+            # As if it were another block: else all that the end needs would stay in registers.
+            same = find(lax.optimization_barrier(block))
+            _compute(problem, shape, tiling, refs[1:3], refs[-4:], find(block), same, block, group, **scratch)
+
+        @pl.when(group == GROUPS)
+        def _():
+            take_registers(GROUPS, computes=False)
+            count = copy_queries(shape, tiling, (refs[0], *refs[3:6]), find(block), False, **scratch)
+            drain(count, tiling.stages, [scratch["used"]])
+
+    others, stages = tiling.others, tiling.stages
+    scratch = dict(
+        k_s=tile(1, tiling.own, H, dtype),
+        v_s=tile(1, tiling.own, H, dtype),
+        q_s=tile(stages, others, H, dtype),
+        do_s=tile(stages, others, H, dtype),
+        lse_s=plgpu.SMEM((stages, others), jnp.float32),
+        delta_s=plgpu.SMEM((stages, others), jnp.float32),
+        draw_s=tile(DRAWS, tiling.own, others, dtype),
+        part_s=plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS),
+        bad_s=plgpu.SMEM((GROUPS * ROWS,), jnp.float32),
+        kv_there=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
+        q_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        draw_there=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=DRAWS),
+        all_here=plgpu.Barrier(num_arrivals=GROUPS),
+        **stage(GROUPS, ROWS, others, dtype),
+    )
+    if interpreting():  # for `add_to`
+        old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
+        scratch |= dict(old_s=old_s, old_there=plgpu.Barrier(num_barriers=GROUPS))
+    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None)
+    results = jnp.zeros(query.shape, jnp.float32), lax.empty(key.shape, dtype), lax.empty(value.shape, dtype)
+    results += (lax.empty((blocks, tiling.own), jnp.float32),)
+    return pl.run_state(lambda refs: kernel(*arrays, *given, *refs))(results)
+
+
+def _compute(
+    problem, shape, tiling, arrays, out, here: KeysPlace, same: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
+    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old_s=None,
+    old_there=None,
+):  # fmt: skip
+    (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
+    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
+    mine = pl.ds(group * ROWS, ROWS)
+    k, v, part_s = k_s.at[0, mine], v_s.at[0, mine], part_s.at[group]
+    masked, count = here.visits.masked, here.visits.total
+    row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
+    to_stage, spare = stage and stage.at[group], old_s and (old_s.at[group], old_there.at[group])
+    of_keys = lambda here, ref: ref.at[here.b, pl.ds(here.col + group * ROWS, ROWS), here.k]
+    wide = tiling.others == PART  # a half of (7) is half the columns, or half the rows
+    half = pl.ds(group * PART, PART)
+
+    def start_part(part, at):
+        """(7) of the visit `at`."""
+        y, all_k = lax.rem(at, jnp.int32(DRAWS)), k_s.at[0]
+        plgpu.barrier_wait(draw_there.at[y])
+        if wide:
+            plgpu.wgmma(part, draw_s.at[y].T, all_k.at[:, half])
+        else:
+            plgpu.wgmma(part, draw_s.at[y].at[:, half].T, all_k)
+
+    def give(part, g, n):
+        """(8) of the visit before the n-th of head g."""
+        first, head = here.visits.tile(jnp.where(n > 0, n, count) - 1) * tiling.others, here.k * shape.G + g
+        head = jnp.where(n > 0, head, head - 1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        part_s[...] = part
+        plgpu.commit_smem()
+        if wide:
+            add_to(part_s, dq_ref.at[here.b, pl.ds(first, PART), head, half], spare)
+        else:
+            add_to(part_s, dq_ref.at[here.b, pl.ds(first + group * PART, PART), head], spare)
+
+    def step(g, n, hides, first, dk, dv):
+        at = g * count + n
+        x, y = lax.rem(at, jnp.int32(tiling.stages)), lax.rem(at, jnp.int32(DRAWS))
+        q, do, keep = q_s.at[x], do_s.at[x], None
+        if hides:
+            rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
+            keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
+        plgpu.barrier_wait(q_there.at[x])
+        plgpu.barrier_wait(do_there.at[x])
+
+        def products(raw, dp):
+            whole = begin(dp, -row(delta_s.at[x]))
+            plgpu.wgmma(raw, k, q.T)  # (5)
+            plgpu.wgmma(dp, v, do.T)
+            p, draw = gradient.probabilities(plgpu.wgmma_accumulator_load(raw, wait_n=1), row(lse_s.at[x]), keep)  # (6)
+            multiply(dv, p.astype(dtype), do, to_stage)
+            d = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))).astype(dtype)  # while dv runs
+
+            def rest():
+                multiply(dk, d, q, to_stage)
+                draw_s[y, mine] = d
+                plgpu.commit_smem()
+
+            def with_part(part):
+                start_part(part, at - 1)
+                rest()
+                found = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
+                # Only now: (7) has read the other tile of draw, which the other warpgroup writes next.
+                plgpu.barrier_arrive(draw_there.at[y])
+                give(found, g, n)
+
+            if first:
+                rest()
+                plgpu.barrier_arrive(draw_there.at[y])
+            else:
+                accumulators(with_part, (PART, PART))
+            plgpu.wgmma_wait(0)
+
+        accumulators(products, sides, sides)
+        plgpu.barrier_arrive(used.at[x])
+
+    for ref, to in ((key_ref, k), (value_ref, v)):
+        plgpu.copy_gmem_to_smem(of_keys(here, ref), to, kv_there.at[group])
+    plgpu.barrier_wait(kv_there.at[group])
+    bad_s[mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))  # in (7) nothing times NaN is NaN
+    meet(all_here)  # (7) reads both warpgroups' keys
+
+    def walk(dk, dv):
+        def head(g, _):
+            begun = jnp.where(g == 0, 1, 0)
+            for first, last, hides in ((begun, masked, True), (jnp.maximum(begun, masked), count, False)):
+                body = lambda n, _, hides=hides: step(g, n, hides, False, dk, dv)
+                lax.fori_loop(first, last, body, None)
+
+        lax.fori_loop(0, jnp.minimum(count, 1), lambda n, _: step(0, n, True, True, dk, dv), None)
+        lax.fori_loop(0, shape.G, head, None)
+        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
+
+    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+
+    @pl.when(count > 0)
+    def _():
+        def flush(part):
+            start_part(part, count * shape.G - 1)
+            give(plgpu.wgmma_accumulator_load(part, wait_n=0), shape.G, 0)
+
+        accumulators(flush, (PART, PART))
+
+    bad_s[mine] = functools.reduce(jnp.add, map(nan_if_bad, (dk, dv)), plgpu.load(bad_s.at[mine], layout=ROW))
+    meet(all_here)  # nobody reads my keys any more
+    k[...] = (dk * gradient.slope).astype(dtype)
+    v[...] = dv.astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k, of_keys(same, dk_ref))
+    plgpu.copy_smem_to_gmem(v, of_keys(same, dv_ref))
+    plgpu.copy_smem_to_gmem(bad_s.at[mine], bad_ref.at[block, mine])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def nan_if_bad(x: Array) -> Array:
+    """Of each row: NaN if a number is not finite, else 0."""
+    return (x * 0.0).sum(axis=1)
+
+
+def deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
+    """rowsum(dout * out) - dlse, B N T', of arrays in the layout of the door; T' is the next multiple of 128."""
+    (B, _, N, D), dtype, own = out.shape, out.dtype, GROUPS * ROWS
+    tiles = -(-lengths[0] // own)
+
+    def body(*refs, out_s, do_s, delta_s, there):
+        (out_ref, dout_ref), group, block = refs[:2], lax.axis_index("warpgroup"), lax.axis_index("block")
+        head, at = lax.div(block, jnp.int32(tiles)), lax.rem(block, jnp.int32(tiles))
+        b, n, rows = lax.div(head, jnp.int32(N)), lax.rem(head, jnp.int32(N)), pl.ds(at * own + group * ROWS, ROWS)
+        pairs = [(out_ref.at[b, rows, n], out_s.at[group]), (dout_ref.at[b, rows, n], do_s.at[group])]
+        if dlse is not None:
+            pairs += [(refs[2].at[b, n, rows], delta_s.at[group])]
+        for of, to in pairs:
+            plgpu.copy_gmem_to_smem(of, to, there.at[group])
+        plgpu.barrier_wait(there.at[group])
+        delta = row_sums(out_s.at[group], do_s.at[group])
+        if dlse is not None:
+            delta = delta - plgpu.load(delta_s.at[group], layout=ROW)
+        delta_s[group] = delta
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(delta_s.at[group], refs[-1].at[b, n, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = dict(
+        out_s=tile(GROUPS, ROWS, D, dtype),
+        do_s=tile(GROUPS, ROWS, D, dtype),
+        delta_s=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        there=plgpu.Barrier(num_arrivals=2 if dlse is None else 3, num_barriers=GROUPS),
+    )
+    types = [jax.ShapeDtypeStruct((B, N, tiles * own), jnp.float32)]
+    given = [x for x in (out, dout, dlse) if x is not None]
+    return call(body, "memeff_delta", types, scratch, B * N * tiles, GROUPS)(*given)[0]

@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint notebooks bench clean
+.PHONY: help demo test slow lint notebooks bench sm90a clean
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
 	@echo "make bench      the README's memory and speed tables"
+	@echo "make sm90a      compiles the Hopper kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
 
@@ -36,6 +37,18 @@ notebooks: $(VENV)/.dev
 bench: $(VENV)/.models
 	$(BIN)/python -m memeff.bench memory
 	$(BIN)/python -m memeff.bench speed
+
+# JAX's CUDA plugin and ptxas without the libraries that a GPU would need; apart, for JAX looks for those when it starts.
+SM90A = .venv-sm90a/bin/python
+sm90a: .venv-sm90a/.stamp
+	$(SM90A) -m pytest --noconftest -q tests/test_sm90a.py
+
+.venv-sm90a/.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-sm90a
+	$(SM90A) -m pip install --quiet --disable-pip-version-check -e . jax==0.11.2 jaxlib==0.11.2 absl-py 'pytest>=9,<10'
+	$(SM90A) -m pip install --quiet --disable-pip-version-check --no-deps jax-cuda13-plugin==0.11.2 \
+	  jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis

@@ -99,7 +99,7 @@ def gradients(
     )
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
-        scratch |= dict(old_s=old_s, old_there=plgpu.Barrier(num_barriers=GROUPS))
+        scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
     kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None)
     results = jnp.zeros(query.shape, jnp.float32), lax.empty(key.shape, dtype), lax.empty(value.shape, dtype)
     results += (lax.empty((blocks, tiling.own), jnp.float32),)
@@ -108,8 +108,7 @@ def gradients(
 
 def _compute(
     problem, shape, tiling, arrays, out, here: KeysPlace, same: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
-    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old_s=None,
-    old_there=None,
+    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None,
 ):  # fmt: skip
     (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
@@ -117,7 +116,7 @@ def _compute(
     k, v, part_s = k_s.at[0, mine], v_s.at[0, mine], part_s.at[group]
     masked, count = here.visits.masked, here.visits.total
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
-    to_stage, spare = stage and stage.at[group], old_s and (old_s.at[group], old_there.at[group])
+    to_stage, spare = stage and stage.at[group], old and tuple(x.at[group] for x in old)
     of_keys = lambda here, ref: ref.at[here.b, pl.ds(here.col + group * ROWS, ROWS), here.k]
     wide = tiling.others == PART  # a half of (7) is half the columns, or half the rows
     half = pl.ds(group * PART, PART)

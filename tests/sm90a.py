@@ -1,0 +1,57 @@
+"""Compiles the kernels for an H200 that is not there, and prints what ptxas says of each. Run by test_sm90a.py."""
+
+import functools
+import os
+import pathlib
+
+if __name__ == "__main__":  # before JAX starts
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # nothing to tune on
+    }
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import memeff  # noqa: E402
+from memeff import dispatch  # noqa: E402
+
+CASES = {
+    "full": dict(H=128),
+    "causal": dict(H=64, is_causal=True),
+    "grouped": dict(H=128, K=4, is_causal=True),
+    "window": dict(H=128, local_window_size=(1000, 0), logits_soft_cap=20.0),
+    "wide": dict(H=192, is_causal=True),
+    "fused": dict(H=128, is_causal=True, backward="fused"),
+    "fused 64": dict(H=64, backward="fused"),
+}
+B, T, N = 2, 8192, 16
+
+
+def compiled(H: int, K: int = N, **how):
+    """Forward and gradient of a call."""
+    description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
+    devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    here = NamedSharding(mesh, PartitionSpec())
+
+    def both(query, key, value, dout):
+        out, pull = jax.vjp(
+            functools.partial(memeff.dot_product_attention, implementation="pallas", **how), query, key, value
+        )
+        return out, *pull(dout)
+
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, K, K, N)]
+    with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
+        return jax.jit(both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
+
+
+if __name__ == "__main__":
+    for name, how in CASES.items():
+        print("case", name, flush=True)
+        print("temporary bytes", compiled(**how).memory_analysis().temp_size_in_bytes, flush=True)

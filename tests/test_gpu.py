@@ -243,10 +243,7 @@ def sampled_errors(T, N, K, H, left, samples=64, **how):
     rows[0] = T - 1
     keys, values = wide(k[0, :, K - 1]), wide(v[0, :, K - 1])
     sees = lambda i, j: (j <= i) & (True if left is None else j >= i - left)
-    found, true = (
-        {name: [] for name in ("out", "lse", "dq", "dk", "dv")},
-        {name: [] for name in ("out", "lse", "dq", "dk", "dv")},
-    )
+    found, true = ({name: [] for name in ("out", "lse", "dq")} for _ in range(2))
     for i in rows:
         seen = np.flatnonzero(sees(i, np.arange(T)))
         s = keys[seen] @ wide(q[0, i, n]) / np.sqrt(H)

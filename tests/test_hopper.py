@@ -64,6 +64,16 @@ CASES = {
     "narrow window": (small(T=200, S=200), dict(local_window_size=(0, 0))),
     "lengths": (small(B=2, T=200, S=300), dict(query_seq_lengths=i32([70, 200]), key_value_seq_lengths=i32([300, 0]))),
     "soft cap": (small(T=130, S=130), dict(logits_soft_cap=1.5, is_causal=True)),
+    "segments": (
+        small(B=2, T=200, S=200, G=2),
+        dict(query_segment_ids=np.sort(np.random.default_rng(0).integers(0, 4, (2, 200))).astype(np.int32), is_causal=True),
+    ),
+    "segments, unsorted": (
+        small(T=70, S=300, H=128, D=128),
+        dict(
+            query_segment_ids=i32([[1, 5] * 35]), key_value_segment_ids=i32([[5, 1, 2] * 100]), local_window_size=(None, 90)
+        ),
+    ),
     "scale": (small(T=64, S=130), dict(scale=-0.3)),
     "everything": (
         small(B=2, T=150, S=280, G=3, H=72, D=8),
@@ -102,6 +112,11 @@ FUSED = {  # the interpreter takes blocks that add to the same dq for a race: it
     "one block": (small(T=300, S=100, G=2), dict(is_causal=True), True),
     "one block, 128": (small(T=150, S=128, H=128, D=128), dict(local_window_size=(30, 7)), True),
     "blocks": (small(B=2, T=300, S=300, K=2, H=40, D=64), dict(is_causal=True), False),
+    "segments": (
+        small(B=1, T=150, S=100, H=128, D=128),
+        dict(query_segment_ids=i32([[1, 5] * 75]), key_value_segment_ids=i32([[5, 1, 1, 2] * 25])),
+        True,
+    ),
     "soft cap, lengths": (
         small(B=2, T=150, S=300, G=2, H=128, D=100),
         dict(

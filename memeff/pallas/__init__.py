@@ -40,7 +40,6 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         or terms.soft_cap is not None,
         f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward == "fused"
         and max(H, D) > LARGEST_HEAD_BACKWARD,
-        "its kernels know no segments yet": operands.q_segments is not None,
         "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -55,39 +55,46 @@ def _padded(x: Array, width: int) -> Array:
     return jnp.pad(x, more) if any(map(any, more)) else x
 
 
-def _scalars(operands: Operands) -> tuple[list[Array], list[str]]:
-    """Those that are given, [B], and their names."""
+def _scalars(operands: Operands) -> tuple[list[Array], list[str], list[str]]:
+    """Those that are given, their names, and their dims."""
     names = [name for name in Scalars._fields if getattr(operands, name) is not None]
-    B = operands.query.shape[0]
-    return [jnp.broadcast_to(getattr(operands, name), (B,)) for name in names], names
+    B, dims = operands.query.shape[0], {"q_segments": "bt", "kv_segments": "bs"}
+    of = lambda name, x: x if name in dims else jnp.broadcast_to(x, (B,))
+    return [of(name, getattr(operands, name)) for name in names], names, [dims.get(name, "b") for name in names]
+
+
+def _named(names: list[str], scalars) -> Scalars:
+    """Segments as whole tiles want them."""
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)]) if x.ndim == 2 else x
+    return Scalars(**dict(zip(names, map(pad, scalars), strict=True)))
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
-    given, names = _scalars(operands)
+    given, names, dims_given = _scalars(operands)
 
     def call(query, key, value, *scalars):
         (B, T, K, G, H), D = query.shape, value.shape[-1]
         arrays, lengths = (query.reshape(B, T, K * G, H), key, value), (T, key.shape[1])
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
-        scalars = Scalars(**dict(zip(names, scalars, strict=True)))
+        scalars = _named(names, scalars)
         out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for is not None, forward_tiling(operands))
         out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
-    found = mapped(call, (*DIMS, *["b"] * len(given)), dims_out)(*operands[:3], *given)
+    found = mapped(call, (*DIMS, *dims_given), dims_out)(*operands[:3], *given)
     return found[0], Lse(found[1], None) if lse_for else None
 
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
-    given, names = _scalars(operands)
+    given, names, dims_given = _scalars(operands)
     of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
 
     def call(query, key, value, out, dout, *more):
         (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
-        rows, scalars = more[: len(of_rows)], Scalars(**dict(zip(names, more[len(of_rows) :], strict=True)))
+        rows, scalars = more[: len(of_rows)], _named(names, more[len(of_rows) :])
         lse, *dlse = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows)
         heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
         arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
@@ -113,6 +120,6 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         dq, dk, dv = fused() if problem.backward == "fused" else split()
         return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D]
 
-    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *["b"] * len(given)
+    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *dims_given
     query, key, value = mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given)
     return Gradients(query, key, value, Terms())

@@ -27,6 +27,7 @@ from memeff.pallas.mosaic import (
     accumulators,
     any_of,
     call,
+    marks,
     meet,
     multiply,
     plgpu,
@@ -124,6 +125,7 @@ def queries(
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % tiling.own == 0
     given = [x for x in (dlse, *scalars) if x is not None]
+    marked = scalars.q_segments is not None
 
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
@@ -158,8 +160,8 @@ def queries(
         rows_s=plgpu.SMEM((2, groups, ROWS), jnp.float32),
         bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
         q_there=plgpu.Barrier(num_barriers=groups),
-        rows_there=plgpu.Barrier(num_arrivals=3 if dlse is None else 4, num_barriers=groups),
-        k_there=plgpu.Barrier(num_barriers=stages),
+        rows_there=plgpu.Barrier(num_arrivals=3 + (dlse is not None) + marked, num_barriers=groups),
+        k_there=plgpu.Barrier(num_arrivals=1 + marked, num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -167,6 +169,8 @@ def queries(
         all_done=plgpu.Barrier(num_arrivals=groups),
         **stage(groups, ROWS, keys, dtype),
     )
+    if marked:
+        scratch["marks"] = marks(groups, ROWS), marks(stages, keys)
     types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)]
     blocks = B * N * -(-T // tiling.own)
     kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
@@ -174,7 +178,7 @@ def queries(
     return dq, delta
 
 
-def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_used, v_used, **_):
+def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_used, v_used, marks=None, **_):
     key_ref, value_ref = arrays
     stages, count = tiling.stages, here.visits.total
     start = count if careful else 0
@@ -186,13 +190,15 @@ def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_u
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
             pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
+            if marks is not None and ref is key_ref:
+                plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[rows], marks[1].at[x], there.at[x])
 
     return count
 
 
 def _compute_queries(
     problem, tiling, arrays, out, here: Place, group, careful, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
-    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, stage=None, **_,
+    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, stage=None, marks=None, **_,
 ):  # fmt: skip
     query_ref, _, _, out_ref, dout_ref, lse_ref, dlse_ref = arrays
     dq_ref, delta_ref = out
@@ -213,6 +219,8 @@ def _compute_queries(
         pairs += [(lse_ref.at[here.b, here.n, rows], lse_s)]
         if dlse_ref is not None:
             pairs += [(dlse_ref.at[here.b, here.n, rows], delta_s)]
+        if marks is not None:
+            pairs += [(here.scalars.q_segments.at[rows], marks[0].at[group])]
         load(*pairs, there=rows_there)
         delta = row_sums(o, do)
         delta = delta if dlse_ref is None else delta - plgpu.load(delta_s, layout=ROW)
@@ -229,7 +237,13 @@ def _compute_queries(
                 _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[1, pl.ds(group * ROWS, ROWS)], group, all_here)
 
             at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
-            keep = sees(problem, here.sight, *at)
+            sight = here.sight
+            if marks is not None:
+                of_queries, of_keys = (
+                    plgpu.load(of, layout=way) for of, way in ((marks[0].at[group], ROW), (marks[1].at[x], COL))
+                )
+                sight = sight._replace(q_segments=spread(of_queries, shape), kv_segments=spread(of_keys, shape, 1))
+            keep = sees(problem, sight, *at)
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k_s.at[x].T)  # (1)
@@ -313,6 +327,7 @@ def keys(
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0
     given = [x for x in scalars if x is not None]
+    marked = scalars.q_segments is not None
 
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
@@ -343,14 +358,16 @@ def keys(
         lse_s=plgpu.SMEM((stages, others), jnp.float32),
         delta_s=plgpu.SMEM((stages, others), jnp.float32),
         bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
-        kv_there=plgpu.Barrier(num_arrivals=2, num_barriers=groups),
-        q_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        kv_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=groups),
+        q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups),
         **stage(groups, ROWS, others, dtype),
     )
+    if marked:
+        scratch["marks"] = marks(stages, others), marks(groups, ROWS)
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
     blocks = B * K * -(-S // tiling.own)
     return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)
@@ -362,22 +379,32 @@ class KeysPlace(NamedTuple):
     col: Array  # the first key
     sight: Sight
     visits: Visits  # of one query head
+    scalars: Scalars
 
 
 def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int, index) -> KeysPlace:
     early = problem.right is not None
     head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, index)
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
-    scalars = Scalars(*(None if x is None else x[b] for x in scalars))
+    scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
     col = tile * tiling.own
     last = jnp.minimum(col + tiling.own, shape.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others)
-    return KeysPlace(b, k, col, sight, visits)
+    visits = visits if scalars.q_segments is None else visits.all_masked
+    return KeysPlace(b, k, col, sight, visits, scalars)
 
 
-def copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, **_):
+def sight_of_keys(sight: Sight, marks, x, group, sides) -> Sight:
+    """With the segments of a transposed tile: queries' of slot `x`, keys' of warpgroup `group`."""
+    of_queries, of_keys = plgpu.load(marks[0].at[x], layout=COL), plgpu.load(marks[1].at[group], layout=ROW)
+    return sight._replace(q_segments=spread(of_queries, sides, 1), kv_segments=spread(of_keys, sides))
+
+
+def copy_queries(
+    shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks=None, **_
+):
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.total
     of_all = shape.G * count
@@ -389,6 +416,8 @@ def copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delt
         pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
         plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
+        if marks is not None:
+            plgpu.copy_gmem_to_smem(here.scalars.q_segments.at[rows], marks[0].at[x], q_there.at[x])
         plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
         plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
@@ -398,7 +427,7 @@ def copy_queries(shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delt
 
 def _compute_keys(
     problem, shape, tiling, arrays, out, here: KeysPlace, group, careful, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
-    kv_there, q_there, do_there, used, all_here, stage=None, **_,
+    kv_there, q_there, do_there, used, all_here, stage=None, marks=None, **_,
 ):  # fmt: skip
     key_ref, value_ref = arrays
     dk_ref, dv_ref = out
@@ -423,7 +452,8 @@ def _compute_keys(
             if careful:
                 clean(x)
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
-            keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
+            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
+            keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
 
         def products(raw, dp):
             plgpu.wgmma(raw, k, q.T)  # (5)
@@ -441,6 +471,8 @@ def _compute_keys(
 
     for ref, to in ((key_ref, k), (value_ref, v)):
         plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to, kv_there.at[group])
+    if marks is not None:
+        plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[group], kv_there.at[group])
     plgpu.barrier_wait(kv_there.at[group])
 
     def walk(dk, dv):

@@ -31,6 +31,7 @@ from memeff.pallas.mosaic import (
     begin,
     call,
     full,
+    marks,
     meet,
     multiply,
     multiprocessors,
@@ -72,6 +73,7 @@ def attend(
     tiles = -(-T // tiling.rows)
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
     given = [x for x in scalars if x is not None]
+    marked = scalars.q_segments is not None
     out = [jax.ShapeDtypeStruct((B, rows, N, D), dtype)]
     if want_lse:
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
@@ -106,10 +108,10 @@ def attend(
         keys_s=plgpu.SMEM((groups, keys), jnp.float32),
         bad_s=plgpu.SMEM((groups, ITEMS), jnp.int32),
         some_s=plgpu.SMEM((groups,), jnp.int32),
-        q_there=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
+        q_there=plgpu.Barrier(num_arrivals=groups * (1 + marked), num_barriers=tiling.queries),
         q_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
         k_there=plgpu.Barrier(num_barriers=stages),
-        v_there=plgpu.Barrier(num_barriers=stages),
+        v_there=plgpu.Barrier(num_arrivals=1 + marked, num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         old_there=plgpu.Barrier(num_barriers=groups),
@@ -117,6 +119,8 @@ def attend(
         all_done=plgpu.Barrier(num_arrivals=groups),
         **stage(groups, ROWS, keys, dtype),
     )
+    if marked:
+        scratch["marks"] = marks(tiling.queries * groups, ROWS), marks(stages, keys)
     kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
     found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None
@@ -129,6 +133,7 @@ class Place(NamedTuple):
     row: Array  # the first query
     sight: Sight
     visits: Visits
+    scalars: Scalars
 
 
 def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, bytes_read: int, index) -> Place:
@@ -136,14 +141,15 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     late = problem.right is not None
     head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), max(1, bytes_read), False, late, index)
     b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
-    scalars = Scalars(*(None if x is None else x[b] for x in scalars))
+    scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, keys)
     row = tile * rows
     # Rows behind the last query see what they like: nobody stores them.
     last = jnp.minimum(row + rows, shape.T) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = keys_seen(problem, offset, row, last, all_ends, keys)
-    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits)
+    visits = visits if scalars.q_segments is None else visits.all_masked
+    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars)
 
 
 class Turn(NamedTuple):
@@ -242,6 +248,7 @@ def _copy(
     v_there,
     k_used,
     v_used,
+    marks=None,
     **_,
 ):
     """Queries for each warpgroup, keys and values once for all."""
@@ -252,6 +259,9 @@ def _copy(
     for group in range(tiling.warpgroups):
         rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group]
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, here.n], to, q_there.at[y])
+        if marks is not None:
+            to = marks[0].at[y * tiling.warpgroups + group]
+            plgpu.copy_gmem_to_smem(here.scalars.q_segments.at[rows], to, q_there.at[y])
 
     @pl.loop(0, count)
     def _(n):
@@ -259,6 +269,8 @@ def _copy(
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
             pl.when(turn.keys + n >= tiling.stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], shared.at[x], there.at[x])
+        if marks is not None:  # with values, for `cleaned` wants them, too
+            plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[x], v_there.at[x])
 
     return count, jnp.int32(0)
 
@@ -289,6 +301,7 @@ class Compute(NamedTuple):
     all_here: Any
     all_done: Any
     stage: Any = None
+    marks: Any = None
 
     def row_s(self, n: int):
         return self.rows_s.at[n, pl.ds(self.group * ROWS, ROWS)]
@@ -363,7 +376,15 @@ class Walk(NamedTuple):
     def sees(self, n):
         rows = positions(self.here.row + self.has.group * ROWS, self.shape, 0)
         cols = positions(self.here.visits.tile(n) * self.has.tiling.keys, self.shape, 1)
-        return sees(self.has.problem, self.here.sight, rows, cols)
+        sight = self.here.sight
+        if self.has.marks is not None:
+            of_queries, of_keys = self.has.marks
+            y = lax.rem(self.turn.queries, jnp.int32(self.has.tiling.queries)) * self.has.tiling.warpgroups
+            sight = sight._replace(
+                q_segments=spread(plgpu.load(of_queries.at[y + self.has.group], layout=ROW), self.shape),
+                kv_segments=spread(plgpu.load(of_keys.at[self.slot(n)], layout=COL), self.shape, 1),
+            )
+        return sees(self.has.problem, sight, rows, cols)
 
     def all(self):
         """m, l, o = out, and 1 for each row that failed."""
@@ -398,6 +419,8 @@ class Walk(NamedTuple):
 
         raw = accumulators(logits, self.shape)  # (1)
         plgpu.barrier_arrive(has.k_used.at[x])
+        if has.marks is not None:
+            plgpu.barrier_wait(has.v_there.at[x])
         s = self.finish(raw, self.sees(n))  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
         if moves is not None:
@@ -408,7 +431,8 @@ class Walk(NamedTuple):
         l = a * l + p.sum(axis=1)  # (4)
         p = p.astype(has.v_s.dtype)
         o = o * spread(a, o.shape)
-        plgpu.barrier_wait(has.v_there.at[x])
+        if has.marks is None:
+            plgpu.barrier_wait(has.v_there.at[x])
         if not self.turn.first:
             o = self.cleaned(o, n)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper_backward import Gradient, KeysPlace, Tiling, copy_queries, find_keys, row_sums
+from memeff.pallas.hopper_backward import Gradient, KeysPlace, Tiling, copy_queries, find_keys, row_sums, sight_of_keys
 from memeff.pallas.hopper_forward import ROWS, drain
 from memeff.pallas.mosaic import (
     COL,
@@ -26,6 +26,7 @@ from memeff.pallas.mosaic import (
     begin,
     call,
     interpreting,
+    marks,
     meet,
     multiply,
     plgpu,
@@ -57,7 +58,7 @@ def gradients(
     assert D == H and tiling.warpgroups == GROUPS and tiling.others * H == GROUPS * PART * PART
     assert lse.shape[-1] % tiling.others == 0
     given = [x for x in scalars if x is not None]
-    blocks = B * K * -(-S // tiling.own)
+    blocks, marked = B * K * -(-S // tiling.own), scalars.q_segments is not None
 
     def body(*refs, **scratch):
         values = iter(refs[6 : 6 + len(given)])
@@ -89,14 +90,16 @@ def gradients(
         draw_s=tile(DRAWS, tiling.own, others, dtype),
         part_s=plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS),
         bad_s=plgpu.SMEM((GROUPS * ROWS,), jnp.float32),
-        kv_there=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-        q_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        kv_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=GROUPS),
+        q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         draw_there=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=DRAWS),
         all_here=plgpu.Barrier(num_arrivals=GROUPS),
         **stage(GROUPS, ROWS, others, dtype),
     )
+    if marked:
+        scratch["marks"] = marks(stages, others), marks(GROUPS, ROWS)
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
         scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
@@ -108,7 +111,7 @@ def gradients(
 
 def _compute(
     problem, shape, tiling, arrays, out, here: KeysPlace, same: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
-    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None,
+    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None, marks=None,
 ):  # fmt: skip
     (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
@@ -146,10 +149,11 @@ def _compute(
         at = g * count + n
         x, y = lax.rem(at, jnp.int32(tiling.stages)), lax.rem(at, jnp.int32(DRAWS))
         q, do, keep = q_s.at[x], do_s.at[x], None
+        plgpu.barrier_wait(q_there.at[x])
         if hides:
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
-            keep = sees(problem, here.sight, rows, positions(here.col + group * ROWS, sides, 0))
-        plgpu.barrier_wait(q_there.at[x])
+            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
+            keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
         plgpu.barrier_wait(do_there.at[x])
 
         def products(raw, dp):
@@ -185,6 +189,10 @@ def _compute(
 
     for ref, to in ((key_ref, k), (value_ref, v)):
         plgpu.copy_gmem_to_smem(of_keys(here, ref), to, kv_there.at[group])
+    if marks is not None:
+        plgpu.copy_gmem_to_smem(
+            here.scalars.kv_segments.at[pl.ds(here.col + group * ROWS, ROWS)], marks[1].at[group], kv_there.at[group]
+        )
     plgpu.barrier_wait(kv_there.at[group])
     bad_s[mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))  # in (7) nothing times NaN is NaN
     meet(all_here)  # (7) reads both warpgroups' keys

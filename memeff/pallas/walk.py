@@ -19,6 +19,10 @@ class Visits(NamedTuple):
     covers: Array  # does each row that sees something see some of the last masked ones?
 
     @property
+    def all_masked(self) -> "Visits":
+        return self._replace(left=self.total, right=jnp.int32(0))
+
+    @property
     def total(self) -> Array:
         return self.high - self.low
 
@@ -60,11 +64,18 @@ def _visits(window, first, last, ends, size: int) -> Visits:
 
 
 class Scalars(NamedTuple):
-    """int32 arrays [B], or their entry of a block; None where the call has none."""
+    """int32 arrays [B], and of tokens [B, T'] and [B, S']; or what a block has of them. None where the call has none."""
 
     q_offset: Array | None = None
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
+    q_segments: Any = None
+    kv_segments: Any = None
+
+    def of(self, b) -> "Scalars":
+        """Of refs: the entries of batch b, and refs of its tokens."""
+        pick = lambda name, x: x.at[b] if name.endswith("segments") else x[b]
+        return Scalars(*(x if x is None else pick(name, x) for name, x in self._asdict().items()))
 
 
 class Shape(NamedTuple):

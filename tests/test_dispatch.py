@@ -109,7 +109,6 @@ REFUSED = {
     "mask": "its kernels read no mask (lengths, windows and causal order they know)",
     "scale_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
     "soft_cap_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
-    "segments": "its kernels know no segments yet",
     "dropout": "its kernels have no dropout",
 }
 KERNELS = {  # a case's features, in the order in which they are asked for
@@ -132,7 +131,7 @@ KERNELS = {  # a case's features, in the order in which they are asked for
     "mask_heads": "mask",
     "scale_array": "scale_array",
     "soft_cap_array": "soft_cap_array",
-    "segments": "segments",
+    "segments": None,
     "dropout": "dropout",
     "dropout_each": "dropout",
     "everything": "dropout",
@@ -165,6 +164,7 @@ def test_kernels_are_chosen_where_they_are_faster():
     assert chosen() == chosen(is_causal=True) == chosen(dtype=jnp.float16) == "pallas"
     assert chosen((1, 256, 2, 256)) == "pallas" and chosen((1, 256, 2, 257)) == "xla"
     assert chosen((1, 1, 2, 64)) == "xla"  # a tile of queries would be nearly empty
+    assert chosen(query_segment_ids=jnp.zeros((1, 256), jnp.int32)) == "xla"  # they were not measured with segments
     assert chosen(dtype=jnp.float32) == chosen(chunk_size=64) == "xla"
     assert chosen((0, 256, 2, 64)) == chosen((1, 0, 2, 64)) == "xla"
 

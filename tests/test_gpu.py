@@ -151,6 +151,13 @@ def hopper_calls():
         "window": dict(local_window_size=(70, 20)),
         "lengths": lengths,
         "soft cap": dict(logits_soft_cap=2.0, is_causal=True),
+        "segments": dict(query_segment_ids=np.sort(np.random.default_rng(0).integers(0, 4, (2, 300))).astype(np.int32))
+        | dict(key_value_segment_ids=np.sort(np.random.default_rng(1).integers(0, 4, (2, 400))).astype(np.int32)),
+        "segments, unsorted": dict(
+            query_segment_ids=np.random.default_rng(0).integers(0, 4, (2, 300), np.int32),
+            key_value_segment_ids=np.random.default_rng(1).integers(0, 4, (2, 400), np.int32),
+            is_causal=True,
+        ),
         "everything": dict(local_window_size=(90, 9), q_offset=np.array([0, 40], np.int32), logits_soft_cap=5.0) | lengths,
     }
     return calls | {name: (grouped, how) for name, how in masks.items()}

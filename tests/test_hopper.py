@@ -248,6 +248,9 @@ def test_calls_lower_for_cuda(H):
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)
     assert kernels(lowered(jax.vmap(training, (0, None, 0, 0)), x, x.update(shape=x.shape[1:]), x, x)) == 3
+    ids = jax.ShapeDtypeStruct((3, 2, 256), np.int32)
+    packed = lambda q, ids: dot_product_attention(q, q, q, query_segment_ids=ids, implementation="pallas")
+    assert kernels(lowered(jax.vmap(packed), x, ids)) == 1
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     spec = P("x", None, "y")
     y = jax.ShapeDtypeStruct((2, 256, 4, 64), bf16)

@@ -49,6 +49,8 @@ def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
     del problem
     T = operands.query.shape[1]
+    if operands.q_segments is not None:
+        return "its kernels have not been run with segments on a GPU"
     return f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
 
 

@@ -57,7 +57,7 @@ def _padded(x: Array, width: int) -> Array:
 
 def _scalars(operands: Operands) -> tuple[list[Array], list[str], list[str]]:
     """Those that are given, their names, and their dims."""
-    names = [name for name in Scalars._fields if getattr(operands, name) is not None]
+    names = [name for name in Scalars._fields if getattr(operands, name, None) is not None]
     B, dims = operands.query.shape[0], {"q_segments": "bt", "kv_segments": "bs"}
     of = lambda name, x: x if name in dims else jnp.broadcast_to(x, (B,))
     return [of(name, getattr(operands, name)) for name in names], names, [dims.get(name, "b") for name in names]

@@ -37,7 +37,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, ends, place, queries_seeing
+from memeff.pallas.walk import Scalars, Shape, Visits, ends, place, queries_seeing, with_ranges
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 
@@ -124,6 +124,7 @@ def queries(
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % tiling.own == 0
+    scalars = with_ranges(scalars, lengths, tiling.own)
     given = [x for x in (dlse, *scalars) if x is not None]
     marked = scalars.q_segments is not None
 
@@ -326,6 +327,7 @@ def keys(
     shape = Shape(B, T, S, K, N // K)
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0
+    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
     given = [x for x in scalars if x is not None]
     marked = scalars.q_segments is not None
 
@@ -392,7 +394,8 @@ def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, 
     last = jnp.minimum(col + tiling.own, shape.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others)
-    visits = visits if scalars.q_segments is None else visits.all_masked
+    if scalars.q_segments is not None:
+        visits = visits.masked_within(scalars.first[tile], scalars.behind[tile], tiling.others)
     return KeysPlace(b, k, col, sight, visits, scalars)
 
 

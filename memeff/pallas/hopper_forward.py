@@ -42,7 +42,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place
+from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place, with_ranges
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
@@ -72,6 +72,7 @@ def attend(
     shape = Shape(B, T, S, K, N // K)
     tiles = -(-T // tiling.rows)
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
+    scalars = with_ranges(scalars, lengths, tiling.rows)
     given = [x for x in scalars if x is not None]
     marked = scalars.q_segments is not None
     out = [jax.ShapeDtypeStruct((B, rows, N, D), dtype)]
@@ -148,7 +149,8 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     last = jnp.minimum(row + rows, shape.T) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = keys_seen(problem, offset, row, last, all_ends, keys)
-    visits = visits if scalars.q_segments is None else visits.all_masked
+    if scalars.q_segments is not None:
+        visits = visits.masked_within(scalars.first[tile], scalars.behind[tile], keys)
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars)
 
 

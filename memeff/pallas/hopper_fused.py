@@ -36,7 +36,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape
+from memeff.pallas.walk import Scalars, Shape, with_ranges
 from memeff.problem import Problem, sees
 
 GROUPS = 2
@@ -57,6 +57,7 @@ def gradients(
     shape = Shape(B, T, S, K, N // K)
     assert D == H and tiling.warpgroups == GROUPS and tiling.others * H == GROUPS * PART * PART
     assert lse.shape[-1] % tiling.others == 0
+    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
     given = [x for x in scalars if x is not None]
     blocks, marked = B * K * -(-S // tiling.own), scalars.q_segments is not None
 
@@ -111,7 +112,8 @@ def gradients(
 
 def _compute(
     problem, shape, tiling, arrays, out, here: KeysPlace, same: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
-    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None, marks=None,
+    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None,
+    marks=None,
 ):  # fmt: skip
     (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype

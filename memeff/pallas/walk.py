@@ -18,9 +18,11 @@ class Visits(NamedTuple):
     right: Array  # and so many end it
     covers: Array  # does each row that sees something see some of the last masked ones?
 
-    @property
-    def all_masked(self) -> "Visits":
-        return self._replace(left=self.total, right=jnp.int32(0))
+    def masked_within(self, first, behind, size: int) -> "Visits":
+        """Of tiles of `size`, those from position `first` to `behind`, with masks."""
+        low = jnp.maximum(self.low, lax.div(first, jnp.int32(size)))
+        high = jnp.maximum(low, jnp.minimum(self.high, lax.div(behind + (size - 1), jnp.int32(size))))
+        return self._replace(low=low, high=high, left=high - low, right=jnp.int32(0))
 
     @property
     def total(self) -> Array:
@@ -71,11 +73,28 @@ class Scalars(NamedTuple):
     kv_lengths: Array | None = None
     q_segments: Any = None
     kv_segments: Any = None
+    first: Any = None  # [B, blocks], of `with_ranges`
+    behind: Any = None
 
     def of(self, b) -> "Scalars":
-        """Of refs: the entries of batch b, and refs of its tokens."""
-        pick = lambda name, x: x.at[b] if name.endswith("segments") else x[b]
+        """Of refs: the entries of batch b, and refs of its tokens and blocks."""
+        of_batch = "q_offset", "q_lengths", "kv_lengths"
+        pick = lambda name, x: x[b] if name in of_batch else x.at[b]
         return Scalars(*(x if x is None else pick(name, x) for name, x in self._asdict().items()))
+
+
+def with_ranges(scalars: Scalars, lengths: tuple[int, int], size: int, keys: bool = False) -> Scalars:
+    """Where segments are in order, what a block of `size` queries (or `keys`) may see lies from `first` to `behind`."""
+    if scalars.q_segments is None or scalars.kv_segments is None:
+        return scalars
+    sides = [scalars.q_segments[:, : lengths[0]], scalars.kv_segments[:, : lengths[1]]]
+    own, other = reversed(sides) if keys else sides
+    own = jnp.pad(own, [(0, 0), (0, -own.shape[1] % size)], mode="edge").reshape(own.shape[0], -1, size)
+    count = lambda which: which.sum(axis=2, dtype=jnp.int32)
+    first = count(other[:, None] < own.min(axis=2)[..., None])
+    behind = count(other[:, None] <= own.max(axis=2)[..., None])
+    in_order = (other[:, 1:] >= other[:, :-1]).all(axis=1, keepdims=True)
+    return scalars._replace(first=jnp.where(in_order, first, 0), behind=jnp.where(in_order, behind, other.shape[1]))
 
 
 class Shape(NamedTuple):

@@ -301,3 +301,37 @@ def test_more_than_32_bits_count(N, left):
     assert T * N * 128 > 2**31 or T * T > 2**32
     errors = sampled_errors(T, N=N, K=1, H=128, left=left, samples=16)
     assert all(errors[name] <= LARGEST_ERROR[name] for name in errors), errors
+
+
+# ---- several GPUs (catalogue 35)
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_gpus_equal_one(count, axis_type, implementation):
+    """Batch, then heads over devices: out and gradients are those of one device, and lie where the query does."""
+    if jax.device_count() < count:
+        pytest.skip(f"wants {count} GPUs, and here {'is 1' if jax.device_count() == 1 else f'are {jax.device_count()}'}")
+    if implementation == "pallas" and (reason := pallas.for_device(dispatch.device())):
+        pytest.skip(reason)
+    q, k, v, do = (jax.random.normal(jax.random.key(i), (4, 1000, n, 64), jnp.bfloat16) for i, n in enumerate((8, 4, 4, 8)))
+
+    def both(q, k, v, do):
+        out, pull = jax.vjp(
+            functools.partial(memeff.dot_product_attention, is_causal=True, implementation=implementation), q, k, v
+        )
+        return out, *pull(do)
+
+    alone = jax.tree.map(np.asarray, jax.jit(both)(q, k, v, do))
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(getattr(jax.sharding.AxisType, axis_type),))
+    for spec in (jax.P("x"), jax.P(None, None, "x")):
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in (q, k, v, do)]
+            together = jax.jit(both)(*placed)
+        for x, y, like in zip(together, alone, (q, q, k, v), strict=True):
+            assert x.shape == like.shape and x.sharding.is_equivalent_to(placed[0].sharding, 4)
+            if implementation == "pallas":
+                np.testing.assert_array_equal(np.asarray(x), y)
+            else:  # tiles differ
+                np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), atol=0.03)

@@ -16,8 +16,9 @@ needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for a GPU needs jax-cuda13-plugin: make sm90a"
 )
 
-# ptxas 13.0 spills up to 212 bytes in the forward, 608 and 520 in the backward, mostly outside the loops without masks.
-SPILLED = {"memeff_forward": 256, "memeff_dq": 640, "memeff_dkdv": 640, "memeff_fused": 400, "memeff_delta": 0}
+# ptxas 13.0 spills up to 212 bytes in the forward, 608 and 708 in the backward (a window and a soft cap), mostly outside the
+# loops without masks.
+SPILLED = {"memeff_forward": 256, "memeff_dq": 640, "memeff_dkdv": 720, "memeff_fused": 400, "memeff_delta": 0}
 # setmaxnreg ignored; products one after the other, for want of registers, or for one still running over a branch
 SERIAL = re.compile(r"\(C75(?:07|12|14)\)[^\n]*")
 

@@ -41,7 +41,7 @@ MASKS, MODES = ("causal", "full"), ("forward", "gradient")
 TITLES = {"forward": "forward", "gradient": "forward + gradient"}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
-NAMES = "memeff[:CHUNK|:IMPLEMENTATION][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
+NAMES = "memeff[:CHUNK|:IMPLEMENTATION|:fused][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
 Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was found
 
 

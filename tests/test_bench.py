@@ -222,6 +222,7 @@ def test_names_tell_chunk_and_memory(monkeypatch):
         "memeff@1000000",
         "memeff:xla@2GB",
         "memeff:pallas",
+        "memeff:fused",
     ):
         bench.attention(name)()
     assert told == [
@@ -232,6 +233,7 @@ def test_names_tell_chunk_and_memory(monkeypatch):
         {"chunk_size": None, "implementation": None, "memory_limit": 1000000},
         {"chunk_size": None, "implementation": "xla", "memory_limit": "2GB"},
         {"chunk_size": None, "implementation": "pallas"},
+        {"chunk_size": None, "backward": "fused"},
     ]
 
 

@@ -168,12 +168,15 @@ HOPPER = hopper_calls()
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(name):
-    z, kwargs = HOPPER[name]
+    assert_right(name, implementation="pallas")
+
+
+def assert_right(name, **how):
     if reason := pallas.for_device(dispatch.device()):
         pytest.skip(reason)
+    z, kwargs = HOPPER[name]
     args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
-    result = run_call(args, kwargs | {"implementation": "pallas"}, "bfloat16")
-    assert_truth(result, name, args, kwargs, "bfloat16")
+    assert_truth(run_call(args, kwargs | how, "bfloat16"), name, args, kwargs, "bfloat16")
 
 
 FUSED = [name for name, (z, _) in HOPPER.items() if z.H <= 128 and (z.K > 1 or name in ("length 63", "length 1087"))]
@@ -181,11 +184,7 @@ FUSED = [name for name, (z, _) in HOPPER.items() if z.H <= 128 and (z.K > 1 or n
 
 @pytest.mark.parametrize("name", FUSED)
 def test_hopper_fused(name):
-    z, kwargs = HOPPER[name]
-    if reason := pallas.for_device(dispatch.device()):
-        pytest.skip(reason)
-    args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
-    assert_truth(run_call(args, kwargs | {"backward": "fused"}, "bfloat16"), name, args, kwargs, "bfloat16")
+    assert_right(name, backward="fused")
 
 
 @pytest.mark.parametrize("where", [400, 3], ids=["late", "early"])
@@ -280,7 +279,7 @@ def sampled_errors(T, N, K, H, left, samples=64, **how):
     return {name: norm(np.asarray(found[name]) - true[name]) / norm(true[name]) for name in true}
 
 
-LARGEST_ERROR = {"out": 4e-3, "lse": 1e-6, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3}  # one and a half of what 512 tokens have
+LARGEST_ERROR = {"out": 4e-3, "lse": 1e-6, "dq": 6e-3, "dk": 6e-3, "dv": 5e-3}  # twice what cuDNN has at 512 tokens
 
 
 @pytest.mark.parametrize("how", [{}, {"backward": "fused"}, {"implementation": "xla"}], ids=["kernels", "fused", "xla"])

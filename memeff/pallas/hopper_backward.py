@@ -27,7 +27,6 @@ from memeff.pallas.mosaic import (
     accumulators,
     any_of,
     call,
-    marks,
     meet,
     multiply,
     plgpu,
@@ -171,7 +170,7 @@ def queries(
         **stage(groups, ROWS, keys, dtype),
     )
     if marked:
-        scratch["marks"] = marks(groups, ROWS), marks(stages, keys)
+        scratch["marks"] = plgpu.SMEM((groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
     types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)]
     blocks = B * N * -(-T // tiling.own)
     kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
@@ -369,7 +368,7 @@ def keys(
         **stage(groups, ROWS, others, dtype),
     )
     if marked:
-        scratch["marks"] = marks(stages, others), marks(groups, ROWS)
+        scratch["marks"] = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((groups, ROWS), jnp.int32)
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
     blocks = B * K * -(-S // tiling.own)
     return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)

@@ -31,7 +31,6 @@ from memeff.pallas.mosaic import (
     begin,
     call,
     full,
-    marks,
     meet,
     multiply,
     multiprocessors,
@@ -121,7 +120,7 @@ def attend(
         **stage(groups, ROWS, keys, dtype),
     )
     if marked:
-        scratch["marks"] = marks(tiling.queries * groups, ROWS), marks(stages, keys)
+        scratch["marks"] = plgpu.SMEM((tiling.queries * groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
     kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
     found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None

@@ -26,7 +26,6 @@ from memeff.pallas.mosaic import (
     begin,
     call,
     interpreting,
-    marks,
     meet,
     multiply,
     plgpu,
@@ -100,7 +99,7 @@ def gradients(
         **stage(GROUPS, ROWS, others, dtype),
     )
     if marked:
-        scratch["marks"] = marks(stages, others), marks(GROUPS, ROWS)
+        scratch["marks"] = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((GROUPS, ROWS), jnp.int32)
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
         scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)

@@ -70,11 +70,6 @@ def tile(count: int, rows: int, cols: int, dtype):
     return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
 
 
-def marks(count: int, size: int):
-    """`count` vectors of int32 in shared memory."""
-    return plgpu.SMEM((count, size), jnp.int32)
-
-
 def stage(count: int, rows: int, cols: int, dtype) -> dict:
     """Where the interpreter puts the first factors of `multiply`."""
     return {"stage": tile(count, rows, cols, dtype)} if interpreting() else {}

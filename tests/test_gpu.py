@@ -120,7 +120,7 @@ def test_plan_and_limit(causal, limit):
     gradient = jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)).lower(x, x, x, x)
     for told, lowered in ((plan.forward_bytes, jax.jit(attend).lower(x, x, x)), (plan.gradient_bytes, gradient)):
         found = lowered.compile().memory_analysis().temp_size_in_bytes
-        assert 0.5 * found <= told <= 2 * found
+        assert 0.5 * (found - 64) <= told <= 2 * found  # kernels: nothing for a forward, and XLA has 24 bytes
         assert limit is None or found <= 256 * 2**20
 
 

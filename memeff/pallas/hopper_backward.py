@@ -2,7 +2,7 @@
 and the bits repeat. Seven products a tile; logits in bits (times log2 e), as is lse here.
 
 dq: a block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j that they see (Dao 2023, alg. 2):
-  (1) raw = q_i k_j'; dp = do_i v_j'      (3) ds = p (dp - delta_i);  draw = finish transposed at ds
+  (1) raw = q_i k_j'; dp = do_i v_j'      (3) ds = p (dp + delta_i);  draw = finish transposed at ds
   (2) p = 2^(finish(raw) - lse_i)         (4) dq_i += draw k_j
 dk and dv: a block owns keys j and visits queries i, of all heads that share the keys, on transposed tiles, so that p and
 draw come out of their products in the layout in which the next ones take them from registers:
@@ -26,6 +26,7 @@ from memeff.pallas.mosaic import (
     WGMMA,
     accumulators,
     any_of,
+    begin,
     call,
     meet,
     multiply,
@@ -66,7 +67,7 @@ class Gradient(NamedTuple):
         return pull(jnp.float32(1))[0] if self.linear else jnp.float32(1)
 
     def probabilities(self, raw: Array, lse: Array, keep: Array | None):
-        """p, and what makes draw (but for its slope) of dp - delta; `lse` is as `raw` is."""
+        """p, and what makes draw (but for its slope) of dp + delta; `lse` is as `raw` is."""
         s, pull = jax.vjp(lambda raw: finish(in_bits(self.problem), raw, Terms(), keep), raw)
         p = jnp.exp2(s - lse)
 
@@ -214,7 +215,7 @@ def _compute_queries(
         plgpu.barrier_wait(there.at[group])
 
     def of_rows():
-        """delta = rowsum(dout * out) - dlse, which the other kernel wants, too."""
+        """delta = dlse - rowsum(dout * out), which the other kernel wants, too."""
         pairs = [(out_ref.at[here.b, rows, here.n], o), (dout_ref.at[here.b, rows, here.n], do)]
         pairs += [(lse_ref.at[here.b, here.n, rows], lse_s)]
         if dlse_ref is not None:
@@ -222,8 +223,8 @@ def _compute_queries(
         if marks is not None:
             pairs += [(here.scalars.q_segments.at[rows], marks[0].at[group])]
         load(*pairs, there=rows_there)
-        delta = row_sums(o, do)
-        delta = delta if dlse_ref is None else delta - plgpu.load(delta_s, layout=ROW)
+        delta = -row_sums(o, do)
+        delta = delta if dlse_ref is None else delta + plgpu.load(delta_s, layout=ROW)
         delta_s[...] = delta
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
@@ -247,14 +248,15 @@ def _compute_queries(
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k_s.at[x].T)  # (1)
+            whole = begin(dp, spread(delta, shape))
             plgpu.barrier_wait(v_there.at[x])
             plgpu.wgmma(dp, do, v_s.at[x].T)
             p, draw = gradient.probabilities(  # (2)
                 plgpu.wgmma_accumulator_load(raw, wait_n=1), spread(lse, shape), keep
             )
-            d = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+            d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=0))
             plgpu.barrier_arrive(v_used.at[x])
-            multiply(dq, draw(p, d - spread(delta, shape)).astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
+            multiply(dq, draw(p, d).astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
             plgpu.wgmma_wait(0)
 
         accumulators(products, shape, shape)
@@ -456,16 +458,25 @@ def _compute_keys(
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
             keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
+        if tiling.others == 64:
+            opaque = lax.optimization_barrier(group)
+            k, v = k_s.at[opaque], v_s.at[opaque]
+            early = row(lse_s.at[x])  # before products, which keep shared memory busy
+        else:
+            k, v = k_s.at[group], v_s.at[group]
 
         def products(raw, dp):
             plgpu.wgmma(raw, k, q.T)  # (5)
             if not hides:
                 plgpu.barrier_wait(do_there.at[x])
+            whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
-            p, draw = gradient.probabilities(plgpu.wgmma_accumulator_load(raw, wait_n=1), row(lse_s.at[x]), keep)  # (6)
+            p, draw = gradient.probabilities(
+                plgpu.wgmma_accumulator_load(raw, wait_n=1), early if tiling.others == 64 else row(lse_s.at[x]), keep
+            )  # (6)
             multiply(dv, p.astype(dtype), do, stage and stage.at[group])
-            d = plgpu.wgmma_accumulator_load(dp, wait_n=1)  # while dv runs
-            multiply(dk, draw(p, d - row(delta_s.at[x])).astype(dtype), q, stage and stage.at[group])
+            d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            multiply(dk, draw(p, d).astype(dtype), q, stage and stage.at[group])
             plgpu.wgmma_wait(0)
 
         accumulators(products, sides, sides)

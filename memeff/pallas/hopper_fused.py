@@ -103,7 +103,7 @@ def gradients(
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
         scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
-    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None)
+    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None, False)
     results = jnp.zeros(query.shape, jnp.float32), lax.empty(key.shape, dtype), lax.empty(value.shape, dtype)
     results += (lax.empty((blocks, tiling.own), jnp.float32),)
     return pl.run_state(lambda refs: kernel(*arrays, *given, *refs))(results)
@@ -125,8 +125,9 @@ def _compute(
     wide = tiling.others == PART  # a half of (7) is half the columns, or half the rows
     half = pl.ds(group * PART, PART)
 
-    def start_part(part, at):
+    def start_part(part, at, group=group):
         """(7) of the visit `at`."""
+        half = pl.ds(group * PART, PART)
         y, all_k = lax.rem(at, jnp.int32(DRAWS)), k_s.at[0]
         plgpu.barrier_wait(draw_there.at[y])
         if wide:
@@ -134,13 +135,15 @@ def _compute(
         else:
             plgpu.wgmma(part, draw_s.at[y].at[:, half].T, all_k)
 
-    def give(part, g, n):
+    def give(part, g, n, there=None):
         """(8) of the visit before the n-th of head g."""
         first, head = here.visits.tile(jnp.where(n > 0, n, count) - 1) * tiling.others, here.k * shape.G + g
         head = jnp.where(n > 0, head, head - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part_s[...] = part
         plgpu.commit_smem()
+        if there is not None:
+            plgpu.barrier_arrive(there)
         if wide:
             add_to(part_s, dq_ref.at[here.b, pl.ds(first, PART), head, half], spare)
         else:
@@ -155,31 +158,35 @@ def _compute(
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
             keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
+        opaque = lax.optimization_barrier(group)
+        k, v = k_s.at[0, pl.ds(opaque * ROWS, ROWS)], v_s.at[0, pl.ds(opaque * ROWS, ROWS)]
+        early = row(lse_s.at[x]) if wide else None
         plgpu.barrier_wait(do_there.at[x])
 
         def products(raw, dp):
-            whole = begin(dp, -row(delta_s.at[x]))
             plgpu.wgmma(raw, k, q.T)  # (5)
+            whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
-            p, draw = gradient.probabilities(plgpu.wgmma_accumulator_load(raw, wait_n=1), row(lse_s.at[x]), keep)  # (6)
+            p, draw = gradient.probabilities(
+                plgpu.wgmma_accumulator_load(raw, wait_n=1), early if wide else row(lse_s.at[x]), keep
+            )  # (6)
             multiply(dv, p.astype(dtype), do, to_stage)
             d = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))).astype(dtype)  # while dv runs
 
             def rest():
                 multiply(dk, d, q, to_stage)
                 draw_s[y, mine] = d
-                plgpu.commit_smem()
 
             def with_part(part):
-                start_part(part, at - 1)
+                start_part(part, at - 1, opaque)
                 rest()
                 found = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
                 # Only now: (7) has read the other tile of draw, which the other warpgroup writes next.
-                plgpu.barrier_arrive(draw_there.at[y])
-                give(found, g, n)
+                give(found, g, n, draw_there.at[y])
 
             if first:
                 rest()
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(draw_there.at[y])
             else:
                 accumulators(with_part, (PART, PART))
@@ -236,7 +243,7 @@ def nan_if_bad(x: Array) -> Array:
 
 
 def deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
-    """rowsum(dout * out) - dlse, B N T', of arrays in the layout of the door; T' is the next multiple of 128."""
+    """dlse - rowsum(dout * out), B N T', of arrays in the layout of the door; T' is the next multiple of 128."""
     (B, _, N, D), dtype, own = out.shape, out.dtype, GROUPS * ROWS
     tiles = -(-lengths[0] // own)
 
@@ -250,9 +257,9 @@ def deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None
         for of, to in pairs:
             plgpu.copy_gmem_to_smem(of, to, there.at[group])
         plgpu.barrier_wait(there.at[group])
-        delta = row_sums(out_s.at[group], do_s.at[group])
+        delta = -row_sums(out_s.at[group], do_s.at[group])
         if dlse is not None:
-            delta = delta - plgpu.load(delta_s.at[group], layout=ROW)
+            delta = delta + plgpu.load(delta_s.at[group], layout=ROW)
         delta_s[group] = delta
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(delta_s.at[group], refs[-1].at[b, n, rows])

@@ -38,7 +38,16 @@ def interpreting() -> bool:
     return _interpreter.get() is not None
 
 
-def call(body: Callable, name: str, out: Sequence, scratch: dict, grid: int, threads: int, approximate: bool = True):
+def call(
+    body: Callable,
+    name: str,
+    out: Sequence,
+    scratch: dict,
+    grid: int,
+    threads: int,
+    approximate: bool = True,
+    barriers: bool = True,
+):
     """The kernel `body`, in `grid` blocks of `threads` warpgroups."""
     return plgpu.kernel(
         body,
@@ -50,7 +59,11 @@ def call(body: Callable, name: str, out: Sequence, scratch: dict, grid: int, thr
         thread_name="warpgroup",
         kernel_name=name,
         interpret=_interpreter.get() or False,
-        compiler_params=plgpu.CompilerParams(approx_math=approximate, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approximate,
+            unsafe_no_auto_barriers=not barriers,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
     )
 
 

@@ -88,7 +88,7 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
     (B, T, K, G, H), (_, S, _, D), platform = operands.query.shape, operands.value.shape, dispatch.platform()
     kernels = name == "pallas"
     if kernels:
-        problem = dataclasses.replace(problem, chunk_size=pallas.tile(operands))
+        problem = dataclasses.replace(problem, chunk_size=pallas.tile(problem, operands))
     visited, total = xla.count_tiles(problem, operands)
     t, c = problem.chunk_size
     logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))

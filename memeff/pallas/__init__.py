@@ -58,11 +58,11 @@ def backward_is_kernel(operands: Operands) -> bool:
     return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
 
 
-def tile(operands: Operands) -> tuple[int, int]:
+def tile(problem: Problem, operands: Operands) -> tuple[int, int]:
     """Rows and columns of the forward's tiles."""
     from memeff.pallas import hopper
 
-    tiling = hopper.forward_tiling(operands)
+    tiling = hopper.forward_tiling(problem, operands)
     return tiling.rows, tiling.keys
 
 

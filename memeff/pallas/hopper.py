@@ -13,29 +13,33 @@ from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Te
 
 MULTIPLE = 64  # of head dims
 ROWS_MULTIPLE = 128  # of lse and delta: what a block reads of them is there
+TWO_THIRDS_DO = 0.8  # of the logits a second that three warpgroups do
 DIMS = "btkgh", "bskh", "bskd"
 
 
 def how(problem: Problem, operands: Operands) -> str:
     """The kernels in words."""
-    tiling = forward_tiling(operands)
+    tiling = forward_tiling(problem, operands)
     form = ", the gradient fused into one" if problem.backward == "fused" else ""
     return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits{form}"
 
 
-def forward_tiling(operands: Operands) -> hopper_forward.Tiling:
+def forward_tiling(problem: Problem, operands: Operands) -> hopper_forward.Tiling:
     """The fastest of those that README.md beside this file tells of, at head dims 64 and 128."""
     largest = _width(operands)
-    if largest == 64:
-        return hopper_forward.Tiling(3, 128, 3, 2)
-    return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
+    if largest > MULTIPLE:
+        return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
+    three, two = (hopper_forward.Tiling(warpgroups, 128, 3, 2) for warpgroups in (3, 2))
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    logits = lambda tiling: hopper_forward.tiles_visited(problem, lengths, tiling).sum() * tiling.rows
+    return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
 
 
 def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
     """For dq, and for dk and dv."""
     largest = _width(operands)
     if largest == 64:
-        return hopper_backward.Tiling(2, 128, 3), hopper_backward.Tiling(2, 128, 4)
+        return hopper_backward.Tiling(3, 64, 4), hopper_backward.Tiling(3, 64, 4)
     return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 3)
 
 
@@ -78,7 +82,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         arrays, lengths = (query.reshape(B, T, K * G, H), key, value), (T, key.shape[1])
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
         scalars = _named(names, scalars)
-        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for is not None, forward_tiling(operands))
+        tiling = forward_tiling(problem, operands)
+        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for is not None, tiling)
         out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 

@@ -26,6 +26,7 @@ from memeff.pallas.mosaic import (
     WGMMA,
     accumulators,
     any_of,
+    apart,
     begin,
     call,
     meet,
@@ -37,7 +38,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, ends, place, queries_seeing, with_ranges
+from memeff.pallas.walk import Scalars, Shape, Visits, cached_section, ends, place, queries_seeing, with_ranges
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 
@@ -93,8 +94,7 @@ def _attempts(attempt, tiling: "Tiling", rings: tuple[str, ...], scratch: dict) 
         plgpu.barrier_arrive(all_done)
     plgpu.barrier_wait(all_done)
     again = any_of(bad_s.at[0])
-    # As if it were another place: else all that the second attempt needs would stay in registers through the first.
-    pl.when(again)(lambda: (attempt(True, *map(lax.optimization_barrier, here)), None)[1])
+    pl.when(again)(lambda: (attempt(True, *map(apart, here)), None)[1])
     if rings:
         drain(jnp.where(again, 2 * count, count), tiling.stages, [scratch[name] for name in rings])
 
@@ -123,7 +123,6 @@ def queries(
     (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
-    assert lse.shape[-1] % tiling.own == 0
     scalars = with_ranges(scalars, lengths, tiling.own)
     given = [x for x in (dlse, *scalars) if x is not None]
     marked = scalars.q_segments is not None
@@ -132,7 +131,9 @@ def queries(
         of = iter(refs[6:-2])
         dlse_ref = None if dlse is None else next(of)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        find = lambda index: find_place(problem, shape, values, tiling.own, keys, S * (H + D) * 2 // shape.G, index)
+        heads, bytes_read = B * N, max(1, S * (H + D) * 2 // shape.G)
+        section = 1 if problem.right is None else cached_section(heads, bytes_read)
+        find = lambda index: find_place(problem, shape, values, tiling.own, keys, section, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
@@ -335,7 +336,8 @@ def keys(
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        find = lambda index: find_keys(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
+        section = section_of_keys(problem, shape, T * shape.G * (H + D) * 2)
+        find = lambda index: find_keys(problem, shape, values, tiling, section, index)
         group = lax.axis_index("warpgroup")
 
         @pl.when(group < groups)
@@ -385,9 +387,13 @@ class KeysPlace(NamedTuple):
     scalars: Scalars
 
 
-def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, bytes_read: int, index) -> KeysPlace:
-    early = problem.right is not None
-    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), bytes_read, early, False, index)
+def section_of_keys(problem: Problem, shape: Shape, bytes_read: int) -> int:
+    """Where early keys are seen by more queries, theirs come first, of as many heads as fit into the cache."""
+    return 1 if problem.right is None else cached_section(shape.B * shape.K, bytes_read)
+
+
+def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, section: int, index) -> KeysPlace:
+    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), section, False, index)
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
@@ -439,6 +445,7 @@ def _compute_keys(
     cols, k, v = pl.ds(here.col + group * ROWS, ROWS), k_s.at[group], v_s.at[group]
     masked, count = here.visits.masked, here.visits.total
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
+    small = tiling.others == ROWS  # then registers are left
 
     def clean(x):
         """Queries that see nothing may hold anything, and so may their cotangents."""
@@ -458,12 +465,9 @@ def _compute_keys(
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
             keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
-        if tiling.others == 64:
-            opaque = lax.optimization_barrier(group)
-            k, v = k_s.at[opaque], v_s.at[opaque]
-            early = row(lse_s.at[x])  # before products, which keep shared memory busy
-        else:
-            k, v = k_s.at[group], v_s.at[group]
+        mine = apart(group) if small else group
+        k, v = k_s.at[mine], v_s.at[mine]
+        early = row(lse_s.at[x]) if small else None  # before products, which keep shared memory busy
 
         def products(raw, dp):
             plgpu.wgmma(raw, k, q.T)  # (5)
@@ -471,9 +475,8 @@ def _compute_keys(
                 plgpu.barrier_wait(do_there.at[x])
             whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
-            p, draw = gradient.probabilities(
-                plgpu.wgmma_accumulator_load(raw, wait_n=1), early if tiling.others == 64 else row(lse_s.at[x]), keep
-            )  # (6)
+            s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)
             multiply(dv, p.astype(dtype), do, stage and stage.at[group])
             d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
             multiply(dk, draw(p, d).astype(dtype), q, stage and stage.at[group])

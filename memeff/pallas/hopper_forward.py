@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -41,7 +42,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, ends, keys_seen, place, with_ranges
+from memeff.pallas.walk import Scalars, Shape, Visits, balanced_section, ends, keys_seen, place, with_ranges
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
 ROWS = 64  # queries of a warpgroup
@@ -79,13 +80,14 @@ def attend(
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
     total = B * N * tiles
     blocks = min(total, max(multiprocessors(), -(-total // ITEMS)))
+    section = 1 if problem.right is None else balanced_section(B * N, 1 + tiles_visited(problem, lengths, tiling), blocks)
 
     def body(query_ref, key_ref, value_ref, *refs, **scratch):
         of = iter(refs)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         arrays, outs = (query_ref, key_ref, value_ref), (*of, None)[:2]
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_place(problem, shape, values, tiling.rows, keys, S * (H + D) * 2 // shape.G, index)
+        find = lambda index: find_place(problem, shape, values, tiling.rows, keys, section, index)
         items = lambda do: Items(total, blocks, block, lambda index, *turn: do(find(index), *turn))
 
         @pl.when(group < groups)
@@ -136,10 +138,19 @@ class Place(NamedTuple):
     scalars: Scalars
 
 
-def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, bytes_read: int, index) -> Place:
+def tiles_visited(problem: Problem, lengths: tuple[int, int], tiling: Tiling) -> np.ndarray:
+    """By each tile of queries, the last first, as far as it is known before offsets, lengths and segments are."""
+    (T, S), keys = lengths, tiling.keys
+    first = np.arange(-(-T // tiling.rows))[::-1] * tiling.rows + problem.q_offset
+    start = np.zeros_like(first) if problem.left is None else first - problem.left
+    end = np.full_like(first, S) if problem.right is None else first + tiling.rows + problem.right
+    return np.maximum(-(-np.clip(end, 0, S) // keys) - np.clip(start, 0, S) // keys, 0)
+
+
+def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, section: int, index) -> Place:
     """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
     late = problem.right is not None
-    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), max(1, bytes_read), False, late, index)
+    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), section, late, index)
     b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, keys)
@@ -202,6 +213,7 @@ def _rounds(items: Items, tiling: Tiling, computes: bool, *, bad_s, some_s, rows
     queries, keys, some = lax.fori_loop(0, count, one, (jnp.int32(0),) * 3)
     if computes:
         some_s[lax.axis_index("warpgroup")] = some
+        plgpu.wait_smem_to_gmem(0)  # what is done again is written again
     wait()
     of_groups = lambda ref, *at: functools.reduce(jnp.bitwise_or, (ref[group, *at] for group in range(groups)))
 

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper_backward import Gradient, KeysPlace, Tiling, copy_queries, find_keys, row_sums, sight_of_keys
+from memeff.pallas.hopper_backward import (
+    Gradient,
+    KeysPlace,
+    Tiling,
+    copy_queries,
+    find_keys,
+    row_sums,
+    section_of_keys,
+    sight_of_keys,
+)
 from memeff.pallas.hopper_forward import ROWS, drain
 from memeff.pallas.mosaic import (
     COL,
@@ -23,6 +32,7 @@ from memeff.pallas.mosaic import (
     WGMMA,
     accumulators,
     add_to,
+    apart,
     begin,
     call,
     interpreting,
@@ -64,14 +74,14 @@ def gradients(
         values = iter(refs[6 : 6 + len(given)])
         values = Scalars(*(None if x is None else next(values) for x in scalars))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_keys(problem, shape, values, tiling, T * shape.G * (H + D) * 2, index)
+        section = section_of_keys(problem, shape, T * shape.G * (H + D) * 2)
+        find = lambda index: find_keys(problem, shape, values, tiling, section, index)
 
         @pl.when(group < GROUPS)
         def _():
             take_registers(GROUPS, computes=True)
-            # As if it were another block: else all that the end needs would stay in registers.
-            same = find(lax.optimization_barrier(block))
-            _compute(problem, shape, tiling, refs[1:3], refs[-4:], find(block), same, block, group, **scratch)
+            at_end = find(apart(block))
+            _compute(problem, shape, tiling, refs[1:3], refs[-4:], find(block), at_end, block, group, **scratch)
 
         @pl.when(group == GROUPS)
         def _():
@@ -110,20 +120,19 @@ def gradients(
 
 
 def _compute(
-    problem, shape, tiling, arrays, out, here: KeysPlace, same: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
+    problem, shape, tiling, arrays, out, here: KeysPlace, at_end: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
     delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None,
     marks=None,
 ):  # fmt: skip
     (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
     mine = pl.ds(group * ROWS, ROWS)
-    k, v, part_s = k_s.at[0, mine], v_s.at[0, mine], part_s.at[group]
+    k, v = k_s.at[0, mine], v_s.at[0, mine]
     masked, count = here.visits.masked, here.visits.total
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
     to_stage, spare = stage and stage.at[group], old and tuple(x.at[group] for x in old)
     of_keys = lambda here, ref: ref.at[here.b, pl.ds(here.col + group * ROWS, ROWS), here.k]
     wide = tiling.others == PART  # a half of (7) is half the columns, or half the rows
-    half = pl.ds(group * PART, PART)
 
     def start_part(part, at, group=group):
         """(7) of the visit `at`."""
@@ -135,19 +144,19 @@ def _compute(
         else:
             plgpu.wgmma(part, draw_s.at[y].at[:, half].T, all_k)
 
-    def give(part, g, n, there=None):
+    def give(part, g, n, there=None, group=group):
         """(8) of the visit before the n-th of head g."""
         first, head = here.visits.tile(jnp.where(n > 0, n, count) - 1) * tiling.others, here.k * shape.G + g
         head = jnp.where(n > 0, head, head - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part_s[...] = part
+        part_s[group] = part
         plgpu.commit_smem()
         if there is not None:
             plgpu.barrier_arrive(there)
         if wide:
-            add_to(part_s, dq_ref.at[here.b, pl.ds(first, PART), head, half], spare)
+            add_to(part_s.at[group], dq_ref.at[here.b, pl.ds(first, PART), head, pl.ds(group * PART, PART)], spare)
         else:
-            add_to(part_s, dq_ref.at[here.b, pl.ds(first + group * PART, PART), head], spare)
+            add_to(part_s.at[group], dq_ref.at[here.b, pl.ds(first + group * PART, PART), head], spare)
 
     def step(g, n, hides, first, dk, dv):
         at = g * count + n
@@ -158,7 +167,7 @@ def _compute(
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
             sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
             keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
-        opaque = lax.optimization_barrier(group)
+        opaque = apart(group)
         k, v = k_s.at[0, pl.ds(opaque * ROWS, ROWS)], v_s.at[0, pl.ds(opaque * ROWS, ROWS)]
         early = row(lse_s.at[x]) if wide else None
         plgpu.barrier_wait(do_there.at[x])
@@ -167,9 +176,8 @@ def _compute(
             plgpu.wgmma(raw, k, q.T)  # (5)
             whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
-            p, draw = gradient.probabilities(
-                plgpu.wgmma_accumulator_load(raw, wait_n=1), early if wide else row(lse_s.at[x]), keep
-            )  # (6)
+            s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)
             multiply(dv, p.astype(dtype), do, to_stage)
             d = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))).astype(dtype)  # while dv runs
 
@@ -182,7 +190,7 @@ def _compute(
                 rest()
                 found = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
                 # Only now: (7) has read the other tile of draw, which the other warpgroup writes next.
-                give(found, g, n, draw_there.at[y])
+                give(found, g, n, draw_there.at[y], opaque)
 
             if first:
                 rest()
@@ -231,8 +239,8 @@ def _compute(
     k[...] = (dk * gradient.slope).astype(dtype)
     v[...] = dv.astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, of_keys(same, dk_ref))
-    plgpu.copy_smem_to_gmem(v, of_keys(same, dv_ref))
+    plgpu.copy_smem_to_gmem(k, of_keys(at_end, dk_ref))
+    plgpu.copy_smem_to_gmem(v, of_keys(at_end, dv_ref))
     plgpu.copy_smem_to_gmem(bad_s.at[mine], bad_ref.at[block, mine])
     plgpu.wait_smem_to_gmem(0)
 

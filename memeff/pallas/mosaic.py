@@ -112,6 +112,11 @@ def begin(total, value: Array) -> Callable[[Array], Array]:
     return lambda found: found
 
 
+def apart(x):
+    """x, which the compiler takes for another: what is made of it is made there, and not kept in registers until then."""
+    return lax.optimization_barrier(x)
+
+
 def full(shape: tuple[int, ...], value: float) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), WGMMA if len(shape) == 2 else ROW)
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from memeff.problem import Problem, Sight, tile_range
@@ -106,20 +107,42 @@ class Shape(NamedTuple):
 
 
 L2 = 32 * 2**20  # bytes that stay in the cache of 50 MiB that H100 and H200 have
+BALANCED = 0.95  # of the time that blocks have, what they work
 
 
-def place(count: int, blocks: int, bytes_read: int, early: bool, late: bool, index) -> tuple[Array, Array]:
-    """Which of `count` heads, and which of its `blocks` tiles, is done at `index`.
+def place(count: int, tiles: int, section: int, late: bool, index) -> tuple[Array, Array]:
+    """Which of `count` heads, and which of its `tiles`, is done at `index`.
 
-    The blocks of a head come one after the other, for they share what they read (`bytes_read` of a head). Where early or
-    late ones take longer, those come first, in sections of as many heads as fit into the cache.
+    The heads of a `section` tile by tile, from the last tile on if `late`; then those of the next.
     """
-    section = 1
-    if early or late:
-        section = next(n for n in range(max(1, min(count, L2 // bytes_read)), 0, -1) if count % n == 0)
     index, head = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
-    index, tile = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
-    return index * section + head, blocks - 1 - tile if late else tile
+    index, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
+    return index * section + head, tiles - 1 - tile if late else tile
+
+
+def _sections(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def cached_section(count: int, bytes_read: int) -> int:
+    """As many heads as fit into the cache, if each reads so many bytes: for blocks that begin when others end."""
+    return max(n for n in _sections(count) if n == 1 or n * bytes_read <= L2)
+
+
+def balanced_section(count: int, times: np.ndarray, blocks: int) -> int:
+    """The fewest heads, which share what they read, with which `blocks` that stay have equally much to do.
+
+    `times` of the tiles of a head, in the order of `place`; blocks take them there and back.
+    """
+
+    def worked(section: int) -> float:
+        load = np.tile(np.repeat(times, section), count // section)
+        turn, block = np.divmod(np.arange(load.size), blocks)
+        found = np.bincount(np.where(turn % 2 == 1, blocks - 1 - block, block), load, blocks)
+        return found.mean() / found.max()
+
+    sections = _sections(count)
+    return next((n for n in sections if worked(n) >= BALANCED), max(sections, key=worked))
 
 
 def ends(shape: Shape, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], Sight]:

@@ -164,7 +164,7 @@ def test_kernels_are_chosen_where_they_are_faster():
     assert chosen() == chosen(is_causal=True) == chosen(dtype=jnp.float16) == "pallas"
     assert chosen((1, 256, 2, 256)) == "pallas" and chosen((1, 256, 2, 257)) == "xla"
     assert chosen((1, 1, 2, 64)) == "xla"  # a tile of queries would be nearly empty
-    assert chosen(query_segment_ids=jnp.zeros((1, 256), jnp.int32)) == "xla"  # they were not measured with segments
+    assert chosen(query_segment_ids=jnp.zeros((1, 256), jnp.int32)) == "pallas"
     assert chosen(dtype=jnp.float32) == chosen(chunk_size=64) == "xla"
     assert chosen((0, 256, 2, 64)) == chosen((1, 0, 2, 64)) == "xla"
 

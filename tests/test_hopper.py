@@ -68,6 +68,10 @@ CASES = {
         small(B=2, T=200, S=200, G=2),
         dict(query_segment_ids=np.sort(np.random.default_rng(0).integers(0, 4, (2, 200))).astype(np.int32), is_causal=True),
     ),
+    "segments, long": (  # tiles without masks between others
+        small(T=520, S=520),
+        dict(query_segment_ids=np.repeat(i32([[2, 5]]), [300, 220], axis=1), local_window_size=(250, None)),
+    ),
     "segments, unsorted": (
         small(T=70, S=300, H=128, D=128),
         dict(

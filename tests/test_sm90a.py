@@ -16,11 +16,11 @@ needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for a GPU needs jax-cuda13-plugin: make sm90a"
 )
 
-# ptxas 13.0 spills up to 212 bytes in the forward, 608 and 708 in the backward (a window and a soft cap), mostly outside the
-# loops without masks.
-SPILLED = {"memeff_forward": 256, "memeff_dq": 640, "memeff_dkdv": 720, "memeff_fused": 400, "memeff_delta": 0}
+# ptxas 13.0 spills up to 212 bytes in the forward, 608 and 344 in the backward (a window and a soft cap), outside the loops
+# without masks but for 24 bytes in the fused one of heads of 64.
+SPILLED = {"memeff_forward": 256, "memeff_dq": 640, "memeff_dkdv": 360, "memeff_fused": 240, "memeff_delta": 0}
 # setmaxnreg ignored; products one after the other, for want of registers, or for one still running over a branch
-SERIAL = re.compile(r"\(C75(?:07|12|14)\)[^\n]*")
+SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +47,5 @@ def test_compiles(told, name):
     assert SERIAL.findall(text) == []
     if H <= 128:
         (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
-        assert temporary <= B * T * N * (8 + fused * 4 * H) + 4096
+        rows = B * N * -(-T // 192) * 192  # of whole blocks
+        assert temporary <= rows * (8 + fused * 4 * H) + 4096

@@ -8,7 +8,7 @@ from memeff.problem import Device, Gradients, Lse, LseFor, Operands, Problem
 
 LARGEST_HEAD = 256
 LARGEST_HEAD_BACKWARD = 128  # beyond it the chunked path takes the gradient, from the kernel's out and lse
-FEWEST_QUERIES = 64  # half a tile; where the chunked path begins to win was not measured
+FEWEST_QUERIES = 64  # where kernels were seen to be faster; below, most of a tile of theirs is empty
 
 
 def for_device(device: Device) -> str | None:
@@ -49,8 +49,6 @@ def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
     del problem
     T = operands.query.shape[1]
-    if operands.q_segments is not None:
-        return "its kernels have not been run with segments on a GPU"
     return f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
 
 

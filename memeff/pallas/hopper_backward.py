@@ -116,7 +116,7 @@ def queries(
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, Array]:
-    """dq [B, T, N, H], and delta [B, N, T'], from query, key, value, out, dout in the layout of the door; lse (in bits) and
+    """dq [B, T, N, H], and delta [B, N, T''], from query, key, value, out, dout in the layout of the door; lse (in bits) and
     dlse are B N T'. Sizes as in `hopper_forward.attend`.
     """
     query, key, value, out, _, lse = arrays
@@ -173,8 +173,10 @@ def queries(
     )
     if marked:
         scratch["marks"] = plgpu.SMEM((groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
-    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)]
-    blocks = B * N * -(-T // tiling.own)
+    tiles = -(-T // tiling.own)
+    # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
+    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct((B, N, tiles * tiling.own), jnp.float32)]
+    blocks = B * N * tiles
     kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
     dq, delta = kernel(*arrays, *given)
     return dq, delta
@@ -402,7 +404,7 @@ def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, 
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others)
     if scalars.q_segments is not None:
-        visits = visits.masked_within(scalars.first[tile], scalars.behind[tile], tiling.others)
+        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], tiling.others)
     return KeysPlace(b, k, col, sight, visits, scalars)
 
 

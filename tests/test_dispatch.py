@@ -106,7 +106,7 @@ OLD = jax.__version__.startswith("0.10.")
 TAKE_16_BITS = "its kernels take bfloat16 and float16, and this is float32"
 REFUSED = {
     "bias": "its kernels read no bias",
-    "mask": "its kernels read no mask (lengths, windows and causal order they know)",
+    "mask": "its kernels read masks of keys or of queries, [B, 1, 1, S] or [B, 1, T, 1], no others",
     "scale_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
     "soft_cap_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
     "dropout": "its kernels have no dropout",

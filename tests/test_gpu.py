@@ -160,6 +160,8 @@ def hopper_calls():
             key_value_segment_ids=np.random.default_rng(1).integers(0, 4, (2, 400), np.int32),
             is_causal=True,
         ),
+        "keys masked": dict(mask=(np.arange(400) < np.array([[300], [7]]))[:, None, None]),
+        "queries masked": dict(mask=(np.arange(300) % 100 < 70)[:, None], is_causal=True),
         "everything": dict(local_window_size=(90, 9), q_offset=np.array([0, 40], np.int32), logits_soft_cap=5.0) | lengths,
     }
     return calls | {name: (grouped, how) for name, how in masks.items()}

@@ -78,6 +78,15 @@ CASES = {
             query_segment_ids=i32([[1, 5] * 35]), key_value_segment_ids=i32([[5, 1, 2] * 100]), local_window_size=(None, 90)
         ),
     ),
+    "keys masked, padded": (
+        small(B=3, T=140, S=300, G=2),
+        dict(mask=(np.arange(300) < i32([[300], [150], [0]]))[:, None, None], is_causal=True, q_offset=200),
+    ),
+    "keys masked, left and here and there": (
+        small(B=2, T=70, S=300, H=128, D=128),
+        dict(mask=np.stack([np.arange(300) >= 200, np.arange(300) % 7 < 3])[:, None, None]),
+    ),
+    "queries masked": (small(T=200, S=130), dict(mask=(np.arange(200) % 100 < 70)[:, None], is_causal=True)),
     "scale": (small(T=64, S=130), dict(scale=-0.3)),
     "everything": (
         small(B=2, T=150, S=280, G=3, H=72, D=8),
@@ -316,8 +325,8 @@ def stand_in(monkeypatch):
     def queries(problem, lengths, arrays, dlse, scalars, tiling):
         *arrays, lse = arrays
         query, key, value, out, dout = cut(lengths, arrays)
-        delta = jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
-        delta = jnp.pad(delta, [(0, 0), (0, 0), (0, lse.shape[-1] - delta.shape[-1])]) - (0 if dlse is None else dlse)
+        delta = -jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
+        delta = jnp.pad(delta, [(0, 0), (0, 0), (0, lse.shape[-1] - delta.shape[-1])]) + (0 if dlse is None else dlse)
         ds, _ = cotangents_of(problem, query, key, value, dout, lse, delta)
         key = jnp.repeat(key, query.shape[2] // key.shape[2], 2).astype(f32)
         return jnp.einsum("bnts,bsnh->btnh", ds, key).astype(query.dtype), delta
@@ -326,7 +335,7 @@ def stand_in(monkeypatch):
         T, G = query.shape[1], query.shape[2] // key.shape[2]
         p = jnp.exp(logits(problem, query, key) - lse[..., :T, None] * np.log(2.0).astype(f32))
         dp = jnp.einsum("btnd,bsnd->bnts", dout, jnp.repeat(value, G, 2), preferred_element_type=f32)
-        return p * (dp - delta[..., :T, None]) * problem.scale, p
+        return p * (dp + delta[..., :T, None]) * problem.scale, p
 
     def keys(problem, lengths, arrays, scalars, tiling):
         query, key, value, dout = cut(lengths, arrays[:4])
@@ -370,6 +379,26 @@ def test_devices_run_their_own_part(K, axis_type, monkeypatch):
         assert x.sharding.spec[0] == "x"
     collectives = set(re.findall(r"(all-\w+|collective-\w+)\(", text))
     assert collectives == ({"all-reduce"} if K == 1 else set())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["q_offset", "key_value_seq_lengths", "query_segment_ids", "mask"])
+def test_small_operands_may_lie_whole_on_each_device(name, axis_type, monkeypatch):
+    """Gradients lie as the query does. (The stand-in looks at none of these; what they hide is tested above.)"""
+    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: True)
+    stand_in(monkeypatch)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    arrays = [place(x, P("x", None, "y")) for x in draw(f32, Sizes(B=2, T=37, S=37, K=4, G=1, H=8, D=8))]
+    small = {"q_offset": i32(3), "mask": np.ones((1, 1, 1, 37), bool), "query_segment_ids": np.zeros((2, 37), np.int32)}
+    monkeypatch.setattr("memeff.pallas.why_not", lambda *_: None)
+
+    def total(query, key, value, small):
+        return dot_product_attention(query, key, value, is_causal=True, implementation="pallas", **{name: small}).sum()
+
+    with dispatch.as_if_on("gpu", "9.0"), jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(total))(*arrays, place(small.get(name, i32([30, 20])), P()))
+    assert found.sharding.spec[:3] == ("x", None, "y")
 
 
 @pytest.mark.parametrize("batched", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
@@ -418,3 +447,30 @@ def test_visits_are_what_the_picture_has(size):
                     if visits.covers and visits.right > 0 and find is walk.keys_seen:
                         behind = seen[first : last + 1, int(visits.high - visits.right) * size :]
                         assert (behind.any(1) | ~seen[first : last + 1].any(1)).all()
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["by queries", "by keys"])
+def test_visits_of_segments_in_order(keys):
+    """All that is seen is visited; without masks only what is wholly seen, and long segments have such tiles."""
+    from memeff.pallas import walk
+    from memeff.problem import Sight, sees
+
+    T, S, rows, size, without_masks = 40, 44, 5, 4, 0
+    ids = [np.sort(np.random.default_rng(i).integers(0, 3, n)).astype(np.int32) for i, n in enumerate((T, S))]
+    scalars = walk.with_ranges(walk.Scalars(q_segments=ids[0][None], kv_segments=ids[1][None]), (T, S), rows, keys)
+    for left, right, offset in [(None, None, 0), (None, 0, 4), (9, 2, 0)]:
+        problem = Problem(left=left, right=right, q_offset=offset)
+        sight = Sight(q_segments=ids[0][:, None], kv_segments=ids[1][None])
+        seen = np.asarray(sees(problem, sight, np.arange(T)[:, None], np.arange(S)[None]))
+        seen, find = (seen.T, walk.queries_seeing) if keys else (seen, walk.keys_seen)
+        for i, first in enumerate(range(0, seen.shape[0], rows)):
+            last = min(first + rows, seen.shape[0]) - 1
+            visits = find(problem, offset, first, last, (T, S), size)
+            visits = visits.within(*(x[0, i] for x in (scalars.first, scalars.behind, scalars.alone)), size)
+            order = [int(visits.tile(n)) for n in range(int(visits.total))]
+            tiles = [seen[first : last + 1, j * size : (j + 1) * size] for j in range(-(-seen.shape[1] // size))]
+            assert {j for j, tile in enumerate(tiles) if tile.any()} <= set(order) and len(set(order)) == len(order)
+            for j in order[int(visits.masked) :]:
+                assert tiles[j].all() and tiles[j].shape[1] == size
+                without_masks += 1
+    assert without_masks > 20

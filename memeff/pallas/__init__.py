@@ -34,7 +34,9 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         f"its kernels take bfloat16 and float16, and this is {query.dtype}": query.dtype not in (jnp.bfloat16, jnp.float16),
         f"its kernels take heads of up to {LARGEST_HEAD}, and here H={H}, D={D}": max(H, D) > LARGEST_HEAD,
         "its kernels have no dropout": problem.dropout is not None,
-        "its kernels read no mask (lengths, windows and causal order they know)": operands.mask is not None,
+        "its kernels read masks of keys or of queries, [B, 1, 1, S] or [B, 1, T, 1], no others": operands.mask is not None
+        and not of_tokens(operands.mask),
+        "its kernels read a mask or segments, not both": operands.mask is not None and operands.q_segments is not None,
         "its kernels read no bias": terms.bias is not None,
         "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale is not None
         or terms.soft_cap is not None,
@@ -43,6 +45,12 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def of_tokens(mask: Array) -> bool:
+    """Does the mask, B|1 K|1 G|1 T|1 S|1, hide whole keys or whole queries?"""
+    _, K, G, T, S = mask.shape
+    return K == G == 1 and 1 in (T, S)
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:

@@ -59,6 +59,24 @@ def _padded(x: Array, width: int) -> Array:
     return jnp.pad(x, more) if any(map(any, more)) else x
 
 
+def _segmented(operands: Operands) -> Operands:
+    """A mask of keys or queries as segments: 0 may attend; hidden keys are -1 before the first of those and 1 behind it, so
+    that padding leaves them in order, and hidden queries 2.
+    """
+    if operands.mask is None:
+        return operands
+    (B, T), S, mask = operands.query.shape[:2], operands.key.shape[1], operands.mask[:, 0, 0]  # B|1 T|1 S|1
+    queries = keys = jnp.int32(0)
+    if mask.shape[1] == 1:
+        seen = mask[:, 0]
+        before = jnp.arange(seen.shape[1]) < seen.argmax(axis=1, keepdims=True)
+        keys = jnp.where(seen, 0, jnp.where(before, -1, 1))
+    else:
+        queries = jnp.where(mask[:, :, 0], 0, 2)
+    of = lambda x, length: jnp.broadcast_to(x, (B, length))
+    return operands._replace(mask=None, q_segments=of(queries, T), kv_segments=of(keys, S))
+
+
 def _scalars(operands: Operands) -> tuple[list[Array], list[str], list[str]]:
     """Those that are given, their names, and their dims."""
     names = [name for name in Scalars._fields if getattr(operands, name, None) is not None]
@@ -75,6 +93,7 @@ def _named(names: list[str], scalars) -> Scalars:
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    operands = _segmented(operands)
     given, names, dims_given = _scalars(operands)
 
     def call(query, key, value, *scalars):
@@ -94,6 +113,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    operands = _segmented(operands)
     given, names, dims_given = _scalars(operands)
     of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
 

@@ -10,7 +10,7 @@ import jax
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from memeff.pallas.mosaic import interpreting
@@ -48,7 +48,7 @@ def _over_devices(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]) 
         whole = jax.shard_map(
             _summed(call, dims_out, axes), mesh=mesh, in_specs=specs(dims_in), out_specs=specs(dims_out), check_vma=False
         )
-        return whole(*arrays)
+        return whole(*(reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs(dims_in), strict=True)))
 
     @custom_partitioning
     def run(*arrays):

@@ -81,7 +81,8 @@ def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
     copy = lambda length, heads, dim: size(up(length, 8), heads) if length % 8 or dim != width else 0
     copies, out = copy(T, K * G, H) + copy(S, K, H) + copy(S, K, D), copy(T, K * G, D)
     sums = 4 * B * K * G * up(T, 8) * width if problem.backward == "fused" else 0
-    return copies + out, 2 * copies + 2 * out + 2 * 4 * B * K * G * T + sums
+    rows = 4 * B * K * G * (up(T, 128) + up(T, 192 if width == 64 else 128))  # lse and delta, of whole blocks
+    return copies + out, 2 * copies + 2 * out + rows + sums
 
 
 def how(problem: Problem, operands: Operands) -> str:

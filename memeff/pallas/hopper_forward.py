@@ -9,8 +9,8 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   at the end: out = o / l, lse = (m + log2 l) / log2 e
   A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
-  is done again at the block's end: with what nobody sees cleaned of NaN and Inf, which changes no bit of the others; and if
-  it fails still, by (1) to (4) for all its tiles, and only its own result is replaced.
+  is done again at the block's end with the others of its tile, whose last bits may change: with what nobody sees cleaned of
+  NaN and Inf; and if it fails still, by (1) to (4) for all its tiles, and then only its own result is replaced.
 """
 
 import functools

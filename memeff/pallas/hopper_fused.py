@@ -113,7 +113,8 @@ def gradients(
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
         scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
-    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None, False)
+    # No barriers of Pallas': what is stored here is read by products and copies, after `commit_smem`, or after `meet`.
+    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None, barriers=False)
     results = jnp.zeros(query.shape, jnp.float32), lax.empty(key.shape, dtype), lax.empty(value.shape, dtype)
     results += (lax.empty((blocks, tiling.own), jnp.float32),)
     return pl.run_state(lambda refs: kernel(*arrays, *given, *refs))(results)

@@ -48,7 +48,11 @@ def call(
     approximate: bool = True,
     barriers: bool = True,
 ):
-    """The kernel `body`, in `grid` blocks of `threads` warpgroups."""
+    """The kernel `body`, in `grid` blocks of `threads` warpgroups.
+
+    `barriers`: Pallas' own around each store to shared memory, and before each load of what is stored. Without them a
+    thread that reads what others of its warpgroup stored must meet them first.
+    """
     return plgpu.kernel(
         body,
         out_type=tuple(out),
@@ -103,7 +107,7 @@ def multiply(total, x, y, stage=None) -> None:
 
 
 def begin(total, value: Array) -> Callable[[Array], Array]:
-    """total = value, before any product is started. What it returns is to be applied to what is read at the end: the
+    """total = value, before a product into it is started. What it returns is to be applied to what is read at the end: the
     interpreter begins with zeros.
     """
     if interpreting():

@@ -9,8 +9,8 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   at the end: out = o / l, lse = (m + log2 l) / log2 e
   A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
-  is done again at the block's end with the others of its tile, whose last bits may change: with what nobody sees cleaned of
-  NaN and Inf; and if it fails still, by (1) to (4) for all its tiles, and then only its own result is replaced.
+  is done again at the block's end: with what nobody sees cleaned of NaN and Inf, which changes no bit of the others; and if
+  it fails still, by (1) to (4) for all its tiles, and only its own result is replaced.
 """
 
 import functools
@@ -404,7 +404,10 @@ class Walk(NamedTuple):
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.total)
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
-        if self.turn.first:
+        if not self.turn.first:  # the same numbers in the same order, or all with a running maximum
+            first = jnp.where(self.turn.online, visits.total, first)
+            m, l, o = lax.fori_loop(0, visits.total, lambda n, state: self.again(n, first, *state), nothing)
+        else:
             m, l, o = lax.fori_loop(0, first, self.online, nothing)
             r = jnp.where(m == -jnp.inf, 0.0, m)
 
@@ -414,49 +417,71 @@ class Walk(NamedTuple):
                 return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
             l, o = accumulators(rest, o.shape)
-        else:  # the same numbers, in one loop
-            moves = jnp.where(self.turn.online, visits.total, first)
-            step = lambda n, state: self.online(n, state, moves=n < moves)
-            m, l, o = lax.fori_loop(0, visits.total, step, nothing)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
         return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
-    def online(self, n, state, moves=None):
-        """(1) to (4); m stays where it does not move."""
-        has, x, (m, l, o) = self.has, self.slot(n), state
-        plgpu.barrier_wait(has.k_there.at[x])
+    def logits(self, n):
+        """(1), alone."""
+        x = self.slot(n)
+        plgpu.barrier_wait(self.has.k_there.at[x])
 
-        def logits(raw):
-            plgpu.wgmma(raw, self.q, has.k_s.at[x].T)
+        def body(raw):
+            plgpu.wgmma(raw, self.q, self.has.k_s.at[x].T)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
-        raw = accumulators(logits, self.shape)  # (1)
-        plgpu.barrier_arrive(has.k_used.at[x])
-        if has.marks is not None:
-            plgpu.barrier_wait(has.v_there.at[x])
+        raw = accumulators(body, self.shape)
+        plgpu.barrier_arrive(self.has.k_used.at[x])
+        return raw
+
+    def online(self, n, state):
+        """(1) to (4)."""
+        has, x, (m, l, o) = self.has, self.slot(n), state
+        raw = self.logits(n)
+        there = lambda: plgpu.barrier_wait(has.v_there.at[x])
+        if has.marks is not None:  # of keys, which come with values
+            there()
+        p, m, l, o = self.moved(n, raw, m, l, o)
+        if has.marks is None:
+            there()
+        return m, l, self.weighed(o, p, n)
+
+    def moved(self, n, raw, m, l, o):
+        """p of (4), and m, l and o for it."""
         s = self.finish(raw, self.sees(n))  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
-        if moves is not None:
-            m_new = lax.cond(moves, lambda: m_new, lambda: m)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - spread(shift, self.shape))
         l = a * l + p.sum(axis=1)  # (4)
-        p = p.astype(has.v_s.dtype)
-        o = o * spread(a, o.shape)
-        if has.marks is None:
-            plgpu.barrier_wait(has.v_there.at[x])
-        if not self.turn.first:
-            o = self.cleaned(o, n)
+        return p.astype(self.has.v_s.dtype), m_new, l, o * spread(a, o.shape)
+
+    def again(self, n, first, m, l, o):
+        """(1) to (4) up to visit `first`, from there (5); what nobody sees is cleaned."""
+        raw = self.logits(n)
+        plgpu.barrier_wait(self.has.v_there.at[self.slot(n)])
+
+        def stands(m, l, o):
+            p, l = self.probabilities(raw, jnp.where(m == -jnp.inf, 0.0, m), l)
+            return p, m, l, o
+
+        p, m, l, o = lax.cond(n < first, functools.partial(self.moved, n, raw), stands, m, l, o)
+        return m, l, self.weighed(self.cleaned(o, n), p, n)
+
+    def probabilities(self, raw, r, l):
+        p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
+        return p.astype(self.has.v_s.dtype), l + p.sum(axis=1)
+
+    def weighed(self, o, p, n):
+        """o + p v, when v is there."""
 
         def product(total):
             whole = begin(total, o)
-            self.add(total, p, x)
+            self.add(total, p, self.slot(n))
             return whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         o = accumulators(product, o.shape)
-        plgpu.barrier_arrive(has.v_used.at[x])
-        return m_new, l, o
+        plgpu.barrier_arrive(self.has.v_used.at[self.slot(n)])
+        return o
 
     def add(self, total, p, x):
         multiply(total, p, self.has.v_s.at[x], self.has.stage and self.has.stage.at[self.has.group])
@@ -508,10 +533,6 @@ class Walk(NamedTuple):
 
             return accumulators(body, self.shape)
 
-        def probabilities(raw, l):
-            p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
-            return p.astype(has.v_s.dtype), l + p.sum(axis=1)
-
         def weigh(p, n):
             x = self.slot(n)
             plgpu.barrier_wait(has.v_there.at[x])
@@ -524,12 +545,12 @@ class Walk(NamedTuple):
                 weigh(p, n)
                 return plgpu.wgmma_accumulator_load(raw, wait_n=1)
 
-            p, l = probabilities(logits(n + 1, then), l)
+            p, l = self.probabilities(logits(n + 1, then), r, l)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(has.v_used.at[self.slot(n)])
             return p, l
 
-        p, l = probabilities(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), l)
+        p, l = self.probabilities(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), r, l)
         p, l = lax.fori_loop(first, count - 1, step, (p, l))
         weigh(p, count - 1)
         plgpu.wgmma_wait(0)

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from memeff.pallas import hopper_backward, hopper_forward, hopper_fused
 from memeff.pallas.mapped import mapped
-from memeff.pallas.walk import Scalars
+from memeff.pallas.walk import Scalars, tiles_visited
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
 
 MULTIPLE = 64  # of head dims
@@ -31,7 +31,7 @@ def forward_tiling(problem: Problem, operands: Operands) -> hopper_forward.Tilin
         return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
     three, two = (hopper_forward.Tiling(warpgroups, 128, 3, 2) for warpgroups in (3, 2))
     lengths = operands.query.shape[1], operands.key.shape[1]
-    logits = lambda tiling: hopper_forward.tiles_visited(problem, lengths, tiling).sum() * tiling.rows
+    logits = lambda tiling: tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
     return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
 
 
@@ -39,12 +39,14 @@ def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper
     """For dq, and for dk and dv."""
     largest = _width(operands)
     if largest == 64:
-        return hopper_backward.Tiling(3, 64, 4), hopper_backward.Tiling(3, 64, 4)
-    return hopper_backward.Tiling(2, 128, 2), hopper_backward.Tiling(2, 64, 3)
+        return hopper_backward.Tiling(3, 64, 4, 2), hopper_backward.Tiling(3, 64, 4, 2)
+    marked = operands.q_segments is not None  # which want some room
+    of_queries, of_keys = ((2, 64, 3, 1), (2, 64, 3, 1)) if marked else ((2, 128, 2, 1), (2, 64, 3, 2))
+    return hopper_backward.Tiling(*of_queries), hopper_backward.Tiling(*of_keys)
 
 
 def fused_tiling(operands: Operands) -> hopper_backward.Tiling:
-    return hopper_backward.Tiling(2, 128 if _width(operands) == 64 else 64, 2)
+    return hopper_backward.Tiling(2, 128 if _width(operands) == 64 else 64, 2, 1)
 
 
 def _width(operands: Operands) -> int:

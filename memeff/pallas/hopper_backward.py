@@ -16,16 +16,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper_forward import ROWS, Place, drain, find_place
+from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, rounds
+from memeff.pallas.hopper_forward import Place, find_place
 from memeff.pallas.mosaic import (
     COL,
     ROW,
     WGMMA,
     accumulators,
-    any_of,
     apart,
     begin,
     call,
@@ -38,14 +39,31 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, cached_section, ends, place, queries_seeing, with_ranges
+from memeff.pallas.walk import (
+    Order,
+    Scalars,
+    Shape,
+    Visits,
+    balanced_order,
+    cached_order,
+    ends,
+    place,
+    queries_seeing,
+    tiles_visited,
+    with_ranges,
+)
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
+
+STAYS = 2000  # positions an item visits, where blocks still stay in causal order: their beginnings cost more than an order
+# that is fixed
+BEGINS = 2  # tiles that could be visited while a block goes from one item to the next
 
 
 class Tiling(NamedTuple):
     warpgroups: int  # that compute, 64 rows each
     others: int  # keys, or queries, of a tile that is visited
     stages: int
+    items: int  # tiles of its own that a block has on their way or in use
 
     @property
     def own(self) -> int:
@@ -81,28 +99,22 @@ class Gradient(NamedTuple):
         return p, draw
 
 
-def _attempts(attempt, tiling: "Tiling", rings: tuple[str, ...], scratch: dict) -> None:
-    """`attempt(careful, block, warpgroup)`; and once more, carefully, if some row of the block is not finite.
-
-    Careful is: what nobody sees is cleaned of NaN and Inf. It changes no bit of what is finite without. `rings`: the
-    barriers for which the warpgroup that copies waits; its attempts return how many tiles they took.
-    """
-    all_done, bad_s = scratch["all_done"], scratch["bad_s"]
-    here = lax.axis_index("block"), lax.axis_index("warpgroup")
-    count = attempt(False, *here)
-    if not rings:
-        plgpu.barrier_arrive(all_done)
-    plgpu.barrier_wait(all_done)
-    again = any_of(bad_s.at[0])
-    pl.when(again)(lambda: (attempt(True, *map(apart, here)), None)[1])
-    if rings:
-        drain(jnp.where(again, 2 * count, count), tiling.stages, [scratch[name] for name in rings])
-
-
-def _note_bad(bad_s, group, *sums) -> None:
-    """For the first attempt: which of this warpgroup's rows are not finite."""
+def _failed(failed_s, turn: Turn, *sums) -> Array:
+    """1 if, in the first round, some row of these sums is not finite."""
+    if not turn.first:
+        return jnp.int32(0)
     bad = [jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(axis=1) for x in sums]
-    bad_s[0, pl.ds(group * ROWS, ROWS)] = functools.reduce(jnp.maximum, bad)
+    return any_failed(failed_s, functools.reduce(jnp.maximum, bad))
+
+
+def _blocks(problem: Problem, visited: np.ndarray, size: int, heads: int, bytes_read: int) -> tuple[int, Order]:
+    """How many there are, and in which order they do the items of `heads`, each of which reads so many bytes."""
+    items = heads * visited.size
+    if problem.right is None:
+        return blocks_for(items), Order()
+    if visited.mean() * size > STAYS:
+        return items, cached_order(heads, bytes_read)
+    return blocks_for(items), balanced_order(heads, BEGINS + visited, blocks_for(items))
 
 
 # ---- dq
@@ -127,124 +139,125 @@ def queries(
     given = [x for x in (dlse, *scalars) if x is not None]
     marked = scalars.q_segments is not None
 
+    total = B * N * -(-T // tiling.own)
+    visited = tiles_visited(problem, lengths, tiling.own, keys)
+    blocks, order = _blocks(problem, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
+
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
         dlse_ref = None if dlse is None else next(of)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        heads, bytes_read = B * N, max(1, S * (H + D) * 2 // shape.G)
-        section = 1 if problem.right is None else cached_section(heads, bytes_read)
-        find = lambda index: find_place(problem, shape, values, tiling.own, keys, section, index)
-        group = lax.axis_index("warpgroup")
+        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        find = lambda index: find_place(problem, shape, values, tiling.own, keys, order, index)
+        items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
 
         @pl.when(group < groups)
         def _():
             take_registers(tiling.warpgroups, computes=True)
-            _attempts(
-                lambda careful, at, group: _compute_queries(
-                    problem, tiling, (*refs[:6], dlse_ref), refs[-2:], find(at), group, careful, **scratch
-                ),
-                tiling,
-                (),
-                scratch,
-            )
+            compute = lambda *at: _compute_queries(problem, tiling, refs[-2:], dlse is not None, group, *at, **scratch)
+            rounds(items(compute), True, scratch["failed_s"], scratch["all_done"])
 
         @pl.when(group == groups)
         def _():
             take_registers(tiling.warpgroups, computes=False)
-            copy = lambda careful, at, _: _copy_keys(tiling, refs[1:3], find(at), careful, **scratch)
-            _attempts(copy, tiling, ("k_used", "v_used"), scratch)
+            copy = lambda *at: _copy_for_queries(tiling, (*refs[:6], dlse_ref), *at, **scratch)
+            rings = (stages, True, (scratch["k_used"], scratch["v_used"])), (tiling.items, False, (scratch["own_used"],))
+            rounds(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
 
     scratch = dict(
-        q_s=tile(groups, ROWS, H, dtype),
-        do_s=tile(groups, ROWS, D, dtype),
+        q_s=tile(tiling.items * groups, ROWS, H, dtype),
+        do_s=tile(tiling.items * groups, ROWS, D, dtype),
+        out_s=tile(tiling.items * groups, ROWS, D, dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
-        rows_s=plgpu.SMEM((2, groups, ROWS), jnp.float32),
-        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
-        q_there=plgpu.Barrier(num_barriers=groups),
-        rows_there=plgpu.Barrier(num_arrivals=3 + (dlse is not None) + marked, num_barriers=groups),
+        rows_s=plgpu.SMEM((2, tiling.items * groups, ROWS), jnp.float32),
+        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        own_there=plgpu.Barrier(num_arrivals=4 + (dlse is not None) + marked, num_barriers=tiling.items * groups),
+        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         k_there=plgpu.Barrier(num_arrivals=1 + marked, num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups + 1),
         **stage(groups, ROWS, keys, dtype),
     )
     if marked:
-        scratch["marks"] = plgpu.SMEM((groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
-    tiles = -(-T // tiling.own)
+        marks = plgpu.SMEM((tiling.items * groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
+        scratch["marks"] = marks
     # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
-    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct((B, N, tiles * tiling.own), jnp.float32)]
-    blocks = B * N * tiles
+    rows = -(-T // tiling.own) * tiling.own
+    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct((B, N, rows), jnp.float32)]
     kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
     dq, delta = kernel(*arrays, *given)
     return dq, delta
 
 
-def _copy_keys(tiling, arrays, here, careful, *, k_s, v_s, k_there, v_there, k_used, v_used, marks=None, **_):
-    key_ref, value_ref = arrays
-    stages, count = tiling.stages, here.visits.total
-    start = count if careful else 0
+def _copy_for_queries(
+    tiling, arrays, here: Place, turn: Turn, *, q_s, do_s, out_s, k_s, v_s, rows_s, own_there, own_used,
+    k_there, v_there, k_used, v_used, marks=None, **_,
+):  # fmt: skip
+    """Of queries what each warpgroup has, keys and values once for all."""
+    query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays
+    stages, count, y = tiling.stages, here.visits.total, lax.rem(turn.items, jnp.int32(tiling.items))
 
-    @pl.loop(start, start + count)
-    def _(n):
-        x = lax.rem(n, jnp.int32(stages))
-        rows = pl.ds(here.visits.tile(n - start) * tiling.others, tiling.others)
+    def own():
+        pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+        for group in range(tiling.warpgroups):
+            rows, mine = pl.ds(here.row + group * ROWS, ROWS), y * tiling.warpgroups + group
+            pairs = [
+                (ref.at[here.b, rows, here.n], to) for ref, to in ((out_ref, out_s), (dout_ref, do_s), (query_ref, q_s))
+            ]
+            pairs += [(lse_ref.at[here.b, here.n, rows], rows_s.at[0])]
+            if dlse_ref is not None:
+                pairs += [(dlse_ref.at[here.b, here.n, rows], rows_s.at[1])]
+            if marks is not None:
+                pairs += [(here.scalars.q_segments.at[rows], marks[0])]
+            for of, to in pairs:
+                plgpu.copy_gmem_to_smem(of, to.at[mine], own_there.at[mine])
+
+    def others(n):
+        at = turn.visits + n
+        x, rows = lax.rem(at, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
-            pl.when(n >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+            pl.when(at >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
             if marks is not None and ref is key_ref:
                 plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[rows], marks[1].at[x], there.at[x])
 
-    return count
+    # Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
+    begun = jnp.where(turn.items > 0, jnp.minimum(count, stages), 0) if tiling.items == 1 else 0
+    pl.loop(0, begun)(others)
+    own()
+    pl.loop(begun, count)(others)
+    return count, jnp.int32(0)
 
 
 def _compute_queries(
-    problem, tiling, arrays, out, here: Place, group, careful, *, q_s, do_s, k_s, v_s, rows_s, bad_s,
-    q_there, rows_there, k_there, v_there, k_used, v_used, all_here, stage=None, marks=None, **_,
+    problem, tiling, out, has_dlse, group, here: Place, turn: Turn, *, q_s, do_s, out_s, k_s, v_s, rows_s, own_there,
+    own_used, k_there, v_there, k_used, v_used, all_here, failed_s, stage=None, marks=None, **_,
 ):  # fmt: skip
-    query_ref, _, _, out_ref, dout_ref, lse_ref, dlse_ref = arrays
     dq_ref, delta_ref = out
-    gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), query_ref.dtype
-    rows, count = pl.ds(here.row + group * ROWS, ROWS), here.visits.total
-    q, o, do = q_s.at[group], q_s.at[group], do_s.at[group]
-    lse_s, delta_s = rows_s.at[0, group], rows_s.at[1, group]
-    slot = lambda n: lax.rem(n, jnp.int32(tiling.stages))
-
-    def load(*pairs, there):
-        for of, to in pairs:
-            plgpu.copy_gmem_to_smem(of, to, there.at[group])
-        plgpu.barrier_wait(there.at[group])
-
-    def of_rows():
-        """delta = dlse - rowsum(dout * out), which the other kernel wants, too."""
-        pairs = [(out_ref.at[here.b, rows, here.n], o), (dout_ref.at[here.b, rows, here.n], do)]
-        pairs += [(lse_ref.at[here.b, here.n, rows], lse_s)]
-        if dlse_ref is not None:
-            pairs += [(dlse_ref.at[here.b, here.n, rows], delta_s)]
-        if marks is not None:
-            pairs += [(here.scalars.q_segments.at[rows], marks[0].at[group])]
-        load(*pairs, there=rows_there)
-        delta = -row_sums(o, do)
-        delta = delta if dlse_ref is None else delta + plgpu.load(delta_s, layout=ROW)
-        delta_s[...] = delta
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
+    gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), q_s.dtype
+    rows, count, y = pl.ds(here.row + group * ROWS, ROWS), here.visits.total, lax.rem(turn.items, jnp.int32(tiling.items))
+    mine = y * tiling.warpgroups + group
+    q, o, do = q_s.at[mine], out_s.at[mine], do_s.at[mine]
+    lse_s, delta_s = rows_s.at[0, mine], rows_s.at[1, mine]
+    may_pass = turn.first and marks is None and tiling.others < tiling.own
 
     def step(n, masked, lse, delta, dq):
-        x = slot(count + n if careful else n)
+        x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
         keep = None
         plgpu.barrier_wait(k_there.at[x])
         if masked:
-            if careful:
-                _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, bad_s.at[1, pl.ds(group * ROWS, ROWS)], group, all_here)
+            if not turn.first:
+                _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
 
             at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
             sight = here.sight
             if marks is not None:
                 of_queries, of_keys = (
-                    plgpu.load(of, layout=way) for of, way in ((marks[0].at[group], ROW), (marks[1].at[x], COL))
+                    plgpu.load(of, layout=way) for of, way in ((marks[0].at[mine], ROW), (marks[1].at[x], COL))
                 )
                 sight = sight._replace(q_segments=spread(of_queries, shape), kv_segments=spread(of_keys, shape, 1))
             keep = sees(problem, sight, *at)
@@ -265,25 +278,38 @@ def _compute_queries(
         accumulators(products, shape, shape)
         plgpu.barrier_arrive(k_used.at[x])
 
-    if not careful:
-        of_rows()
-    lse, delta = (plgpu.load(x, layout=ROW) for x in (lse_s, delta_s))
-    load((query_ref.at[here.b, rows, here.n], q), there=q_there)
+    plgpu.barrier_wait(own_there.at[mine])
+    delta = -row_sums(o, do)  # and dlse, which the other kernel wants, too
+    delta = delta + plgpu.load(delta_s, layout=ROW) if has_dlse else delta
+    lse = plgpu.load(lse_s, layout=ROW)
+    delta_s[...] = delta
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
+
+    def pass_by(n):
+        x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
+        for there, used in ((k_there, k_used), (v_there, v_used)):
+            plgpu.barrier_wait(there.at[x])
+            plgpu.barrier_arrive(used.at[x])
 
     def walk(dq):
         masked = here.visits.masked
-        parts = ((0, count, True),) if careful else ((0, masked, True), (masked, count, False))
+        first = here.row + group * ROWS
+        hidden = here.visits.hidden(here.seen(first, first + ROWS - 1)) if may_pass else 0
+        pl.loop(0, hidden)(pass_by)
+        parts = ((hidden, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
         for first, last, hides in parts:
             lax.fori_loop(first, last, lambda n, _, hides=hides: step(n, hides, lse, delta, dq), None)
         return plgpu.wgmma_accumulator_load(dq, wait_n=0)
 
     dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
-    if not careful:
-        _note_bad(bad_s, group, dq)
-    q[...] = dq.astype(dtype)
+    failed = _failed(failed_s.at[group], turn, dq)
+    o[...] = dq.astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, dq_ref.at[here.b, rows, here.n])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.copy_smem_to_gmem(o, dq_ref.at[here.b, rows, here.n])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(own_used.at[y])
+    return count, failed
 
 
 def row_sums(x, y) -> Array:
@@ -292,7 +318,7 @@ def row_sums(x, y) -> Array:
     return (x * y).sum(axis=1)
 
 
-def _clean(shared, good, bad_s, group, all_here) -> None:
+def _clean(shared, good, failed_s, group, all_here) -> None:
     """Zeros where the tile `shared`, which all warpgroups read, is not `good`; 64 x 64 numbers at a time."""
     rows, cols = (n // ROWS for n in shared.shape)
 
@@ -303,9 +329,9 @@ def _clean(shared, good, bad_s, group, all_here) -> None:
         )
         here = shared.at[pl.ds(at[0], ROWS), pl.ds(at[1], ROWS)]
         load = lambda: plgpu.load(here, layout=WGMMA).astype(jnp.float32)
-        bad_s[...] = jnp.where(good(load(), at[0]), 0.0, 1.0).max(axis=1)
+        bad = jnp.where(good(load(), at[0]), 0.0, 1.0).max(axis=1)
 
-        @pl.when(any_of(bad_s))
+        @pl.when(any_failed(failed_s, bad) > 0)
         def _():
             meet(all_here)
 
@@ -330,53 +356,58 @@ def keys(
     (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
-    assert lse.shape[-1] % others == 0
+    assert lse.shape[-1] % others == 0 and others == ROWS
     scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
     given = [x for x in scalars if x is not None]
     marked = scalars.q_segments is not None
 
-    def body(*refs, **scratch):
+    total = B * K * -(-S // tiling.own)
+    visited = shape.G * tiles_visited(problem, lengths, tiling.own, others, keys=True)
+    blocks, order = _blocks(problem, visited, others, B * K, T * shape.G * (H + D) * 2)
+
+    def body(*refs, rows_s, **scratch):
+        starts = 0, stages, 2 * stages
+        sizes = stages, stages, groups
+        rows = [rows_s.at[pl.ds(*at)] for at in zip(starts, sizes, strict=True)]
+        scratch |= dict(zip(("lse_s", "delta_s", "failed_s"), rows, strict=True))
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
-        section = section_of_keys(problem, shape, T * shape.G * (H + D) * 2)
-        find = lambda index: find_keys(problem, shape, values, tiling, section, index)
-        group = lax.axis_index("warpgroup")
+        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        find = lambda index: find_keys(problem, shape, values, tiling, order, index)
+        items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
 
         @pl.when(group < groups)
         def _():
             take_registers(tiling.warpgroups, computes=True)
-            compute = lambda careful, at, group: _compute_keys(
-                problem, shape, tiling, refs[1:3], refs[-2:], find(at), group, careful, **scratch
-            )
-            _attempts(compute, tiling, (), scratch)
+            compute = lambda *at: _compute_keys(problem, shape, tiling, refs[-2:], group, *at, **scratch)
+            rounds(items(compute), True, scratch["failed_s"], scratch["all_done"])
 
         @pl.when(group == groups)
         def _():
             take_registers(tiling.warpgroups, computes=False)
-            arrays = refs[0], *refs[3:6]
-            copy = lambda careful, at, _: copy_queries(shape, tiling, arrays, find(at), careful, **scratch)
-            _attempts(copy, tiling, ("used",), scratch)
+            copy = lambda *at: _copy_for_keys(shape, tiling, refs[:6], *at, **scratch)
+            rings = (stages, True, (scratch["used"],)), (tiling.items, False, (scratch["own_used"],))
+            rounds(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
 
     scratch = dict(
-        k_s=tile(groups, ROWS, H, dtype),
-        v_s=tile(groups, ROWS, D, dtype),
+        k_s=tile(tiling.items * groups, ROWS, H, dtype),
+        v_s=tile(tiling.items * groups, ROWS, D, dtype),
         q_s=tile(stages, others, H, dtype),
         do_s=tile(stages, others, D, dtype),
-        lse_s=plgpu.SMEM((stages, others), jnp.float32),
-        delta_s=plgpu.SMEM((stages, others), jnp.float32),
-        bad_s=plgpu.SMEM((2, groups * ROWS), jnp.float32),
-        kv_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=groups),
+        rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),  # each array begins at a multiple of 1 KiB
+        own_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=tiling.items * groups),
+        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups + 1),
         **stage(groups, ROWS, others, dtype),
     )
     if marked:
-        scratch["marks"] = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((groups, ROWS), jnp.int32)
+        marks = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((tiling.items * groups, ROWS), jnp.int32)
+        scratch["marks"] = marks
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
-    blocks = B * K * -(-S // tiling.own)
     return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)
 
 
@@ -389,13 +420,8 @@ class KeysPlace(NamedTuple):
     scalars: Scalars
 
 
-def section_of_keys(problem: Problem, shape: Shape, bytes_read: int) -> int:
-    """Where early keys are seen by more queries, theirs come first, of as many heads as fit into the cache."""
-    return 1 if problem.right is None else cached_section(shape.B * shape.K, bytes_read)
-
-
-def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, section: int, index) -> KeysPlace:
-    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), section, False, index)
+def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, order: Order, index) -> KeysPlace:
+    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), order, False, index)
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
@@ -415,15 +441,14 @@ def sight_of_keys(sight: Sight, marks, x, group, sides) -> Sight:
 
 
 def copy_queries(
-    shape, tiling, arrays, here, careful, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks=None, **_
+    shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks=None, **_
 ):
+    """Of all heads that share the keys; after `visits` of other tiles."""
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.total
-    of_all = shape.G * count
-    start = of_all if careful else 0
 
     def one(g, n):
-        at, head = start + g * count + n, here.k * shape.G + g
+        at, head = visits + g * count + n, here.k * shape.G + g
         x, rows = lax.rem(at, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
         pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
@@ -434,48 +459,71 @@ def copy_queries(
         plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
     pl.loop(0, shape.G)(lambda g: pl.loop(0, count)(lambda n: one(g, n)))
-    return of_all
+    return shape.G * count
+
+
+def _copy_for_keys(
+    shape, tiling, arrays, here: KeysPlace, turn: Turn, *, k_s, v_s, own_there, own_used, marks=None, **scratch
+):
+    query_ref, key_ref, value_ref, *of_rows = arrays
+    y = lax.rem(turn.items, jnp.int32(tiling.items))
+    pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+    for group in range(tiling.warpgroups):
+        cols, mine = pl.ds(here.col + group * ROWS, ROWS), y * tiling.warpgroups + group
+        for ref, to in ((key_ref, k_s), (value_ref, v_s)):
+            plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to.at[mine], own_there.at[mine])
+        if marks is not None:
+            plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[mine], own_there.at[mine])
+    count = copy_queries(shape, tiling, (query_ref, *of_rows), here, turn.visits, marks=marks, **scratch)
+    return count, jnp.int32(0)
 
 
 def _compute_keys(
-    problem, shape, tiling, arrays, out, here: KeysPlace, group, careful, *, k_s, v_s, q_s, do_s, lse_s, delta_s, bad_s,
-    kv_there, q_there, do_there, used, all_here, stage=None, marks=None, **_,
+    problem, shape, tiling, out, group, here: KeysPlace, turn: Turn, *, k_s, v_s, q_s, do_s, lse_s, delta_s, failed_s,
+    own_there, own_used, q_there, do_there, used, all_here, stage=None, marks=None, **_,
 ):  # fmt: skip
-    key_ref, value_ref = arrays
     dk_ref, dv_ref = out
-    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
-    cols, k, v = pl.ds(here.col + group * ROWS, ROWS), k_s.at[group], v_s.at[group]
-    masked, count = here.visits.masked, here.visits.total
+    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), k_s.dtype
+    y = lax.rem(turn.items, jnp.int32(tiling.items)) * tiling.warpgroups
+    cols = pl.ds(here.col + group * ROWS, ROWS)
+    masked, count = here.visits.masked, apart(jnp.int32(here.visits.total))
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
     small = tiling.others == ROWS  # then registers are left
 
     def clean(x):
         """Queries that see nothing may hold anything, and so may their cotangents."""
-        q, do, mine = q_s.at[x], do_s.at[x], bad_s.at[1, pl.ds(group * ROWS, ROWS)]
+        q, do = q_s.at[x], do_s.at[x]
         lse = lambda first: spread(plgpu.load(lse_s.at[x, pl.ds(first, ROWS)], layout=ROW), (ROWS, ROWS))
-        _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, mine, group, all_here)
-        _clean(do, lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING), mine, group, all_here)
+        _clean(q, lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
+        _clean(
+            do, lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING), failed_s.at[group], group, all_here
+        )
 
     def step(start, n, hides, dk, dv):
         x = lax.rem(start + n, jnp.int32(tiling.stages))
         q, do, keep = q_s.at[x], do_s.at[x], None
         plgpu.barrier_wait(q_there.at[x])
-        if hides:
+        # In a kernel's first loop ptxas waits for raw before it begins dp; in the second, dp may begin while raw runs.
+        late = tiling.warpgroups == 2 and not hides and problem.right is not None
+        if not late:
             plgpu.barrier_wait(do_there.at[x])
-            if careful:
+        if hides:
+            if not turn.first:
                 clean(x)
             rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
-            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
+            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, y + group, sides)
             keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
-        mine = apart(group) if small else group
+        mine = y + (apart(group) if small else group)
         k, v = k_s.at[mine], v_s.at[mine]
         early = row(lse_s.at[x]) if small else None  # before products, which keep shared memory busy
 
         def products(raw, dp):
+            if not late:
+                whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(raw, k, q.T)  # (5)
-            if not hides:
+            if late:
                 plgpu.barrier_wait(do_there.at[x])
-            whole = begin(dp, row(delta_s.at[x]))
+                whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
             s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)
@@ -487,28 +535,26 @@ def _compute_keys(
         accumulators(products, sides, sides)
         plgpu.barrier_arrive(used.at[x])
 
-    for ref, to in ((key_ref, k), (value_ref, v)):
-        plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to, kv_there.at[group])
-    if marks is not None:
-        plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[group], kv_there.at[group])
-    plgpu.barrier_wait(kv_there.at[group])
+    plgpu.barrier_wait(own_there.at[y + group])
 
     def walk(dk, dv):
         def head(g, _):
-            start = (g + shape.G if careful else g) * count
-            parts = ((0, count, True),) if careful else ((0, masked, True), (masked, count, False))
+            start = turn.visits + g * count
+            parts = ((0, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
             for first, last, hides in parts:
                 lax.fori_loop(first, last, lambda n, _, hides=hides: step(start, n, hides, dk, dv), None)
 
         lax.fori_loop(0, shape.G, head, None)
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
-    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
-    if not careful:
-        _note_bad(bad_s, group, dk, dv)
+    dk, dv = accumulators(walk, (ROWS, k_s.shape[-1]), (ROWS, v_s.shape[-1]))
+    failed = _failed(failed_s.at[group], turn, dk, dv)
+    k, v = k_s.at[y + group], v_s.at[y + group]
     k[...] = (dk * gradient.slope).astype(dtype)
     v[...] = dv.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
     plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(own_used.at[lax.rem(turn.items, jnp.int32(tiling.items))])
+    return shape.G * count, failed

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, rounds
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -34,7 +34,6 @@ from memeff.pallas.mosaic import (
     full,
     meet,
     multiply,
-    multiprocessors,
     plgpu,
     positions,
     spread,
@@ -42,11 +41,19 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, Visits, balanced_section, ends, keys_seen, place, with_ranges
+from memeff.pallas.walk import (
+    Order,
+    Scalars,
+    Shape,
+    Visits,
+    balanced_order,
+    ends,
+    keys_seen,
+    place,
+    tiles_visited,
+    with_ranges,
+)
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
-
-ROWS = 64  # queries of a warpgroup
-ITEMS = 512  # tiles of queries that one block can do
 
 
 class Tiling(NamedTuple):
@@ -79,37 +86,40 @@ def attend(
     if want_lse:
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
     total = B * N * tiles
-    blocks = min(total, max(multiprocessors(), -(-total // ITEMS)))
-    section = 1 if problem.right is None else balanced_section(B * N, 1 + tiles_visited(problem, lengths, tiling), blocks)
+    blocks = blocks_for(total)
+    times = 1 + tiles_visited(problem, lengths, tiling.rows, keys)
+    order = Order() if problem.right is None else balanced_order(B * N, times, blocks)
 
-    def body(query_ref, key_ref, value_ref, *refs, **scratch):
+    def body(query_ref, key_ref, value_ref, *refs, failed_s, all_done, **scratch):
         of = iter(refs)
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         arrays, outs = (query_ref, key_ref, value_ref), (*of, None)[:2]
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_place(problem, shape, values, tiling.rows, keys, section, index)
-        items = lambda do: Items(total, blocks, block, lambda index, *turn: do(find(index), *turn))
+        find = lambda index: find_place(problem, shape, values, tiling.rows, keys, order, index)
+        items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
+        still = lambda: functools.reduce(jnp.logical_or, (any_of(failed_s.at[group]) for group in range(groups)))
 
         @pl.when(group < groups)
         def _():
             take_registers(tiling.warpgroups, computes=True)
-            compute = Compute(problem, tiling, arrays, outs, group, **scratch)
-            _rounds(items(compute.item), tiling, True, **scratch)
+            compute = Compute(problem, tiling, arrays, outs, group, failed_s.at[group], **scratch)
+            rounds(items(compute.item), True, failed_s, all_done, still=still)
 
         @pl.when(group == groups)
         def _():
             take_registers(tiling.warpgroups, computes=False)
-            _rounds(items(functools.partial(_copy, tiling, arrays, **scratch)), tiling, False, **scratch)
+            rings = (stages, True, (scratch["k_used"], scratch["v_used"])), (tiling.queries, False, (scratch["q_used"],))
+            copy = functools.partial(_copy, tiling, arrays, **scratch)
+            rounds(items(copy), False, failed_s, all_done, rings, still)
 
     scratch = dict(
         q_s=tile(tiling.queries * groups, ROWS, H, dtype),
         k_s=tile(stages, keys, H, dtype),
         v_s=tile(stages, keys, D, dtype),
-        rows_s=plgpu.SMEM((5, groups * ROWS), jnp.float32),
+        rows_s=plgpu.SMEM((4, groups * ROWS), jnp.float32),
+        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
         columns_s=plgpu.SMEM((D,), jnp.float32),
         keys_s=plgpu.SMEM((groups, keys), jnp.float32),
-        bad_s=plgpu.SMEM((groups, ITEMS), jnp.int32),
-        some_s=plgpu.SMEM((groups,), jnp.int32),
         q_there=plgpu.Barrier(num_arrivals=groups * (1 + marked), num_barriers=tiling.queries),
         q_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
         k_there=plgpu.Barrier(num_barriers=stages),
@@ -118,12 +128,12 @@ def attend(
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         old_there=plgpu.Barrier(num_barriers=groups),
         all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups + 1),
         **stage(groups, ROWS, keys, dtype),
     )
     if marked:
         scratch["marks"] = plgpu.SMEM((tiling.queries * groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
-    kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None)
+    kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None, sums_over_rows=True)
     found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None
 
@@ -136,21 +146,13 @@ class Place(NamedTuple):
     sight: Sight
     visits: Visits
     scalars: Scalars
+    seen: Callable[..., Visits]  # by queries from a first one to a last one
 
 
-def tiles_visited(problem: Problem, lengths: tuple[int, int], tiling: Tiling) -> np.ndarray:
-    """By each tile of queries, the last first, as far as it is known before offsets, lengths and segments are."""
-    (T, S), keys = lengths, tiling.keys
-    first = np.arange(-(-T // tiling.rows))[::-1] * tiling.rows + problem.q_offset
-    start = np.zeros_like(first) if problem.left is None else first - problem.left
-    end = np.full_like(first, S) if problem.right is None else first + tiling.rows + problem.right
-    return np.maximum(-(-np.clip(end, 0, S) // keys) - np.clip(start, 0, S) // keys, 0)
-
-
-def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, section: int, index) -> Place:
+def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, order: Order, index) -> Place:
     """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
     late = problem.right is not None
-    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), section, late, index)
+    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), order, late, index)
     b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, keys)
@@ -158,98 +160,17 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     # Rows behind the last query see what they like: nobody stores them.
     last = jnp.minimum(row + rows, shape.T) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    visits = keys_seen(problem, offset, row, last, all_ends, keys)
+    seen = lambda first, last: keys_seen(problem, offset, first, last, all_ends, keys)
+    visits = seen(row, last)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
-    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars)
-
-
-class Turn(NamedTuple):
-    """One tile of queries that is done."""
-
-    first: bool  # or done again, for a row of it failed
-    online: Any  # all its keys with a running maximum
-    queries: Any  # tiles of queries that were done before
-    keys: Any  # and of keys
-
-
-class Items(NamedTuple):
-    """What one of `blocks` does of `total` tiles of queries: there and back, for those that take longest come first."""
-
-    total: int
-    blocks: int
-    block: Array
-    do: Callable[..., tuple[Array, Array]]  # (a tile's index, its number here, Turn): tiles of keys, and 1 if a row failed
-
-    @property
-    def mine(self) -> Array:
-        whole = self.total // self.blocks
-        return whole + (self._place(whole) < self.total - whole * self.blocks).astype(jnp.int32)
-
-    def _place(self, n) -> Array:
-        return jnp.where(lax.rem(jnp.int32(n), jnp.int32(2)) == 1, self.blocks - 1 - self.block, self.block)
-
-    def __call__(self, n, turn: Turn):
-        return self.do(n * self.blocks + self._place(n), n, turn)
-
-
-def _rounds(items: Items, tiling: Tiling, computes: bool, *, bad_s, some_s, rows_s, all_done, q_used, k_used, v_used, **_):
-    """All items of a block. Then those of which a row failed, once more, and online if one still did.
-
-    The first round is a loop of its own, for which the compiler sees that all threads do the same.
-    """
-    groups, count = tiling.warpgroups, items.mine
-
-    def wait():
-        if computes:
-            plgpu.barrier_arrive(all_done)
-        plgpu.barrier_wait(all_done)
-
-    def one(n, state):
-        queries, keys, some = state
-        more, bad = items(n, Turn(True, False, queries, keys))
-        return queries + 1, keys + more, some | bad
-
-    queries, keys, some = lax.fori_loop(0, count, one, (jnp.int32(0),) * 3)
-    if computes:
-        some_s[lax.axis_index("warpgroup")] = some
-        plgpu.wait_smem_to_gmem(0)  # what is done again is written again
-    wait()
-    of_groups = lambda ref, *at: functools.reduce(jnp.bitwise_or, (ref[group, *at] for group in range(groups)))
-
-    def next_failed(n):
-        failed = lambda n: of_groups(bad_s, jnp.minimum(n, count - 1)) > 0
-        return lax.while_loop(lambda n: (n < count) & ~failed(n), lambda n: n + 1, n)
-
-    def again(state):
-        n, online, queries, keys = state
-        more, _ = items(n, Turn(False, online, queries, keys))
-        wait()
-        still = ~online & any_of(rows_s.at[0])
-        n = lax.cond(still, lambda: n, lambda: next_failed(n + 1))
-        return n, still, queries + 1, keys + more
-
-    first = lax.cond(of_groups(some_s) > 0, lambda: next_failed(jnp.int32(0)), lambda: count)
-    _, _, queries, keys = lax.while_loop(lambda state: state[0] < count, again, (first, jnp.bool_(False), queries, keys))
-    if not computes:
-        drain(keys, tiling.stages, (k_used, v_used))
-        drain(queries, tiling.queries, (q_used,))
-
-
-def drain(total, stages: int, used) -> None:
-    """Waits for what was used last: else a barrier would end with an open phase."""
-
-    @pl.loop(jnp.maximum(total - stages, 0), total)
-    def _(n):
-        for barrier in used:
-            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
+    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, seen)
 
 
 def _copy(
     tiling: Tiling,
     arrays,
     here: Place,
-    n,
     turn: Turn,
     *,
     q_s,
@@ -265,10 +186,9 @@ def _copy(
     **_,
 ):
     """Queries for each warpgroup, keys and values once for all."""
-    del n
     query_ref, key_ref, value_ref = arrays
-    count, y = here.visits.total, lax.rem(turn.queries, jnp.int32(tiling.queries))
-    pl.when(turn.queries >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
+    count, y = here.visits.total, lax.rem(turn.items, jnp.int32(tiling.queries))
+    pl.when(turn.items >= tiling.queries)(lambda: plgpu.barrier_wait(q_used.at[y]))
     for group in range(tiling.warpgroups):
         rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group]
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, here.n], to, q_there.at[y])
@@ -278,9 +198,9 @@ def _copy(
 
     @pl.loop(0, count)
     def _(n):
-        x, cols = lax.rem(turn.keys + n, jnp.int32(tiling.stages)), pl.ds(here.visits.tile(n) * tiling.keys, tiling.keys)
+        x, cols = lax.rem(turn.visits + n, jnp.int32(tiling.stages)), pl.ds(here.visits.tile(n) * tiling.keys, tiling.keys)
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
-            pl.when(turn.keys + n >= tiling.stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
+            pl.when(turn.visits + n >= tiling.stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], shared.at[x], there.at[x])
         if marks is not None:  # with values, for `cleaned` wants them, too
             plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[x], v_there.at[x])
@@ -296,14 +216,13 @@ class Compute(NamedTuple):
     arrays: Any
     out: Any
     group: Array
+    failed_s: Any  # of each row
     q_s: Any
     k_s: Any
     v_s: Any
-    rows_s: Any  # of each row: failed; and of a tile that is done again m, l, failed; lse
+    rows_s: Any  # of each row, if it is done again, m, l, failed; lse
     columns_s: Any
     keys_s: Any
-    bad_s: Any
-    some_s: Any
     q_there: Any
     q_used: Any
     k_there: Any
@@ -312,18 +231,17 @@ class Compute(NamedTuple):
     v_used: Any
     old_there: Any
     all_here: Any
-    all_done: Any
     stage: Any = None
     marks: Any = None
 
     def row_s(self, n: int):
         return self.rows_s.at[n, pl.ds(self.group * ROWS, ROWS)]
 
-    def item(self, here: Place, n, turn: Turn):
+    def item(self, here: Place, turn: Turn):
         """One tile of queries, stored."""
         query_ref, _, value_ref = self.arrays
         (out_ref, lse_ref), D = self.out, value_ref.shape[-1]
-        y, rows = lax.rem(turn.queries, jnp.int32(self.tiling.queries)), pl.ds(here.row + self.group * ROWS, ROWS)
+        y, rows = lax.rem(turn.items, jnp.int32(self.tiling.queries)), pl.ds(here.row + self.group * ROWS, ROWS)
         mine = self.q_s.at[y * self.tiling.warpgroups + self.group]
         o_s, of_out = mine, out_ref.at[here.b, rows, here.n]  # queries make room for out
         plgpu.barrier_wait(self.q_there.at[y])
@@ -332,7 +250,7 @@ class Compute(NamedTuple):
         def only_failed():
             plgpu.copy_gmem_to_smem(of_out, o_s, self.old_there.at[self.group])
             plgpu.barrier_wait(self.old_there.at[self.group])
-            old = [plgpu.load(self.row_s(1 + i), layout=ROW) for i in range(3)]
+            old = [plgpu.load(self.row_s(i), layout=ROW) for i in range(3)]
             was_bad = old[2] > 0
             first = plgpu.load(o_s, layout=WGMMA).astype(jnp.float32)
             return (
@@ -347,20 +265,16 @@ class Compute(NamedTuple):
             @pl.when(~turn.online)
             def _():
                 for i, x in enumerate((m, l, bad)):
-                    self.row_s(1 + i)[...] = x
+                    self.row_s(i)[...] = x
 
-        self.row_s(0)[...] = bad
-
+        failed = any_failed(self.failed_s, bad)
         o_s[...] = o.astype(self.q_s.dtype)
         if lse_ref is not None:
-            self.row_s(4)[...] = jnp.where(l == 0, SEES_NOTHING, (m + jnp.log2(l)) * (1 / LOG2_E))
+            self.row_s(3)[...] = jnp.where(l == 0, SEES_NOTHING, (m + jnp.log2(l)) * (1 / LOG2_E))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_s, of_out)
         if lse_ref is not None:
-            plgpu.copy_smem_to_gmem(self.row_s(4), lse_ref.at[here.b, here.n, rows])
-        failed = any_of(self.row_s(0)).astype(jnp.int32)
-        if turn.first:
-            self.bad_s[self.group, n] = failed
+            plgpu.copy_smem_to_gmem(self.row_s(3), lse_ref.at[here.b, here.n, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=turn.first)  # what is done again may read out
         plgpu.barrier_arrive(self.q_used.at[y])
         return here.visits.total, failed
@@ -380,7 +294,7 @@ class Walk(NamedTuple):
         return ROWS, self.has.tiling.keys
 
     def slot(self, n):
-        return lax.rem(self.turn.keys + n, jnp.int32(self.has.tiling.stages))
+        return lax.rem(self.turn.visits + n, jnp.int32(self.has.tiling.stages))
 
     def finish(self, raw, keep=None):
         """(2), in bits."""
@@ -392,7 +306,7 @@ class Walk(NamedTuple):
         sight = self.here.sight
         if self.has.marks is not None:
             of_queries, of_keys = self.has.marks
-            y = lax.rem(self.turn.queries, jnp.int32(self.has.tiling.queries)) * self.has.tiling.warpgroups
+            y = lax.rem(self.turn.items, jnp.int32(self.has.tiling.queries)) * self.has.tiling.warpgroups
             sight = sight._replace(
                 q_segments=spread(plgpu.load(of_queries.at[y + self.has.group], layout=ROW), self.shape),
                 kv_segments=spread(plgpu.load(of_keys.at[self.slot(n)], layout=COL), self.shape, 1),
@@ -403,12 +317,17 @@ class Walk(NamedTuple):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.total)
+        hidden = 0
+        if self.has.marks is None and self.has.tiling.keys < self.has.tiling.rows:
+            row = self.here.row + self.has.group * ROWS
+            hidden = visits.hidden(self.here.seen(row, row + ROWS - 1))
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if not self.turn.first:  # the same numbers in the same order, or all with a running maximum
             first = jnp.where(self.turn.online, visits.total, first)
             m, l, o = lax.fori_loop(0, visits.total, lambda n, state: self.again(n, first, *state), nothing)
         else:
-            m, l, o = lax.fori_loop(0, first, self.online, nothing)
+            pl.loop(0, hidden)(self.pass_by)
+            m, l, o = lax.fori_loop(hidden, first, self.online, nothing)
             r = jnp.where(m == -jnp.inf, 0.0, m)
 
             def rest(total):
@@ -419,6 +338,12 @@ class Walk(NamedTuple):
             l, o = accumulators(rest, o.shape)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
         return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
+
+    def pass_by(self, n):
+        has, x = self.has, self.slot(n)
+        for there, used in ((has.k_there, has.k_used), (has.v_there, has.v_used)):
+            plgpu.barrier_wait(there.at[x])
+            plgpu.barrier_arrive(used.at[x])
 
     def logits(self, n):
         """(1), alone."""

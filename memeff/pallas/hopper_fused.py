@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.pallas.blocks import drain
 from memeff.pallas.hopper_backward import (
     Gradient,
     KeysPlace,
@@ -21,10 +22,9 @@ from memeff.pallas.hopper_backward import (
     copy_queries,
     find_keys,
     row_sums,
-    section_of_keys,
     sight_of_keys,
 )
-from memeff.pallas.hopper_forward import ROWS, drain
+from memeff.pallas.hopper_forward import ROWS
 from memeff.pallas.mosaic import (
     COL,
     FLOATS,
@@ -45,7 +45,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Scalars, Shape, with_ranges
+from memeff.pallas.walk import Order, Scalars, Shape, cached_order, with_ranges
 from memeff.problem import Problem, sees
 
 GROUPS = 2
@@ -74,8 +74,8 @@ def gradients(
         values = iter(refs[6 : 6 + len(given)])
         values = Scalars(*(None if x is None else next(values) for x in scalars))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        section = section_of_keys(problem, shape, T * shape.G * (H + D) * 2)
-        find = lambda index: find_keys(problem, shape, values, tiling, section, index)
+        order = Order() if problem.right is None else cached_order(B * K, T * shape.G * (H + D) * 2)
+        find = lambda index: find_keys(problem, shape, values, tiling, order, index)
 
         @pl.when(group < GROUPS)
         def _():
@@ -86,7 +86,7 @@ def gradients(
         @pl.when(group == GROUPS)
         def _():
             take_registers(GROUPS, computes=False)
-            count = copy_queries(shape, tiling, (refs[0], *refs[3:6]), find(block), False, **scratch)
+            count = copy_queries(shape, tiling, (refs[0], *refs[3:6]), find(block), 0, **scratch)
             drain(count, tiling.stages, [scratch["used"]])
 
     others, stages = tiling.others, tiling.stages
@@ -174,8 +174,8 @@ def _compute(
         plgpu.barrier_wait(do_there.at[x])
 
         def products(raw, dp):
-            plgpu.wgmma(raw, k, q.T)  # (5)
             whole = begin(dp, row(delta_s.at[x]))
+            plgpu.wgmma(raw, k, q.T)  # (5)
             plgpu.wgmma(dp, v, do.T)
             s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)

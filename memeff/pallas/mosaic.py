@@ -47,8 +47,9 @@ def call(
     threads: int,
     approximate: bool = True,
     barriers: bool = True,
+    sums_over_rows: bool = False,
 ):
-    """The kernel `body`, in `grid` blocks of `threads` warpgroups.
+    """The kernel `body`, in `grid` blocks of `threads` warpgroups. `sums_over_rows`, or maxima, have 2 KiB of shared memory.
 
     `barriers`: Pallas' own around each store to shared memory, and before each load of what is stored. Without them a
     thread that reads what others of its warpgroup stored must meet them first.
@@ -66,6 +67,7 @@ def call(
         compiler_params=plgpu.CompilerParams(
             approx_math=approximate,
             unsafe_no_auto_barriers=not barriers,
+            reduction_scratch_bytes=2048 if sums_over_rows else 0,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
@@ -141,7 +143,7 @@ def any_of(ref) -> Array:
 
 
 def meet(barrier) -> None:
-    """All warpgroups that compute wait for each other."""
+    """All warpgroups that share `barrier` wait for each other."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

@@ -28,6 +28,11 @@ class Visits(NamedTuple):
         whole_low, whole_high = (jnp.where(alone > 0, x, low) for x in (whole_low, whole_high))
         return Visits(low, high, whole_low - low, high - whole_high, jnp.bool_(False))
 
+    def hidden(self, part: "Visits") -> Array:
+        """So many of the first visits `part`, of some of these rows, does not see."""
+        nothing = part.high <= part.low
+        return jnp.where(nothing, self.masked, jnp.where(self.left > 0, 0, jnp.minimum(self.high - part.high, self.masked)))
+
     @property
     def total(self) -> Array:
         return self.high - self.low
@@ -49,9 +54,24 @@ def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> Visits:
 
 def queries_seeing(problem: Problem, offset, first, last, ends, size: int) -> Visits:
     """Tiles of queries that see keys `first` to `last`: the window mirrored."""
-    mirrored = dataclasses.replace(problem, left=problem.right, right=problem.left)
     q_end, kv_end = ends
-    return _visits(tile_range(mirrored, -offset, first, last), first, last, (kv_end, q_end), size)
+    return _visits(tile_range(_mirrored(problem), -offset, first, last), first, last, (kv_end, q_end), size)
+
+
+def _mirrored(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, left=problem.right, right=problem.left, q_offset=-problem.q_offset)
+
+
+def tiles_visited(problem: Problem, lengths: tuple[int, int], own: int, size: int, keys: bool = False) -> np.ndarray:
+    """Of `size` keys by each tile of `own` queries, the last first; or of queries by each tile of keys, the first first. As
+    far as it is known before offsets, lengths and segments are.
+    """
+    (length, other), problem = (lengths[::-1], _mirrored(problem)) if keys else (lengths, problem)
+    first = np.arange(-(-length // own)) * own + problem.q_offset
+    start = np.zeros_like(first) if problem.left is None else first - problem.left
+    end = np.full_like(first, other) if problem.right is None else first + own + problem.right
+    found = np.maximum(-(-np.clip(end, 0, other) // size) - np.clip(start, 0, other) // size, 0)
+    return found if keys else found[::-1]
 
 
 def _visits(window, first, last, ends, size: int) -> Visits:
@@ -117,43 +137,55 @@ class Shape(NamedTuple):
     G: int
 
 
+class Order(NamedTuple):
+    """Of all tiles of all heads: the heads of a `section` tile by tile, then those of the next; but the last `rest` tiles of
+    each, the short ones in causal order, when all others are done.
+    """
+
+    section: int = 1
+    rest: int = 0
+
+
 L2 = 32 * 2**20  # bytes that stay in the cache of 50 MiB that H100 and H200 have
-BALANCED = 0.95  # of the time that blocks have, what they work
+BALANCED = 0.98  # of the time that blocks have, what they work
 
 
-def place(count: int, tiles: int, section: int, late: bool, index) -> tuple[Array, Array]:
-    """Which of `count` heads, and which of its `tiles`, is done at `index`.
+def place(count: int, tiles: int, order: Order, late: bool, index) -> tuple[Any, Any]:
+    """Which of `count` heads, and which of its `tiles`, is done at `index`; the first is the last if `late`."""
+    section, rest = (jnp.int32(n) for n in order)
+    done = count * (tiles - order.rest)
+    of_section, head = lax.div(index, section), lax.rem(index, section)
+    of_section, tile = lax.div(of_section, tiles - rest), lax.rem(of_section, tiles - rest)
+    head = of_section * section + head
+    if order.rest:
+        behind = index - done
+        head = jnp.where(behind < 0, head, lax.rem(behind, jnp.int32(count)))
+        tile = jnp.where(behind < 0, tile, tiles - rest + lax.div(behind, jnp.int32(count)))
+    return head, tiles - 1 - tile if late else tile
 
-    The heads of a `section` tile by tile, from the last tile on if `late`; then those of the next.
+
+def cached_order(count: int, bytes_read: int) -> Order:
+    """As many heads together as fit into the cache, if each reads so many bytes: for blocks that begin when others end."""
+    return Order(max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * bytes_read <= L2)))
+
+
+def balanced_order(count: int, times: np.ndarray, blocks: int) -> Order:
+    """With which `blocks` that stay have equally much to do; of those, the one with the fewest heads together, which share
+    what they read. `times` of the tiles of a head, in the order of `place`; blocks take them there and back.
     """
-    index, head = lax.div(index, jnp.int32(section)), lax.rem(index, jnp.int32(section))
-    index, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
-    return index * section + head, tiles - 1 - tile if late else tile
 
-
-def _sections(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def cached_section(count: int, bytes_read: int) -> int:
-    """As many heads as fit into the cache, if each reads so many bytes: for blocks that begin when others end."""
-    return max(n for n in _sections(count) if n == 1 or n * bytes_read <= L2)
-
-
-def balanced_section(count: int, times: np.ndarray, blocks: int) -> int:
-    """The fewest heads, which share what they read, with which `blocks` that stay have equally much to do.
-
-    `times` of the tiles of a head, in the order of `place`; blocks take them there and back.
-    """
-
-    def worked(section: int) -> float:
-        load = np.tile(np.repeat(times, section), count // section)
+    def worked(section: int, rest: int) -> float:
+        tiles = times.size - rest
+        load = np.concatenate(
+            [np.tile(np.repeat(times[:tiles], section), count // section), np.repeat(times[tiles:], count)]
+        )
         turn, block = np.divmod(np.arange(load.size), blocks)
         found = np.bincount(np.where(turn % 2 == 1, blocks - 1 - block, block), load, blocks)
         return found.mean() / found.max()
 
-    sections = _sections(count)
-    return next((n for n in sections if worked(n) >= BALANCED), max(sections, key=worked))
+    rests = sorted({times.size * n // 16 for n in range(16)})
+    orders = [Order(section, rest) for section in range(1, min(count, 64) + 1) if count % section == 0 for rest in rests]
+    return next((order for order in orders if worked(*order) >= BALANCED), max(orders, key=lambda order: worked(*order)))
 
 
 def ends(shape: Shape, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], Sight]:

@@ -141,6 +141,8 @@ def hopper_calls():
     calls = {}
     for k in range(1, 18):
         calls[f"length {64 * k - 1}"] = (Sizes(B=1, T=64 * k - 1, S=64 * k + 1, K=1, G=2, H=64, D=64), dict(is_causal=True))
+    uneven = Sizes(B=2, T=130, S=200, K=2, G=1, H=64, D=64)  # a warpgroup's rows end behind those of its block
+    calls["offsets, uneven"] = uneven, dict(is_causal=True, q_offset=np.array([-20, 61], np.int32))
     for H in (32, 40, 59, 64, 72, 80, 96, 104, 128, 160, 192, 256):
         calls[f"head {H}"] = (Sizes(B=2, T=130, S=190, K=2, G=1, H=H, D=H), {})
     grouped = Sizes(B=2, T=300, S=400, K=2, G=3, H=128, D=64)

@@ -468,6 +468,9 @@ def test_visits_are_what_the_picture_has(size):
                     assert {j for j, tile in enumerate(tiles) if tile.any()} <= set(order)
                     for n, j in enumerate(order):
                         assert n < visits.masked or (tiles[j].all() and tiles[j].shape[1] == size)
+                    for row in range(first, last + 1):
+                        hidden = int(visits.hidden(find(problem, offset, row, row, (q_end, kv_end), size)))
+                        assert 0 <= hidden <= visits.masked and not any(tiles[j][row - first].any() for j in order[:hidden])
                     if visits.covers and visits.right > 0 and find is walk.keys_seen:
                         behind = seen[first : last + 1, int(visits.high - visits.right) * size :]
                         assert (behind.any(1) | ~seen[first : last + 1].any(1)).all()

@@ -54,8 +54,7 @@ from memeff.pallas.walk import (
 )
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
 
-STAYS = 2000  # positions an item visits, where blocks still stay in causal order: their beginnings cost more than an order
-# that is fixed
+STAYS = 2000  # positions an item visits at most where blocks stay in causal order; of longer ones, beginnings cost less
 BEGINS = 2  # tiles that could be visited while a block goes from one item to the next
 
 
@@ -366,10 +365,8 @@ def keys(
     blocks, order = _blocks(problem, visited, others, B * K, T * shape.G * (H + D) * 2)
 
     def body(*refs, rows_s, **scratch):
-        starts = 0, stages, 2 * stages
-        sizes = stages, stages, groups
-        rows = [rows_s.at[pl.ds(*at)] for at in zip(starts, sizes, strict=True)]
-        scratch |= dict(zip(("lse_s", "delta_s", "failed_s"), rows, strict=True))
+        at = dict(lse_s=(0, stages), delta_s=(stages, stages), failed_s=(2 * stages, groups))
+        scratch |= {name: rows_s.at[pl.ds(*part)] for name, part in at.items()}
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")

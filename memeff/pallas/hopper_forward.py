@@ -158,10 +158,9 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     all_ends, sight = ends(shape, scalars, keys)
     row = tile * rows
     # Rows behind the last query see what they like: nobody stores them.
-    last = jnp.minimum(row + rows, shape.T) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    seen = lambda first, last: keys_seen(problem, offset, first, last, all_ends, keys)
-    visits = seen(row, last)
+    seen = lambda first, last: keys_seen(problem, offset, first, jnp.minimum(last, shape.T - 1), all_ends, keys)
+    visits = seen(row, row + rows - 1)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, seen)

@@ -30,8 +30,8 @@ class Visits(NamedTuple):
 
     def hidden(self, part: "Visits") -> Array:
         """So many of the first visits `part`, of some of these rows, does not see."""
-        nothing = part.high <= part.low
-        return jnp.where(nothing, self.masked, jnp.where(self.left > 0, 0, jnp.minimum(self.high - part.high, self.masked)))
+        none = jnp.where(part.high <= part.low, self.masked, jnp.clip(self.high - part.high, 0, self.masked))
+        return jnp.where(self.left > 0, 0, none)
 
     @property
     def total(self) -> Array:
@@ -183,9 +183,13 @@ def balanced_order(count: int, times: np.ndarray, blocks: int) -> Order:
         found = np.bincount(np.where(turn % 2 == 1, blocks - 1 - block, block), load, blocks)
         return found.mean() / found.max()
 
-    rests = sorted({times.size * n // 16 for n in range(16)})
-    orders = [Order(section, rest) for section in range(1, min(count, 64) + 1) if count % section == 0 for rest in rests]
-    return next((order for order in orders if worked(*order) >= BALANCED), max(orders, key=lambda order: worked(*order)))
+    best = 0.0, Order()
+    for section in (n for n in range(1, min(count, 64) + 1) if count % n == 0):
+        for rest in sorted({times.size * n // 16 for n in range(16)}):
+            best = max(best, (worked(section, rest), Order(section, rest)), key=lambda found: found[0])
+            if best[0] >= BALANCED:
+                return best[1]
+    return best[1]
 
 
 def ends(shape: Shape, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], Sight]:

@@ -35,14 +35,14 @@ def forward_tiling(problem: Problem, operands: Operands) -> hopper_forward.Tilin
     return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
 
 
-def backward_tilings(operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
+def backward_tilings(problem: Problem, operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
     """For dq, and for dk and dv."""
     largest = _width(operands)
     if largest == 64:
         return hopper_backward.Tiling(3, 64, 4, 2), hopper_backward.Tiling(3, 64, 4, 2)
-    marked = operands.q_segments is not None  # which want some room
-    of_queries, of_keys = ((2, 64, 3, 1), (2, 64, 3, 1)) if marked else ((2, 128, 2, 1), (2, 64, 3, 2))
-    return hopper_backward.Tiling(*of_queries), hopper_backward.Tiling(*of_keys)
+    marked = operands.q_segments is not None  # which want some room, as a soft cap wants registers
+    of_queries = (2, 64, 3, 1) if marked or problem.soft_cap is not None else (2, 128, 2, 1)
+    return hopper_backward.Tiling(*of_queries), hopper_backward.Tiling(2, 64, 3, 1 if marked else 2)
 
 
 def fused_tiling(operands: Operands) -> hopper_backward.Tiling:
@@ -129,7 +129,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         (dlse,) = dlse or (None,)
 
         def split():
-            of_queries, of_keys = backward_tilings(operands)
+            of_queries, of_keys = backward_tilings(problem, operands)
             arrays = (query_, key_, value_, out_, dout_, lse)
             dq, delta = hopper_backward.queries(problem, (T, S), arrays, dlse, scalars, of_queries)
             arrays = (query_, key_, value_, dout_, lse, delta)

@@ -515,10 +515,9 @@ def _compute_keys(
         early = row(lse_s.at[x]) if small else None  # before products, which keep shared memory busy
 
         def products(raw, dp):
-            if not late:
-                whole = begin(dp, row(delta_s.at[x]))
+            whole = None if late else begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(raw, k, q.T)  # (5)
-            if late:
+            if whole is None:
                 plgpu.barrier_wait(do_there.at[x])
                 whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)

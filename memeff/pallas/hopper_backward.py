@@ -106,14 +106,15 @@ def _failed(failed_s, turn: Turn, *sums) -> Array:
     return any_failed(failed_s, functools.reduce(jnp.maximum, bad))
 
 
-def _blocks(problem: Problem, visited: np.ndarray, size: int, heads: int, bytes_read: int) -> tuple[int, Order]:
+def _blocks(
+    problem: Problem, scalars: Scalars, visited: np.ndarray, size: int, heads: int, bytes_read: int
+) -> tuple[int, Order]:
     """How many there are, and in which order they do the items of `heads`, each of which reads so many bytes."""
-    items = heads * visited.size
-    if problem.right is None:
-        return blocks_for(items), Order()
-    if visited.mean() * size > STAYS:
-        return items, cached_order(heads, bytes_read)
-    return blocks_for(items), balanced_order(heads, BEGINS + visited, blocks_for(items))
+    items, causal = heads * visited.size, problem.right is not None
+    unknown = any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments))  # how long items take
+    if unknown or causal and visited.mean() * size > STAYS:
+        return items, cached_order(heads, bytes_read) if causal else Order()
+    return blocks_for(items), balanced_order(heads, BEGINS + visited, blocks_for(items)) if causal else Order()
 
 
 # ---- dq
@@ -140,7 +141,7 @@ def queries(
 
     total = B * N * -(-T // tiling.own)
     visited = tiles_visited(problem, lengths, tiling.own, keys)
-    blocks, order = _blocks(problem, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
+    blocks, order = _blocks(problem, scalars, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
 
     def body(*refs, **scratch):
         of = iter(refs[6:-2])
@@ -362,7 +363,7 @@ def keys(
 
     total = B * K * -(-S // tiling.own)
     visited = shape.G * tiles_visited(problem, lengths, tiling.own, others, keys=True)
-    blocks, order = _blocks(problem, visited, others, B * K, T * shape.G * (H + D) * 2)
+    blocks, order = _blocks(problem, scalars, visited, others, B * K, T * shape.G * (H + D) * 2)
 
     def body(*refs, rows_s, **scratch):
         at = dict(lse_s=(0, stages), delta_s=(stages, stages), failed_s=(2 * stages, groups))

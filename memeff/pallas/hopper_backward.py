@@ -21,7 +21,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, rounds
-from memeff.pallas.hopper_forward import Place, find_place
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -40,15 +39,15 @@ from memeff.pallas.mosaic import (
     tile,
 )
 from memeff.pallas.walk import (
+    KeysPlace,
     Order,
+    Place,
     Scalars,
     Shape,
-    Visits,
     balanced_order,
     cached_order,
-    ends,
-    place,
-    queries_seeing,
+    find_keys,
+    find_place,
     tiles_visited,
     with_ranges,
 )
@@ -371,7 +370,7 @@ def keys(
         of = iter(refs[6:-2])
         values = Scalars(*(None if x is None else next(of) for x in scalars))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_keys(problem, shape, values, tiling, order, index)
+        find = lambda index: find_keys(problem, shape, values, tiling.own, others, order, index)
         items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
 
         @pl.when(group < groups)
@@ -407,29 +406,6 @@ def keys(
         scratch["marks"] = marks
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
     return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)
-
-
-class KeysPlace(NamedTuple):
-    b: Array
-    k: Array
-    col: Array  # the first key
-    sight: Sight
-    visits: Visits  # of one query head
-    scalars: Scalars
-
-
-def find_keys(problem: Problem, shape: Shape, scalars: Scalars, tiling: Tiling, order: Order, index) -> KeysPlace:
-    head, tile = place(shape.B * shape.K, -(-shape.S // tiling.own), order, False, index)
-    b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
-    scalars = scalars.of(b)
-    all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
-    col = tile * tiling.own
-    last = jnp.minimum(col + tiling.own, shape.S) - 1
-    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    visits = queries_seeing(problem, offset, col, last, all_ends, tiling.others)
-    if scalars.q_segments is not None:
-        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], tiling.others)
-    return KeysPlace(b, k, col, sight, visits, scalars)
 
 
 def sight_of_keys(sight: Sight, marks, x, group, sides) -> Sight:

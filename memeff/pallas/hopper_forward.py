@@ -14,7 +14,6 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,17 +42,15 @@ from memeff.pallas.mosaic import (
 )
 from memeff.pallas.walk import (
     Order,
+    Place,
     Scalars,
     Shape,
-    Visits,
     balanced_order,
-    ends,
-    keys_seen,
-    place,
+    find_place,
     tiles_visited,
     with_ranges,
 )
-from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, in_bits, sees
 
 
 class Tiling(NamedTuple):
@@ -136,34 +133,6 @@ def attend(
     kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None, sums_over_rows=True)
     found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None
-
-
-class Place(NamedTuple):
-    b: Array
-    n: Array  # query head
-    k: Array  # key head
-    row: Array  # the first query
-    sight: Sight
-    visits: Visits
-    scalars: Scalars
-    seen: Callable[..., Visits]  # by queries from a first one to a last one
-
-
-def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, order: Order, index) -> Place:
-    """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
-    late = problem.right is not None
-    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), order, late, index)
-    b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
-    scalars = scalars.of(b)
-    all_ends, sight = ends(shape, scalars, keys)
-    row = tile * rows
-    # Rows behind the last query see what they like: nobody stores them.
-    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    seen = lambda first, last: keys_seen(problem, offset, first, jnp.minimum(last, shape.T - 1), all_ends, keys)
-    visits = seen(row, row + rows - 1)
-    if scalars.q_segments is not None:
-        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
-    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, seen)
 
 
 def _copy(

@@ -14,17 +14,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.blocks import drain
+from memeff.pallas.blocks import ROWS, drain
 from memeff.pallas.hopper_backward import (
     Gradient,
-    KeysPlace,
     Tiling,
     copy_queries,
-    find_keys,
     row_sums,
     sight_of_keys,
 )
-from memeff.pallas.hopper_forward import ROWS
 from memeff.pallas.mosaic import (
     COL,
     FLOATS,
@@ -45,7 +42,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.walk import Order, Scalars, Shape, cached_order, with_ranges
+from memeff.pallas.walk import KeysPlace, Order, Scalars, Shape, cached_order, find_keys, with_ranges
 from memeff.problem import Problem, sees
 
 GROUPS = 2
@@ -75,7 +72,7 @@ def gradients(
         values = Scalars(*(None if x is None else next(values) for x in scalars))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         order = Order() if problem.right is None else cached_order(B * K, T * shape.G * (H + D) * 2)
-        find = lambda index: find_keys(problem, shape, values, tiling, order, index)
+        find = lambda index: find_keys(problem, shape, values, tiling.own, tiling.others, order, index)
 
         @pl.when(group < GROUPS)
         def _():

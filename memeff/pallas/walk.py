@@ -1,6 +1,7 @@
 """Which tiles a block visits, and in which order: masked ones first. Hides that keys over queries is the mirror image."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -198,3 +199,55 @@ def ends(shape: Shape, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], Si
     kv_end = shape.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, shape.S)
     hides = scalars.kv_lengths is not None or shape.S % keys != 0
     return (q_end, kv_end), Sight(scalars.q_offset, scalars.q_lengths, kv_end if hides else None)
+
+
+class Place(NamedTuple):
+    b: Array
+    n: Array  # query head
+    k: Array  # key head
+    row: Array  # the first query
+    sight: Sight
+    visits: Visits
+    scalars: Scalars
+    seen: Callable[..., Visits]  # by queries from a first one to a last one
+
+
+def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, order: Order, index) -> Place:
+    """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
+    late = problem.right is not None
+    head, tile = place(shape.B * shape.K * shape.G, -(-shape.T // rows), order, late, index)
+    b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
+    scalars = scalars.of(b)
+    all_ends, sight = ends(shape, scalars, keys)
+    row = tile * rows
+    # Rows behind the last query see what they like: nobody stores them.
+    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
+    seen = lambda first, last: keys_seen(problem, offset, first, jnp.minimum(last, shape.T - 1), all_ends, keys)
+    visits = seen(row, row + rows - 1)
+    if scalars.q_segments is not None:
+        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
+    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, seen)
+
+
+class KeysPlace(NamedTuple):
+    b: Array
+    k: Array
+    col: Array  # the first key
+    sight: Sight
+    visits: Visits  # of one query head
+    scalars: Scalars
+
+
+def find_keys(problem: Problem, shape: Shape, scalars: Scalars, cols: int, queries: int, order: Order, index) -> KeysPlace:
+    """Of the `index`-th tile of `cols` keys."""
+    head, tile = place(shape.B * shape.K, -(-shape.S // cols), order, False, index)
+    b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
+    scalars = scalars.of(b)
+    all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
+    col = tile * cols
+    last = jnp.minimum(col + cols, shape.S) - 1
+    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
+    visits = queries_seeing(problem, offset, col, last, all_ends, queries)
+    if scalars.q_segments is not None:
+        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], queries)
+    return KeysPlace(b, k, col, sight, visits, scalars)

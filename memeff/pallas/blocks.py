@@ -96,6 +96,13 @@ def rounds(items: Items, computes: bool, failed_s, all_done, rings: Sequence = (
             drain(visits if of_visits else done, stages, barriers)
 
 
+def pass_by(*rings, at) -> None:
+    """What a warpgroup has no part in, it only waits for: a barrier counts no arrival for a copy that has not begun."""
+    for there, used in rings:
+        plgpu.barrier_wait(there.at[at])
+        plgpu.barrier_arrive(used.at[at])
+
+
 def drain(total, stages: int, barriers) -> None:
     """Waits for what was used last: else a barrier would end with an open phase."""
 

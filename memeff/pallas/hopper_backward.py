@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, rounds
+from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, pass_by, rounds
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -242,7 +242,6 @@ def _compute_queries(
     mine = y * tiling.warpgroups + group
     q, o, do = q_s.at[mine], out_s.at[mine], do_s.at[mine]
     lse_s, delta_s = rows_s.at[0, mine], rows_s.at[1, mine]
-    may_pass = turn.first and marks is None and tiling.others < tiling.own
 
     def step(n, masked, lse, delta, dq):
         x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
@@ -285,17 +284,13 @@ def _compute_queries(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
 
-    def pass_by(n):
-        x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
-        for there, used in ((k_there, k_used), (v_there, v_used)):
-            plgpu.barrier_wait(there.at[x])
-            plgpu.barrier_arrive(used.at[x])
+    def pass_one(n):
+        pass_by((k_there, k_used), (v_there, v_used), at=lax.rem(turn.visits + n, jnp.int32(tiling.stages)))
 
     def walk(dq):
         masked = here.visits.masked
-        first = here.row + group * ROWS
-        hidden = here.visits.hidden(here.seen(first, first + ROWS - 1)) if may_pass else 0
-        pl.loop(0, hidden)(pass_by)
+        hidden = here.hidden(here.row + group * ROWS, ROWS) if turn.first else 0
+        pl.loop(0, hidden)(pass_one)
         parts = ((hidden, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
         for first, last, hides in parts:
             lax.fori_loop(first, last, lambda n, _, hides=hides: step(n, hides, lse, delta, dq), None)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, rounds
+from memeff.pallas.blocks import ROWS, Items, Turn, any_failed, blocks_for, pass_by, rounds
 from memeff.pallas.mosaic import (
     COL,
     ROW,
@@ -285,15 +285,12 @@ class Walk(NamedTuple):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.total)
-        hidden = 0
-        if self.has.marks is None and self.has.tiling.keys < self.has.tiling.rows:
-            row = self.here.row + self.has.group * ROWS
-            hidden = visits.hidden(self.here.seen(row, row + ROWS - 1))
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if not self.turn.first:  # the same numbers in the same order, or all with a running maximum
             first = jnp.where(self.turn.online, visits.total, first)
             m, l, o = lax.fori_loop(0, visits.total, lambda n, state: self.again(n, first, *state), nothing)
         else:
+            hidden = self.here.hidden(self.here.row + self.has.group * ROWS, ROWS)
             pl.loop(0, hidden)(self.pass_by)
             m, l, o = lax.fori_loop(hidden, first, self.online, nothing)
             r = jnp.where(m == -jnp.inf, 0.0, m)
@@ -309,9 +306,7 @@ class Walk(NamedTuple):
 
     def pass_by(self, n):
         has, x = self.has, self.slot(n)
-        for there, used in ((has.k_there, has.k_used), (has.v_there, has.v_used)):
-            plgpu.barrier_wait(there.at[x])
-            plgpu.barrier_arrive(used.at[x])
+        pass_by((has.k_there, has.k_used), (has.v_there, has.v_used), at=x)
 
     def logits(self, n):
         """(1), alone."""

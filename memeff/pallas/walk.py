@@ -209,7 +209,7 @@ class Place(NamedTuple):
     sight: Sight
     visits: Visits
     scalars: Scalars
-    seen: Callable[..., Visits]  # by queries from a first one to a last one
+    hidden: Callable[[Any, int], Any]  # so many of the first visits, of which `count` queries from `first` on see nothing
 
 
 def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys: int, order: Order, index) -> Place:
@@ -226,7 +226,9 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     visits = seen(row, row + rows - 1)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
-    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, seen)
+    may = keys < rows and scalars.q_segments is None
+    hidden = lambda first, count: visits.hidden(seen(first, first + count - 1)) if may else 0
+    return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, hidden)
 
 
 class KeysPlace(NamedTuple):

@@ -96,7 +96,7 @@ def gradients(
         delta_s=plgpu.SMEM((stages, others), jnp.float32),
         draw_s=tile(DRAWS, tiling.own, others, dtype),
         part_s=plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS),
-        bad_s=plgpu.SMEM((GROUPS * ROWS,), jnp.float32),
+        bad_s=plgpu.SMEM((2, GROUPS * ROWS), jnp.float32),  # of the keys; and of all
         kv_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=GROUPS),
         q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -208,7 +208,7 @@ def _compute(
             here.scalars.kv_segments.at[pl.ds(here.col + group * ROWS, ROWS)], marks[1].at[group], kv_there.at[group]
         )
     plgpu.barrier_wait(kv_there.at[group])
-    bad_s[mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))  # in (7) nothing times NaN is NaN
+    bad_s[0, mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))  # in (7) nothing times NaN is NaN
     meet(all_here)  # (7) reads both warpgroups' keys
 
     def walk(dk, dv):
@@ -232,14 +232,14 @@ def _compute(
 
         accumulators(flush, (PART, PART))
 
-    bad_s[mine] = functools.reduce(jnp.add, map(nan_if_bad, (dk, dv)), plgpu.load(bad_s.at[mine], layout=ROW))
+    bad_s[1, mine] = functools.reduce(jnp.add, map(nan_if_bad, (dk, dv)), plgpu.load(bad_s.at[0, mine], layout=ROW))
     meet(all_here)  # nobody reads my keys any more
     k[...] = (dk * gradient.slope).astype(dtype)
     v[...] = dv.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, of_keys(at_end, dk_ref))
     plgpu.copy_smem_to_gmem(v, of_keys(at_end, dv_ref))
-    plgpu.copy_smem_to_gmem(bad_s.at[mine], bad_ref.at[block, mine])
+    plgpu.copy_smem_to_gmem(bad_s.at[1, mine], bad_ref.at[block, mine])
     plgpu.wait_smem_to_gmem(0)
 
 

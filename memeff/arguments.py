@@ -347,8 +347,8 @@ def check_precision(precision):
 
 
 def check_backward(backward: Any) -> str | None:
-    if backward not in (None, "split", "fused"):
-        raise ValueError(f'backward={backward!r} must be None, "split" or "fused".')
+    if backward not in (None, "split", "fused", "fastest"):
+        raise ValueError(f'backward={backward!r} must be None, "split", "fused" or "fastest".')
     return backward
 
 

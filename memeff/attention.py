@@ -13,7 +13,7 @@ from memeff.differentiation import attend
 from memeff.problem import SEES_NOTHING, Operands, Problem
 
 Implementation = Literal["xla", "reference", "pallas"]
-Backward = Literal["split", "fused"]
+Backward = Literal["split", "fused", "fastest"]
 
 
 @overload
@@ -143,6 +143,7 @@ def dot_product_attention(
       backward: of kernels. "split", the default: a kernel for the query's gradient and one for those of key and value;
         bits repeat. "fused": one kernel, five products a tile instead of seven; the query's gradient is added up in
         an order that differs from run to run, in a float32 array as large as itself. The gradients are equally exact.
+        "fastest": fused where that was measured to be faster and fits in memory_limit, else split; never refused.
       return_residual: also return lse.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c), before bias and mask.
       query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.

@@ -41,7 +41,7 @@ MASKS, MODES = ("causal", "full"), ("forward", "gradient")
 TITLES = {"forward": "forward", "gradient": "forward + gradient"}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
-NAMES = "memeff[:CHUNK|:IMPLEMENTATION|:fused][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
+NAMES = "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
 Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was found
 
 
@@ -109,10 +109,10 @@ def why_not(name: str, dtype: str) -> str | None:
 
 def attention(name: str) -> Callable[..., Any]:
     """The JAX function behind `name`, of query, key, value and what `causality` tells."""
-    if own := re.fullmatch(r"memeff(?::(?:(\d+)|(xla|pallas|fused)))?(?:@([\w.]+))?", name):
+    if own := re.fullmatch(r"memeff(?::(?:(\d+)|(xla|pallas|fused|fastest)))?(?:@([\w.]+))?", name):
         chunk, implementation, memory = (int(x) if x and x.isdecimal() else x for x in own.groups())
         own = {"memory_limit": memory} if memory else {}
-        own |= {"backward": "fused"} if implementation == "fused" else {"implementation": implementation}
+        own |= {"backward" if implementation in ("fused", "fastest") else "implementation": implementation}
         return functools.partial(memeff.dot_product_attention, chunk_size=chunk, **own)
     library, _, variant = name.partition(":")
     match library:

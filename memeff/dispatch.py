@@ -32,7 +32,9 @@ def select_implementation(
 
     Refuses a request that cannot be met. `chunks` and `limit` are the call's `chunk_size` and `memory_limit` in bytes.
     """
-    fused = problem.backward == "fused"
+    fused, fastest = problem.backward == "fused", problem.backward == "fastest"
+    if fastest:
+        problem = dataclasses.replace(problem, backward=None)
     name = requested or ("pallas" if fused else None)
     if name is None:
         against = why_not("pallas", problem, operands, chunks)
@@ -47,6 +49,9 @@ def select_implementation(
         cure = "Leave backward away." if fused else cure
         asked = f'implementation="{name}"' if requested else 'backward="fused"'
         raise NotImplementedError(f"{asked} cannot run this call: {reason}. {cure}")
+    if fastest and name == "pallas" and pallas.fused_is_faster(problem, operands):
+        one = dataclasses.replace(problem, backward="fused")
+        problem = one if limit is None or max(pallas.temp_bytes(one, operands)) <= limit else problem
     problem = choose_tiles(problem, operands, chunks, limit, name)
     if (calls := _watching.get()) is not None:
         calls.append((problem, operands, name))

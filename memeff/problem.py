@@ -36,7 +36,7 @@ class Problem:
     soft_cap: float | None = None  # unless Terms.soft_cap has it as an array
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
-    backward: str | None = None  # of kernels: "split" in two, or "fused" in one; None: as "split"
+    backward: str | None = None  # of kernels: "split" in two, or "fused" in one; None: as "split" ("fastest": see dispatch)
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
     fused_chunk_size: tuple[int, int] | None = None  # and for a backward fused into its products (GPU); None: without

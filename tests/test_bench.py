@@ -223,6 +223,7 @@ def test_names_tell_chunk_and_memory(monkeypatch):
         "memeff:xla@2GB",
         "memeff:pallas",
         "memeff:fused",
+        "memeff:fastest",
     ):
         bench.attention(name)()
     assert told == [
@@ -234,6 +235,7 @@ def test_names_tell_chunk_and_memory(monkeypatch):
         {"chunk_size": None, "implementation": "xla", "memory_limit": "2GB"},
         {"chunk_size": None, "implementation": "pallas"},
         {"chunk_size": None, "backward": "fused"},
+        {"chunk_size": None, "backward": "fastest"},
     ]
 
 
@@ -264,11 +266,14 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
         (["--length", "1.5k"], "expected a whole number above 0, such as 4096 or 64k, got '1.5k'"),
         (["--length", "0"], "expected a whole number above 0"),
         (["--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3."),
-        (["--implementation", "flash"], "implementation 'flash' is not known: use memeff[:CHUNK|:IMPLEMENTATION|:fused]"),
+        (
+            ["--implementation", "flash"],
+            "implementation 'flash' is not known: use memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest]",
+        ),
         (["--implementation", "memeff:fast"], "implementation 'memeff:fast' is not known"),
         (
             ["--implementation", "jax.nn@1GiB"],
-            "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION|:fused][@MEMORY]",
+            "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY]",
         ),
         (["--query-length", "2k", "--length", "4k", "1k"], "--query-length 2048 must be at most --length 1024."),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),

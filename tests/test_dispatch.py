@@ -1,5 +1,6 @@
 """Who runs a call, and the reason against each other one; what `import memeff` costs. Catalogue 38 and 39."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -183,6 +184,75 @@ def test_the_form_of_the_backward_is_what_is_asked_for():
         assert gradient(backward="fused") == gradient() + sums
     x = jnp.ones((1, 5, 2, 3))
     assert (dot_product_attention(x, x, x, backward="split") == dot_product_attention(x, x, x)).all()
+
+
+LONG = (2, 8192, 16, 128)  # forward + gradient, causal, H200: 563 TFLOP/s in one kernel, 489 in two
+
+
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+@pytest.mark.parametrize(
+    "query, key, how, fused",
+    [
+        (LONG, LONG, {"is_causal": True}, True),
+        (LONG, LONG, {"is_causal": True, "implementation": "pallas"}, True),
+        (LONG, LONG, {"is_causal": True, "implementation": "xla"}, False),
+        (LONG, LONG, {"is_causal": True, "memory_limit": "140MB"}, True),
+        (LONG, LONG, {"is_causal": True, "memory_limit": "130MB"}, False),  # 134 MB for the sums, 2 for rows
+        ((4, 4096, 16, 128), (4, 4096, 16, 128), {}, True),
+        ((4, 4096, 16, 128), (4, 4096, 16, 128), {"is_causal": True}, False),  # 2,048 keys a query: 5 % slower
+        ((8, 4096, 8, 64), (8, 4096, 8, 64), {}, True),
+        ((1, 8192, 16, 64), (1, 8192, 16, 64), {"is_causal": True}, False),  # 2^29 logits: 4 % slower
+        ((2, 8192, 16, 128), (2, 8192, 4, 128), {"is_causal": True}, True),  # 512 blocks
+        ((2, 8192, 16, 128), (2, 8192, 2, 128), {"is_causal": True}, False),  # 256 blocks: 9 % slower
+        ((1, 4096, 16, 128), (1, 32768, 16, 128), {}, True),
+        (LONG, LONG, {"is_causal": True, "logits_soft_cap": 20.0}, True),
+        ((2, 8192, 32, 64), (2, 8192, 32, 64), {"logits_soft_cap": 20.0}, False),  # not faster
+        # not measured
+        ((1, 8192, 32, 128), (1, 32768, 32, 128), {"is_causal": True}, False),
+        ((2, 8192, 16, 96), (2, 8192, 16, 96), {"is_causal": True}, False),
+        ((2, 8192, 16, 256), (2, 8192, 16, 256), {"is_causal": True}, False),
+        (LONG, LONG, {"is_causal": True, "q_offset": 1}, False),
+        (LONG, LONG, {"local_window_size": (4095, 0)}, False),
+        (LONG, LONG, {"local_window_size": (None, 4)}, False),
+        (LONG, LONG, {"key_value_seq_lengths": np.full(2, 8000, np.int32)}, False),
+        (LONG, LONG, {"query_seq_lengths": np.full(2, 8000, np.int32)}, False),
+        (LONG, LONG, {"q_offset": np.zeros(2, np.int32), "is_causal": True}, False),
+        (LONG, LONG, {"query_segment_ids": np.zeros((2, 8192), np.int32)}, False),
+        (LONG, LONG, {"mask": np.ones((2, 1, 1, 8192), bool)}, False),
+        # where kernels do not run: refused if asked for one kernel, not if for the fastest
+        (LONG, LONG, {"chunk_size": 512}, False),
+        (LONG, LONG, {"bias": np.zeros((1, 1, 1, 8192), jnp.bfloat16)}, False),
+    ],
+)
+def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(query, key, how, fused):
+    """And what is not fused is what runs without the argument."""
+
+    def form(**more):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, key, key)]
+        with dispatch.as_if_on("gpu", "9.0"), dispatch.watch() as calls:
+            jax.eval_shape(lambda *arrays: dot_product_attention(*arrays, **how | more), *arrays)
+        return calls[0][0], calls[0][2]
+
+    (problem, name), (usual, usual_name) = form(backward="fastest"), form()
+    assert problem == dataclasses.replace(usual, backward="fused" if fused else None)
+    assert name == usual_name and usual.backward is None
+
+
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+def test_the_fastest_backward_is_told_and_planned():
+    x = jax.ShapeDtypeStruct(LONG, jnp.bfloat16)
+    with dispatch.as_if_on("gpu", "9.0"):
+        assert "fused into one" in memeff.explain(x, x, x, is_causal=True, backward="fastest")
+    sums = 4 * 2 * 8192 * 16 * 128
+    plan = lambda **how: memeff.plan(x, x, x, device="H200", is_causal=True, **how).gradient_bytes
+    assert plan(backward="fastest") == plan(backward="fused") == plan() + sums
+
+
+def test_the_fastest_backward_runs_where_there_are_no_kernels():
+    x = jnp.ones((1, 5, 2, 3))
+    for implementation in (None, "xla", "reference"):
+        how = {"implementation": implementation}
+        assert (dot_product_attention(x, x, x, backward="fastest", **how) == dot_product_attention(x, x, x, **how)).all()
 
 
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")

@@ -104,7 +104,7 @@ WRONG = [
     # how
     ({"implementation": "pallas"}, NotImplementedError, r'implementation="pallas" cannot run this call: .*\. Use implementation=None .*"xla", which always runs'),
     ({"implementation": "cudnn"}, NotImplementedError, r'implementation="cudnn" cannot run this call: .*jax\.nn'),
-    ({"backward": "both"}, ValueError, r"backward='both' must be None, \"split\" or \"fused\""),
+    ({"backward": "both"}, ValueError, r"backward='both' must be None, \"split\", \"fused\" or \"fastest\""),
     ({"backward": "fused"}, NotImplementedError, r'backward="fused" cannot run this call: .*\. Leave backward away'),
     ({"backward": "fused", "implementation": "xla"}, NotImplementedError, r'"xla" cannot run this call: backward="fused" is a form that only kernels have\. Leave'),
     ({"implementation": "flash"}, ValueError, r"implementation='flash' is not known: use None or one of 'xla', 'reference', 'pallas'"),

@@ -201,13 +201,14 @@ bench.figure(speed, "seconds")
 # ```
 # alias bench="python -m memeff.bench --dtype bfloat16 --head-dim 128 --mask causal --json h200.jsonl"
 # bench --length 4k 16k 32k 64k        --rounds 3 --implementation jax.nn
-# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation memeff
-# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation jax.nn:cudnn
+# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation memeff jax.nn:cudnn
+# bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation memeff:xla
 # bench --length 4k 16k 64k 128k 256k  --rounds 2 --implementation tokamax:mosaic
 # bench --length 4k 16k 64k 256k       --rounds 1 --implementation tokamax:xla_chunked
 # ```
 #
-# (The second of them on another day than the others, after memeff had changed: cards differ by some 5 %.)
+# (`memeff`: its kernels; `memeff:xla`: its chunked path, which runs where they cannot. The second and the third of them ran on
+# another day than the others: cards differ by some 5 %.)
 
 # %%
 written = Path("h200.jsonl")

@@ -207,7 +207,7 @@ bench.figure(speed, "seconds")
 # bench --length 4k 16k 64k 256k       --rounds 1 --implementation tokamax:xla_chunked
 # ```
 #
-# (`memeff`: its kernels; `memeff:xla`: its chunked path, which runs where they cannot. The second and the third of them ran on
+# (`memeff`: its kernels; `memeff:xla`: its chunked path, which runs where they cannot. The second and the third ran on
 # another day than the others: cards differ by some 5 %.)
 
 # %%

@@ -66,7 +66,7 @@ def backward_is_kernel(operands: Operands) -> bool:
 
 # Forward + gradient, H200, bfloat16 (README.md beside this has the cases): in all that were measured from these bounds on,
 # one kernel was 1 to 37 % faster than two. With half the keys it was between 5 % slower and 6 % faster, with fewer mostly
-# slower; with half the logits between 9 % slower and 7 % faster; with half the blocks 9 % slower. Sizes are of the whole call.
+# slower; with half the logits between 9 % slower and 7 % faster; with half the blocks 9 % slower. Of the whole call:
 FUSED_KEYS = 4096  # that a query sees, on average
 FUSED_LOGITS = 2**30  # that are seen, of all heads
 FUSED_BLOCKS = 512  # of FUSED_OWN keys

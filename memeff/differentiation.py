@@ -1,5 +1,11 @@
-"""The registration with JAX's differentiation, and nothing else: the rules are the plain functions of an implementation."""
+"""The registration with JAX's differentiation, and nothing else: the rules are the plain functions of an implementation.
 
+Attention has a rule for its tangent, and that tangent, linear, has a rule for its transpose: the backward of the
+implementation. So one registration serves both modes. The tangent of the backward is that of the tangent's transpose as JAX
+makes it of tiles.py, so orders beyond the first need no formulas and take linear memory as well.
+"""
+
+import dataclasses
 import functools
 from types import ModuleType
 
@@ -7,16 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from memeff.problem import Gradients, Operands, Problem
+from memeff.problem import Gradients, Lse, LseFor, Operands, Problem
+from memeff.rules import call
 from memeff.sharding import vary_alike
+from memeff.tangent import tangent
 
-NO_FORWARD_MODE = (
-    "memeff.dot_product_attention: forward-mode derivatives (jvp, linearize, jacfwd, hessian) are not there yet in linear "
-    'memory. Use reverse mode, or implementation="reference" (quadratic memory), which has both.'
-)
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")  # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
@@ -25,39 +27,10 @@ def attend(implementation: ModuleType, problem: Problem, want_lse: bool, operand
 
     Gradients come from the implementation's `backward`, or from JAX if it has none.
     """
-    if not hasattr(implementation, "backward"):
-        out, lse = _forward(implementation, problem, "caller" if want_lse else None, operands)
-        return out, lse and lse.high
-    operands = jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands)
-    try:
-        return _attend(implementation, problem, want_lse, vary_alike(operands))
-    except TypeError as e:  # JAX is first to refuse under vmap of jvp
-        if "forward-mode" not in str(e):
-            raise
-        raise NotImplementedError(NO_FORWARD_MODE) from e
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(implementation, problem, want_lse, operands):
-    out, lse = _forward(implementation, problem, "caller" if want_lse else None, operands)
+    forward = Forward(implementation, problem, "caller" if want_lse else None)
+    own = hasattr(implementation, "backward")
+    out, lse = call(forward, vary_alike(operands)) if own else forward(operands)
     return out, lse and lse.high
-
-
-def _attend_fwd(implementation, problem, want_lse, operands):
-    out, lse = _forward(implementation, problem, "caller" if want_lse else "gradient", operands)
-    out, lse = checkpoint_name(out, RESIDUAL_NAMES[0]), jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
-    return (out, lse.high if want_lse else None), (operands, out, lse)
-
-
-def _attend_bwd(implementation, problem, want_lse, saved, cotangents):
-    del want_lse  # its cotangent is None where it was not wanted
-    operands, out, lse = saved
-    gradients = _backward(implementation, problem, operands, out, lse, *cotangents)
-    of = jax.tree.map(lambda x: None, operands)  # no cotangent for what is not differentiable
-    return (of._replace(**gradients._asdict()),)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -81,45 +54,96 @@ def _as_one(operands: Operands) -> Operands:
     return rest._replace(query=query, mask=mask, terms=rest.terms._replace(bias=bias))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """out and lse (None unless it is for somebody) of operands."""
+
+    implementation: ModuleType
+    problem: Problem
+    lse_for: LseFor
+
+    def __call__(self, operands):
+        return _forward(self.implementation, self.problem, self.lse_for, operands)
+
+    def jvp(self, primals, tangents):
+        (operands,), (along,) = primals, tangents
+        out, lse = call(dataclasses.replace(self, lse_for=self.lse_for or "gradient"), operands)
+        out = checkpoint_name(out, RESIDUAL_NAMES[0])
+        lse = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
+        dout, dlse = call(Tangent(self.implementation, self.problem), (operands, out, lse), along)
+        if self.lse_for is None:
+            return (out, None), (dout, None)
+        return (out, lse), (dout, Lse(dlse, None if lse.low is None else jnp.zeros_like(lse.low)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """Tangents of out and lse, linear in those of the operands."""
+
+    implementation: ModuleType
+    problem: Problem
+
+    def __call__(self, known, along, narrow=True):
+        operands, out, lse = known
+        return tangent(self.problem, _as_one(operands), out, lse, along, narrow)
+
+    def types(self, known, along):
+        _, out, lse = known
+        return out, lse.high
+
+    def jvp(self, primals, tangents):
+        (known, along), (dknown, dalong) = primals, tangents
+        found = call(self, *primals)
+        if not jax.tree.leaves(dknown):
+            still = lambda x, dx: None if x is None else jnp.zeros_like(x) if dx is None else dx
+            return found, call(self, known, jax.tree.map(still, along, dalong, is_leaf=lambda x: x is None))
+        return found, _along(functools.partial(self, narrow=False), primals, tangents)
+
+    def transposed(self, args, cotangents):
+        (known, along), (dout, dlse) = args, cotangents
+        dout = jnp.zeros_like(known[1]) if dout is None else dout
+        gradients = call(Backward(self.implementation, self.problem), *known, dout, dlse)
+        found = Operands(None, None, None)._replace(**gradients._asdict())  # type: ignore
+        return jax.tree.map(lambda x, g: None if x is None else g, along, found, is_leaf=lambda x: x is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Gradients in the dtypes and layouts of the operands."""
+
+    implementation: ModuleType
+    problem: Problem
+
+    def __call__(self, operands, out, lse, dout, dlse):
+        return _backward(self.implementation, self.problem, operands, out, lse, dout, dlse)
+
+    def jvp(self, primals, tangents):
+        def transposed(operands, out, lse, dout, dlse):
+            like = Operands(operands.query, operands.key, operands.value, operands.terms)
+            tangent = functools.partial(Tangent(self.implementation, self.problem), (operands, out, lse), narrow=False)
+            some = tangent if dlse is not None else lambda along: tangent(along)[0]
+            (back,) = jax.linear_transpose(some, like)(dout if dlse is None else (dout, dlse))
+            return Gradients(back.query, back.key, back.value, back.terms)
+
+        return call(self, *primals), _along(transposed, primals, tangents)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradients:
-    """Gradients in the dtypes and layouts of the operands."""
     operands = _as_one(operands)
     gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
     like = Gradients(operands.query, operands.key, operands.value, operands.terms)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
 
 
-@_backward.defjvp
-def _no_second_order(implementation, problem, primals, tangents):
-    del implementation, problem, primals, tangents
-    raise NotImplementedError(
-        "memeff.dot_product_attention: derivatives of second order are not there yet in linear memory. "
-        'Use implementation="reference" (quadratic memory), which has every order.'
-    )
+def _along(f, primals, tangents):
+    """The tangent of f(*primals) as JAX makes it; None is a tangent of 0."""
+    at, structure = jax.tree.flatten(primals)
+    along = structure.flatten_up_to(tangents)
+    moving = [n for n, dx in enumerate(along) if dx is not None]
 
+    def of(*parts):
+        put = dict(zip(moving, parts, strict=True))
+        return f(*jax.tree.unflatten(structure, [put.get(n, x) for n, x in enumerate(at)]))
 
-# Forward mode: the identity, with a tangent that reverse mode transposes away and that refuses to be computed. (JAX's own
-# error for custom_vjp speaks of no cure, and under jit comes from outside our frames.)
-
-
-@jax.custom_jvp
-def _reverse_only(x: Array) -> Array:
-    return x
-
-
-_reverse_only.defjvp(lambda primals, tangents: (primals[0], _tangent.bind(tangents[0])))
-
-
-def _no_forward_mode(*args, **kwargs):
-    del args, kwargs
-    raise NotImplementedError(NO_FORWARD_MODE)
-
-
-_tangent = Primitive("memeff_tangent")
-_tangent.def_abstract_eval(lambda x: x)
-_tangent.def_impl(_no_forward_mode)
-mlir.register_lowering(_tangent, _no_forward_mode)
-ad.deflinear2(_tangent, lambda cotangent, x: [cotangent])
-batching.primitive_batchers[_tangent] = lambda args, dims: (_tangent.bind(*args), dims[0])
+    return jax.jvp(of, tuple(at[n] for n in moving), tuple(along[n] for n in moving))[1]

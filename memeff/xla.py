@@ -45,6 +45,7 @@ from memeff.problem import (
     visible,
 )
 from memeff.sharding import of_total
+from memeff.tiles import Walk, positions
 
 
 def why_not(problem: Problem, operands: Operands) -> str | None:
@@ -162,7 +163,7 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
         a = jnp.exp(m_old - shift)
         p = jnp.exp(s - shift[..., None])
         l_new = a * l_old + p.sum(-1)  # (4)
-        o_new = a[..., None] * o_old + _values(problem, operands, tile, p, o.dtype)
+        o_new = a[..., None] * o_old + values(problem, tile, p, o.dtype)
         new = m_new, l_new, o_new
         if stands is not None:
             new = jax.tree.map(functools.partial(_where_rows, _rows_of(stands, tile)), old, new)
@@ -185,7 +186,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     m = _reference(problem, operands)
     on_gpu = problem.fused_chunk_size is not None
     if on_gpu:
-        operands = operands._replace(value=_finite(operands.value, True))
+        operands = operands._replace(value=finite(operands.value, True))
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
     with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
     if with_ones:
@@ -199,8 +200,8 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
             p = multiplied = p.astype(dtype)
         else:
             multiplied = _round(p, dtype)
-        v = _finite(tile.here.value, tile.keep is not None and not on_gpu)
-        part = [_dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
+        v = finite(tile.here.value, tile.keep is not None and not on_gpu)
+        part = [dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
         part += [] if with_ones else [x.sum(-1, dtype=l.dtype) for x in (p, multiplied)]
         return tuple(_put(x, _rows_of(x, tile) + y, tile) for x, y in zip(carry, part, strict=True))
 
@@ -374,7 +375,7 @@ def _walk_back(
         assert problem.fused_chunk_size is not None
         problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
         # Once for all tiles: who sees one of these that is not finite is NaN by lse or out.
-        query, key, value = (_finite(x, True) for x in operands[:3])
+        query, key, value = (finite(x, True) for x in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
     else:
         assert lse.low is not None
@@ -400,7 +401,7 @@ def _walk_back(
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
         p, pull = (tile.ahead, None) if fused else probabilities(tile, *others)
-        dp = _dot("bkgtd,bkcd->bkgtc", do, _finite(v, masked), problem, dtype)
+        dp = dot("bkgtd,bkcd->bkgtc", do, finite(v, masked), problem, dtype)
         if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
             up, down = (x[..., None] for x in others) if halves else (1, 1)
             _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), None), jnp.zeros_like(dp))
@@ -409,17 +410,17 @@ def _walk_back(
             if tile.keep is not None:  # at the end, for p of a row whose lse is NaN is NaN for all keys
                 draw = jnp.where(tile.keep, draw, 0)
         else:
-            dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))
+            dp = drop(problem, tile, lax.optimization_barrier(dp))
             draw, dterms = pull(p * (dp - delta[..., None]))
             draw = draw.astype(q.dtype)
         if halves:
             column = part_of(halves.column, {0: (tile.first[0], q.shape[0]), 1: (tile.first[1], q.shape[1])})
-            dv = _dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value) / (column * Halves.P)[..., None]
+            dv = dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value) / (column * Halves.P)[..., None]
         else:
-            dropped = _drop(problem, operands, tile, p).astype(v.dtype)
-            dv = _dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
-        dq = _dot("bkgtc,bkch->bkgth", draw, _finite(k, masked), problem, dtype)  # (7)
-        dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw, problem, dtype, grads.key)
+            dropped = drop(problem, tile, p).astype(v.dtype)
+            dv = dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
+        dq = dot("bkgtc,bkch->bkgth", draw, finite(k, masked), problem, dtype)  # (7)
+        dk = dot("bkgth,bkgtc->bkhc", finite(q, masked), draw, problem, dtype, grads.key)
         return Gradients(
             _add(grads.query, dq, (*tile.first, 0, tile.row, 0)),
             _add(grads.key, dk, (*tile.first, 0, tile.col)),
@@ -457,6 +458,7 @@ class Tile(NamedTuple):
     first: tuple[Any, Any]  # where the slices start: batch entry and key head,
     row: Array
     col: Array
+    of: tuple[int, int, int]  # K, T and S of the whole
     ahead: Array | None = None  # what was made of this tile in the step before
 
 
@@ -477,8 +479,8 @@ def _tile(
     t, c = problem.chunk_size
     B, _, K, G, _ = operands.query.shape
     b, k = problem.block or (B, K)
-    row, at_rows = _positions(i, t, lengths[0])
-    col, at_cols = _positions(j, c, lengths[1])
+    row, at_rows = positions(i, t, lengths[0])
+    col, at_cols = positions(j, c, lengths[1])
     batch, heads = (first[0], b), (first[1], k)
 
     def spread(x):
@@ -505,15 +507,7 @@ def _tile(
     cut = [part_of(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows]
     narrow, wide = tuple(x for x in cut if x.ndim == 4), (*wide, *(x for x in cut if x.ndim == 5))
     keep = visible(problem, here, at_rows, at_cols) if masked else None
-    return Tile(here, narrow, wide, (at_rows, at_cols), keep, first, row, col)
-
-
-def _positions(first, size: int, total: int):
-    """Where the tile at `first` starts, so that it fits, and its positions, -1 where the tile before has them already."""
-    first = jnp.int32(first)
-    start = jnp.minimum(first, total - size)
-    at = start + lax.iota(jnp.int32, size)
-    return start, jnp.where(at >= first, at, -1)
+    return Tile(here, narrow, wide, (at_rows, at_cols), keep, first, row, col, (K, *lengths))
 
 
 def _logits(problem: Problem, tile: Tile, apart: bool = True):
@@ -522,7 +516,7 @@ def _logits(problem: Problem, tile: Tile, apart: bool = True):
     `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
     """
     q, k = tile.here[:2]
-    raw = _dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
+    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
     if apart:
         raw = lax.optimization_barrier(raw)
     s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep), raw, tile.here.terms)
@@ -537,23 +531,23 @@ def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
     return finish(problem, raw[..., None], tile.here.terms, None)[..., 0]
 
 
-def _values(problem: Problem, operands: Operands, tile: Tile, p: Array, dtype) -> Array:
+def values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
     """p v, B K G t D. A value that is not finite makes NaN of the rows that see it, in its columns, and no others."""
     v, keep = tile.here.value, tile.keep
-    p = _drop(problem, operands, tile, p).astype(v.dtype)
+    p = drop(problem, tile, p).astype(v.dtype)
     if keep is None:
-        return _dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
+        return dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
     bad = ~jnp.isfinite(v)
     bad_key = bad.any(-1)  # b k c
     if keep.shape[:3] == (1, 1, 1):  # a small product instead of a pass over the tile of every head
         sees_bad = (jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype)) > 0)[:, :, None]
     else:
         sees_bad = (keep & bad_key[:, :, None, None, :]).any(-1)  # b k g t
-    o = _dot("bkgtc,bkcd->bkgtd", p, _finite(v, True), problem, dtype)
+    o = dot("bkgtc,bkcd->bkgtd", p, finite(v, True), problem, dtype)
     return jnp.where(sees_bad[..., None] & bad.any(2)[:, :, None, None, :], jnp.nan, o)
 
 
-def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
+def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
     """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out.
 
     The heads of a group become rows of one matrix (r = g t), in the forward and in the backward: so XLA:CPU neither
@@ -566,16 +560,16 @@ def _dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | N
     return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
 
 
-def _finite(x: Array, masked: bool) -> Array:
+def finite(x: Array, masked: bool) -> Array:
     """0 for NaN and Inf where the other factor may be the 0 of a hidden pair; who does see them is NaN by lse or out."""
     return jnp.where(jnp.isfinite(x), x, 0) if masked else x
 
 
-def _drop(problem: Problem, operands: Operands, tile: Tile, x: Array) -> Array:
+def drop(problem: Problem, tile: Tile, x: Array) -> Array:
     if problem.dropout is None:
         return x
-    head = number_heads(tile.here.query.max((3, 4), initial=0), operands.query.shape[2], tile.first)
-    kept = kept_by_dropout(problem, operands, head, (operands.query.shape[1], operands.key.shape[1]), *tile.at)
+    head = number_heads(tile.here.query.max((3, 4), initial=0), tile.of[0], tile.first)
+    kept = kept_by_dropout(problem, tile.here, head, tile.of[1:], *tile.at)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 
@@ -829,9 +823,9 @@ def _halved(size, starts: np.ndarray, dim: int) -> tuple[list[int], np.ndarray]:
     return size, np.concatenate([starts, starts + np.eye(2, dtype=int)[dim] * size[dim]])
 
 
-def _spans(problem: Problem, operands: Operands):
+def _spans(problem: Problem, lengths: tuple[int, int]):
     """For each row of tiles: the first that is visited and the one behind the last, and keys that all its queries see."""
-    T, S = operands.query.shape[1], operands.key.shape[1]
+    T, S = lengths
     t, c = problem.chunk_size
     first = np.arange(-(-T // t)) * t
     some_from, some_to, all_from, all_to = (
@@ -846,12 +840,20 @@ def _spans(problem: Problem, operands: Operands):
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Pairs (i, j) of tiles whose every query sees every key, and of the others that see something (all, if not `skip`)."""
-    T, S = operands.query.shape[1], operands.key.shape[1]
+    return _tiles(problem, (operands.query.shape[1], operands.key.shape[1]), elementwise(operands), skip)
+
+
+def elementwise(operands: Operands) -> bool:
+    """Is who sees whom told by element, not by the window alone?"""
+    return any(x is not None for x in (operands.mask, operands.q_segments, operands.terms.bias))
+
+
+def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: bool = True):
+    T, S = lengths
     t, c = problem.chunk_size
     n, k = -(-T // t), -(-S // c)
-    lo, hi, all_from, all_to = _spans(problem, operands)
+    lo, hi, all_from, all_to = _spans(problem, lengths)
     full_lo, full_hi = -(-np.clip(all_from, 0, S) // c), np.clip(all_to, 0, S) // c
-    elementwise = any(x is not None for x in (operands.mask, operands.q_segments, operands.terms.bias))
     whole, edge, hidden = ([np.zeros((0, 2), int)] for _ in range(3))
     for a in range(n):
         fits = (a + 1) * t <= T and not elementwise
@@ -864,12 +866,25 @@ def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.n
     return whole.astype(np.int32), edge.astype(np.int32)
 
 
+def walk_over(problem: Problem, operands: Operands) -> Walk:
+    """Over the same tiles, for sums. Lengths and offsets that are arrays hide, and bound nothing."""
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    if operands.q_offset is not None:
+        problem = dataclasses.replace(problem, left=None, right=None)
+    masked = elementwise(operands) or _bounded(operands)
+    return Walk(_lists, problem, B, K, G, (T, S), masked, accumulator_dtype(operands))
+
+
+def _lists(walk: Walk) -> list[tuple[bool, np.ndarray]]:
+    return list(zip((False, True), _tiles(walk.problem, walk.lengths, walk.elementwise), strict=True))
+
+
 def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
     """Tiles of rows and columns that are visited (None: known only as it runs), and all there are (0: length unknown)."""
     if _symbolic(operands):
         return None, 0
     (t, c), T, S = problem.chunk_size, operands.query.shape[1], operands.key.shape[1]
-    lo, hi, _, _ = _spans(problem, operands)
+    lo, hi, _, _ = _spans(problem, (T, S))
     visited = None if _bounded(operands) else int(np.maximum(hi - lo, 0).sum())
     return visited, -(-T // t) * -(-S // c)
 

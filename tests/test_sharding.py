@@ -62,11 +62,17 @@ def both_ways(static, q, k, v, dout, dlse, extra):
     return *results, *pull((dout, dlse))
 
 
+def second_order(static, q, k, v, dout, dlse, extra):
+    """Of the gradients: tangents along the operands, and the transpose of that."""
+    gradients = lambda q, k, v: both_ways(static, q, k, v, dout, dlse, extra)[2:]
+    return *jax.jvp(gradients, (q, k, v), (q, k, v))[1], *jax.vjp(gradients, q, k, v)[1]((q, k, v))
+
+
 @functools.cache
-def expected(kind: str, K: int = N):
+def expected(kind: str, K: int = N, of=both_ways):
     """On one device."""
     static, extra = KINDS[kind]
-    return jax.tree.map(np.asarray, jax.jit(functools.partial(both_ways, static))(*arrays(K), extra))
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(of, static))(*arrays(K), extra))
 
 
 def mesh_of(axis_type, **axes):
@@ -90,8 +96,8 @@ def collectives(text: str) -> list[str]:
     return [line.strip()[:120] for line in re.findall(rf"^.*= .*\b(?:{names})(?:-start)?\(.*$", text, re.M)]
 
 
-def program(kind, axis_type, where, K=N, spec_kv=None):
-    """The compiled both_ways with its arguments placed on the mesh, and the mesh."""
+def program(kind, axis_type, where, K=N, spec_kv=None, of=both_ways):
+    """The compiled function with its arguments placed on the mesh, and the mesh."""
     axes, spec = MESHES[where]
     spec_kv = spec if spec_kv is None else spec_kv
     mesh, (static, extra) = mesh_of(axis_type, **axes), KINDS[kind]
@@ -100,7 +106,7 @@ def program(kind, axis_type, where, K=N, spec_kv=None):
     extra = {n: put(x, s) for (n, x), s in zip(extra.items(), specs_of(extra, spec[0]).values(), strict=True)}
     args = (*args, extra)
     with jax.set_mesh(mesh):
-        return jax.jit(functools.partial(both_ways, static)).lower(*args).compile(), args, mesh
+        return jax.jit(functools.partial(of, static)).lower(*args).compile(), args, mesh
 
 
 def assert_near(actual, wanted, eps=5e-6):
@@ -163,6 +169,30 @@ def test_batch_and_heads(kind, axis_type, where):
     assert_near(results, expected(kind))
     assert_sharded_as(results, args)
     assert_silent(run.as_text(), kind)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["causal", "segments", *(pytest.param(k, marks=slow) for k in ("lengths", "dropout"))])
+def test_second_order(kind, axis_type):
+    run, args, _ = program(kind, axis_type, "batch and heads", of=second_order)
+    results = run(*args)
+    assert_near(results, expected(kind, of=second_order), 2e-5)
+    share = lambda x: [a / b for a, b in zip(x.shape[:3], x.sharding.shard_shape(x.shape)[:3], strict=True)]
+    assert [*map(share, results)] == [*map(share, args[:3])] * 2
+    assert_silent(run.as_text(), kind)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)])
+def test_second_order_in_shard_map(kind, axis_type):
+    where = "batch" if kind == "shared bias" else "batch and heads"
+    axes, spec = MESHES[where]
+    static, extra = KINDS[kind]
+    of, rows = functools.partial(second_order, static), P(*spec[:3])
+    specs = (spec, spec, spec, spec, rows, specs_of(extra, spec[0]))
+    run, args = shard_mapped(of, mesh_of(axis_type, **axes), specs, (spec,) * 6, (*arrays(), extra), check_vma=True)
+    assert not collectives(run.as_text())
+    assert_near(run(*args), expected(kind, of=second_order), 2e-5)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])

@@ -1,0 +1,115 @@
+"""Functions that bring their own derivatives, as primitives of JAX's. Hides JAX's interface for those.
+
+`jax.custom_jvp` would do but for partial evaluation, which forgets its rule (jax 0.10: in a scan), and linear functions that
+bring their transpose are not to be had from JAX with batching. A function f is hashable and has
+  f(*args)                         what it computes
+  f.jvp(args, tangents)            the same and its tangent; None is a tangent of 0
+and, if it is linear in its last argument,
+  f.transposed(args, cotangents)   cotangents of what the last argument has, which is given as numbers
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def call(f, *args) -> Any:
+    """f(*args), to be differentiated by f's rules."""
+    arrays, structure = jax.tree.flatten(args)
+    found = _call.bind(*arrays, f=f, structure=structure, axes=())
+    return jax.tree.unflatten(_types(*map(jax.typeof, arrays), f=f, structure=structure, axes=())[1], found)
+
+
+def _called(*arrays, f, structure, axes):
+    """`axes`: of one vmap after the other."""
+    if axes:
+        return jax.vmap(functools.partial(_called, f=f, structure=structure, axes=axes[:-1]), in_axes=axes[-1])(*arrays)
+    return f(*jax.tree.unflatten(structure, arrays))
+
+
+def _jvp(primals, tangents, *, f, structure, axes):
+    moving = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
+
+    def rule(axes, primals, tangents):
+        if axes:
+            of = axes[-1]
+            mapped = jax.vmap(functools.partial(rule, axes[:-1]), in_axes=(list(of), [of[n] for n in moving]))
+            return mapped(primals, tangents)
+        along = [None] * len(primals)
+        for n, x in zip(moving, tangents, strict=True):
+            along[n] = x
+        return f.jvp(*(jax.tree.unflatten(structure, x) for x in (primals, along)))
+
+    found = rule(axes, list(primals), [tangents[n] for n in moving])
+    return tuple(map(jax.tree.leaves, found))
+
+
+def _linear(structure) -> int:
+    """Leaves of the last argument."""
+    return structure.children()[-1].num_leaves
+
+
+def _transpose(cotangents, *args, f, structure, axes):
+    fixed = len(args) - _linear(structure)
+    cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
+
+    def back(axes, arrays, cotangents):
+        if axes:
+            return jax.vmap(functools.partial(back, axes[:-1]), in_axes=(list(axes[-1][:fixed]), 0))(arrays, cotangents)
+        given = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
+        return jax.tree.leaves(f.transposed(given, cotangents))
+
+    found = back(axes, list(args[:fixed]), cotangents)
+    return [None] * fixed + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, args[fixed:], strict=True)]
+
+
+def _batch(axis_data, arrays, dims, *, f, structure, axes):
+    if all(axis is None for axis in dims):
+        found = _call.bind(*arrays, f=f, structure=structure, axes=axes)
+        return found, [None] * len(found)
+    fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
+    arrays, dims = batched(axis_data, arrays, dims, fixed)
+    found = _call.bind(*arrays, f=f, structure=structure, axes=(*axes, dims))
+    return found, [0] * len(found)
+
+
+def batched(axis_data, arrays, axes, fixed: int) -> tuple[list[Array], tuple[int | None, ...]]:
+    """With the mapped dim first, in all arrays behind the first `fixed`: so that cotangents of what has none are summed."""
+    move = lambda x, axis: x if axis is None else jnp.moveaxis(x, axis, 0)
+    spread = lambda x, axis: jnp.broadcast_to(x, (axis_data.size, *x.shape)) if axis is None else move(x, axis)
+    arrays = [*map(move, arrays[:fixed], axes[:fixed]), *map(spread, arrays[fixed:], axes[fixed:])]
+    return arrays, (*(None if axis is None else 0 for axis in axes[:fixed]), *[0] * len(arrays[fixed:]))
+
+
+@functools.lru_cache
+def _jitted(**params):
+    return jax.jit(functools.partial(_called, **params))
+
+
+@functools.lru_cache
+def _types(*avals, f, structure, axes):
+    """Of the results, and their structure."""
+    if not axes and hasattr(f, "types"):  # known without a trace
+        return jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
+    run = functools.partial(_called, f=f, structure=structure, axes=axes)
+    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
+    return jaxpr.out_avals, jax.tree.structure(shapes)
+
+
+def _flat(*arrays, **params):
+    return jax.tree.leaves(_called(*arrays, **params))
+
+
+_call = Primitive("memeff_call")
+_call.multiple_results = True
+_call.def_impl(lambda *arrays, **params: jax.tree.leaves(_jitted(**params)(*arrays)))
+_call.def_abstract_eval(lambda *avals, **params: _types(*avals, **params)[0])
+mlir.register_lowering(_call, mlir.lower_fun(_flat, multiple_results=True))
+ad.primitive_jvps[_call] = _jvp
+ad.primitive_transposes[_call] = _transpose
+batching.fancy_primitive_batchers[_call] = _batch

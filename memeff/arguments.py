@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+from memeff import functions
 from memeff.problem import Dropout, Terms
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
@@ -284,6 +285,28 @@ def _per_batch(shape: Shape, name: str, x) -> Array:
     if x.size == 1:
         return x.reshape(1).astype(jnp.int32)
     return jnp.broadcast_to(x, shape.leads).reshape(shape.B).astype(jnp.int32)
+
+
+# ---- functions
+
+
+def check_function(name: str, fn, params, dtype):
+    """The function, or None, and the leaves of its params: floats, and others."""
+    if fn is None:
+        if params is not None:
+            raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
+        return None, (), ()
+    return functions.given(name, fn, params, dtype)
+
+
+def check_sinks(shape: Shape, sinks) -> Array | None:
+    """Float [N]."""
+    if sinks is None:
+        return None
+    sinks = _array("sinks", sinks)
+    if sinks.shape != (shape.N,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}.")
+    return sinks
 
 
 # ---- the rest

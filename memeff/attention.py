@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from memeff import arguments, dispatch, planning, sharding
 from memeff.differentiation import attend
+from memeff.functions import Mask, Score
 from memeff.problem import SEES_NOTHING, Operands, Problem
 
 Implementation = Literal["xla", "reference", "pallas"]
@@ -36,6 +37,11 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     q_offset: ArrayLike = 0,
+    score_fn: Callable[..., Any] | Score | None = None,
+    score_params: Any = None,
+    mask_fn: Callable[..., Any] | Mask | None = None,
+    mask_params: Any = None,
+    sinks: ArrayLike | None = None,
     chunk_size: int | tuple[int, int] | None = None,
     memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
@@ -71,6 +77,11 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     q_offset: ArrayLike = 0,
+    score_fn: Callable[..., Any] | Score | None = None,
+    score_params: Any = None,
+    mask_fn: Callable[..., Any] | Mask | None = None,
+    mask_params: Any = None,
+    sinks: ArrayLike | None = None,
     chunk_size: int | tuple[int, int] | None = None,
     memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
@@ -105,6 +116,11 @@ def dot_product_attention(
     query_segment_ids=None,
     key_value_segment_ids=None,
     q_offset: ArrayLike = 0,
+    score_fn=None,
+    score_params=None,
+    mask_fn=None,
+    mask_params=None,
+    sinks=None,
     chunk_size=None,
     memory_limit=None,
     precision=None,
@@ -149,6 +165,14 @@ def dot_product_attention(
       query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.
         The first alone serves both where T = S.
       q_offset: int, or integers [*B]: the position of query row 0 among the keys, for `is_causal` and windows.
+      score_fn: (score, batch, head, q_pos, k_pos, params) -> score, of JAX's functions: for scalars, the logit of one pair
+        after scale and soft cap, and int32 numbers (positions as in windows, `batch` of all leading dims together). Or a
+        `memeff.Score`, as those of `memeff.scores`.
+      score_params: a pytree of arrays for it; floats get their gradients, in their own shapes.
+      mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`, as those of `memeff.masks`,
+        which `&`, `|` and `~` combine.
+      mask_params: a pytree of arrays for it, without gradients.
+      sinks: [N], float: a logit for each head that takes probability and gives nothing (lse is then without it).
       chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
         measurement, see `memeff.dispatch`.
       memory_limit: bytes, or a text such as "512MiB": what forward and gradient may take beyond inputs and outputs, with
@@ -189,6 +213,10 @@ def dot_product_attention(
     offset, static_offset = arguments.check_offset(shape, q_offset)
     left, right = arguments.check_window(local_window_size, is_causal)
     q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
+    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    score_given, score_floats, score_rest = arguments.check_function("score_fn", score_fn, score_params, accumulator)
+    mask_given, *of_mask = arguments.check_function("mask_fn", mask_fn, mask_params, accumulator)
+    sinks = arguments.check_sinks(shape, sinks)
     dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
     problem = Problem(
         left=left,
@@ -198,11 +226,13 @@ def dot_product_attention(
         soft_cap=static_terms[1],
         dropout=dropout,
         precision=arguments.check_precision(precision),
+        score_fn=score_given,
+        mask_fn=mask_given,
         backward=arguments.check_backward(backward),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),
-        terms=terms,
+        terms=terms._replace(score=score_floats),
         mask=arguments.check_mask(shape, mask, from_flax),
         q_lengths=arguments.check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T),
         kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", key_value_seq_lengths, "S", shape.S),
@@ -210,17 +240,22 @@ def dot_product_attention(
         q_segments=q_segments,
         kv_segments=kv_segments,
         dropout_key=dropout_key,
+        score_rest=score_rest,
+        mask_params=jax.tree.map(lax.stop_gradient, tuple(x for kind in of_mask for x in kind)),
     )
     operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(chunk_size)
     problem, module = dispatch.select_implementation(problem, operands, implementation, chunks, limit)
-    out, lse = attend(module, problem, bool(return_residual), operands)
+    out, lse = attend(module, problem, bool(return_residual) or sinks is not None, operands)
     out = arguments.unfold(shape, out)
     if lse is None:
         return out
     lse = arguments.unfold(shape, lse)
-    return out, jnp.where(lse == SEES_NOTHING, -jnp.inf, lse)
+    lse = jnp.where(lse == SEES_NOTHING, -jnp.inf, lse)
+    if sinks is not None:  # which leave out / (out + sink's probability)
+        out = out * jax.nn.sigmoid(lse - sinks)[..., None].astype(out.dtype)
+    return (out, lse) if return_residual else out
 
 
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **how: Any) -> str:

@@ -103,7 +103,7 @@ class Tangent:
         (known, along), (dout, dlse) = args, cotangents
         dout = jnp.zeros_like(known[1]) if dout is None else dout
         gradients = call(Backward(self.implementation, self.problem), *known, dout, dlse)
-        found = Operands(None, None, None)._replace(**gradients._asdict())  # type: ignore
+        found = along._replace(**gradients._asdict())
         return jax.tree.map(lambda x, g: None if x is None else g, along, found, is_leaf=lambda x: x is None)
 
 
@@ -119,7 +119,8 @@ class Backward:
 
     def jvp(self, primals, tangents):
         def transposed(operands, out, lse, dout, dlse):
-            like = Operands(operands.query, operands.key, operands.value, operands.terms)
+            query, key, value, terms = operands[:4]
+            like = jax.tree.map(lambda x: None, operands)._replace(query=query, key=key, value=value, terms=terms)
             tangent = functools.partial(Tangent(self.implementation, self.problem), (operands, out, lse), narrow=False)
             some = tangent if dlse is not None else lambda along: tangent(along)[0]
             (back,) = jax.linear_transpose(some, like)(dout if dlse is None else (dout, dlse))

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from memeff.functions import Given, Places
+
 # lse of a row that sees no key, inside memeff: finite, and exp(s - it) is 0. At the door it is -inf.
 SEES_NOTHING = float(np.finfo(np.float32).max)
 
@@ -36,6 +38,8 @@ class Problem:
     soft_cap: float | None = None  # unless Terms.soft_cap has it as an array
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
+    score_fn: Given | None = None
+    mask_fn: Given | None = None
     backward: str | None = None  # of kernels: "split" in two, or "fused" in one; None: as "split" ("fastest": see dispatch)
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
@@ -46,6 +50,11 @@ class Problem:
     @property
     def windowed(self) -> bool:
         return (self.left, self.right) != (None, None)
+
+    @property
+    def extras(self) -> tuple[Any, ...]:
+        """What makes more of logits and probabilities than plain ones; None: nothing."""
+        return self.soft_cap, self.dropout, self.score_fn, self.mask_fn
 
 
 class Device(NamedTuple):
@@ -61,6 +70,7 @@ class Terms(NamedTuple):
     scale: Array | None = None
     soft_cap: Array | None = None
     bias: Array | None = None
+    score: tuple[Array, ...] = ()  # params of score_fn that are floats, of any shapes
 
 
 class Operands(NamedTuple):
@@ -77,6 +87,8 @@ class Operands(NamedTuple):
     q_segments: Array | None = None  # B T
     kv_segments: Array | None = None  # B S
     dropout_key: Array | None = None  # 2, uint32
+    score_rest: tuple[Array, ...] = ()  # params of score_fn that are not floats
+    mask_params: tuple[Array, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -141,31 +153,55 @@ def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
     return keep
 
 
-def visible(problem: Problem, here: Operands, rows: Array, cols: Array) -> Array:
+def places(problem: Problem, here: Operands, like: Array, first, rows: Array, cols: Array) -> Places | None:
+    """For functions of the user's: of a tile that begins with batch entry and key head `first`; `like` is B K G, laid out
+    over devices as the tile is.
+    """
+    if problem.score_fn is None and problem.mask_fn is None:
+        return None
+    zero = jnp.zeros_like(like, jnp.int32)
+    b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
+    batch, head = (zero + b)[:, 0, 0] + first[0], (zero + (k + first[1]) * like.shape[2] + g)[0]
+    q_pos = rows + problem.q_offset if here.q_offset is None else rows + here.q_offset[:, None]
+    return Places(batch, head, q_pos, cols, here.score_rest, here.mask_params)
+
+
+def visible(problem: Problem, here: Operands, rows: Array, cols: Array, at: Places | None = None) -> Array:
     """`sees` for queries at `rows` [t] and keys at `cols` [c]. Broadcasts to B K G t c; `here` is cut to the tile."""
+    mask = here.mask
+    if problem.mask_fn is not None:
+        assert at is not None
+        floats = sum(problem.mask_fn.floats)
+        of_places = problem.mask_fn(None, at, at.of_mask[:floats], at.of_mask[floats:])
+        mask = of_places if mask is None else mask & of_places
     every = slice(None)
     batch, queries, keys = (every, *[None] * 4), (every, None, None, every, None), (every, None, None, None, every)
-    at = lambda x, index: None if x is None else x[index]
+    of = lambda x, index: None if x is None else x[index]
     sight = Sight(
-        q_offset=at(here.q_offset, batch),
-        q_lengths=at(here.q_lengths, batch),
-        kv_lengths=at(here.kv_lengths, batch),
-        q_segments=at(here.q_segments, queries),
-        kv_segments=at(here.kv_segments, keys),
-        mask=here.mask,
+        q_offset=of(here.q_offset, batch),
+        q_lengths=of(here.q_lengths, batch),
+        kv_lengths=of(here.kv_lengths, batch),
+        q_segments=of(here.q_segments, queries),
+        kv_segments=of(here.kv_segments, keys),
+        mask=mask,
         bias=here.terms.bias,
     )
     return sees(problem, sight, rows[None, None, None, :, None], cols[None, None, None, None, :])
 
 
-def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None) -> Array:
-    """Logits B K G t c from dot products: scale, soft cap, bias, mask (`keep`; None: all visible), in this order."""
+def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None, at: Places | None = None) -> Array:
+    """Logits B K G t c from dot products: scale, soft cap, the user's function, bias, mask (`keep`; None: all visible), in
+    this order.
+    """
     cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
-    if keep is not None and (cap is not None or terms.scale is not None):
+    if keep is not None and (cap is not None or terms.scale is not None or problem.score_fn is not None):
         raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient
     s = raw * (problem.scale if terms.scale is None else terms.scale.astype(raw.dtype))
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
+    if problem.score_fn is not None:
+        assert at is not None
+        s = problem.score_fn(s, at, terms.score, at.of_score)
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)

@@ -19,6 +19,7 @@ from memeff.problem import (
     log_sum_exp,
     number_heads,
     only_kernels_fuse,
+    places,
     visible,
 )
 
@@ -35,13 +36,14 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     (B, T, K, G, _), S = query.shape, key.shape[1]
     rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     dtype = accumulator_dtype(operands)
-    keep = jnp.broadcast_to(visible(problem, operands, rows, cols), (B, K, G, T, S))
+    at = places(problem, operands, query[:, 0, :, :, 0] if T else query.sum((1, 4)), (0, 0), rows, cols)
+    keep = jnp.broadcast_to(visible(problem, operands, rows, cols, at), (B, K, G, T, S))
     # 0 * NaN is NaN: what nobody sees, and who sees nothing, counts as 0
     seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
     key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     query = jnp.where(keep.any(-1).transpose(0, 3, 1, 2)[..., None], query, 0)  # b t k g 1
     raw = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype, precision=problem.precision)  # (1)
-    s = finish(problem, raw, operands.terms, keep)  # (2)
+    s = finish(problem, raw, operands.terms, keep, at)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows that see nothing
     e = jnp.exp(s - m[..., None])

@@ -17,11 +17,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff import xla
-from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, finish, visible
+from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, Terms, finish, places, visible
 from memeff.tiles import Dims, Where, tile_sum
 
-# dims of operands: query, key, value, scale, soft cap, bias, mask, lengths, offset, segments, dropout's key
-LETTERS = "btnh", "bskh", "bskd", "", "", "bnts", "bnts", "b", "b", "b", "bt", "bs", "z"
+# dims of operands; of those that are not told here nothing is cut
+LETTERS = Operands(
+    query="btnh",
+    key="bskh",
+    value="bskd",
+    terms=Terms(bias="bnts"),
+    mask="bnts",
+    q_lengths="b",
+    kv_lengths="b",
+    q_offset="b",
+    q_segments="bt",
+    kv_segments="bs",
+)  # type: ignore
+WHOLE = "acdefghijlmopqruvwxyz"
 
 
 def tangent(
@@ -34,8 +46,10 @@ def tangent(
     (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
     every = functools.partial(jax.tree.leaves, is_leaf=lambda x: x is None)
     flat, flat_along = _flat(operands), _flat(along)
-    all_of = zip(LETTERS, every(flat), every(flat_along), strict=True)
-    given = [(letters, x, dx) for letters, x, dx in all_of if x is not None]
+    at = lambda x: jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda x: x is None)
+    told, tangents = dict(at(LETTERS)), every(flat_along)
+    all_of = zip(at(flat), tangents, strict=True)
+    given = [(told.get(path) or WHOLE[: x.ndim], x, dx) for (path, x), dx in all_of if x is not None]
     rows = [x.reshape(B, K * G, T) for x in lse if x is not None]
     inputs = [Dims(letters, n) for n, (letters, *_) in enumerate(given)]
     row = len(inputs)
@@ -80,9 +94,10 @@ class Along:
         along = self._tile(jax.tree.unflatten(self.moving, parts[n + self.rows :]), where)
         shape = here.query.shape[:4]
         high, *low = (x.reshape(shape) for x in parts[n : n + self.rows])
-        keep = visible(self.problem, here, where.rows, where.cols) if where.masked else None
-        at = where.rows, where.cols
-        tile = xla.Tile(here, (), (), at, keep, where.first, where.cuts["t"][0], where.cuts["s"][0], self.of)
+        at = places(self.problem, here, here.query[..., 0, 0], where.first, where.rows, where.cols)
+        keep = visible(self.problem, here, where.rows, where.cols, at) if where.masked else None
+        starts = where.first, where.cuts["t"][0], where.cuts["s"][0]
+        tile = xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of)
         dtype, problem = high.dtype, self.problem
         dot = lambda spec, x, y: xla.dot(spec, x, y, problem, dtype)
         q, k = (xla.finite(x, where.masked) for x in here[:2])
@@ -92,7 +107,7 @@ class Along:
         if sides:  # (3), as one product
             draw = dot("bkgth,bkch->bkgtc", *(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
         dterms = jax.tree.map(lambda x, dx: jnp.zeros_like(x) if dx is None else dx, here.terms, along.terms)
-        logits = lambda raw, terms: finish(problem, raw, terms, keep)
+        logits = lambda raw, terms: finish(problem, raw, terms, keep, at)
         s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
         p = jnp.exp(s - high[..., None])
         p = p * jnp.exp(-low[0])[..., None] if low else p

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from memeff.functions import Places
 from memeff.problem import (
     SEES_NOTHING,
     Gradients,
@@ -41,6 +42,7 @@ from memeff.problem import (
     number_heads,
     only_kernels_fuse,
     part_of,
+    places,
     tile_range,
     visible,
 )
@@ -235,7 +237,7 @@ def reference_serves(problem: Problem, operands: Operands) -> bool:
 
 def can_bound(problem: Problem, operands: Operands) -> bool:
     """Can a row's logits be bounded beforehand? With 8 bits of exponent, plain logits, and a key for every row."""
-    extras = (problem.soft_cap, problem.dropout, *operands.terms, operands.mask, operands.q_segments)
+    extras = (*problem.extras, *jax.tree.leaves(operands.terms), operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
     wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
@@ -454,6 +456,7 @@ class Tile(NamedTuple):
     rows: tuple[Array, ...]  # slices B K G t of what the walk was given for each row
     wide: tuple[Array, ...]  # and B K G t D, those like the query first
     at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
+    places: Places | None
     keep: Array | None  # who sees whom; None: all
     first: tuple[Any, Any]  # where the slices start: batch entry and key head,
     row: Array
@@ -506,8 +509,9 @@ def _tile(
     )
     cut = [part_of(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows]
     narrow, wide = tuple(x for x in cut if x.ndim == 4), (*wide, *(x for x in cut if x.ndim == 5))
-    keep = visible(problem, here, at_rows, at_cols) if masked else None
-    return Tile(here, narrow, wide, (at_rows, at_cols), keep, first, row, col, (K, *lengths))
+    at = places(problem, here, query[..., 0, 0], first, at_rows, at_cols)
+    keep = visible(problem, here, at_rows, at_cols, at) if masked else None
+    return Tile(here, narrow, wide, (at_rows, at_cols), at, keep, first, row, col, (K, *lengths))
 
 
 def _logits(problem: Problem, tile: Tile, apart: bool = True):
@@ -519,13 +523,14 @@ def _logits(problem: Problem, tile: Tile, apart: bool = True):
     raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
     if apart:
         raw = lax.optimization_barrier(raw)
-    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep), raw, tile.here.terms)
+    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places), raw, tile.here.terms)
     return raw, s, pull
 
 
 def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
     """max s, B K G t; where (2) does not decrease in raw, of its largest raw, so that XLA:CPU need not store s for it."""
-    if tile.keep is not None or tile.here.terms.scale is not None or problem.scale < 0:  # a bias makes all tiles masked
+    falls = tile.here.terms.scale is not None or problem.scale < 0 or problem.score_fn is not None
+    if tile.keep is not None or falls:  # a bias makes all tiles masked
         return s.max(-1)
     raw = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)  # with a dim G = 1 it would copy raw
     return finish(problem, raw[..., None], tile.here.terms, None)[..., 0]
@@ -604,7 +609,8 @@ def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
         bias = _add(total.bias, part.bias, (*tile.first, 0, tile.row, tile.col))
     pairs = zip(total[:2], part[:2], strict=True)
     scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
-    return Terms(scale, soft_cap, bias)
+    score = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total.score, part.score)
+    return Terms(scale, soft_cap, bias, score)
 
 
 def _empty(operands: Operands) -> tuple[Array, Array]:
@@ -840,12 +846,12 @@ def _spans(problem: Problem, lengths: tuple[int, int]):
 
 def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Pairs (i, j) of tiles whose every query sees every key, and of the others that see something (all, if not `skip`)."""
-    return _tiles(problem, (operands.query.shape[1], operands.key.shape[1]), elementwise(operands), skip)
+    return _tiles(problem, (operands.query.shape[1], operands.key.shape[1]), elementwise(problem, operands), skip)
 
 
-def elementwise(operands: Operands) -> bool:
+def elementwise(problem: Problem, operands: Operands) -> bool:
     """Is who sees whom told by element, not by the window alone?"""
-    return any(x is not None for x in (operands.mask, operands.q_segments, operands.terms.bias))
+    return any(x is not None for x in (problem.mask_fn, operands.mask, operands.q_segments, operands.terms.bias))
 
 
 def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: bool = True):
@@ -871,7 +877,7 @@ def walk_over(problem: Problem, operands: Operands) -> Walk:
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
-    masked = elementwise(operands) or _bounded(operands)
+    masked = elementwise(problem, operands) or _bounded(operands)
     return Walk(_lists, problem, B, K, G, (T, S), masked, accumulator_dtype(operands))
 
 

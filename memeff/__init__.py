@@ -1,9 +1,28 @@
 """memeff: exact attention for JAX in memory that grows with the sequence, not with its square."""
 
+from memeff import masks, scores, transforms
 from memeff.attention import dot_product_attention, explain, plan
+from memeff.blocks import BlockMask, block_mask
 from memeff.differentiation import RESIDUAL_NAMES
 from memeff.dispatch import memory_limit
+from memeff.functions import Mask, Score, Transform
 from memeff.planning import Plan
 from memeff.version import __version__
 
-__all__ = ["RESIDUAL_NAMES", "Plan", "__version__", "dot_product_attention", "explain", "memory_limit", "plan"]
+__all__ = [
+    "RESIDUAL_NAMES",
+    "BlockMask",
+    "Mask",
+    "Plan",
+    "Score",
+    "Transform",
+    "__version__",
+    "block_mask",
+    "dot_product_attention",
+    "explain",
+    "masks",
+    "memory_limit",
+    "plan",
+    "scores",
+    "transforms",
+]

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from memeff import functions
+from memeff.blocks import BlockMask
 from memeff.problem import Dropout, Terms
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
@@ -299,13 +300,36 @@ def check_function(name: str, fn, params, dtype):
     return functions.given(name, fn, params, dtype)
 
 
+def check_blocks(shape: Shape, mask_fn, q_offset):
+    """What is known of the tiles that a mask hides, or None, and the mask."""
+    if not isinstance(mask_fn, BlockMask):
+        return None, mask_fn
+    if mask_fn.blocks.lengths != (shape.T, shape.S):
+        made, here = mask_fn.blocks.lengths, (shape.T, shape.S)
+        raise ValueError(f"mask_fn is a block mask of T, S = {made}, and this call has {here}: make one of those lengths.")
+    if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
+        raise ValueError("mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its mask alone.")
+    return mask_fn.blocks, mask_fn.mask
+
+
+def check_transform(fn, params, query):
+    """As `check_function`."""
+    if fn is None and params is None:
+        return None, (), ()
+    if fn is None:
+        raise ValueError("qk_transform_params came without qk_transform: pass both.")
+    return functions.given_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
+
+
 def check_sinks(shape: Shape, sinks) -> Array | None:
     """Float [N]."""
     if sinks is None:
         return None
     sinks = _array("sinks", sinks)
     if sinks.shape != (shape.N,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise ValueError(f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}.")
+        raise ValueError(
+            f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}."
+        )
     return sinks
 
 

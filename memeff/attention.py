@@ -9,8 +9,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from memeff import arguments, dispatch, planning, sharding
+from memeff.blocks import BlockMask
 from memeff.differentiation import attend
-from memeff.functions import Mask, Score
+from memeff.functions import Mask, Score, Transform
 from memeff.problem import SEES_NOTHING, Operands, Problem
 
 Implementation = Literal["xla", "reference", "pallas"]
@@ -39,9 +40,11 @@ def dot_product_attention(
     q_offset: ArrayLike = 0,
     score_fn: Callable[..., Any] | Score | None = None,
     score_params: Any = None,
-    mask_fn: Callable[..., Any] | Mask | None = None,
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None = None,
     mask_params: Any = None,
     sinks: ArrayLike | None = None,
+    qk_transform: Callable[..., Any] | Transform | None = None,
+    qk_transform_params: Any = None,
     chunk_size: int | tuple[int, int] | None = None,
     memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
@@ -79,9 +82,11 @@ def dot_product_attention(
     q_offset: ArrayLike = 0,
     score_fn: Callable[..., Any] | Score | None = None,
     score_params: Any = None,
-    mask_fn: Callable[..., Any] | Mask | None = None,
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None = None,
     mask_params: Any = None,
     sinks: ArrayLike | None = None,
+    qk_transform: Callable[..., Any] | Transform | None = None,
+    qk_transform_params: Any = None,
     chunk_size: int | tuple[int, int] | None = None,
     memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
@@ -121,6 +126,8 @@ def dot_product_attention(
     mask_fn=None,
     mask_params=None,
     sinks=None,
+    qk_transform=None,
+    qk_transform_params=None,
     chunk_size=None,
     memory_limit=None,
     precision=None,
@@ -169,10 +176,14 @@ def dot_product_attention(
         after scale and soft cap, and int32 numbers (positions as in windows, `batch` of all leading dims together). Or a
         `memeff.Score`, as those of `memeff.scores`.
       score_params: a pytree of arrays for it; floats get their gradients, in their own shapes.
-      mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`, as those of `memeff.masks`,
-        which `&`, `|` and `~` combine.
+      mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`, as those of
+        `memeff.masks`, which `&`, `|` and `~` combine; or a `memeff.block_mask` of one, whose hidden tiles are skipped.
       mask_params: a pytree of arrays for it, without gradients.
       sinks: [N], float: a logit for each head that takes probability and gives nothing (lse is then without it).
+      qk_transform: (x, position, which, params) -> x, of one row x [H] of a query or key (`which`, "query" or "key") at its
+        position: rotary embeddings, normalisation. Done for each tile and again in the backward, so that no transformed copy
+        is stored. Or a `memeff.Transform`, as those of `memeff.transforms`.
+      qk_transform_params: a pytree of arrays for it; floats get their gradients.
       chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
         measurement, see `memeff.dispatch`.
       memory_limit: bytes, or a text such as "512MiB": what forward and gradient may take beyond inputs and outputs, with
@@ -215,7 +226,9 @@ def dot_product_attention(
     q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
     accumulator = jnp.promote_types(query.dtype, jnp.float32)
     score_given, score_floats, score_rest = arguments.check_function("score_fn", score_fn, score_params, accumulator)
+    blocks, mask_fn = arguments.check_blocks(shape, mask_fn, q_offset)
     mask_given, *of_mask = arguments.check_function("mask_fn", mask_fn, mask_params, accumulator)
+    transform, *of_transform = arguments.check_transform(qk_transform, qk_transform_params, query)
     sinks = arguments.check_sinks(shape, sinks)
     dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
     problem = Problem(
@@ -228,11 +241,13 @@ def dot_product_attention(
         precision=arguments.check_precision(precision),
         score_fn=score_given,
         mask_fn=mask_given,
+        blocks=blocks,
+        qk_transform=transform,
         backward=arguments.check_backward(backward),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),
-        terms=terms._replace(score=score_floats),
+        terms=terms._replace(score=score_floats, transform=of_transform[0]),
         mask=arguments.check_mask(shape, mask, from_flax),
         q_lengths=arguments.check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T),
         kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", key_value_seq_lengths, "S", shape.S),
@@ -241,6 +256,7 @@ def dot_product_attention(
         kv_segments=kv_segments,
         dropout_key=dropout_key,
         score_rest=score_rest,
+        transform_rest=of_transform[1],
         mask_params=jax.tree.map(lax.stop_gradient, tuple(x for kind in of_mask for x in kind)),
     )
     operands = sharding.like_query(operands)

@@ -222,7 +222,9 @@ def _traced(name: str, f, at, leaves):
     try:
         traced = jax.make_jaxpr(f)(at, like)
     except jax.errors.ConcretizationTypeError as e:
-        raise TypeError(f"{name} wants the value of what is known only when it runs: use jnp.where, not if. {_first(e)}") from e
+        raise TypeError(
+            f"{name} wants the value of what is known only when it runs: use jnp.where, not if. {_first(e)}"
+        ) from e
     for x in traced.consts:
         if isinstance(x, Tracer):
             params = name.removesuffix("_fn") + "_params"
@@ -242,7 +244,9 @@ def given_transform(fn: Any, params: Any, like: jax.ShapeDtypeStruct):
         found = _traced("qk_transform", f, [like, jax.ShapeDtypeStruct((), jnp.int32)], leaves).out_avals
         if len(found) != 1 or (found[0].shape, found[0].dtype) != (like.shape, like.dtype):
             got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found) or "nothing"
-            raise TypeError(f"qk_transform must return a row like that of a {which}, {like.dtype}{list(like.shape)}; got {got}.")
+            raise TypeError(
+                f"qk_transform must return a row like that of a {which}, {like.dtype}{list(like.shape)}; got {got}."
+            )
     return GivenTransform(fn, structure, floats), *_split(leaves, floats)
 
 

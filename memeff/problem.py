@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from memeff.functions import Given, Places
+from memeff.blocks import Blocks
+from memeff.functions import Given, GivenTransform, Places
 
 # lse of a row that sees no key, inside memeff: finite, and exp(s - it) is 0. At the door it is -inf.
 SEES_NOTHING = float(np.finfo(np.float32).max)
@@ -40,6 +41,8 @@ class Problem:
     precision: lax.PrecisionLike = None
     score_fn: Given | None = None
     mask_fn: Given | None = None
+    blocks: Blocks | None = None  # of which mask_fn hides all; None: not known
+    qk_transform: GivenTransform | None = None
     backward: str | None = None  # of kernels: "split" in two, or "fused" in one; None: as "split" ("fastest": see dispatch)
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
     fixed_chunk_size: tuple[int, int] | None = None  # the same for a forward with a fixed reference; None: without
@@ -54,7 +57,7 @@ class Problem:
     @property
     def extras(self) -> tuple[Any, ...]:
         """What makes more of logits and probabilities than plain ones; None: nothing."""
-        return self.soft_cap, self.dropout, self.score_fn, self.mask_fn
+        return self.soft_cap, self.dropout, self.score_fn, self.mask_fn, self.qk_transform
 
 
 class Device(NamedTuple):
@@ -71,6 +74,7 @@ class Terms(NamedTuple):
     soft_cap: Array | None = None
     bias: Array | None = None
     score: tuple[Array, ...] = ()  # params of score_fn that are floats, of any shapes
+    transform: tuple[Array, ...] = ()  # and of qk_transform
 
 
 class Operands(NamedTuple):
@@ -89,6 +93,7 @@ class Operands(NamedTuple):
     dropout_key: Array | None = None  # 2, uint32
     score_rest: tuple[Array, ...] = ()  # params of score_fn that are not floats
     mask_params: tuple[Array, ...] = ()
+    transform_rest: tuple[Array, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -164,6 +169,16 @@ def places(problem: Problem, here: Operands, like: Array, first, rows: Array, co
     batch, head = (zero + b)[:, 0, 0] + first[0], (zero + (k + first[1]) * like.shape[2] + g)[0]
     q_pos = rows + problem.q_offset if here.q_offset is None else rows + here.q_offset[:, None]
     return Places(batch, head, q_pos, cols, here.score_rest, here.mask_params)
+
+
+def transformed(problem: Problem, here: Operands, rows: Array, cols: Array) -> tuple[Array, Array]:
+    """Queries B K G t H and keys B K c H as the products take them."""
+    transform = problem.qk_transform
+    if transform is None:
+        return here.query, here.key
+    q_pos = rows + problem.q_offset if here.q_offset is None else rows + here.q_offset[:, None]
+    params = here.terms.transform, here.transform_rest
+    return transform("query", here.query, q_pos, *params), transform("key", here.key, cols, *params)
 
 
 def visible(problem: Problem, here: Operands, rows: Array, cols: Array, at: Places | None = None) -> Array:

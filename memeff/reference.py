@@ -20,6 +20,7 @@ from memeff.problem import (
     number_heads,
     only_kernels_fuse,
     places,
+    transformed,
     visible,
 )
 
@@ -36,6 +37,9 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     (B, T, K, G, _), S = query.shape, key.shape[1]
     rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     dtype = accumulator_dtype(operands)
+    laid_out = operands._replace(query=query.transpose(0, 2, 3, 1, 4), key=key.swapaxes(1, 2))
+    query, key = transformed(problem, laid_out, rows, cols)
+    query, key = query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2)
     at = places(problem, operands, query[:, 0, :, :, 0] if T else query.sum((1, 4)), (0, 0), rows, cols)
     keep = jnp.broadcast_to(visible(problem, operands, rows, cols, at), (B, K, G, T, S))
     # 0 * NaN is NaN: what nobody sees, and who sees nothing, counts as 0

@@ -29,7 +29,7 @@ def _alibi(score, batch, head, q_pos, k_pos, slopes):
 
 
 def alibi_slopes(heads: int) -> Array:
-    """[N], 2^(-8 n / N) for n = 1 to N; where N is no power of 2, those of the next lower one and every other of the next."""
+    """[N], 2^(-8 n / N) for n = 1 to N; where N is no power of 2, those of the one below and every other above."""
     whole = 2 ** int(math.log2(heads))
     of = lambda n: [2 ** (-8 * i / n) for i in range(1, n + 1)]
     return jnp.array(of(whole) + of(2 * whole)[::2][: heads - whole])

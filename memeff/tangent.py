@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff import xla
-from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, Terms, finish, places, visible
+from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, Terms, finish, places, transformed, visible
 from memeff.tiles import Dims, Where, tile_sum
 
 # dims of operands; of those that are not told here nothing is cut
@@ -100,13 +100,18 @@ class Along:
         tile = xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of)
         dtype, problem = high.dtype, self.problem
         dot = lambda spec, x, y: xla.dot(spec, x, y, problem, dtype)
-        q, k = (xla.finite(x, where.masked) for x in here[:2])
+        or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
+        moving, dterms = jax.tree.map(or_zeros, (here[:2], here.terms), (along[:2], along.terms))
+        rows = lambda q, k, terms: transformed(problem, here._replace(query=q, key=k, terms=terms), where.rows, where.cols)
+        q, k, dq, dk = *here[:2], *along[:2]
+        if problem.qk_transform is not None:
+            (q, k), (dq, dk) = jax.jvp(rows, (*here[:2], here.terms), (*moving, dterms))
+        q, k = (xla.finite(x, where.masked) for x in (q, k))
         raw = dot("bkgth,bkch->bkgtc", q, k)  # (1)
-        sides = [(x, y) for x, y in ((along.query, k), (q, along.key)) if x is not None and y is not None]
+        sides = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
         draw = jnp.zeros_like(raw)
         if sides:  # (3), as one product
             draw = dot("bkgth,bkch->bkgtc", *(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
-        dterms = jax.tree.map(lambda x, dx: jnp.zeros_like(x) if dx is None else dx, here.terms, along.terms)
         logits = lambda raw, terms: finish(problem, raw, terms, keep, at)
         s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
         p = jnp.exp(s - high[..., None])

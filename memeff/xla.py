@@ -44,6 +44,7 @@ from memeff.problem import (
     part_of,
     places,
     tile_range,
+    transformed,
     visible,
 )
 from memeff.sharding import of_total
@@ -397,7 +398,8 @@ def _walk_back(
         return (p * Halves.P).astype(jnp.float16) if halves else p
 
     def step(grads, tile):
-        q, k, v = tile.here[:3]
+        v = tile.here.value
+        q, k = transformed(problem, tile.here, *tile.at)
         (delta, *others), (do, *half) = tile.rows, tile.wide
         masked = tile.keep is not None and not fused
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
@@ -423,6 +425,8 @@ def _walk_back(
             dv = dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
         dq = dot("bkgtc,bkch->bkgth", draw, finite(k, masked), problem, dtype)  # (7)
         dk = dot("bkgth,bkgtc->bkhc", finite(q, masked), draw, problem, dtype, grads.key)
+        if problem.qk_transform is not None:
+            dq, dk, dterms = _back_through(problem, tile, dq, dk, dterms)
         return Gradients(
             _add(grads.query, dq, (*tile.first, 0, tile.row, 0)),
             _add(grads.key, dk, (*tile.first, 0, tile.col)),
@@ -519,12 +523,25 @@ def _logits(problem: Problem, tile: Tile, apart: bool = True):
 
     `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
     """
-    q, k = tile.here[:2]
+    q, k = transformed(problem, tile.here, *tile.at)
     raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
     if apart:
         raw = lax.optimization_barrier(raw)
     s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places), raw, tile.here.terms)
     return raw, s, pull
+
+
+def _back_through(problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: Terms) -> tuple[Array, Array, Terms]:
+    """Cotangents of what the products took, dq B K G t H and dk B K H c, back through `transformed`."""
+
+    def forward(q, k, terms):
+        return transformed(problem, tile.here._replace(query=q, key=k, terms=terms), *tile.at)
+
+    wide = lambda x: x.astype(dq.dtype)
+    _, pull = jax.vjp(forward, *map(wide, tile.here[:2]), tile.here.terms)
+    dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
+    transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
+    return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
 
 
 def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
@@ -609,8 +626,8 @@ def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
         bias = _add(total.bias, part.bias, (*tile.first, 0, tile.row, tile.col))
     pairs = zip(total[:2], part[:2], strict=True)
     scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
-    score = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total.score, part.score)
-    return Terms(scale, soft_cap, bias, score)
+    score, transform = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[3:], part[3:])
+    return Terms(scale, soft_cap, bias, score, transform)
 
 
 def _empty(operands: Operands) -> tuple[Array, Array]:
@@ -851,7 +868,8 @@ def tiles(problem: Problem, operands: Operands, skip: bool = True) -> tuple[np.n
 
 def elementwise(problem: Problem, operands: Operands) -> bool:
     """Is who sees whom told by element, not by the window alone?"""
-    return any(x is not None for x in (problem.mask_fn, operands.mask, operands.q_segments, operands.terms.bias))
+    mask_fn = None if problem.blocks else problem.mask_fn
+    return any(x is not None for x in (mask_fn, operands.mask, operands.q_segments, operands.terms.bias))
 
 
 def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: bool = True):
@@ -860,13 +878,14 @@ def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: 
     n, k = -(-T // t), -(-S // c)
     lo, hi, all_from, all_to = _spans(problem, lengths)
     full_lo, full_hi = -(-np.clip(all_from, 0, S) // c), np.clip(all_to, 0, S) // c
+    some, every = (np.ones((n, k), bool),) * 2 if problem.blocks is None else problem.blocks.of_tiles(t, c)
     whole, edge, hidden = ([np.zeros((0, 2), int)] for _ in range(3))
     for a in range(n):
         fits = (a + 1) * t <= T and not elementwise
-        js = np.arange(0 if not skip else lo[a], k if not skip else hi[a])
-        seen = (js >= lo[a]) & (js < hi[a])
-        full = seen & (js >= full_lo[a]) & (js < full_hi[a]) & ((js + 1) * c <= S) & fits
-        for kind, which in ((whole, full), (edge, seen & ~full), (hidden, ~seen)):
+        js = np.arange(k)
+        seen = (js >= lo[a]) & (js < hi[a]) & some[a]
+        full = seen & every[a] & (js >= full_lo[a]) & (js < full_hi[a]) & ((js + 1) * c <= S) & fits
+        for kind, which in ((whole, full), (edge, seen & ~full), (hidden, ~seen & (not skip))):
             kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
     whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
     return whole.astype(np.int32), edge.astype(np.int32)
@@ -892,6 +911,8 @@ def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
     (t, c), T, S = problem.chunk_size, operands.query.shape[1], operands.key.shape[1]
     lo, hi, _, _ = _spans(problem, (T, S))
     visited = None if _bounded(operands) else int(np.maximum(hi - lo, 0).sum())
+    if visited is not None and problem.blocks is not None:
+        visited = sum(map(len, tiles(problem, operands)))
     return visited, -(-T // t) * -(-S // c)
 
 

@@ -1,12 +1,13 @@
 """memeff: exact attention for JAX in memory that grows with the sequence, not with its square."""
 
 from memeff import masks, scores, transforms
-from memeff.attention import dot_product_attention, explain, plan
+from memeff.attention import attention_statistics, dot_product_attention, explain, key_mass, plan
 from memeff.blocks import BlockMask, block_mask
 from memeff.differentiation import RESIDUAL_NAMES
 from memeff.dispatch import memory_limit
 from memeff.functions import Mask, Score, Transform
 from memeff.planning import Plan
+from memeff.statistics import Statistics
 from memeff.version import __version__
 
 __all__ = [
@@ -15,11 +16,14 @@ __all__ = [
     "Mask",
     "Plan",
     "Score",
+    "Statistics",
     "Transform",
     "__version__",
+    "attention_statistics",
     "block_mask",
     "dot_product_attention",
     "explain",
+    "key_mass",
     "masks",
     "memory_limit",
     "plan",

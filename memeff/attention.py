@@ -1,14 +1,16 @@
 """The contract: `dot_product_attention`, its arguments in the user's words and the walk from them to an implementation."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import arguments, dispatch, planning, sharding
+from memeff import arguments, dispatch, planning, rules, sharding, statistics
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
@@ -214,64 +216,145 @@ def dot_product_attention(
 
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
-    del force_fp32_for_softmax  # softmax is in float32 at least
-    arguments.check_flax_hooks(query, key, module, qk_attn_weights_einsum, attn_weights_value_einsum)
-    from_flax = deterministic is not None  # Linen and NNX always pass it: their dtype and mask habits then hold
-    query, key, value = arguments.check_arrays(query, key, value, dtype, from_flax)
+    call = _normalised(locals())
+    want_lse = return_residual or call.sinks is not None
+    out, lse = attend(call.module, call.problem, bool(want_lse), call.operands)
+    out = arguments.unfold(call.shape, out)
+    if lse is None:
+        return out
+    lse = _at_the_door(call, lse)
+    if call.sinks is not None:  # which leave out its part of what is now given
+        out = out * jax.nn.sigmoid(lse - call.sinks)[..., None].astype(out.dtype)
+    return (out, lse) if return_residual else out
+
+
+class _Call(NamedTuple):
+    """A call in our own words."""
+
+    shape: arguments.Shape
+    problem: Problem
+    operands: Operands
+    module: ModuleType  # the implementation
+    sinks: Array | None
+
+
+def _normalised(given: Mapping[str, Any]) -> _Call:
+    """From the arguments of `dot_product_attention`, by name, each of them checked."""
+    a = SimpleNamespace(**given)  # force_fp32_for_softmax is not read: softmax is in float32 at least
+    arguments.check_flax_hooks(a.query, a.key, a.module, a.qk_attn_weights_einsum, a.attn_weights_value_einsum)
+    from_flax = a.deterministic is not None  # Linen and NNX always pass it: their dtype and mask habits then hold
+    query, key, value = arguments.check_arrays(a.query, a.key, a.value, a.dtype, from_flax)
     sharding.check_layout(query, key, value)
     shape = arguments.Shape.of(query, key, value)
-    terms, static_terms = arguments.check_terms(shape, bias, scale, logits_soft_cap)
-    offset, static_offset = arguments.check_offset(shape, q_offset)
-    left, right = arguments.check_window(local_window_size, is_causal)
-    q_segments, kv_segments = arguments.check_segments(shape, query_segment_ids, key_value_segment_ids)
+    terms, (scale, soft_cap) = arguments.check_terms(shape, a.bias, a.scale, a.logits_soft_cap)
+    offset, static_offset = arguments.check_offset(shape, a.q_offset)
+    left, right = arguments.check_window(a.local_window_size, a.is_causal)
+    q_segments, kv_segments = arguments.check_segments(shape, a.query_segment_ids, a.key_value_segment_ids)
     accumulator = jnp.promote_types(query.dtype, jnp.float32)
-    score_given, score_floats, score_rest = arguments.check_function("score_fn", score_fn, score_params, accumulator)
-    blocks, mask_fn = arguments.check_blocks(shape, mask_fn, q_offset)
-    mask_given, *of_mask = arguments.check_function("mask_fn", mask_fn, mask_params, accumulator)
-    transform, *of_transform = arguments.check_transform(qk_transform, qk_transform_params, query)
-    sinks = arguments.check_sinks(shape, sinks)
-    dropout, dropout_key = arguments.check_dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic)
+    score_fn, score_floats, score_rest = arguments.check_function("score_fn", a.score_fn, a.score_params, accumulator)
+    blocks, mask_fn = arguments.check_blocks(shape, a.mask_fn, a.q_offset)
+    mask_fn, *mask_params = arguments.check_function("mask_fn", mask_fn, a.mask_params, accumulator)
+    transform, transform_floats, transform_rest = arguments.check_transform(a.qk_transform, a.qk_transform_params, query)
+    sinks = arguments.check_sinks(shape, a.sinks)
+    dropout, dropout_key = arguments.check_dropout(a.dropout_rng, a.dropout_rate, a.broadcast_dropout, a.deterministic)
     problem = Problem(
         left=left,
         right=right,
         q_offset=static_offset,
-        scale=static_terms[0],
-        soft_cap=static_terms[1],
+        scale=scale,
+        soft_cap=soft_cap,
         dropout=dropout,
-        precision=arguments.check_precision(precision),
-        score_fn=score_given,
-        mask_fn=mask_given,
+        precision=arguments.check_precision(a.precision),
+        score_fn=score_fn,
+        mask_fn=mask_fn,
         blocks=blocks,
         qk_transform=transform,
-        backward=arguments.check_backward(backward),
+        backward=arguments.check_backward(a.backward),
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),
-        terms=terms._replace(score=score_floats, transform=of_transform[0]),
-        mask=arguments.check_mask(shape, mask, from_flax),
-        q_lengths=arguments.check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T),
-        kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", key_value_seq_lengths, "S", shape.S),
+        terms=terms._replace(score=score_floats, transform=transform_floats),
+        mask=arguments.check_mask(shape, a.mask, from_flax),
+        q_lengths=arguments.check_lengths(shape, "query_seq_lengths", a.query_seq_lengths, "T", shape.T),
+        kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", shape.S),
         q_offset=offset,
         q_segments=q_segments,
         kv_segments=kv_segments,
         dropout_key=dropout_key,
         score_rest=score_rest,
-        transform_rest=of_transform[1],
-        mask_params=jax.tree.map(lax.stop_gradient, tuple(x for kind in of_mask for x in kind)),
+        mask_params=tuple(lax.stop_gradient(x) for kind in mask_params for x in kind),
+        transform_rest=transform_rest,
     )
     operands = sharding.like_query(operands)
-    limit = arguments.bytes_of("memory_limit", memory_limit) or dispatch.memory_limit_of_program.value
-    chunks = arguments.check_chunk_size(chunk_size)
-    problem, module = dispatch.select_implementation(problem, operands, implementation, chunks, limit)
-    out, lse = attend(module, problem, bool(return_residual) or sinks is not None, operands)
-    out = arguments.unfold(shape, out)
-    if lse is None:
-        return out
-    lse = arguments.unfold(shape, lse)
-    lse = jnp.where(lse == SEES_NOTHING, -jnp.inf, lse)
-    if sinks is not None:  # which leave out / (out + sink's probability)
-        out = out * jax.nn.sigmoid(lse - sinks)[..., None].astype(out.dtype)
-    return (out, lse) if return_residual else out
+    limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
+    chunks = arguments.check_chunk_size(a.chunk_size)
+    problem, module = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit)
+    return _Call(shape, problem, operands, module, sinks)
+
+
+def _at_the_door(call: _Call, rows: Array) -> Array:
+    """[*B, T, N] of lse or the like B K G T; -inf for rows that see no key."""
+    rows = arguments.unfold(call.shape, rows)
+    return jnp.where(rows == SEES_NOTHING, -jnp.inf, rows)
+
+
+def attention_statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    **how: Any,
+) -> statistics.Statistics:
+    """out and lse as `dot_product_attention`, and of each row its entropy, largest logit and expected distance.
+
+    In one pass over the logits and in linear memory, by the chunked path; differentiable in every order. Of probabilities
+    before dropout. The gradient of the largest logit is shared by those that equal it to rounding.
+
+    Args: those of `dot_product_attention` but implementation, backward, return_residual and sinks.
+
+    Returns: `memeff.Statistics`: out [*B, T, N, D]; lse, entropy (nats), largest, distance (tokens) [*B, T, N].
+
+    Raises: as the call itself does; TypeError for an argument that is not one of those.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 1, 8))
+      >>> print(attention_statistics(x, x, x, is_causal=True).distance[0, :, 0])
+      [0.  0.5 1.  1.5]
+    """
+    call = _chunked("attention_statistics", query, key, value, bias, mask, how)
+    out, *rows = rules.call(statistics.Measured(call.problem), sharding.vary_alike(call.operands))
+    return statistics.Statistics(arguments.unfold(call.shape, out), *(_at_the_door(call, x) for x in rows))
+
+
+def key_mass(
+    query: ArrayLike, key: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, **how: Any
+) -> Array:
+    """How much each key receives: the sum of its probabilities over all queries, [*B, S, N] in float32 (float64).
+
+    In linear memory, by the chunked path: one pass for lse, one for the sums; differentiable in every order.
+
+    Args: those of `dot_product_attention` but value, implementation, backward, return_residual and sinks.
+
+    Raises: as `dot_product_attention`; TypeError for an argument that is not one of those.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 1, 8))
+      >>> print(key_mass(x, x)[0, :, 0])
+      [1. 1. 1. 1.]
+    """
+    call = _chunked("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how)
+    found = statistics.key_mass(call.problem, sharding.vary_alike(call.operands))
+    return arguments.unfold(call.shape, found)
+
+
+def _chunked(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> _Call:
+    others = {"implementation", "backward", "return_residual", "sinks"}
+    if not_taken := sorted(others & how.keys()):
+        raise TypeError(f"memeff.{name} does not take {', '.join(not_taken)}: leave it away.")
+    bound = inspect.signature(dot_product_attention).bind(query, key, value, bias, mask, implementation="xla", **how)
+    bound.apply_defaults()
+    return _normalised(bound.arguments)
 
 
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **how: Any) -> str:

@@ -97,7 +97,7 @@ class Tangent:
         if not jax.tree.leaves(dknown):
             still = lambda x, dx: None if x is None else jnp.zeros_like(x) if dx is None else dx
             return found, call(self, known, jax.tree.map(still, along, dalong, is_leaf=lambda x: x is None))
-        return found, _along(functools.partial(self, narrow=False), primals, tangents)
+        return found, derivative_along(functools.partial(self, narrow=False), primals, tangents)
 
     def transposed(self, args, cotangents):
         (known, along), (dout, dlse) = args, cotangents
@@ -126,7 +126,7 @@ class Backward:
             (back,) = jax.linear_transpose(some, like)(dout if dlse is None else (dout, dlse))
             return Gradients(back.query, back.key, back.value, back.terms)
 
-        return call(self, *primals), _along(transposed, primals, tangents)
+        return call(self, *primals), derivative_along(transposed, primals, tangents)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -137,7 +137,7 @@ def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradie
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
 
 
-def _along(f, primals, tangents):
+def derivative_along(f, primals, tangents):
     """The tangent of f(*primals) as JAX makes it; None is a tangent of 0."""
     at, structure = jax.tree.flatten(primals)
     along = structure.flatten_up_to(tangents)

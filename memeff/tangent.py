@@ -43,31 +43,35 @@ def tangent(
 
     `narrow`: products of 16-bit operands are of 16 bits; else of float32.
     """
-    (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
-    every = functools.partial(jax.tree.leaves, is_leaf=lambda x: x is None)
-    flat, flat_along = _flat(operands), _flat(along)
-    at = lambda x: jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda x: x is None)
-    told, tangents = dict(at(LETTERS)), every(flat_along)
-    all_of = zip(at(flat), tangents, strict=True)
-    given = [(told.get(path) or WHOLE[: x.ndim], x, dx) for (path, x), dx in all_of if x is not None]
-    rows = [x.reshape(B, K * G, T) for x in lse if x is not None]
-    inputs = [Dims(letters, n) for n, (letters, *_) in enumerate(given)]
-    row = len(inputs)
-    inputs += [Dims("bnt", row + n) for n in range(len(rows))]
-    inputs += [dims for dims, (*_, dx) in zip(inputs, given, strict=False) if dx is not None]
-    moving, structure = jax.tree.flatten(flat_along)
+    (B, _, K, G, _), D = operands.query.shape, operands.value.shape[-1]
+    how, inputs, arrays = as_inputs(problem, operands, lse, narrow)
+    row = how.known.num_leaves  # the first of lse
+    moving, structure = jax.tree.flatten(_flat(along))
+    at = jax.tree.unflatten(how.known, range(row))
+    twins = jax.tree.leaves(jax.tree.map(lambda dx, n: None if dx is None else n, _flat(along), at, is_leaf=_is_none))
     found = tile_sum(
-        Along(problem, jax.tree.structure(flat), structure, len(rows), (K, T, operands.key.shape[1]), narrow),
+        Along(**vars(how), moving=structure),
         xla.walk_over(problem, operands),
-        tuple(inputs),
+        (*inputs, *(inputs[n] for n in twins)),
         (Dims("bntd", row, (D,)), Dims("bnt", row)),
         len(moving),
-        *(x for _, x, _ in given),
-        *rows,
+        *arrays,
         *moving,
     )
     n, r = (x.reshape(B, K, G, *x.shape[2:]) for x in found)
     return (n - r[..., None] * out.astype(r.dtype)).astype(out.dtype), r
+
+
+def as_inputs(problem: Problem, operands: Operands, lse: Lse, narrow: bool):
+    """What functions of tiles are told of them; operands and lse as inputs of a sum: their dims, and the arrays."""
+    flat = _flat(operands)
+    told = dict(jax.tree_util.tree_leaves_with_path(LETTERS))
+    given = jax.tree_util.tree_leaves_with_path(flat)
+    rows = [lax.collapse(x, 1, 3) for x in lse if x is not None]
+    letters = [told.get(path) or WHOLE[: x.ndim] for path, x in given] + ["bnt"] * len(rows)
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    how = OfTile(problem, jax.tree.structure(flat), len(rows), (operands.query.shape[2], *lengths), narrow)
+    return how, [Dims(x, n) for n, x in enumerate(letters)], [*(x for _, x in given), *rows]
 
 
 def _flat(operands: Operands) -> Operands:
@@ -77,60 +81,32 @@ def _flat(operands: Operands) -> Operands:
     return operands._replace(query=merge(operands.query, 2), mask=merge(operands.mask, 1), terms=terms)
 
 
+def _is_none(x) -> bool:
+    return x is None
+
+
 @dataclasses.dataclass(frozen=True)
-class Along:
-    """(1) to (5) of a tile; linear in the parts of tangents, the last ones."""
+class OfTile:
+    """What a function of a tile's parts, of operands and of lse, knows of them."""
 
     problem: Problem
     known: Any  # structure of the operands
-    moving: Any  # and of tangents
     rows: int  # lse in one part, or two
     of: tuple[int, int, int]  # K, T, S
     narrow: bool
 
-    def __call__(self, where: Where, *parts: Array) -> tuple[Array, Array]:
-        n = self.known.num_leaves
-        here = self._tile(jax.tree.unflatten(self.known, parts[:n]), where)
-        along = self._tile(jax.tree.unflatten(self.moving, parts[n + self.rows :]), where)
-        shape = here.query.shape[:4]
-        high, *low = (x.reshape(shape) for x in parts[n : n + self.rows])
+    def tile(self, where: Where, parts) -> tuple[xla.Tile, Lse]:
+        """As xla.py has it, and lse."""
+        here = self.operands(self.known, parts[: self.known.num_leaves], where)
+        high, low = (*(x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows]), None)[:2]
         at = places(self.problem, here, here.query[..., 0, 0], where.first, where.rows, where.cols)
         keep = visible(self.problem, here, where.rows, where.cols, at) if where.masked else None
         starts = where.first, where.cuts["t"][0], where.cuts["s"][0]
-        tile = xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of)
-        dtype, problem = high.dtype, self.problem
-        dot = lambda spec, x, y: xla.dot(spec, x, y, problem, dtype)
-        or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
-        moving, dterms = jax.tree.map(or_zeros, (here[:2], here.terms), (along[:2], along.terms))
-        rows = lambda q, k, terms: transformed(problem, here._replace(query=q, key=k, terms=terms), where.rows, where.cols)
-        q, k, dq, dk = *here[:2], *along[:2]
-        if problem.qk_transform is not None:
-            (q, k), (dq, dk) = jax.jvp(rows, (*here[:2], here.terms), (*moving, dterms))
-        q, k = (xla.finite(x, where.masked) for x in (q, k))
-        raw = dot("bkgth,bkch->bkgtc", q, k)  # (1)
-        sides = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
-        draw = jnp.zeros_like(raw)
-        if sides:  # (3), as one product
-            draw = dot("bkgth,bkch->bkgtc", *(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
-        logits = lambda raw, terms: finish(problem, raw, terms, keep, at)
-        s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
-        p = jnp.exp(s - high[..., None])
-        p = p * jnp.exp(-low[0])[..., None] if low else p
-        w = p * ds  # (5)
-        r = w.sum(-1)
-        parts_of_n = [xla.values(problem, tile, w, dtype)]
-        if along.value is not None:
-            moved = tile._replace(here=here._replace(value=along.value))
-            parts_of_n.append(xla.values(problem, moved, p, dtype))
-        n = functools.reduce(jnp.add, parts_of_n)
-        if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
-            sees = high != SEES_NOTHING
-            n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)
-        b, _, _, t = shape
-        return n.reshape(b, -1, t, n.shape[-1]), r.reshape(b, -1, t)
+        return xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(high, low)
 
-    def _tile(self, flat: Operands, where: Where) -> Operands:
-        """As xla.py has a tile: query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1."""
+    def operands(self, structure, parts, where: Where) -> Operands:
+        """Query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1; None for what is none."""
+        flat: Operands = jax.tree.unflatten(structure, parts)
         b, k = where.cuts["b"][1], where.cuts["k"][1]
 
         def wide(x):
@@ -146,6 +122,47 @@ class Along:
         if query is not None:
             query = wide(query).reshape(b, query.shape[1], k, -1, query.shape[-1]).transpose(0, 2, 3, 1, 4)
         terms = flat.terms._replace(bias=heads(flat.terms.bias))
-        return flat._replace(
-            query=query, key=of_keys(flat.key), value=of_keys(flat.value), mask=heads(flat.mask), terms=terms
-        )
+        key, value = map(of_keys, flat[1:3])
+        return flat._replace(query=query, key=key, value=value, mask=heads(flat.mask), terms=terms)
+
+
+def probabilities(s: Array, lse: Lse) -> Array:
+    high, low = (None if x is None else x[..., None] for x in lse)
+    return jnp.exp(s - high if low is None else (s - high) - low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Along(OfTile):
+    """(1) to (5) of a tile; linear in the parts of tangents, the last ones."""
+
+    moving: Any  # structure of tangents
+
+    def __call__(self, where: Where, *parts: Array) -> tuple[Array, Array]:
+        tile, lse = self.tile(where, parts)
+        along = self.operands(self.moving, parts[self.known.num_leaves + self.rows :], where)
+        here, problem, dtype = tile.here, self.problem, lse.high.dtype
+        dot = functools.partial(xla.dot, "bkgth,bkch->bkgtc", problem=problem, dtype=dtype)
+        or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
+        q, k, dq, dk = *here[:2], *along[:2]
+        dterms = jax.tree.map(or_zeros, here.terms, along.terms)
+        if problem.qk_transform is not None:
+            rows = lambda q, k, terms: transformed(problem, here._replace(query=q, key=k, terms=terms), *tile.at)
+            moving = jax.tree.map(or_zeros, (q, k), (dq, dk))
+            (q, k), (dq, dk) = jax.jvp(rows, (q, k, here.terms), (*moving, dterms))
+        q, k = (xla.finite(x, where.masked) for x in (q, k))
+        raw = dot(q, k)  # (1)
+        sides = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
+        draw = jnp.zeros_like(raw)
+        if sides:  # (3), as one product
+            draw = dot(*(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
+        logits = lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places)
+        s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
+        p = probabilities(s, lse)
+        w = p * ds  # (5)
+        n, r = xla.values(problem, tile, w, dtype), w.sum(-1)
+        if along.value is not None:
+            n += xla.values(problem, tile._replace(here=here._replace(value=along.value)), p, dtype)
+        if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
+            sees = lse.high != SEES_NOTHING
+            n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)
+        return lax.collapse(n, 1, 3), lax.collapse(r, 1, 3)

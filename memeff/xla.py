@@ -84,10 +84,10 @@ def how(problem: Problem, operands: Operands) -> str:
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
     if _symbolic(operands):
-        rows = _divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
+        rows = divided(operands, _online(problem, _padded(problem, operands)), log_sum_exp)
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
     if not reference_serves(problem, operands):
-        return _divided(operands, _online(problem, operands), log_sum_exp)
+        return divided(operands, _online(problem, operands), log_sum_exp)
     if problem.block and wants_fused(problem, operands):
         o, l = _empty(operands)
         call = functools.partial(forward, dataclasses.replace(problem, block=None), lse_for=lse_for)
@@ -100,7 +100,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
     # A loop that runs once or never, for it writes over what does not stand; a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], again, (_everywhere(stands), rows))
-    return _divided(operands, rows, _log_sum_exp_wide)
+    return divided(operands, rows, _log_sum_exp_wide)
 
 
 def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads: int, found):
@@ -142,7 +142,7 @@ class Rows(NamedTuple):
     o: Array  # sum of p v; B K G T D
 
 
-def _divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
+def divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
     empty = rows.l == 0
     l, weight = (jnp.where(empty, 1, x) for x in (rows.l, rows.weight))
     out = (rows.o / weight[..., None]).astype(operands.query.dtype)
@@ -157,23 +157,53 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
         before = jax.tree.map(functools.partial(_where_rows, stands), rows, before)
 
     def step(carry, tile):
-        masked = tile.keep is not None
         old = tuple(_rows_of(x, tile) for x in carry)
-        m_old, l_old, o_old = old = lax.optimization_barrier(old)  # else XLA copies all of m
-        raw, s, _ = _logits(problem, tile)  # (1) (2)
-        m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
-        shift = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
-        a = jnp.exp(m_old - shift)
-        p = jnp.exp(s - shift[..., None])
-        l_new = a * l_old + p.sum(-1)  # (4)
-        o_new = a[..., None] * o_old + values(problem, tile, p, o.dtype)
-        new = m_new, l_new, o_new
+        old = lax.optimization_barrier(old)  # else XLA copies all of m
+        new, _ = _step_online(problem, tile, old)
         if stands is not None:
             new = jax.tree.map(functools.partial(_where_rows, _rows_of(stands, tile)), old, new)
         return tuple(_put(x, y, tile) for x, y in zip(carry, new, strict=True))
 
     m, l, o = _visit(problem, operands, (), step)((before.m, before.l, before.o))
     return Rows(m, l, l if stands is None else jnp.where(stands, before.weight, l), o)
+
+
+def measured(problem: Problem, operands: Operands) -> tuple[Rows, Array, Array]:
+    """The same, and of each row sum p (s - m) and sum p |q_pos - k_pos|, B K G T."""
+    o, l = _empty(operands)
+
+    def step(carry, tile):
+        m_old, l_old, o_old, e_old, d_old = (_rows_of(x, tile) for x in carry)
+        (m_new, l_new, o_new), (s, shift, a, p) = _step_online(problem, tile, (m_old, l_old, o_old))
+        fall = jnp.where(l_old == 0, 0, m_old - shift)  # of what was gathered before
+        below = jnp.where(s == -jnp.inf, 0, s - shift[..., None])
+        e_new = a * (e_old + fall * l_old) + (p * below).sum(-1)
+        d_new = a * d_old + (p * distances(problem, tile)).sum(-1)
+        return tuple(_put(x, y, tile) for x, y in zip(carry, (m_new, l_new, o_new, e_new, d_new), strict=True))
+
+    m, l, o, e, d = _visit(problem, operands, (), step)((l - jnp.inf, l, o, l, l))
+    return Rows(m, l, l, o), e, d
+
+
+def distances(problem: Problem, tile: "Tile") -> Array:
+    """|q_pos - k_pos|, B|1 1 1 t c."""
+    rows, cols = tile.at
+    q_pos = rows + (problem.q_offset if tile.here.q_offset is None else tile.here.q_offset[:, None])
+    away = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
+    return away.reshape(-1, 1, 1, *away.shape[-2:])
+
+
+def _step_online(problem: Problem, tile: "Tile", old):
+    """(3) and (4) of a tile: m, l and o, and s, what is taken from it, what o before is multiplied with, and p."""
+    m_old, l_old, o_old = old
+    raw, s, _ = logits(problem, tile)  # (1) (2)
+    m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
+    shift = jnp.where(m_new == -jnp.inf, 0, m_new) if tile.keep is not None else m_new
+    a = jnp.exp(m_old - shift)
+    p = jnp.exp(s - shift[..., None])
+    l_new = a * l_old + p.sum(-1)  # (4)
+    o_new = a[..., None] * o_old + values(problem, tile, p, o_old.dtype)
+    return (m_new, l_new, o_new), (s, shift, a, p)
 
 
 def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
@@ -197,7 +227,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     o, l = _empty(operands)
 
     def step(carry, tile):
-        _, s, _ = _logits(problem, tile, apart=not rounded)
+        _, s, _ = logits(problem, tile, apart=not rounded)
         p = jnp.exp(s - tile.rows[0][..., None])
         if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
             p = multiplied = p.astype(dtype)
@@ -390,7 +420,7 @@ def _walk_back(
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
 
     def probabilities(tile, high, low):  # (5)
-        _, s, pull = _logits(problem, tile, apart=not fused)
+        _, s, pull = logits(problem, tile, apart=not fused)
         return jnp.exp((s - high[..., None]) - low[..., None]), pull
 
     def ahead(tile):
@@ -518,7 +548,7 @@ def _tile(
     return Tile(here, narrow, wide, (at_rows, at_cols), at, keep, first, row, col, (K, *lengths))
 
 
-def _logits(problem: Problem, tile: Tile, apart: bool = True):
+def logits(problem: Problem, tile: Tile, apart: bool = True):
     """(1) and (2) of a tile: raw, s, and the transpose of (2), ds -> draw, dterms.
 
     `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
@@ -882,9 +912,9 @@ def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: 
     whole, edge, hidden = ([np.zeros((0, 2), int)] for _ in range(3))
     for a in range(n):
         fits = (a + 1) * t <= T and not elementwise
-        js = np.arange(k)
-        seen = (js >= lo[a]) & (js < hi[a]) & some[a]
-        full = seen & every[a] & (js >= full_lo[a]) & (js < full_hi[a]) & ((js + 1) * c <= S) & fits
+        js = np.arange(lo[a], hi[a]) if skip else np.arange(k)
+        seen = (js >= lo[a]) & (js < hi[a]) & some[a, js]
+        full = seen & every[a, js] & (js >= full_lo[a]) & (js < full_hi[a]) & ((js + 1) * c <= S) & fits
         for kind, which in ((whole, full), (edge, seen & ~full), (hidden, ~seen & (not skip))):
             kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
     whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)

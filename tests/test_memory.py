@@ -472,14 +472,14 @@ def _picture_of(T, S, kwargs):
 def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
     """(i, j) of every tile of logits that the forward makes, as it runs."""
     seen = []
-    logits = xla._logits
+    logits = xla.logits
 
     def spy(problem, tile, **how):
         jax.debug.callback(lambda row, col: seen.append((int(row), int(col))), tile.row, tile.col)
         return logits(problem, tile, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "_logits", spy)
+        patch.setattr(xla, "logits", spy)
         jax.clear_caches()
         ones = lambda n: jnp.ones((2, n, 1, 2))
         arrays = {n: x for n, x in kwargs.items() if isinstance(x, np.ndarray)}

@@ -233,31 +233,31 @@ def test_scan_over_layers_with_remat(policy):
         assert_same(actual, expected, 1e-5)
 
 
-def loops_of_gradient(**remat) -> int:
+def calls_of_gradient(**remat) -> int:
     q, k, v = inputs()
     call = lambda q, k, v: jnp.sin(dot_product_attention(jnp.sin(q), k, v, chunk_size=(4, 17)))
     wrapped = jax.checkpoint(call, **remat) if remat else call
-    return count_loops(jax.make_jaxpr(jax.grad(lambda *x: wrapped(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr)
+    return count_calls(jax.make_jaxpr(jax.grad(lambda *x: wrapped(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr)
 
 
-def count_loops(jaxpr) -> int:
-    """Loops over tiles, in a jaxpr and all that is inside."""
+def count_calls(jaxpr) -> int:
+    """Walks over tiles, in a jaxpr and all that is inside."""
     count = 0
     for eqn in jaxpr.eqns:
-        count += eqn.primitive.name in ("scan", "while")
+        count += eqn.primitive.name == "memeff_call"
         for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                count += count_loops(inner)
+                count += count_calls(inner)
     return count
 
 
 def test_policy_by_name_spares_the_second_forward():
     """remat alone walks the tiles forward, again forward, backward; with out and lse kept by name once forward."""
-    plain = loops_of_gradient()
-    again = loops_of_gradient(policy=jax.checkpoint_policies.nothing_saveable)
-    named = loops_of_gradient(policy=POLICIES["save_only_these_names"])
-    others = loops_of_gradient(policy=jax.checkpoint_policies.save_only_these_names("something_else"))
+    plain = calls_of_gradient()
+    again = calls_of_gradient(policy=jax.checkpoint_policies.nothing_saveable)
+    named = calls_of_gradient(policy=POLICIES["save_only_these_names"])
+    others = calls_of_gradient(policy=jax.checkpoint_policies.save_only_these_names("something_else"))
     assert again > plain, "remat recomputed nothing: the count tells nothing"
     assert named == plain
     assert others == again

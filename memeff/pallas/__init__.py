@@ -38,6 +38,9 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         and not of_tokens(operands.mask),
         "its kernels read a mask or segments, not both": operands.mask is not None and operands.q_segments is not None,
         "its kernels read no bias": terms.bias is not None,
+        "its kernels call no score_fn": problem.score_fn is not None,
+        "its kernels call no mask_fn": problem.mask_fn is not None,
+        "its kernels call no qk_transform": problem.qk_transform is not None,
         "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale is not None
         or terms.soft_cap is not None,
         f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward == "fused"

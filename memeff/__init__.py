@@ -1,7 +1,8 @@
 """memeff: exact attention for JAX in memory that grows with the sequence, not with its square."""
 
 from memeff import masks, scores, transforms
-from memeff.attention import attention_statistics, dot_product_attention, explain, key_mass, plan
+from memeff.attention import attention_statistics, audit, dot_product_attention, explain, key_mass, plan
+from memeff.auditing import Audit
 from memeff.blocks import BlockMask, block_mask
 from memeff.differentiation import RESIDUAL_NAMES
 from memeff.dispatch import memory_limit
@@ -12,6 +13,7 @@ from memeff.version import __version__
 
 __all__ = [
     "RESIDUAL_NAMES",
+    "Audit",
     "BlockMask",
     "Mask",
     "Plan",
@@ -20,6 +22,7 @@ __all__ = [
     "Transform",
     "__version__",
     "attention_statistics",
+    "audit",
     "block_mask",
     "dot_product_attention",
     "explain",

@@ -1,5 +1,6 @@
 """The contract: `dot_product_attention`, its arguments in the user's words and the walk from them to an implementation."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import arguments, dispatch, planning, rules, sharding, statistics
+from memeff import arguments, auditing, dispatch, planning, rules, sharding, statistics
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
@@ -346,6 +347,78 @@ def key_mass(
     call = _chunked("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how)
     found = statistics.key_mass(call.problem, sharding.vary_alike(call.operands))
     return arguments.unfold(call.shape, found)
+
+
+def audit(
+    implementation: Callable[..., Any] | str | None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    samples: int = 64,
+    rng: ArrayLike | None = None,
+    **how: Any,
+) -> auditing.Audit:
+    """Checks an attention where it stands: sampled rows of out and dq and columns of dk and dv, in float64.
+
+    It is run once, forward and gradient (for a random cotangent of out), and then what is sampled is made again, in
+    O(samples (T + S)): cheap enough for a training loop now and then, and at a million tokens. Not inside jit.
+
+    Args:
+      implementation: of `dot_product_attention`, a name or None; or a function that takes what it takes (`how` as well), for
+        example `functools.partial(jax.nn.dot_product_attention, implementation="cudnn")`. Of a function lse is not known:
+        it is made by the chunked path.
+      query, key, value, bias, mask: as in `dot_product_attention`.
+      samples: rows, and columns; of grouped heads all of the group.
+      rng: a key of `jax.random` that says which, and gives the cotangent. Default: `jax.random.key(0)`.
+      how: more arguments of `dot_product_attention`; without dropout and sinks.
+
+    Returns: `memeff.Audit`: `ok`, `findings` (largest error of each, and where); print it for a table.
+
+    Raises: as the call itself does; TypeError inside jit, for dropout, and for sinks.
+
+    Example:
+      >>> x = jax.random.normal(jax.random.key(1), (1, 100, 2, 8))
+      >>> audit("xla", x, x, x, is_causal=True, samples=8).ok
+      True
+    """
+    call = _chunked("audit", query, key, value, bias, mask, how)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call.operands)) or call.problem.dropout is not None:
+        raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout: leave both away.")
+    shape, keys = call.shape, jax.random.split(jax.random.key(0) if rng is None else rng, 3)
+    arrays = [jnp.asarray(x) for x in (query, key, value)]
+    ours = functools.partial(dot_product_attention, bias=bias, mask=mask, **how)
+    known = not callable(implementation)
+    if known:
+        run = functools.partial(ours, implementation=implementation, return_residual=True)
+    else:
+        extra = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+        run = functools.partial(implementation, **extra, **how)
+    dout = jax.random.normal(keys[0], (*shape.leads, shape.T, shape.N, shape.D), arrays[0].dtype)
+
+    @jax.jit
+    def both(dout, *arrays):
+        out, pull = jax.vjp(run, *arrays)
+        return out, pull((dout, jnp.zeros_like(out[1])) if known else dout)
+
+    out, gradients = both(dout, *arrays)
+    out, lse = out if known else (out, ours(*arrays, implementation="xla", return_residual=True)[1])
+    apart = lambda x, length, *heads: x.reshape(shape.B, length, *heads, *x.shape[len(shape.leads) + 2 :])
+    of_query, of_key = (shape.T, shape.K, shape.G), (shape.S, shape.K)
+    sizes = zip((*[of_query] * 3, *[of_key] * 2), (out, lse, *gradients), strict=True)
+    found = [apart(x, *size) for size, x in sizes]
+    dout = apart(dout, *of_query)
+    rows, columns = (
+        auditing.sampled(k, (shape.B, shape.K, n), samples) for k, n in zip(keys[1:], of_query[:1] + of_key[:1], strict=True)
+    )
+    inner = lambda x: jnp.moveaxis(x, 1, 3)
+    with jax.enable_x64(True):
+        true_rows = auditing.rows_of(call.problem, call.operands, inner(dout), rows)
+        of_rows = (inner(x) for x in found[:2])
+        true_columns = auditing.columns_of(call.problem, call.operands, *of_rows, inner(dout), columns)
+    return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
 
 
 def _chunked(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> _Call:

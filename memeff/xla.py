@@ -499,7 +499,7 @@ class Tile(NamedTuple):
     ahead: Array | None = None  # what was made of this tile in the step before
 
 
-def _tile(
+def cut_tile(
     operands: Operands,
     flat: tuple[Array, ...],
     rows: tuple[Array, ...],
@@ -737,12 +737,12 @@ def _visit(
 
     def block(first):
         if _bounded(operands):
-            at = lambda carry, i, j: step(carry, _tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
+            at = lambda carry, i, j: step(carry, cut_tile(with_flat, flat, rows, lengths, problem, True, first, i, j))
             return functools.partial(_visit_bounded, problem, _block(operands, first[0], b), at)
 
         def fetching(rows, masked, size, starts):
             here = _cut(with_flat, flat, rows, size, starts) if problem.joined else (with_flat, flat, rows)
-            return functools.partial(_tile, *here, lengths, dataclasses.replace(problem, chunk_size=size), masked, first)
+            return functools.partial(cut_tile, *here, lengths, dataclasses.replace(problem, chunk_size=size), masked, first)
 
         lists = []
         for (masked, *size), starts in pieces:
@@ -775,7 +775,7 @@ def _part(x: Array | None, cuts: dict[int, tuple[Any, int]]) -> Array | None:
 
 
 def _cut(operands: Operands, flat: tuple[Array, ...], rows: tuple[Array, ...], size: tuple[int, int], starts: np.ndarray):
-    """What `_tile` slices, cut to the queries, or the keys, that all tiles of a list share: once, not in each step."""
+    """What `cut_tile` slices, cut to the queries, or the keys, that all tiles of a list share: once, not in each step."""
     (row, col), (same_rows, same_cols) = starts[0].tolist(), (starts == starts[0]).all(0)
     if same_rows:
         row = min(row, flat[0].shape[1] - size[0])

@@ -330,8 +330,18 @@ CHANGES = {
     "broadcast_dropout": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 0], np.uint32), "broadcast_dropout": False},
     "q_offset": {"is_causal": True, "q_offset": 3},
     "dtype": {"dtype": "bfloat16"},
+    "score_fn": {"score_fn": lambda s, b, h, i, j, p: s + 0.1 * j},
+    "score_params": {"score_fn": lambda s, b, h, i, j, p: s * p, "score_params": 2.0},
+    "mask_fn": {"mask_fn": lambda b, h, i, j, p: j % 3 > 0},
+    "mask_params": {"mask_fn": lambda b, h, i, j, p: j % p > 0, "mask_params": 3},
+    "sinks": {"sinks": np.ones(6, f32)},
+    "qk_transform": {"qk_transform": lambda x, i, which, p: x * 2},
+    "qk_transform_params": {"qk_transform": lambda x, i, which, p: x * p, "qk_transform_params": np.float32(2)},
 }
 AGAINST = {
+    "score_params": {"score_fn": lambda s, b, h, i, j, p: s * p, "score_params": 1.0},
+    "mask_params": {"mask_fn": lambda b, h, i, j, p: j % p > 0, "mask_params": 4},
+    "qk_transform_params": {"qk_transform": lambda x, i, which, p: x * p, "qk_transform_params": np.float32(1)},
     "q_offset": {"is_causal": True},
     "dropout_rng": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 0], np.uint32)},
     "dropout_rate": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 0], np.uint32)},

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memeff import dot_product_attention
+from memeff import dot_product_attention, masks, scores, transforms
 
 f32 = np.float32
 B, T, S, N, H, D = 8, 37, 41, 8, 3, 5
@@ -39,6 +39,14 @@ def _draw():
         "scale array": ({}, dict(scale=np.array(0.3, f32))),
         "shared bias": ({}, dict(bias=bias)),
         "dropout": (dict(dropout_rate=0.3, broadcast_dropout=False), dict(dropout_rng=np.array([1, 2], np.uint32))),
+        "functions": (
+            dict(
+                score_fn=scores.alibi(np.linspace(0.1, 0.4, N, dtype=f32)),
+                mask_fn=masks.causal() & ~masks.dilated(3),
+                qk_transform=transforms.rms_norm(np.ones(H, f32), np.full(H, 2, f32)),
+            ),
+            {},
+        ),
         "lengths": ({}, dict(key_value_seq_lengths=np.arange(3, 3 + 5 * B, 5).astype(np.int32))),
         "offset": (dict(is_causal=True), dict(q_offset=np.arange(B).astype(np.int32))),
     }

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from memeff import arguments, auditing, dispatch, planning, rules, sharding, statistics
@@ -385,7 +386,7 @@ def audit(
       True
     """
     call = _chunked("audit", query, key, value, bias, mask, how)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call.operands)) or call.problem.dropout is not None:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(call.operands)) or call.problem.dropout is not None:
         raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout: leave both away.")
     shape, keys = call.shape, jax.random.split(jax.random.key(0) if rng is None else rng, 3)
     arrays = [jnp.asarray(x) for x in (query, key, value)]

@@ -71,7 +71,7 @@ class BlockMask:
         some = self.blocks.some
         (T, S), size = self.blocks.lengths, self.blocks.size
         side = max(1, -(-max(some.shape) // 64)) * size  # of what a sign stands for
-        shade = sum(x.astype(int) for x in self.blocks.of_tiles(side, side))
+        shade = np.add(*(x.astype(int) for x in self.blocks.of_tiles(side, side)))
         rows = ["".join(".+#"[x] for x in row) for row in shade]
         told = f"block mask of {T} x {S} tokens in blocks of {size}: {int(some.sum())} of {some.size} visited "
         told += f"({int((some & ~self.blocks.every).sum())} of them with a mask), {100 * self.sparsity:.1f} % hidden"

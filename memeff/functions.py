@@ -214,7 +214,8 @@ def _checked(name: str, fn: Any, params: Any):
 
 
 def _split(leaves, floats) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    return tuple(tuple(x for x, of in zip(leaves, floats, strict=True) if of == which) for which in (True, False))
+    of = lambda which: tuple(x for x, is_float in zip(leaves, floats, strict=True) if is_float == which)
+    return of(True), of(False)
 
 
 def _traced(name: str, f, at, leaves):

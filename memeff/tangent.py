@@ -9,7 +9,6 @@ The transpose of all that is the backward of xla.py; orders from the second on d
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,22 +16,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff import xla
-from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, Terms, finish, places, transformed, visible
+from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, finish, places, transformed, visible
 from memeff.tiles import Dims, Where, tile_sum
 
-# dims of operands; of those that are not told here nothing is cut
-LETTERS = Operands(
-    query="btnh",
-    key="bskh",
-    value="bskd",
-    terms=Terms(bias="bnts"),
-    mask="bnts",
-    q_lengths="b",
-    kv_lengths="b",
-    q_offset="b",
-    q_segments="bt",
-    kv_segments="bs",
-)  # type: ignore
+# dims of operands, by name; of those that are not told here nothing is cut
+LETTERS = {
+    ".query": "btnh",
+    ".key": "bskh",
+    ".value": "bskd",
+    ".terms.bias": "bnts",
+    ".mask": "bnts",
+    ".q_lengths": "b",
+    ".kv_lengths": "b",
+    ".q_offset": "b",
+    ".q_segments": "bt",
+    ".kv_segments": "bs",
+}
 WHOLE = "acdefghijlmopqruvwxyz"
 
 
@@ -65,10 +64,9 @@ def tangent(
 def as_inputs(problem: Problem, operands: Operands, lse: Lse, narrow: bool):
     """What functions of tiles are told of them; operands and lse as inputs of a sum: their dims, and the arrays."""
     flat = _flat(operands)
-    told = dict(jax.tree_util.tree_leaves_with_path(LETTERS))
     given = jax.tree_util.tree_leaves_with_path(flat)
     rows = [lax.collapse(x, 1, 3) for x in lse if x is not None]
-    letters = [told.get(path) or WHOLE[: x.ndim] for path, x in given] + ["bnt"] * len(rows)
+    letters = [LETTERS.get(jax.tree_util.keystr(path), WHOLE[: x.ndim]) for path, x in given] + ["bnt"] * len(rows)
     lengths = operands.query.shape[1], operands.key.shape[1]
     how = OfTile(problem, jax.tree.structure(flat), len(rows), (operands.query.shape[2], *lengths), narrow)
     return how, [Dims(x, n) for n, x in enumerate(letters)], [*(x for _, x in given), *rows]
@@ -98,11 +96,13 @@ class OfTile:
     def tile(self, where: Where, parts) -> tuple[xla.Tile, Lse]:
         """As xla.py has it, and lse."""
         here = self.operands(self.known, parts[: self.known.num_leaves], where)
-        high, low = (*(x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows]), None)[:2]
+        high, *low = (x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows])
         at = places(self.problem, here, here.query[..., 0, 0], where.first, where.rows, where.cols)
         keep = visible(self.problem, here, where.rows, where.cols, at) if where.masked else None
         starts = where.first, where.cuts["t"][0], where.cuts["s"][0]
-        return xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(high, low)
+        return xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(
+            high, low[0] if low else None
+        )
 
     def operands(self, structure, parts, where: Where) -> Operands:
         """Query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1; None for what is none."""
@@ -127,8 +127,8 @@ class OfTile:
 
 
 def probabilities(s: Array, lse: Lse) -> Array:
-    high, low = (None if x is None else x[..., None] for x in lse)
-    return jnp.exp(s - high if low is None else (s - high) - low)
+    below = s - lse.high[..., None]
+    return jnp.exp(below if lse.low is None else below - lse.low[..., None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Along(OfTile):
         tile, lse = self.tile(where, parts)
         along = self.operands(self.moving, parts[self.known.num_leaves + self.rows :], where)
         here, problem, dtype = tile.here, self.problem, lse.high.dtype
-        dot = functools.partial(xla.dot, "bkgth,bkch->bkgtc", problem=problem, dtype=dtype)
+        dot = lambda x, y: xla.dot("bkgth,bkch->bkgtc", x, y, problem, dtype)
         or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
         q, k, dq, dk = *here[:2], *along[:2]
         dterms = jax.tree.map(or_zeros, here.terms, along.terms)

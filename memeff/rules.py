@@ -14,15 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 
 def call(f, *args) -> Any:
     """f(*args), to be differentiated by f's rules."""
     arrays, structure = jax.tree.flatten(args)
-    found = _call.bind(*arrays, f=f, structure=structure, axes=())
-    return jax.tree.unflatten(_types(*map(jax.typeof, arrays), f=f, structure=structure, axes=())[1], found)
+    return jax.tree.unflatten(*_bind(arrays, f, structure, ())[::-1])
+
+
+def _bind(arrays, f, structure, axes):
+    """The results, and their structure."""
+    avals = [*map(jax.typeof, arrays)]
+    if not axes and hasattr(f, "types"):  # known without a trace
+        found, of_found = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
+        return _call.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=None, types=tuple(found)), of_found
+    run = functools.partial(_called, f=f, structure=structure, axes=axes)
+    # JAX looks into it for what wants to know of devices, and for effects (of kernels that are interpreted).
+    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
+    types = tuple(jaxpr.out_avals)
+    return _call.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=jaxpr, types=types), jax.tree.structure(shapes)
 
 
 def _called(*arrays, f, structure, axes):
@@ -32,7 +44,7 @@ def _called(*arrays, f, structure, axes):
     return f(*jax.tree.unflatten(structure, arrays))
 
 
-def _jvp(primals, tangents, *, f, structure, axes):
+def _jvp(primals, tangents, *, f, structure, axes, **_):
     moving = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
 
     def rule(axes, primals, tangents):
@@ -54,7 +66,7 @@ def _linear(structure) -> int:
     return structure.children()[-1].num_leaves
 
 
-def _transpose(cotangents, *args, f, structure, axes):
+def _transpose(cotangents, *args, f, structure, axes, **_):
     fixed = len(args) - _linear(structure)
     cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
 
@@ -68,13 +80,13 @@ def _transpose(cotangents, *args, f, structure, axes):
     return [None] * fixed + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, args[fixed:], strict=True)]
 
 
-def _batch(axis_data, arrays, dims, *, f, structure, axes):
+def _batch(axis_data, arrays, dims, *, f, structure, axes, **params):
     if all(axis is None for axis in dims):
-        found = _call.bind(*arrays, f=f, structure=structure, axes=axes)
+        found = _call.bind(*arrays, f=f, structure=structure, axes=axes, **params)
         return found, [None] * len(found)
     fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
     arrays, dims = batched(axis_data, arrays, dims, fixed)
-    found = _call.bind(*arrays, f=f, structure=structure, axes=(*axes, dims))
+    found, _ = _bind(arrays, f, structure, (*axes, dims))
     return found, [0] * len(found)
 
 
@@ -91,25 +103,25 @@ def _jitted(**params):
     return jax.jit(functools.partial(_called, **params))
 
 
-@functools.lru_cache
-def _types(*avals, f, structure, axes):
-    """Of the results, and their structure."""
-    if not axes and hasattr(f, "types"):  # known without a trace
-        return jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-    run = functools.partial(_called, f=f, structure=structure, axes=axes)
-    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
-    return jaxpr.out_avals, jax.tree.structure(shapes)
+def _run(*arrays, f, structure, axes, **_):
+    return jax.tree.leaves(_jitted(f=f, structure=structure, axes=axes)(*arrays))
 
 
-def _flat(*arrays, **params):
-    return jax.tree.leaves(_called(*arrays, **params))
+def _lowered(*arrays, f, structure, axes, jaxpr, **_):
+    if jaxpr is not None:
+        return jaxpr_as_fun(jaxpr)(*arrays)
+    return jax.tree.leaves(_called(*arrays, f=f, structure=structure, axes=axes))
+
+
+def _types(*_, jaxpr, types, **__):
+    return types, frozenset() if jaxpr is None else jaxpr.effects
 
 
 _call = Primitive("memeff_call")
 _call.multiple_results = True
-_call.def_impl(lambda *arrays, **params: jax.tree.leaves(_jitted(**params)(*arrays)))
-_call.def_abstract_eval(lambda *avals, **params: _types(*avals, **params)[0])
-mlir.register_lowering(_call, mlir.lower_fun(_flat, multiple_results=True))
+_call.def_impl(_run)
+_call.def_effectful_abstract_eval(_types)
+mlir.register_lowering(_call, mlir.lower_fun(_lowered, multiple_results=True))
 ad.primitive_jvps[_call] = _jvp
 ad.primitive_transposes[_call] = _transpose
 batching.fancy_primitive_batchers[_call] = _batch

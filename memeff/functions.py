@@ -125,6 +125,7 @@ class Given:
         """Of scores B K G t c the same of new ones; of None who may attend, B|1 K|1 G|1 t|1 c|1."""
         both = iter(floats), iter(rest)
         params = jax.tree.unflatten(self.structure, [next(both[0 if x else 1]) for x in self.floats])
+        at = at._replace(q_pos=_of_all(at.q_pos))
         dims = ["b", "kg", "bt" if at.q_pos.ndim == 2 else "t", "c"]
         given = [(x, d) if use else (jnp.int32(0), "") for x, d, use in zip(at[:4], dims, self.uses, strict=True)]
         given = given if score is None else [(score, "bkgtc"), *given]
@@ -133,6 +134,11 @@ class Given:
             axes = tuple(0 if letter in d else None for _, d in given)
             run = jax.vmap(run, axes) if 0 in axes else _with_one(run)
         return run(*(x for x, _ in given))
+
+
+def _of_all(position: Array) -> Array:
+    """B t as it is, 1 t as t."""
+    return position[0] if position.ndim == 2 and position.shape[0] == 1 else position
 
 
 def _with_one(f):
@@ -170,6 +176,7 @@ class GivenTransform:
         """Of rows B K (G) t H, at positions t or B t."""
         both = iter(floats), iter(rest)
         params = jax.tree.unflatten(self.structure, [next(both[0 if x else 1]) for x in self.floats])
+        position = _of_all(position)
         run = jax.vmap(lambda x, position: self.fn(x, position, which, params))
         for _ in range(x.ndim - 3):
             run = jax.vmap(run, (0, None))
@@ -185,7 +192,7 @@ def given(name: str, fn: Any, params: Any, dtype) -> tuple[Given, tuple[Array, .
         if params is not None:
             raise ValueError(f"{name.removesuffix('_fn')}_params came beside a {name} that has its own: leave them away.")
         fn, params = fn.fn, fn.params
-    fn, leaves, structure, floats = _checked(name, fn, params)
+    fn, leaves, structure, floats = checked(name, fn, params)
     score = [jax.ShapeDtypeStruct((), dtype)] if name == "score_fn" else []
     at = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
     traced = _traced(name, lambda at, params: fn(*at, jax.tree.unflatten(structure, params)), at, leaves)
@@ -198,7 +205,7 @@ def given(name: str, fn: Any, params: Any, dtype) -> tuple[Given, tuple[Array, .
     return Given(fn, structure, floats, tuple(uses)), *_split(leaves, floats)
 
 
-def _checked(name: str, fn: Any, params: Any):
+def checked(name: str, fn: Any, params: Any):
     """The function, leaves of its params, their structure, and which are floats."""
     arguments = ARGUMENTS[name]
     if not callable(fn):
@@ -239,7 +246,7 @@ def given_transform(fn: Any, params: Any, like: jax.ShapeDtypeStruct):
         if params is not None:
             raise ValueError("qk_transform_params came beside a qk_transform that has its own: leave them away.")
         fn, params = fn.fn, fn.params
-    fn, leaves, structure, floats = _checked("qk_transform", fn, params)
+    fn, leaves, structure, floats = checked("qk_transform", fn, params)
     for which in ("query", "key"):
         f = lambda at, params, which=which: fn(*at, which, jax.tree.unflatten(structure, params))
         found = _traced("qk_transform", f, [like, jax.ShapeDtypeStruct((), jnp.int32)], leaves).out_avals

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ family = pytest.mark.parametrize("ours, flaxes", FAMILIES.values(), ids=FAMILIES
 rng = np.random.default_rng(0)
 X, Y = (rng.standard_normal((B, length, F)).astype(np.float32) for length in (T, S))  # NumPy: eager slices need no compiler
 MASK = (rng.random((B, 1, T, S)) < 0.7) | (np.arange(S) == 0)
+SELF_MASK = (rng.random((B, 1, T, T)) < 0.7) | np.eye(T, dtype=bool)
 
 
 def uniform(key, shape, dtype=jnp.float32, **of_flax):
@@ -247,10 +250,17 @@ DECODING = {
     "window": {"local_window_size": (2, None)},
     "Flax's attention_fn": {"attention_fn": flax_nnx.dot_product_attention},
     "all": {"local_window_size": (3, 1), "logits_soft_cap": 0.3, "num_kv_heads": 2, "normalize_qk": True, "is_causal": True},
+    "functions": {
+        "score_init": lambda key: memeff.scores.alibi(memeff.scores.alibi_slopes(N)),
+        "mask_fn": memeff.block_mask(memeff.masks.causal() & ~memeff.masks.dilated(3) | memeff.masks.sliding_window(1), T),
+        "qk_transform": memeff.transforms.rotary(),
+        "sinks_init": jax.nn.initializers.ones,
+        "num_kv_heads": 2,
+    },
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("name", ["plain", "all", "functions"])
 def test_decoding_equals_the_full_forward_linen(name):
     constructor = dict(num_heads=N, kernel_init=uniform, **DECODING[name])
     module = LINEN[0](decode=True, **constructor)
@@ -272,7 +282,7 @@ def test_decoding_equals_the_full_forward_linen(name):
 
     cache, out = decode([1] * T)
     close(out, full)
-    if name == "all":
+    if name != "plain":
         close(decode([6, 1])[1], full)  # a prompt at once, then token by token
     if name == "plain":  # Flax's own decoding, with its cache
         flaxes = LINEN[1](decode=True, **constructor)
@@ -303,6 +313,139 @@ def test_decoding_equals_the_full_forward_nnx(name):
     step = flax_nnx.jit(lambda module, token: module(token, is_causal=True))
     close(np.concatenate([step(module, X[:, t : t + 1]) for t in range(T)], 1), full)
     assert module.cache_index[...] == T and "q_offset" not in str(module.attention_fn)
+
+
+# ---- functions of the user's own, and sinks
+
+
+H = F // N
+HALF = jax.nn.initializers.constant(0.5)
+LEARNT = {  # every kind of tree that params may be: an array, a tuple with a None in it, a dictionary
+    "score_init": lambda key: memeff.scores.alibi(memeff.scores.alibi_slopes(N)).then(memeff.scores.soft_cap(2.0)),
+    "qk_transform_init": lambda key: memeff.transforms.rms_norm(*jnp.array([[1.0] * H, [2.0] * H])).then(
+        memeff.transforms.rotary()
+    ),
+    "sinks_init": HALF,
+}
+DOCUMENT = np.array([0, 0, 0, 1, 1, 1, 1])
+SAME_DOCUMENT = memeff.masks.documents(DOCUMENT) | memeff.masks.prefix(2)
+SEEN = (DOCUMENT[:, None] == DOCUMENT) | (np.arange(T) < 2)
+NAMES = {"score_init": ("score_fn", "score_params"), "qk_transform_init": ("qk_transform", "qk_transform_params")}
+
+
+def learnt_params(ours, params):
+    """(slopes, cap), scales by name, sinks; the same tree without them."""
+    params = dict(params)
+    if ours is LINEN[0]:
+        return params.pop("score_params"), params.pop("qk_transform_params")[0], params.pop("sinks"), params
+    score, transform = (params.pop(name)["params"] for name in ("score_fn", "qk_transform"))
+    return (score[0], score[1]), transform[0], params.pop("sinks"), params
+
+
+def by_hand(query, key, value, mask=None, *, score, scales, sinks, **of_flax):
+    """ALiBi, a soft cap, normalised and rotated queries and keys, sinks; as short as the formulas."""
+    at = np.arange(T)
+
+    def turned(x, scale):
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+        angle = at[:, None, None] * 10000.0 ** (-np.arange(H // 2) / (H // 2))
+        a, b = x[..., : H // 2], x[..., H // 2 :]
+        return jnp.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+    s = jnp.einsum("bqhd,bkhd->bhqk", turned(query, scales["query"]), turned(key, scales["key"])) / H**0.5
+    s = s - score[0][:, None, None] * np.abs(at[:, None] - at)
+    s = jnp.where(mask, score[1] * jnp.tanh(s / score[1]), -jnp.inf)
+    s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s)[..., :-1], value)
+
+
+@family
+def test_what_learns_is_a_parameter_with_its_gradient(ours, flaxes):
+    mask = SELF_MASK & SEEN
+    params, run = build(ours, X, kernel_init=uniform, mask_fn=SAME_DOCUMENT, **LEARNT)
+    score, scales, sinks, plain = learnt_params(ours, params)
+    expected_params, _ = build(flaxes, X, kernel_init=uniform)
+    same(plain, expected_params)
+    close(score, (memeff.scores.alibi_slopes(N), jnp.float32(2)))
+    close((scales, sinks), ({"query": jnp.ones(H), "key": 2 * jnp.ones(H)}, jnp.full(N, 0.5)))
+
+    def expected(params):
+        score, scales, sinks, plain = learnt_params(ours, params)
+        attention_fn = functools.partial(by_hand, score=score, scales=scales, sinks=sinks)
+        return build(flaxes, X, attention_fn=attention_fn, call={"mask": mask})[1](plain, X, mask=mask)
+
+    ct = rng.standard_normal(X.shape).astype(np.float32)
+    both = lambda run: jax.jit(lambda params: (run(params), jax.grad(lambda p: (run(p) * ct).sum())(params)))(params)
+    found, truth = both(lambda params: run(params, X, mask=SELF_MASK)), both(expected)
+    close(found, truth, 1e-5)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(learnt_params(ours, found[1])[:3]))
+
+
+def test_one_offset_for_a_whole_batch_reaches_every_function():
+    """A cache tells a position that is an array, the same for all batch entries."""
+    x = rng.standard_normal((B, T, N, H)).astype(np.float32)
+    of = dict(score_fn=ALIBI, mask_fn=memeff.masks.sliding_window(2), qk_transform=memeff.transforms.rotary())
+    offsets = (3, jnp.int32(3), jnp.full(B, 3))
+    first, *others = (memeff.dot_product_attention(x, x, x, q_offset=offset, **of) for offset in offsets)
+    assert np.abs(first - memeff.dot_product_attention(x, x, x, **of)).max() > 1e-3
+    for other in others:
+        close(other, first)
+
+
+@family
+def test_what_is_given_whole_is_constant(ours, flaxes):
+    """The same numbers as what learns, and Flax's parameters alone; functions without params, and a block mask, too."""
+    fixed = {NAMES[name][0]: init(None) for name, init in LEARNT.items() if name in NAMES}
+    params, run = build(ours, X, kernel_init=uniform, mask_fn=memeff.block_mask(SAME_DOCUMENT, T, block_size=2), **fixed)
+    same(params, build(flaxes, X, kernel_init=uniform)[0])
+    learns = {name: init for name, init in LEARNT.items() if name in NAMES}
+    other, run_other = build(ours, X, kernel_init=uniform, mask_fn=SAME_DOCUMENT, **learns)
+    close(run(params, X), run_other(other, X))
+    functions = {
+        "score_fn": lambda score, batch, head, q_pos, k_pos, params: score * (1 + head),
+        "mask_fn": lambda batch, head, q_pos, k_pos, params: k_pos <= q_pos + head,
+        "qk_transform": lambda x, position, which, params: x * (2 if which == "query" else 1),
+    }
+    out = build(ours, X, kernel_init=uniform, **functions)[1](params, X)
+    each = np.broadcast_to(np.arange(T)[:, None] + np.arange(N)[:, None, None] >= np.arange(T), (B, N, T, T))
+    scaled = lambda q, k, v, mask=None, **of_flax: quadratic(q * (2 * (1 + np.arange(N)))[:, None], k, v, mask)
+    close(out, build(flaxes, X, kernel_init=uniform, attention_fn=scaled)[1](params, X, mask=each))
+
+
+def test_linen_modules_with_what_learns_can_be_hashed_saved_and_stacked():
+    module = LINEN[0](num_heads=N, **LEARNT)
+    assert hash(module) == hash(LINEN[0](num_heads=N, **LEARNT)) and module == LINEN[0](num_heads=N, **LEARNT)
+    params = module.init(jax.random.key(0), X)
+    loaded = serialization.from_bytes(jax.tree.map(jnp.zeros_like, params), serialization.to_bytes(params))
+    same(loaded, params)
+
+    attention = functools.partial(LINEN[0], **LEARNT)
+    model = linen_model(attention)
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, SELF_MASK)
+    assert variables["params"]["attention"]["sinks"].shape == (2, N)
+
+    def loss(variables):
+        return (model.apply(variables, X, SELF_MASK, rngs={"dropout": jax.random.key(3)})[0] ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss))(variables)["params"]["attention"]
+    assert all(np.abs(x).reshape(2, -1).max(1).min() > 0 for x in jax.tree.leaves(gradient["score_params"]))
+
+
+def test_nnx_modules_with_what_learns_can_be_split_trained_and_stacked():
+    attention = functools.partial(NNX[0], **LEARNT, mask_fn=SAME_DOCUMENT)
+    model = nnx_model(attention)
+    assert model.attention.sinks.shape == (2, N)
+    gradient = flax_nnx.jit(flax_nnx.grad(lambda model: (nnx_forward(model, X, SELF_MASK) ** 2).sum()))(model)
+    slopes = gradient["attention"]["score_fn"]["params"][0]
+    assert np.abs(slopes[...]).max(1).min() > 0
+
+    module = attention(N, F, decode=False, rngs=flax_nnx.Rngs(0))
+    graph, params, rest = flax_nnx.split(module, flax_nnx.Param, ...)
+    assert {"score_fn", "qk_transform", "sinks"} <= set(params) and set(rest) == {"mask_fn"}
+    before, again = module(X), flax_nnx.merge(graph, params, rest, copy=True)
+    flax_nnx.update(module, jax.tree.map(lambda x: x + 1, params))
+    assert np.abs(np.asarray(before) - module(X)).max() > 1e-3
+    close(again(X), before)
 
 
 def test_rows_that_see_nothing_are_zero():
@@ -344,6 +487,7 @@ def test_no_array_of_length_squared(ours, flaxes):
 # ---- wrong values
 
 
+ALIBI = memeff.scores.alibi([1.0] * 4)
 WRONG = [  # what the core refuses is quoted no further than the argument: test_errors has the rest
     ({"num_heads": 0}, ValueError, "num_heads=0 must be at least 1"),
     ({"num_heads": 2.0}, TypeError, "num_heads=2.0 must be an int"),
@@ -364,6 +508,42 @@ WRONG = [  # what the core refuses is quoted no further than the argument: test_
         {"attention_fn": flax_nnx.dot_product_attention, "local_window_size": 3},
         ValueError,
         "attention_fn=dot_product_attention does not take local_window_size, which is needed here",
+    ),
+    ({"score_fn": 3}, TypeError, "score_fn must be a function (score, batch, head, q_pos, k_pos, params), got int"),
+    ({"score_fn": lambda score: score}, TypeError, "score_fn must be hashable and take (score, batch,"),
+    ({"mask_fn": memeff.scores.alibi([1.0])}, TypeError, "mask_fn must be hashable and take (batch, head,"),
+    ({"mask_fn": lambda *at: at[3]}, TypeError, "mask_fn is called with scalars, for one pair, and must return one bool"),
+    ({"qk_transform": lambda x, position: x}, TypeError, "qk_transform must be hashable and take (x, position, which,"),
+    (
+        {"score_fn": ALIBI, "score_init": lambda key: ALIBI},
+        ValueError,
+        "score_init came beside score_fn: give the one that learns, or the one that does not",
+    ),
+    (
+        {"score_init": ALIBI},
+        TypeError,
+        "score_init must be a function of a key that returns a memeff.Score, got Score: lambda key: ... makes it one",
+    ),
+    (
+        {"score_init": lambda key: jnp.ones(4)},
+        TypeError,
+        "score_init must be a function of a key that returns a memeff.Score; it returned",
+    ),
+    (
+        {"qk_transform_init": lambda key: memeff.transforms.rotary()},
+        TypeError,
+        "qk_transform_init must return a memeff.Transform whose arrays are floats, to learn; got none",
+    ),
+    (
+        {"score_init": lambda key: memeff.scores.t5(jnp.ones((4, 4), int))},
+        TypeError,
+        "score_init must return a memeff.Score whose arrays are floats, to learn; got int32[4, 4]",
+    ),
+    ({"sinks_init": True}, TypeError, "sinks_init must be an initializer (key, shape, dtype), such as"),
+    (
+        {"attention_fn": flax_nnx.dot_product_attention, "sinks_init": jax.nn.initializers.zeros},
+        ValueError,
+        "attention_fn=dot_product_attention does not take sinks, which is needed here",
     ),
 ]
 
@@ -404,7 +584,7 @@ DROPPING = {"dropout_rate": 0.2, "deterministic": False, "broadcast_dropout": Fa
 
 
 class LinenBlock(flax_linen.Module):
-    attention: type = LINEN[1]
+    attention: Callable[..., Any] = LINEN[1]
 
     @flax_linen.compact
     def __call__(self, x, mask):
@@ -439,7 +619,6 @@ def nnx_forward(model, x, mask):
     return flax_nnx.scan(lambda x, block: block(x, mask), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(x, model)
 
 
-SELF_MASK = (rng.random((B, 1, T, T)) < 0.7) | np.eye(T, dtype=bool)
 BLIND = SELF_MASK & (np.arange(T) != 3)[:, None]  # row 3 sees nothing: 0 from memeff, the mean of values from Flax
 
 

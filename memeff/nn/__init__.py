@@ -2,7 +2,9 @@
 
 `memeff.nn.linen` has `MultiHeadDotProductAttention` and `MultiHeadAttention`, `memeff.nn.nnx` has `MultiHeadAttention`:
 subclasses of Flax's own under the same names. Parameters, their initial values, checkpoints and the decode cache are Flax's.
-New are `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`.
+New are `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`; and scores, masks and
+transforms of your own, with sinks: `score_fn`, `mask_fn` and `qk_transform` as they are, `score_init`, `qk_transform_init`
+and `sinks_init` for those whose arrays are to be parameters of the module and learn.
 
 A model that exists already is switched in two lines:
 

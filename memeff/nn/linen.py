@@ -1,5 +1,6 @@
 """Flax Linen's attention modules with memeff inside. Hides the projections, grouped, and the decode cache."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from memeff.attention import dot_product_attention
-from memeff.nn.options import bind, check_head_size, check_heads, check_options
+from memeff.blocks import BlockMask
+from memeff.functions import Mask, Score, Transform
+from memeff.nn.options import bind, check_functions, check_head_size, check_heads, check_options, made, without_blocks
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
@@ -30,6 +33,12 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       is_causal: row i sees keys up to i. Always so with a decode cache.
       local_window_size: (left, right) in tokens, None for no bound, both sides inclusive; an int means both.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
+      score_fn, mask_fn, qk_transform: as `memeff.dot_product_attention` takes them, functions without params or a
+        `memeff.Score`, `Mask` (or a `memeff.block_mask`) and `Transform`, whose arrays are constants: they do not learn.
+      score_init, qk_transform_init: (key) -> `memeff.Score` or `Transform`, in the place of score_fn and qk_transform: the
+        arrays of what it returns are parameters, "score_params" and "qk_transform_params".
+      sinks_init: (key, shape, dtype), an initializer of Flax's: a logit for each head that takes probability and gives
+        nothing is the parameter "sinks". None: none.
       attention_fn: default `memeff.dot_product_attention`; `functools.partial` of it fixes chunk_size and the like.
 
     Example:
@@ -39,6 +48,14 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       >>> variables = layer.init(jax.random.key(0), x)
       >>> layer.apply(variables, x).shape, variables["params"]["key"]["kernel"].shape
       ((2, 7, 8), (8, 2, 2))
+
+      Slopes that learn, and rotary embeddings:
+
+      >>> from memeff import scores, transforms
+      >>> slopes = lambda key: scores.alibi(scores.alibi_slopes(4))
+      >>> layer = MultiHeadDotProductAttention(num_heads=4, score_init=slopes, qk_transform=transforms.rotary())
+      >>> print(layer.init(jax.random.key(0), x)["params"]["score_params"])
+      [0.25       0.0625     0.015625   0.00390625]
     """
 
     attention_fn: Callable[..., Array] = dot_product_attention
@@ -46,12 +63,20 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: int | tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
+    score_fn: Callable[..., Any] | Score | None = None
+    score_init: Callable[[Array], Score] | None = None
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None = None
+    qk_transform: Callable[..., Any] | Transform | None = None
+    qk_transform_init: Callable[[Array], Transform] | None = None
+    sinks_init: Callable[..., Array] | None = None
 
     def __post_init__(self):
         check_heads(self.num_heads, self.num_kv_heads)
         if self.qkv_features is not None:
             check_head_size(self.num_heads, self.qkv_features, 0)
         check_options(self.attention_fn, self.dropout_rate, self.is_causal, self.local_window_size, self.logits_soft_cap)
+        score, transform = (self.score_fn, self.score_init), (self.qk_transform, self.qk_transform_init)
+        check_functions(self.attention_fn, score, transform, self.mask_fn, self.sinks_init)
         super().__post_init__()
 
     @linen.compact
@@ -103,6 +128,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
                 q_offset=position,
                 local_window_size=self.local_window_size,
                 logits_soft_cap=self.logits_soft_cap,
+                score_fn=self._learnt("score_fn", Score, self.score_init) or self.score_fn,
+                mask_fn=self.mask_fn if position is None else without_blocks(self.mask_fn),
+                qk_transform=self._learnt("qk_transform", Transform, self.qk_transform_init) or self.qk_transform,
+                sinks=self.sinks_init and self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype),
             ),
             quiet=dict(
                 dropout_rate=self.dropout_rate,
@@ -122,6 +151,13 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(attention(query, key, value))
+
+    def _learnt(self, name: str, kind: type, init: Callable[[Array], Any] | None) -> Any:
+        """What `init` makes, its arrays parameters; None for None."""
+        if init is None:
+            return None
+        params = self.param(f"{name.removesuffix('_fn')}_params", lambda key: init(key).params)
+        return dataclasses.replace(made(name, kind, init), params=params)
 
     def _remember(self, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array | None]:
         """All keys and values, the new ones written behind the old; the position of the first new one, None in `init`."""

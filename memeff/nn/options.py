@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from memeff import arguments
+import jax
+import jax.numpy as jnp
+
+from memeff import arguments, functions
+from memeff.blocks import BlockMask
+from memeff.functions import Score, Transform
 
 _ANY = arguments.Shape((), 1, 1, 1, 1, 1, 1)  # where only the values are checked
 
@@ -52,6 +57,64 @@ def check_options(attention_fn, dropout_rate, is_causal, local_window_size, logi
     if not callable(attention_fn):
         raise TypeError(f"attention_fn={attention_fn!r} must be a function like memeff.dot_product_attention.")
     bind(attention_fn, {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap})
+
+
+def check_functions(attention_fn, score, transform, mask_fn, sinks_init) -> None:
+    """The same of what a user's own functions are given by; `score` and `transform` are (fn, init)."""
+    given = {}
+    for name, (fn, init), kind in (("score_fn", score, Score), ("qk_transform", transform, Transform)):
+        given[name] = fn if init is None else init
+        if init is not None and fn is not None:
+            raise ValueError(f"{_init(name)} came beside {name}: give the one that learns, or the one that does not.")
+        if init is not None:
+            made(name, kind, init)
+        elif fn is not None:
+            _check(name, fn)
+    if mask_fn is not None:
+        _check("mask_fn", without_blocks(mask_fn))
+    if sinks_init is not None and not callable(sinks_init):
+        cure = "an initializer (key, shape, dtype), such as jax.nn.initializers.zeros"
+        raise TypeError(f"sinks_init must be {cure}, got {type(sinks_init).__name__}.")
+    bind(attention_fn, given | {"mask_fn": mask_fn, "sinks": sinks_init})
+
+
+def made(name: str, kind: type, init: Callable) -> Any:
+    """What `init` makes of a key, its arrays as shapes."""
+    wanted = f"{_init(name)} must be a function of a key that returns a memeff.{kind.__name__}"
+    if not callable(init):
+        raise TypeError(f"{wanted}, got {type(init).__name__}: lambda key: ... makes it one.")
+
+    def checked(key):
+        found = init(key)
+        if not isinstance(found, kind):
+            raise TypeError(f"{wanted}; it returned {type(found).__name__}.")
+        _check(name, found)
+        return found
+
+    found = jax.eval_shape(checked, jax.random.key(0))
+    leaves = jax.tree.leaves(found)
+    if not leaves or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+        got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves) or "none"
+        raise TypeError(f"{_init(name)} must return a memeff.{kind.__name__} whose arrays are floats, to learn; got {got}.")
+    return found
+
+
+def without_blocks(mask_fn: Any) -> Any:
+    """A block mask is of one length of queries, from position 0 on: where they come one by one, its mask alone."""
+    return mask_fn.mask if isinstance(mask_fn, BlockMask) else mask_fn
+
+
+def _init(name: str) -> str:
+    return f"{name.removesuffix('_fn')}_init"
+
+
+def _check(name: str, fn: Any) -> None:
+    """What can be said before shapes are known; scores in the widest float that there is."""
+    if name != "qk_transform":
+        functions.given(name, fn, None, jnp.result_type(float))
+        return
+    fn, params = (fn.fn, fn.params) if isinstance(fn, Transform) else (fn, None)
+    functions.checked(name, fn, params)
 
 
 def bind(attention_fn: Callable, said: Mapping[str, Any], quiet: Mapping[str, Any] = MappingProxyType({})) -> Callable:

@@ -22,6 +22,7 @@ from memeff import Mask, Score, masks, scores
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 B, N, K, H, D, R = 2, 6, 3, 5, 11, 4
 CROSS, SELF, PIXELS = (37, 53), (41, 41), (35, 35)  # T, S
+NOISED_AND_CLEAN = (36, 36)
 GROUP = 6  # examples that are compiled together
 
 rng = np.random.default_rng(0)
@@ -34,8 +35,11 @@ ARRAYS: dict[str, Any] = dict(
     cap=np.float64(0.7),
     q_rope=normal(B, N, CROSS[0], R),
     k_rope=normal(B, CROSS[1], R),
+    frequencies=rng.random(R),
+    graph=dict(far=normal(N, 6), distance=rng.integers(0, 6, (B, *CROSS), np.int32)),
     lengths=np.array([5, 19]),
     ids=ids,
+    prefix_of=np.where((ids == 1) | (ids == 2), 0, np.where((ids == 0) & ([[False], [True]]), 5, -1)),
     place=np.stack([[j - list(row).index(row[j]) for j in range(41)] for row in ids]),
     widths=np.array([0, 1, 3, 7, 20, 50]),
     last_image=np.stack([np.repeat([-1, 0, 1, 2], [4, 9, 9, 15]), np.repeat([0, 2], [20, 17])]),
@@ -80,6 +84,17 @@ def of_slopes(dbias, _):
     return -(dbias * np.abs(np.arange(T)[:, None] - np.arange(S))).sum((0, 2, 3))
 
 
+def of_frequencies(dbias, _):
+    away = np.arange(CROSS[0])[:, None] - np.arange(CROSS[1])
+    turn = -np.sin(away[..., None] * ARRAYS["frequencies"]) * away[..., None]
+    return np.einsum("bnts,tsr,n->r", dbias, turn, N / (8 * np.arange(1, N + 1)))
+
+
+def of_graph(dbias, _):
+    distance = ARRAYS["graph"]["distance"]
+    return np.stack([[dbias[:, n][distance == x].sum() for x in range(6)] for n in range(N)])
+
+
 def of_rope(dbias, _):
     q, k = ARRAYS["q_rope"], ARRAYS["k_rope"]
     return np.einsum("bnts,bsr->bntr", dbias, k), np.einsum("bnts,bntr->bsr", dbias, q)
@@ -97,6 +112,12 @@ TRUTHS = [  # in the order of the table
     Truth(CROSS, pull=lambda dbias, grads: grads["logits_soft_cap"], cap="cap"),
     Truth(CROSS, bias=alibi, pull=lambda dbias, grads: (grads["logits_soft_cap"], of_slopes(dbias, grads)), cap="cap"),
     Truth(CROSS, bias=lambda b, n, i, j: of["q_rope"][b, n, i] @ of["k_rope"][b, j], pull=of_rope),
+    Truth(
+        CROSS,
+        bias=lambda b, n, i, j: np.cos((i - j) * of["frequencies"]).sum() / (8 * (n + 1) / N),
+        pull=of_frequencies,
+    ),
+    Truth(CROSS, bias=lambda b, n, i, j: of["graph"]["far"][n, of["graph"]["distance"][b, i, j]], pull=of_graph),
     Truth(sees=lambda b, n, i, j: j <= i),
     Truth(sees=lambda b, n, i, j: j >= i),
     Truth(sees=lambda b, n, i, j: i - 7 <= j <= i),
@@ -107,8 +128,10 @@ TRUTHS = [  # in the order of the table
     Truth(sees=same("ids")),
     Truth(sees=lambda b, n, i, j: same("ids")(b, n, i, j) and j <= i, bias=alibi, pull=of_slopes),
     Truth(sees=lambda b, n, i, j: same("ids")(b, n, i, j) and (j <= i or of["place"][b, j] < 3)),
+    Truth(sees=lambda b, n, i, j: of["prefix_of"][b, i] == ids[b, j] or (ids[b, i] == ids[b, j] and j <= i)),
     Truth(sees=lambda b, n, i, j: i - i % 8 <= j <= i),
     Truth(sees=lambda b, n, i, j: j < i - i % 8 + 8),
+    Truth(NOISED_AND_CLEAN, sees=lambda b, n, i, j: diffuses(divmod(i, 18), divmod(j, 18))),
     Truth(sees=lambda b, n, i, j: abs(i - j) <= (0, 1, 3, 7, 20, 50)[n]),
     Truth(PIXELS, sees=lambda b, n, i, j: all(near(*x) for x in zip(divmod(i, 7), divmod(j, 7), (5, 7), strict=True))),
     Truth(CROSS, sees=lambda b, n, i, j: of["last_image"][b, i] == of["image_of_patch"][j]),
@@ -122,6 +145,15 @@ def near(at, key, pixels):
     return first <= key < first + 3
 
 
+def diffuses(query, key):
+    """(0, place) of a noised token, (1, place) of a clean one, in blocks of 4 places (the last of 2)."""
+    (clean, place), (key_clean, key_place) = query, key
+    block, key_block = place // 4, key_place // 4
+    if clean:
+        return bool(key_clean) and key_block <= block
+    return key_block < block if key_clean else key_block == block
+
+
 def rows():
     """(name, code, whether params learn) of the README's table."""
     _, section = README.split("### FlexAttention's examples", 1)
@@ -133,15 +165,13 @@ ROWS = rows()
 
 
 def test_every_row_has_a_truth():
-    assert len(ROWS) == len(TRUTHS) == 24
+    assert len(ROWS) == len(TRUTHS) == 28
     assert [learns for _, _, learns in ROWS] == [truth.pull is not None for truth in TRUTHS]
 
 
 def given(number: int) -> tuple[Any, Any]:
     """score_fn and mask_fn of the row's line, as pytrees or None."""
-    names = dict(
-        Mask=Mask, Score=Score, masks=masks, scores=scores, jnp=jnp, **{n: jnp.asarray(x) for n, x in ARRAYS.items()}
-    )
+    names = dict(Mask=Mask, Score=Score, masks=masks, scores=scores, jnp=jnp, **jax.tree.map(jnp.asarray, ARRAYS))
     found = eval(f"dict({ROWS[number][1]})", names)
     assert found.keys() <= {"score_fn", "mask_fn"}
     score, mask = (found.get(name) for name in ("score_fn", "mask_fn"))
@@ -165,7 +195,7 @@ def attend(args, score, mask):
     how = dict(mask_fn=mask, return_residual=True, chunk_size=16)
     found, pull = jax.vjp(lambda score, *qkv: memeff.dot_product_attention(*qkv, score_fn=score, **how), score, *qkv)
     of_score, *of_qkv = pull((dout, dlse))
-    return found, of_qkv, jax.tree.leaves(of_score)
+    return found, of_qkv, [x for x in jax.tree.leaves(of_score) if x.dtype != jax.dtypes.float0]
 
 
 @functools.cache
@@ -189,7 +219,7 @@ def computed(first: int):
     return [(*of, block) for of, (*_, block) in zip(found, inputs, strict=True)]
 
 
-@pytest.mark.parametrize("number", range(len(TRUTHS)), ids=[name.split(",")[0] for name, *_ in ROWS])
+@pytest.mark.parametrize("number", range(len(TRUTHS)), ids=[re.split(",| \\[", name)[0] for name, *_ in ROWS])
 def test_example(number):
     truth = TRUTHS[number]
     T, S = truth.size

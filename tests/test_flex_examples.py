@@ -23,7 +23,6 @@ README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 B, N, K, H, D, R = 2, 6, 3, 5, 11, 4
 CROSS, SELF, PIXELS = (37, 53), (41, 41), (35, 35)  # T, S
 NOISED_AND_CLEAN = (36, 36)
-GROUP = 6  # examples that are compiled together
 
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.standard_normal(shape)
@@ -181,7 +180,6 @@ def given(number: int) -> tuple[Any, Any]:
     )
 
 
-@functools.cache
 def operands(size):
     """query, key, value, dout and dlse."""
     rng = np.random.default_rng(size[0])
@@ -198,25 +196,16 @@ def attend(args, score, mask):
     return found, of_qkv, [x for x in jax.tree.leaves(of_score) if x.dtype != jax.dtypes.float0]
 
 
-@functools.cache
-def computed(first: int):
-    """[(with the mask, with its block mask or None, the block mask)] of the group that begins there, in one program."""
+def computed(number: int):
+    """With the mask, with its block mask or None, and that; in one program, for compiling is what takes time."""
     with jax.enable_x64(True):
-        inputs = []
-        for number in range(first, min(first + GROUP, len(TRUTHS))):
-            score, mask = given(number)
-            T, S = TRUTHS[number].size
-            block = None if mask is None else memeff.block_mask(mask, T, S, batch=B, heads=N, block_size=8)
-            inputs.append((operands((T, S)), score, mask, block))
+        (score, mask), (T, S) = given(number), TRUTHS[number].size
+        block = None if mask is None else memeff.block_mask(mask, T, S, batch=B, heads=N, block_size=8)
 
-        def run(inputs):
-            return [
-                (attend(args, score, mask), None if block is None else attend(args, score, block))
-                for args, score, mask, block in inputs
-            ]
-
-        found = jax.tree.map(np.asarray, jax.jit(run)(inputs))
-    return [(*of, block) for of, (*_, block) in zip(found, inputs, strict=True)]
+        both = [mask] if block is None else [mask, block]
+        run = jax.jit(lambda args, score, both: [attend(args, score, mask) for mask in both])
+        found = jax.tree.map(np.asarray, run(operands((T, S)), score, both))
+    return found[0], None if block is None else found[1], block
 
 
 @pytest.mark.parametrize("number", range(len(TRUTHS)), ids=[re.split(",| \\[", name)[0] for name, *_ in ROWS])
@@ -231,7 +220,7 @@ def test_example(number):
     grads = oracle.gradients(*qkv, dout=dout, dlse=dlse, **how)
     params = [] if truth.pull is None else jax.tree.leaves(truth.pull(grads["bias"], grads))
     expected = oracle.attention(*qkv, **how), [grads[n] for n in ("query", "key", "value")], params
-    actual, in_blocks, block = computed(number // GROUP * GROUP)[number % GROUP]
+    actual, in_blocks, block = computed(number)
     assert_close(actual, expected)
     assert (block is None) == (in_blocks is None) == seen.all()
     if block is not None:

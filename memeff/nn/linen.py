@@ -35,6 +35,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
       score_fn, mask_fn, qk_transform: as `memeff.dot_product_attention` takes them, functions without params or a
         `memeff.Score`, `Mask` (or a `memeff.block_mask`) and `Transform`, whose arrays are constants: they do not learn.
+        (Arrays have no hash, so that neither has the module: under `linen.jit`, close over them, or give score_init.)
       score_init, qk_transform_init: (key) -> `memeff.Score` or `Transform`, in the place of score_fn and qk_transform: the
         arrays of what it returns are parameters, "score_params" and "qk_transform_params".
       sinks_init: (key, shape, dtype), an initializer of Flax's: a logit for each head that takes probability and gives

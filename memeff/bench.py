@@ -38,7 +38,8 @@ import memeff
 from memeff.arguments import human as three_digits
 
 MASKS, MODES = ("causal", "full"), ("forward", "gradient")
-TITLES = {"forward": "forward", "gradient": "forward + gradient"}
+ORDERS = ("jvp", "hvp", "grad-of-grad")  # of memory alone
+TITLES = {"forward": "forward", "gradient": "forward + gradient"} | {order: order.replace("-", " ") for order in ORDERS}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
 NAMES = "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
@@ -47,7 +48,8 @@ Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call to measure. mode "gradient" is forward + gradient, from a random cotangent.
+    """One call to measure. mode "gradient" is forward + gradient, from a random cotangent; "jvp" out and its tangent; "hvp"
+    the gradient and its tangent; "grad-of-grad" the gradient of the gradient's product with a direction.
 
     S = length, and T = query_length, or as many as keys: fewer queries are the last, which causally see all before them.
     """
@@ -139,16 +141,25 @@ def causality(name: str, case: Case) -> Row:
 
 @functools.cache
 def compiled(name: str, case: Case) -> jax.stages.Compiled:
-    """(out,), or (out, dq, dk, dv), of query, key, value and the cotangent; compiled from shapes alone."""
+    """(out,), or (out, dq, dk, dv), or more, of query, key, value and the cotangent; compiled from shapes alone."""
     logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.queries * case.length
     if logits >= 2**39 and jax.default_backend() == "cpu":
         raise MemoryError("out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)")
     attend = functools.partial(attention(name), **causality(name, case))
 
     def call(query, key, value, dout):
-        if case.mode == "forward":
-            return (attend(query, key, value),)
-        out, pull = jax.vjp(attend, query, key, value)
+        at = query, key, value  # and directions
+        gradient = lambda *at: jax.vjp(attend, *at)[1](dout)
+        match case.mode:
+            case "forward":
+                return (attend(*at),)
+            case "jvp":
+                return jax.jvp(attend, at, at)
+            case "hvp":
+                return jax.jvp(gradient, at, at)
+            case "grad-of-grad":
+                return jax.vjp(gradient, *at)[1](at)
+        out, pull = jax.vjp(attend, *at)
         return out, *pull(dout)
 
     return jax.jit(call).lower(*(jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)).compile()
@@ -632,7 +643,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--head-dim", type=size, default=64, metavar="H")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--mask", nargs="+", choices=MASKS, help="speed: both; memory: causal")
-    add("--mode", nargs="+", choices=MODES, help="both; gradient is forward + gradient")
+    add(
+        "--mode",
+        nargs="+",
+        choices=MODES + ORDERS,
+        help="the first two; gradient is forward + gradient; the others: of memory",
+    )
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time")
     add("--json", metavar="FILE", help="append a JSON line for each row")
@@ -641,6 +657,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.table not in ("speed", "memory"):
         parser.error(f"table {options.table!r} is not known: use speed or memory.")
     memory = options.table == "memory"
+    if not memory and set(options.mode or ()) & set(ORDERS):
+        parser.error(f"--mode {', '.join(ORDERS)} are of memory: python -m memeff.bench memory --mode {ORDERS[0]}")
     options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]
     options.mask = options.mask or (MASKS[:1] if memory or options.decode else MASKS)
     options.mode = options.mode or (MODES[:1] if options.decode else MODES)

@@ -28,7 +28,45 @@ for dtype, name in (word.split(":") for word in sys.argv[1:]):
 
 XLA, PROBLEM, RULES, ARGUMENTS = "xla.py", "problem.py", "differentiation.py", "arguments.py"
 
+ORDERS = "tests/test_orders.py::test_tangent_is_the_transpose_of_the_oracles_gradient"
+SECOND = "'tests/test_orders.py::test_second_order_against_the_definition[reverse_over_reverse-bias_full]'"
+FUNCTIONS = "tests/test_functions.py::test_"
+
 MUTANTS = {
+    "tangent without its row": ("tangent.py", "(n - r[..., None] * out", "(n - 0 * r[..., None] * out", f"{ORDERS}[plain]"),
+    "tangent of values lost": ("tangent.py", "if along.value is not None:", "if False:", f"{ORDERS}[plain]"),
+    "tangent of keys lost": ("tangent.py", "((dq, k), (q, dk))", "((dq, k), (q, None))", f"{ORDERS}[plain]"),
+    "a transpose added to the wrong tile": (
+        "tiles.py",
+        "cuts[at][0] if at in cuts",
+        "0 * cuts[at][0] if at in cuts",
+        SECOND,
+    ),
+    "tangents along the first input only": (
+        "tiles.py",
+        "moving = tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)",
+        "moving = tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)[:1]",
+        SECOND,
+    ),
+    "a block that some may see is hidden": (
+        "blocks.py",
+        "> 0, count(self.every)",
+        "> 1, count(self.every)",
+        f"{FUNCTIONS}block_mask_skips_the_tiles_that_its_picture_hides",
+    ),
+    "score before the soft cap": (
+        PROBLEM,
+        "    if problem.score_fn is not None:\n        assert at is not None\n        s = problem.score_fn(s, at",
+        "    if problem.score_fn is not None:\n        assert at is not None\n        s = problem.score_fn(0.9 * s, at",
+        f"'{FUNCTIONS}functions_beside_every_feature[soft_cap]'",
+    ),
+    "keys are not turned back": (
+        XLA,
+        "dq, dk, more = pull((dq, dk.swapaxes(2, 3)))",
+        "_, _, more = pull((dq, dk.swapaxes(2, 3)))\n    dk = dk.swapaxes(2, 3)",
+        f"'{FUNCTIONS}functions_beside_every_feature[causal]'",
+    ),
+    "entropy not moved with the maximum": (XLA, "(e_old + fall * l_old)", "e_old", f"{FUNCTIONS}statistics_and_key_mass"),
     # name: file, text, what stands there instead, what must catch it
     "scale dropped": (PROBLEM, "s = raw * (problem.scale if", "s = raw * (1.0 if", "float32:plain"),
     "scale array ignored": (PROBLEM, "problem.scale if terms.scale is None", "problem.scale if True", "float32:scale_array"),
@@ -69,22 +107,22 @@ MUTANTS = {
     "counters of dropout": (PROBLEM, "_multiply_add(low, S, cols", "_multiply_add(low, T, cols", "float32:dropout"),
     "heads of a block numbered from 0": (
         XLA,
-        "operands.query.shape[2], tile.first)",
-        "operands.query.shape[2])",
+        "tile.of[0], tile.first)",
+        "tile.of[0])",
         "tests/test_numbers.py::test_in_blocks[dropout_each]",
     ),
     "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
     "dropout not in dp": (
         XLA,
-        "dp = _drop(problem, operands, tile, lax.optimization_barrier(dp))",
+        "dp = drop(problem, tile, lax.optimization_barrier(dp))",
         "dp = lax.optimization_barrier(dp)",
         "float32:dropout_each",
     ),
     "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
     "maximum of the wrong end": (
         XLA,
-        "tile.here.terms.scale is not None or problem.scale < 0:",
-        "tile.here.terms.scale is not None:",
+        "tile.here.terms.scale is not None or problem.scale < 0 or",
+        "tile.here.terms.scale is not None or",
         "tests/test_numbers.py::test_negative_scale_of_large_logits",
     ),
     "sign of lse": (PROBLEM, "high = m + jnp.log(l)", "high = m - jnp.log(l)", "float32:plain"),
@@ -105,8 +143,8 @@ MUTANTS = {
     ),
     "sum over the group omitted": (
         XLA,
-        'dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked), draw,',
-        'dk = _dot("bkgth,bkgtc->bkhc", _finite(q, masked)[:, :, :1], draw[:, :, :1],',
+        'dk = dot("bkgth,bkgtc->bkhc", finite(q, masked), draw,',
+        'dk = dot("bkgth,bkgtc->bkhc", finite(q, masked)[:, :, :1], draw[:, :, :1],',
         "float32:plain",
     ),
     "a row's reference of another tile": (
@@ -208,8 +246,8 @@ MUTANTS = {
     ),
     "edge tiles without a mask": (
         XLA,
-        "keep = visible(problem, here, at_rows, at_cols) if masked",
-        "keep = visible(problem, here, at_rows, at_cols) | True if masked",
+        "keep = visible(problem, here, at_rows, at_cols, at) if masked",
+        "keep = visible(problem, here, at_rows, at_cols, at) | True if masked",
         "float32:causal",
     ),
     # ---- kernels, in the interpreter

@@ -103,7 +103,7 @@ def _tell(reason: str) -> None:
     """Once for each reason: that something faster than what runs was there."""
     if reason not in _told:
         _told.add(reason)
-        warnings.warn(f'memeff: kernels are for this device, but implementation="xla" runs: {reason}.', stacklevel=4)
+        warnings.warn(f'memeff: kernels are for this device, but implementation="xla" runs: {reason}.', stacklevel=5)
 
 
 _told: set[str] = set()

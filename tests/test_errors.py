@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from cases import AWKWARD, CASES, qkv
 from conftest import run_calls
+from test_functions import WRONG as WRONG_FUNCTIONS
 
 import memeff
 from memeff import arguments, dot_product_attention
@@ -150,8 +151,8 @@ def test_enough_wrong_calls():
     assert len(WRONG) >= 40
     named = {name for kwargs, *_ in WRONG for name in kwargs}
     cannot_be_wrong = {"return_residual", "force_fp32_for_softmax"}
-    in_test_plan = {"memory_limit"}
-    assert named | cannot_be_wrong | in_test_plan == set(inspect.signature(dot_product_attention).parameters)
+    elsewhere = {"memory_limit"} | {name for kwargs, *_ in WRONG_FUNCTIONS for name in kwargs}
+    assert named | cannot_be_wrong | elsewhere == set(inspect.signature(dot_product_attention).parameters)
 
 
 @pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout"])

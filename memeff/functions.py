@@ -33,16 +33,10 @@ class Places(NamedTuple):
     of_mask: tuple[Array, ...]
 
 
-@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class Score:
-    """A `score_fn` with its params; a pytree of those. `then` calls another one with the result."""
-
+class _WithParams:
     fn: Callable[..., Any]
     params: Any = None
-
-    def then(self, other: "Score") -> "Score":
-        return Score(_Then(self.fn, other.fn), (self.params, other.params))
 
     def tree_flatten_with_keys(self):
         return ((jax.tree_util.GetAttrKey("params"), self.params),), self.fn
@@ -53,12 +47,24 @@ class Score:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A `mask_fn` with its params; a pytree of those. `&`, `|` and `~` make others of them."""
+class Score(_WithParams):
+    """A `score_fn` with its params; a pytree of those. `then` calls another one with the result."""
 
-    fn: Callable[..., Any]
-    params: Any = None
+    def then(self, other: "Score") -> "Score":
+        return Score(_Then(self.fn, other.fn), (self.params, other.params))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Transform(_WithParams):
+    """A `qk_transform` with its params; a pytree of those. `then` calls another one with the result."""
+
+    def then(self, other: "Transform") -> "Transform":
+        return Transform(_Then(self.fn, other.fn), (self.params, other.params))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Mask(_WithParams):
+    """A `mask_fn` with its params; a pytree of those. `&`, `|` and `~` make others of them."""
 
     def __and__(self, other: "Mask") -> "Mask":
         return Mask(_Both(self.fn, other.fn), (self.params, other.params))
@@ -68,13 +74,6 @@ class Mask:
 
     def __invert__(self) -> "Mask":
         return Mask(_Not(self.fn), self.params)
-
-    def tree_flatten_with_keys(self):
-        return ((jax.tree_util.GetAttrKey("params"), self.params),), self.fn
-
-    @classmethod
-    def tree_unflatten(cls, fn, children):
-        return cls(fn, *children)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,25 +142,6 @@ def _of_all(position: Array) -> Array:
 
 def _with_one(f):
     return lambda *x: f(*x)[None]
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class Transform:
-    """A `qk_transform` with its params; a pytree of those. `then` calls another one with the result."""
-
-    fn: Callable[..., Any]
-    params: Any = None
-
-    def then(self, other: "Transform") -> "Transform":
-        return Transform(_Then(self.fn, other.fn), (self.params, other.params))
-
-    def tree_flatten_with_keys(self):
-        return ((jax.tree_util.GetAttrKey("params"), self.params),), self.fn
-
-    @classmethod
-    def tree_unflatten(cls, fn, children):
-        return cls(fn, *children)
 
 
 @dataclasses.dataclass(frozen=True)

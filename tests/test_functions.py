@@ -134,6 +134,34 @@ def test_what_bends_the_score_against_the_definition(order):
         assert np.abs(x - y).max() <= 1e-9 * max(1, np.abs(y).max())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_functions_in_few_bits(dtype):
+    """Gradients err at most 1.5 times as much as the plain computation's in the same dtype."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, n, h, d)) for n, h, d in ((61, 4, 16), (61, 2, 16), (61, 2, 8), (61, 4, 8))]
+    arrays = [np.asarray(x, jnp.dtype(dtype)) for x in arrays]
+    params = np.linspace(0.02, 0.5, 4).astype(f32), (1 + 0.1 * rng.standard_normal((2, 16))).astype(f32)
+
+    def gradients(implementation, params, q, k, v, dout):
+        def attend(params, q, k, v):
+            slopes, (of_query, of_key) = params
+            how = dict(score_fn=scores.alibi(slopes).then(scores.soft_cap(2.0)), mask_fn=masks.causal() & ~masks.dilated(5))
+            transform = transforms.rms_norm(of_query, of_key).then(transforms.rotary())
+            how |= dict(qk_transform=transform, chunk_size=(16, 24), implementation=implementation)
+            return dot_product_attention(q, k, v, **how)
+
+        return jax.vjp(attend, params, q, k, v)[1](dout)
+
+    with jax.enable_x64(True):
+        wide = lambda x: jax.tree.map(lambda y: np.asarray(y, np.float64), x)
+        run = lambda name, *x: wide(jax.tree.leaves(jax.jit(functools.partial(gradients, name))(*x)))
+        exact = run("reference", *wide((params, *arrays)))
+        actual, plain = (run(name, params, *arrays) for name in (None, "reference"))
+    for x, y, true in zip(actual, plain, exact, strict=True):
+        eps = {"float32": 4e-6, "bfloat16": 4e-3, "float16": 5e-4}[dtype] * max(1, np.abs(true).max())
+        assert np.abs(x - true).max() <= 1.5 * np.abs(y - true).max() + eps
+
+
 def test_sinks_take_what_a_key_without_a_value_would():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, n, h, 5)), f32) for n, h in ((9, 4), (7, 2), (7, 2)))

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from memeff import xla
 from memeff.problem import Operands, Problem
+from memeff.tile import Tile, logits
 
 # Largest error over largest number, beyond which it is no rounding: plain attention has a third of it or less.
 LIMITS = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -99,7 +100,7 @@ def columns_of(problem: Problem, operands: Operands, out: Array, lse: Array, dou
     return lax.map(one, at)
 
 
-def _tile(problem: Problem, operands: Operands, at: Array, size: tuple[int, int], rows, like_query) -> xla.Tile:
+def _tile(problem: Problem, operands: Operands, at: Array, size: tuple[int, int], rows, like_query) -> Tile:
     """One head of keys, a row or a column of it, all finite (what is not, nobody must see) and in float64."""
     problem = dataclasses.replace(problem, chunk_size=size, block=(1, 1))
     lengths, merge = (operands.query.shape[1], operands.key.shape[1]), lambda x, dim: lax.collapse(x, dim, dim + 2)
@@ -115,13 +116,13 @@ def _tile(problem: Problem, operands: Operands, at: Array, size: tuple[int, int]
     return tile._replace(here=here._replace(query=query, key=key, value=value), rows=rows, wide=tuple(map(clean, wide)))
 
 
-def _logits(problem: Problem, tile: xla.Tile):
+def _logits(problem: Problem, tile: Tile):
     """G t c, and what takes their cotangents to those of the tile's queries and keys."""
 
-    def logits(query, key):
-        return xla.logits(problem, tile._replace(here=tile.here._replace(query=query, key=key)))[1][0, 0]
+    def of(query, key):
+        return logits(problem, tile._replace(here=tile.here._replace(query=query, key=key)))[1][0, 0]
 
-    return jax.vjp(logits, *tile.here[:2])
+    return jax.vjp(of, *tile.here[:2])
 
 
 def report(found, true_rows, true_columns, rows: np.ndarray, columns: np.ndarray, samples: int, dtype: str) -> Audit:

@@ -15,6 +15,7 @@ from memeff.differentiation import Forward, derivative_along
 from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, log_sum_exp
 from memeff.rules import call
 from memeff.tangent import OfTile, as_inputs, probabilities
+from memeff.tile import Tile, distances, logits
 from memeff.tiles import Dims, Where, tile_sum
 
 
@@ -83,7 +84,7 @@ class _OfRows(OfTile):
         close = 8 * jnp.finfo(s.dtype).eps * jnp.abs(largest)  # by what another order of the same sum may differ
         hit = (s >= largest - close) & (lse.high != SEES_NOTHING)[..., None]
         hit = hit if tile.keep is None else hit & tile.keep
-        found = -p * (s - lse.high[..., None]), p * xla.distances(self.problem, tile), jnp.where(hit, s, 0), hit
+        found = -p * (s - lse.high[..., None]), p * distances(self.problem, tile), jnp.where(hit, s, 0), hit
         return tuple(lax.collapse(x.sum(-1, dtype=p.dtype), 1, 3) for x in found)
 
 
@@ -95,8 +96,8 @@ class _OfKeys(OfTile):
         return (lax.collapse(p.sum(3), 1, 3),)
 
 
-def _seen(problem: Problem, tile: xla.Tile, lse: Lse) -> tuple[Array, Array]:
+def _seen(problem: Problem, tile: Tile, lse: Lse) -> tuple[Array, Array]:
     """Logits, 0 where nobody sees, and probabilities."""
-    _, s, _ = xla.logits(problem, tile)
+    _, s, _ = logits(problem, tile)
     p = probabilities(s, lse)
     return s if tile.keep is None else jnp.where(tile.keep, s, 0), p

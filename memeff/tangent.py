@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from memeff import xla
 from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, finish, places, transformed, visible
+from memeff.tile import Tile, dot, finite, values
 from memeff.tiles import Dims, Where, tile_sum
 
 # dims of operands, by name; of those that are not told here nothing is cut
@@ -93,16 +94,14 @@ class OfTile:
     of: tuple[int, int, int]  # K, T, S
     narrow: bool
 
-    def tile(self, where: Where, parts) -> tuple[xla.Tile, Lse]:
+    def tile(self, where: Where, parts) -> tuple[Tile, Lse]:
         """As xla.py has it, and lse."""
         here = self.operands(self.known, parts[: self.known.num_leaves], where)
         high, *low = (x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows])
         at = places(self.problem, here, here.query[..., 0, 0], where.first, where.rows, where.cols)
         keep = visible(self.problem, here, where.rows, where.cols, at) if where.masked else None
         starts = where.first, where.cuts["t"][0], where.cuts["s"][0]
-        return xla.Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(
-            high, low[0] if low else None
-        )
+        return Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(high, low[0] if low else None)
 
     def operands(self, structure, parts, where: Where) -> Operands:
         """Query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1; None for what is none."""
@@ -141,7 +140,7 @@ class Along(OfTile):
         tile, lse = self.tile(where, parts)
         along = self.operands(self.moving, parts[self.known.num_leaves + self.rows :], where)
         here, problem, dtype = tile.here, self.problem, lse.high.dtype
-        dot = lambda x, y: xla.dot("bkgth,bkch->bkgtc", x, y, problem, dtype)
+        product = lambda x, y: dot("bkgth,bkch->bkgtc", x, y, problem, dtype)
         or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
         q, k, dq, dk = *here[:2], *along[:2]
         dterms = jax.tree.map(or_zeros, here.terms, along.terms)
@@ -149,19 +148,19 @@ class Along(OfTile):
             rows = lambda q, k, terms: transformed(problem, here._replace(query=q, key=k, terms=terms), *tile.at)
             moving = jax.tree.map(or_zeros, (q, k), (dq, dk))
             (q, k), (dq, dk) = jax.jvp(rows, (q, k, here.terms), (*moving, dterms))
-        q, k = (xla.finite(x, where.masked) for x in (q, k))
-        raw = dot(q, k)  # (1)
+        q, k = (finite(x, where.masked) for x in (q, k))
+        raw = product(q, k)  # (1)
         sides = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
         draw = jnp.zeros_like(raw)
         if sides:  # (3), as one product
-            draw = dot(*(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
+            draw = product(*(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
         logits = lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places)
         s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
         p = probabilities(s, lse)
         w = p * ds  # (5)
-        n, r = xla.values(problem, tile, w, dtype), w.sum(-1)
+        n, r = values(problem, tile, w, dtype), w.sum(-1)
         if along.value is not None:
-            n += xla.values(problem, tile._replace(here=here._replace(value=along.value)), p, dtype)
+            n += values(problem, tile._replace(here=here._replace(value=along.value)), p, dtype)
         if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
             sees = lse.high != SEES_NOTHING
             n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from memeff.functions import Places
 from memeff.problem import (
     SEES_NOTHING,
     Gradients,
@@ -37,9 +36,7 @@ from memeff.problem import (
     Terms,
     accumulator_dtype,
     finish,
-    kept_by_dropout,
     log_sum_exp,
-    number_heads,
     only_kernels_fuse,
     part_of,
     places,
@@ -47,7 +44,7 @@ from memeff.problem import (
     transformed,
     visible,
 )
-from memeff.sharding import of_total
+from memeff.tile import Tile, back_through, distances, dot, drop, finite, logits, row_max, values
 from memeff.tiles import Walk, positions
 
 
@@ -185,19 +182,11 @@ def measured(problem: Problem, operands: Operands) -> tuple[Rows, Array, Array]:
     return Rows(m, l, l, o), e, d
 
 
-def distances(problem: Problem, tile: "Tile") -> Array:
-    """|q_pos - k_pos|, B|1 1 1 t c."""
-    rows, cols = tile.at
-    q_pos = rows + (problem.q_offset if tile.here.q_offset is None else tile.here.q_offset[:, None])
-    away = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
-    return away.reshape(-1, 1, 1, *away.shape[-2:])
-
-
-def _step_online(problem: Problem, tile: "Tile", old):
+def _step_online(problem: Problem, tile: Tile, old):
     """(3) and (4) of a tile: m, l and o, and s, what is taken from it, what o before is multiplied with, and p."""
     m_old, l_old, o_old = old
     raw, s, _ = logits(problem, tile)  # (1) (2)
-    m_new = jnp.maximum(m_old, _row_max(problem, tile, raw, s))  # (3)
+    m_new = jnp.maximum(m_old, row_max(problem, tile, raw, s))  # (3)
     shift = jnp.where(m_new == -jnp.inf, 0, m_new) if tile.keep is not None else m_new
     a = jnp.exp(m_old - shift)
     p = jnp.exp(s - shift[..., None])
@@ -456,7 +445,7 @@ def _walk_back(
         dq = dot("bkgtc,bkch->bkgth", draw, finite(k, masked), problem, dtype)  # (7)
         dk = dot("bkgth,bkgtc->bkhc", finite(q, masked), draw, problem, dtype, grads.key)
         if problem.qk_transform is not None:
-            dq, dk, dterms = _back_through(problem, tile, dq, dk, dterms)
+            dq, dk, dterms = back_through(problem, tile, dq, dk, dterms)
         return Gradients(
             _add(grads.query, dq, (*tile.first, 0, tile.row, 0)),
             _add(grads.key, dk, (*tile.first, 0, tile.col)),
@@ -483,20 +472,6 @@ def _walk_back(
 def _power_of_two(x: Array) -> Array:
     """The largest at most x > 0; 1 where that is not finite."""
     return jnp.where(jnp.isfinite(x), jnp.clip(_split(x)[1], 2.0**-100, 2.0**100), 1)
-
-
-class Tile(NamedTuple):
-    here: Operands  # sliced to the tile; query B K G t H, key B K c H, value B K c D
-    rows: tuple[Array, ...]  # slices B K G t of what the walk was given for each row
-    wide: tuple[Array, ...]  # and B K G t D, those like the query first
-    at: tuple[Array, Array]  # absolute positions t and c, -1 for what the tile before has already done
-    places: Places | None
-    keep: Array | None  # who sees whom; None: all
-    first: tuple[Any, Any]  # where the slices start: batch entry and key head,
-    row: Array
-    col: Array
-    of: tuple[int, int, int]  # K, T and S of the whole
-    ahead: Array | None = None  # what was made of this tile in the step before
 
 
 def cut_tile(
@@ -546,83 +521,6 @@ def cut_tile(
     at = places(problem, here, query[..., 0, 0], first, at_rows, at_cols)
     keep = visible(problem, here, at_rows, at_cols, at) if masked else None
     return Tile(here, narrow, wide, (at_rows, at_cols), at, keep, first, row, col, (K, *lengths))
-
-
-def logits(problem: Problem, tile: Tile, apart: bool = True):
-    """(1) and (2) of a tile: raw, s, and the transpose of (2), ds -> draw, dterms.
-
-    `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
-    """
-    q, k = transformed(problem, tile.here, *tile.at)
-    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
-    if apart:
-        raw = lax.optimization_barrier(raw)
-    s, pull = jax.vjp(lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places), raw, tile.here.terms)
-    return raw, s, pull
-
-
-def _back_through(problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: Terms) -> tuple[Array, Array, Terms]:
-    """Cotangents of what the products took, dq B K G t H and dk B K H c, back through `transformed`."""
-
-    def forward(q, k, terms):
-        return transformed(problem, tile.here._replace(query=q, key=k, terms=terms), *tile.at)
-
-    wide = lambda x: x.astype(dq.dtype)
-    _, pull = jax.vjp(forward, *map(wide, tile.here[:2]), tile.here.terms)
-    dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
-    transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
-    return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
-
-
-def _row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
-    """max s, B K G t; where (2) does not decrease in raw, of its largest raw, so that XLA:CPU need not store s for it."""
-    falls = tile.here.terms.scale is not None or problem.scale < 0 or problem.score_fn is not None
-    if tile.keep is not None or falls:  # a bias makes all tiles masked
-        return s.max(-1)
-    raw = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)  # with a dim G = 1 it would copy raw
-    return finish(problem, raw[..., None], tile.here.terms, None)[..., 0]
-
-
-def values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
-    """p v, B K G t D. A value that is not finite makes NaN of the rows that see it, in its columns, and no others."""
-    v, keep = tile.here.value, tile.keep
-    p = drop(problem, tile, p).astype(v.dtype)
-    if keep is None:
-        return dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
-    bad = ~jnp.isfinite(v)
-    bad_key = bad.any(-1)  # b k c
-    if keep.shape[:3] == (1, 1, 1):  # a small product instead of a pass over the tile of every head
-        sees_bad = (jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype)) > 0)[:, :, None]
-    else:
-        sees_bad = (keep & bad_key[:, :, None, None, :]).any(-1)  # b k g t
-    o = dot("bkgtc,bkcd->bkgtd", p, finite(v, True), problem, dtype)
-    return jnp.where(sees_bad[..., None] & bad.any(2)[:, :, None, None, :], jnp.nan, o)
-
-
-def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
-    """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out.
-
-    The heads of a group become rows of one matrix (r = g t), in the forward and in the backward: so XLA:CPU neither
-    transposes nor copies a tile, and, unless it is very small, multiplies it in the same way in a batch of any size.
-    """
-    g, t = x.shape[2:4]  # x is b k g t ...
-    names = spec.replace("gt", "r")
-    x, y = (lax.collapse(z, 2, 4) if z.ndim == 5 else z for z in (x, y))
-    z = jnp.einsum(names, x, y, preferred_element_type=dtype, precision=problem.precision, out_sharding=of_total(like))
-    return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
-
-
-def finite(x: Array, masked: bool) -> Array:
-    """0 for NaN and Inf where the other factor may be the 0 of a hidden pair; who does see them is NaN by lse or out."""
-    return jnp.where(jnp.isfinite(x), x, 0) if masked else x
-
-
-def drop(problem: Problem, tile: Tile, x: Array) -> Array:
-    if problem.dropout is None:
-        return x
-    head = number_heads(tile.here.query.max((3, 4), initial=0), tile.of[0], tile.first)
-    kept = kept_by_dropout(problem, tile.here, head, tile.of[1:], *tile.at)
-    return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 
 def _rows_of(x: Array, tile: Tile) -> Array:

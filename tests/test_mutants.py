@@ -26,7 +26,7 @@ for dtype, name in (word.split(":") for word in sys.argv[1:]):
     assert_case(run_cases((name,), dtype)[name], name, dtype)
 """
 
-XLA, PROBLEM, RULES, ARGUMENTS = "xla.py", "problem.py", "differentiation.py", "arguments.py"
+TILE, XLA, PROBLEM, RULES, ARGUMENTS = "tile.py", "xla.py", "problem.py", "differentiation.py", "arguments.py"
 
 ORDERS = "tests/test_orders.py::test_tangent_is_the_transpose_of_the_oracles_gradient"
 SECOND = "'tests/test_orders.py::test_second_order_against_the_definition[reverse_over_reverse-bias_full]'"
@@ -61,7 +61,7 @@ MUTANTS = {
         f"'{FUNCTIONS}functions_beside_every_feature[soft_cap]'",
     ),
     "keys are not turned back": (
-        XLA,
+        TILE,
         "dq, dk, more = pull((dq, dk.swapaxes(2, 3)))",
         "_, _, more = pull((dq, dk.swapaxes(2, 3)))\n    dk = dk.swapaxes(2, 3)",
         f"'{FUNCTIONS}functions_beside_every_feature[causal]'",
@@ -106,12 +106,12 @@ MUTANTS = {
     ),
     "counters of dropout": (PROBLEM, "_multiply_add(low, S, cols", "_multiply_add(low, T, cols", "float32:dropout"),
     "heads of a block numbered from 0": (
-        XLA,
+        TILE,
         "tile.of[0], tile.first)",
         "tile.of[0])",
         "tests/test_numbers.py::test_in_blocks[dropout_each]",
     ),
-    "dropout not scaled": (XLA, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
+    "dropout not scaled": (TILE, "x / (1.0 - problem.dropout.rate)", "x", "float32:dropout_each"),
     "dropout not in dp": (
         XLA,
         "dp = drop(problem, tile, lax.optimization_barrier(dp))",
@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     "maximum not rescaled": (XLA, "a = jnp.exp(m_old - shift)", "a = jnp.ones_like(m_old)", "float32:plain"),
     "maximum of the wrong end": (
-        XLA,
+        TILE,
         "tile.here.terms.scale is not None or problem.scale < 0 or",
         "tile.here.terms.scale is not None or",
         "tests/test_numbers.py::test_negative_scale_of_large_logits",
@@ -227,7 +227,7 @@ MUTANTS = {
         "float32:plain",
     ),
     "NaN of hidden values leaks": (
-        XLA,
+        TILE,
         "return jnp.where(jnp.isfinite(x), x, 0) if masked else x",
         "return x",
         "tests/test_masks.py::test_hidden_garbage_changes_no_bit",

@@ -67,6 +67,8 @@ def _linear(structure) -> int:
 
 
 def _transpose(cotangents, *args, f, structure, axes, **_):
+    if not hasattr(f, "transposed"):
+        raise NotImplementedError("memeff: jax.linear_transpose of attention itself: use jax.vjp, or linearize it first.")
     fixed = len(args) - _linear(structure)
     cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
 

@@ -149,8 +149,8 @@ def dot_product_attention(
 
     A superset of `jax.nn.dot_product_attention`, and an `attention_fn` for Flax (Linen and NNX).
     Memory: O(T + S) beyond inputs and outputs, forward and gradient; a `bias` or dense `mask` costs its own size.
-    Differentiable in both modes and to every order, in linear memory: by query, key, value, params of functions, sinks, and by
-    bias, scale and logits_soft_cap where they are arrays.
+    Differentiable in both modes and to every order, in linear memory: by query, key, value, params of functions, sinks,
+    and by bias, scale and logits_soft_cap where they are arrays.
 
     Args:
       query: [*B, T, N, H], float. Leading dims may be none or many.

@@ -161,9 +161,7 @@ def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
         phases.append(sum(sums[:3]))
     if exact and old:  # the sums' zeros are made before their time
         one_head = z.row == math.prod(operands.query.shape[:2])
-        phases.append(
-            o + sum(rows) + sum(set(sums[:3])) + sum(forward_tile) * (one_head or any(x is not None for x in terms))
-        )
+        phases.append(o + sum(rows) + sum(set(sums[:3])) + sum(forward_tile) * (one_head or bool(jax.tree.leaves(terms))))
     return forward, max(phases)
 
 

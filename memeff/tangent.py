@@ -109,7 +109,7 @@ class OfTile:
         b, k = where.cuts["b"][1], where.cuts["k"][1]
 
         def wide(x):
-            return x if self.narrow else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return x if self.narrow else x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
         def heads(x):
             return None if x is None else x.reshape(x.shape[0], *((k, -1) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])

@@ -30,7 +30,8 @@ class _Rotary:
     def __call__(self, x, position, which, params):
         half = x.shape[0] // 2
         angle = position * self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        cos, sin = (f(angle).astype(jnp.promote_types(x.dtype, jnp.float32)) for f in (jnp.cos, jnp.sin))
+        wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        cos, sin = (f(angle).astype(wide) for f in (jnp.cos, jnp.sin))
         a, b = x[:half].astype(cos.dtype), x[half:].astype(cos.dtype)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin]).astype(x.dtype)
 
@@ -48,6 +49,6 @@ class _RmsNorm:
     epsilon: float
 
     def __call__(self, x, position, which, params):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
         size = lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
         return (wide * size * params[which].astype(wide.dtype)).astype(x.dtype)

@@ -291,13 +291,13 @@ def _per_batch(shape: Shape, name: str, x) -> Array:
 # ---- functions
 
 
-def check_function(name: str, fn, params, dtype):
+def check_function(shape: Shape, name: str, fn, params, dtype):
     """The function, or None, and the leaves of its params: floats, and others."""
     if fn is None:
         if params is not None:
             raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
         return None, (), ()
-    return functions.given(name, fn, params, dtype)
+    return functions.given(name, fn, params, dtype, {letter: getattr(shape, letter) for letter in "BNTS"})
 
 
 def check_blocks(shape: Shape, mask_fn, q_offset):
@@ -307,6 +307,14 @@ def check_blocks(shape: Shape, mask_fn, q_offset):
     if mask_fn.blocks.lengths != (shape.T, shape.S):
         made, here = mask_fn.blocks.lengths, (shape.T, shape.S)
         raise ValueError(f"mask_fn is a block mask of T, S = {made}, and this call has {here}: make one of those lengths.")
+    for name, letter, made, here in (
+        ("batch", "B", mask_fn.blocks.batch, shape.B),
+        ("heads", "N", mask_fn.blocks.heads, shape.N),
+    ):
+        if made not in (None, here):
+            raise ValueError(
+                f"mask_fn is a block mask made with {name}={made}, and here {letter}={here}: make one with that."
+            )
     if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
         raise ValueError("mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its mask alone.")
     return mask_fn.blocks, mask_fn.mask

@@ -254,9 +254,9 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     left, right = arguments.check_window(a.local_window_size, a.is_causal)
     q_segments, kv_segments = arguments.check_segments(shape, a.query_segment_ids, a.key_value_segment_ids)
     accumulator = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    score_fn, score_floats, score_rest = arguments.check_function("score_fn", a.score_fn, a.score_params, accumulator)
+    score_fn, score_floats, score_rest = arguments.check_function(shape, "score_fn", a.score_fn, a.score_params, accumulator)
     blocks, mask_fn = arguments.check_blocks(shape, a.mask_fn, a.q_offset)
-    mask_fn, *mask_params = arguments.check_function("mask_fn", mask_fn, a.mask_params, accumulator)
+    mask_fn, *mask_params = arguments.check_function(shape, "mask_fn", mask_fn, a.mask_params, accumulator)
     transform, transform_floats, transform_rest = arguments.check_transform(a.qk_transform, a.qk_transform_params, query)
     sinks = arguments.check_sinks(shape, a.sinks)
     dropout, dropout_key = arguments.check_dropout(a.dropout_rng, a.dropout_rate, a.broadcast_dropout, a.deterministic)

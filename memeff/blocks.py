@@ -23,10 +23,12 @@ class Blocks:
     lengths: tuple[int, int]
     some: np.ndarray
     every: np.ndarray
+    batch: int | None = None  # B and N of the mask, None where it does not depend on them
+    heads: int | None = None
 
     @functools.cached_property
     def _key(self):
-        return self.size, self.lengths, self.some.tobytes(), self.every.tobytes()
+        return self.size, self.lengths, self.batch, self.heads, self.some.tobytes(), self.every.tobytes()
 
     def __eq__(self, other):
         return isinstance(other, Blocks) and (self is other or self._key == other._key)
@@ -122,7 +124,7 @@ def block_mask(
         mask_fn, params = (mask_fn.fn, mask_fn.params) if params is None else (mask_fn, params)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
         raise ValueError("block_mask: params are traced, and what is skipped must be known before: call it outside jit.")
-    given, *of_mask = functions.given("mask_fn", mask_fn, params, jnp.float32)
+    given, *of_mask = functions.given("mask_fn", mask_fn, params, jnp.float32, {"B": batch, "N": heads, "T": T, "S": S})
     b, n = batch if given.uses[0] else 1, heads if given.uses[1] else 1
     across, down = -(-S // block_size), -(-T // block_size)
     rows = max(1, min(down, PAIRS // max(1, b * n * block_size * S)))  # of blocks
@@ -130,7 +132,8 @@ def block_mask(
     for first in range(0, down, rows):
         found.append(np.stack(_find(given, of_mask, (b, n), (T, S), block_size, rows, first)))
     some, every = np.concatenate(found, 1)[:, :down]
-    return BlockMask(Mask(mask_fn, params), Blocks(block_size, (T, S), some, every))
+    of = [size if uses else None for size, uses in zip((batch, heads), given.uses, strict=False)]
+    return BlockMask(Mask(mask_fn, params), Blocks(block_size, (T, S), some, every, *of))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))

@@ -163,16 +163,19 @@ class GivenTransform:
         return jax.vmap(run, (0, 0 if position.ndim == 2 else None))(x, position)
 
 
-def given(name: str, fn: Any, params: Any, dtype) -> tuple[Given, tuple[Array, ...], tuple[Array, ...]]:
+def given(
+    name: str, fn: Any, params: Any, dtype, here: dict[str, Any]
+) -> tuple[Given, tuple[Array, ...], tuple[Array, ...]]:
     """The function, leaves of its params that are floats, and the others. Refuses what cannot be one.
 
-    `dtype`: of scores.
+    `dtype`: of scores; `here`: the call's sizes B, N, T and S, as far as they are known.
     """
     if isinstance(fn, Score | Mask):
         if params is not None:
             raise ValueError(f"{name.removesuffix('_fn')}_params came beside a {name} that has its own: leave them away.")
         fn, params = fn.fn, fn.params
     fn, leaves, structure, floats = checked(name, fn, params)
+    check_sizes(name, fn, params, here)
     score = [jax.ShapeDtypeStruct((), dtype)] if name == "score_fn" else []
     at = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
     traced = _traced(name, lambda at, params: fn(*at, jax.tree.unflatten(structure, params)), at, leaves)
@@ -183,6 +186,31 @@ def given(name: str, fn: Any, params: Any, dtype) -> tuple[Given, tuple[Array, .
         raise TypeError(f"{name} is called with scalars, for one pair, and must return one {wanted} then; got {got}.")
     uses = _uses(traced.jaxpr)[len(score) : len(at)]
     return Given(fn, structure, floats, tuple(uses)), *_split(leaves, floats)
+
+
+def sized(sizes: Callable[[Any], dict[str, int]]):
+    """Marks a function whose params are numbers for so many heads (N), batch entries (B) or positions (T, S): beyond the end
+    of an array JAX reads its last number, without a word.
+    """
+
+    def mark(fn):
+        fn.sizes = sizes
+        return fn
+
+    return mark
+
+
+def check_sizes(name: str, fn: Any, params: Any, here: dict[str, Any]) -> None:
+    """Refuses params for other heads or batch entries, or for fewer positions, where the function knows."""
+    if isinstance(fn, _Then | _Both):
+        for part, of in zip((fn.first, fn.second), params, strict=True):
+            check_sizes(name, part, of, here)
+    elif isinstance(fn, _Not):
+        check_sizes(name, fn.fn, params, here)
+    for letter, size in getattr(fn, "sizes", lambda _: {})(params).items():
+        wanted = here.get(letter)
+        if isinstance(wanted, int) and (size < wanted if letter in "TS" else size != wanted):
+            raise ValueError(f"{name} has numbers for {letter}={size}, and here {letter}={wanted}: give it as many.")
 
 
 def checked(name: str, fn: Any, params: Any):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.functions import Score
+from memeff.functions import Score, sized
 
 
 def alibi(slopes: ArrayLike) -> Score:
@@ -24,6 +24,7 @@ def alibi(slopes: ArrayLike) -> Score:
     return Score(_alibi, jnp.asarray(slopes))
 
 
+@sized(lambda slopes: {"N": slopes.shape[0]})
 def _alibi(score, batch, head, q_pos, k_pos, slopes):
     return score - (slopes[head] * jnp.abs(q_pos - k_pos)).astype(score.dtype)
 
@@ -51,6 +52,9 @@ class _T5:
     bidirectional: bool
     max_distance: int
 
+    def sizes(self, table):
+        return {"N": table.shape[1]}
+
     def __call__(self, score, batch, head, q_pos, k_pos, table):
         away, buckets, start = k_pos - q_pos, self.buckets, 0
         if self.bidirectional:
@@ -74,6 +78,7 @@ def relative(table: ArrayLike) -> Score:
     return Score(_relative, jnp.asarray(table))
 
 
+@sized(lambda table: {"N": table.shape[0]})
 def _relative(score, batch, head, q_pos, k_pos, table):
     reach = (table.shape[1] - 1) // 2
     return score + table[head, jnp.clip(k_pos - q_pos, -reach, reach) + reach].astype(score.dtype)
@@ -84,6 +89,7 @@ def soft_cap(cap: ArrayLike) -> Score:
     return Score(_soft_cap, jnp.asarray(cap))
 
 
+@sized(lambda cap: {"N": cap.shape[0]} if cap.ndim else {})
 def _soft_cap(score, batch, head, q_pos, k_pos, cap):
     cap = (cap[head] if cap.ndim else cap).astype(score.dtype)
     return cap * jnp.tanh(score / cap)
@@ -94,5 +100,6 @@ def of_head(scale: ArrayLike) -> Score:
     return Score(_of_head, jnp.asarray(scale))
 
 
+@sized(lambda scale: {"N": scale.shape[0]})
 def _of_head(score, batch, head, q_pos, k_pos, scale):
     return score * scale[head].astype(score.dtype)

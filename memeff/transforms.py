@@ -28,6 +28,8 @@ class _Rotary:
     base: float
 
     def __call__(self, x, position, which, params):
+        if x.shape[0] % 2:
+            raise ValueError(f"transforms.rotary turns pairs: heads must be of an even size, and here H={x.shape[0]}.")
         half = x.shape[0] // 2
         angle = position * self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32

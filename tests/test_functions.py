@@ -400,6 +400,21 @@ WRONG = [
     (dict(score_fn=lambda s, *at: at[2]), TypeError, r"must return one float32 then; got int32\[\]"),
     (dict(score_fn=lambda s, *at: (s, s)), TypeError, r"must return one float32 then; got float32\[\], float32\[\]"),
     (dict(score_fn=lambda s, *at: s * jnp.ones(3)), TypeError, r"is called with scalars, for one pair.*float32\[3\]"),
+    (dict(score_fn=scores.alibi(np.ones(3))), ValueError, r"score_fn has numbers for N=3, and here N=4: give it as many"),
+    (dict(score_fn=scores.soft_cap(1.0).then(scores.t5(np.ones((8, 2))))), ValueError, r"score_fn has numbers for N=2"),
+    (dict(score_fn=scores.relative(np.ones((5, 9)))), ValueError, r"score_fn has numbers for N=5"),
+    (dict(mask_fn=masks.causal() | masks.prefix(np.ones(3, int))), ValueError, r"mask_fn has numbers for B=3, and here B=2"),
+    (
+        dict(mask_fn=~masks.documents(np.zeros(7, int), np.zeros(6, int))),
+        ValueError,
+        r"mask_fn has numbers for S=6, and here S=7",
+    ),
+    (dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > b, 5, 7)), ValueError, r"made with batch=1, and here B=2"),
+    (
+        dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > h, 5, 7, heads=2)),
+        ValueError,
+        r"made with heads=2, and here N=4",
+    ),
     (dict(score_params=1), ValueError, r"score_params came without score_fn: pass both"),
     (
         dict(score_fn=scores.alibi(np.ones(4)), score_params=1),

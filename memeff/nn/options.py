@@ -111,7 +111,7 @@ def _init(name: str) -> str:
 def _check(name: str, fn: Any) -> None:
     """What can be said before shapes are known; scores in the widest float that there is."""
     if name != "qk_transform":
-        functions.given(name, fn, None, jnp.result_type(float))
+        functions.given(name, fn, None, jnp.result_type(float), {})
         return
     fn, params = (fn.fn, fn.params) if isinstance(fn, Transform) else (fn, None)
     functions.checked(name, fn, params)

@@ -137,10 +137,15 @@ class Sight(NamedTuple):
     bias: Any = None
 
 
+def among_keys(problem: Problem, q_offset, rows):
+    """The positions of queries at `rows` among the keys; `q_offset` as an array, or None where the problem has it."""
+    return rows + (problem.q_offset if q_offset is None else q_offset)
+
+
 def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
     """May the query at `rows` look at the key at `cols`? Any shapes that broadcast."""
     keep = (rows >= 0) & (cols >= 0)
-    at = rows + (problem.q_offset if sight.q_offset is None else sight.q_offset)
+    at = among_keys(problem, sight.q_offset, rows)
     if problem.left is not None:
         keep &= at - problem.left <= cols
     if problem.right is not None:  # causal attention is right = 0: one rule, not two
@@ -158,6 +163,10 @@ def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
     return keep
 
 
+def _column(x: Array | None) -> Array | None:
+    return None if x is None else x[:, None]
+
+
 def places(problem: Problem, here: Operands, like: Array, first, rows: Array, cols: Array) -> Places | None:
     """For functions of the user's: of a tile that begins with batch entry and key head `first`; `like` is B K G, laid out
     over devices as the tile is.
@@ -167,7 +176,7 @@ def places(problem: Problem, here: Operands, like: Array, first, rows: Array, co
     zero = jnp.zeros_like(like, jnp.int32)
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
     batch, head = (zero + b)[:, 0, 0] + first[0], (zero + (k + first[1]) * like.shape[2] + g)[0]
-    q_pos = rows + problem.q_offset if here.q_offset is None else rows + here.q_offset[:, None]
+    q_pos = among_keys(problem, _column(here.q_offset), rows)
     return Places(batch, head, q_pos, cols, here.score_rest, here.mask_params)
 
 
@@ -176,7 +185,7 @@ def transformed(problem: Problem, here: Operands, rows: Array, cols: Array) -> t
     transform = problem.qk_transform
     if transform is None:
         return here.query, here.key
-    q_pos = rows + problem.q_offset if here.q_offset is None else rows + here.q_offset[:, None]
+    q_pos = among_keys(problem, _column(here.q_offset), rows)
     params = here.terms.transform, here.transform_rest
     return transform("query", here.query, q_pos, *params), transform("key", here.key, cols, *params)
 

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.functions import Places
-from memeff.problem import Operands, Problem, Terms, accumulator_dtype, finish, kept_by_dropout, number_heads, transformed
+from memeff.problem import (
+    Operands,
+    Problem,
+    Terms,
+    accumulator_dtype,
+    among_keys,
+    finish,
+    kept_by_dropout,
+    number_heads,
+    transformed,
+)
 from memeff.sharding import of_total
 
 
@@ -108,6 +118,7 @@ def drop(problem: Problem, tile: Tile, x: Array) -> Array:
 def distances(problem: Problem, tile: Tile) -> Array:
     """|q_pos - k_pos|, B|1 1 1 t c."""
     rows, cols = tile.at
-    q_pos = rows + (problem.q_offset if tile.here.q_offset is None else tile.here.q_offset[:, None])
+    offset = tile.here.q_offset
+    q_pos = among_keys(problem, None if offset is None else offset[:, None], rows)
     away = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
     return away.reshape(-1, 1, 1, *away.shape[-2:])

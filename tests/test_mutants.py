@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "window off by one to the left": (PROBLEM, "at - problem.left <= cols", "at - problem.left < cols", "float32:window"),
     "window off by one to the right": (PROBLEM, "cols <= at + problem.right", "cols < at + problem.right", "float32:causal"),
-    "offset ignored": (PROBLEM, "(problem.q_offset if sight.q_offset", "(0 if sight.q_offset", "float32:q_offset"),
-    "offset array ignored": (PROBLEM, "else sight.q_offset)", "else 0)", "float32:q_offset_array"),
+    "offset ignored": (PROBLEM, "(problem.q_offset if q_offset is None", "(0 if q_offset is None", "float32:q_offset"),
+    "offset array ignored": (PROBLEM, "is None else q_offset)", "is None else 0)", "float32:q_offset_array"),
     "key length off by one": (
         PROBLEM,
         "cols < sight.kv_lengths",

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from memeff.problem import Gradients, Lse, LseFor, Operands, Problem
 from memeff.rules import call
 from memeff.sharding import vary_alike
-from memeff.tangent import tangent
+from memeff.tangent import tangent, with_tangent
 
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")  # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
@@ -67,13 +67,48 @@ class Forward:
 
     def jvp(self, primals, tangents):
         (operands,), (along,) = primals, tangents
-        out, lse = call(dataclasses.replace(self, lse_for=self.lse_for or "gradient"), operands)
-        out = checkpoint_name(out, RESIDUAL_NAMES[0])
-        lse = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
-        dout, dlse = call(Tangent(self.implementation, self.problem), (operands, out, lse), along)
+        if self.problem.together:
+            (out, lse), (dout, dlse) = call(Together(self), operands, along)
+        else:
+            (out, lse), (dout, dlse) = Apart(self)(operands, along)
         if self.lse_for is None:
             return (out, None), (dout, None)
         return (out, lse), (dout, Lse(dlse, None if lse.low is None else jnp.zeros_like(lse.low)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """out and lse, and tangents of both: of a forward, and then from its lse."""
+
+    of: Forward
+
+    def __call__(self, operands, along):
+        out, lse = call(dataclasses.replace(self.of, lse_for=self.of.lse_for or "gradient"), operands)
+        out = checkpoint_name(out, RESIDUAL_NAMES[0])
+        lse = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
+        return (out, lse), call(Tangent(self.of.implementation, self.of.problem), (operands, out, lse), along)
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """The same from one walk; where JAX wants the tangent later, as in a gradient, from two."""
+
+    of: Forward
+
+    @property
+    def apart(self) -> Apart:
+        return Apart(self.of)
+
+    def __call__(self, operands, along):
+        return _together(self.of.problem, operands, along)
+
+    def jvp(self, primals, tangents):
+        return along_of(self.apart, primals, tangents)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _together(problem, operands, along):
+    return with_tangent(problem, _as_one(operands), along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +174,11 @@ def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradie
 
 def derivative_along(f, primals, tangents):
     """The tangent of f(*primals) as JAX makes it; None is a tangent of 0."""
+    return along_of(f, primals, tangents)[1]
+
+
+def along_of(f, primals, tangents):
+    """f(*primals) as well."""
     at, structure = jax.tree.flatten(primals)
     along = structure.flatten_up_to(tangents)
     moving = [n for n, dx in enumerate(along) if dx is not None]
@@ -147,4 +187,4 @@ def derivative_along(f, primals, tangents):
         put = dict(zip(moving, parts, strict=True))
         return f(*jax.tree.unflatten(structure, [put.get(n, x) for n, x in enumerate(at)]))
 
-    return jax.jvp(of, tuple(at[n] for n in moving), tuple(along[n] for n in moving))[1]
+    return jax.jvp(of, tuple(at[n] for n in moving), tuple(along[n] for n in moving))

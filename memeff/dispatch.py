@@ -173,6 +173,7 @@ class Tiles(NamedTuple):
     block: tuple[int, int] | None = None
     fused_chunk_size: tuple[int, int] | None = None
     joined: int = 0
+    together: bool = False
 
 
 # On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large: 2^27 logits of the heads
@@ -316,7 +317,7 @@ def tile_sizes(
                 heads = max(1, logits // (G * t * c))
                 k = _divisor(K, heads)
                 block = _divisor(B, heads // K) if k == K else 1, k
-            return Tiles(tile, tile if dtype == jnp.float32 else None, block)
+            return Tiles(tile, tile if dtype == jnp.float32 else None, block, together=known)
     return Tiles(fit(shrunk((512, 512), 512 * 512 >> halvings)))
 
 

@@ -49,6 +49,7 @@ class Problem:
     fused_chunk_size: tuple[int, int] | None = None  # and for a backward fused into its products (GPU); None: without
     joined: int = 0  # of the last two, whole tiles are joined up to so many logits of a head; 0: never
     block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
+    together: bool = False  # are out and its tangent, where both are wanted, made in one walk?
 
     @property
     def windowed(self) -> bool:

@@ -6,6 +6,9 @@ bring their transpose are not to be had from JAX with batching. A function f is 
   f.jvp(args, tangents)            the same and its tangent; None is a tangent of 0
 and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of what the last argument has, which is given as numbers
+or, if it makes in one go what may be wanted at different times (a result, and its tangent),
+  f.apart                          the same function, of calls that JAX may take apart; the first half of what they
+                                   return does not depend on the last argument
 """
 
 import functools
@@ -14,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun, set_current_trace
+from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 
 def call(f, *args) -> Any:
@@ -27,14 +32,16 @@ def call(f, *args) -> Any:
 def _bind(arrays, f, structure, axes):
     """The results, and their structure."""
     avals = [*map(jax.typeof, arrays)]
+    primitive = _joint if hasattr(f, "apart") else _call
     if not axes and hasattr(f, "types"):  # known without a trace
         found, of_found = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-        return _call.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=None, types=tuple(found)), of_found
+        return primitive.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=None, types=tuple(found)), of_found
     run = functools.partial(_called, f=f, structure=structure, axes=axes)
     # JAX looks into it for what wants to know of devices, and for effects (of kernels that are interpreted).
     jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
     types = tuple(jaxpr.out_avals)
-    return _call.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=jaxpr, types=types), jax.tree.structure(shapes)
+    found = primitive.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=jaxpr, types=types)
+    return found, jax.tree.structure(shapes)
 
 
 def _called(*arrays, f, structure, axes):
@@ -82,14 +89,17 @@ def _transpose(cotangents, *args, f, structure, axes, **_):
     return [None] * fixed + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, args[fixed:], strict=True)]
 
 
-def _batch(axis_data, arrays, dims, *, f, structure, axes, **params):
+def _batch(axis_data, arrays, dims, *, f, structure, axes, **_):
     if all(axis is None for axis in dims):
-        found = _call.bind(*arrays, f=f, structure=structure, axes=axes, **params)
+        found, _ = _bind(arrays, f, structure, axes)
         return found, [None] * len(found)
     fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
     arrays, dims = batched(axis_data, arrays, dims, fixed)
-    found, _ = _bind(arrays, f, structure, (*axes, dims))
-    return found, [0] * len(found)
+    found, of_found = _bind(arrays, f, structure, (*axes, dims))
+    still = 0  # results in which nothing is mapped: jacfwd relies on it
+    if hasattr(f, "apart") and all(axis is None for axis in dims[: len(arrays) - _linear(structure)]):
+        still = of_found.children()[0].num_leaves
+    return [*(x[0] for x in found[:still]), *found[still:]], [None] * still + [0] * (len(found) - still)
 
 
 def batched(axis_data, arrays, axes, fixed: int) -> tuple[list[Array], tuple[int | None, ...]]:
@@ -119,11 +129,39 @@ def _types(*_, jaxpr, types, **__):
     return types, frozenset() if jaxpr is None else jaxpr.effects
 
 
-_call = Primitive("memeff_call")
-_call.multiple_results = True
-_call.def_impl(_run)
-_call.def_effectful_abstract_eval(_types)
-mlir.register_lowering(_call, mlir.lower_fun(_lowered, multiple_results=True))
-ad.primitive_jvps[_call] = _jvp
-ad.primitive_transposes[_call] = _transpose
-batching.fancy_primitive_batchers[_call] = _batch
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(_run)
+    primitive.def_effectful_abstract_eval(_types)
+    mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    batching.fancy_primitive_batchers[primitive] = _batch
+    return primitive
+
+
+# ---- where JAX knows some arguments now and others later: in a gradient, or under jax.checkpoint
+
+
+def _known_apart(trace, *tracers, f, structure, axes, **params):
+    if all(x.is_known() for x in tracers):
+        return trace.default_process_primitive(_joint, tracers, dict(f=f, structure=structure, axes=axes, **params))
+    with set_current_trace(trace):
+        found = jax.tree.leaves(_called(*tracers, f=f.apart, structure=structure, axes=axes))
+    return [*map(trace.to_jaxpr_tracer, found)]
+
+
+def _equation_apart(saveable, unknown, instantiated, equation):
+    """The rule of an equation that calls what `apart` does."""
+    keep = ("f", "structure", "axes")
+    run = functools.partial(_called, **{name: equation.params[name] for name in keep} | {"f": equation.params["f"].apart})
+    (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
+    call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)
+
+
+_call = _primitive("memeff_call")
+_joint = _primitive("memeff_joint")
+pe.custom_partial_eval_rules[_joint] = _known_apart
+pe.partial_eval_jaxpr_custom_rules[_joint] = _equation_apart

@@ -6,6 +6,9 @@ With a dot for tangents, of one tile:
   (3) p = exp(s - lse);  draw = dq k' + q dk'
   at the end: dout = n - r out, dlse = r
 The transpose of all that is the backward of xla.py; orders from the second on differentiate it as it stands here.
+
+Where nobody wants them apart, out and its tangent come from one walk, with the running maximum of the forward in the place
+of lse: six products a tile instead of seven, and its exponentials once.
 """
 
 import dataclasses
@@ -16,9 +19,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff import xla
-from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, finish, places, transformed, visible
+from memeff.problem import (
+    SEES_NOTHING,
+    Lse,
+    Operands,
+    Problem,
+    accumulator_dtype,
+    finish,
+    log_sum_exp,
+    places,
+    transformed,
+    visible,
+)
 from memeff.tile import Tile, dot, finite, values
-from memeff.tiles import Dims, Where, tile_sum
+from memeff.tiles import Dims, Where, fold, tile_sum
 
 # dims of operands, by name; of those that are not told here nothing is cut
 LETTERS = {
@@ -46,9 +60,7 @@ def tangent(
     (B, _, K, G, _), D = operands.query.shape, operands.value.shape[-1]
     how, inputs, arrays = as_inputs(problem, operands, lse, narrow)
     row = how.known.num_leaves  # the first of lse
-    moving, structure = jax.tree.flatten(_flat(along))
-    at = jax.tree.unflatten(how.known, range(row))
-    twins = jax.tree.leaves(jax.tree.map(lambda dx, n: None if dx is None else n, _flat(along), at, is_leaf=_is_none))
+    moving, structure, twins = _moving(how, along)
     found = tile_sum(
         Along(**vars(how), moving=structure),
         xla.walk_over(problem, operands),
@@ -62,7 +74,45 @@ def tangent(
     return (n - r[..., None] * out.astype(r.dtype)).astype(out.dtype), r
 
 
-def as_inputs(problem: Problem, operands: Operands, lse: Lse, narrow: bool):
+def with_tangent(problem: Problem, operands: Operands, along: Operands) -> tuple[tuple[Array, Lse], tuple[Array, Array]]:
+    """out [B, K, G, T, D] and lse [B, K, G, T], and the tangents of both along `along` (None: 0), in one walk."""
+    how, inputs, arrays = as_inputs(problem, operands, (), True)
+    moving, structure, twins = _moving(how, along)
+    tile_along = Along(**vars(how), moving=structure)
+    o, l = xla.empty_rows(operands)
+    start = tuple(lax.collapse(x, 1, 3) for x in (l - jnp.inf, l, o, o, l))
+    rows, wide = Dims("bnt", 0), Dims("bntd", 0)
+
+    def step(where, old, parts):
+        (tile, _), moves = tile_along.tile(where, parts), tile_along.along(where, parts)
+        heads = lambda x: x.reshape(*tile.here.query.shape[:4], *x.shape[3:])
+        m, l, o, n, r = map(heads, lax.optimization_barrier(old))
+        raw, s, ds = tile_along.logits(tile, moves)
+        (m, l, o), (_, a, p) = xla.online(problem, tile, raw, s, (m, l, o))
+        n_more, r_more = tile_along.weighed(tile, moves, p, ds)
+        return (lax.collapse(x, 1, 3) for x in (m, l, o, a[..., None] * n + n_more, a * r + r_more))
+
+    walk = xla.walk_over(problem, operands)
+    inputs += [inputs[n] for n in twins]
+    found = fold(step, walk, tuple(inputs), (rows, rows, wide, wide, rows), start, (*arrays, *moving))
+    m, l, o, n, r = (x.reshape(*o.shape[:3], *x.shape[2:]) for x in found)
+    sees = l > 0
+    below = jnp.where(sees, l, 1)
+    out, lse = xla.divided(operands, xla.Rows(m, l, l, o), log_sum_exp)
+    r = jnp.where(sees, r / below, 0)
+    dout = jnp.where(sees[..., None], (n - r[..., None] * o) / below[..., None], 0)
+    return (out, lse), (dout.astype(out.dtype), r)
+
+
+def _moving(how: "OfTile", along: Operands):
+    """What moves: the arrays, their structure, and which of the operands they belong to."""
+    moving, structure = jax.tree.flatten(_flat(along))
+    at = jax.tree.unflatten(how.known, range(how.known.num_leaves))
+    twins = jax.tree.map(lambda dx, n: None if dx is None else n, _flat(along), at, is_leaf=_is_none)
+    return moving, structure, jax.tree.leaves(twins)
+
+
+def as_inputs(problem: Problem, operands: Operands, lse: tuple[Array | None, ...], narrow: bool):
     """What functions of tiles are told of them; operands and lse as inputs of a sum: their dims, and the arrays."""
     flat = _flat(operands)
     given = jax.tree_util.tree_leaves_with_path(flat)
@@ -90,18 +140,19 @@ class OfTile:
 
     problem: Problem
     known: Any  # structure of the operands
-    rows: int  # lse in one part, or two
+    rows: int  # lse in one part, or two; or none, where it is not known yet
     of: tuple[int, int, int]  # K, T, S
     narrow: bool
 
     def tile(self, where: Where, parts) -> tuple[Tile, Lse]:
         """As xla.py has it, and lse."""
         here = self.operands(self.known, parts[: self.known.num_leaves], where)
-        high, *low = (x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows])
+        of_rows = [x.reshape(here.query.shape[:4]) for x in parts[self.known.num_leaves :][: self.rows]]
         at = places(self.problem, here, here.query[..., 0, 0], where.first, where.rows, where.cols)
         keep = visible(self.problem, here, where.rows, where.cols, at) if where.masked else None
         starts = where.first, where.cuts["t"][0], where.cuts["s"][0]
-        return Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of), Lse(high, low[0] if low else None)
+        tile = Tile(here, (), (), (where.rows, where.cols), at, keep, *starts, self.of)
+        return tile, Lse(*of_rows, *[None] * (2 - self.rows))
 
     def operands(self, structure, parts, where: Where) -> Operands:
         """Query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1; None for what is none."""
@@ -138,8 +189,21 @@ class Along(OfTile):
 
     def __call__(self, where: Where, *parts: Array) -> tuple[Array, Array]:
         tile, lse = self.tile(where, parts)
-        along = self.operands(self.moving, parts[self.known.num_leaves + self.rows :], where)
-        here, problem, dtype = tile.here, self.problem, lse.high.dtype
+        along = self.along(where, parts)
+        _, s, ds = self.logits(tile, along)
+        n, r = self.weighed(tile, along, probabilities(s, lse), ds)
+        if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
+            sees = lse.high != SEES_NOTHING
+            n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)
+        return lax.collapse(n, 1, 3), lax.collapse(r, 1, 3)
+
+    def along(self, where: Where, parts) -> Operands:
+        """Tangents of what the tile has of the operands."""
+        return self.operands(self.moving, parts[self.known.num_leaves + self.rows :], where)
+
+    def logits(self, tile: Tile, along: Operands) -> tuple[Array, Array, Array]:
+        """raw, s and ds of (1) to (4)."""
+        here, problem, dtype = tile.here, self.problem, accumulator_dtype(tile.here)
         product = lambda x, y: dot("bkgth,bkch->bkgtc", x, y, problem, dtype)
         or_zeros = lambda x, dx: jnp.zeros_like(x) if dx is None else dx
         q, k, dq, dk = *here[:2], *along[:2]
@@ -148,20 +212,19 @@ class Along(OfTile):
             rows = lambda q, k, terms: transformed(problem, here._replace(query=q, key=k, terms=terms), *tile.at)
             moving = jax.tree.map(or_zeros, (q, k), (dq, dk))
             (q, k), (dq, dk) = jax.jvp(rows, (q, k, here.terms), (*moving, dterms))
-        q, k = (finite(x, where.masked) for x in (q, k))
+        q, k = (finite(x, tile.keep is not None) for x in (q, k))
         raw = product(q, k)  # (1)
         sides = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
         draw = jnp.zeros_like(raw)
         if sides:  # (3), as one product
             draw = product(*(jnp.concatenate(x, -1) for x in zip(*sides, strict=True)))
         logits = lambda raw, terms: finish(problem, raw, terms, tile.keep, tile.places)
-        s, ds = jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
-        p = probabilities(s, lse)
-        w = p * ds  # (5)
-        n, r = values(problem, tile, w, dtype), w.sum(-1)
+        return raw, *jax.jvp(logits, (raw, here.terms), (draw, dterms))  # (2) (4)
+
+    def weighed(self, tile: Tile, along: Operands, p: Array, ds: Array) -> tuple[Array, Array]:
+        """What n and r of (5) get."""
+        w = p * ds
+        n, r = values(self.problem, tile, w, w.dtype), w.sum(-1)
         if along.value is not None:
-            n += values(problem, tile._replace(here=here._replace(value=along.value)), p, dtype)
-        if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
-            sees = lse.high != SEES_NOTHING
-            n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)
-        return lax.collapse(n, 1, 3), lax.collapse(r, 1, 3)
+            n += values(self.problem, tile._replace(here=tile.here._replace(value=along.value)), p, w.dtype)
+        return n, r

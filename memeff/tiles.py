@@ -105,15 +105,22 @@ def tile_sum(f: Tile, walk: Walk, inputs: tuple[Dims, ...], totals: tuple[Dims, 
 
 def _walked(*arrays, f: Tile, walk: Walk, inputs, totals, linear) -> tuple[Array, ...]:
     del linear
-    found = vary_alike(tuple(_zeros(total, walk.dtype, inputs, arrays) for total in totals), arrays)
+    start = tuple(_zeros(total, walk.dtype, inputs, arrays) for total in totals)
+    return fold(lambda where, old, parts: map(jnp.add, old, f(where, *parts)), walk, inputs, totals, start, arrays)  # (2)
+
+
+def fold(step, walk: Walk, inputs: tuple[Dims, ...], totals: tuple[Dims, ...], start, arrays) -> tuple[Array, ...]:
+    """From `start`, the totals that `step(where, old, parts)` makes at one tile after the other of those `old` there."""
+    found = vary_alike(start, arrays)
     for masked, starts in walk.starts():
 
-        def step(found, start, masked=masked):
+        def one(found, start, masked=masked):
             where = walk.where(start, masked)
-            parts = (part_of(x, _cuts(dims, where)) for x, dims in zip(arrays, inputs, strict=True))  # (1)
-            return tuple(map(functools.partial(_add, where), totals, found, f(where, *parts))), None  # (2) (3)
+            parts = [part_of(x, _cuts(dims, where)) for x, dims in zip(arrays, inputs, strict=True)]  # (1)
+            old = [part_of(x, _cuts(dims, where)) for x, dims in zip(found, totals, strict=True)]
+            return tuple(map(functools.partial(_put, where), totals, found, step(where, old, parts))), None  # (3)
 
-        found, _ = lax.scan(step, found, starts)
+        found, _ = lax.scan(one, found, starts)
     return found
 
 
@@ -121,10 +128,10 @@ def _cuts(dims: Dims, where: Where) -> dict[int, tuple[Any, int]]:
     return {at: where.cuts[letter] for at, letter in enumerate(dims.letters) if letter in CUT}
 
 
-def _add(where: Where, dims: Dims, total: Array, part: Array) -> Array:
+def _put(where: Where, dims: Dims, total: Array, part: Array) -> Array:
     cuts = _cuts(dims, where)
     starts = [jnp.int32(cuts[at][0] if at in cuts and size > 1 else 0) for at, size in enumerate(total.shape)]
-    return lax.dynamic_update_slice(total, part_of(total, cuts) + part.astype(total.dtype), starts)
+    return lax.dynamic_update_slice(total, part.astype(total.dtype), starts)
 
 
 def _zeros(dims: Dims, dtype, inputs: tuple[Dims, ...], arrays) -> Array:

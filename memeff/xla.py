@@ -86,7 +86,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     if not reference_serves(problem, operands):
         return divided(operands, _online(problem, operands), log_sum_exp)
     if problem.block and wants_fused(problem, operands):
-        o, l = _empty(operands)
+        o, l = empty_rows(operands)
         call = functools.partial(forward, dataclasses.replace(problem, block=None), lse_for=lse_for)
         return _block_by_block(problem, operands, call, (), 1, (o.astype(operands.query.dtype), Lse(l, l)))
     rows = _fixed(problem, operands, lse_for)
@@ -148,7 +148,7 @@ def divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
 
 def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stands: Array | None = None) -> Rows:
     """Steps (1) to (4), for every call. Of `rows`, those that stand are left as they are."""
-    o, l = _empty(operands)
+    o, l = empty_rows(operands)
     before = Rows(l - jnp.inf, l, l, o)
     if rows is not None and stands is not None:
         before = jax.tree.map(functools.partial(_where_rows, stands), rows, before)
@@ -156,7 +156,8 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
     def step(carry, tile):
         old = tuple(_rows_of(x, tile) for x in carry)
         old = lax.optimization_barrier(old)  # else XLA copies all of m
-        new, _ = _step_online(problem, tile, old)
+        raw, s, _ = logits(problem, tile)
+        new, _ = online(problem, tile, raw, s, old)
         if stands is not None:
             new = jax.tree.map(functools.partial(_where_rows, _rows_of(stands, tile)), old, new)
         return tuple(_put(x, y, tile) for x, y in zip(carry, new, strict=True))
@@ -167,11 +168,12 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
 
 def measured(problem: Problem, operands: Operands) -> tuple[Rows, Array, Array]:
     """The same, and of each row sum p (s - m) and sum p |q_pos - k_pos|, B K G T."""
-    o, l = _empty(operands)
+    o, l = empty_rows(operands)
 
     def step(carry, tile):
         m_old, l_old, o_old, e_old, d_old = (_rows_of(x, tile) for x in carry)
-        (m_new, l_new, o_new), (s, shift, a, p) = _step_online(problem, tile, (m_old, l_old, o_old))
+        raw, s, _ = logits(problem, tile)
+        (m_new, l_new, o_new), (shift, a, p) = online(problem, tile, raw, s, (m_old, l_old, o_old))
         fall = jnp.where(l_old == 0, 0, m_old - shift)  # of what was gathered before
         below = jnp.where(s == -jnp.inf, 0, s - shift[..., None])
         e_new = a * (e_old + fall * l_old) + (p * below).sum(-1)
@@ -182,17 +184,16 @@ def measured(problem: Problem, operands: Operands) -> tuple[Rows, Array, Array]:
     return Rows(m, l, l, o), e, d
 
 
-def _step_online(problem: Problem, tile: Tile, old):
-    """(3) and (4) of a tile: m, l and o, and s, what is taken from it, what o before is multiplied with, and p."""
+def online(problem: Problem, tile: Tile, raw: Array, s: Array, old):
+    """(3) and (4) of a tile: m, l and o, and what is taken from s, what o before is multiplied with, and p."""
     m_old, l_old, o_old = old
-    raw, s, _ = logits(problem, tile)  # (1) (2)
     m_new = jnp.maximum(m_old, row_max(problem, tile, raw, s))  # (3)
     shift = jnp.where(m_new == -jnp.inf, 0, m_new) if tile.keep is not None else m_new
     a = jnp.exp(m_old - shift)
     p = jnp.exp(s - shift[..., None])
     l_new = a * l_old + p.sum(-1)  # (4)
     o_new = a[..., None] * o_old + values(problem, tile, p, o_old.dtype)
-    return (m_new, l_new, o_new), (s, shift, a, p)
+    return (m_new, l_new, o_new), (shift, a, p)
 
 
 def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
@@ -213,7 +214,7 @@ def _fixed(problem: Problem, operands: Operands, lse_for: LseFor) -> Rows:
     with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
     if with_ones:
         operands = operands._replace(value=jnp.pad(operands.value, [(0, 0)] * 3 + [(0, 8)], constant_values=1))
-    o, l = _empty(operands)
+    o, l = empty_rows(operands)
 
     def step(carry, tile):
         _, s, _ = logits(problem, tile, apart=not rounded)
@@ -558,7 +559,7 @@ def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
     return Terms(scale, soft_cap, bias, score, transform)
 
 
-def _empty(operands: Operands) -> tuple[Array, Array]:
+def empty_rows(operands: Operands) -> tuple[Array, Array]:
     """o and l before any key, made from an input so that they are sharded as it is."""
     l = jnp.zeros_like(operands.query[..., 0].transpose(0, 2, 3, 1), accumulator_dtype(operands))  # b k g t
     return l[..., None] + jnp.zeros((1, 1, 1, 1, operands.value.shape[-1]), l.dtype), l

@@ -53,6 +53,13 @@ def one_device(monkeypatch):
     monkeypatch.setattr(dispatch, "may_be_sharded", lambda: False)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """What is compiled for a CPU holds memory maps, of which Linux gives a process 65,530; then XLA dies without a word."""
+    yield
+    jax.clear_caches()
+
+
 @functools.cache
 def why_no_gpu() -> str | None:
     try:

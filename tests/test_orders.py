@@ -14,6 +14,7 @@ import oracle
 import pytest
 from cases import CASES, MIXES, SINGLES, Sizes, qkv, split
 from conftest import GRADIENTS, cotangents, in_group, oracle_arguments, true_case
+from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 from test_memory import KINDS, MIB, _kinds, call, compiled, quadratic
 
@@ -60,6 +61,36 @@ def run(names, order, **override):
 
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(program)(calls))
+
+
+# ---- how much there is to do
+
+
+def products(f, *args) -> int:
+    """Multiplications in the matrix products of a program without loops."""
+
+    def of(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            assert eqn.primitive.name not in ("while", "cond") and eqn.params.get("length", 1) == 1, eqn.primitive
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                x = eqn.invars[0].aval.shape
+                total += eqn.outvars[0].aval.size * int(np.prod([x[dim] for dim in contracted]))
+            total += sum(of(inner) for inner in jaxprs_in_params(eqn.params))
+        return total
+
+    return of(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def test_out_and_its_tangent_are_made_in_one_walk():
+    """Of three times the products of the forward: (1) once, and its derivative by either factor; so for (5)."""
+    x = jnp.ones((1, 32, 2, 8), jnp.bfloat16)  # one tile, and no check of a fixed reference
+    f = functools.partial(memeff.dot_product_attention, is_causal=True)
+    jvp = lambda *x: jax.jvp(f, x, x)
+    wanted = 3 * products(f, x, x, x)
+    assert products(jvp, x, x, x) == products(jax.jit(jvp), x, x, x) == wanted
+    assert products(lambda *x: jax.jvp(jax.checkpoint(f), x, x), x, x, x) == wanted
 
 
 # ---- first order, forward

@@ -7,9 +7,9 @@
   --doctor is every implementation right on this machine? A few small cases of each against float64; exit code 1 if not
 
 Both tables are GitHub's Markdown under a line that names device, versions and command; the README's are this output.
-FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, half for causal. Times are medians of samples taken in
-turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn. JSON lines are
-written as rows come, so that what ends a process takes no other figure with it.
+FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, 3 times for a jvp, half for causal. Times are medians of
+samples taken in turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn.
+JSON lines are written as rows come, so that what ends a process takes no other figure with it.
 """
 
 import argparse
@@ -35,10 +35,12 @@ import jax
 import numpy as np
 
 import memeff
+from memeff import bench_extras
 from memeff.arguments import human as three_digits
 
 MASKS, MODES = ("causal", "full"), ("forward", "gradient")
-ORDERS = ("jvp", "hvp", "grad-of-grad")  # of memory alone
+ORDERS = ("jvp", "hvp", "grad-of-grad")
+PRODUCTS = {"forward": 2, "gradient": 7, "jvp": 6}  # of the matrices of a tile; what more orders need is not agreed on
 TITLES = {"forward": "forward", "gradient": "forward + gradient"} | {order: order.replace("-", " ") for order in ORDERS}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
@@ -63,16 +65,24 @@ class Case:
     mask: str = "causal"
     mode: str = "forward"
     query_length: int | None = None
+    extra: str = "plain"  # a score or a mask of bench_extras
+
+    @property
+    def call(self) -> str:
+        """In words."""
+        return f"{self.mask} {TITLES[self.mode]}" + (f", {self.extra}" if self.extra != "plain" else "")
 
     @property
     def queries(self) -> int:
         return self.query_length or self.length
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> float | None:
+        """None where nobody says how many count."""
         hidden = self.queries // 2 if self.mask == "causal" else 0  # keys a query, on average
-        forward = 4 * self.batch * self.heads * self.queries * (self.length - hidden) * self.head_dim
-        return forward * (3.5 if self.mode == "gradient" else 1)
+        product = 2 * self.batch * self.heads * self.queries * (self.length - hidden) * self.head_dim
+        products = PRODUCTS.get(self.mode) if self.extra not in ("window", "documents") else None
+        return products and products * product
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -127,6 +137,21 @@ def attention(name: str) -> Callable[..., Any]:
     raise ValueError(f"implementation {name!r} is not known: use {NAMES}.")
 
 
+def extra_arguments(name: str, case: Case) -> Row:
+    """The score or the mask of a case, as memeff takes it; {} for others, whose array (`extra_array`) is an input."""
+    own = case.extra != "plain" and name.startswith(("memeff", "reference"))
+    return bench_extras.arguments(case.extra, case.heads, case.length) if own else {}
+
+
+def extra_array(name: str, case: Case) -> tuple[str, Callable] | None:
+    """Of what takes no function: the name of the argument, and what makes it. None: none is needed."""
+    if case.extra == "plain" or name.startswith(("memeff", "reference")):
+        return None
+    if not name.startswith("jax.nn"):
+        raise NotImplementedError("the bench gives it neither scores nor masks")
+    return bench_extras.as_array(case.extra, case.heads, case.length, case.dtype)
+
+
 def causality(name: str, case: Case) -> Row:
     """The arguments by which `name` hides from the last `queries` positions what comes after them."""
     first = case.length - case.queries
@@ -145,10 +170,11 @@ def compiled(name: str, case: Case) -> jax.stages.Compiled:
     logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.queries * case.length
     if logits >= 2**39 and jax.default_backend() == "cpu":
         raise MemoryError("out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)")
-    attend = functools.partial(attention(name), **causality(name, case))
+    given, extra = causality(name, case) | extra_arguments(name, case), extra_array(name, case)
 
-    def call(query, key, value, dout):
+    def call(query, key, value, dout, *array):
         at = query, key, value  # and directions
+        attend = functools.partial(attention(name), **given, **({extra[0]: array[0]} if extra else {}))
         gradient = lambda *at: jax.vjp(attend, *at)[1](dout)
         match case.mode:
             case "forward":
@@ -162,7 +188,9 @@ def compiled(name: str, case: Case) -> jax.stages.Compiled:
         out, pull = jax.vjp(attend, *at)
         return out, *pull(dout)
 
-    return jax.jit(call).lower(*(jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)).compile()
+    shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
+    shapes += [jax.eval_shape(extra[1])] if extra else []
+    return jax.jit(call).lower(*shapes).compile()
 
 
 class Run(NamedTuple):
@@ -204,10 +232,14 @@ def prepare(name: str, case: Case) -> Run:
     need = bytes_of(case.shapes, case.dtype) + call_bytes(name, case)
     if need > have:  # said, not tried: a CPU's system kills what asks for too much
         raise MemoryError(f"out of memory: needs {human(need)} of {human(have)}")
+    if (extra := extra_array(name, case)) is not None:
+        arrays = (*arrays, jax.block_until_ready(jax.jit(extra[1])()))
     return Run(lambda: run(*arrays), jax.block_until_ready)
 
 
 def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
+    if case.extra != "plain" or case.mode not in MODES:
+        raise NotImplementedError("the bench asks it for plain calls, forward and gradient, alone")
     torch = importlib.import_module("torch")
     torch.set_num_threads(cores())  # as many as XLA takes
     query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)  # torch wants B N T H
@@ -255,18 +287,26 @@ def ran_out(note: str | None) -> bool:
 
 
 def temp_bytes(name: str, case: Case) -> int:
-    """Temporary bytes of the compiled call, beyond inputs and outputs; of what is too large, by the growth up to there."""
+    """Temporary bytes of the compiled call, beyond inputs and outputs, and those of `extra_array`, which only this
+    implementation needs; of what is too large, by the growth up to there.
+    """
     if too_large(name, case):
         half, quarter = (temp_bytes(name, dataclasses.replace(case, length=case.length // n)) for n in (2, 4))
         return half * half // quarter
     memory: Any = compiled(name, case).memory_analysis()
-    return memory.temp_size_in_bytes
+    return memory.temp_size_in_bytes + extra_bytes(name, case)
+
+
+def extra_bytes(name: str, case: Case) -> int:
+    extra = extra_array(name, case)
+    made = extra and jax.eval_shape(extra[1])
+    return made.size * made.dtype.itemsize if made else 0
 
 
 def call_bytes(name: str, case: Case) -> int:
     """Temporary bytes and outputs: what the call takes at least."""
     memory: Any = compiled(name, case).memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes + extra_bytes(name, case)
 
 
 def device_bytes() -> float:
@@ -333,7 +373,7 @@ def speed_rows(case: Case, names: Sequence[str], rounds: int) -> list[Row]:
         times = {
             "seconds": seconds,
             "seconds_min": min(took, default=None),
-            "flops_per_second": case.flops / seconds if seconds else None,
+            "flops_per_second": case.flops / seconds if seconds and case.flops else None,
             "bytes_per_second": bytes_of(case.shapes[1:3], case.dtype) / seconds if seconds else None,
             "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns) if turns else None,
         }
@@ -351,7 +391,7 @@ def first_call(name: str, case: Case) -> tuple[Run, Row]:
 
 
 def describe(name: str, case: Case) -> Row:
-    return {"implementation": name, **dataclasses.asdict(case)}
+    return {"implementation": name, "call": case.call, **dataclasses.asdict(case)}
 
 
 def attempt(function: Callable, *args) -> tuple[Any, str | None]:
@@ -389,13 +429,18 @@ def timed(run: Run, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def error_of(result: tuple, case: Case) -> float:
-    """Largest error of 32 rows of out (and dq) of the last head against float64, divided by the largest exact entry."""
+def error_of(result: tuple, case: Case) -> float | None:
+    """Largest error of 32 rows of the last head against float64, divided by the largest exact entry: of out, and of dq or of
+    the tangent. None: of what the gradient's derivatives are nothing is known here.
+    """
     rows = np.unique(np.linspace(0, case.queries - 1, 32).astype(int))
     query, key, value, dout = inputs(case.shapes, case.dtype)
     sample = query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:]
-    truth = exact(sample, case.length - case.queries + rows if case.mask == "causal" else None)[:2]
-    sampled = (as_float64(x[-1:, rows, -1:]) for x in result[:2])
+    out, dq, _, _, tangent = exact(sample, case, case.length - case.queries + rows)
+    found, truth = {"hvp": (result[0], [dq]), "jvp": (result, [out, tangent])}.get(case.mode, (result, [out, dq]))
+    if case.mode == "grad-of-grad":
+        return None
+    sampled = (as_float64(x[-1:, rows, -1:]) for x in found[: len(truth)])
     return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, truth, strict=False))
 
 
@@ -428,26 +473,30 @@ def doctor(names: Sequence[str] = DOCTOR_NAMES, cases: Sequence[Case] = DOCTOR_C
 
 def doctor_error(name: str, case: Case) -> float:
     found = prepare(name, case).result()
-    truth = exact(inputs(case.shapes, case.dtype), np.arange(case.length) if case.mask == "causal" else None)
+    truth = exact(inputs(case.shapes, case.dtype), case, np.arange(case.length))[:4]
     pairs = zip(found, truth, strict=True)
     return max(float(np.abs(as_float64(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs)
 
 
-def exact(arrays: Sequence[Any], rows: np.ndarray | None) -> tuple[np.ndarray, ...]:
-    """out, dq, dk, dv in float64, of query, key, value and the cotangent of out; `rows`: positions of causal queries."""
+def exact(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """out, dq, dk, dv in float64, of query, key, value and the cotangent of out, and the tangent of out along those; `rows`:
+    positions of the queries.
+    """
     q, k, v, do = (as_float64(x).swapaxes(1, 2) for x in arrays)  # B N T H
     heads = k.shape
     k, v = (x.repeat(q.shape[1] // heads[1], 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5
-    s = scale * q @ k.mT
-    if rows is not None:
+    plain = scale * q @ k.mT
+    s, slope = bench_extras.logits(case.extra, case.heads, case.length, plain, rows)
+    if case.mask == "causal":
         s = np.where(np.arange(s.shape[-1]) <= rows[:, None], s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    dp = do @ v.mT
-    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    out, dp = p @ v, do @ v.mT
+    ds = scale * slope * p * (dp - (p * dp).sum(-1, keepdims=True))
     dk, dv = (x.reshape(*heads[:2], -1, *heads[2:]).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return tuple(x.swapaxes(1, 2) for x in (p @ v, ds @ k, dk, dv))
+    w = p * slope * 2 * plain
+    return tuple(x.swapaxes(1, 2) for x in (out, ds @ k, dk, dv, w @ v + out - w.sum(-1, keepdims=True) * out))
 
 
 def as_float64(x: Any) -> np.ndarray:
@@ -496,20 +545,20 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def memory_markdown(rows: Sequence[Row]) -> str:
     """A line a length: the inputs, then for each mask and mode the bytes of every implementation (~: extrapolated)."""
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    kinds = list(dict.fromkeys((row["mask"], row["mode"]) for row in rows))
-    found = {(row["length"], row["mask"], row["mode"], row["implementation"]): row for row in rows}
+    kinds = list(dict.fromkeys(row["call"] for row in rows))
+    found = {(row["length"], row["call"], row["implementation"]): row for row in rows}
     ratio = ["times less"] if {"jax.nn", "memeff"} <= set(names) else []
     header, lines = ["tokens", "query, key, value"], []
-    for mask, mode in kinds:
-        header += [f"{mask} {TITLES[mode]}: {names[0]}", *names[1:], *ratio]
+    for kind in kinds:
+        header += [f"{kind}: {names[0]}", *names[1:], *ratio]
     for length, size in dict.fromkeys((row["length"], row["input_bytes"]) for row in rows):
         lines.append([tokens(length), human(size)])
         for kind in kinds:
-            cells = [found.get((length, *kind, name), {}) for name in names]
+            cells = [found.get((length, kind, name), {}) for name in names]
             told = [cell.get("note") or human(cell.get("temp_bytes")) for cell in cells]
             lines[-1] += [("~" if cell.get("extrapolated") else "") + text for cell, text in zip(cells, told, strict=True)]
             if ratio:
-                plain, own = (found[length, *kind, name]["temp_bytes"] for name in ("jax.nn", "memeff"))
+                plain, own = (found[length, kind, name]["temp_bytes"] for name in ("jax.nn", "memeff"))
                 lines[-1].append(f"{plain / own:,.0f}" if plain > 99.5 * own else f"{plain / own:.2g}")
     return markdown(header, lines)
 
@@ -523,7 +572,7 @@ def speed_markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         took, ratio, error = row["seconds"], row["speed_against_jax_nn"], row["error"]
-        lines.append([tokens(row["length"]), f"{row['mask']} {TITLES[row['mode']]}", row["implementation"]])
+        lines.append([tokens(row["length"]), row["call"], row["implementation"]])
         lines[-1] += [f"{1e3 * took:.4g} ({1e3 * row['seconds_min']:.4g})" if took else row["note"]]
         lines[-1] += [human(row["flops_per_second"], COUNTS, 1000)]
         lines[-1] += [human(row["bytes_per_second"], COUNTS, 1000)] * some["query_length"]
@@ -548,10 +597,10 @@ def figure(rows: Sequence[Row], field: str):
     from matplotlib.figure import Figure
 
     heading, units, base = LABELS[field]
-    kinds = list(dict.fromkeys((row["mask"], row["mode"]) for row in rows))
+    kinds = list(dict.fromkeys(row["call"] for row in rows))
     drawing = Figure(figsize=(1 + 4.5 * len(kinds), 4.5), layout="constrained")
-    for panel, (mask, mode) in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        here = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode)]
+    for panel, kind in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
+        here = [row for row in rows if row["call"] == kind]
         for name in sorted({row["implementation"] for row in here if row[field]}):
             own = [row for row in here if row["implementation"] == name]
             found = sorted((row["length"], row[field]) for row in own if row[field])
@@ -569,7 +618,7 @@ def figure(rows: Sequence[Row], field: str):
         panel.xaxis.set_major_formatter(lambda x, _: tokens(int(x)))
         if field != "seconds":
             panel.yaxis.set_major_formatter(lambda y, _: human(y, units, base))
-        panel.set(title=f"{mask} attention, {TITLES[mode]}", xlabel="tokens")
+        panel.set(title=kind, xlabel="tokens")
         panel.grid(alpha=0.3)
         panel.legend()
     drawing.axes[0].set_ylabel(heading)
@@ -600,10 +649,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(any(row["verdict"] == "fail" for row in rows))
     queries = options.query_length
     cases = [
-        Case(length, options.batch, options.heads, options.kv_heads, options.head_dim, options.dtype, mask, mode, queries)
-        for length in options.length
+        Case(*sizes, options.dtype, mask, mode, queries, extra)
+        for sizes in ((n, options.batch, options.heads, options.kv_heads, options.head_dim) for n in options.length)
         for mask in options.mask
         for mode in options.mode
+        for extra in options.extra
     ]
     if options.table == "memory":
         kinds = [case for case in cases if case.length == options.length[0]]
@@ -647,8 +697,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--mode",
         nargs="+",
         choices=MODES + ORDERS,
-        help="the first two; gradient is forward + gradient; the others: of memory",
+        help="the first two; gradient is forward + gradient, hvp forward over reverse, directions are the arrays themselves",
     )
+    add("--with", dest="extra", nargs="+", choices=bench_extras.NAMES, default=("plain",), help="a score or a mask")
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time")
     add("--json", metavar="FILE", help="append a JSON line for each row")
@@ -657,8 +708,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.table not in ("speed", "memory"):
         parser.error(f"table {options.table!r} is not known: use speed or memory.")
     memory = options.table == "memory"
-    if not memory and set(options.mode or ()) & set(ORDERS):
-        parser.error(f"--mode {', '.join(ORDERS)} are of memory: python -m memeff.bench memory --mode {ORDERS[0]}")
+    if options.query_length and set(options.extra) != {"plain"}:
+        parser.error("--with wants as many queries as keys: leave --query-length away.")
     options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]
     options.mask = options.mask or (MASKS[:1] if memory or options.decode else MASKS)
     options.mode = options.mode or (MODES[:1] if options.decode else MODES)

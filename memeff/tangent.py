@@ -96,7 +96,7 @@ def with_tangent(problem: Problem, operands: Operands, along: Operands) -> tuple
     inputs += [inputs[n] for n in twins]
     found = fold(step, walk, tuple(inputs), (rows, rows, wide, wide, rows), start, (*arrays, *moving))
     m, l, o, n, r = (x.reshape(*o.shape[:3], *x.shape[2:]) for x in found)
-    sees = l > 0
+    sees = l != 0
     below = jnp.where(sees, l, 1)
     out, lse = xla.divided(operands, xla.Rows(m, l, l, o), log_sum_exp)
     r = jnp.where(sees, r / below, 0)

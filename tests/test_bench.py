@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 
-from memeff import bench
+from memeff import bench, bench_extras
 
 TINY = ["--length", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--batch", "2"]
 
@@ -110,6 +110,29 @@ def test_error_is_against_the_formula_of_the_last_head():
         result = list(right)
         result[wrong] = 1.01 * result[wrong]
         assert bench.error_of(tuple(result), case) == pytest.approx(0.01, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "hvp"])
+def test_error_of_derivatives(mode):
+    case = bench.Case(40, batch=2, heads=4, kv_heads=2, head_dim=8, mode=mode)
+    right = bench.prepare("memeff", case).result()
+    assert bench.error_of(right, case) < 1e-5
+    wrong = jax.tree.map(lambda x: 1.01 * x, (right[0], right[1]))
+    assert bench.error_of(wrong, case) == pytest.approx(0.01, rel=1e-2)
+
+
+def test_scores_and_masks_beside_their_array():
+    """By functions, and by an array for who takes no functions: both are right, and the array counts as memory."""
+    names = ["memeff:32", "reference", "jax.nn", "torch"]
+    for extra in bench_extras.NAMES:
+        case = bench.Case(72, heads=4, kv_heads=2, head_dim=8, mask="full", mode="gradient", extra=extra)
+        rows = {row["implementation"]: row for row in bench.speed_table([case], names, rounds=1)}
+        right = names[:2] if extra == "softcap" else names[:3]
+        assert all(rows[name]["error"] < 1e-5 for name in right), rows
+        assert extra == "plain" or rows["memeff:32"]["call"] == f"full forward + gradient, {extra}"
+        elements = {"alibi": 4 * 4 * 72**2, "t5": 4 * 4 * 72**2, "window": 72**2, "documents": 72**2}
+        assert extra == "softcap" or bench.extra_bytes("jax.nn", case) == elements.get(extra, 0)
+    assert rows["torch"]["note"] is not None
 
 
 def test_every_implementation_that_is_installed_agrees():
@@ -324,5 +347,8 @@ def test_doctor_s_truth_is_the_oracle_s():
     q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
     out, _ = oracle.attention(q, k, v, is_causal=True)
     grads = oracle.gradients(q, k, v, is_causal=True, dout=dout, dlse=np.zeros(dout.shape[:-1]))
-    for x, y in zip(bench.exact(arrays, np.arange(37)), (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
+    *found, tangent = bench.exact(arrays, case, np.arange(37))
+    for x, y in zip(found, (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)
+    along = sum((grads[n] * x).sum() for n, x in (("query", q), ("key", k), ("value", v)))
+    np.testing.assert_allclose((tangent * dout).sum(), along, rtol=1e-12)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from memeff import xla
+from memeff.functions import Places
 from memeff.problem import Operands, Problem, accumulator_dtype
 
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -55,7 +56,7 @@ def temp_bytes(problem: Problem, operands: Operands, platform: str) -> tuple[int
     """Of the chunked path: of a forward for inference, and of forward and gradient in one call."""
     find = _on_cpu if platform == "cpu" else _on_gpu
     forward, gradient = find(problem, operands, xla.reference_serves(problem, operands))
-    return math.ceil(forward), math.ceil(gradient)
+    return math.ceil(forward), math.ceil(gradient + _of_score_fn(problem, operands))
 
 
 def margin(problem: Problem, operands: Operands, platform: str) -> float:
@@ -92,7 +93,30 @@ def _masked(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
     )
-    return problem.windowed or T % t != 0 or S % c != 0 or any(x is not None for x in arrays)
+    functions = problem.mask_fn is not None
+    return functions or problem.windowed or T % t != 0 or S % c != 0 or any(x is not None for x in arrays)
+
+
+def _of_score_fn(problem: Problem, operands: Operands) -> float:
+    """What its derivative keeps of a tile: the indices by which it read its params, as they are and half of them once more
+    where cotangents are added up; of all floats one tile, for XLA makes them again in the loops that want them.
+    """
+    score_fn = problem.score_fn
+    if score_fn is None:
+        return 0
+    (B, _, K, G, _), (t, c) = operands.query.shape, problem.chunk_size
+    b, k = problem.block or (B, K)
+    of = jax.ShapeDtypeStruct
+    at = Places(of((b,), jnp.int32), of((k, G), jnp.int32), of((t,), jnp.int32), of((c,), jnp.int32), (), ())
+
+    def pull(score, at, floats, rest):
+        return jax.vjp(lambda score, floats: score_fn(score, at, floats, rest), score, floats)[1]
+
+    like = of((b, k, G, t, c), accumulator_dtype(operands))
+    floats, rest = (jax.tree.map(lambda x: of(x.shape, x.dtype), x) for x in (operands.terms.score, operands.score_rest))
+    kept = [x for x in jax.tree.leaves(jax.eval_shape(pull, like, at, floats, rest)) if x.size >= t * c]
+    size = lambda kind: sum(x.size * x.dtype.itemsize for x in kept if jnp.issubdtype(x.dtype, kind))
+    return 1.5 * size(jnp.integer) + min(size(jnp.floating), math.prod(like.shape) * like.dtype.itemsize)
 
 
 # ---- CPU: XLA lends the memory of outputs that are not yet written, to one buffer each
@@ -143,6 +167,7 @@ def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
         count = 2.5 + masked / 2 + alone
     scalars = terms.scale is not None or terms.soft_cap is not None
     count += (1 + alone) * scalars + (1 + old * exact / 2) * (terms.bias is not None)
+    count += 1.5 * old * (problem.soft_cap is not None)
     backward_tile = [*tiles(count), query, key, value, dout, *shared]
     if held:
         end = sums[0] - sums[1] * (z.k < z.q)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import memeff
-from memeff import dispatch, dot_product_attention, planning
+from memeff import dispatch, dot_product_attention, masks, planning, scores, transforms
 from memeff.arguments import human
 
 SIZES = {  # B, T, S, N, K, H, dtype
@@ -101,6 +101,32 @@ def test_plan_is_within_a_tenth_of_what_is_compiled_and_a_limit_is_kept(size, ki
 
 
 X = jax.ShapeDtypeStruct((1, 4096, 8, 64), np.float32)
+
+
+FUNCTIONS = {
+    "alibi": lambda: dict(score_fn=scores.alibi(scores.alibi_slopes(8))),
+    "t5": lambda: dict(score_fn=scores.t5(jnp.ones((32, 8)))),
+    "soft cap": lambda: dict(score_fn=scores.soft_cap(30.0), logits_soft_cap=20.0),
+    "documents": lambda: dict(mask_fn=memeff.block_mask(masks.documents(jnp.arange(4096) // 1000), 4096)),
+    "rotary": lambda: dict(qk_transform=transforms.rotary(), is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_limit_is_kept_with_functions(name):
+    """Their own arrays get gradients, too."""
+    how = FUNCTIONS[name]()
+    lowest = least((X, X, X), how)
+    limit = max(lowest, (lowest + memeff.plan(X, X, X, **how).gradient_bytes) // 2)
+
+    floats = {n: x for n, x in how.items() if n == "score_fn"}
+    others = {n: x for n, x in how.items() if n != "score_fn"}
+
+    def gradient(args, floats, dout):
+        call = lambda args, floats: dot_product_attention(*args, **floats, **others, memory_limit=limit)
+        return jax.vjp(call, args, floats)[1](dout)
+
+    assert compiled(gradient, ((X, X, X), floats, X)).memory_analysis().temp_size_in_bytes <= limit
 
 
 def test_what_cannot_fit_is_refused_with_the_figure_that_would():

@@ -375,7 +375,7 @@ def audit(
       query, key, value, bias, mask: as in `dot_product_attention`.
       samples: rows, and columns; of grouped heads all of the group.
       rng: a key of `jax.random` that says which, and gives the cotangent. Default: `jax.random.key(0)`.
-      how: more arguments of `dot_product_attention`; without dropout and sinks.
+      how: more arguments of `dot_product_attention`, `backward` too; without dropout and sinks.
 
     Returns: `memeff.Audit`: `ok`, `findings` (largest error of each, and where); print it for a table.
 
@@ -386,15 +386,16 @@ def audit(
       >>> audit("xla", x, x, x, is_causal=True, samples=8).ok
       True
     """
-    call = _chunked("audit", query, key, value, bias, mask, how)
+    of_truth = {name: x for name, x in how.items() if name != "backward"}  # which says how, not what
+    call = _chunked("audit", query, key, value, bias, mask, of_truth)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(call.operands)) or call.problem.dropout is not None:
         raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout: leave both away.")
     shape, keys = call.shape, jax.random.split(jax.random.key(0) if rng is None else rng, 3)
     arrays = [jnp.asarray(x) for x in (query, key, value)]
-    ours = functools.partial(dot_product_attention, bias=bias, mask=mask, **how)
+    ours = functools.partial(dot_product_attention, bias=bias, mask=mask, return_residual=True)
     known = not callable(implementation)
     if known:
-        run = functools.partial(ours, implementation=implementation, return_residual=True)
+        run = functools.partial(ours, implementation=implementation, **how)
     else:
         extra = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         run = functools.partial(implementation, **extra, **how)
@@ -406,7 +407,7 @@ def audit(
         return out, pull((dout, jnp.zeros_like(out[1])) if known else dout)
 
     out, gradients = both(dout, *arrays)
-    out, lse = out if known else (out, ours(*arrays, implementation="xla", return_residual=True)[1])
+    out, lse = out if known else (out, ours(*arrays, implementation="xla", **of_truth)[1])
     apart = lambda x, length, *heads: x.reshape(shape.B, length, *heads, *x.shape[len(shape.leads) + 2 :])
     of_query, of_key = (shape.T, shape.K, shape.G), (shape.S, shape.K)
     sizes = zip((*[of_query] * 3, *[of_key] * 2), (out, lse, *gradients), strict=True)

@@ -380,6 +380,9 @@ DEFECTS = {
 def test_audit_finds_what_is_planted(dtype):
     q, k, v = _audited(dtype, 150, 150)
     assert memeff.audit(jax.nn.dot_product_attention, q, k, v, is_causal=True, samples=150).ok
+    assert memeff.audit(None, q, k, v, is_causal=True, samples=150, backward="fastest").ok  # which has no say on a CPU
+    with pytest.raises(NotImplementedError, match='backward="fused" cannot run this call'):
+        memeff.audit(None, q, k, v, is_causal=True, backward="fused")
     for name, f in DEFECTS.items():
         found = memeff.audit(f, q, k, v, is_causal=True, samples=150)
         assert not found.ok and "NOT ok" in str(found), f"{name}\n{found}"

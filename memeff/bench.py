@@ -68,11 +68,6 @@ class Case:
     extra: str = "plain"  # a score or a mask of bench_extras
 
     @property
-    def call(self) -> str:
-        """In words."""
-        return f"{self.mask} {TITLES[self.mode]}" + (f", {self.extra}" if self.extra != "plain" else "")
-
-    @property
     def queries(self) -> int:
         return self.query_length or self.length
 
@@ -391,7 +386,13 @@ def first_call(name: str, case: Case) -> tuple[Run, Row]:
 
 
 def describe(name: str, case: Case) -> Row:
-    return {"implementation": name, "call": case.call, **dataclasses.asdict(case)}
+    return {"implementation": name, **dataclasses.asdict(case)}
+
+
+def call_of(row: Row) -> str:
+    """A row's call in words; also of rows that an earlier version wrote."""
+    extra = row.get("extra", "plain")
+    return f"{row['mask']} {TITLES[row['mode']]}" + (f", {extra}" if extra != "plain" else "")
 
 
 def attempt(function: Callable, *args) -> tuple[Any, str | None]:
@@ -545,8 +546,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def memory_markdown(rows: Sequence[Row]) -> str:
     """A line a length: the inputs, then for each mask and mode the bytes of every implementation (~: extrapolated)."""
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    kinds = list(dict.fromkeys(row["call"] for row in rows))
-    found = {(row["length"], row["call"], row["implementation"]): row for row in rows}
+    kinds = list(dict.fromkeys(call_of(row) for row in rows))
+    found = {(row["length"], call_of(row), row["implementation"]): row for row in rows}
     ratio = ["times less"] if {"jax.nn", "memeff"} <= set(names) else []
     header, lines = ["tokens", "query, key, value"], []
     for kind in kinds:
@@ -572,7 +573,7 @@ def speed_markdown(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         took, ratio, error = row["seconds"], row["speed_against_jax_nn"], row["error"]
-        lines.append([tokens(row["length"]), row["call"], row["implementation"]])
+        lines.append([tokens(row["length"]), call_of(row), row["implementation"]])
         lines[-1] += [f"{1e3 * took:.4g} ({1e3 * row['seconds_min']:.4g})" if took else row["note"]]
         lines[-1] += [human(row["flops_per_second"], COUNTS, 1000)]
         lines[-1] += [human(row["bytes_per_second"], COUNTS, 1000)] * some["query_length"]
@@ -597,10 +598,10 @@ def figure(rows: Sequence[Row], field: str):
     from matplotlib.figure import Figure
 
     heading, units, base = LABELS[field]
-    kinds = list(dict.fromkeys(row["call"] for row in rows))
+    kinds = list(dict.fromkeys(call_of(row) for row in rows))
     drawing = Figure(figsize=(1 + 4.5 * len(kinds), 4.5), layout="constrained")
     for panel, kind in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        here = [row for row in rows if row["call"] == kind]
+        here = [row for row in rows if call_of(row) == kind]
         for name in sorted({row["implementation"] for row in here if row[field]}):
             own = [row for row in here if row["implementation"] == name]
             found = sorted((row["length"], row[field]) for row in own if row[field])

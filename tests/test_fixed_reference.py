@@ -78,7 +78,7 @@ def both(p: Problem, operands, dout, dlse):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fixed_reference_is_exact(dtype, causal):
     """Also for rows that it cannot serve: there the check says so, and the online form runs. That is the baseline."""
     rng = np.random.default_rng(5)

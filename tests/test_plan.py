@@ -286,7 +286,7 @@ def test_tiles_that_are_found_as_it_runs_are_all_counted():
 
 
 @pytest.mark.filterwarnings("ignore:(bias|mask) of shape")
-@pytest.mark.parametrize("kind", ["causal", "bias", "segments"])
+@pytest.mark.parametrize("kind", ["causal", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bias", "segments"))])
 @pytest.mark.parametrize("device, memory", [("cpu", "3GiB"), ("H200", None)])
 def test_the_longest_sequence_just_fits(kind, device, memory):
     args, how = arrays_of("grouped", kind)

@@ -535,7 +535,10 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("mode", FORWARD | SECOND)
+SLOW = "jit(jvp)", "jit(jacfwd)", "grad(jit(grad))", "grad(vmap(grad))", "grad(grad(vmap))", "hessian", "grad(grad(scan))"
+
+
+@pytest.mark.parametrize("mode", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in FORWARD | SECOND])
 def test_forward_mode_and_second_order(mode):
     q = inputs(K=2, G=2)[0]
     q = q[:1, :1, :1] if mode == "hessian" else q

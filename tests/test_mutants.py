@@ -31,11 +31,25 @@ TILE, XLA, PROBLEM, RULES, ARGUMENTS = "tile.py", "xla.py", "problem.py", "diffe
 ORDERS = "tests/test_orders.py::test_tangent_is_the_transpose_of_the_oracles_gradient"
 SECOND = "'tests/test_orders.py::test_second_order_against_the_definition[reverse_over_reverse-bias_full]'"
 FUNCTIONS = "tests/test_functions.py::test_"
+LINEARIZE = "'tests/test_transforms.py::test_forward_mode_and_second_order[linearize]'"
 
 MUTANTS = {
-    "tangent without its row": ("tangent.py", "(n - r[..., None] * out", "(n - 0 * r[..., None] * out", f"{ORDERS}[plain]"),
-    "tangent of values lost": ("tangent.py", "if along.value is not None:", "if False:", f"{ORDERS}[plain]"),
-    "tangent of keys lost": ("tangent.py", "((dq, k), (q, dk))", "((dq, k), (q, None))", f"{ORDERS}[plain]"),
+    "tangent without its row": ("tangent.py", "(n - r[..., None] * out", "(n - 0 * r[..., None] * out", LINEARIZE),
+    "tangent of the same walk without its row": (
+        "tangent.py",
+        "(n - r[..., None] * o)",
+        "(n - 0 * r[..., None] * o)",
+        f"{ORDERS}[scale_array]",
+    ),
+    "tangent of the same walk not rescaled": (
+        "tangent.py",
+        "a[..., None] * n + n_more",
+        "n + n_more",
+        f"{ORDERS}[scale_array]",
+    ),
+    "lse's tangent of the same walk not rescaled": ("tangent.py", "a * r + r_more", "r + r_more", f"{ORDERS}[scale_array]"),
+    "tangent of values lost": ("tangent.py", "if along.value is not None:", "if False:", f"{ORDERS}[scale_array]"),
+    "tangent of keys lost": ("tangent.py", "((dq, k), (q, dk))", "((dq, k), (q, None))", f"{ORDERS}[scale_array]"),
     "a transpose added to the wrong tile": (
         "tiles.py",
         "cuts[at][0] if at in cuts",
@@ -317,7 +331,7 @@ def caught_by(where: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
     if all(":" in word and "::" not in word for word in words):
         command = [sys.executable, "numbers_.py", *words]
     else:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *words]
     env = {**os.environ, "PYTHONPATH": str(where)}
     return subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=600)
 

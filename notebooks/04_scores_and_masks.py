@@ -189,7 +189,8 @@ for n in lengths:
         took[name].append(float(np.median(seconds)))
 for name, seconds in took.items():
     plt.plot(lengths, seconds, "o-", label=name)
-plt.gca().set(xscale="log", yscale="log", xlabel="tokens", title="seconds, forward and gradient, a window of 256 tokens")
+plt.xscale("log", base=2)
+plt.gca().set(yscale="log", xlabel="tokens", title="seconds, forward and gradient, a window of 256 tokens")
 plt.gca().xaxis.set_major_formatter(lambda n, _: bench.tokens(int(n)))
 plt.grid(alpha=0.3)
 plt.legend()
@@ -224,7 +225,9 @@ for attend, label in ((by_function, "memeff, score_fn"), (by_array, "jax.nn, bia
     temp = [pull.lower(*[shape(n)] * 3, table).compile().memory_analysis().temp_size_in_bytes for n in lengths]
     print(f"{label:18s}", *(f"{bench.tokens(n)}: {bench.human(size)}  " for n, size in zip(lengths, temp, strict=True)))
     plt.plot(lengths, temp, "o-", label=label)
-plt.gca().set(xscale="log", yscale="log", xlabel="tokens", title="temporary memory, forward and gradient, T5's bias")
+plt.xscale("log", base=2)
+plt.yscale("log", base=2)
+plt.gca().set(xlabel="tokens", title="temporary memory, forward and gradient, T5's bias")
 plt.gca().xaxis.set_major_formatter(lambda n, _: bench.tokens(int(n)))
 plt.gca().yaxis.set_major_formatter(lambda n, _: bench.human(n))
 plt.grid(alpha=0.3)

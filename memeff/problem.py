@@ -241,6 +241,13 @@ def in_bits(problem: Problem) -> Problem:
     return dataclasses.replace(problem, scale=problem.scale * LOG2_E, soft_cap=None if cap is None else cap * LOG2_E)
 
 
+def finish_in_bits(problem: Problem, raw: Array, terms: Terms, keep: Array | None, at: Places | None = None) -> Array:
+    """`finish` times log2 e; a function of the user's has its logits in nats."""
+    if problem.score_fn is None:
+        return finish(in_bits(problem), raw, terms, keep, at)
+    return finish(problem, raw, terms, keep, at) * LOG2_E
+
+
 def tile_range(problem: Problem, q_offset, first, last):
     """Key positions that rows `first` to `last` may see: (some row sees from, to, every row sees from, to), `to` excluded.
 

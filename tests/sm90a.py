@@ -1,8 +1,8 @@
 """Compiles the kernels for an H200 that is not there, and prints what ptxas says of each. Run by test_sm90a.py."""
 
-import functools
 import os
 import pathlib
+import sys
 
 if __name__ == "__main__":  # before JAX starts
     os.environ |= {
@@ -19,7 +19,10 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import dispatch  # noqa: E402
+from memeff import dispatch, masks, scores  # noqa: E402
+
+B, T, N = 2, 8192, 16
+IDS = np.arange(B * T).reshape(B, T) // 3000
 
 CASES = {
     "full": dict(H=128),
@@ -29,29 +32,38 @@ CASES = {
     "wide": dict(H=192, is_causal=True),
     "fused": dict(H=128, is_causal=True, backward="fused"),
     "fused 64": dict(H=64, backward="fused"),
+    "alibi": dict(H=128, is_causal=True, score=scores.alibi),
+    "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
+    "score soft cap": dict(H=128, is_causal=True, score=scores.soft_cap),
+    "documents": dict(H=128, mask_fn=masks.documents(IDS)),
+    "documents, alibi": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi),
 }
-B, T, N = 2, 8192, 16
 
 
-def compiled(H: int, K: int = N, **how):
-    """Forward and gradient of a call."""
+def compiled(H: int, K: int = N, score=None, **how):
+    """Forward and gradient of a call, also by what `score` has for each head."""
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
     devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     here = NamedSharding(mesh, PartitionSpec())
 
-    def both(query, key, value, dout):
-        out, pull = jax.vjp(
-            functools.partial(memeff.dot_product_attention, implementation="pallas", **how), query, key, value
-        )
+    def both(query, key, value, dout, of_heads):
+        def attend(query, key, value, of_heads):
+            score_fn = None if score is None else score(of_heads)
+            return memeff.dot_product_attention(query, key, value, implementation="pallas", score_fn=score_fn, **how)
+
+        out, pull = jax.vjp(attend, query, key, value, of_heads)
         return out, *pull(dout)
 
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, K, K, N)]
+    shapes.append(jax.ShapeDtypeStruct((N,), jnp.float32))
     with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
         return jax.jit(both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
 
 
 if __name__ == "__main__":
     for name, how in CASES.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         print("case", name, flush=True)
         print("temporary bytes", compiled(**how).memory_analysis().temp_size_in_bytes, flush=True)

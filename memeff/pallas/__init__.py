@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from memeff.pallas import hoisted
 from memeff.problem import Device, Gradients, Lse, LseFor, Operands, Problem
 
 LARGEST_HEAD = 256
@@ -38,16 +39,16 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         and not of_tokens(operands.mask),
         "its kernels read a mask or segments, not both": operands.mask is not None and operands.q_segments is not None,
         "its kernels read no bias": terms.bias is not None,
-        "its kernels call no score_fn": problem.score_fn is not None,
-        "its kernels call no mask_fn": problem.mask_fn is not None,
         "its kernels call no qk_transform": problem.qk_transform is not None,
         "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale is not None
         or terms.soft_cap is not None,
         f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward == "fused"
         and max(H, D) > LARGEST_HEAD_BACKWARD,
+        'backward="fused" calls no score_fn and no mask_fn': problem.backward == "fused" and _calls_functions(problem),
         "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return hoisted.why_not(problem, operands) if found is None else found
 
 
 def of_tokens(mask: Array) -> bool:
@@ -56,9 +57,14 @@ def of_tokens(mask: Array) -> bool:
     return K == G == 1 and 1 in (T, S)
 
 
+def _calls_functions(problem: Problem) -> bool:
+    return problem.score_fn is not None or problem.mask_fn is not None
+
+
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
-    del problem
+    if _calls_functions(problem):
+        return "with score_fn or mask_fn its kernels were not yet timed on a GPU"
     T = operands.query.shape[1]
     return f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
 
@@ -80,7 +86,8 @@ def fused_is_faster(problem: Problem, operands: Operands) -> bool:
     """Was the gradient in one kernel measured to be faster than in two? Of what was not measured: no."""
     (B, T, K, G, H), (_, S, _, D), causal = operands.query.shape, operands.value.shape, problem.right == 0
     given = operands.mask, operands.q_lengths, operands.kv_lengths, operands.q_offset, operands.q_segments
-    measured = problem.left is None and problem.right in (None, 0) and problem.q_offset == 0
+    measured = not _calls_functions(problem)
+    measured &= problem.left is None and problem.right in (None, 0) and problem.q_offset == 0
     measured &= all(x is None for x in given)
     measured &= H == D and H in (64, 128) and (T == S or not causal) and (problem.soft_cap is None or H == 128)
     keys, blocks = S / 2 if causal else S, B * K * -(-S // FUSED_OWN)
@@ -97,7 +104,9 @@ def tile(problem: Problem, operands: Operands) -> tuple[int, int]:
 
 
 def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
-    """Of a forward for inference, and of forward and gradient in one call: rows, padded copies, sums of dq if fused."""
+    """Of a forward for inference, and of forward and gradient in one call: rows, padded copies, sums of dq if fused, what
+    functions have for each token and row.
+    """
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     up = lambda n, multiple: -(-n // multiple) * multiple
     width = up(max(H, D), 64)
@@ -106,7 +115,10 @@ def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
     copies, out = copy(T, K * G, H) + copy(S, K, H) + copy(S, K, D), copy(T, K * G, D)
     sums = 4 * B * K * G * up(T, 8) * width if problem.backward == "fused" else 0
     rows = 4 * B * K * G * (up(T, 128) + up(T, 192 if width == 64 else 128))  # lse and delta, of whole blocks
-    return copies + out, 2 * copies + 2 * out + rows + sums
+    of_tokens, of_rows = hoisted.counts(problem, operands)
+    vectors = 4 * B * sum(n * up(length, 128) for n, length in zip(of_tokens, (T, S), strict=True))
+    rows += of_rows * 4 * B * K * G * up(T, 128)
+    return copies + out + vectors, 2 * (copies + out + vectors) + rows + sums
 
 
 def how(problem: Problem, operands: Operands) -> str:

@@ -3,13 +3,18 @@
 Heads, those of values as well, are padded to one multiple of 64, lengths to multiples of 8.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import reshard
 
-from memeff.pallas import hopper_backward, hopper_forward, hopper_fused
+from memeff.pallas import hoisted, hopper_backward, hopper_forward, hopper_fused
 from memeff.pallas.mapped import mapped
 from memeff.pallas.walk import Scalars, tiles_visited
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
+from memeff.sharding import of_total, vary_alike
 
 MULTIPLE = 64  # of head dims
 ROWS_MULTIPLE = 128  # of lse and delta: what a block reads of them is there
@@ -31,16 +36,24 @@ def forward_tiling(problem: Problem, operands: Operands) -> hopper_forward.Tilin
         return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
     three, two = (hopper_forward.Tiling(warpgroups, 128, 3, 2) for warpgroups in (3, 2))
     lengths = operands.query.shape[1], operands.key.shape[1]
+    if _functions(problem):  # three have 160 registers a thread, and would spill
+        return two
     logits = lambda tiling: tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
     return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
+
+
+def _functions(problem: Problem) -> bool:
+    return problem.score_fn is not None or problem.mask_fn is not None
 
 
 def backward_tilings(problem: Problem, operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
     """For dq, and for dk and dv."""
     largest = _width(operands)
     if largest == 64:
-        return hopper_backward.Tiling(3, 64, 4, 2), hopper_backward.Tiling(3, 64, 4, 2)
-    marked = operands.q_segments is not None  # which want some room, as a soft cap wants registers
+        both = hopper_backward.Tiling(2 if _functions(problem) else 3, 64, 4, 2)
+        return both, both
+    # What belongs to tokens wants some room, a soft cap and functions want registers.
+    marked = operands.q_segments is not None or _functions(problem)
     of_queries = (2, 64, 3, 1) if marked or problem.soft_cap is not None else (2, 128, 2, 1)
     return hopper_backward.Tiling(*of_queries), hopper_backward.Tiling(2, 64, 3, 1 if marked else 2)
 
@@ -79,49 +92,60 @@ def _segmented(operands: Operands) -> Operands:
     return operands._replace(mask=None, q_segments=of(queries, T), kv_segments=of(keys, S))
 
 
-def _scalars(operands: Operands) -> tuple[list[Array], list[str], list[str]]:
-    """Those that are given, their names, and their dims."""
-    names = [name for name in Scalars._fields if getattr(operands, name, None) is not None]
-    B, dims = operands.query.shape[0], {"q_segments": "bt", "kv_segments": "bs"}
-    of = lambda name, x: x if name in dims else jnp.broadcast_to(x, (B,))
-    return [of(name, getattr(operands, name)) for name in names], names, [dims.get(name, "b") for name in names]
+def _scalars(problem: Problem, operands: Operands) -> Scalars:
+    """As operands have them: heads are still B K G."""
+    B, given = operands.query.shape[0], operands._asdict()
+    of_batch = {name: given[name] for name in ("q_offset", "q_lengths", "kv_lengths") if given[name] is not None}
+    of_batch = {name: jnp.broadcast_to(x, (B,)) for name, x in of_batch.items()}
+    numbers = vary_alike(hoisted.numbers(problem, operands), operands.query)
+    segments = dict(q_segments=operands.q_segments, kv_segments=operands.kv_segments)
+    return Scalars(**of_batch, **segments, **numbers._asdict())
 
 
-def _named(names: list[str], scalars) -> Scalars:
-    """Segments as whole tiles want them."""
+def _dims(scalars: Scalars) -> tuple[str, ...]:
+    """Of each array of it."""
+    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", of_queries="bt", of_keys="bs")
+    return tuple(of.get(name, "b") for name, x in scalars._asdict().items() for _ in jax.tree.leaves(x))
+
+
+def _whole(scalars: Scalars) -> Scalars:
+    """What belongs to tokens as whole tiles want it, and heads in one dim."""
     pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)]) if x.ndim == 2 else x
-    return Scalars(**dict(zip(names, map(pad, scalars), strict=True)))
+    return jax.tree.map(lambda x: lax.collapse(x, 1) if x.ndim == 3 else pad(x), scalars)
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
     """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
     operands = _segmented(operands)
-    given, names, dims_given = _scalars(operands)
+    given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
+    on_tiles = hoisted.on_tiles(problem, operands)
 
-    def call(query, key, value, *scalars):
+    def call(query, key, value, *more):
         (B, T, K, G, H), D = query.shape, value.shape[-1]
         arrays, lengths = (query.reshape(B, T, K * G, H), key, value), (T, key.shape[1])
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
-        scalars = _named(names, scalars)
+        scalars = _whole(jax.tree.unflatten(structure, more))
         tiling = forward_tiling(problem, operands)
-        out, lse = hopper_forward.attend(problem, lengths, arrays, scalars, lse_for is not None, tiling)
+        out, lse = hopper_forward.attend(on_tiles, lengths, arrays, scalars, lse_for is not None, tiling)
         out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
-    found = mapped(call, (*DIMS, *dims_given), dims_out)(*operands[:3], *given)
+    found = mapped(call, (*DIMS, *_dims(scalars)), dims_out)(*operands[:3], *given)
     return found[0], Lse(found[1], None) if lse_for else None
 
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
     operands = _segmented(operands)
-    given, names, dims_given = _scalars(operands)
+    given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
+    of_queries, of_keys = (hoisted.on_tiles(problem, operands, slopes) for slopes in ("all", "score"))
+    moving = hopper_backward.moving_of(of_queries)
     of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
 
     def call(query, key, value, out, dout, *more):
         (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
-        rows, scalars = more[: len(of_rows)], _named(names, more[len(of_rows) :])
+        rows, scalars = more[: len(of_rows)], _whole(jax.tree.unflatten(structure, more[len(of_rows) :]))
         lse, *dlse = (jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows)
         heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
         arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
@@ -129,11 +153,11 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
         (dlse,) = dlse or (None,)
 
         def split():
-            of_queries, of_keys = backward_tilings(problem, operands)
+            tilings = backward_tilings(problem, operands)
             arrays = (query_, key_, value_, out_, dout_, lse)
-            dq, delta = hopper_backward.queries(problem, (T, S), arrays, dlse, scalars, of_queries)
+            dq, delta, *sums = hopper_backward.queries(of_queries, (T, S), arrays, dlse, scalars, tilings[0])
             arrays = (query_, key_, value_, dout_, lse, delta)
-            return dq, *hopper_backward.keys(problem, (T, S), arrays, scalars, of_keys)
+            return dq, *hopper_backward.keys(of_keys, (T, S), arrays, scalars, tilings[1]), *sums
 
         def fused():
             delta = hopper_fused.deltas((T, S), out_, dout_, dlse)
@@ -144,9 +168,25 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
             bad = jnp.isnan(nan_if_bad).any()
             return lax.while_loop(lambda state: state[0], lambda _: (jnp.bool_(False), split()), (bad, found))[1]
 
-        dq, dk, dv = fused() if problem.backward == "fused" else split()
-        return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D]
+        dq, dk, dv, *sums = fused() if problem.backward == "fused" else split()
+        sums = (x[..., :T].reshape(B, K, G, T) for x in sums)
+        return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D], *sums
 
-    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *dims_given
-    query, key, value = mapped(call, dims, DIMS)(*operands[:3], out, dout, *of_rows, *given)
-    return Gradients(query, key, value, Terms())
+    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *_dims(scalars)
+    found = mapped(call, dims, (*DIMS, *["bkgt"] * moving))(*operands[:3], out, dout, *of_rows, *given)
+    query, key, value, *sums = found
+    return Gradients(query, key, value, Terms(score=_of_params(problem, operands, of_queries, sums)))
+
+
+def _of_params(problem: Problem, operands: Operands, on_tiles: Problem, sums: list[Array]) -> tuple[Array, ...]:
+    """Gradients of floats of score_params, from sums over keys, B K G T, of cotangents of what was made of those."""
+    if problem.score_fn is None:
+        return ()
+    of: Any = lambda floats: hoisted.moving(problem, operands._replace(terms=operands.terms._replace(score=floats)))
+    made, pull = jax.vjp(of, operands.terms.score)
+    over = {"of_heads": 3, "of_queries": (1, 2)}
+    score_fn: Any = on_tiles.score_fn
+    totals = (x.sum(over[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True))
+    lay = lambda x, like: x if (there := of_total(like)) is None else reshard(x, there)
+    (found,) = pull(tuple(map(lay, totals, made)))
+    return found

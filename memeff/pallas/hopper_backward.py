@@ -12,7 +12,7 @@ cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,16 @@ from memeff.pallas.mosaic import (
     apart,
     begin,
     call,
+    full,
     meet,
     multiply,
     plgpu,
-    positions,
     spread,
     stage,
     take_registers,
     tile,
 )
+from memeff.pallas.pairs import Marks, Pairs, arrivals, copy_marks, of_head, room, roughly
 from memeff.pallas.walk import (
     KeysPlace,
     Order,
@@ -51,7 +52,7 @@ from memeff.pallas.walk import (
     tiles_visited,
     with_ranges,
 )
-from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Sight, Terms, finish, in_bits, sees
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, finish_in_bits
 
 STAYS = 2000  # positions an item visits at most where blocks stay in causal order; of longer ones, beginnings cost less
 BEGINS = 2  # tiles that could be visited while a block goes from one item to the next
@@ -76,25 +77,40 @@ class Gradient(NamedTuple):
     @property
     def linear(self) -> bool:
         """Is draw = slope ds?"""
-        return self.problem.soft_cap is None
+        return self.problem.soft_cap is None and self.problem.score_fn is None
 
     @property
     def slope(self) -> Array:
+        if not self.linear:
+            return jnp.float32(1)
         _, pull = jax.vjp(lambda raw: finish(self.problem, raw, Terms(), None), jnp.float32(0))
-        return pull(jnp.float32(1))[0] if self.linear else jnp.float32(1)
+        return pull(jnp.float32(1))[0]
 
-    def probabilities(self, raw: Array, lse: Array, keep: Array | None):
-        """p, and what makes draw (but for its slope) of dp + delta; `lse` is as `raw` is."""
-        s, pull = jax.vjp(lambda raw: finish(in_bits(self.problem), raw, Terms(), keep), raw)
+    def probabilities(self, raw: Array, lse: Array, pairs: Pairs, keep: Array | None):
+        """p, and what makes draw (but for its slope) and cotangents of `pairs.terms()` of dp + delta; `lse` is as raw."""
+        at = pairs.places(self.problem.score_fn)
+        s, pull = jax.vjp(lambda raw, terms: finish_in_bits(self.problem, raw, terms, keep, at), raw, pairs.terms())
         p = jnp.exp2(s - lse)
 
         def draw(p, dp):
-            ds = p * dp
+            ds, of_terms = p * dp, Terms()
             if not self.linear:
-                (ds,) = pull(ds * (1 / LOG2_E))
-            return ds if keep is None else jnp.where(keep, ds, 0.0)
+                ds, of_terms = pull(ds * (1 / LOG2_E))
+            hide = lambda x: x if keep is None else jnp.where(keep, x, 0.0)
+            return hide(ds), tuple(map(hide, of_terms.score))
 
         return p, draw
+
+
+def moving_of(problem: Problem) -> int:
+    """How much of what moves `score_fn` has a gradient."""
+    score_fn: Any = problem.score_fn
+    return 0 if score_fn is None else len(score_fn.moving)
+
+
+def may_be(problem: Problem, hides: bool) -> bool:
+    """May there be tiles with masks, or without?"""
+    return hides or problem.mask_fn is None
 
 
 def _failed(failed_s, turn: Turn, *sums) -> Array:
@@ -126,26 +142,28 @@ def queries(
     dlse: Array | None,
     scalars: Scalars,
     tiling: Tiling,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """dq [B, T, N, H], and delta [B, N, T''], from query, key, value, out, dout in the layout of the door; lse (in bits) and
-    dlse are B N T'. Sizes as in `hopper_forward.attend`.
+    dlse are B N T'. Sizes as in `hopper_forward.attend`. Then, like delta, sums over keys of cotangents of what moves
+    `score_fn`.
     """
     query, key, value, out, _, lse = arrays
     (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
     scalars = with_ranges(scalars, lengths, tiling.own)
-    given = [x for x in (dlse, *scalars) if x is not None]
-    marked = scalars.q_segments is not None
+    given, (of_query, of_key) = jax.tree.leaves((dlse, scalars)), arrivals(scalars)
+    moving = moving_of(problem)
+    outs = 2 + moving
 
     total = B * N * -(-T // tiling.own)
     visited = tiles_visited(problem, lengths, tiling.own, keys)
     blocks, order = _blocks(problem, scalars, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
 
     def body(*refs, **scratch):
-        of = iter(refs[6:-2])
+        of = iter(refs[6:-outs])
         dlse_ref = None if dlse is None else next(of)
-        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        values = scalars.like(of)
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         find = lambda index: find_place(problem, shape, values, tiling.own, keys, order, index)
         items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
@@ -153,7 +171,7 @@ def queries(
         @pl.when(group < groups)
         def _():
             take_registers(tiling.warpgroups, computes=True)
-            compute = lambda *at: _compute_queries(problem, tiling, refs[-2:], dlse is not None, group, *at, **scratch)
+            compute = lambda *at: _compute_queries(problem, tiling, refs[-outs:], dlse is not None, group, *at, **scratch)
             rounds(items(compute), True, scratch["failed_s"], scratch["all_done"])
 
         @pl.when(group == groups)
@@ -171,30 +189,29 @@ def queries(
         v_s=tile(stages, keys, D, dtype),
         rows_s=plgpu.SMEM((2, tiling.items * groups, ROWS), jnp.float32),
         failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        own_there=plgpu.Barrier(num_arrivals=4 + (dlse is not None) + marked, num_barriers=tiling.items * groups),
+        own_there=plgpu.Barrier(num_arrivals=4 + (dlse is not None) + of_query, num_barriers=tiling.items * groups),
         own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
-        k_there=plgpu.Barrier(num_arrivals=1 + marked, num_barriers=stages),
+        k_there=plgpu.Barrier(num_arrivals=1 + of_key, num_barriers=stages),
         v_there=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups + 1),
+        **room(scalars, (tiling.items * groups, ROWS), (stages, keys)),
         **stage(groups, ROWS, keys, dtype),
     )
-    if marked:
-        marks = plgpu.SMEM((tiling.items * groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
-        scratch["marks"] = marks
+    if moving:
+        scratch["sums_s"] = plgpu.SMEM((moving, groups, ROWS), jnp.float32)
     # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
     rows = -(-T // tiling.own) * tiling.own
-    types = [jax.ShapeDtypeStruct(query.shape, dtype), jax.ShapeDtypeStruct((B, N, rows), jnp.float32)]
-    kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, problem.soft_cap is None)
-    dq, delta = kernel(*arrays, *given)
-    return dq, delta
+    types = [jax.ShapeDtypeStruct(query.shape, dtype), *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + moving)]
+    kernel = call(body, "memeff_dq", types, scratch, blocks, groups + 1, roughly(problem))
+    return tuple(kernel(*arrays, *given))
 
 
 def _copy_for_queries(
     tiling, arrays, here: Place, turn: Turn, *, q_s, do_s, out_s, k_s, v_s, rows_s, own_there, own_used,
-    k_there, v_there, k_used, v_used, marks=None, **_,
+    k_there, v_there, k_used, v_used, marks, **_,
 ):  # fmt: skip
     """Of queries what each warpgroup has, keys and values once for all."""
     query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays
@@ -210,8 +227,7 @@ def _copy_for_queries(
             pairs += [(lse_ref.at[here.b, here.n, rows], rows_s.at[0])]
             if dlse_ref is not None:
                 pairs += [(dlse_ref.at[here.b, here.n, rows], rows_s.at[1])]
-            if marks is not None:
-                pairs += [(here.scalars.q_segments.at[rows], marks[0])]
+            pairs += [(ref.at[rows], to) for ref, to in zip(here.scalars.by_query, marks[0], strict=True)]
             for of, to in pairs:
                 plgpu.copy_gmem_to_smem(of, to.at[mine], own_there.at[mine])
 
@@ -221,8 +237,8 @@ def _copy_for_queries(
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
             pl.when(at >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
-            if marks is not None and ref is key_ref:
-                plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[rows], marks[1].at[x], there.at[x])
+            if ref is key_ref:
+                copy_marks(here.scalars.by_key, rows, marks[1], x, there.at[x])
 
     # Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
     begun = jnp.where(turn.items > 0, jnp.minimum(count, stages), 0) if tiling.items == 1 else 0
@@ -234,31 +250,25 @@ def _copy_for_queries(
 
 def _compute_queries(
     problem, tiling, out, has_dlse, group, here: Place, turn: Turn, *, q_s, do_s, out_s, k_s, v_s, rows_s, own_there,
-    own_used, k_there, v_there, k_used, v_used, all_here, failed_s, stage=None, marks=None, **_,
+    own_used, k_there, v_there, k_used, v_used, all_here, failed_s, marks, stage=None, sums_s: Any = None, **_,
 ):  # fmt: skip
-    dq_ref, delta_ref = out
+    dq_ref, delta_ref, *sums_refs = out
     gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), q_s.dtype
     rows, count, y = pl.ds(here.row + group * ROWS, ROWS), here.visits.total, lax.rem(turn.items, jnp.int32(tiling.items))
     mine = y * tiling.warpgroups + group
     q, o, do = q_s.at[mine], out_s.at[mine], do_s.at[mine]
     lse_s, delta_s = rows_s.at[0, mine], rows_s.at[1, mine]
+    numbers = of_head(here.scalars, here.n)
 
-    def step(n, masked, lse, delta, dq):
+    def step(n, masked, lse, delta, dq, sums):
         x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
-        keep = None
         plgpu.barrier_wait(k_there.at[x])
-        if masked:
-            if not turn.first:
-                _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
-
-            at = positions(here.row + group * ROWS, shape, 0), positions(here.visits.tile(n) * tiling.others, shape, 1)
-            sight = here.sight
-            if marks is not None:
-                of_queries, of_keys = (
-                    plgpu.load(of, layout=way) for of, way in ((marks[0].at[mine], ROW), (marks[1].at[x], COL))
-                )
-                sight = sight._replace(q_segments=spread(of_queries, shape), kv_segments=spread(of_keys, shape, 1))
-            keep = sees(problem, sight, *at)
+        if masked and not turn.first:
+            _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
+        first = here.row + group * ROWS, here.visits.tile(n) * tiling.others
+        of_tile = tuple(ref.at[mine] for ref in marks[0]), tuple(ref.at[x] for ref in marks[1])
+        pairs = Pairs(problem, shape, first, here.sight, here.scalars, numbers, of_tile)
+        keep = pairs.seen() if masked else None
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k_s.at[x].T)  # (1)
@@ -266,15 +276,18 @@ def _compute_queries(
             plgpu.barrier_wait(v_there.at[x])
             plgpu.wgmma(dp, do, v_s.at[x].T)
             p, draw = gradient.probabilities(  # (2)
-                plgpu.wgmma_accumulator_load(raw, wait_n=1), spread(lse, shape), keep
+                plgpu.wgmma_accumulator_load(raw, wait_n=1), spread(lse, shape), pairs, keep
             )
             d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=0))
             plgpu.barrier_arrive(v_used.at[x])
-            multiply(dq, draw(p, d).astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
+            of_raw, of_terms = draw(p, d)
+            multiply(dq, of_raw.astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
             plgpu.wgmma_wait(0)
+            return tuple(total + x.sum(axis=1) for total, x in zip(sums, of_terms, strict=True))
 
-        accumulators(products, shape, shape)
+        sums = accumulators(products, shape, shape)
         plgpu.barrier_arrive(k_used.at[x])
+        return sums
 
     plgpu.barrier_wait(own_there.at[mine])
     delta = -row_sums(o, do)  # and dlse, which the other kernel wants, too
@@ -292,15 +305,22 @@ def _compute_queries(
         hidden = here.hidden(here.row + group * ROWS, ROWS) if turn.first else 0
         pl.loop(0, hidden)(pass_one)
         parts = ((hidden, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
+        sums = (full((ROWS,), 0.0),) * len(sums_refs)
         for first, last, hides in parts:
-            lax.fori_loop(first, last, lambda n, _, hides=hides: step(n, hides, lse, delta, dq), None)
-        return plgpu.wgmma_accumulator_load(dq, wait_n=0)
+            one = lambda n, sums, hides=hides: step(n, hides, lse, delta, dq, sums)
+            sums = lax.fori_loop(first, last, one, sums) if may_be(problem, hides) else sums
+        return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
-    dq = accumulators(walk, (ROWS, q.shape[-1])) * gradient.slope
+    dq, sums = accumulators(walk, (ROWS, q.shape[-1]))
+    dq = dq * gradient.slope
     failed = _failed(failed_s.at[group], turn, dq)
     o[...] = dq.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o, dq_ref.at[here.b, rows, here.n])
+    for i, (ref, x) in enumerate(zip(sums_refs, sums, strict=True)):
+        sums_s[i, group] = x
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sums_s.at[i, group], ref.at[here.b, here.n, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(own_used.at[y])
     return count, failed
@@ -352,8 +372,7 @@ def keys(
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0 and others == ROWS
     scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
-    given = [x for x in scalars if x is not None]
-    marked = scalars.q_segments is not None
+    given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
 
     total = B * K * -(-S // tiling.own)
     visited = shape.G * tiles_visited(problem, lengths, tiling.own, others, keys=True)
@@ -362,8 +381,7 @@ def keys(
     def body(*refs, rows_s, **scratch):
         at = dict(lse_s=(0, stages), delta_s=(stages, stages), failed_s=(2 * stages, groups))
         scratch |= {name: rows_s.at[pl.ds(*part)] for name, part in at.items()}
-        of = iter(refs[6:-2])
-        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        values = scalars.like(iter(refs[6:-2]))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         find = lambda index: find_keys(problem, shape, values, tiling.own, others, order, index)
         items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
@@ -387,31 +405,27 @@ def keys(
         q_s=tile(stages, others, H, dtype),
         do_s=tile(stages, others, D, dtype),
         rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),  # each array begins at a multiple of 1 KiB
-        own_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=tiling.items * groups),
+        own_there=plgpu.Barrier(num_arrivals=2 + of_key, num_barriers=tiling.items * groups),
         own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
-        q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
+        q_there=plgpu.Barrier(num_arrivals=2 + of_query, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups + 1),
+        **room(scalars, (stages, others), (tiling.items * groups, ROWS)),
         **stage(groups, ROWS, others, dtype),
     )
-    if marked:
-        marks = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((tiling.items * groups, ROWS), jnp.int32)
-        scratch["marks"] = marks
     out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
-    return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, problem.soft_cap is None)(*arrays, *given)
+    return call(body, "memeff_dkdv", out, scratch, blocks, groups + 1, roughly(problem))(*arrays, *given)
 
 
-def sight_of_keys(sight: Sight, marks, x, group, sides) -> Sight:
-    """With the segments of a transposed tile: queries' of slot `x`, keys' of warpgroup `group`."""
-    of_queries, of_keys = plgpu.load(marks[0].at[x], layout=COL), plgpu.load(marks[1].at[group], layout=ROW)
-    return sight._replace(q_segments=spread(of_queries, sides, 1), kv_segments=spread(of_keys, sides))
+def transposed(problem: Problem, here: KeysPlace, tiling: Tiling, n, group, numbers, marks: Marks) -> Pairs:
+    """Of warpgroup `group`'s keys and of the n-th tile of queries that is visited."""
+    first = here.visits.tile(n) * tiling.others, here.col + group * ROWS
+    return Pairs(problem, (ROWS, tiling.others), first, here.sight, here.scalars, numbers, marks, query_dim=1)
 
 
-def copy_queries(
-    shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks=None, **_
-):
+def copy_queries(shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks, **_):
     """Of all heads that share the keys; after `visits` of other tiles."""
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     stages, count = tiling.stages, here.visits.total
@@ -422,8 +436,7 @@ def copy_queries(
         pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
         plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
-        if marks is not None:
-            plgpu.copy_gmem_to_smem(here.scalars.q_segments.at[rows], marks[0].at[x], q_there.at[x])
+        copy_marks(here.scalars.by_query, rows, marks[0], x, q_there.at[x])
         plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
         plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
 
@@ -431,9 +444,7 @@ def copy_queries(
     return shape.G * count
 
 
-def _copy_for_keys(
-    shape, tiling, arrays, here: KeysPlace, turn: Turn, *, k_s, v_s, own_there, own_used, marks=None, **scratch
-):
+def _copy_for_keys(shape, tiling, arrays, here: KeysPlace, turn: Turn, *, k_s, v_s, own_there, own_used, marks, **scratch):
     query_ref, key_ref, value_ref, *of_rows = arrays
     y = lax.rem(turn.items, jnp.int32(tiling.items))
     pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
@@ -441,15 +452,14 @@ def _copy_for_keys(
         cols, mine = pl.ds(here.col + group * ROWS, ROWS), y * tiling.warpgroups + group
         for ref, to in ((key_ref, k_s), (value_ref, v_s)):
             plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to.at[mine], own_there.at[mine])
-        if marks is not None:
-            plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[mine], own_there.at[mine])
+        copy_marks(here.scalars.by_key, cols, marks[1], mine, own_there.at[mine])
     count = copy_queries(shape, tiling, (query_ref, *of_rows), here, turn.visits, marks=marks, **scratch)
     return count, jnp.int32(0)
 
 
 def _compute_keys(
     problem, shape, tiling, out, group, here: KeysPlace, turn: Turn, *, k_s, v_s, q_s, do_s, lse_s, delta_s, failed_s,
-    own_there, own_used, q_there, do_there, used, all_here, stage=None, marks=None, **_,
+    own_there, own_used, q_there, do_there, used, all_here, marks, stage=None, **_,
 ):  # fmt: skip
     dk_ref, dv_ref = out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), k_s.dtype
@@ -468,20 +478,19 @@ def _compute_keys(
             do, lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING), failed_s.at[group], group, all_here
         )
 
-    def step(start, n, hides, dk, dv):
+    def step(start, n, hides, numbers, dk, dv):
         x = lax.rem(start + n, jnp.int32(tiling.stages))
-        q, do, keep = q_s.at[x], do_s.at[x], None
+        q, do = q_s.at[x], do_s.at[x]
         plgpu.barrier_wait(q_there.at[x])
         # In a kernel's first loop ptxas waits for raw before it begins dp; in the second, dp may begin while raw runs.
         late = tiling.warpgroups == 2 and not hides and problem.right is not None
         if not late:
             plgpu.barrier_wait(do_there.at[x])
-        if hides:
-            if not turn.first:
-                clean(x)
-            rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
-            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, y + group, sides)
-            keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
+        if hides and not turn.first:
+            clean(x)
+        of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[y + group] for ref in marks[1])
+        pairs = transposed(problem, here, tiling, n, group, numbers, of_tile)
+        keep = pairs.seen() if hides else None
         mine = y + (apart(group) if small else group)
         k, v = k_s.at[mine], v_s.at[mine]
         early = row(lse_s.at[x]) if small else None  # before products, which keep shared memory busy
@@ -494,10 +503,10 @@ def _compute_keys(
                 whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
             s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)
+            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, pairs, keep)  # (6)
             multiply(dv, p.astype(dtype), do, stage and stage.at[group])
             d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
-            multiply(dk, draw(p, d).astype(dtype), q, stage and stage.at[group])
+            multiply(dk, draw(p, d)[0].astype(dtype), q, stage and stage.at[group])
             plgpu.wgmma_wait(0)
 
         accumulators(products, sides, sides)
@@ -507,10 +516,11 @@ def _compute_keys(
 
     def walk(dk, dv):
         def head(g, _):
-            start = turn.visits + g * count
+            start, numbers = turn.visits + g * count, of_head(here.scalars, here.k * shape.G + g)
             parts = ((0, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
             for first, last, hides in parts:
-                lax.fori_loop(first, last, lambda n, _, hides=hides: step(start, n, hides, dk, dv), None)
+                one = lambda n, _, hides=hides: step(start, n, hides, numbers, dk, dv)
+                lax.fori_loop(first, last, one, None) if may_be(problem, hides) else None
 
         lax.fori_loop(0, shape.G, head, None)
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)

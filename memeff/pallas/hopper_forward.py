@@ -34,12 +34,12 @@ from memeff.pallas.mosaic import (
     meet,
     multiply,
     plgpu,
-    positions,
     spread,
     stage,
     take_registers,
     tile,
 )
+from memeff.pallas.pairs import Pairs, arrivals, copy_marks, of_head, room, roughly
 from memeff.pallas.walk import (
     Order,
     Place,
@@ -50,7 +50,7 @@ from memeff.pallas.walk import (
     tiles_visited,
     with_ranges,
 )
-from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, in_bits, sees
+from memeff.problem import LOG2_E, SEES_NOTHING, Problem
 
 
 class Tiling(NamedTuple):
@@ -77,8 +77,7 @@ def attend(
     tiles = -(-T // tiling.rows)
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
     scalars = with_ranges(scalars, lengths, tiling.rows)
-    given = [x for x in scalars if x is not None]
-    marked = scalars.q_segments is not None
+    given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
     out = [jax.ShapeDtypeStruct((B, rows, N, D), dtype)]
     if want_lse:
         out.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
@@ -89,7 +88,7 @@ def attend(
 
     def body(query_ref, key_ref, value_ref, *refs, failed_s, all_done, **scratch):
         of = iter(refs)
-        values = Scalars(*(None if x is None else next(of) for x in scalars))
+        values = scalars.like(of)
         arrays, outs = (query_ref, key_ref, value_ref), (*of, None)[:2]
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         find = lambda index: find_place(problem, shape, values, tiling.rows, keys, order, index)
@@ -117,20 +116,19 @@ def attend(
         failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
         columns_s=plgpu.SMEM((D,), jnp.float32),
         keys_s=plgpu.SMEM((groups, keys), jnp.float32),
-        q_there=plgpu.Barrier(num_arrivals=groups * (1 + marked), num_barriers=tiling.queries),
+        q_there=plgpu.Barrier(num_arrivals=groups * (1 + of_query), num_barriers=tiling.queries),
         q_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.queries),
         k_there=plgpu.Barrier(num_barriers=stages),
-        v_there=plgpu.Barrier(num_arrivals=1 + marked, num_barriers=stages),
+        v_there=plgpu.Barrier(num_arrivals=1 + of_key, num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         old_there=plgpu.Barrier(num_barriers=groups),
         all_here=plgpu.Barrier(num_arrivals=groups),
         all_done=plgpu.Barrier(num_arrivals=groups + 1),
+        **room(scalars, (tiling.queries * groups, ROWS), (stages, keys)),
         **stage(groups, ROWS, keys, dtype),
     )
-    if marked:
-        scratch["marks"] = plgpu.SMEM((tiling.queries * groups, ROWS), jnp.int32), plgpu.SMEM((stages, keys), jnp.int32)
-    kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, problem.soft_cap is None, sums_over_rows=True)
+    kernel = call(body, "memeff_forward", out, scratch, blocks, groups + 1, roughly(problem), sums_over_rows=True)
     found = kernel(query, key, value, *given)
     return found[0], found[1] if want_lse else None
 
@@ -150,7 +148,7 @@ def _copy(
     v_there,
     k_used,
     v_used,
-    marks=None,
+    marks,
     **_,
 ):
     """Queries for each warpgroup, keys and values once for all."""
@@ -160,9 +158,7 @@ def _copy(
     for group in range(tiling.warpgroups):
         rows, to = pl.ds(here.row + group * ROWS, ROWS), q_s.at[y * tiling.warpgroups + group]
         plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, here.n], to, q_there.at[y])
-        if marks is not None:
-            to = marks[0].at[y * tiling.warpgroups + group]
-            plgpu.copy_gmem_to_smem(here.scalars.q_segments.at[rows], to, q_there.at[y])
+        copy_marks(here.scalars.by_query, rows, marks[0], y * tiling.warpgroups + group, q_there.at[y])
 
     @pl.loop(0, count)
     def _(n):
@@ -170,8 +166,7 @@ def _copy(
         for ref, shared, there, used in ((key_ref, k_s, k_there, k_used), (value_ref, v_s, v_there, v_used)):
             pl.when(turn.visits + n >= tiling.stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
             plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], shared.at[x], there.at[x])
-        if marks is not None:  # with values, for `cleaned` wants them, too
-            plgpu.copy_gmem_to_smem(here.scalars.kv_segments.at[cols], marks[1].at[x], v_there.at[x])
+        copy_marks(here.scalars.by_key, cols, marks[1], x, v_there.at[x])  # with values, for `cleaned` wants them, too
 
     return count, jnp.int32(0)
 
@@ -199,8 +194,8 @@ class Compute(NamedTuple):
     v_used: Any
     old_there: Any
     all_here: Any
+    marks: Any
     stage: Any = None
-    marks: Any = None
 
     def row_s(self, n: int):
         return self.rows_s.at[n, pl.ds(self.group * ROWS, ROWS)]
@@ -213,7 +208,7 @@ class Compute(NamedTuple):
         mine = self.q_s.at[y * self.tiling.warpgroups + self.group]
         o_s, of_out = mine, out_ref.at[here.b, rows, here.n]  # queries make room for out
         plgpu.barrier_wait(self.q_there.at[y])
-        m, l, o, bad = Walk(self, here, turn, mine, D).all()
+        m, l, o, bad = Walk(self, here, turn, mine, D, of_head(here.scalars, here.n)).all()
 
         def only_failed():
             plgpu.copy_gmem_to_smem(of_out, o_s, self.old_there.at[self.group])
@@ -256,6 +251,7 @@ class Walk(NamedTuple):
     turn: Turn
     q: Any
     D: int
+    of_heads: tuple[Array, ...]
 
     @property
     def shape(self):
@@ -264,27 +260,26 @@ class Walk(NamedTuple):
     def slot(self, n):
         return lax.rem(self.turn.visits + n, jnp.int32(self.has.tiling.stages))
 
-    def finish(self, raw, keep=None):
-        """(2), in bits."""
-        return finish(in_bits(self.has.problem), raw, Terms(), keep)
+    @property
+    def fixes(self) -> bool:
+        """Has (5) a part? Not where no tile is whole. A score of the user's, too, may fall with the distance: then the first
+        tiles give good references only if they are the nearest, as with a bound on the right.
+        """
+        problem = self.has.problem
+        return problem.mask_fn is None and (problem.score_fn is None or problem.right is not None)
 
-    def sees(self, n):
-        rows = positions(self.here.row + self.has.group * ROWS, self.shape, 0)
-        cols = positions(self.here.visits.tile(n) * self.has.tiling.keys, self.shape, 1)
-        sight = self.here.sight
-        if self.has.marks is not None:
-            of_queries, of_keys = self.has.marks
-            y = lax.rem(self.turn.items, jnp.int32(self.has.tiling.queries)) * self.has.tiling.warpgroups
-            sight = sight._replace(
-                q_segments=spread(plgpu.load(of_queries.at[y + self.has.group], layout=ROW), self.shape),
-                kv_segments=spread(plgpu.load(of_keys.at[self.slot(n)], layout=COL), self.shape, 1),
-            )
-        return sees(self.has.problem, sight, rows, cols)
+    def pairs(self, n) -> Pairs:
+        has, here = self.has, self.here
+        first = here.row + has.group * ROWS, here.visits.tile(n) * has.tiling.keys
+        y = lax.rem(self.turn.items, jnp.int32(has.tiling.queries)) * has.tiling.warpgroups
+        marks = tuple(x.at[y + has.group] for x in has.marks[0]), tuple(x.at[self.slot(n)] for x in has.marks[1])
+        return Pairs(has.problem, self.shape, first, here.sight, here.scalars, self.of_heads, marks)
 
     def all(self):
         """m, l, o = out, and 1 for each row that failed."""
         visits = self.here.visits
         first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), visits.total)
+        first = first if self.fixes else visits.total
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if not self.turn.first:  # the same numbers in the same order, or all with a running maximum
             first = jnp.where(self.turn.online, visits.total, first)
@@ -300,7 +295,8 @@ class Walk(NamedTuple):
                 l_all = lax.cond(first < visits.total, lambda l: self.fixed(total, first, r, l), lambda l: l, l)
                 return l_all, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-            l, o = accumulators(rest, o.shape)
+            if self.fixes:
+                l, o = accumulators(rest, o.shape)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
         return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
 
@@ -326,16 +322,17 @@ class Walk(NamedTuple):
         has, x, (m, l, o) = self.has, self.slot(n), state
         raw = self.logits(n)
         there = lambda: plgpu.barrier_wait(has.v_there.at[x])
-        if has.marks is not None:  # of keys, which come with values
+        if has.marks[1]:  # which come with values
             there()
         p, m, l, o = self.moved(n, raw, m, l, o)
-        if has.marks is None:
+        if not has.marks[1]:
             there()
         return m, l, self.weighed(o, p, n)
 
     def moved(self, n, raw, m, l, o):
         """p of (4), and m, l and o for it."""
-        s = self.finish(raw, self.sees(n))  # (2)
+        pairs = self.pairs(n)
+        s = pairs.logits(raw, pairs.seen())  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
@@ -349,14 +346,15 @@ class Walk(NamedTuple):
         plgpu.barrier_wait(self.has.v_there.at[self.slot(n)])
 
         def stands(m, l, o):
-            p, l = self.probabilities(raw, jnp.where(m == -jnp.inf, 0.0, m), l)
+            p, l = self.probabilities(n, raw, jnp.where(m == -jnp.inf, 0.0, m), l)
             return p, m, l, o
 
-        p, m, l, o = lax.cond(n < first, functools.partial(self.moved, n, raw), stands, m, l, o)
+        moved = functools.partial(self.moved, n, raw)
+        p, m, l, o = lax.cond(n < first, moved, stands, m, l, o) if self.fixes else moved(m, l, o)
         return m, l, self.weighed(self.cleaned(o, n), p, n)
 
-    def probabilities(self, raw, r, l):
-        p = jnp.exp2(self.finish(raw) - spread(r, self.shape))
+    def probabilities(self, n, raw, r, l):
+        p = jnp.exp2(self.pairs(n).logits(raw, None) - spread(r, self.shape))
         return p.astype(self.has.v_s.dtype), l + p.sum(axis=1)
 
     def weighed(self, o, p, n):
@@ -387,7 +385,7 @@ class Walk(NamedTuple):
 
         def marks(o):
             bad_keys = spread(plgpu.load(keys_s, layout=COL), self.shape, 1)
-            sees_bad = jnp.where(self.sees(n), bad_keys, 0.0).max(axis=1)
+            sees_bad = jnp.where(self.pairs(n).seen(), bad_keys, 0.0).max(axis=1)
             meet(has.all_here)
 
             @pl.when(has.group == 0)  # one alone: sums over rows share their memory
@@ -408,6 +406,8 @@ class Walk(NamedTuple):
     def fixed(self, total, first, r, l):
         """(5) for the visits from `first` on, one at least."""
         has, count = self.has, self.here.visits.total
+        scored = bool(has.marks[1]) and has.problem.score_fn is not None  # it reads what comes with values
+        there = lambda n: plgpu.barrier_wait(has.v_there.at[self.slot(n)])
 
         def logits(n, then):
             x = self.slot(n)
@@ -422,9 +422,14 @@ class Walk(NamedTuple):
             return accumulators(body, self.shape)
 
         def weigh(p, n):
-            x = self.slot(n)
-            plgpu.barrier_wait(has.v_there.at[x])
-            self.add(total, p, x)
+            if not scored:
+                there(n)
+            self.add(total, p, self.slot(n))
+
+        def probabilities(n, raw, l):
+            if scored:
+                there(n)
+            return self.probabilities(n, raw, r, l)
 
         def step(n, state):
             p, l = state
@@ -433,12 +438,13 @@ class Walk(NamedTuple):
                 weigh(p, n)
                 return plgpu.wgmma_accumulator_load(raw, wait_n=1)
 
-            p, l = self.probabilities(logits(n + 1, then), r, l)
+            p, l = probabilities(n + 1, logits(n + 1, then), l)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(has.v_used.at[self.slot(n)])
             return p, l
 
-        p, l = self.probabilities(logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)), r, l)
+        raw = logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0))
+        p, l = probabilities(first, raw, l)
         p, l = lax.fori_loop(first, count - 1, step, (p, l))
         weigh(p, count - 1)
         plgpu.wgmma_wait(0)

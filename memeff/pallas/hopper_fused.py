@@ -15,13 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.pallas.blocks import ROWS, drain
-from memeff.pallas.hopper_backward import (
-    Gradient,
-    Tiling,
-    copy_queries,
-    row_sums,
-    sight_of_keys,
-)
+from memeff.pallas.hopper_backward import Gradient, Tiling, copy_queries, row_sums, transposed
 from memeff.pallas.mosaic import (
     COL,
     FLOATS,
@@ -36,14 +30,14 @@ from memeff.pallas.mosaic import (
     meet,
     multiply,
     plgpu,
-    positions,
     spread,
     stage,
     take_registers,
     tile,
 )
+from memeff.pallas.pairs import arrivals, copy_marks, room, roughly
 from memeff.pallas.walk import KeysPlace, Order, Scalars, Shape, cached_order, find_keys, with_ranges
-from memeff.problem import Problem, sees
+from memeff.problem import Problem
 
 GROUPS = 2
 PART = 64  # rows and columns of (7)
@@ -64,12 +58,11 @@ def gradients(
     assert D == H and tiling.warpgroups == GROUPS and tiling.others * H == GROUPS * PART * PART
     assert lse.shape[-1] % tiling.others == 0
     scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
-    given = [x for x in scalars if x is not None]
-    blocks, marked = B * K * -(-S // tiling.own), scalars.q_segments is not None
+    given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
+    blocks = B * K * -(-S // tiling.own)
 
     def body(*refs, **scratch):
-        values = iter(refs[6 : 6 + len(given)])
-        values = Scalars(*(None if x is None else next(values) for x in scalars))
+        values = scalars.like(iter(refs[6 : 6 + len(given)]))
         group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         order = Order() if problem.right is None else cached_order(B * K, T * shape.G * (H + D) * 2)
         find = lambda index: find_keys(problem, shape, values, tiling.own, tiling.others, order, index)
@@ -97,21 +90,20 @@ def gradients(
         draw_s=tile(DRAWS, tiling.own, others, dtype),
         part_s=plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS),
         bad_s=plgpu.SMEM((2, GROUPS * ROWS), jnp.float32),  # of the keys; and of all
-        kv_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=GROUPS),
-        q_there=plgpu.Barrier(num_arrivals=2 + marked, num_barriers=stages),
+        kv_there=plgpu.Barrier(num_arrivals=2 + of_key, num_barriers=GROUPS),
+        q_there=plgpu.Barrier(num_arrivals=2 + of_query, num_barriers=stages),
         do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         draw_there=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=DRAWS),
         all_here=plgpu.Barrier(num_arrivals=GROUPS),
+        **room(scalars, (stages, others), (GROUPS, ROWS)),
         **stage(GROUPS, ROWS, others, dtype),
     )
-    if marked:
-        scratch["marks"] = plgpu.SMEM((stages, others), jnp.int32), plgpu.SMEM((GROUPS, ROWS), jnp.int32)
     if interpreting():  # for `add_to`
         old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
         scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
     # No barriers of Pallas': what is stored here is read by products and copies, after `commit_smem`, or after `meet`.
-    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, problem.soft_cap is None, barriers=False)
+    kernel = call(body, "memeff_fused", (), scratch, blocks, GROUPS + 1, roughly(problem), barriers=False)
     results = jnp.zeros(query.shape, jnp.float32), lax.empty(key.shape, dtype), lax.empty(value.shape, dtype)
     results += (lax.empty((blocks, tiling.own), jnp.float32),)
     return pl.run_state(lambda refs: kernel(*arrays, *given, *refs))(results)
@@ -119,8 +111,8 @@ def gradients(
 
 def _compute(
     problem, shape, tiling, arrays, out, here: KeysPlace, at_end: KeysPlace, block, group, *, k_s, v_s, q_s, do_s, lse_s,
-    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, stage=None, old=None,
-    marks=None,
+    delta_s, draw_s, part_s, bad_s, kv_there, q_there, do_there, used, draw_there, all_here, marks, stage=None,
+    old=None,
 ):  # fmt: skip
     (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
     gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
@@ -159,12 +151,11 @@ def _compute(
     def step(g, n, hides, first, dk, dv):
         at = g * count + n
         x, y = lax.rem(at, jnp.int32(tiling.stages)), lax.rem(at, jnp.int32(DRAWS))
-        q, do, keep = q_s.at[x], do_s.at[x], None
+        q, do = q_s.at[x], do_s.at[x]
         plgpu.barrier_wait(q_there.at[x])
-        if hides:
-            rows = positions(here.visits.tile(n) * tiling.others, sides, 1)
-            sight = here.sight if marks is None else sight_of_keys(here.sight, marks, x, group, sides)
-            keep = sees(problem, sight, rows, positions(here.col + group * ROWS, sides, 0))
+        of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[group] for ref in marks[1])
+        pairs = transposed(problem, here, tiling, n, group, (), of_tile)
+        keep = pairs.seen() if hides else None
         opaque = apart(group)
         k, v = k_s.at[0, pl.ds(opaque * ROWS, ROWS)], v_s.at[0, pl.ds(opaque * ROWS, ROWS)]
         early = row(lse_s.at[x]) if wide else None
@@ -175,9 +166,10 @@ def _compute(
             plgpu.wgmma(raw, k, q.T)  # (5)
             plgpu.wgmma(dp, v, do.T)
             s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, keep)  # (6)
+            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, pairs, keep)  # (6)
             multiply(dv, p.astype(dtype), do, to_stage)
-            d = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))).astype(dtype)  # while dv runs
+            d, _ = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1)))  # while dv runs
+            d = d.astype(dtype)
 
             def rest():
                 multiply(dk, d, q, to_stage)
@@ -203,10 +195,7 @@ def _compute(
 
     for ref, to in ((key_ref, k), (value_ref, v)):
         plgpu.copy_gmem_to_smem(of_keys(here, ref), to, kv_there.at[group])
-    if marks is not None:
-        plgpu.copy_gmem_to_smem(
-            here.scalars.kv_segments.at[pl.ds(here.col + group * ROWS, ROWS)], marks[1].at[group], kv_there.at[group]
-        )
+    copy_marks(here.scalars.by_key, pl.ds(here.col + group * ROWS, ROWS), marks[1], group, kv_there.at[group])
     plgpu.barrier_wait(kv_there.at[group])
     bad_s[0, mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))  # in (7) nothing times NaN is NaN
     meet(all_here)  # (7) reads both warpgroups' keys

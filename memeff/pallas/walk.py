@@ -1,9 +1,10 @@
 """Which tiles a block visits, and in which order: masked ones first. Hides that keys over queries is the mirror image."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -28,6 +29,10 @@ class Visits(NamedTuple):
         whole_high = jnp.clip(jnp.minimum(self.high - self.right, lax.div(behind, jnp.int32(size))), whole_low, high)
         whole_low, whole_high = (jnp.where(alone > 0, x, low) for x in (whole_low, whole_high))
         return Visits(low, high, whole_low - low, high - whole_high, jnp.bool_(False))
+
+    def all_masked(self) -> "Visits":
+        """With a mask of which no more is known: from the last, for queries before it see the others."""
+        return self._replace(left=jnp.int32(0), right=self.total, covers=jnp.bool_(False))
 
     def hidden(self, part: "Visits") -> Array:
         """So many of the first visits `part`, of some of these rows, does not see."""
@@ -95,22 +100,42 @@ def _up(x, size: int) -> Array:
 
 
 class Scalars(NamedTuple):
-    """int32 arrays [B], and of tokens [B, T'] and [B, S']; or what a block has of them. None where the call has none."""
+    """int32 arrays [B], and of tokens [B, T'] and [B, S']; or what a block has of them. None where the call has none.
+
+    Of functions of the user's (see hoisted.py), in int32 and float32: [B, N], [B, T'] and [B, S'].
+    """
 
     q_offset: Array | None = None
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
     q_segments: Any = None
     kv_segments: Any = None
+    of_heads: tuple[Any, ...] = ()
+    of_queries: tuple[Any, ...] = ()
+    of_keys: tuple[Any, ...] = ()
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
     alone: Any = None
 
     def of(self, b) -> "Scalars":
-        """Of refs: the entries of batch b, and refs of its tokens and blocks."""
+        """Of refs: the entries of batch b, and refs of its tokens, heads and blocks."""
         of_batch = "q_offset", "q_lengths", "kv_lengths"
-        pick = lambda name, x: x[b] if name in of_batch else x.at[b]
-        return Scalars(*(x if x is None else pick(name, x) for name, x in self._asdict().items()))
+        pick = lambda name, x: x[b] if name in of_batch else jax.tree.map(lambda x: x.at[b], x)
+        found: dict[str, Any] = {name: x if x is None else pick(name, x) for name, x in self._asdict().items()}
+        return Scalars(**found)
+
+    def like(self, refs: Iterator) -> "Scalars":
+        """The next of these in the place of arrays."""
+        return jax.tree.map(lambda _: next(refs), self)
+
+    @property
+    def by_query(self) -> tuple[Any, ...]:
+        """What belongs to queries, segments first."""
+        return self.of_queries if self.q_segments is None else (self.q_segments, *self.of_queries)
+
+    @property
+    def by_key(self) -> tuple[Any, ...]:
+        return self.of_keys if self.kv_segments is None else (self.kv_segments, *self.of_keys)
 
 
 def with_ranges(scalars: Scalars, lengths: tuple[int, int], size: int, keys: bool = False) -> Scalars:
@@ -226,6 +251,7 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     visits = seen(row, row + rows - 1)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
+    visits = visits if problem.mask_fn is None else visits.all_masked()
     may = keys < rows and scalars.q_segments is None
     hidden = lambda first, count: visits.hidden(seen(first, first + count - 1)) if may else 0
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, hidden)
@@ -246,10 +272,13 @@ def find_keys(problem: Problem, shape: Shape, scalars: Scalars, cols: int, queri
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
+    if problem.score_fn is not None and shape.T % queries:  # behind the last query it may be anything
+        sight = sight._replace(q_lengths=all_ends[0])
     col = tile * cols
     last = jnp.minimum(col + cols, shape.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     visits = queries_seeing(problem, offset, col, last, all_ends, queries)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], queries)
+    visits = visits if problem.mask_fn is None else visits.all_masked()
     return KeysPlace(b, k, col, sight, visits, scalars)

@@ -1,0 +1,495 @@
+"""A user's function of scalars taken apart: what XLA computes before a kernel, and what the kernel computes on its tiles.
+
+The function's jaxpr, its calls inlined, is a list of steps. Each depends on some of score, batch, head, q_pos and k_pos:
+  on batch and head at most: a number for each head, made before and read as a scalar
+  besides on one of q_pos and k_pos: made on the tile if that is cheap, else before, as a vector that travels with its tokens
+  on others: made on the tile, if it is element-wise and Mosaic lowers it; nothing else can be
+Nothing here knows of Mosaic. What the kernel computes is the same steps, bound to tiles in the place of scalars.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core
+
+from memeff.functions import Given, Places
+from memeff.problem import Operands, Problem, among_keys
+
+ARGUMENTS = "score", "batch", "head", "q_pos", "k_pos"
+CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint"}
+
+# What Mosaic lowers on tiles of these (jax 0.11 and 0.12: each was tried), or `_rewritten` puts otherwise.
+NUMBERS = {"float32", "int32", "uint32"}
+NARROW = {"bfloat16", "float16"}  # to round to and back
+CHEAP = {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "ge", "gt", "le",
+    "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reduce_sum", "reshape", "reshard", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "square", "squeeze", "stop_gradient", "sub", "xor",
+}  # fmt: skip
+CURVED = {"cos", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh"}  # that have a rough form, too
+READS = {"dynamic_slice", "gather"}  # a number of an array
+LOWERED = CHEAP | CURVED | {"div", "integer_pow", "rem", "round", "sign"}
+
+
+# ---- steps
+
+
+class Known(NamedTuple):
+    """A number, or a closed-over array."""
+
+    value: Any
+    dtype: Any
+
+
+class Step(NamedTuple):
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[int | Known, ...]
+    outputs: tuple[int, ...]
+
+    def __call__(self, *values) -> list[Any]:
+        found = self.primitive.bind(*values, **self.primitive.get_bind_params(self.params))
+        return list(found) if self.primitive.multiple_results else [found]
+
+
+class Program(NamedTuple):
+    """Steps that make `outputs` of `inputs`, names of which `types` tells the types."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | Known, ...]
+    types: dict[int, Any]
+
+
+def program(f, *like) -> Program:
+    """The steps of f, of scalars and arrays."""
+    traced = jax.make_jaxpr(f)(*like)
+    types: dict[int, Any] = {}
+    steps: list[Step] = []
+
+    def named(x) -> int:
+        types[len(types)] = x.aval
+        return len(types) - 1
+
+    def inline(jaxpr: Any, consts, names) -> list[int | Known]:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, names, strict=True))
+        env |= {x: Known(value, x.aval.dtype) for x, value in zip(jaxpr.constvars, consts, strict=True)}
+        of = lambda x: _literal(x) if isinstance(x, core.Literal) else env[x]
+        for eqn in jaxpr.eqns:
+            inputs, inner = [of(x) for x in eqn.invars], eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if eqn.primitive.name in CALLS:
+                closed = isinstance(inner, core.ClosedJaxpr)
+                found = inline(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
+            else:
+                found = [named(x) for x in eqn.outvars]
+                steps.append(Step(eqn.primitive, eqn.params, tuple(inputs), tuple(found)))
+            env |= zip(eqn.outvars, found, strict=True)
+        return [of(x) for x in jaxpr.outvars]
+
+    inputs = [named(x) for x in traced.jaxpr.invars]
+    outputs = inline(traced.jaxpr, traced.consts, inputs)
+    return Program(tuple(steps), tuple(inputs), tuple(outputs), types)
+
+
+def _literal(x: Any) -> Known:
+    return Known(x.val, x.aval.dtype)
+
+
+def needed(steps: Iterable[Step], wanted: Iterable[Any]) -> list[Step]:
+    """Of these steps, in their order, those that `wanted` depends on."""
+    wanted, found = set(wanted), []
+    for step in reversed(list(steps)):
+        if wanted & set(step.outputs):
+            wanted |= {x for x in step.inputs if not isinstance(x, Known)}
+            found.append(step)
+    return found[::-1]
+
+
+def run(steps: Iterable[Step], env: dict[int, Any]) -> dict[int, Any]:
+    """The steps, of scalars."""
+    env = dict(env)
+    for step in steps:
+        values = (x.value if isinstance(x, Known) else env[x] for x in step.inputs)
+        env |= zip(step.outputs, step(*values), strict=True)
+    return env
+
+
+# ---- on tiles
+
+
+def run_on_tiles(steps: Iterable[Step], env: dict[int, Array], shape: tuple[int, ...]) -> dict[int, Array]:
+    """The steps, of tiles. Numbers become tiles, too: a compiler tells that all of one are the same."""
+    env = dict(env)
+    for step in steps:
+        values = [_tile(x.value, x.dtype, shape) if isinstance(x, Known) else env[x] for x in step.inputs]
+        (env[step.outputs[0]],) = _rewritten(step, values) or step(*values)
+    return env
+
+
+def _tile(x, dtype, shape) -> Array:
+    return lax.full(shape, x, dtype) if np.ndim(x) == 0 else x
+
+
+def _rewritten(step: Step, values: list[Array]) -> list[Array] | None:
+    """What Mosaic has no rule for on tiles, by what it has; None: it has one."""
+    x, *rest = values
+    full = lambda value: lax.full(x.shape, value, x.dtype)
+    match step.primitive.name:
+        case "add_any":
+            return [lax.add(x, *rest)]
+        case "broadcast_in_dim" | "copy" | "reduce_sum" | "reshape" | "reshard" | "squeeze" | "stop_gradient":  # of a scalar
+            return [x]
+        case "not" if _is_bool(x.dtype):
+            return [lax.bitwise_xor(x, full(True))]
+        case "convert_element_type" if _is_bool(step.params["new_dtype"]):
+            return [x if _is_bool(x.dtype) else lax.ne(x, full(0))]
+        case "convert_element_type":
+            return [lax.convert_element_type(x, step.params["new_dtype"])]
+        case "integer_pow":
+            y = step.params["y"]
+            power = full(1) if y == 0 else x if abs(y) == 1 else lax.integer_pow(x, abs(y))
+            return [power if y >= 0 else lax.div(full(1), power)]
+    return None
+
+
+def _is_bool(dtype) -> bool:
+    return jnp.dtype(dtype) == jnp.dtype(bool)
+
+
+def _cannot(step: Step, types: dict[int, Any]) -> str | None:
+    """Why this step cannot be on tiles; None: it can."""
+    of = lambda x: x.dtype if isinstance(x, Known) else types[x].dtype
+    dtypes = [jnp.dtype(of(x)).name for x in (*step.inputs, *step.outputs)]
+    name = step.primitive.name
+    scalars = all(np.ndim(x.value) == 0 if isinstance(x, Known) else types[x].shape == () for x in step.inputs)
+    lowered = name in LOWERED and scalars and all(types[x].shape == () for x in step.outputs)
+    lowered &= name != "select_n" or dtypes[0] == "bool"
+    lowered &= name != "rem" or dtypes[0] != "float32"
+    if not lowered:
+        return f"`{name}`"
+    known = NUMBERS | {"bool"} | (NARROW if name == "convert_element_type" else set())
+    return next((f"`{name}` in {dtype}" for dtype in dtypes if dtype not in known), None)
+
+
+# ---- taken apart
+
+
+class Numbers(NamedTuple):
+    """What is made before: for each head B K G, for each query B T, for each key B S; in float32 and int32."""
+
+    of_heads: tuple[Any, ...] = ()
+    of_queries: tuple[Any, ...] = ()
+    of_keys: tuple[Any, ...] = ()
+
+
+class Apart(NamedTuple):
+    """A function taken apart."""
+
+    whole: Program
+    before: Numbers  # names
+    moving: tuple[int, ...]  # names of those that are floats and made of params that are: they have gradients
+    steps: tuple[Step, ...]  # of the tile
+    reason: str | None  # why it cannot be; None: it can
+
+
+def take_apart(name: str, given: Given, params: tuple[Array, ...]) -> Apart:
+    """Of a function (`name`: score_fn or mask_fn) and all its params, floats in float32."""
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params]
+    of_pair = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    arguments = ARGUMENTS if name == "score_fn" else ARGUMENTS[1:]
+    score = [jax.ShapeDtypeStruct((), jnp.float32)] if name == "score_fn" else []
+
+    def of_leaves(pair, leaves):
+        return given.fn(*pair, jax.tree.unflatten(given.structure, leaves))
+
+    whole = program(of_leaves, [*score, *of_pair], like)
+    return _apart(name, whole, dict(zip(whole.inputs, arguments, strict=False)))
+
+
+class _Facts(NamedTuple):
+    """Of each name."""
+
+    of: dict[int, frozenset[str]]  # on what it depends
+    cheap: dict[int, bool]  # can it be made on a tile with no thought?
+    can: dict[int, bool]  # or at all, of what is made before?
+    moves: dict[int, bool]  # is it a float, made of params that are?
+
+    def before(self, x: int) -> bool:
+        """Has it to be made before?"""
+        side = _side(self.of[x])
+        return side == "of_heads" or side is not None and not self.cheap[x] and not ("head" in self.of[x] and self.can[x])
+
+
+def _facts(whole: Program, arguments: dict[int, str]) -> _Facts:
+    is_float = lambda x: jnp.issubdtype(whole.types[x].dtype, jnp.floating)
+    of = {x: frozenset([arguments[x]] if x in arguments else []) for x in whole.inputs}
+    cheap = {x: x in arguments for x in whole.inputs}
+    can, moves = dict(cheap), {x: x not in arguments and is_float(x) for x in whole.inputs}
+    for step in whole.steps:
+        inputs = _names(step)
+        depends = frozenset().union(*(of[x] for x in inputs))
+        lowers, first = _cannot(step, whole.types) is None, _side(depends) == "of_heads"
+        moving = step.primitive.name != "stop_gradient" and any(moves[x] for x in inputs)
+        for x in step.outputs:
+            of[x] = depends
+            cheap[x] = first or lowers and step.primitive.name in CHEAP and all(cheap[y] for y in inputs)
+            can[x] = first or lowers and all(can[y] or "head" not in of[y] for y in inputs)
+            moves[x] = moving and is_float(x)
+    return _Facts(of, cheap, can, moves)
+
+
+def _names(step: Step) -> list[int]:
+    return [x for x in step.inputs if not isinstance(x, Known)]
+
+
+def _apart(name: str, whole: Program, arguments: dict[int, str]) -> Apart:
+    facts = _facts(whole, arguments)
+    wanted, tile, reason = {x for x in whole.outputs if not isinstance(x, Known)}, [], None
+    for step in reversed(whole.steps):
+        if wanted & set(step.outputs) and not any(map(facts.before, step.outputs)):
+            tile.append(step)
+            wanted |= set(_names(step))
+            if (cannot := _cannot(step, whole.types)) is not None:
+                what = "the score" if "score" in facts.of[step.outputs[0]] else "query and key positions together"
+                reads = step.primitive.name in READS
+                reason = f"read no array at {what}" if reads else f"cannot compute {cannot} of {what}"
+                reason = f"its kernels {reason} ({name})"
+    made: dict[str, list[int]] = {side: [] for side in Numbers._fields}
+    for x in sorted(filter(facts.before, wanted)):
+        side = _side(facts.of[x]) or ""
+        made[side].append(x)
+        moving = name == "score_fn" and facts.moves[x]
+        reason = reason or _cannot_travel(name, side, whole.types[x], "head" in facts.of[x], moving)
+    numbers = Numbers(*map(tuple, made.values()))
+    moving = tuple(x for x in sum(numbers, ()) if facts.moves[x]) if name == "score_fn" else ()
+    return Apart(whole, numbers, moving, tuple(reversed(tile)), reason)
+
+
+def _side(depends: frozenset[str]) -> str | None:
+    """Of what there is a number for each; None: of pairs."""
+    by = depends - {"batch", "head"}
+    return {frozenset(): "of_heads", frozenset(["q_pos"]): "of_queries", frozenset(["k_pos"]): "of_keys"}.get(by)
+
+
+def _cannot_travel(name: str, side: str, like, of_head: bool, moving: bool) -> str | None:
+    tokens = {"of_queries": "query", "of_keys": "key"}.get(side)
+    if like.shape != ():
+        return f"its kernels read numbers, and {name} makes arrays of shape {like.shape} for a pair"
+    if jnp.dtype(like.dtype).name not in NUMBERS | {"bool"}:
+        return f"its kernels compute functions in float32 and int32, and {name} has {like.dtype}"
+    if tokens and of_head:
+        return f"its kernels read numbers of {name} for each {tokens}, and not for each {tokens} and head"
+    if moving and side == "of_keys":
+        return f"its kernels give no gradient to params of {name} that are read for each key"
+    return None
+
+
+# ---- for a call
+
+
+def why_not(problem: Problem, operands: Operands) -> str | None:
+    """Why kernels cannot run the functions of this call; None: they can."""
+    for name, (given, params) in _functions(problem, operands).items():
+        apart = take_apart(name, given, params)
+        if apart.reason is not None:
+            return apart.reason
+        if name == "score_fn":
+            slopes = _slopes(apart)
+            for step in slopes.steps:
+                if (cannot := _cannot(step, slopes.types)) is not None:
+                    return f"its kernels cannot compute {cannot}, which the gradient of score_fn needs"
+    return None
+
+
+def counts(problem: Problem, operands: Operands) -> tuple[tuple[int, int], int]:
+    """Of how many there is a number for each query, and for each key; and how many sums of cotangents."""
+    found = [take_apart(name, *of) for name, of in _functions(problem, operands).items()]
+    total = lambda of: sum(map(of, found))
+    of_tokens = total(lambda x: len(x.before.of_queries)), total(lambda x: len(x.before.of_keys))
+    return of_tokens, total(lambda x: len(x.moving))
+
+
+def _functions(problem: Problem, operands: Operands) -> dict[str, tuple[Given, tuple[Array, ...]]]:
+    """{name: function and all its params}, floats in float32."""
+    floats = sum(problem.mask_fn.floats) if problem.mask_fn is not None else 0
+    masks = operands.mask_params[:floats], operands.mask_params[floats:]
+    given = {
+        "score_fn": (problem.score_fn, (operands.terms.score, operands.score_rest)),
+        "mask_fn": (problem.mask_fn, masks),
+    }
+    found = {}
+    for name, (fn, params) in given.items():
+        if fn is not None:
+            both = iter(params[0]), iter(params[1])
+            leaves = (next(both[0 if is_float else 1]) for is_float in fn.floats)
+            narrow = lambda x: _astype(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            found[name] = fn, tuple(map(narrow, leaves))
+    return found
+
+
+def _astype(x, dtype):
+    """Of arrays, and of their shapes."""
+    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+
+def numbers(problem: Problem, operands: Operands) -> Numbers:
+    """What is made before, of both functions, that of score_fn first."""
+    found = []
+    for name, (given, params) in _functions(problem, operands).items():
+        found.append(_numbers(take_apart(name, given, params), params, problem, operands))
+    return Numbers(*(sum(x, ()) for x in zip(*found, strict=True))) if found else Numbers()
+
+
+def moving(problem: Problem, operands: Operands) -> tuple[Array, ...]:
+    """Of those of score_fn, what has a gradient, in the order of `OnTiles.moving`."""
+    given, params = _functions(problem, operands)["score_fn"]
+    apart = take_apart("score_fn", given, params)
+    found = _numbers(apart, params, problem, operands)
+    by_name: dict[int, Array] = dict(zip(sum(apart.before, ()), sum(found, ()), strict=True))
+    return tuple(by_name[x] for x in apart.moving)
+
+
+def _numbers(apart: Apart, params, problem: Problem, operands: Operands) -> Numbers:
+    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    first = jnp.arange(max(B, K * G, T, S), dtype=jnp.int32)
+    batch, head, each = first[:B], first[: K * G].reshape(K, G), jnp.zeros((B, 1), jnp.int32)
+    offset = None if operands.q_offset is None else operands.q_offset[:, None]
+    q_pos, k_pos = among_keys(problem, offset, first[:T]) + each, first[:S] + each
+
+    def made(names, batch, head, q_pos, k_pos):
+        pair = dict(zip(ARGUMENTS[1:], (batch, head, q_pos, k_pos), strict=True))
+        count = len(apart.whole.inputs) - len(params)
+        env: dict[int, Any] = dict(zip(apart.whole.inputs[count:], params, strict=True))
+        env |= {x: pair[at] for x, at in zip(apart.whole.inputs[:count], ARGUMENTS[-count:], strict=True) if at in pair}
+        env = run(needed(apart.whole.steps, names), env)
+        return tuple(_stored(env[x]) for x in names)
+
+    none = jnp.int32(0)
+    of_head = jax.vmap(jax.vmap(lambda b, n: made(apart.before.of_heads, b, n, none, none), (None, 0)), (None, 0))
+    of_head = jax.vmap(of_head, (0, None))
+    of_query = jax.vmap(jax.vmap(lambda b, i: made(apart.before.of_queries, b, none, i, none), (None, 0)))
+    of_key = jax.vmap(jax.vmap(lambda b, j: made(apart.before.of_keys, b, none, none, j), (None, 0)))
+    return Numbers(of_head(batch, head), of_query(batch, q_pos), of_key(batch, k_pos))
+
+
+def _stored(x: Array) -> Array:
+    return x if x.dtype == jnp.float32 else x.astype(jnp.int32)
+
+
+# ---- in the kernel
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnTiles:
+    """In the place of a `Given`: the same function, of tiles, by what was made before (`indices` of all that there is)."""
+
+    apart: Apart
+    indices: Numbers
+    slopes: Program | None = None  # value and derivatives; None: nobody wants those
+
+    @property
+    def moving(self) -> tuple[tuple[str, int], ...]:
+        """What has a gradient: of which kind, and the how manyth of these."""
+        of = {x: (side, i) for side in Numbers._fields for x, i in zip(*(getattr(y, side) for y in self._both), strict=True)}
+        return tuple(of[x] for x in self.apart.moving)
+
+    @property
+    def _both(self):
+        return self.apart.before, self.indices
+
+    @property
+    def curved(self) -> bool:
+        """Does it compute what a kernel could compute roughly?"""
+        steps = (*self.apart.steps, *(self.slopes.steps if self.slopes else ()))
+        return any(step.primitive.name in CURVED | {"div"} for step in steps)
+
+    def __call__(self, score: Array | None, at: Places, floats, rest) -> Array:
+        """`rest`: all that was made before, `floats`: `moving` of those as tiles; positions of `at` are tiles."""
+        names, shape = sum(self.apart.before, ()), at.q_pos.shape
+        env = {x: _loaded(y, self.apart.whole.types[x].dtype, shape) for x, y in zip(names, rest, strict=True)}
+        env |= dict(zip(self.apart.moving, floats, strict=False))
+        pair = [at.q_pos, at.k_pos] if score is None else [score, at.q_pos, at.k_pos]
+        env |= dict(zip(_pair(self.apart.whole, score is not None), pair, strict=True))
+        if self.slopes is None:
+            env, (out,) = run_on_tiles(self.apart.steps, env, shape), self.apart.whole.outputs
+            return _tile(out.value, out.dtype, shape) if isinstance(out, Known) else env[out]
+        return _by_slopes(self, env, shape)
+
+
+def _pair(whole: Program, scored: bool) -> tuple[int, ...]:
+    """Names of score (if there is one), q_pos and k_pos."""
+    return (whole.inputs[0], *whole.inputs[3:5]) if scored else whole.inputs[2:4]
+
+
+def _loaded(x: Array, dtype, shape) -> Array:
+    x = x if x.shape == shape else lax.broadcast(x, shape)
+    return lax.ne(x, lax.full(shape, 0, x.dtype)) if _is_bool(dtype) else lax.convert_element_type(x, dtype)
+
+
+def _known(apart: Apart) -> tuple[int, ...]:
+    """Names that the steps of the tile begin with, those of which there are derivatives first."""
+    names = apart.whole.inputs[0], *apart.moving
+    return *names, *(x for x in (*_pair(apart.whole, True), *sum(apart.before, ())) if x not in names)
+
+
+def _slopes(apart: Apart) -> Program:
+    """Of the steps of the tile of a score: their value, and its derivative by the score and by what else moves.
+
+    Taken of scalars, for what JAX makes of tiles Mosaic does not lower (sums of cotangents, `add_any`).
+    """
+    names = _known(apart)
+    by = 1 + len(apart.moving)
+
+    def value_and_slopes(*values):
+        def value(*first):
+            env, (out,) = run(apart.steps, dict(zip(names, (*first, *values[by:]), strict=True))), apart.whole.outputs
+            return jnp.asarray(out.value, out.dtype) if isinstance(out, Known) else env[out]
+
+        y, pull = jax.vjp(value, *values[:by])
+        return y, *pull(jnp.ones_like(y))
+
+    return program(value_and_slopes, *(jax.ShapeDtypeStruct((), apart.whole.types[x].dtype) for x in names))
+
+
+def _by_slopes(function: OnTiles, env: dict[int, Array], shape) -> Array:
+    names, slopes = _known(function.apart), function.slopes
+    assert slopes is not None
+    by = 1 + len(function.apart.moving)
+    rest = [env[x] for x in names[by:]]  # no arguments of `value`: Mosaic lowers no tangents of integers
+
+    def all_of(first):
+        env = run_on_tiles(slopes.steps, dict(zip(slopes.inputs, (*first, *rest), strict=True)), shape)
+        return [_tile(x.value, x.dtype, shape) if isinstance(x, Known) else env[x] for x in slopes.outputs]
+
+    @jax.custom_jvp
+    def value(*first):
+        return all_of(first)[0]
+
+    @value.defjvp
+    def _(primals, tangents):
+        y, *of = all_of(primals)
+        return y, functools.reduce(lax.add, (lax.mul(x, dx) for x, dx in zip(of, tangents, strict=True)))
+
+    return value(*(env[x] for x in names[:by]))
+
+
+def on_tiles(problem: Problem, operands: Operands, slopes: Literal["score", "all"] | None = None) -> Problem:
+    """`problem` with its functions as kernels run them; with the score's derivative, by score alone or by params as well."""
+    found, counts = {}, [0, 0, 0]
+    for name, (given, params) in _functions(problem, operands).items():
+        apart = take_apart(name, given, params)
+        assert apart.reason is None
+        indices = Numbers(*(tuple(range(n, n + len(x))) for n, x in zip(counts, apart.before, strict=True)))
+        counts = [n + len(x) for n, x in zip(counts, apart.before, strict=True)]
+        if name == "score_fn" and slopes is not None:
+            apart = apart if slopes == "all" else apart._replace(moving=())
+            found[name] = OnTiles(apart, indices, _slopes(apart))
+        else:
+            found[name] = OnTiles(apart._replace(moving=()), indices)
+    return dataclasses.replace(problem, **found)

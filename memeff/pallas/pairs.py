@@ -1,0 +1,115 @@
+"""The pairs of a tile in a kernel: where they are, who sees whom, and their logits. Hides where functions have arrays from.
+
+A tile has queries along one dim and keys along the other, either way round: what belongs to them is a tile here, too.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.functions import Places
+from memeff.pallas.hoisted import Numbers, OnTiles
+from memeff.pallas.mosaic import COL, ROW, plgpu, positions, spread
+from memeff.pallas.walk import Scalars
+from memeff.problem import Problem, Sight, Terms, among_keys, finish_in_bits, sees
+
+Marks = tuple[Sequence[Any], Sequence[Any]]  # in shared memory, of queries and of keys; as `by_query` and `by_key`
+
+
+def arrivals(scalars: Scalars) -> tuple[int, int]:
+    """Copies of what belongs to a tile of queries, and of keys."""
+    return len(scalars.by_query), len(scalars.by_key)
+
+
+def room(scalars: Scalars, queries: tuple[int, int], keys: tuple[int, int]) -> dict[str, Marks]:
+    """Shared memory for it."""
+    of = lambda arrays, shape: tuple(plgpu.SMEM(shape, x.dtype) for x in arrays)
+    return {"marks": (of(scalars.by_query, queries), of(scalars.by_key, keys))}
+
+
+def copy_marks(vectors: Sequence[Any], at, shared: Sequence[Any], slot, there) -> None:
+    """Of the tokens `at`."""
+    for ref, to in zip(vectors, shared, strict=True):
+        plgpu.copy_gmem_to_smem(ref.at[at], to.at[slot], there)
+
+
+def roughly(problem: Problem) -> bool:
+    """May exponentials be rough? Of what bends logits, and is made anew from them in the backward, they may not."""
+    score_fn: Any = problem.score_fn
+    return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
+
+
+def of_head(scalars: Scalars, n) -> tuple[Array, ...]:
+    """What functions have for query head `n`: read before a loop, for it would be read again in each step."""
+    return tuple(ref[n] for ref in scalars.of_heads)
+
+
+class Pairs(NamedTuple):
+    """`marks`: of this tile's queries and keys. `query_dim`: along which queries are."""
+
+    problem: Problem  # functions in it are OnTiles
+    shape: tuple[int, int]
+    first: tuple[Any, Any]  # query and key
+    sight: Sight
+    scalars: Scalars
+    of_heads: tuple[Array, ...]  # scalars
+    marks: Marks
+    query_dim: int = 0
+
+    @property
+    def rows(self) -> Array:
+        return positions(self.first[0], self.shape, self.query_dim)
+
+    @property
+    def cols(self) -> Array:
+        return positions(self.first[1], self.shape, 1 - self.query_dim)
+
+    def _mark(self, side: int, n: int) -> Array:
+        """The n-th of queries (0) or of keys."""
+        dim = self.query_dim if side == 0 else 1 - self.query_dim
+        return spread(plgpu.load(self.marks[side][n], layout=(ROW, COL)[dim]), self.shape, dim)
+
+    def _made(self, function: OnTiles) -> tuple[Array, ...]:
+        """All that was made for this function before."""
+        behind = lambda vectors, of: len(vectors) - len(of)
+        skip = behind(self.scalars.by_query, self.scalars.of_queries), behind(self.scalars.by_key, self.scalars.of_keys)
+        numbers = Numbers(
+            tuple(self.of_heads[n] for n in function.indices.of_heads),
+            tuple(self._mark(0, skip[0] + n) for n in function.indices.of_queries),
+            tuple(self._mark(1, skip[1] + n) for n in function.indices.of_keys),
+        )
+        return sum(numbers, ())
+
+    def places(self, function: Any) -> Places | None:
+        """For `function`, score_fn or mask_fn."""
+        if function is None:
+            return None
+        q_pos, none = among_keys(self.problem, self.sight.q_offset, self.rows), jnp.int32(0)
+        made = self._made(function)
+        return Places(none, none, q_pos, self.cols, of_score=made, of_mask=made)
+
+    def terms(self) -> Terms:
+        """What has a gradient, as tiles, each of whose numbers gets its own."""
+        score_fn: Any = self.problem.score_fn
+        if score_fn is None or not score_fn.moving:
+            return Terms()
+        by_name = dict(zip(sum(score_fn.apart.before, ()), self._made(score_fn), strict=True))
+        wide = lambda x: x if x.shape == self.shape else lax.broadcast(x, self.shape)
+        return Terms(score=tuple(wide(by_name[x]) for x in score_fn.apart.moving))
+
+    def seen(self) -> Array:
+        """Who sees whom."""
+        sight, mask_fn = self.sight, self.problem.mask_fn
+        if self.scalars.q_segments is not None:
+            sight = sight._replace(q_segments=self._mark(0, 0), kv_segments=self._mark(1, 0))
+        if mask_fn is not None:
+            at = self.places(mask_fn)
+            assert at is not None
+            sight = sight._replace(mask=mask_fn(None, at, (), at.of_mask))
+        return sees(self.problem, sight, self.rows, self.cols)
+
+    def logits(self, raw: Array, keep: Array | None) -> Array:
+        """In bits."""
+        return finish_in_bits(self.problem, raw, Terms(), keep, self.places(self.problem.score_fn))

@@ -36,6 +36,7 @@ CASES = {
     "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
     "score soft cap": dict(H=128, is_causal=True, score=scores.soft_cap),
     "documents": dict(H=128, mask_fn=masks.documents(IDS)),
+    "block mask": dict(H=128, mask_fn=memeff.block_mask(masks.documents(IDS[0]) & masks.causal(), T)),
     "documents, alibi": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi),
 }
 

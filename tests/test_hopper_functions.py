@@ -18,6 +18,7 @@ from test_hopper import bf16, draw, f32, forward, i32, interpreted, kernels, low
 import memeff
 from memeff import dispatch, dot_product_attention, masks, scores
 from memeff.functions import Mask, Score
+from memeff.problem import Problem
 
 pytestmark = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
 
@@ -128,6 +129,17 @@ CASES = {
         how=dict(query_segment_ids=ids(1, 130, 5), is_causal=True),
     ),
 }  # fmt: skip
+
+
+BLOCKED = {  # some whole tiles, and with lengths none
+    "documents": (masks.documents(np.repeat([0, 1], [330, 190])), {}, small(T=520, S=520)),
+    "causal, 128": (masks.causal() & masks.documents(np.repeat([0, 1], [330, 70])), {}, small(T=400, S=400, H=128, D=128)),
+    "lengths, window": (
+        masks.causal() | masks.prefix(100),
+        dict(key_value_seq_lengths=i32([250, 0]), local_window_size=(150, None)),
+        small(B=2, T=140, S=300),
+    ),
+}
 
 
 def call(case: Case, implementation, params, *args, **more):
@@ -271,11 +283,49 @@ def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, monkeypatch
     np.testing.assert_array_equal(grad, (slopes if mapped else slopes[0]) * 2 * 16)
 
 
-def test_block_masks_are_right():
-    args, mask = draw(bf16, small(T=200, S=200)), masks.causal() & masks.documents(ids(1, 200)[0])
-    outs = [forward(args, mask_fn=x) for x in (mask, memeff.block_mask(mask, 200, block_size=64))]
-    for x, y in zip(*outs, strict=True):
-        np.testing.assert_allclose(f32(x), f32(y), atol=4e-3)
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
+@pytest.mark.parametrize("name", BLOCKED)
+def test_block_masks_drive_the_loops(name):
+    """As the chunked path has it by the mask itself."""
+    mask, how, z = BLOCKED[name]
+    args, cotangent = draw(bf16, z), cotangents(draw(bf16, z), bf16)
+    block = memeff.block_mask(mask, z.T, z.S, block_size=64)
+    blocked = Case(z, lambda _: dict(mask_fn=block), how=how)
+    plain, pull = jax.vjp(functools.partial(call, Case(z, lambda _: dict(mask_fn=mask), how=how), "xla", ()), *args)
+    expected = plain, pull(cotangent)
+    for x, y in zip(jax.tree.leaves(run(blocked, args)), jax.tree.leaves(expected), strict=True):
+        finite = np.isfinite(f32(y))
+        np.testing.assert_array_equal(np.isfinite(f32(x)), finite)
+        np.testing.assert_allclose(f32(x)[finite], f32(y)[finite], atol=2e-2)
+
+
+@pytest.mark.parametrize("how", [{}, dict(left=90), dict(right=0)], ids=str)
+def test_tables_list_what_is_seen(how):
+    """Every tile of which some pair is seen, once; whole ones last, and wholly seen; of queries and of keys."""
+    from memeff.pallas import walk
+
+    T, S, sides = 300, 410, (64, 128)
+    mask = masks.documents(np.repeat([0, 1], [200, 100]), np.repeat([0, 1], [280, 130]))
+    problem = Problem(blocks=memeff.block_mask(mask, T, S, block_size=16).blocks, **how)
+    i, j = np.ogrid[:T, :S]
+    seen = (i >= 200) == (j >= 280)
+    seen &= (i - problem.left <= j) if problem.left is not None else True
+    seen &= (j <= i + problem.right) if problem.right is not None else True
+    whole_tiles = 0
+    for find, own, size, pairs in (
+        (walk.with_lists, *sides, seen),
+        (walk.with_lists_of_keys, *sides[::-1], seen.T),
+    ):
+        table = np.asarray(find(problem, walk.Scalars(), (T, S), sides).listed)
+        for n in range(-(-pairs.shape[0] // own)):
+            visits = walk.Listed.of(table, n)
+            order = [int(visits.tile(m)) for m in range(visits.total)]
+            tiles = [pairs[n * own : (n + 1) * own, m * size : (m + 1) * size] for m in range(-(-pairs.shape[1] // size))]
+            assert sorted(order) == [m for m, tile in enumerate(tiles) if tile.any()]
+            for m in order[int(visits.masked) :]:
+                assert tiles[m].all() and tiles[m].shape[1] == size
+                whole_tiles += 1
+    assert whole_tiles > 1
 
 
 # ---- what is refused, and who runs

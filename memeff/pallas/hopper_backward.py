@@ -49,7 +49,10 @@ from memeff.pallas.walk import (
     cached_order,
     find_keys,
     find_place,
+    some_whole,
     tiles_visited,
+    with_lists,
+    with_lists_of_keys,
     with_ranges,
 )
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, finish_in_bits
@@ -108,11 +111,6 @@ def moving_of(problem: Problem) -> int:
     return 0 if score_fn is None else len(score_fn.moving)
 
 
-def may_be(problem: Problem, hides: bool) -> bool:
-    """May there be tiles with masks, or without?"""
-    return hides or problem.mask_fn is None
-
-
 def _failed(failed_s, turn: Turn, *sums) -> Array:
     """1 if, in the first round, some row of these sums is not finite."""
     if not turn.first:
@@ -151,7 +149,7 @@ def queries(
     (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
-    scalars = with_ranges(scalars, lengths, tiling.own)
+    scalars = with_lists(problem, with_ranges(scalars, lengths, tiling.own), lengths, (tiling.own, keys))
     given, (of_query, of_key) = jax.tree.leaves((dlse, scalars)), arrivals(scalars)
     moving = moving_of(problem)
     outs = 2 + moving
@@ -308,7 +306,7 @@ def _compute_queries(
         sums = (full((ROWS,), 0.0),) * len(sums_refs)
         for first, last, hides in parts:
             one = lambda n, sums, hides=hides: step(n, hides, lse, delta, dq, sums)
-            sums = lax.fori_loop(first, last, one, sums) if may_be(problem, hides) else sums
+            sums = lax.fori_loop(first, last, one, sums) if hides or some_whole(problem, here.scalars) else sums
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
     dq, sums = accumulators(walk, (ROWS, q.shape[-1]))
@@ -371,7 +369,9 @@ def keys(
     shape = Shape(B, T, S, K, N // K)
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0 and others == ROWS
-    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
+    scalars = with_lists_of_keys(
+        problem, with_ranges(scalars, lengths, tiling.own, keys=True), lengths, (others, tiling.own)
+    )
     given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
 
     total = B * K * -(-S // tiling.own)
@@ -520,7 +520,7 @@ def _compute_keys(
             parts = ((0, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
             for first, last, hides in parts:
                 one = lambda n, _, hides=hides: step(start, n, hides, numbers, dk, dv)
-                lax.fori_loop(first, last, one, None) if may_be(problem, hides) else None
+                lax.fori_loop(first, last, one, None) if hides or some_whole(problem, here.scalars) else None
 
         lax.fori_loop(0, shape.G, head, None)
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)

@@ -47,7 +47,9 @@ from memeff.pallas.walk import (
     Shape,
     balanced_order,
     find_place,
+    some_whole,
     tiles_visited,
+    with_lists,
     with_ranges,
 )
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem
@@ -76,7 +78,7 @@ def attend(
     shape = Shape(B, T, S, K, N // K)
     tiles = -(-T // tiling.rows)
     groups, keys, stages = tiling.warpgroups, tiling.keys, tiling.stages
-    scalars = with_ranges(scalars, lengths, tiling.rows)
+    scalars = with_lists(problem, with_ranges(scalars, lengths, tiling.rows), lengths, (tiling.rows, keys))
     given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
     out = [jax.ShapeDtypeStruct((B, rows, N, D), dtype)]
     if want_lse:
@@ -266,7 +268,7 @@ class Walk(NamedTuple):
         tiles give good references only if they are the nearest, as with a bound on the right.
         """
         problem = self.has.problem
-        return problem.mask_fn is None and (problem.score_fn is None or problem.right is not None)
+        return some_whole(problem, self.here.scalars) and (problem.score_fn is None or problem.right is not None)
 
     def pairs(self, n) -> Pairs:
         has, here = self.has, self.here

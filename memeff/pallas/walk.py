@@ -53,6 +53,73 @@ class Visits(NamedTuple):
         return jnp.where(n < self.right, self.high - 1 - n, jnp.where(n < self.masked, self.low + n - self.right, whole))
 
 
+class Listed(NamedTuple):
+    """Tiles that a block mask leaves, one by one, in the place of `Visits`: masked ones first, too."""
+
+    table: Any  # of `with_lists`
+    start: Array
+    masked: Array
+    total: Array
+
+    @classmethod
+    def of(cls, table, own) -> "Listed":
+        return cls(table, *(table[3 * own + i] for i in range(3)))
+
+    @property
+    def right(self) -> Array:
+        return jnp.int32(0)
+
+    @property
+    def covers(self) -> Array:
+        return jnp.bool_(False)
+
+    def tile(self, n: Array) -> Array:
+        return self.table[self.start + n]
+
+
+LARGEST_TABLE = 2**24  # numbers; of more tiles the mask alone decides
+
+
+def with_lists(problem: Problem, scalars: "Scalars", lengths: tuple[int, int], sides: tuple[int, int]) -> "Scalars":
+    """With the tiles that each tile of queries visits, of `sides` queries and keys, if the call has a block mask."""
+    return _listed(problem, scalars, lengths, sides, False)
+
+
+def with_lists_of_keys(problem: Problem, scalars: "Scalars", lengths, sides: tuple[int, int]) -> "Scalars":
+    """The same for each tile of keys."""
+    return _listed(problem, scalars, lengths, sides, True)
+
+
+def _listed(problem: Problem, scalars: "Scalars", lengths, sides, keys: bool) -> "Scalars":
+    if problem.blocks is None:
+        return scalars
+    some, every = problem.blocks.of_tiles(*sides)
+    (T, S), (t, c) = lengths, sides
+    first, col = np.arange(0, T, t)[:, None] + problem.q_offset, np.arange(0, S, c)
+    last, end = np.minimum(first + t, T + problem.q_offset) - 1, np.minimum(col + c, S) - 1
+    if problem.left is not None:
+        some, every = some & (first - problem.left <= end), every & (last - problem.left <= col)
+    if problem.right is not None:
+        some, every = some & (col <= last + problem.right), every & (end <= first + problem.right)
+    # Behind the end of what is visited nothing is seen; nor do blocks know of lengths and segments.
+    every = every & ((first - problem.q_offset + t <= T) if keys else (col + c <= S))
+    if any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)):
+        every = np.zeros_like(every)
+    return scalars._replace(listed=_table(some, every, keys))
+
+
+def _table(some: np.ndarray, every: np.ndarray, keys: bool) -> Array | None:
+    """For each tile where its list begins, how many of it are masked, and how many there are; then the lists."""
+    some, every = (x.T if keys else x for x in (some, every))
+    lists = [np.concatenate([np.flatnonzero(x & ~y), np.flatnonzero(x & y)]) for x, y in zip(some, every, strict=True)]
+    counts = np.array([len(x) for x in lists], np.int64)
+    if 3 * len(lists) + counts.sum() > LARGEST_TABLE:
+        return None
+    starts = 3 * len(lists) + np.cumsum(counts) - counts
+    head = np.stack([starts, (some & ~every).sum(1), counts], 1)
+    return jnp.asarray(np.concatenate([head.ravel(), *lists]).astype(np.int32))
+
+
 def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> Visits:
     """Tiles of keys that queries `first` to `last` see; `ends`: how many queries and keys there are."""
     return _visits(tile_range(problem, offset, first, last), first, last, ends, size)
@@ -116,11 +183,12 @@ class Scalars(NamedTuple):
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
     alone: Any = None
+    listed: Any = None  # of `with_lists`, one for all batch entries and heads
 
     def of(self, b) -> "Scalars":
         """Of refs: the entries of batch b, and refs of its tokens, heads and blocks."""
         of_batch = "q_offset", "q_lengths", "kv_lengths"
-        pick = lambda name, x: x[b] if name in of_batch else jax.tree.map(lambda x: x.at[b], x)
+        pick = lambda name, x: x[b] if name in of_batch else x if name == "listed" else jax.tree.map(lambda x: x.at[b], x)
         found: dict[str, Any] = {name: x if x is None else pick(name, x) for name, x in self._asdict().items()}
         return Scalars(**found)
 
@@ -232,7 +300,7 @@ class Place(NamedTuple):
     k: Array  # key head
     row: Array  # the first query
     sight: Sight
-    visits: Visits
+    visits: Visits | Listed
     scalars: Scalars
     hidden: Callable[[Any, int], Any]  # so many of the first visits, of which `count` queries from `first` on see nothing
 
@@ -251,10 +319,21 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     visits = seen(row, row + rows - 1)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
-    visits = visits if problem.mask_fn is None else visits.all_masked()
-    may = keys < rows and scalars.q_segments is None
-    hidden = lambda first, count: visits.hidden(seen(first, first + count - 1)) if may else 0
+    visits = _of_mask(problem, scalars, tile, visits)
+    may = visits if keys < rows and scalars.q_segments is None and isinstance(visits, Visits) else None
+    hidden = lambda first, count: may.hidden(seen(first, first + count - 1)) if may is not None else 0
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, hidden)
+
+
+def _of_mask(problem: Problem, scalars: Scalars, own, visits: Visits) -> Visits | Listed:
+    if scalars.listed is not None:
+        return Listed.of(scalars.listed, own)
+    return visits if problem.mask_fn is None else visits.all_masked()
+
+
+def some_whole(problem: Problem, scalars: Scalars) -> bool:
+    """May there be tiles without masks?"""
+    return problem.mask_fn is None or scalars.listed is not None
 
 
 class KeysPlace(NamedTuple):
@@ -262,7 +341,7 @@ class KeysPlace(NamedTuple):
     k: Array
     col: Array  # the first key
     sight: Sight
-    visits: Visits  # of one query head
+    visits: Visits | Listed  # of one query head
     scalars: Scalars
 
 
@@ -280,5 +359,5 @@ def find_keys(problem: Problem, shape: Shape, scalars: Scalars, cols: int, queri
     visits = queries_seeing(problem, offset, col, last, all_ends, queries)
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], queries)
-    visits = visits if problem.mask_fn is None else visits.all_masked()
+    visits = _of_mask(problem, scalars, tile, visits)
     return KeysPlace(b, k, col, sight, visits, scalars)

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_hopper_functions
 from cases import SINGLES, Sizes, qkv
 from conftest import assert_as_good, assert_case, assert_truth, run_call, run_cases
 
 import memeff
-from memeff import dispatch, pallas, xla
+from memeff import dispatch, masks, pallas, xla
 from memeff.problem import Operands, Problem
 
 pytestmark = pytest.mark.gpu
@@ -183,6 +184,32 @@ def assert_right(name, **how):
     z, kwargs = HOPPER[name]
     args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
     assert_truth(run_call(args, kwargs | how, "bfloat16"), name, args, kwargs, "bfloat16")
+
+
+FUNCTIONS = test_hopper_functions.CASES
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hopper_functions_of_the_users(name):
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    test_hopper_functions.assert_right(name, FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_block_masks(H):
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    mask = masks.causal() & masks.documents(np.arange(1000) // 300)
+    q, k, v, do = (jax.random.normal(jax.random.key(i), (2, 1000, 4, H), jnp.bfloat16) for i in range(4))
+
+    def both(mask_fn, implementation):
+        attend = functools.partial(memeff.dot_product_attention, mask_fn=mask_fn, implementation=implementation)
+        out, pull = jax.vjp(attend, q, k, v)
+        return [np.asarray(x, np.float32) for x in (out, *pull(do))]
+
+    for x, y in zip(both(memeff.block_mask(mask, 1000), "pallas"), both(mask, "xla"), strict=True):
+        np.testing.assert_allclose(x, y, atol=0.02 * np.abs(y).max())
 
 
 FUSED = [name for name, (z, _) in HOPPER.items() if z.H <= 128 and (z.K > 1 or name in ("length 63", "length 1087"))]

@@ -23,6 +23,9 @@ from memeff.problem import Problem
 pytestmark = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
 
 
+X = jax.ShapeDtypeStruct((1, 512, 2, 64), bf16)
+
+
 class Case(NamedTuple):
     z: Sizes
     functions: Any  # of params: keyword arguments
@@ -131,6 +134,7 @@ CASES = {
 }  # fmt: skip
 
 
+SLOW = "numbers of queries", "prefix", "segments"
 BLOCKED = {  # some whole tiles, and with lengths none
     "documents": (masks.documents(np.repeat([0, 1], [330, 190])), {}, small(T=520, S=520)),
     "causal, 128": (masks.causal() & masks.documents(np.repeat([0, 1], [330, 70])), {}, small(T=400, S=400, H=128, D=128)),
@@ -147,7 +151,12 @@ def call(case: Case, implementation, params, *args, **more):
     return dot_product_attention(*args, **functions, **case.how, **more, implementation=implementation, return_residual=True)
 
 
-def run(case: Case, args, detect_races=True):
+def run(case: Case, args):
+    with interpreted():
+        return differentiated(case, args)
+
+
+def differentiated(case: Case, args):
     """out, lse, gradients by params and by query, key and value."""
     dout, dlse = cotangents(args, case.dtype)
 
@@ -156,8 +165,7 @@ def run(case: Case, args, detect_races=True):
         results, pull = jax.vjp(functools.partial(call, case, "pallas"), params, *args)
         return results, pull((dout, dlse))
 
-    with interpreted(detect_races):
-        return jax.tree.map(np.asarray, both(case.params, args))
+    return jax.tree.map(np.asarray, both(case.params, args))
 
 
 def pairs(case: Case):
@@ -168,9 +176,14 @@ def pairs(case: Case):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")  # of rows that are done again
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES])
 def test_values(name):
-    case = CASES[name]
+    with interpreted():
+        assert_right(name, CASES[name])
+
+
+def assert_right(name, case: Case):
+    """On whatever device there is."""
     args, at, how = draw(case.dtype, case.z), pairs(case), dict(case.how)
     wide = np.asarray(case.params, np.float64)
     if case.bias is not None:
@@ -179,7 +192,7 @@ def test_values(name):
         how["mask"] = case.mask(*at)
     dtype = jnp.dtype(case.dtype).name
     truth, plain = true_call(args, how, dtype), plain_call(args, how, dtype)
-    (out, lse), (of_params, *of) = run(case, args)
+    (out, lse), (of_params, *of) = differentiated(case, args)
     actual = truth._replace(out=out, lse=lse, grads=dict(zip(("query", "key", "value"), of, strict=True)))
     assert_result(actual, plain, truth, dtype, name)
     if case.slopes is not None:
@@ -215,7 +228,7 @@ def test_a_soft_cap_of_the_users(cap):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")  # in the interpreter
-@pytest.mark.parametrize("scored", [False, True], ids=["masked", "masked and scored"])
+@pytest.mark.parametrize("scored", [pytest.param(False, marks=pytest.mark.slow), True], ids=["masked", "masked and scored"])
 def test_what_a_mask_hides_changes_no_bit(scored):
     hidden = np.isin(np.arange(200), [3, 77, 78, 150, 199])
     score = dict(score_fn=scores.alibi(np.array([0.1], f32))) if scored else {}
@@ -328,10 +341,33 @@ def test_tables_list_what_is_seen(how):
     assert whole_tiles > 1
 
 
+# ---- what is made before
+
+
+@pytest.mark.parametrize(
+    "name, fn, before",
+    [
+        ("score_fn", scores.alibi(np.ones(2, f32)), (1, 0, 0)),  # slopes[head]
+        ("score_fn", scores.soft_cap(2.0), (1, 0, 0)),
+        ("score_fn", lambda s, b, h, i, j, p: s + jnp.where(h > 0, i - j, 0), (1, 0, 0)),  # h > 0
+        ("mask_fn", masks.causal() & masks.sliding_window(9), (0, 0, 0)),
+        ("mask_fn", masks.documents(np.zeros((1, 512), np.int32)), (0, 1, 1)),
+        ("mask_fn", masks.block_causal(16), (0, 1, 1)),  # quotients
+        ("mask_fn", masks.dilated(3) | masks.prefix(i32([4])), (1, 0, 0)),
+        ("mask_fn", lambda b, h, i, j, p: (i // 8 + h) % 2 == 0, (1, 1, 0)),  # the quotient, and what follows in the kernel
+    ],
+)
+def test_what_is_made_before(name, fn, before):
+    """So many numbers for each head, query and key."""
+    from memeff.pallas import hoisted
+
+    with dispatch.as_if_on("gpu", "9.0"), dispatch.watch() as calls:
+        jax.eval_shape(lambda x: dot_product_attention(x, x, x, implementation="pallas", **{name: fn}), X)
+    problem, operands, _ = calls[0]
+    assert tuple(map(len, hoisted.numbers(problem, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), operands)))) == before
+
+
 # ---- what is refused, and who runs
-
-
-X = jax.ShapeDtypeStruct((1, 512, 2, 64), bf16)
 
 
 def why_not(**how):
@@ -354,6 +390,9 @@ REFUSED = {
     "for each query, and not for each query and head": dict(score_fn=Score(lambda s, b, h, i, j, p: s + p[h, i], TABLE)),
     "`eq` in int8 of query and key positions together (mask_fn)": dict(mask_fn=masks.documents(np.zeros(512, np.int8))),
     'backward="fused" calls no score_fn and no mask_fn': dict(mask_fn=masks.causal(), backward="fused"),
+    "have room for 16 numbers for each token, and these functions have 18": dict(
+        mask_fn=functools.reduce(Mask.__and__, [masks.documents(np.zeros(512, np.int32))] * 9)
+    ),
     "call no qk_transform": dict(qk_transform=memeff.transforms.rotary()),
 }  # fmt: skip
 

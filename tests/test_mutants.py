@@ -307,6 +307,24 @@ MUTANTS = {
         "found = (dq * 1.0)",
         "'tests/test_hopper.py::test_fused_gradient[one block]'",
     ),
+    "kernels: a score of the user's in bits": (
+        "problem.py",
+        "return finish(problem, raw, terms, keep, at) * LOG2_E",
+        "return finish(in_bits(problem), raw, terms, keep, at)",
+        "tests/test_hopper_functions.py::test_values[alibi]",
+    ),
+    "kernels: all heads have the numbers of the first": (
+        "pallas/pairs.py",
+        "tuple(ref[n] for ref in scalars.of_heads)",
+        "tuple(ref[0] for ref in scalars.of_heads)",
+        "tests/test_hopper_functions.py::test_values[alibi]",
+    ),
+    "kernels: a block mask's tiles need no mask where a window ends": (
+        "pallas/walk.py",
+        "every & (last - problem.left <= col)",
+        "every",
+        "tests/test_hopper_functions.py::test_tables_list_what_is_seen",
+    ),
     "kernels: sums over query heads elsewhere are left out": (
         "pallas/mapped.py",
         "lax.psum(x, over)",

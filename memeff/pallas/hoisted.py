@@ -33,6 +33,7 @@ CHEAP = {
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "square", "squeeze", "stop_gradient", "sub", "xor",
 }  # fmt: skip
 CURVED = {"cos", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh"}  # that have a rough form, too
+MOST_VECTORS = 16  # numbers for tokens that travel with tiles: each takes 1 KiB of shared memory
 READS = {"dynamic_slice", "gather"}  # a number of an array
 LOWERED = CHEAP | CURVED | {"div", "integer_pow", "rem", "round", "sign"}
 
@@ -219,10 +220,13 @@ class _Facts(NamedTuple):
     cheap: dict[int, bool]  # can it be made on a tile with no thought?
     can: dict[int, bool]  # or at all, of what is made before?
     moves: dict[int, bool]  # is it a float, made of params that are?
+    fixed: dict[int, bool]  # is it made of numbers in the function's text alone? A compiler knows those.
 
     def before(self, x: int) -> bool:
         """Has it to be made before?"""
         side = _side(self.of[x])
+        if self.fixed[x] and self.can[x]:
+            return False
         return side == "of_heads" or side is not None and not self.cheap[x] and not ("head" in self.of[x] and self.can[x])
 
 
@@ -231,17 +235,18 @@ def _facts(whole: Program, arguments: dict[int, str]) -> _Facts:
     of = {x: frozenset([arguments[x]] if x in arguments else []) for x in whole.inputs}
     cheap = {x: x in arguments for x in whole.inputs}
     can, moves = dict(cheap), {x: x not in arguments and is_float(x) for x in whole.inputs}
+    fixed = dict.fromkeys(whole.inputs, False)
     for step in whole.steps:
         inputs = _names(step)
         depends = frozenset().union(*(of[x] for x in inputs))
         lowers, first = _cannot(step, whole.types) is None, _side(depends) == "of_heads"
         moving = step.primitive.name != "stop_gradient" and any(moves[x] for x in inputs)
         for x in step.outputs:
-            of[x] = depends
+            of[x], fixed[x] = depends, all(fixed[y] for y in inputs)
             cheap[x] = first or lowers and step.primitive.name in CHEAP and all(cheap[y] for y in inputs)
-            can[x] = first or lowers and all(can[y] or "head" not in of[y] for y in inputs)
+            can[x] = first and not fixed[x] or lowers and all(can[y] or "head" not in of[y] for y in inputs)
             moves[x] = moving and is_float(x)
-    return _Facts(of, cheap, can, moves)
+    return _Facts(of, cheap, can, moves, fixed)
 
 
 def _names(step: Step) -> list[int]:
@@ -295,15 +300,19 @@ def _cannot_travel(name: str, side: str, like, of_head: bool, moving: bool) -> s
 
 def why_not(problem: Problem, operands: Operands) -> str | None:
     """Why kernels cannot run the functions of this call; None: they can."""
+    vectors = 0
     for name, (given, params) in _functions(problem, operands).items():
         apart = take_apart(name, given, params)
         if apart.reason is not None:
             return apart.reason
+        vectors += len(apart.before.of_queries) + len(apart.before.of_keys)
         if name == "score_fn":
             slopes = _slopes(apart)
             for step in slopes.steps:
                 if (cannot := _cannot(step, slopes.types)) is not None:
                     return f"its kernels cannot compute {cannot}, which the gradient of score_fn needs"
+    if vectors > MOST_VECTORS:
+        return f"its kernels have room for {MOST_VECTORS} numbers for each token, and these functions have {vectors}"
     return None
 
 
@@ -360,7 +369,7 @@ def _numbers(apart: Apart, params, problem: Problem, operands: Operands) -> Numb
     first = jnp.arange(max(B, K * G, T, S), dtype=jnp.int32)
     batch, head, each = first[:B], first[: K * G].reshape(K, G), jnp.zeros((B, 1), jnp.int32)
     offset = None if operands.q_offset is None else operands.q_offset[:, None]
-    q_pos, k_pos = among_keys(problem, offset, first[:T]) + each, first[:S] + each
+    q_pos, k_pos = among_keys(problem, offset, first[None, :T]) + each, first[None, :S] + each
 
     def made(names, batch, head, q_pos, k_pos):
         pair = dict(zip(ARGUMENTS[1:], (batch, head, q_pos, k_pos), strict=True))

@@ -48,16 +48,16 @@ def compiled(H: int, K: int = N, score=None, **how):
     mesh = Mesh(np.array(devices[:1]), ("x",))
     here = NamedSharding(mesh, PartitionSpec())
 
-    def both(query, key, value, dout, of_heads):
-        def attend(query, key, value, of_heads):
-            score_fn = None if score is None else score(of_heads)
-            return memeff.dot_product_attention(query, key, value, implementation="pallas", score_fn=score_fn, **how)
+    def attend(query, key, value, *of_heads):
+        scored = {} if score is None else dict(score_fn=score(*of_heads))
+        return memeff.dot_product_attention(query, key, value, implementation="pallas", **scored, **how)
 
-        out, pull = jax.vjp(attend, query, key, value, of_heads)
+    def both(dout, *args):
+        out, pull = jax.vjp(attend, *args)
         return out, *pull(dout)
 
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, K, K, N)]
-    shapes.append(jax.ShapeDtypeStruct((N,), jnp.float32))
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, N, K, K)]
+    shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
     with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
         return jax.jit(both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
 

@@ -63,10 +63,15 @@ def _calls_functions(problem: Problem) -> bool:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
-    if _calls_functions(problem):
-        return "with score_fn or mask_fn its kernels were not yet timed on a GPU"
     T = operands.query.shape[1]
-    return f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
+    return untimed(problem) or (f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None)
+
+
+def untimed(problem: Problem) -> str | None:
+    """What of a call was never timed in kernels: whether they are slower is then not known."""
+    if not _calls_functions(problem):
+        return None
+    return 'with score_fn or mask_fn its kernels were not yet timed on a GPU (implementation="pallas" runs them)'
 
 
 def backward_is_kernel(operands: Operands) -> bool:

@@ -110,7 +110,10 @@ def _walked(*arrays, f: Tile, walk: Walk, inputs, totals, linear) -> tuple[Array
 
 
 def fold(step, walk: Walk, inputs: tuple[Dims, ...], totals: tuple[Dims, ...], start, arrays) -> tuple[Array, ...]:
-    """From `start`, the totals that `step(where, old, parts)` makes at one tile after the other of those `old` there."""
+    """From `start`, the totals that `step(where, old, parts)` makes at one tile after the other of those `old` there.
+
+    Not to be differentiated by JAX, which would save all of them: of what is a sum, `tile_sum` is closed.
+    """
     found = vary_alike(start, arrays)
     for masked, starts in walk.starts():
 

@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (some nine minutes on two cores)"
+	@echo "make test       the fast tests (some eight minutes on two cores)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"

@@ -9,7 +9,7 @@ compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an H200; tests/test_p
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def _of_score_fn(problem: Problem, operands: Operands) -> float:
         return 0
     (B, _, K, G, _), (t, c) = operands.query.shape, problem.chunk_size
     b, k = problem.block or (B, K)
-    of = jax.ShapeDtypeStruct
+    of: Any = jax.ShapeDtypeStruct
     at = Places(of((b,), jnp.int32), of((k, G), jnp.int32), of((t,), jnp.int32), of((c,), jnp.int32), (), ())
 
     def pull(score, at, floats, rest):

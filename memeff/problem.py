@@ -56,6 +56,11 @@ class Problem:
         return (self.left, self.right) != (None, None)
 
     @property
+    def calls_functions(self) -> bool:
+        """Functions of the user's, of pairs."""
+        return self.score_fn is not None or self.mask_fn is not None
+
+    @property
     def extras(self) -> tuple[Any, ...]:
         """What makes more of logits and probabilities than plain ones; None: nothing."""
         return self.soft_cap, self.dropout, self.score_fn, self.mask_fn, self.qk_transform
@@ -172,7 +177,7 @@ def places(problem: Problem, here: Operands, like: Array, first, rows: Array, co
     """For functions of the user's: of a tile that begins with batch entry and key head `first`; `like` is B K G, laid out
     over devices as the tile is.
     """
-    if problem.score_fn is None and problem.mask_fn is None:
+    if not problem.calls_functions:
         return None
     zero = jnp.zeros_like(like, jnp.int32)
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))

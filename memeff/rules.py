@@ -154,8 +154,8 @@ def _known_apart(trace, *tracers, f, structure, axes, **params):
 
 def _equation_apart(saveable, unknown, instantiated, equation):
     """The rule of an equation that calls what `apart` does."""
-    keep = ("f", "structure", "axes")
-    run = functools.partial(_called, **{name: equation.params[name] for name in keep} | {"f": equation.params["f"].apart})
+    f, structure, axes = (equation.params[name] for name in ("f", "structure", "axes"))
+    run = functools.partial(_called, f=f.apart, structure=structure, axes=axes)
     (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
     call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
     return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)

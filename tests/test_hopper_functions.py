@@ -325,11 +325,8 @@ def test_tables_list_what_is_seen(how):
     seen &= (i - problem.left <= j) if problem.left is not None else True
     seen &= (j <= i + problem.right) if problem.right is not None else True
     whole_tiles = 0
-    for find, own, size, pairs in (
-        (walk.with_lists, *sides, seen),
-        (walk.with_lists_of_keys, *sides[::-1], seen.T),
-    ):
-        table = np.asarray(find(problem, walk.Scalars(), (T, S), sides).listed)
+    for keys, own, size, pairs in ((False, *sides, seen), (True, *sides[::-1], seen.T)):
+        table = np.asarray(walk.with_lists(problem, walk.Scalars(), (T, S), sides, keys).listed)
         for n in range(-(-pairs.shape[0] // own)):
             visits = walk.Listed.of(table, n)
             order = [int(visits.tile(m)) for m in range(visits.total)]

@@ -44,7 +44,7 @@ def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
         or terms.soft_cap is not None,
         f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward == "fused"
         and max(H, D) > LARGEST_HEAD_BACKWARD,
-        'backward="fused" calls no score_fn and no mask_fn': problem.backward == "fused" and _calls_functions(problem),
+        'backward="fused" calls no score_fn and no mask_fn': problem.backward == "fused" and problem.calls_functions,
         "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
@@ -57,10 +57,6 @@ def of_tokens(mask: Array) -> bool:
     return K == G == 1 and 1 in (T, S)
 
 
-def _calls_functions(problem: Problem) -> bool:
-    return problem.score_fn is not None or problem.mask_fn is not None
-
-
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
     T = operands.query.shape[1]
@@ -69,7 +65,7 @@ def slower(problem: Problem, operands: Operands) -> str | None:
 
 def untimed(problem: Problem) -> str | None:
     """What of a call was never timed in kernels: whether they are slower is then not known."""
-    if not _calls_functions(problem):
+    if not problem.calls_functions:
         return None
     return 'with score_fn or mask_fn its kernels were not yet timed on a GPU (implementation="pallas" runs them)'
 
@@ -91,7 +87,7 @@ def fused_is_faster(problem: Problem, operands: Operands) -> bool:
     """Was the gradient in one kernel measured to be faster than in two? Of what was not measured: no."""
     (B, T, K, G, H), (_, S, _, D), causal = operands.query.shape, operands.value.shape, problem.right == 0
     given = operands.mask, operands.q_lengths, operands.kv_lengths, operands.q_offset, operands.q_segments
-    measured = not _calls_functions(problem)
+    measured = not problem.calls_functions
     measured &= problem.left is None and problem.right in (None, 0) and problem.q_offset == 0
     measured &= all(x is None for x in given)
     measured &= H == D and H in (64, 128) and (T == S or not causal) and (problem.soft_cap is None or H == 128)

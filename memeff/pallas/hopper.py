@@ -36,24 +36,20 @@ def forward_tiling(problem: Problem, operands: Operands) -> hopper_forward.Tilin
         return hopper_forward.Tiling(2, 128, 2, 2) if largest == 128 else hopper_forward.Tiling(2, 64, 2, 1)
     three, two = (hopper_forward.Tiling(warpgroups, 128, 3, 2) for warpgroups in (3, 2))
     lengths = operands.query.shape[1], operands.key.shape[1]
-    if _functions(problem):  # three have 160 registers a thread, and would spill
+    if problem.calls_functions:  # three have 160 registers a thread, and would spill
         return two
     logits = lambda tiling: tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
     return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
-
-
-def _functions(problem: Problem) -> bool:
-    return problem.score_fn is not None or problem.mask_fn is not None
 
 
 def backward_tilings(problem: Problem, operands: Operands) -> tuple[hopper_backward.Tiling, hopper_backward.Tiling]:
     """For dq, and for dk and dv."""
     largest = _width(operands)
     if largest == 64:
-        both = hopper_backward.Tiling(2 if _functions(problem) else 3, 64, 4, 2)
+        both = hopper_backward.Tiling(2 if problem.calls_functions else 3, 64, 4, 2)
         return both, both
     # What belongs to tokens wants some room, a soft cap and functions want registers.
-    marked = operands.q_segments is not None or _functions(problem)
+    marked = operands.q_segments is not None or problem.calls_functions
     of_queries = (2, 64, 3, 1) if marked or problem.soft_cap is not None else (2, 128, 2, 1)
     return hopper_backward.Tiling(*of_queries), hopper_backward.Tiling(2, 64, 3, 1 if marked else 2)
 

@@ -52,7 +52,6 @@ from memeff.pallas.walk import (
     some_whole,
     tiles_visited,
     with_lists,
-    with_lists_of_keys,
     with_ranges,
 )
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, finish_in_bits
@@ -369,9 +368,8 @@ def keys(
     shape = Shape(B, T, S, K, N // K)
     groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
     assert lse.shape[-1] % others == 0 and others == ROWS
-    scalars = with_lists_of_keys(
-        problem, with_ranges(scalars, lengths, tiling.own, keys=True), lengths, (others, tiling.own)
-    )
+    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
+    scalars = with_lists(problem, scalars, lengths, (others, tiling.own), keys=True)
     given, (of_query, of_key) = jax.tree.leaves(scalars), arrivals(scalars)
 
     total = B * K * -(-S // tiling.own)

@@ -80,29 +80,21 @@ class Listed(NamedTuple):
 LARGEST_TABLE = 2**24  # numbers; of more tiles the mask alone decides
 
 
-def with_lists(problem: Problem, scalars: "Scalars", lengths: tuple[int, int], sides: tuple[int, int]) -> "Scalars":
-    """With the tiles that each tile of queries visits, of `sides` queries and keys, if the call has a block mask."""
-    return _listed(problem, scalars, lengths, sides, False)
-
-
-def with_lists_of_keys(problem: Problem, scalars: "Scalars", lengths, sides: tuple[int, int]) -> "Scalars":
-    """The same for each tile of keys."""
-    return _listed(problem, scalars, lengths, sides, True)
-
-
-def _listed(problem: Problem, scalars: "Scalars", lengths, sides, keys: bool) -> "Scalars":
+def with_lists(problem: Problem, scalars: "Scalars", lengths, sides: tuple[int, int], keys: bool = False) -> "Scalars":
+    """With the tiles of `sides` that each tile of queries (or of `keys`) visits, if there is a block mask."""
     if problem.blocks is None:
         return scalars
     some, every = problem.blocks.of_tiles(*sides)
     (T, S), (t, c) = lengths, sides
-    first, col = np.arange(0, T, t)[:, None] + problem.q_offset, np.arange(0, S, c)
-    last, end = np.minimum(first + t, T + problem.q_offset) - 1, np.minimum(col + c, S) - 1
-    if problem.left is not None:
-        some, every = some & (first - problem.left <= end), every & (last - problem.left <= col)
-    if problem.right is not None:
-        some, every = some & (col <= last + problem.right), every & (end <= first + problem.right)
+    row, col = np.arange(0, T, t)[:, None], np.arange(0, S, c)
+    last, end = np.minimum(row + t, T) - 1, np.minimum(col + c, S) - 1
+    some_from, some_to, all_from, all_to = tile_range(problem, problem.q_offset, row, last)
+    if some_from is not None:
+        some, every = some & (some_from <= end), every & (all_from <= col)
+    if some_to is not None:
+        some, every = some & (col < some_to), every & (end < all_to)
     # Behind the end of what is visited nothing is seen; nor do blocks know of lengths and segments.
-    every = every & ((first - problem.q_offset + t <= T) if keys else (col + c <= S))
+    every = every & ((row + t <= T) if keys else (col + c <= S))
     if any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)):
         every = np.zeros_like(every)
     return scalars._replace(listed=_table(some, every, keys))

@@ -321,7 +321,7 @@ MUTANTS = {
     ),
     "kernels: a block mask's tiles need no mask where a window ends": (
         "pallas/walk.py",
-        "every & (last - problem.left <= col)",
+        "every & (all_from <= col)",
         "every",
         "tests/test_hopper_functions.py::test_tables_list_what_is_seen",
     ),

@@ -123,14 +123,16 @@ def block_mask(
     if isinstance(mask_fn, Mask):
         mask_fn, params = (mask_fn.fn, mask_fn.params) if params is None else (mask_fn, params)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
-        raise ValueError("block_mask: params are traced, and what is skipped must be known before: call it outside jit.")
+        cure = "call it outside jit, or with NumPy arrays"
+        raise ValueError(f"block_mask: params are traced, and what is skipped must be known before: {cure}.")
     given, *of_mask = functions.given("mask_fn", mask_fn, params, jnp.float32, {"B": batch, "N": heads, "T": T, "S": S})
     b, n = batch if given.uses[0] else 1, heads if given.uses[1] else 1
     across, down = -(-S // block_size), -(-T // block_size)
     rows = max(1, min(down, PAIRS // max(1, b * n * block_size * S)))  # of blocks
     found = [np.zeros((2, 0, across), bool)]
     for first in range(0, down, rows):
-        found.append(np.stack(_find(given, of_mask, (b, n), (T, S), block_size, rows, first)))
+        with jax.ensure_compile_time_eval():
+            found.append(np.stack(_find(given, of_mask, (b, n), (T, S), block_size, rows, first)))
     some, every = np.concatenate(found, 1)[:, :down]
     of = [size if uses else None for size, uses in zip((batch, heads), given.uses, strict=False)]
     return BlockMask(Mask(mask_fn, params), Blocks(block_size, (T, S), some, every, *of))

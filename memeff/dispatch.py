@@ -41,7 +41,6 @@ def select_implementation(
         fits = limit is None or against is not None or max(pallas.temp_bytes(problem, operands)) <= limit
         name = "pallas" if fits and (against or pallas.slower(problem, operands)) is None else "xla"
         expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and _watching.get() is None
-        against = against or pallas.untimed(problem)
         if against is not None and expected and pallas.for_device(device(operands.query)) is None:
             _tell(against)
     reason = why_not(name, problem, operands, chunks)

@@ -19,6 +19,7 @@ block mask of 8 x 8 tokens in blocks of 1: 33 of 64 visited (0 of them with a ma
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -55,7 +56,7 @@ class _Window:
 
 def prefix(length: ArrayLike) -> Mask:
     """Keys before `length`, a number or [B]: `causal() | prefix(n)` is a prefix language model."""
-    return Mask(_prefix, jnp.asarray(length))
+    return Mask(_prefix, _array(length))
 
 
 @sized(lambda length: {"B": length.shape[0]} if length.ndim else {})
@@ -65,8 +66,8 @@ def _prefix(batch, head, q_pos, k_pos, length):
 
 def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
     """Keys of the query's own document: ids [T] or [B, T] and [S] or [B, S], by position; the first alone serves both."""
-    query_ids = jnp.asarray(query_ids)
-    return Mask(_documents, (query_ids, query_ids if key_ids is None else jnp.asarray(key_ids)))
+    query_ids = _array(query_ids)
+    return Mask(_documents, (query_ids, query_ids if key_ids is None else _array(key_ids)))
 
 
 def _sizes(ids):
@@ -107,3 +108,9 @@ class _BlockCausal:
 
     def __call__(self, batch, head, q_pos, k_pos, params):
         return k_pos // self.size <= q_pos // self.size
+
+
+def _array(x: ArrayLike) -> jax.Array:
+    """Numbers that are known stay so inside jit: `block_mask` reads them."""
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(x)

@@ -466,6 +466,12 @@ def test_a_function_that_closes_over_a_tracer_is_refused():
         jax.jit(lambda n: memeff.block_mask(masks.prefix(n), 8).blocks.some)(3)
 
 
+def test_a_block_mask_of_numpy_arrays_is_made_inside_jit():
+    make = lambda: memeff.block_mask(masks.causal() & masks.documents(np.arange(8) // 3), 8, block_size=2).blocks
+    inside = jax.jit(lambda x: x + make().some)(0)
+    np.testing.assert_array_equal(inside, make().some)
+
+
 def test_statistics_and_audit_refuse():
     x = jnp.ones((1, 5, 1, 4))
     with pytest.raises(TypeError, match="attention_statistics does not take return_residual, sinks"):

@@ -399,17 +399,15 @@ def test_refusals_say_what_kernels_cannot(reason):
     assert reason in why_not(**REFUSED[reason])
 
 
-def test_the_chunked_path_runs_functions_unless_kernels_are_asked_for(monkeypatch):
-    """For nobody has timed them on a GPU yet; a warning says so, once."""
+def test_kernels_run_functions_where_they_can(monkeypatch):
+    """And else the chunked path, with a warning, once."""
     monkeypatch.setattr(dispatch, "_told", set())
-    how = dict(score_fn=scores.alibi(np.ones(2, f32)))
     with dispatch.as_if_on("gpu", "9.0"):
-        told = memeff.explain(X, X, X, **how)
-        with pytest.warns(UserWarning, match="with score_fn or mask_fn its kernels were not yet timed"):
-            jax.eval_shape(lambda x: dot_product_attention(x, x, x, **how), X)
-        jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **how), X)
-    assert told.startswith('"xla" runs this call')
-    assert '"pallas": could, if asked for by name: with score_fn or mask_fn its kernels were not yet timed on a GPU' in told
+        assert memeff.explain(X, X, X, score_fn=scores.alibi(np.ones(2, f32))).startswith('"pallas" runs this call')
+        reads = dict(score_fn=Score(lambda s, b, h, i, j, p: s + p[j], TABLE[0]))
+        with pytest.warns(UserWarning, match="kernels are for this device.*give no gradient to params of score_fn"):
+            jax.eval_shape(lambda x: dot_product_attention(x, x, x, **reads), X)
+        jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **reads), X)
 
 
 @pytest.mark.parametrize("H", [64, 128])

@@ -60,14 +60,7 @@ def of_tokens(mask: Array) -> bool:
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Why the chunked path is taken where both can run; None: it is not."""
     T = operands.query.shape[1]
-    return untimed(problem) or (f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None)
-
-
-def untimed(problem: Problem) -> str | None:
-    """What of a call was never timed in kernels: whether they are slower is then not known."""
-    if not problem.calls_functions:
-        return None
-    return 'with score_fn or mask_fn its kernels were not yet timed on a GPU (implementation="pallas" runs them)'
+    return f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
 
 
 def backward_is_kernel(operands: Operands) -> bool:

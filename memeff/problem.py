@@ -226,9 +226,8 @@ def finish(problem: Problem, raw: Array, terms: Terms, keep: Array | None, at: P
     cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
     if keep is not None and (cap is not None or terms.scale is not None or problem.score_fn is not None):
         raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient
-    s = raw * (problem.scale if terms.scale is None else terms.scale.astype(raw.dtype))
-    if cap is not None:
-        s = cap * jnp.tanh(s / cap)
+    scale = problem.scale if terms.scale is None else terms.scale.astype(raw.dtype)
+    s = raw * scale if cap is None else cap * jnp.tanh(raw * (scale / cap))
     if problem.score_fn is not None:
         assert at is not None
         s = problem.score_fn(s, at, terms.score, at.of_score)

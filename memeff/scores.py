@@ -92,7 +92,7 @@ def soft_cap(cap: ArrayLike) -> Score:
 @sized(lambda cap: {"N": cap.shape[0]} if cap.ndim else {})
 def _soft_cap(score, batch, head, q_pos, k_pos, cap):
     cap = (cap[head] if cap.ndim else cap).astype(score.dtype)
-    return cap * jnp.tanh(score / cap)
+    return cap * jnp.tanh(score * (1 / cap))
 
 
 def of_head(scale: ArrayLike) -> Score:

@@ -82,21 +82,21 @@ MUTANTS = {
     ),
     "entropy not moved with the maximum": (XLA, "(e_old + fall * l_old)", "e_old", f"{FUNCTIONS}statistics_and_key_mass"),
     # name: file, text, what stands there instead, what must catch it
-    "scale dropped": (PROBLEM, "s = raw * (problem.scale if", "s = raw * (1.0 if", "float32:plain"),
+    "scale dropped": (PROBLEM, "s = raw * scale if", "s = raw if", "float32:plain"),
     "scale array ignored": (PROBLEM, "problem.scale if terms.scale is None", "problem.scale if True", "float32:scale_array"),
-    "soft cap dropped": (PROBLEM, "s = cap * jnp.tanh(s / cap)", "s = s + 0 * cap", "float32:soft_cap"),
+    "soft cap dropped": (PROBLEM, "cap * jnp.tanh(raw * (scale / cap))", "raw * scale + 0 * cap", "float32:soft_cap"),
     "soft cap derivative dropped": (
         PROBLEM,
-        "s = cap * jnp.tanh(s / cap)",
-        "s = s + jax.lax.stop_gradient(cap * jnp.tanh(s / cap) - s)",
+        "cap * jnp.tanh(raw * (scale / cap))",
+        "raw * scale + jax.lax.stop_gradient(cap * jnp.tanh(raw * (scale / cap)) - raw * scale)",
         "float32:soft_cap",
     ),
     "bias before the soft cap": (
         PROBLEM,
-        "    if cap is not None:\n",
-        "    s = s if terms.bias is None else s + terms.bias.astype(raw.dtype)\n"
+        "    s = raw * scale if cap",
+        "    raw = raw if terms.bias is None else raw + terms.bias.astype(raw.dtype) / scale\n"
         "    terms = terms._replace(bias=None)\n"
-        "    if cap is not None:\n",
+        "    s = raw * scale if cap",
         "float32:everything",
     ),
     "window off by one to the left": (PROBLEM, "at - problem.left <= cols", "at - problem.left < cols", "float32:window"),

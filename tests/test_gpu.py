@@ -15,7 +15,7 @@ from cases import SINGLES, Sizes, qkv
 from conftest import assert_as_good, assert_case, assert_truth, run_call, run_cases
 
 import memeff
-from memeff import dispatch, masks, pallas, xla
+from memeff import dispatch, masks, pallas, scores, xla
 from memeff.problem import Operands, Problem
 
 pytestmark = pytest.mark.gpu
@@ -233,27 +233,30 @@ def test_hopper_rows_that_are_done_again(where):
     assert_truth(result, "far", (query, key, value), how, "bfloat16")
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("what", ["full", "causal", "alibi"])
 @pytest.mark.parametrize("H", [64, 128])
-def test_hopper_is_deterministic(H, causal):
-    """250 runs are equal in bits (catalogue 36)."""
+def test_hopper_is_deterministic(H, what):
+    """250 runs are equal in bits (catalogue 36), the slopes' gradient as well."""
     if reason := pallas.for_device(dispatch.device()):
         pytest.skip(reason)
     q, k, v, do = (jax.random.normal(jax.random.key(i), (2, 1000, 4, H), jnp.bfloat16) for i in range(4))
+    args = q, k, v, jnp.linspace(0.1, 1, 4)
 
     @jax.jit
-    def both(q, k, v, do):
-        out, pull = jax.vjp(
-            functools.partial(memeff.dot_product_attention, is_causal=causal, implementation="pallas"), q, k, v
-        )
+    def both(args, do):
+        def attend(q, k, v, slopes):
+            scored = {"score_fn": scores.alibi(slopes)} if what == "alibi" else {}
+            return memeff.dot_product_attention(q, k, v, is_causal=what != "full", implementation="pallas", **scored)
+
+        out, pull = jax.vjp(attend, *args)
         return out, *pull(do)
 
     @jax.jit
     def same(x, y):
         return jnp.array([(a.view(jnp.uint16) == b.view(jnp.uint16)).all() for a, b in zip(x, y, strict=True)]).all()
 
-    first = both(q, k, v, do)
-    assert all(same(first, both(q, k, v, do)) for _ in range(250))
+    first = both(args, do)
+    assert all(same(first, both(args, do)) for _ in range(250))
 
 
 # ---- beyond what others test (catalogue 42, 43)

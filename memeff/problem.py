@@ -181,7 +181,7 @@ def places(problem: Problem, here: Operands, like: Array, first, rows: Array, co
         return None
     zero = jnp.zeros_like(like, jnp.int32)
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
-    batch, head = (zero + b)[:, 0, 0] + first[0], (zero + (k + first[1]) * like.shape[2] + g)[0]
+    batch, head = (zero + b).min((1, 2)) + first[0], (zero + (k + first[1]) * like.shape[2] + g).min(0)
     q_pos = among_keys(problem, _column(here.q_offset), rows)
     return Places(batch, head, q_pos, cols, here.score_rest, here.mask_params)
 

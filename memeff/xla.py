@@ -338,14 +338,21 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     return _backward(problem, operands, out, lse, dout, dlse)
 
 
-def _backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
+def gradient_of_terms(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Terms:
+    """Gradients of terms alone, from the same: two products a tile instead of five."""
+    return _backward(problem, operands, out, lse, dout, dlse, only_terms=True)
+
+
+def _backward(
+    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None, only_terms: bool = False
+) -> Any:
     """Steps (5) to (7)."""
     dtype = accumulator_dtype(operands)
     lse = lse if lse.low is not None else Lse(lse.high, jnp.zeros_like(lse.high))
     out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
     delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
     delta = delta if dlse is None else delta - dlse
-    walk = functools.partial(_walk_back, problem, operands, lse, delta, dout)
+    walk = functools.partial(_walk_back, problem, operands, lse, delta, dout, only_terms=only_terms)
     if not wants_fused(problem, operands):
         return walk(False)()
     if operands.query.dtype == jnp.float32:
@@ -390,8 +397,15 @@ def wants_fused(problem: Problem, operands: Operands) -> bool:
 
 
 def _walk_back(
-    problem: Problem, operands: Operands, lse: Lse, delta: Array, dout: Array, fused: bool, halves: Halves | None = None
-) -> Callable[[], Gradients]:
+    problem: Problem,
+    operands: Operands,
+    lse: Lse,
+    delta: Array,
+    dout: Array,
+    fused: bool,
+    halves: Halves | None = None,
+    only_terms: bool = False,
+) -> Callable[[], Any]:
     """Step by step, or `fused`: p is made one step ahead, so that draw can go into the epilogue of dout v'."""
     dtype, rows, like_rows = delta.dtype, (delta,), ()
     if fused:
@@ -417,7 +431,7 @@ def _walk_back(
         p, _ = probabilities(tile, *tile.rows)
         return (p * Halves.P).astype(jnp.float16) if halves else p
 
-    def step(grads, tile):
+    def step(grads, tile) -> Any:
         v = tile.here.value
         q, k = transformed(problem, tile.here, *tile.at)
         (delta, *others), (do, *half) = tile.rows, tile.wide
@@ -437,6 +451,8 @@ def _walk_back(
             dp = drop(problem, tile, lax.optimization_barrier(dp))
             draw, dterms = pull(p * (dp - delta[..., None]))
             draw = draw.astype(q.dtype)
+        if only_terms:
+            return _add_terms(grads, dterms, tile)
         if halves:
             column = part_of(halves.column, {0: (tile.first[0], q.shape[0]), 1: (tile.first[1], q.shape[1])})
             dv = dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value) / (column * Halves.P)[..., None]
@@ -458,11 +474,14 @@ def _walk_back(
     visit = _visit(problem, operands, (*rows, *like_rows), step, (dout,), **how)
 
     def walk():
+        terms = jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms)
+        if only_terms:
+            return visit(terms)
         zeros = Gradients(
             jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype) + zero,
             jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype) + zero,
             jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype) + zero,
-            jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms),
+            terms,
         )
         query, key, value, terms = visit(zeros)
         return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)

@@ -24,6 +24,12 @@ from memeff import dispatch, masks, scores  # noqa: E402
 B, T, N = 2, 8192, 16
 IDS = np.arange(B * T).reshape(B, T) // 3000
 
+
+def t5(slopes):
+    """Of a table that nobody differentiates."""
+    return scores.t5(jnp.linspace(-1, 1, 32)[:, None] * jax.lax.stop_gradient(slopes))
+
+
 CASES = {
     "full": dict(H=128),
     "causal": dict(H=64, is_causal=True),
@@ -34,6 +40,9 @@ CASES = {
     "fused 64": dict(H=64, backward="fused"),
     "alibi": dict(H=128, is_causal=True, score=scores.alibi),
     "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
+    "t5": dict(H=128, is_causal=True, score=t5),
+    "t5 64": dict(H=64, score=t5),
+    "t5, all keys": dict(H=128, score=t5),
     "score soft cap": dict(H=128, is_causal=True, score=scores.soft_cap),
     "documents": dict(H=128, mask_fn=masks.documents(IDS)),
     "block mask": dict(H=128, mask_fn=memeff.block_mask(masks.documents(IDS[0]) & masks.causal(), T)),

@@ -196,6 +196,30 @@ def test_hopper_functions_of_the_users(name):
     test_hopper_functions.assert_right(name, FUNCTIONS[name])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_t5(H, causal):
+    """As the chunked path has it, the gradient of its table as well; twice the same bits."""
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    table = jax.random.normal(jax.random.key(9), (32, 4))
+    q, k, v, do = (jax.random.normal(jax.random.key(i), (2, 2100, n, H), jnp.bfloat16) for i, n in enumerate((4, 2, 2, 4)))
+
+    def both(implementation):
+        how = dict(is_causal=causal, q_offset=np.array([0, -70], np.int32), implementation=implementation)
+        attend = lambda table, *args: memeff.dot_product_attention(*args, score_fn=memeff.scores.t5(table), **how)
+        out, (dtable, *of) = jax.jit(lambda *args: (lambda out, pull: (out, pull(do)))(*jax.vjp(attend, *args)))(
+            table, q, k, v
+        )
+        return [np.asarray(x, np.float32) for x in (out, *of, dtable)]
+
+    found, again, expected = (both(implementation) for implementation in ("pallas", "pallas", "xla"))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=0.02 * np.abs(y).max())
+    for x, y in zip(found[:-1], again[:-1], strict=True):  # XLA may add to a table in any order
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("H", [64, 128])
 def test_hopper_block_masks(H):
     if reason := pallas.for_device(dispatch.device()):

@@ -482,6 +482,13 @@ def test_visits_are_what_the_picture_has(size):
                     assert {j for j, tile in enumerate(tiles) if tile.any()} <= set(order)
                     for n, j in enumerate(order):
                         assert n < visits.masked or (tiles[j].all() and tiles[j].shape[1] == size)
+                    masked, at = int(visits.masked), first + 2 + offset
+                    near = visits.nearest_first(at, size)
+                    there = [int(near.tile(n)) for n in range(int(visits.total))]
+                    assert there[:masked] == order[:masked] and sorted(there) == sorted(order)
+                    assert there[masked:] == [] or all(
+                        abs(j - at // size) >= abs(there[masked] - at // size) for j in there[masked:]
+                    )
                     for row in range(first, last + 1):
                         hidden = int(visits.hidden(find(problem, offset, row, row, (q_end, kv_end), size)))
                         assert 0 <= hidden <= visits.masked and not any(tiles[j][row - first].any() for j in order[:hidden])

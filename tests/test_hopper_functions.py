@@ -18,7 +18,7 @@ from test_hopper import bf16, draw, f32, forward, i32, interpreted, kernels, low
 import memeff
 from memeff import dispatch, dot_product_attention, masks, scores
 from memeff.functions import Mask, Score
-from memeff.problem import Problem
+from memeff.problem import Lse, Problem
 
 pytestmark = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
 
@@ -46,9 +46,29 @@ def of_heads(slope):
     return lambda b, n, i, j: np.stack([np.where(n == h, slope(b, n, i, j), 0.0) for h in range(n.max() + 1)])
 
 
+def of_table(index, shape):
+    """Derivatives by the numbers of an array, of which each pair has the one at `index(n, i, j)`."""
+
+    def slopes(b, n, i, j):
+        at = np.ravel_multi_index(np.broadcast_arrays(*index(n, i, j)), shape)
+        return np.stack([(at == x).astype(f32) for x in range(np.prod(shape))])
+
+    return slopes
+
+
+def t5_at(n, i, j, bidirectional=True):
+    """Of 32 buckets up to 100 tokens: the bounds of none that grow are near whole numbers."""
+    exact, away = (8, np.abs(i - j)) if bidirectional else (16, np.maximum(i - j, 0))
+    far = exact + (np.log(np.maximum(away, exact) / exact) / np.log(100 / exact) * exact).astype(int)
+    bucket = np.where(away < exact, away, np.minimum(far, 2 * exact - 1))
+    return bucket + np.where(bidirectional & (j > i), 16, 0), n
+
+
 away = lambda b, n, i, j: -np.abs(i - j)
 IDS, KEYS, QUERIES = ids(2, 130), ids(2, 130, 1), np.random.default_rng(3).standard_normal(90).astype(f32)
 OF_3 = i32([[0, 1, 2], [3, 4, 5]])
+TABLE = np.random.default_rng(4).standard_normal((32, 4)).astype(f32)
+ODD = np.random.default_rng(6).integers(0, 2, (2, 219)).astype(bool)
 OF_KEYS = np.random.default_rng(2).integers(-3, 3, (2, 520)).astype(np.int32)
 
 CASES = {
@@ -87,6 +107,44 @@ CASES = {
         params=QUERIES,
         slopes=lambda b, n, i, j: np.stack([np.where(i == q, np.sin(0.1 * j), 0.0) for q in range(90)]),
         how=dict(local_window_size=(30, 40)),
+    ),
+    "t5": Case(  # with tiles before and behind the first
+        small(T=70, S=400, G=2),
+        lambda table: dict(score_fn=scores.t5(table, max_distance=100)),
+        lambda table, b, n, i, j: table[t5_at(n, i, j)],
+        params=TABLE[:, :2],
+        slopes=of_table(t5_at, (32, 2)),
+        how=dict(q_offset=150),
+    ),
+    "t5, causal, offsets": Case(
+        small(B=2, T=130, S=300, K=2, G=2, H=100, D=128),
+        lambda table: dict(score_fn=scores.t5(table, bidirectional=False, max_distance=100)),
+        lambda table, b, n, i, j: table[t5_at(n, i, j, False)],
+        params=TABLE.astype(bf16),
+        slopes=of_table(functools.partial(t5_at, bidirectional=False), (32, 4)),
+        how=dict(is_causal=True, q_offset=i32([-20, 161])),
+    ),
+    "differences, masked": Case(  # params that the kernel for dq sums as well, and one mask that is read at them
+        small(B=2, T=90, S=130, G=2),
+        lambda p: dict(
+            score_fn=lambda s, b, h, i, j, p: s + p[5] * (0.02 * (i - j)) + (h + 1) * p[jnp.clip(i - j + 3, 0, 5)],
+            score_params=p,
+            mask_fn=masks.documents(IDS[:, :90], KEYS) | Mask(lambda b, h, i, j, p: p[b, j - i + 89], ODD),
+        ),
+        lambda p, b, n, i, j: p[5] * 0.02 * (i - j) + (n + 1) * p[np.clip(i - j + 3, 0, 5)],
+        lambda b, n, i, j: (IDS[b, i] == KEYS[b, j]) | ODD[b, j - i + 89],
+        params=TABLE[0, :1] * np.arange(1, 7, dtype=f32),
+        slopes=lambda b, n, i, j: np.stack(
+            [(n + 1) * (np.clip(i - j + 3, 0, 5) == x) + (x == 5) * 0.02 * (i - j) for x in range(6)]
+        ),
+    ),
+    "numbers of keys that learn": Case(
+        small(T=70, S=130),
+        lambda numbers: dict(score_fn=lambda s, b, h, i, j, p: s + p[j] * (1 + jnp.sin(0.1 * i)), score_params=numbers),
+        lambda numbers, b, n, i, j: numbers[j] * (1 + np.sin(0.1 * i)),
+        params=np.random.default_rng(5).standard_normal(130).astype(f32),
+        slopes=lambda b, n, i, j: np.stack([np.where(j == k, 1 + np.sin(0.1 * i), 0.0) for k in range(130)]),
+        how=dict(is_causal=True, q_offset=60),
     ),
     "documents": Case(
         small(B=2, T=130, S=130),
@@ -134,7 +192,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = "numbers of queries", "prefix", "segments"
+SLOW = "numbers of queries", "prefix", "segments", "t5, causal, offsets", "differences, masked", "numbers of keys that learn"
 BLOCKED = {  # some whole tiles, and with lengths none
     "documents": (masks.documents(np.repeat([0, 1], [330, 190])), {}, small(T=520, S=520)),
     "causal, 128": (masks.causal() & masks.documents(np.repeat([0, 1], [330, 70])), {}, small(T=400, S=400, H=128, D=128)),
@@ -196,11 +254,11 @@ def assert_right(name, case: Case):
     actual = truth._replace(out=out, lse=lse, grads=dict(zip(("query", "key", "value"), of, strict=True)))
     assert_result(actual, plain, truth, dtype, name)
     if case.slopes is not None:
-        assert of_params.dtype == case.params.dtype
+        assert of_params.dtype == case.params.dtype and of_params.shape == case.params.shape
         slopes = case.slopes(*at)
         chained = lambda x: (np.asarray(x.grads["bias"], np.float64) * slopes).sum((1, 2, 3, 4))
         size = np.sqrt(((truth.grads["bias"] * slopes) ** 2).sum((1, 2, 3, 4))).max()
-        assert_as_good(of_params, [chained(x) for x in plain], chained(truth), dtype, f"{name}: params", size)
+        assert_as_good(of_params.reshape(-1), [chained(x) for x in plain], chained(truth), dtype, f"{name}: params", size)
 
 
 @pytest.mark.parametrize("cap", [1.5, np.array([1.0, 4.0], f32)], ids=["one", "of heads"])
@@ -231,7 +289,7 @@ def test_a_soft_cap_of_the_users(cap):
 @pytest.mark.parametrize("scored", [pytest.param(False, marks=pytest.mark.slow), True], ids=["masked", "masked and scored"])
 def test_what_a_mask_hides_changes_no_bit(scored):
     hidden = np.isin(np.arange(200), [3, 77, 78, 150, 199])
-    score = dict(score_fn=scores.alibi(np.array([0.1], f32))) if scored else {}
+    score = dict(score_fn=scores.alibi(np.array([0.1], f32)).then(scores.t5(TABLE[:, :1]))) if scored else {}
     case = Case(small(T=70, S=200), lambda seen: dict(mask_fn=Mask(lambda b, h, i, j, p: p[j], ~hidden), **score))
     query, key, value = draw(bf16, case.z)
     clean = run(case, (query, key, value))
@@ -245,7 +303,8 @@ def test_a_key_that_dwarfs_the_others_under_a_score():
     """Rows that the fixed reference cannot serve are done again with the score as well."""
     query, key, value = draw(bf16, small(T=64, S=450))
     key[:, 300] *= bf16(200)
-    how = dict(is_causal=True, q_offset=384, score_fn=lambda s, b, h, i, j, p: s + 0.01 * (i - j))
+    score_fn = Score(lambda s, b, h, i, j, p: s + 0.01 * (i - j)).then(scores.t5(TABLE[:, :1]))
+    how = dict(is_causal=True, q_offset=384, score_fn=score_fn)
     out, lse = forward((query, key, value), **how)
     plain, plain_lse = dot_product_attention(query, key, value, **how, return_residual=True)
     np.testing.assert_allclose(f32(out), f32(plain), atol=2e-2)
@@ -296,6 +355,84 @@ def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, monkeypatch
     np.testing.assert_array_equal(grad, (slopes if mapped else slopes[0]) * 2 * 16)
 
 
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Kernels that have seen T5's numbers, and make nothing of keys."""
+    from memeff.pallas import hopper_backward, hopper_forward
+
+    half = lambda x: x[..., : x.shape[-1] // 2]
+
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling):
+        (query, _, value), (of_differences,) = arrays, scalars.of_differences
+        return 0.5 * query[..., : value.shape[-1]], 9 + half(of_differences) if want_lse else None
+
+    def queries(problem, lengths, arrays, dlse, scalars, tiling):
+        return jnp.zeros_like(arrays[0]), half(scalars.of_differences[0])
+
+    def keys(problem, lengths, arrays, scalars, tiling):
+        return jnp.zeros_like(arrays[1]), jnp.zeros_like(arrays[2])
+
+    monkeypatch.setattr(hopper_forward, "attend", attend)
+    monkeypatch.setattr(hopper_backward, "queries", queries)
+    monkeypatch.setattr(hopper_backward, "keys", keys)
+    monkeypatch.setattr("memeff.pallas.why_not", lambda *_: None)
+    with dispatch.as_if_on("gpu", "9.0"):
+        yield
+
+
+def t5_loss(table, query):
+    out = dot_product_attention(query, query, query, score_fn=scores.t5(table), is_causal=True, implementation="pallas")
+    return (out * jnp.cos(out)).sum()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_walks_its_heads(axis_type, stand_ins, monkeypatch):
+    """For the gradient of T5's table."""
+    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: True)
+    query = np.random.default_rng(0).standard_normal((2, 16, 4, 64)).astype(f32)
+    gradient = jax.jit(jax.grad(t5_loss))
+    expected, mesh = gradient(TABLE, query), jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        found = gradient(TABLE, jax.device_put(query, NamedSharding(mesh, P("x", None, "y"))))
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("of, walks", [(0, True), (1, False)], ids=["table", "query"])
+def test_a_table_that_nobody_differentiates_costs_no_walk(of, walks, stand_ins):
+    shapes = jax.ShapeDtypeStruct((32, 4), f32), jax.ShapeDtypeStruct((1, 2048, 4, 64), bf16)
+    text = jax.jit(jax.grad(t5_loss, of)).lower(*shapes).compile().as_text()
+    assert (" while(" in text) == (" dot(" in text) == walks
+
+
+def test_a_walk_for_params_makes_no_other_products():
+    """Two of five."""
+    from memeff import xla
+
+    case = CASES["t5"]
+    args = draw(bf16, case.z)
+    with dispatch.watch() as calls:
+        jax.make_jaxpr(functools.partial(call, case, "xla", case.params))(*args)
+    problem, operands, _ = calls[0]
+    operands = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), operands)
+    out, rows = (jnp.zeros((1, 1, 2, case.z.T, *dims)) for dims in ((64,), ()))
+    of = lambda f: str(jax.make_jaxpr(functools.partial(f, problem, dlse=None))(operands, out, Lse(rows, None), out))
+    of_all, of_terms = (of(f).count("dot_general[") for f in (xla.backward, xla.gradient_of_terms))
+    assert (of_all, of_terms) == (5, 2)
+
+
+def test_room_for_differences_is_counted():
+    with dispatch.as_if_on("gpu", "9.0"), dispatch.watch() as calls:
+        jax.eval_shape(
+            lambda x: dot_product_attention(x, x, x, score_fn=scores.t5(TABLE[:, :2]), implementation="pallas"), X
+        )
+        problem, operands, name = calls[0]
+        differences, (t, c) = 4 * 2 * (512 + 512), problem.chunk_size
+        forward, gradient = dispatch.temp_bytes(problem, operands, name)
+        assert forward == differences
+        assert gradient > 2 * differences + 8 * 2 * t * c
+
+
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
 @pytest.mark.parametrize("name", BLOCKED)
 def test_block_masks_drive_the_loops(name):
@@ -344,18 +481,32 @@ def test_tables_list_what_is_seen(how):
 @pytest.mark.parametrize(
     "name, fn, before",
     [
-        ("score_fn", scores.alibi(np.ones(2, f32)), (1, 0, 0)),  # slopes[head]
-        ("score_fn", scores.soft_cap(2.0), (1, 0, 0)),
-        ("score_fn", lambda s, b, h, i, j, p: s + jnp.where(h > 0, i - j, 0), (1, 0, 0)),  # h > 0
-        ("mask_fn", masks.causal() & masks.sliding_window(9), (0, 0, 0)),
-        ("mask_fn", masks.documents(np.zeros((1, 512), np.int32)), (0, 1, 1)),
-        ("mask_fn", masks.block_causal(16), (0, 1, 1)),  # quotients
-        ("mask_fn", masks.dilated(3) | masks.prefix(i32([4])), (1, 0, 0)),
-        ("mask_fn", lambda b, h, i, j, p: (i // 8 + h) % 2 == 0, (1, 1, 0)),  # the quotient, and what follows in the kernel
+        ("score_fn", scores.alibi(np.ones(2, f32)), (1, 0, 0, 0)),  # slopes[head]
+        ("score_fn", scores.soft_cap(2.0), (1, 0, 0, 0)),
+        ("score_fn", lambda s, b, h, i, j, p: s + jnp.where(h > 0, i - j, 0), (1, 0, 0, 0)),  # h > 0
+        ("mask_fn", masks.causal() & masks.sliding_window(9), (0, 0, 0, 0)),
+        ("mask_fn", masks.documents(np.zeros((1, 512), np.int32)), (0, 1, 1, 0)),
+        ("mask_fn", masks.block_causal(16), (0, 1, 1, 0)),  # quotients
+        ("mask_fn", masks.dilated(3) | masks.prefix(i32([4])), (1, 0, 0, 0)),
+        (
+            "mask_fn",
+            lambda b, h, i, j, p: (i // 8 + h) % 2 == 0,
+            (1, 1, 0, 0),
+        ),  # the quotient, and what follows in the kernel
+        ("score_fn", scores.t5(TABLE[:, :2]), (0, 0, 0, 1)),
+        ("score_fn", scores.relative(TABLE[:2, :3]), (0, 0, 0, 1)),
+        (
+            "score_fn",
+            lambda s, b, h, i, j, p: s + jnp.log(1 + abs(i.astype(f32) - j.astype(f32) + 3)),
+            (0, 0, 0, 0),
+        ),  # can be there
+        ("score_fn", Score(lambda s, b, h, i, j, p: s + h * p[abs(i - 2 - (j + h))], TABLE[0]), (0, 0, 0, 1)),
+        ("score_fn", Score(lambda s, b, h, i, j, p: s + p[jnp.where(i >= j + 1, i - j, 0)], TABLE[0]), (0, 0, 0, 1)),
+        ("mask_fn", Mask(lambda b, h, i, j, p: p[-(j - i)] & (i > 3), TABLE[0] > 0), (0, 0, 0, 1)),
     ],
 )
 def test_what_is_made_before(name, fn, before):
-    """So many numbers for each head, query and key."""
+    """So many numbers for each head, query, key, and difference of both."""
     from memeff.pallas import hoisted
 
     with dispatch.as_if_on("gpu", "9.0"), dispatch.watch() as calls:
@@ -374,17 +525,18 @@ def why_not(**how):
     return str(told.value)
 
 
-TABLE = np.zeros((8, 512), f32)
 REFUSED = {
-    "read no array at query and key positions together (score_fn)": dict(score_fn=scores.t5(TABLE[:, :2])),
+    "read no array at query and key positions together (score_fn)": dict(
+        score_fn=Score(lambda s, b, h, i, j, p: s + p[i - j, j], TABLE)
+    ),
     "read no array at query and key positions together (mask_fn)": dict(
         mask_fn=Mask(lambda b, h, i, j, p: p[i, j], np.ones((512, 512), bool))
     ),
     "`erf` of the score (score_fn)": dict(score_fn=lambda s, b, h, i, j, p: jax.lax.erf(s)),
-    "no gradient to params of score_fn that are read for each key": dict(
-        score_fn=Score(lambda s, b, h, i, j, p: s + p[j], TABLE[0])
+    "have room for 4 numbers for each difference of positions, and these functions have 5": dict(
+        score_fn=Score(lambda s, b, h, i, j, p: s * sum(jnp.cos(p[i - j + n]) for n in range(5)), TABLE[0])
     ),
-    "for each query, and not for each query and head": dict(score_fn=Score(lambda s, b, h, i, j, p: s + p[h, i], TABLE)),
+    "for each query, and not for each query and head": dict(score_fn=Score(lambda s, b, h, i, j, p: s + p[i, h], TABLE)),
     "`eq` in int8 of query and key positions together (mask_fn)": dict(mask_fn=masks.documents(np.zeros(512, np.int8))),
     'backward="fused" calls no score_fn and no mask_fn': dict(mask_fn=masks.causal(), backward="fused"),
     "have room for 16 numbers for each token, and these functions have 18": dict(
@@ -404,10 +556,10 @@ def test_kernels_run_functions_where_they_can(monkeypatch):
     monkeypatch.setattr(dispatch, "_told", set())
     with dispatch.as_if_on("gpu", "9.0"):
         assert memeff.explain(X, X, X, score_fn=scores.alibi(np.ones(2, f32))).startswith('"pallas" runs this call')
-        reads = dict(score_fn=Score(lambda s, b, h, i, j, p: s + p[j], TABLE[0]))
-        with pytest.warns(UserWarning, match="kernels are for this device.*give no gradient to params of score_fn"):
-            jax.eval_shape(lambda x: dot_product_attention(x, x, x, **reads), X)
-        jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **reads), X)
+        strange = dict(score_fn=lambda s, b, h, i, j, p: jax.lax.erf(s))
+        with pytest.warns(UserWarning, match="kernels are for this device.*cannot compute `erf` of the score"):
+            jax.eval_shape(lambda x: dot_product_attention(x, x, x, **strange), X)
+        jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **strange), X)
 
 
 @pytest.mark.parametrize("H", [64, 128])
@@ -420,7 +572,11 @@ def test_functions_lower_for_cuda(H):
         t = 1 + jnp.abs(s)
         total = sum(f(t) for f in curves) / (t**3 + t**-2) + jnp.where((i == j) ^ ~(j > 3), s, jnp.clip(s, -p[h], 1))
         return (
-            total + jnp.sign(s) * ((i - j) % 7 + (i >> 1) + i // 3 - (j << 2)) + jnp.maximum(s, jnp.round(t)) + jnp.square(s)
+            total
+            + p[jnp.clip(i - j, 0, 3)]
+            + jnp.sign(s) * ((i - j) % 7 + (i >> 1) + i // 3 - (j << 2))
+            + jnp.maximum(s, jnp.round(t))
+            + jnp.square(s)
         )
 
     def training(params, *args):

@@ -319,6 +319,18 @@ MUTANTS = {
         "tuple(ref[0] for ref in scalars.of_heads)",
         "tests/test_hopper_functions.py::test_values[alibi]",
     ),
+    "kernels: numbers of differences are one off": (
+        "pallas/hoisted.py",
+        "dtype=jnp.int32) - behind(S)",
+        "dtype=jnp.int32) - behind(S) + 1",
+        "tests/test_hopper_functions.py::test_values[t5]",
+    ),
+    "kernels: the walk for params is one diagonal off": (
+        "pallas/walked.py",
+        "rows[0] - cols[0] - (c - 1) + self.behind",
+        "rows[0] - cols[0] - c + self.behind",
+        "tests/test_hopper_functions.py::test_values[t5]",
+    ),
     "kernels: a block mask's tiles need no mask where a window ends": (
         "pallas/walk.py",
         "every & (all_from <= col)",

@@ -17,9 +17,9 @@ needs_plugin = pytest.mark.skipif(
 )
 
 # ptxas 13.0 spills up to 224 bytes in the forward, 108, 336 and 172 in the backward, most in redone and masked tiles; in
-# loops without masks 44 bytes with a soft cap, and 36 in the fused one of heads of 64. A soft cap as score_fn: 472.
+# loops without masks 44 bytes with a soft cap, and 36 in the fused one of heads of 64. A soft cap as score_fn: 472; T5: 260.
 SPILLED = {"memeff_forward": 256, "memeff_dq": 128, "memeff_dkdv": 360, "memeff_fused": 200, "memeff_delta": 0}
-SPILLED_BY_FUNCTIONS = {"score soft cap": 500}
+SPILLED_BY_FUNCTIONS = {"score soft cap": 500, "t5, all keys": 280}
 # setmaxnreg ignored; products one after the other, for want of registers, or for one still running over a branch
 SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
 
@@ -50,4 +50,5 @@ def test_compiles(told, name):
         (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
         rest = 0 if H > 64 or fused else 4 * (-T % 192)  # delta's, of whole blocks of 192 rows
         ids = 8 * B * T if "mask_fn" in CASES[name] else 0  # of queries, and of keys
-        assert temporary <= B * N * (T * (8 + fused * 4 * H) + rest) + ids + 4096
+        differences = 8 * B * N * T if "t5" in name else 0
+        assert temporary <= B * N * (T * (8 + fused * 4 * H) + rest) + ids + differences + 4096

@@ -3,6 +3,8 @@
 Heads, those of values as well, are padded to one multiple of 64, lengths to multiples of 8.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import reshard
 
-from memeff.pallas import hoisted, hopper_backward, hopper_forward, hopper_fused
+from memeff.pallas import hoisted, hopper_backward, hopper_forward, hopper_fused, walked
 from memeff.pallas.mapped import mapped
 from memeff.pallas.walk import Scalars, tiles_visited
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
@@ -100,14 +102,14 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
 
 def _dims(scalars: Scalars) -> tuple[str, ...]:
     """Of each array of it."""
-    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", of_queries="bt", of_keys="bs")
+    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", of_queries="bt", of_keys="bs", of_differences="bkgx")
     return tuple(of.get(name, "b") for name, x in scalars._asdict().items() for _ in jax.tree.leaves(x))
 
 
 def _whole(scalars: Scalars) -> Scalars:
     """What belongs to tokens as whole tiles want it, and heads in one dim."""
     pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)]) if x.ndim == 2 else x
-    return jax.tree.map(lambda x: lax.collapse(x, 1) if x.ndim == 3 else pad(x), scalars)
+    return jax.tree.map(lambda x: lax.collapse(x, 1, 3) if x.ndim > 2 else pad(x), scalars)
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse | None]:
@@ -133,7 +135,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
 def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None) -> Gradients:
     """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
-    operands = _segmented(operands)
+    as_given, operands = operands, _segmented(operands)
     given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
     of_queries, of_keys = (hoisted.on_tiles(problem, operands, slopes) for slopes in ("all", "score"))
     moving = hopper_backward.moving_of(of_queries)
@@ -171,18 +173,24 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *_dims(scalars)
     found = mapped(call, dims, (*DIMS, *["bkgt"] * moving))(*operands[:3], out, dout, *of_rows, *given)
     query, key, value, *sums = found
-    return Gradients(query, key, value, Terms(score=_of_params(problem, operands, of_queries, sums)))
+    walk = functools.partial(walked.cotangents, problem, as_given, out, lse, dout, dlse)
+    return Gradients(query, key, value, Terms(score=_of_params(problem, operands, of_queries, sums, walk)))
 
 
-def _of_params(problem: Problem, operands: Operands, on_tiles: Problem, sums: list[Array]) -> tuple[Array, ...]:
-    """Gradients of floats of score_params, from sums over keys, B K G T, of cotangents of what was made of those."""
+def _of_params(
+    problem: Problem, operands: Operands, on_tiles: Problem, sums: Sequence[Array], walk: Callable[[], Sequence[Array]]
+) -> tuple[Array, ...]:
+    """Gradients of floats of score_params, from sums over keys, B K G T, of cotangents of what was made of those, and from a
+    walk for those that kernels do not sum. XLA drops it where nobody wants what it makes.
+    """
     if problem.score_fn is None:
         return ()
     of: Any = lambda floats: hoisted.moving(problem, operands._replace(terms=operands.terms._replace(score=floats)))
     made, pull = jax.vjp(of, operands.terms.score)
     over = {"of_heads": 3, "of_queries": (1, 2)}
     score_fn: Any = on_tiles.score_fn
-    totals = (x.sum(over[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True))
+    totals = [x.sum(over[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True)]
+    totals += walk() if hoisted.walks(problem, operands) else ()
     lay = lambda x, like: x if (there := of_total(like)) is None else reshard(x, there)
     (found,) = pull(tuple(map(lay, totals, made)))
     return found

@@ -264,7 +264,7 @@ def _compute_queries(
             _clean(k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
         first = here.row + group * ROWS, here.visits.tile(n) * tiling.others
         of_tile = tuple(ref.at[mine] for ref in marks[0]), tuple(ref.at[x] for ref in marks[1])
-        pairs = Pairs(problem, shape, first, here.sight, here.scalars, numbers, of_tile)
+        pairs = Pairs(problem, shape, first, here.sight, here.scalars, numbers, of_tile).early()
         keep = pairs.seen() if masked else None
 
         def products(raw, dp):
@@ -487,7 +487,7 @@ def _compute_keys(
         if hides and not turn.first:
             clean(x)
         of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[y + group] for ref in marks[1])
-        pairs = transposed(problem, here, tiling, n, group, numbers, of_tile)
+        pairs = transposed(problem, here, tiling, n, group, numbers, of_tile).early()
         keep = pairs.seen() if hides else None
         mine = y + (apart(group) if small else group)
         k, v = k_s.at[mine], v_s.at[mine]

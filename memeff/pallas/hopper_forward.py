@@ -39,12 +39,13 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.pairs import Pairs, arrivals, copy_marks, of_head, room, roughly
+from memeff.pallas.pairs import OfHead, Pairs, arrivals, copy_marks, of_head, room, roughly
 from memeff.pallas.walk import (
     Order,
     Place,
     Scalars,
     Shape,
+    Visits,
     balanced_order,
     find_place,
     some_whole,
@@ -253,7 +254,7 @@ class Walk(NamedTuple):
     turn: Turn
     q: Any
     D: int
-    of_heads: tuple[Array, ...]
+    of_head: OfHead
 
     @property
     def shape(self):
@@ -265,17 +266,18 @@ class Walk(NamedTuple):
     @property
     def fixes(self) -> bool:
         """Has (5) a part? Not where no tile is whole. A score of the user's, too, may fall with the distance: then the first
-        tiles give good references only if they are the nearest, as with a bound on the right.
+        tiles give good references only if they are the nearest.
         """
-        problem = self.has.problem
-        return some_whole(problem, self.here.scalars) and (problem.score_fn is None or problem.right is not None)
+        problem, visits = self.has.problem, self.here.visits
+        near = problem.score_fn is None or problem.right is not None or isinstance(visits, Visits)
+        return some_whole(problem, self.here.scalars) and near
 
     def pairs(self, n) -> Pairs:
         has, here = self.has, self.here
         first = here.row + has.group * ROWS, here.visits.tile(n) * has.tiling.keys
         y = lax.rem(self.turn.items, jnp.int32(has.tiling.queries)) * has.tiling.warpgroups
         marks = tuple(x.at[y + has.group] for x in has.marks[0]), tuple(x.at[self.slot(n)] for x in has.marks[1])
-        return Pairs(has.problem, self.shape, first, here.sight, here.scalars, self.of_heads, marks)
+        return Pairs(has.problem, self.shape, first, here.sight, here.scalars, self.of_head, marks)
 
     def all(self):
         """m, l, o = out, and 1 for each row that failed."""
@@ -321,19 +323,18 @@ class Walk(NamedTuple):
 
     def online(self, n, state):
         """(1) to (4)."""
-        has, x, (m, l, o) = self.has, self.slot(n), state
+        has, x, pairs, (m, l, o) = self.has, self.slot(n), self.pairs(n).early(), state
         raw = self.logits(n)
         there = lambda: plgpu.barrier_wait(has.v_there.at[x])
         if has.marks[1]:  # which come with values
             there()
-        p, m, l, o = self.moved(n, raw, m, l, o)
+        p, m, l, o = self.moved(pairs, raw, m, l, o)
         if not has.marks[1]:
             there()
         return m, l, self.weighed(o, p, n)
 
-    def moved(self, n, raw, m, l, o):
+    def moved(self, pairs: Pairs, raw, m, l, o):
         """p of (4), and m, l and o for it."""
-        pairs = self.pairs(n)
         s = pairs.logits(raw, pairs.seen())  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -344,19 +345,19 @@ class Walk(NamedTuple):
 
     def again(self, n, first, m, l, o):
         """(1) to (4) up to visit `first`, from there (5); what nobody sees is cleaned."""
-        raw = self.logits(n)
+        pairs, raw = self.pairs(n), self.logits(n)
         plgpu.barrier_wait(self.has.v_there.at[self.slot(n)])
 
         def stands(m, l, o):
-            p, l = self.probabilities(n, raw, jnp.where(m == -jnp.inf, 0.0, m), l)
+            p, l = self.probabilities(pairs, raw, jnp.where(m == -jnp.inf, 0.0, m), l)
             return p, m, l, o
 
-        moved = functools.partial(self.moved, n, raw)
+        moved = functools.partial(self.moved, pairs, raw)
         p, m, l, o = lax.cond(n < first, moved, stands, m, l, o) if self.fixes else moved(m, l, o)
         return m, l, self.weighed(self.cleaned(o, n), p, n)
 
-    def probabilities(self, n, raw, r, l):
-        p = jnp.exp2(self.pairs(n).logits(raw, None) - spread(r, self.shape))
+    def probabilities(self, pairs: Pairs, raw, r, l):
+        p = jnp.exp2(pairs.logits(raw, None) - spread(r, self.shape))
         return p.astype(self.has.v_s.dtype), l + p.sum(axis=1)
 
     def weighed(self, o, p, n):
@@ -412,7 +413,7 @@ class Walk(NamedTuple):
         there = lambda n: plgpu.barrier_wait(has.v_there.at[self.slot(n)])
 
         def logits(n, then):
-            x = self.slot(n)
+            x, pairs = self.slot(n), self.pairs(n).early()
             plgpu.barrier_wait(has.k_there.at[x])
 
             def body(raw):
@@ -421,17 +422,18 @@ class Walk(NamedTuple):
                 plgpu.barrier_arrive(has.k_used.at[x])
                 return s
 
-            return accumulators(body, self.shape)
+            return pairs, accumulators(body, self.shape)
 
         def weigh(p, n):
             if not scored:
                 there(n)
             self.add(total, p, self.slot(n))
 
-        def probabilities(n, raw, l):
+        def probabilities(n, made, l):
+            pairs, raw = made
             if scored:
                 there(n)
-            return self.probabilities(n, raw, r, l)
+            return self.probabilities(pairs, raw, r, l)
 
         def step(n, state):
             p, l = state
@@ -445,8 +447,8 @@ class Walk(NamedTuple):
             plgpu.barrier_arrive(has.v_used.at[self.slot(n)])
             return p, l
 
-        raw = logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0))
-        p, l = probabilities(first, raw, l)
+        made = logits(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0))
+        p, l = probabilities(first, made, l)
         p, l = lax.fori_loop(first, count - 1, step, (p, l))
         weigh(p, count - 1)
         plgpu.wgmma_wait(0)

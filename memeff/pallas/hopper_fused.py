@@ -35,7 +35,7 @@ from memeff.pallas.mosaic import (
     take_registers,
     tile,
 )
-from memeff.pallas.pairs import arrivals, copy_marks, room, roughly
+from memeff.pallas.pairs import OfHead, arrivals, copy_marks, room, roughly
 from memeff.pallas.walk import KeysPlace, Order, Scalars, Shape, cached_order, find_keys, with_ranges
 from memeff.problem import Problem
 
@@ -154,7 +154,7 @@ def _compute(
         q, do = q_s.at[x], do_s.at[x]
         plgpu.barrier_wait(q_there.at[x])
         of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[group] for ref in marks[1])
-        pairs = transposed(problem, here, tiling, n, group, (), of_tile)
+        pairs = transposed(problem, here, tiling, n, group, OfHead(), of_tile)
         keep = pairs.seen() if hides else None
         opaque = apart(group)
         k, v = k_s.at[0, pl.ds(opaque * ROWS, ROWS)], v_s.at[0, pl.ds(opaque * ROWS, ROWS)]

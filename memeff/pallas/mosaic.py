@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -135,6 +136,49 @@ def spread(x: Array, shape: tuple[int, int], dim: int = 0) -> Array:
 def positions(first, shape: tuple[int, int], dim: int) -> Array:
     """first, first + 1, ... along `dim`."""
     return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=WGMMA)
+
+
+def diagonals(ref, first, shape: tuple[int, int], dim: int) -> Array:
+    """A tile whose numbers are those of the vector `ref`, in global memory, at `first` plus the position along `dim` minus
+    the one along the other: the same along each diagonal, so a thread has two of them for each 8 columns, and two more.
+    """
+    if interpreting():
+        below = shape[1 - dim] - 1
+        along, across = (lax.broadcasted_iota(jnp.int32, shape, x) for x in (dim, 1 - dim))
+        return ref[pl.ds(first - below, sum(shape) - 1)][along - across + below]
+    result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=result)
+    def load(_, ref, first):
+        mgpu, ir, arith, memref, vector = _mlir()
+        layout, index = mgpu.WGMMA_LAYOUT, ir.IndexType.get()
+        add = lambda x, n: arith.addi(x, arith.constant(index, n))
+        row, col = next(iter(layout.thread_idxs(shape)))
+        along, across = (row, col) if dim == 0 else (col, row)
+        start = arith.addi(arith.index_cast(index, first.registers.item()), arith.subi(along, across))
+        sides = layout.tiling.tile_strides((shape[1], 1))
+        loaded, registers = {}, np.empty(layout.registers_shape(shape), object)
+
+        def at(n):
+            if n not in loaded:
+                loaded[n] = memref.load(ref, [add(start, n)])
+            return loaded[n]
+
+        for n in np.ndindex(registers.shape):
+            row, col = divmod(int(np.dot(n, sides)), shape[1])
+            pair = [at(row - c if dim == 0 else c - row) for c in (col, col + 1)]
+            registers[n] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        signed = True if jnp.issubdtype(result.dtype, jnp.integer) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+    return load(ref, first)
+
+
+def _mlir() -> tuple[Any, ...]:
+    """What code for single threads is made of."""
+    dialects = "jax.extend.mlir.dialects"
+    names = "jax.experimental.mosaic.gpu", "jax.extend.mlir.ir", *(f"{dialects}.{x}" for x in ("arith", "memref", "vector"))
+    return tuple(map(importlib.import_module, names))
 
 
 def any_of(ref) -> Array:

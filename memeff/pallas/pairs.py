@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from memeff.functions import Places
 from memeff.pallas.hoisted import Numbers, OnTiles
-from memeff.pallas.mosaic import COL, ROW, plgpu, positions, spread
+from memeff.pallas.mosaic import COL, ROW, diagonals, plgpu, positions, spread
 from memeff.pallas.walk import Scalars
 from memeff.problem import Problem, Sight, Terms, among_keys, finish_in_bits, sees
 
@@ -41,9 +41,16 @@ def roughly(problem: Problem) -> bool:
     return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
 
 
-def of_head(scalars: Scalars, n) -> tuple[Array, ...]:
-    """What functions have for query head `n`: read before a loop, for it would be read again in each step."""
-    return tuple(ref[n] for ref in scalars.of_heads)
+class OfHead(NamedTuple):
+    """What functions have for a query head."""
+
+    numbers: tuple[Array, ...] = ()
+    differences: tuple[Any, ...] = ()  # in global memory
+
+
+def of_head(scalars: Scalars, n) -> OfHead:
+    """Numbers are read before a loop, for they would be read again in each step."""
+    return OfHead(tuple(ref[n] for ref in scalars.of_heads), tuple(ref.at[n] for ref in scalars.of_differences))
 
 
 class Pairs(NamedTuple):
@@ -54,9 +61,10 @@ class Pairs(NamedTuple):
     first: tuple[Any, Any]  # query and key
     sight: Sight
     scalars: Scalars
-    of_heads: tuple[Array, ...]  # scalars
+    of_head: OfHead
     marks: Marks
     query_dim: int = 0
+    differences: dict[int, Array] = {}  # tiles of those that are read
 
     @property
     def rows(self) -> Array:
@@ -71,14 +79,29 @@ class Pairs(NamedTuple):
         dim = self.query_dim if side == 0 else 1 - self.query_dim
         return spread(plgpu.load(self.marks[side][n], layout=(ROW, COL)[dim]), self.shape, dim)
 
+    def early(self) -> "Pairs":
+        """With what logits need of global memory on its way: to be called before the products that it is to come beside."""
+        score_fn: Any = self.problem.score_fn
+        if score_fn is None:
+            return self
+        return self._replace(differences={n: self._difference(score_fn, n) for n in score_fn.indices.of_differences})
+
+    def _difference(self, function: OnTiles, n: int) -> Array:
+        """Of each pair the n-th."""
+        if n in self.differences:
+            return self.differences[n]
+        first = self.first[0] - self.first[1] + function.behind
+        return diagonals(self.of_head.differences[n], first, self.shape, self.query_dim)
+
     def _made(self, function: OnTiles) -> tuple[Array, ...]:
         """All that was made for this function before."""
         behind = lambda vectors, of: len(vectors) - len(of)
         skip = behind(self.scalars.by_query, self.scalars.of_queries), behind(self.scalars.by_key, self.scalars.of_keys)
         numbers = Numbers(
-            tuple(self.of_heads[n] for n in function.indices.of_heads),
+            tuple(self.of_head.numbers[n] for n in function.indices.of_heads),
             tuple(self._mark(0, skip[0] + n) for n in function.indices.of_queries),
             tuple(self._mark(1, skip[1] + n) for n in function.indices.of_keys),
+            tuple(self._difference(function, n) for n in function.indices.of_differences),
         )
         return sum(numbers, ())
 

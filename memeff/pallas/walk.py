@@ -20,6 +20,7 @@ class Visits(NamedTuple):
     left: Array  # so many masked ones begin the range,
     right: Array  # and so many end it
     covers: Array  # does each row that sees something see some of the last masked ones?
+    near: Array | None = None  # of those without a mask the one that comes first, before what is on its left; None: the last
 
     def within(self, first, behind, alone, size: int) -> "Visits":
         """Of tiles of `size`, those from position `first` to `behind`; all with masks, unless what sees them is `alone`."""
@@ -33,6 +34,12 @@ class Visits(NamedTuple):
     def all_masked(self) -> "Visits":
         """With a mask of which no more is known: from the last, for queries before it see the others."""
         return self._replace(left=jnp.int32(0), right=self.total, covers=jnp.bool_(False))
+
+    def nearest_first(self, position, size: int) -> "Visits":
+        """Of those without a mask, the one of `size` that has `position`, or is the next to it."""
+        of_position = lax.div(jnp.maximum(position, 0), jnp.int32(size))
+        near = jnp.clip(of_position, self.low + self.left, self.high - self.right - 1)
+        return self._replace(near=near, covers=jnp.bool_(False))
 
     def hidden(self, part: "Visits") -> Array:
         """So many of the first visits `part`, of some of these rows, does not see."""
@@ -50,6 +57,9 @@ class Visits(NamedTuple):
     def tile(self, n: Array) -> Array:
         """The n-th that is visited: what is masked on the right, from there, then on the left, then the others."""
         whole = self.high - 1 - (n - self.left)
+        if self.near is not None:
+            whole = self.near - (n - self.masked)
+            whole = jnp.where(whole < self.low + self.left, whole + self.total - self.masked, whole)
         return jnp.where(n < self.right, self.high - 1 - n, jnp.where(n < self.masked, self.low + n - self.right, whole))
 
 
@@ -161,7 +171,7 @@ def _up(x, size: int) -> Array:
 class Scalars(NamedTuple):
     """int32 arrays [B], and of tokens [B, T'] and [B, S']; or what a block has of them. None where the call has none.
 
-    Of functions of the user's (see hoisted.py), in int32 and float32: [B, N], [B, T'] and [B, S'].
+    Of functions of the user's (see hoisted.py), in int32 and float32: [B, N], [B, T'], [B, S'] and [B, N, X].
     """
 
     q_offset: Array | None = None
@@ -172,6 +182,7 @@ class Scalars(NamedTuple):
     of_heads: tuple[Any, ...] = ()
     of_queries: tuple[Any, ...] = ()
     of_keys: tuple[Any, ...] = ()
+    of_differences: tuple[Any, ...] = ()
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
     alone: Any = None
@@ -312,6 +323,8 @@ def find_place(problem: Problem, shape: Shape, scalars: Scalars, rows: int, keys
     if scalars.q_segments is not None:
         visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
     visits = _of_mask(problem, scalars, tile, visits)
+    if problem.score_fn is not None and problem.right is None and isinstance(visits, Visits) and problem.mask_fn is None:
+        visits = visits.nearest_first(row + rows // 2 + offset, keys)
     may = visits if keys < rows and scalars.q_segments is None and isinstance(visits, Visits) else None
     hidden = lambda first, count: may.hidden(seen(first, first + count - 1)) if may is not None else 0
     return Place(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, hidden)

@@ -7,6 +7,7 @@ mask kept with rate r, z = kept / (1 - r):
     ds  = p (dp - sum_j p dp + dlse)   dbias = ds summed where bias was broadcast
     du  = ds (1 - tanh^2(u / cap))     dcap  = sum ds (tanh(u / cap) - (u / cap) (1 - tanh^2(u / cap)))
     dscale = sum du raw                dq = scale du k        dk = scale du' q
+and along dq, dk, dv (there a dot for tangents) dout = (p (ds - dlse)) v + p dv and dlse = sum_j p ds, without dropout.
 A pair that is hidden takes part in no product at all, so NaN in what nobody sees stays where it is.
 """
 
@@ -67,6 +68,20 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
     if bias is not None:
         of["bias"] = _sum_to(ds.reshape(*leads, N, T, S), np.shape(bias))
     return of
+
+
+def tangent(query, key, value, bias=None, mask=None, *, along, **kwargs):
+    """Tangents of out and lse, in their shapes, along those of query, key and value."""
+    call = _call(query, key, value, bias, mask, **kwargs)
+    leads, G = np.shape(query)[:-3], np.shape(query)[-2] // np.shape(key)[-2]
+    dq, dk, dv = (np.repeat(_fold(x), n, axis=1) for x, n in zip(along, (1, G, G), strict=True))
+    s, p, _ = _softmax(call)
+    ds = call.scale * (_pairs(dq, call.k, call.seen) + _pairs(call.q, dk, call.seen))
+    if call.cap is not None:
+        ds = ds * (1 - np.tanh(call.scale * _pairs(call.q, call.k, call.seen) / call.cap) ** 2)
+    dlse = np.where(call.seen, p * ds, 0).sum(-1)
+    dout = _product(p * (ds - dlse[..., None]), call.v, call.seen) + _product(p, dv, call.seen)
+    return _unfold(dout, leads), dlse.transpose(0, 2, 1).reshape(*leads, *dlse.shape[:0:-1])
 
 
 def scalar_sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):

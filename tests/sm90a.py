@@ -47,11 +47,16 @@ CASES = {
     "documents": dict(H=128, mask_fn=masks.documents(IDS)),
     "block mask": dict(H=128, mask_fn=memeff.block_mask(masks.documents(IDS[0]) & masks.causal(), T)),
     "documents, alibi": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi),
+    "jvp": dict(H=128, is_causal=True, jvp=True),
+    "jvp 64": dict(H=64, jvp=True),
+    "jvp, soft cap": dict(H=128, is_causal=True, logits_soft_cap=20.0, jvp=True),
+    "jvp, alibi": dict(H=128, is_causal=True, score=scores.alibi, jvp=True),
+    "jvp 64, alibi": dict(H=64, is_causal=True, score=scores.alibi, jvp=True),
 }
 
 
-def compiled(H: int, K: int = N, score=None, **how):
-    """Forward and gradient of a call, also by what `score` has for each head."""
+def compiled(H: int, K: int = N, score=None, jvp: bool = False, **how):
+    """Forward and gradient of a call, also by what `score` has for each head; or its tangent along query, key and value."""
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
     devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
@@ -65,10 +70,13 @@ def compiled(H: int, K: int = N, score=None, **how):
         out, pull = jax.vjp(attend, *args)
         return out, *pull(dout)
 
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, N, K, K)]
+    def along(dq, query, key, value, dk, dv, *of_heads):
+        return jax.jvp(lambda *args: attend(*args, *of_heads), (query, key, value), (dq, dk, dv))
+
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, N, K, K, *[K] * 2 * jvp)]
     shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
     with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
-        return jax.jit(both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
+        return jax.jit(along if jvp else both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
 
 
 if __name__ == "__main__":

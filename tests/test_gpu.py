@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_hopper_functions
+import test_hopper_tangent as jvps
 from cases import SINGLES, Sizes, qkv
 from conftest import assert_as_good, assert_case, assert_truth, run_call, run_cases
 
@@ -234,6 +235,91 @@ def test_hopper_block_masks(H):
 
     for x, y in zip(both(memeff.block_mask(mask, 1000), "pallas"), both(mask, "xla"), strict=True):
         np.testing.assert_allclose(x, y, atol=0.02 * np.abs(y).max())
+
+
+TANGENT = [name for name, (z, _) in HOPPER.items() if z.H <= 128]
+
+
+def no_kernels() -> str | None:
+    return pallas.for_device(dispatch.device())
+
+
+@pytest.mark.parametrize("name", TANGENT)
+def test_hopper_jvp(name):
+    if reason := no_kernels():
+        pytest.skip(reason)
+    z, kwargs = HOPPER[name]
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, z)
+    along = jvps.directions(args)
+    found = jvps.jvp(args, along, kwargs)[1]
+    jvps.assert_right(found, args, along, kwargs, "bfloat16", name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hopper_jvp_of_functions_of_the_users(name):
+    if reason := no_kernels():
+        pytest.skip(reason)
+    jvps.assert_function(name)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("moving", jvps.SUBSETS)
+def test_hopper_jvp_of_what_moves(moving, H):
+    if reason := no_kernels():
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.float16, Sizes(B=2, T=300, S=500, K=2, G=2, H=H, D=H))
+    along = jvps.directions(args)
+    along = [x if name in moving.split() else None for x, name in zip(along, ("query", "key", "value"), strict=True)]
+    how = dict(is_causal=True, q_offset=150)
+    found = jvps.jvp(args, along, how)[1]
+    jvps.assert_right(found, args, along, how, "float16", moving)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_jvp_of_what_a_row_has_in_common(H, causal):
+    """All keys move along one direction, far more than each by itself."""
+    if reason := no_kernels():
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, Sizes(B=1, T=700, S=700, K=2, G=2, H=H, D=H))
+    dq, dk, dv = jvps.directions(args)
+    along = dq, (dk + 40 * dk[:, :1]).astype(dk.dtype), dv
+    found = jvps.jvp(args, along, dict(is_causal=causal))[1]
+    jvps.assert_right(found, args, along, dict(is_causal=causal), "bfloat16", "common")
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_jvp_is_deterministic_and_blind(H):
+    """100 runs are equal in bits, beside another product; and NaN that nobody sees changes none."""
+    if reason := no_kernels():
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, Sizes(B=2, T=900, S=1000, K=2, G=2, H=H, D=H))
+    (q, k, v), (dq, dk, dv) = args, jvps.directions(args)
+    how = dict(key_value_seq_lengths=np.array([850, 600], np.int32), is_causal=True, q_offset=100, implementation="pallas")
+    attend = functools.partial(memeff.dot_product_attention, **how, return_residual=True)
+    both, busy = jax.jit(lambda x, dx: jax.jvp(attend, x, dx)), jax.jit(lambda x: x @ x)
+    hidden = [x.copy() for x in (k, dk, v, dv)]
+    for x in hidden:
+        x[0, 850:] = x[1, 600:] = np.nan
+    first = jax.tree.map(np.asarray, both((q, k, v), (dq, dk, dv)))
+    for n in range(100):
+        busy(jnp.ones((2048, 2048)))
+        k, dk, v, dv = hidden if n == 99 else (k, dk, v, dv)
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(both((q, k, v), (dq, dk, dv))), strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("name", jvps.TRANSFORMED)
+def test_hopper_jvp_under_transformations(name):
+    """As the chunked path has them."""
+    if reason := no_kernels():
+        pytest.skip(reason)
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, Sizes(B=2, T=200, S=200, K=2, G=2, H=64, D=64))
+    along, of = jvps.directions(args), lambda x: jvps.TRANSFORMED[name](functools.partial(jvps.attend, implementation=x))
+    found, expected = (jax.tree.leaves(jax.jit(of(x))(args, along)) for x in ("pallas", "xla"))
+    for x, y in zip(found, expected, strict=True):
+        x, y = (np.asarray(x, np.float32) for x in (x, y))
+        np.testing.assert_allclose(x, y, atol=0.03 * np.abs(y).max())
 
 
 FUSED = [name for name, (z, _) in HOPPER.items() if z.H <= 128 and (z.K > 1 or name in ("length 63", "length 1087"))]

@@ -337,6 +337,24 @@ MUTANTS = {
         "every",
         "tests/test_hopper_functions.py::test_tables_list_what_is_seen",
     ),
+    "kernels: the tangent of a row keeps what its keys have in common": (
+        "pallas/hopper_tangent.py",
+        "c = jnp.where(l > 0, c,",
+        "c = jnp.where(l >= 0, c,",
+        "'tests/test_hopper_tangent.py::test_what_a_row_has_in_common_takes_no_bits[causal]'",
+    ),
+    "kernels: the tangent of lse without what its keys have in common": (
+        "pallas/hopper_tangent.py",
+        "lse_s[mine] = r + c",
+        "lse_s[mine] = r",
+        "'tests/test_hopper_tangent.py::test_values[128]'",
+    ),
+    "kernels: NaN in the tangents of hidden values is not cleaned": (
+        "pallas/hopper_tangent.py",
+        "for ref in filter(None, values_s):",
+        "for ref in filter(None, values_s[:1]):",
+        "'tests/test_hopper_tangent.py::test_what_nobody_sees_changes_no_bit[nan]'",
+    ),
     "kernels: sums over query heads elsewhere are left out": (
         "pallas/mapped.py",
         "lax.psum(x, over)",

@@ -148,3 +148,14 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
 
     module = hopper if backward_is_kernel(operands) else xla
     return module.backward(problem, operands, out, lse, dout, dlse)
+
+
+def tangent(problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands) -> tuple[Array, Array]:
+    """Tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T] along those of operands, `along` (None: 0)."""
+    from memeff import tangent as chunked
+    from memeff.pallas import hopper
+
+    of_terms, moving = jax.tree.leaves(along.terms), jax.tree.leaves(along[:3])
+    if of_terms or not moving or not backward_is_kernel(operands):
+        return chunked.tangent(problem, operands, out, lse, along, narrow=True)
+    return hopper.tangent(problem, operands, out, lse, along)

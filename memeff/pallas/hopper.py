@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import reshard
 
-from memeff.pallas import hoisted, hopper_backward, hopper_forward, hopper_fused, walked
+from memeff.pallas import hoisted, hopper_backward, hopper_forward, hopper_fused, hopper_tangent, walked
 from memeff.pallas.mapped import mapped
 from memeff.pallas.walk import Scalars, tiles_visited
 from memeff.problem import LOG2_E, Gradients, Lse, LseFor, Operands, Problem, Terms
@@ -58,6 +58,12 @@ def backward_tilings(problem: Problem, operands: Operands) -> tuple[hopper_backw
 
 def fused_tiling(operands: Operands) -> hopper_backward.Tiling:
     return hopper_backward.Tiling(2, 128 if _width(operands) == 64 else 64, 2, 1)
+
+
+def tangent_tiling(problem: Problem, operands: Operands) -> hopper_backward.Tiling:
+    if _width(operands) == 64:
+        return hopper_backward.Tiling(2, 64, 4, 2) if problem.calls_functions else hopper_backward.Tiling(3, 64, 3, 2)
+    return hopper_backward.Tiling(2, 64, 2, 1)
 
 
 def _width(operands: Operands) -> int:
@@ -175,6 +181,33 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     query, key, value, *sums = found
     walk = functools.partial(walked.cotangents, problem, as_given, out, lse, dout, dlse)
     return Gradients(query, key, value, Terms(score=_of_params(problem, operands, of_queries, sums, walk)))
+
+
+def tangent(problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands) -> tuple[Array, Array]:
+    """Tangents of out [B, K, G, T, D] and lse [B, K, G, T] along those of query, key and value (None: 0)."""
+    operands = _segmented(operands)
+    given, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
+    on_tiles = hoisted.on_tiles(problem, operands, "score")
+    moves_logits = along.query is not None or along.key is not None
+
+    def call(query, key, value, out, lse, *more):
+        (B, T, K, G, _), S, D = query.shape, key.shape[1], value.shape[-1]
+        (dq, dk, dv), scalars = jax.tree.unflatten(structure, more)
+        heads = lambda x: None if x is None else x.reshape(B, T, K * G, x.shape[-1])
+        by_head = lse.reshape(B, K * G, T)
+        rest = (value, heads(out.transpose(0, 3, 1, 2, 4))) if moves_logits else (None, None)
+        arrays = heads(query), key, None, *rest, heads(dq), dk, dv
+        arrays = hopper_tangent.Arrays(*(None if x is None else _padded(x, _width(operands)) for x in arrays))
+        arrays = arrays._replace(lse=jnp.pad(by_head, [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]))
+        tiling = tangent_tiling(problem, operands)
+        dout, dlse = hopper_tangent.tangents(on_tiles, (T, S), arrays, _whole(scalars), tiling)
+        dout = dout[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
+        return dout, dlse[..., :T].reshape(B, K, G, T)
+
+    moving = (dims for dims, x in zip(DIMS, along[:3], strict=True) if x is not None)
+    dims = *DIMS, "bkgtd", "bkgt", *moving, *_dims(_scalars(problem, operands))
+    dout, dlse = mapped(call, dims, ("bkgtd", "bkgt"))(*operands[:3], out, lse.high * LOG2_E, *given)
+    return dout, dlse
 
 
 def _of_params(

@@ -110,7 +110,7 @@ def moving_of(problem: Problem) -> int:
     return 0 if score_fn is None else len(score_fn.moving)
 
 
-def _failed(failed_s, turn: Turn, *sums) -> Array:
+def not_finite(failed_s, turn: Turn, *sums) -> Array:
     """1 if, in the first round, some row of these sums is not finite."""
     if not turn.first:
         return jnp.int32(0)
@@ -118,7 +118,7 @@ def _failed(failed_s, turn: Turn, *sums) -> Array:
     return any_failed(failed_s, functools.reduce(jnp.maximum, bad))
 
 
-def _blocks(
+def blocks_in_order(
     problem: Problem, scalars: Scalars, visited: np.ndarray, size: int, heads: int, bytes_read: int
 ) -> tuple[int, Order]:
     """How many there are, and in which order they do the items of `heads`, each of which reads so many bytes."""
@@ -155,7 +155,7 @@ def queries(
 
     total = B * N * -(-T // tiling.own)
     visited = tiles_visited(problem, lengths, tiling.own, keys)
-    blocks, order = _blocks(problem, scalars, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
+    blocks, order = blocks_in_order(problem, scalars, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G))
 
     def body(*refs, **scratch):
         of = iter(refs[6:-outs])
@@ -310,7 +310,7 @@ def _compute_queries(
 
     dq, sums = accumulators(walk, (ROWS, q.shape[-1]))
     dq = dq * gradient.slope
-    failed = _failed(failed_s.at[group], turn, dq)
+    failed = not_finite(failed_s.at[group], turn, dq)
     o[...] = dq.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o, dq_ref.at[here.b, rows, here.n])
@@ -374,7 +374,7 @@ def keys(
 
     total = B * K * -(-S // tiling.own)
     visited = shape.G * tiles_visited(problem, lengths, tiling.own, others, keys=True)
-    blocks, order = _blocks(problem, scalars, visited, others, B * K, T * shape.G * (H + D) * 2)
+    blocks, order = blocks_in_order(problem, scalars, visited, others, B * K, T * shape.G * (H + D) * 2)
 
     def body(*refs, rows_s, **scratch):
         at = dict(lse_s=(0, stages), delta_s=(stages, stages), failed_s=(2 * stages, groups))
@@ -524,7 +524,7 @@ def _compute_keys(
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
     dk, dv = accumulators(walk, (ROWS, k_s.shape[-1]), (ROWS, v_s.shape[-1]))
-    failed = _failed(failed_s.at[group], turn, dk, dv)
+    failed = not_finite(failed_s.at[group], turn, dk, dv)
     k, v = k_s.at[y + group], v_s.at[y + group]
     k[...] = (dk * gradient.slope).astype(dtype)
     v[...] = dv.astype(dtype)

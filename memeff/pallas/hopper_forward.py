@@ -376,35 +376,9 @@ class Walk(NamedTuple):
         multiply(total, p, self.has.v_s.at[x], self.has.stage and self.has.stage.at[self.has.group])
 
     def cleaned(self, o, n):
-        """0 times NaN is NaN: values that are not finite become 0, and NaN for the rows that see them, in their columns."""
-        has, v, keys_s = self.has, self.has.v_s.at[self.slot(n)], self.has.keys_s.at[self.has.group]
-        parts = [(i * ROWS, j * ROWS) for i in range(v.shape[0] // ROWS) for j in range(self.D // ROWS)]
-        at = lambda i, j: v.at[i : i + ROWS, j : j + ROWS]
-        load = lambda *ij: plgpu.load(at(*ij), layout=WGMMA).astype(jnp.float32)
-        bad = lambda *ij: jnp.where(jnp.abs(load(*ij)) < jnp.inf, 0.0, 1.0)
-        for i in range(0, v.shape[0], ROWS):
-            rows = [bad(*ij).max(axis=1) for ij in parts if ij[0] == i]
-            keys_s[i : i + ROWS] = functools.reduce(jnp.maximum, rows)
-
-        def marks(o):
-            bad_keys = spread(plgpu.load(keys_s, layout=COL), self.shape, 1)
-            sees_bad = jnp.where(self.pairs(n).seen(), bad_keys, 0.0).max(axis=1)
-            meet(has.all_here)
-
-            @pl.when(has.group == 0)  # one alone: sums over rows share their memory
-            def _():
-                for j in range(0, self.D, ROWS):
-                    columns = [bad(*ij).max(axis=0) for ij in parts if ij[1] == j]
-                    has.columns_s[j : j + ROWS] = functools.reduce(jnp.maximum, columns)
-                for ij in parts:
-                    at(*ij)[...] = jnp.where(bad(*ij) > 0, 0.0, load(*ij)).astype(v.dtype)
-                plgpu.commit_smem()
-
-            meet(has.all_here)
-            columns = spread(plgpu.load(has.columns_s, layout=COL), o.shape, 1)
-            return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
-
-        return lax.cond(any_of(keys_s), marks, lambda o: o, o)
+        has = self.has
+        room = has.keys_s.at[has.group], has.columns_s, has.all_here
+        return cleaned(has.v_s.at[self.slot(n)], o, self.pairs(n), has.group, room)
 
     def fixed(self, total, first, r, l):
         """(5) for the visits from `first` on, one at least."""
@@ -454,3 +428,37 @@ class Walk(NamedTuple):
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(has.v_used.at[self.slot(count - 1)])
         return l
+
+
+def cleaned(v, o, pairs: Pairs, group, room):
+    """o, if v, a tile that all warpgroups read, is finite. 0 times NaN is NaN: values that are not finite become 0, and NaN
+    for the rows that see them, in their columns.
+    """
+    (keys_s, columns_s, all_here), D = room, v.shape[1]
+    parts = [(i * ROWS, j * ROWS) for i in range(v.shape[0] // ROWS) for j in range(D // ROWS)]
+    at = lambda i, j: v.at[i : i + ROWS, j : j + ROWS]
+    load = lambda *ij: plgpu.load(at(*ij), layout=WGMMA).astype(jnp.float32)
+    bad = lambda *ij: jnp.where(jnp.abs(load(*ij)) < jnp.inf, 0.0, 1.0)
+    for i in range(0, v.shape[0], ROWS):
+        rows = [bad(*ij).max(axis=1) for ij in parts if ij[0] == i]
+        keys_s[i : i + ROWS] = functools.reduce(jnp.maximum, rows)
+
+    def marks(o):
+        bad_keys = spread(plgpu.load(keys_s, layout=COL), pairs.shape, 1)
+        sees_bad = jnp.where(pairs.seen(), bad_keys, 0.0).max(axis=1)
+        meet(all_here)
+
+        @pl.when(group == 0)  # one alone: sums over rows share their memory
+        def _():
+            for j in range(0, D, ROWS):
+                columns = [bad(*ij).max(axis=0) for ij in parts if ij[1] == j]
+                columns_s[j : j + ROWS] = functools.reduce(jnp.maximum, columns)
+            for ij in parts:
+                at(*ij)[...] = jnp.where(bad(*ij) > 0, 0.0, load(*ij)).astype(v.dtype)
+            plgpu.commit_smem()
+
+        meet(all_here)
+        columns = spread(plgpu.load(columns_s, layout=COL), o.shape, 1)
+        return jnp.where(columns * spread(sees_bad, o.shape) > 0, jnp.nan, o)
+
+    return lax.cond(any_of(keys_s), marks, lambda o: o, o)

@@ -1,0 +1,293 @@
+"""The tangent on Hopper (sm_90a), from lse: five products a tile, two of which are the forward's. With dq, dk, dv for the
+tangents of the operands; logits in bits (times log2 e), as is lse here, but their tangents in nats.
+
+A block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j that they see:
+  (1) raw = q_i k_j';  draw = dq_i k_j' + q_i dk_j'      (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
+  (2) s = finish(raw);  ds = its derivative along draw   (4) u_i += p dv_j + w v_j
+  at the end: dout = u - r out, dlse = r + c
+That holds for every c. w is rounded to 16 bits for its product, and what p ds has in common for a whole row, which leaves
+dout alone, would take those: so c is the mean of ds by p over the first tile of which the row sees something, which is among
+those with masks, or else the first one after them; these two kinds are walked in one loop, where c is found.
+What does not move has no products. 0 times NaN is NaN: if u is not finite it is made again, as out is in the forward.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.pallas.blocks import ROWS, Items, Turn, pass_by, rounds
+from memeff.pallas.hopper_backward import Gradient, Tiling, blocks_in_order, not_finite
+from memeff.pallas.hopper_forward import cleaned
+from memeff.pallas.mosaic import (
+    ROW,
+    WGMMA,
+    accumulators,
+    begin,
+    call,
+    full,
+    multiply,
+    plgpu,
+    spread,
+    stage,
+    take_registers,
+    tile,
+)
+from memeff.pallas.pairs import Pairs, arrivals, copy_marks, of_head, room, roughly
+from memeff.pallas.walk import Place, Scalars, Shape, find_place, some_whole, tiles_visited, with_lists, with_ranges
+from memeff.problem import LOG2_E, Problem, Terms, finish_in_bits
+
+
+class Arrays(NamedTuple):
+    """In the layout of the door, lse (in bits) B N T'; or what a block has of them. None: not read, or it does not move."""
+
+    query: Any
+    key: Any
+    lse: Any
+    value: Any  # this and out, where logits move
+    out: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+def tangents(
+    problem: Problem, lengths: tuple[int, int], arrays: Arrays, scalars: Scalars, tiling: Tiling
+) -> tuple[Array, Array]:
+    """dout [B, T, N, H], and dlse [B, N, T'']. Sizes as in `hopper_forward.attend`."""
+    (B, _, N, H), K, dtype, (T, S) = arrays.query.shape, arrays.key.shape[2], arrays.query.dtype, lengths
+    shape = Shape(B, T, S, K, N // K)
+    groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
+    scalars = with_lists(problem, with_ranges(scalars, lengths, tiling.own), lengths, (tiling.own, keys))
+    given, structure = jax.tree.flatten((arrays, scalars))
+    of_query, of_key = arrivals(scalars)
+    own, of_keys, of_values = ("query", "dq"), ("key", "dk"), ("value", "dv")
+    count = lambda names: sum(getattr(arrays, name) is not None for name in names)
+
+    total = B * N * -(-T // tiling.own)
+    visited = tiles_visited(problem, lengths, tiling.own, keys)
+    read = S * H * 2 * (count(of_keys) + count(of_values))
+    blocks, order = blocks_in_order(problem, scalars, visited, keys, B * N, max(1, read // shape.G))
+
+    def body(*refs, **scratch):
+        has, values = jax.tree.unflatten(structure, refs[: len(given)])
+        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        find = lambda index: find_place(problem, shape, values, tiling.own, keys, order, index)
+        items = lambda do: Items(total, blocks, block, lambda index, turn: do(find(index), turn))
+
+        @pl.when(group < groups)
+        def _():
+            take_registers(groups, computes=True)
+            compute = lambda *at: _compute(problem, tiling, has, refs[-2:], group, *at, **scratch)
+            rounds(items(compute), True, scratch["failed_s"], scratch["all_done"])
+
+        @pl.when(group == groups)
+        def _():
+            take_registers(groups, computes=False)
+            copy = lambda *at: _copy(tiling, has, *at, **scratch)
+            rings = (stages, True, (scratch["k_used"], scratch["v_used"])), (tiling.items, False, (scratch["own_used"],))
+            rounds(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
+
+    def tiles(names, many: int, rows: int):
+        return tuple(None if getattr(arrays, name) is None else tile(many, rows, H, dtype) for name in names)
+
+    scratch = dict(
+        own_s=tiles(own, tiling.items * groups, ROWS),
+        keys_s=tiles(of_keys, stages, keys),
+        values_s=tiles(of_values, stages, keys),
+        lse_s=plgpu.SMEM((tiling.items * groups, ROWS), jnp.float32),
+        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        bad_keys_s=plgpu.SMEM((groups, keys), jnp.float32),
+        bad_columns_s=plgpu.SMEM((H,), jnp.float32),
+        own_there=plgpu.Barrier(num_arrivals=count(own) + 1 + of_query, num_barriers=tiling.items * groups),
+        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
+        k_there=plgpu.Barrier(num_arrivals=count(of_keys) + of_key, num_barriers=stages),
+        v_there=plgpu.Barrier(num_arrivals=count(of_values), num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        out_there=plgpu.Barrier(num_barriers=groups),
+        all_here=plgpu.Barrier(num_arrivals=groups),
+        all_done=plgpu.Barrier(num_arrivals=groups + 1),
+        **room(scalars, (tiling.items * groups, ROWS), (stages, keys)),
+        **stage(groups, ROWS, keys, dtype),
+    )
+    # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
+    rows = -(-T // tiling.own) * tiling.own
+    types = jax.ShapeDtypeStruct(arrays.query.shape, dtype), jax.ShapeDtypeStruct((B, N, rows), jnp.float32)
+    kernel = call(body, "memeff_tangent", types, scratch, blocks, groups + 1, roughly(problem), sums_over_rows=True)
+    dout, dlse = kernel(*given)
+    return dout, dlse
+
+
+def _copy(
+    tiling, arrays: Arrays, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s, own_there, own_used, k_there,
+    v_there, k_used, v_used, marks, **_,
+):  # fmt: skip
+    """Of queries what each warpgroup has, keys and values once for all."""
+    stages, count, y = tiling.stages, here.visits.total, lax.rem(turn.items, jnp.int32(tiling.items))
+
+    def copy(pairs, at, slot, there):
+        for ref, shared in pairs:
+            if ref is not None:
+                plgpu.copy_gmem_to_smem(ref.at[at], shared.at[slot], there.at[slot])
+
+    def own():
+        pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+        for group in range(tiling.warpgroups):
+            rows, mine = pl.ds(here.row + group * ROWS, ROWS), y * tiling.warpgroups + group
+            copy(zip((arrays.query, arrays.dq), own_s, strict=True), (here.b, rows, here.n), mine, own_there)
+            copy([(arrays.lse, lse_s)], (here.b, here.n, rows), mine, own_there)
+            copy_marks(here.scalars.by_query, rows, marks[0], mine, own_there.at[mine])
+
+    def others(n):
+        at = turn.visits + n
+        x, rows = lax.rem(at, jnp.int32(stages)), pl.ds(here.visits.tile(n) * tiling.others, tiling.others)
+        pl.when(at >= stages)(lambda: plgpu.barrier_wait(k_used.at[x]))
+        copy(zip((arrays.key, arrays.dk), keys_s, strict=True), (here.b, rows, here.k), x, k_there)
+        copy_marks(here.scalars.by_key, rows, marks[1], x, k_there.at[x])
+        pl.when(at >= stages)(lambda: plgpu.barrier_wait(v_used.at[x]))
+        copy(zip((arrays.value, arrays.dv), values_s, strict=True), (here.b, rows, here.k), x, v_there)
+
+    # Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
+    begun = jnp.where(turn.items > 0, jnp.minimum(count, stages), 0) if tiling.items == 1 else 0
+    pl.loop(0, begun)(others)
+    own()
+    pl.loop(begun, count)(others)
+    return count, jnp.int32(0)
+
+
+class State(NamedTuple):
+    """Of each row: r and c, and the sum of p of tiles in which c is found."""
+
+    r: Array
+    c: Array
+    l: Array
+
+
+def logits(problem: Problem, raw: Array, pairs: Pairs, keep: Array | None) -> tuple[Array, Callable[[Array], Array]]:
+    """(2): s, in bits, and what makes ds, in nats, of draw."""
+    gradient = Gradient(problem)
+    if gradient.linear:
+        hide = lambda ds: ds if keep is None else jnp.where(keep, ds, 0.0)
+        return pairs.logits(raw, keep), lambda draw: hide(draw * gradient.slope)
+    at = pairs.places(problem.score_fn)
+    s, along = jax.linearize(lambda raw: finish_in_bits(problem, raw, Terms(), keep, at), raw)
+    return s, lambda draw: along(draw * (1 / LOG2_E))
+
+
+def _compute(
+    problem, tiling, arrays: Arrays, results, group, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s, failed_s,
+    bad_keys_s, bad_columns_s, own_there, own_used, k_there, v_there, k_used, v_used, out_there, all_here, marks, stage=None,
+    **_,
+):  # fmt: skip
+    dout_ref, dlse_ref = results
+    at: Any = lambda ref, i: None if ref is None else ref.at[i]
+    shape, wide, dtype = (ROWS, tiling.others), (ROWS, own_s[0].shape[-1]), own_s[0].dtype
+    rows, count, y = pl.ds(here.row + group * ROWS, ROWS), here.visits.total, lax.rem(turn.items, jnp.int32(tiling.items))
+    mine = y * tiling.warpgroups + group
+    q, dq = (at(ref, mine) for ref in own_s)
+    numbers, slot = of_head(here.scalars, here.n), lambda n: lax.rem(turn.visits + n, jnp.int32(tiling.stages))
+
+    def pairs_of(n):
+        first = here.row + group * ROWS, here.visits.tile(n) * tiling.others
+        of_tile = tuple(ref.at[mine] for ref in marks[0]), tuple(ref.at[slot(n)] for ref in marks[1])
+        return Pairs(problem, shape, first, here.sight, here.scalars, numbers, of_tile)
+
+    def step(n, hides, state: State, u):
+        x, pairs, waits = slot(n), pairs_of(n).early(), turn.first or not hides
+        k, dk, v, dv = (at(ref, x) for ref in (*keys_s, *values_s))
+        if waits:
+            plgpu.barrier_wait(k_there.at[x])
+        keep = pairs.seen() if hides else None
+        sides = [(a, b) for a, b in ((dq, k), (q, dk)) if a is not None and b is not None]
+
+        def products(raw, *draws):
+            plgpu.wgmma(raw, q, k.T)  # (1)
+            for a, b in sides:
+                plgpu.wgmma(*draws, a, b.T)
+            s, along = logits(problem, plgpu.wgmma_accumulator_load(raw, wait_n=len(sides)), pairs, keep)  # (2)
+            p = jnp.exp2(s - spread(lse, shape))  # (3)
+            if waits:
+                plgpu.barrier_wait(v_there.at[x])
+            if dv is not None:
+                multiply(u, p.astype(dtype), dv, stage and stage.at[group])  # (4)
+            if not sides:
+                return state
+            r, c, l = state
+            ds = along(plgpu.wgmma_accumulator_load(*draws, wait_n=int(dv is not None)))
+            if hides:
+                l_more = p.sum(axis=1)
+                c = jnp.where(l > 0, c, (p * ds).sum(axis=1) / jnp.where(l_more > 0, l_more, 1.0))
+                l = l + l_more
+            w = p * (ds - spread(c, shape))
+            multiply(u, w.astype(dtype), v, stage and stage.at[group])  # (4)
+            return State(r + w.sum(axis=1), c, l)
+
+        state = accumulators(products, shape, *[shape] * bool(sides))
+        plgpu.barrier_arrive(k_used.at[x])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(v_used.at[x])
+        return state
+
+    def again(n, state, u):
+        """With u as it is, for NaN may come into it."""
+        for there in (k_there, v_there):
+            plgpu.barrier_wait(there.at[slot(n)])
+        for ref in filter(None, values_s):
+            u = cleaned(ref.at[slot(n)], u, pairs_of(n), group, (bad_keys_s.at[group], bad_columns_s, all_here))
+        return from_there(u, lambda total: step(n, True, state, total))
+
+    def from_there(u, body):
+        """What `body` returns, and u with what it added."""
+
+        def more(total):
+            whole = begin(total, u)
+            found = body(total)
+            return found, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        return accumulators(more, wide)
+
+    def pass_one(n):
+        pass_by((k_there, k_used), (v_there, v_used), at=slot(n))
+
+    plgpu.barrier_wait(own_there.at[mine])
+    lse = plgpu.load(lse_s.at[mine], layout=ROW)
+    visits, whole = here.visits, some_whole(problem, here.scalars)
+    first = jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), count) if whole else count
+    nothing = State(*[full((ROWS,), 0.0)] * 3)
+
+    def others(state, u):
+        """Where all rows see what is not finite."""
+        if not whole:
+            return state
+        return lax.fori_loop(first, count, lambda n, state: step(n, False, state, u), state)
+
+    def walk(u):
+        hidden = here.hidden(here.row + group * ROWS, ROWS)
+        pl.loop(0, hidden)(pass_one)
+        state = lax.fori_loop(hidden, first, lambda n, state: step(n, True, state, u), nothing)
+        return others(state, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
+
+    if turn.first:
+        state, u = accumulators(walk, wide)
+    else:
+        state, u = lax.fori_loop(0, first, lambda n, of: again(n, *of), (nothing, full(wide, 0.0)))
+        state, u = from_there(u, functools.partial(others, state))
+    r, c, _ = state
+    failed = not_finite(failed_s.at[group], turn, u)
+    if arrays.out is not None:  # into the place of queries
+        plgpu.copy_gmem_to_smem(arrays.out.at[here.b, rows, here.n], q, out_there.at[group])
+        plgpu.barrier_wait(out_there.at[group])
+        u = u - spread(r, wide) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+    q[...] = u.astype(dtype)
+    lse_s[mine] = r + c
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q, dout_ref.at[here.b, rows, here.n])
+    plgpu.copy_smem_to_gmem(lse_s.at[mine], dlse_ref.at[here.b, here.n, rows])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(own_used.at[y])
+    return count, failed

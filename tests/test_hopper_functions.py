@@ -482,7 +482,7 @@ def test_tables_list_what_is_seen(how):
     "name, fn, before",
     [
         ("score_fn", scores.alibi(np.ones(2, f32)), (1, 0, 0, 0)),  # slopes[head]
-        ("score_fn", scores.soft_cap(2.0), (1, 0, 0, 0)),
+        ("score_fn", scores.soft_cap(2.0), (2, 0, 0, 0)),  # cap, and 1 / cap
         ("score_fn", lambda s, b, h, i, j, p: s + jnp.where(h > 0, i - j, 0), (1, 0, 0, 0)),  # h > 0
         ("mask_fn", masks.causal() & masks.sliding_window(9), (0, 0, 0, 0)),
         ("mask_fn", masks.documents(np.zeros((1, 512), np.int32)), (0, 1, 1, 0)),

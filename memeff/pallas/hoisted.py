@@ -10,182 +10,38 @@ Nothing here knows of Mosaic. What the kernel computes is the same steps, bound 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.extend import core
 
 from memeff.functions import Given, Places
+from memeff.pallas.steps import (
+    CHEAP,
+    CURVED,
+    NUMBERS,
+    Known,
+    Program,
+    Step,
+    as_tile,
+    is_bool,
+    needed,
+    program,
+    run,
+    run_on_tiles,
+    unlowered,
+)
 from memeff.problem import Operands, Problem, among_keys
 
 ARGUMENTS = "score", "batch", "head", "q_pos", "k_pos"
-CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint"}
-
-# What Mosaic lowers on tiles of these (jax 0.11 and 0.12: each was tried), or `_rewritten` puts otherwise.
-NUMBERS = {"float32", "int32", "uint32"}
-NARROW = {"bfloat16", "float16"}  # to round to and back
-CHEAP = {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "ge", "gt", "le",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reduce_sum", "reshape", "reshard", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "square", "squeeze", "stop_gradient", "sub", "xor",
-}  # fmt: skip
-CURVED = {"cos", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh"}  # that have a rough form, too
 COMPARES = {"eq", "ge", "gt", "le", "lt", "ne"}
 LINEAR = {"add", "broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "stop_gradient", "sub"}
 MOST_VECTORS = 16  # numbers for tokens that travel with tiles: each takes 1 KiB of shared memory
 MOST_DIFFERENCES = 4  # numbers for differences: of each a thread holds as many registers as half a tile
 SIDE = 128  # tokens; all tiles' sides divide it
 READS = {"dynamic_slice", "gather"}  # a number of an array
-LOWERED = CHEAP | CURVED | {"div", "integer_pow", "rem", "round", "sign"}
-
-
-# ---- steps
-
-
-class Known(NamedTuple):
-    """A number, or a closed-over array."""
-
-    value: Any
-    dtype: Any
-
-
-class Step(NamedTuple):
-    primitive: Any
-    params: dict[str, Any]
-    inputs: tuple[int | Known, ...]
-    outputs: tuple[int, ...]
-
-    def __call__(self, *values) -> list[Any]:
-        found = self.primitive.bind(*values, **self.primitive.get_bind_params(self.params))
-        return list(found) if self.primitive.multiple_results else [found]
-
-
-class Program(NamedTuple):
-    """Steps that make `outputs` of `inputs`, names of which `types` tells the types."""
-
-    steps: tuple[Step, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | Known, ...]
-    types: dict[int, Any]
-
-
-def program(f, *like) -> Program:
-    """The steps of f, of scalars and arrays."""
-    traced = jax.make_jaxpr(f)(*like)
-    types: dict[int, Any] = {}
-    steps: list[Step] = []
-
-    def named(x) -> int:
-        types[len(types)] = x.aval
-        return len(types) - 1
-
-    def inline(jaxpr: Any, consts, names) -> list[int | Known]:
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, names, strict=True))
-        env |= {x: Known(value, x.aval.dtype) for x, value in zip(jaxpr.constvars, consts, strict=True)}
-        of = lambda x: _literal(x) if isinstance(x, core.Literal) else env[x]
-        for eqn in jaxpr.eqns:
-            inputs, inner = [of(x) for x in eqn.invars], eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            if eqn.primitive.name in CALLS:
-                closed = isinstance(inner, core.ClosedJaxpr)
-                found = inline(inner.jaxpr if closed else inner, inner.consts if closed else (), inputs)
-            else:
-                found = [named(x) for x in eqn.outvars]
-                steps.append(Step(eqn.primitive, eqn.params, tuple(inputs), tuple(found)))
-            env |= zip(eqn.outvars, found, strict=True)
-        return [of(x) for x in jaxpr.outvars]
-
-    inputs = [named(x) for x in traced.jaxpr.invars]
-    outputs = inline(traced.jaxpr, traced.consts, inputs)
-    return Program(tuple(steps), tuple(inputs), tuple(outputs), types)
-
-
-def _literal(x: Any) -> Known:
-    return Known(x.val, x.aval.dtype)
-
-
-def needed(steps: Iterable[Step], wanted: Iterable[Any]) -> list[Step]:
-    """Of these steps, in their order, those that `wanted` depends on."""
-    wanted, found = set(wanted), []
-    for step in reversed(list(steps)):
-        if wanted & set(step.outputs):
-            wanted |= {x for x in step.inputs if not isinstance(x, Known)}
-            found.append(step)
-    return found[::-1]
-
-
-def run(steps: Iterable[Step], env: dict[int, Any]) -> dict[int, Any]:
-    """The steps, of scalars."""
-    env = dict(env)
-    for step in steps:
-        values = (x.value if isinstance(x, Known) else env[x] for x in step.inputs)
-        env |= zip(step.outputs, step(*values), strict=True)
-    return env
-
-
-# ---- on tiles
-
-
-def run_on_tiles(
-    steps: Iterable[Step], env: dict[int, Array], shape: tuple[int, ...], alike: Callable = lambda values: values
-) -> dict[int, Array]:
-    """The steps, of tiles. Numbers become tiles, too: a compiler tells that all of one are the same. `alike`: makes types
-    agree.
-    """
-    env = dict(env)
-    for step in steps:
-        values = [_tile(x.value, x.dtype, shape) if isinstance(x, Known) else env[x] for x in step.inputs]
-        values = alike(values)
-        (env[step.outputs[0]],) = _rewritten(step, values) or step(*values)
-    return env
-
-
-def _tile(x, dtype, shape) -> Array:
-    return lax.full(shape, x, dtype) if np.ndim(x) == 0 else x
-
-
-def _rewritten(step: Step, values: list[Array]) -> list[Array] | None:
-    """What Mosaic has no rule for on tiles, by what it has; None: it has one."""
-    x, *rest = values
-    full = lambda value: lax.full(x.shape, value, x.dtype)
-    match step.primitive.name:
-        case "add_any":
-            return [lax.add(x, *rest)]
-        case "broadcast_in_dim" | "copy" | "reduce_sum" | "reshape" | "reshard" | "squeeze" | "stop_gradient":  # of a scalar
-            return [x]
-        case "not" if _is_bool(x.dtype):
-            return [lax.bitwise_xor(x, full(True))]
-        case "convert_element_type" if _is_bool(step.params["new_dtype"]):
-            return [x if _is_bool(x.dtype) else lax.ne(x, full(0))]
-        case "convert_element_type":
-            return [lax.convert_element_type(x, step.params["new_dtype"])]
-        case "integer_pow":
-            y = step.params["y"]
-            power = full(1) if y == 0 else x if abs(y) == 1 else lax.integer_pow(x, abs(y))
-            return [power if y >= 0 else lax.div(full(1), power)]
-    return None
-
-
-def _is_bool(dtype) -> bool:
-    return jnp.dtype(dtype) == jnp.dtype(bool)
-
-
-def _cannot(step: Step, types: dict[int, Any]) -> str | None:
-    """Why this step cannot be on tiles; None: it can."""
-    of = lambda x: x.dtype if isinstance(x, Known) else types[x].dtype
-    dtypes = [jnp.dtype(of(x)).name for x in (*step.inputs, *step.outputs)]
-    name = step.primitive.name
-    scalars = all(np.ndim(x.value) == 0 if isinstance(x, Known) else types[x].shape == () for x in step.inputs)
-    lowered = name in LOWERED and scalars and all(types[x].shape == () for x in step.outputs)
-    lowered &= name != "select_n" or dtypes[0] == "bool"
-    lowered &= name != "rem" or dtypes[0] != "float32"
-    if not lowered:
-        return f"`{name}`"
-    known = NUMBERS | {"bool"} | (NARROW if name == "convert_element_type" else set())
-    return next((f"`{name}` in {dtype}" for dtype in dtypes if dtype not in known), None)
 
 
 # ---- taken apart
@@ -259,7 +115,7 @@ def _facts(whole: Program, arguments: dict[int, str]) -> _Facts:
                 slopes[x] = found
                 if found[0] == -found[1] != 0:
                     depends = depends - {"q_pos", "k_pos"} | {"difference"}
-        lowers, first = _cannot(step, whole.types) is None, _side(depends) == "of_heads"
+        lowers, first = unlowered(step, whole.types) is None, _side(depends) == "of_heads"
         moving = step.primitive.name != "stop_gradient" and any(moves[x] for x in inputs)
         for x in step.outputs:
             of[x], fixed[x] = depends, all(fixed[y] for y in inputs)
@@ -297,7 +153,7 @@ def _apart(name: str, whole: Program, arguments: dict[int, str]) -> Apart:
         if wanted & set(step.outputs) and not any(map(facts.before, step.outputs)):
             tile.append(step)
             wanted |= set(_names(step))
-            if (cannot := _cannot(step, whole.types)) is not None:
+            if (cannot := unlowered(step, whole.types)) is not None:
                 what = "the score" if "score" in facts.of[step.outputs[0]] else "query and key positions together"
                 reads = step.primitive.name in READS
                 reason = f"read no array at {what}" if reads else f"cannot compute {cannot} of {what}"
@@ -345,7 +201,7 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
         if name == "score_fn":
             slopes = _slopes(apart)
             for step in slopes.steps:
-                if (cannot := _cannot(step, slopes.types)) is not None:
+                if (cannot := unlowered(step, slopes.types)) is not None:
                     return f"its kernels cannot compute {cannot}, which the gradient of score_fn needs"
     if vectors > MOST_VECTORS:
         return f"its kernels have room for {MOST_VECTORS} numbers for each token, and these functions have {vectors}"
@@ -502,7 +358,7 @@ class OnTiles:
 def result(apart: Apart, env: dict[int, Array], shape, *alike: Callable) -> Array:
     """Of the steps of the tile."""
     env, (out,) = run_on_tiles(apart.steps, env, shape, *alike), apart.whole.outputs
-    return _tile(out.value, out.dtype, shape) if isinstance(out, Known) else env[out]
+    return as_tile(out.value, out.dtype, shape) if isinstance(out, Known) else env[out]
 
 
 def of_pair(whole: Program, scored: bool) -> tuple[int, ...]:
@@ -513,7 +369,7 @@ def of_pair(whole: Program, scored: bool) -> tuple[int, ...]:
 def loaded(x: Array, dtype, shape) -> Array:
     """A number, or a tile of them, as `_stored` has it, as a tile of `dtype`."""
     x = x if x.shape == shape else lax.broadcast(x, shape)
-    return lax.ne(x, lax.full(shape, 0, x.dtype)) if _is_bool(dtype) else lax.convert_element_type(x, dtype)
+    return lax.ne(x, lax.full(shape, 0, x.dtype)) if is_bool(dtype) else lax.convert_element_type(x, dtype)
 
 
 def _known(apart: Apart) -> tuple[int, ...]:
@@ -549,7 +405,7 @@ def _by_slopes(function: OnTiles, env: dict[int, Array], shape) -> Array:
 
     def all_of(first):
         env = run_on_tiles(slopes.steps, dict(zip(slopes.inputs, (*first, *rest), strict=True)), shape)
-        return [_tile(x.value, x.dtype, shape) if isinstance(x, Known) else env[x] for x in slopes.outputs]
+        return [as_tile(x.value, x.dtype, shape) if isinstance(x, Known) else env[x] for x in slopes.outputs]
 
     @jax.custom_jvp
     def value(*first):

@@ -20,6 +20,7 @@ from memeff.tile import Tile, logits
 
 # Largest error over largest number, beyond which it is no rounding: plain attention has a third of it or less.
 LIMITS = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
+PART = 0.25  # of the terms of a gradient: its sum counts as this at least, for terms that cancel leave their rounding
 
 
 class Finding(NamedTuple):
@@ -27,7 +28,7 @@ class Finding(NamedTuple):
 
     name: str  # "out", "lse", "query" and so on for gradients
     error: float  # largest
-    scale: float  # largest number of the truth there
+    scale: float  # largest number of the truth there, or a part of its terms where they cancel
     where: tuple[int, ...]  # of that error: batch entry (of all leading dims together), token, head, and entry
 
     @property
@@ -69,7 +70,10 @@ def sampled(key: Array, sizes: tuple[int, ...], samples: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def rows_of(problem: Problem, operands: Operands, dout: Array, at: Array):
-    """lse [n, G], out [n, G, D] and dq [n, G, H] of queries in float64; `dout` is B K G T D, `at` as `sampled` gives it."""
+    """lse [n, G], out [n, G, D] and dq [n, G, H] of queries in float64, and what dq would be of `terms` that do not cancel.
+
+    `dout` is B K G T D, `at` as `sampled` gives it.
+    """
 
     def one(at):
         tile = _tile(problem, operands, at, (1, operands.key.shape[1]), (), (dout,))
@@ -79,25 +83,35 @@ def rows_of(problem: Problem, operands: Operands, dout: Array, at: Array):
         l = jnp.exp(s - m).sum(-1, keepdims=True)
         p, v, do = jnp.exp(s - m) / jnp.where(l == 0, 1, l), tile.here.value[0, 0], tile.wide[0][0, 0]
         out = p @ v
-        dq, _ = back(p * (do @ v.T - (do * out).sum(-1, keepdims=True)))
-        return (m + jnp.log(l))[:, 0, 0], out[:, 0], dq[0, 0, :, 0]
+        dp, delta = do @ v.T, (do * out).sum(-1, keepdims=True)
+        dq = lambda ds: back(ds)[0][0, 0, :, 0]
+        return (m + jnp.log(l))[:, 0, 0], out[:, 0], dq(p * (dp - delta)), dq(terms(p, do, v, out))
 
     return lax.map(one, at)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def columns_of(problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, at: Array):
-    """dk [n, H] and dv [n, D] of keys in float64; out and dout are B K G T D, lse B K G T."""
+    """dk [n, H] and dv [n, D] of keys in float64, and what dk would be of `terms` that do not cancel.
+
+    out and dout are B K G T D, lse B K G T.
+    """
 
     def one(at):
         tile = _tile(problem, operands, at, (operands.query.shape[1], 1), (lse,), (dout, out))
         s, back = _logits(problem, tile)  # g t 1
         (do, o), lse_ = (x[0, 0] for x in tile.wide), tile.rows[0][0, 0, :, :, None]
         p, v = jnp.where(lse_ == -jnp.inf, 0, jnp.exp(s - lse_)), tile.here.value[0, 0]
-        _, dk = back(p * (do @ v.T - (do * o).sum(-1, keepdims=True)))
-        return dk[0, 0, 0], (p * do).sum((0, 1))
+        dp, delta = do @ v.T, (do * o).sum(-1, keepdims=True)
+        dk = lambda ds: back(ds)[1][0, 0, 0]
+        return dk(p * (dp - delta)), (p * do).sum((0, 1)), dk(terms(p, do, v, o))
 
     return lax.map(one, at)
+
+
+def terms(p: Array, do: Array, v: Array, out: Array) -> Array:
+    """As large as those of p (do v' - do out'): rounding them makes errors that are a part of this, whatever their sum."""
+    return p * jnp.sqrt((do**2) @ (v**2).T + ((do * out) ** 2).sum(-1, keepdims=True))
 
 
 def _tile(problem: Problem, operands: Operands, at: Array, size: tuple[int, int], rows, like_query) -> Tile:
@@ -133,23 +147,25 @@ def report(found, true_rows, true_columns, rows: np.ndarray, columns: np.ndarray
     of_columns = [(int(b), int(s), int(k)) for b, k, s in columns]
     at_rows, at_columns = (tuple(jnp.asarray(x)[:, n] for n in (0, 2, 1)) for x in (rows, columns))
     heads = lambda x: np.asarray(x).reshape(len(of_rows), -1)
+    (*true_rows, dq_size), (*true_columns, dk_size) = true_rows, true_columns
+    least = {name: PART * np.abs(x).max(initial=0) for name, x in (("query", dq_size), ("key", dk_size))}
     findings = [
-        _compare(name, heads(x[at_rows]), heads(true), of_rows)
+        _compare(name, heads(x[at_rows]), heads(true), of_rows, least.get(name, 0))
         for name, x, true in zip(("lse", "out", "query"), (lse, out, dq), true_rows, strict=True)
     ]
     findings += [
-        _compare(name, np.asarray(x[at_columns]), np.asarray(true), of_columns)
+        _compare(name, np.asarray(x[at_columns]), np.asarray(true), of_columns, least.get(name, 0))
         for name, x, true in zip(("key", "value"), (dk, dv), true_columns, strict=True)
     ]
     return Audit(tuple(findings), samples, dtype)
 
 
-def _compare(name: str, found: np.ndarray, true: np.ndarray, at: list[tuple[int, ...]]) -> Finding:
+def _compare(name: str, found: np.ndarray, true: np.ndarray, at: list[tuple[int, ...]], least: float) -> Finding:
     found, true = found.astype(np.float64), true.astype(np.float64)
     same = (found == true) | (np.isnan(found) & np.isnan(true))  # lse of a row that sees no key is -inf
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0, np.abs(found - true))
     error = np.where(np.isnan(error), np.inf, error)
     worst, entry = np.unravel_index(np.argmax(error), error.shape)
-    scale = np.abs(true[np.isfinite(true)]).max(initial=0)
+    scale = max(np.abs(true[np.isfinite(true)]).max(initial=0), least)
     return Finding(name, float(error[worst, entry]), float(scale), (*at[worst], int(entry)))

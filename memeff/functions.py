@@ -6,7 +6,7 @@ looks at positions alone is computed once for all heads.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 from jax.extend.core import Literal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 ARGUMENTS = {
     "score_fn": ("score", "batch", "head", "q_pos", "k_pos", "params"),
@@ -128,11 +129,25 @@ class Given:
         dims = ["b", "kg", "bt" if at.q_pos.ndim == 2 else "t", "c"]
         given = [(x, d) if use else (jnp.int32(0), "") for x, d, use in zip(at[:4], dims, self.uses, strict=True)]
         given = given if score is None else [(score, "bkgtc"), *given]
-        run = lambda *x: self.fn(*x, params)
+        run = lambda params, *x: self.fn(*x, params)
         for letter in reversed("bkgtc"):  # dims are in this order, so the one that is mapped is the first left
             axes = tuple(0 if letter in d else None for _, d in given)
-            run = jax.vmap(run, axes) if 0 in axes else _with_one(run)
-        return run(*(x for x, _ in given))
+            run = jax.vmap(run, (None, *axes)) if 0 in axes else _with_one(run)
+        arrays, dims = zip(*given, strict=True)
+        mesh = jax.typeof(at.batch).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            run = _on_each_device(run, mesh, at, dims)
+        return run(params, *arrays)
+
+
+def _on_each_device(run: Callable, mesh: Any, at: Places, dims: Sequence[str]) -> Callable:
+    """On an Explicit mesh, `run` of what each device has: JAX wants to be told how what is read at sharded places lies."""
+    axes = dict(zip("bkg", (*jax.typeof(at.batch).sharding.spec, *jax.typeof(at.head).sharding.spec), strict=True))
+    spec = lambda letters: PartitionSpec(*(axes.get(x) for x in letters))
+    out = PartitionSpec(*(axes.get(x) if any(x in d for d in dims) else None for x in "bkgtc"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    whole = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), *map(spec, dims)), out_specs=out)
+    return lambda params, *arrays: whole(jax.tree.map(lambda x: reshard(x, everywhere), params), *arrays)
 
 
 def _of_all(position: Array) -> Array:

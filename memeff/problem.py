@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from memeff.blocks import Blocks
 from memeff.functions import Given, GivenTransform, Places
@@ -179,9 +180,15 @@ def places(problem: Problem, here: Operands, like: Array, first, rows: Array, co
     """
     if not problem.calls_functions:
         return None
-    zero = jnp.zeros_like(like, jnp.int32)
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
-    batch, head = (zero + b).min((1, 2)) + first[0], (zero + (k + first[1]) * like.shape[2] + g).min(0)
+    batch, head = b + first[0], (k + first[1]) * like.shape[2] + g
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        lay = lambda x, spec: reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        batch, head = lay(batch[:, 0, 0], sharding.spec[:1]), lay(head[0], sharding.spec[1:])
+    else:
+        zero = jnp.zeros_like(like, jnp.int32)
+        batch, head = (zero + batch)[:, 0, 0], (zero + head)[0]
     q_pos = among_keys(problem, _column(here.q_offset), rows)
     return Places(batch, head, q_pos, cols, here.score_rest, here.mask_params)
 

@@ -163,7 +163,7 @@ def test_collectives_are_found():
 
 
 slow = pytest.mark.slow
-FAST = ("causal", "shared bias", "dropout", "lengths")
+FAST = ("causal", "shared bias", "dropout", "lengths", "functions")
 EACH_KIND = [pytest.param(kind, marks=[] if kind in FAST else slow) for kind in KINDS]
 
 
@@ -252,7 +252,7 @@ def shard_mapped(function, mesh, in_specs, out_specs, args, **kwargs):
         return run.lower(*args).compile(), args
 
 
-@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("kind", [x for x in EACH_KIND if x.values != ("functions",)])  # slopes of all heads: refused
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_shard_map(kind, axis_type):
     """With its checks on; each device runs its own call, so nothing at all is sent, not even the bounds."""

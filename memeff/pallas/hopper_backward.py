@@ -12,6 +12,7 @@ cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +130,18 @@ def blocks_in_order(
     return blocks_for(items), balanced_order(heads, BEGINS + visited, blocks_for(items)) if causal else Order()
 
 
+def copies(own: Callable[[], None], others: Callable[[Any], None], turn: Turn, count: Array, tiling: Tiling):
+    """Of what an item of queries has, and of the `count` tiles that it visits; what `Items.do` returns.
+
+    Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
+    """
+    begun = jnp.where(turn.items > 0, jnp.minimum(count, tiling.stages), 0) if tiling.items == 1 else 0
+    pl.loop(0, begun)(others)
+    own()
+    pl.loop(begun, count)(others)
+    return count, jnp.int32(0)
+
+
 # ---- dq
 
 
@@ -237,12 +250,7 @@ def _copy_for_queries(
             if ref is key_ref:
                 copy_marks(here.scalars.by_key, rows, marks[1], x, there.at[x])
 
-    # Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
-    begun = jnp.where(turn.items > 0, jnp.minimum(count, stages), 0) if tiling.items == 1 else 0
-    pl.loop(0, begun)(others)
-    own()
-    pl.loop(begun, count)(others)
-    return count, jnp.int32(0)
+    return copies(own, others, turn, count, tiling)
 
 
 def _compute_queries(

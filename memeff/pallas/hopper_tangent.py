@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.pallas.blocks import ROWS, Items, Turn, pass_by, rounds
-from memeff.pallas.hopper_backward import Gradient, Tiling, blocks_in_order, not_finite
+from memeff.pallas.hopper_backward import Gradient, Tiling, blocks_in_order, copies, not_finite
 from memeff.pallas.hopper_forward import cleaned
 from memeff.pallas.mosaic import (
     ROW,
@@ -152,12 +152,7 @@ def _copy(
         pl.when(at >= stages)(lambda: plgpu.barrier_wait(v_used.at[x]))
         copy(zip((arrays.value, arrays.dv), values_s, strict=True), (here.b, rows, here.k), x, v_there)
 
-    # Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
-    begun = jnp.where(turn.items > 0, jnp.minimum(count, stages), 0) if tiling.items == 1 else 0
-    pl.loop(0, begun)(others)
-    own()
-    pl.loop(begun, count)(others)
-    return count, jnp.int32(0)
+    return copies(own, others, turn, count, tiling)
 
 
 class State(NamedTuple):

@@ -329,8 +329,8 @@ def check_transform(fn, params, query):
     return functions.given_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
 
 
-def check_sinks(shape: Shape, sinks) -> Array | None:
-    """Float [N]."""
+def check_sinks(shape: Shape, sinks, dtype) -> Array | None:
+    """Return sinks [K, G] in `dtype` from floats [N]."""
     if sinks is None:
         return None
     sinks = _array("sinks", sinks)
@@ -338,7 +338,7 @@ def check_sinks(shape: Shape, sinks) -> Array | None:
         raise ValueError(
             f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}."
         )
-    return sinks
+    return sinks.astype(dtype).reshape(shape.K, shape.G)
 
 
 # ---- the rest

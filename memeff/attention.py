@@ -184,7 +184,8 @@ def dot_product_attention(
       mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`, as those of
         `memeff.masks`, which `&`, `|` and `~` combine; or a `memeff.block_mask` of one, whose hidden tiles are skipped.
       mask_params: a pytree of arrays for it, without gradients.
-      sinks: [N], float: a logit for each head that takes probability and gives nothing (lse is then without it).
+      sinks: [N], float, nats: a logit for each head that takes part in the softmax and has no value, as one more key whose
+        value is 0. lse is that of the keys alone. -inf is no sink.
       qk_transform: (x, position, which, params) -> x, of one row x [H] of a query or key (`which`, "query" or "key") at its
         position: rotary embeddings, normalisation. Done for each tile and again in the backward, so that no transformed copy
         is stored. Or a `memeff.Transform`, as those of `memeff.transforms`.
@@ -220,15 +221,11 @@ def dot_product_attention(
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
     call = _normalised(locals())
-    want_lse = return_residual or call.sinks is not None
-    out, lse = attend(call.module, call.problem, bool(want_lse), call.operands)
+    out, lse = attend(call.module, call.problem, bool(return_residual), call.operands)
     out = arguments.unfold(call.shape, out)
     if lse is None:
         return out
-    lse = _at_the_door(call, lse)
-    if call.sinks is not None:  # which leave out its part of what is now given
-        out = out * jax.nn.sigmoid(lse - call.sinks)[..., None].astype(out.dtype)
-    return (out, lse) if return_residual else out
+    return out, _at_the_door(call, lse)
 
 
 class _Call(NamedTuple):
@@ -238,7 +235,6 @@ class _Call(NamedTuple):
     problem: Problem
     operands: Operands
     module: ModuleType  # the implementation
-    sinks: Array | None
 
 
 def _normalised(given: Mapping[str, Any]) -> _Call:
@@ -258,7 +254,7 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     blocks, mask_fn = arguments.check_blocks(shape, a.mask_fn, a.q_offset)
     mask_fn, *mask_params = arguments.check_function(shape, "mask_fn", mask_fn, a.mask_params, accumulator)
     transform, transform_floats, transform_rest = arguments.check_transform(a.qk_transform, a.qk_transform_params, query)
-    sinks = arguments.check_sinks(shape, a.sinks)
+    sinks = arguments.check_sinks(shape, a.sinks, accumulator)
     dropout, dropout_key = arguments.check_dropout(a.dropout_rng, a.dropout_rate, a.broadcast_dropout, a.deterministic)
     problem = Problem(
         left=left,
@@ -276,7 +272,7 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     )
     operands = Operands(
         *arguments.fold(shape, query, key, value),
-        terms=terms._replace(score=score_floats, transform=transform_floats),
+        terms=terms._replace(score=score_floats, transform=transform_floats, sinks=sinks),
         mask=arguments.check_mask(shape, a.mask, from_flax),
         q_lengths=arguments.check_lengths(shape, "query_seq_lengths", a.query_seq_lengths, "T", shape.T),
         kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", shape.S),
@@ -292,7 +288,7 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(a.chunk_size)
     problem, module = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit)
-    return _Call(shape, problem, operands, module, sinks)
+    return _Call(shape, problem, operands, module)
 
 
 def _at_the_door(call: _Call, rows: Array) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from memeff.problem import Gradients, Lse, LseFor, Operands, Problem
+from memeff.problem import Gradients, Lse, LseFor, Operands, Problem, lse_with_sinks
 from memeff.rules import call
 from memeff.sharding import vary_alike
 from memeff.tangent import tangent, with_tangent
@@ -54,6 +54,10 @@ def _as_one(operands: Operands) -> Operands:
     return rest._replace(query=query, mask=mask, terms=rest.terms._replace(bias=bias))
 
 
+def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
+    return operands.terms.sinks, operands._replace(terms=operands.terms._replace(sinks=None))
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """out and lse (None unless it is for somebody) of operands."""
@@ -67,7 +71,7 @@ class Forward:
 
     def jvp(self, primals, tangents):
         (operands,), (along,) = primals, tangents
-        if self.problem.together:
+        if self.problem.together and operands.terms.sinks is None:
             (out, lse), (dout, dlse) = call(Together(self), operands, along)
         else:
             (out, lse), (dout, dlse) = Apart(self)(operands, along)
@@ -120,6 +124,19 @@ class Tangent:
 
     def __call__(self, known, along, narrow=True):
         operands, out, lse = known
+        sinks, operands = _without_sinks(operands)
+        if sinks is None:
+            return self.of_keys((operands, out, lse), along, narrow)
+        dsinks, along = _without_sinks(along)
+        total, p = lse_with_sinks(lse, sinks)
+        dout, _ = self.of_keys((operands, out, total), along, narrow)
+        if dsinks is not None:
+            dout = (dout - (p * dsinks[..., None])[..., None] * out).astype(out.dtype)
+        return dout, self.of_keys((operands, out, lse), along, narrow)[1]  # XLA drops the walk whose result nobody wants
+
+    def of_keys(self, known, along, narrow):
+        """Return tangents where all of the softmax belongs to keys."""
+        operands, out, lse = known
         own = getattr(self.implementation, "tangent", None) if narrow else None  # without: for JAX to differentiate
         if own is not None:
             return own(self.problem, _as_one(operands), out, lse, along)
@@ -170,7 +187,19 @@ class Backward:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradients:
     operands = _as_one(operands)
-    gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
+    sinks, bare = _without_sinks(operands)
+    if sinks is None:
+        gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
+    else:
+        total, p = lse_with_sinks(lse, sinks)
+        gradients = implementation.backward(problem, bare, out, total, dout, None)
+        if dlse is not None:  # of the keys alone: a sink far above them must not take their probabilities away
+            nothing = jnp.zeros_like(out)
+            of_lse = implementation.backward(problem, bare, nothing, lse, nothing, dlse)
+            gradients = jax.tree.map(lambda x, y: x + y, gradients, of_lse)
+        delta = (out.astype(p.dtype) * dout.astype(p.dtype)).sum(-1)
+        dsinks = -jnp.where(p == 0, 0, p * delta).sum((0, 3))
+        gradients = gradients._replace(terms=gradients.terms._replace(sinks=dsinks))
     like = Gradients(operands.query, operands.key, operands.value, operands.terms)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
 

@@ -82,6 +82,7 @@ class Terms(NamedTuple):
     bias: Array | None = None
     score: tuple[Array, ...] = ()  # params of score_fn that are floats, of any shapes
     transform: tuple[Array, ...] = ()  # and of qk_transform
+    sinks: Array | None = None  # K G, in nats: a column of the softmax without a key; only forwards see it
 
 
 class Operands(NamedTuple):
@@ -132,6 +133,36 @@ def log_sum_exp(m: Array, l: Array) -> Lse:
     return Lse(high, (m - high) + jnp.log(l))
 
 
+def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
+    """Return what multiplies the sums of a row and what divides them, where a sink takes its share of the softmax.
+
+    `l` [B, K, G, T] is the row sum of exp(s - m) over the keys. With top = max(m, sink), the row sum with the
+    sink is l exp(m - top) + exp(sink - top), which neither overflows nor loses the larger of the two.
+    """
+    m = jnp.where(l == 0, 0, m)  # -inf where a row sees no key
+    sink = sinks.astype(l.dtype)[..., None]  # k g 1
+    top = lax.stop_gradient(jnp.maximum(m, sink))
+    share = jnp.exp(m - top)
+    return share, jnp.where(l == 0, 1, l) * share + jnp.exp(sink - top)
+
+
+def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
+    """Return the log-sum-exp [B, K, G, T] of the keys and the sink of a row, and the probability of the sink.
+
+    A row that sees no key keeps `SEES_NOTHING`, and its sink has probability 0, because it gives nothing to anybody.
+    """
+    sink, empty = sinks.astype(lse.high.dtype)[..., None], lse.high == SEES_NOTHING
+    keys = jnp.where(empty, 0, lse.high)
+    high = jnp.logaddexp(keys, sink)
+    more = jnp.log1p(jnp.exp(-jnp.abs(keys - sink)))
+    low = lax.stop_gradient((jnp.maximum(keys, sink) - high) + more)  # what rounding took from high
+    if lse.low is not None:
+        low += lse.low * jax.nn.sigmoid(keys - sink)
+    p = jnp.exp((sink - high) - low)
+    total = Lse(jnp.where(empty, SEES_NOTHING, high), jnp.where(empty, 0, low))
+    return total, jnp.where(empty, 0, p)
+
+
 class Sight(NamedTuple):
     """What besides the window decides who sees whom; each broadcasts with the positions, None: it hides nobody."""
 
@@ -165,8 +196,8 @@ def sees(problem: Problem, sight: Sight, rows: Array, cols: Array) -> Array:
         keep &= sight.q_segments == sight.kv_segments
     if sight.mask is not None:
         keep &= sight.mask
-    if sight.bias is not None:  # -inf, or the lowest finite number (a common stand-in for it), hides a key
-        keep &= sight.bias > jnp.finfo(sight.bias.dtype).min
+    if sight.bias is not None:  # -inf, or the lowest finite number (a common stand-in for it), hides a key; NaN does not
+        keep &= ~(sight.bias <= jnp.finfo(sight.bias.dtype).min)
     return keep
 
 

@@ -20,6 +20,7 @@ from memeff.problem import (
     number_heads,
     only_kernels_fuse,
     places,
+    sink_weights,
     transformed,
     visible,
 )
@@ -56,6 +57,9 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     l = jnp.where(empty, 1, l)
     lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
     p = e / l[..., None]
+    if operands.terms.sinks is not None:
+        share, total = sink_weights(m, jnp.where(empty, 0, l), operands.terms.sinks)
+        p = e * (share / total)[..., None]
     if problem.dropout is not None:
         head = number_heads(query.max((1, 4), initial=0), K)
         kept = kept_by_dropout(problem, operands, head, (T, S), rows, cols)

@@ -50,7 +50,10 @@ def like_query(operands: Operands) -> Operands:
         spec = (axis if size > 1 else None for axis, size in zip((B, K, G, None, None), x.shape, strict=True))
         return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    terms = operands.terms._replace(bias=spread(operands.terms.bias))
+    sinks = operands.terms.sinks
+    if sinks is not None:
+        sinks = reshard(sinks, NamedSharding(mesh, PartitionSpec(K, G)))
+    terms = operands.terms._replace(bias=spread(operands.terms.bias), sinks=sinks)
     return operands._replace(mask=spread(operands.mask), terms=terms)
 
 

@@ -40,6 +40,7 @@ from memeff.problem import (
     only_kernels_fuse,
     part_of,
     places,
+    sink_weights,
     tile_range,
     transformed,
     visible,
@@ -112,7 +113,8 @@ def _block_by_block(problem: Problem, operands: Operands, call, like_out, heads:
         def cut(x, dim):
             return _as_it_is(part_of(x, {0: (first[0], b), dim: (first[1], k)}))
 
-        here = Operands(cut(operands.query, 2), cut(operands.key, 2), cut(operands.value, 2))
+        sinks = _part(operands.terms.sinks, {0: (first[1], k)})
+        here = Operands(cut(operands.query, 2), cut(operands.key, 2), cut(operands.value, 2), Terms(sinks=sinks))
         here = call(here, *jax.tree.map(lambda x: cut(x, 1), like_out))
         starts = [first[0], *[0] * (heads - 1), first[1]]
         put = lambda x, y: _write(x, _as_it_is(y.astype(x.dtype)), starts + [0] * (x.ndim - len(starts)))
@@ -141,8 +143,11 @@ class Rows(NamedTuple):
 
 def divided(operands: Operands, rows: Rows, log_sum_exp) -> tuple[Array, Lse]:
     empty = rows.l == 0
-    l, weight = (jnp.where(empty, 1, x) for x in (rows.l, rows.weight))
-    out = (rows.o / weight[..., None]).astype(operands.query.dtype)
+    l, weight, o = jnp.where(empty, 1, rows.l), jnp.where(empty, 1, rows.weight), rows.o
+    if operands.terms.sinks is not None:
+        share, weight = sink_weights(rows.m, rows.weight, operands.terms.sinks)
+        o = o * share[..., None]
+    out = (o / weight[..., None]).astype(operands.query.dtype)
     return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
 
 
@@ -258,7 +263,8 @@ def reference_serves(problem: Problem, operands: Operands) -> bool:
 
 def can_bound(problem: Problem, operands: Operands) -> bool:
     """Can a row's logits be bounded beforehand? With 8 bits of exponent, plain logits, and a key for every row."""
-    extras = (*problem.extras, *jax.tree.leaves(operands.terms), operands.mask, operands.q_segments)
+    terms = operands.terms._replace(sinks=None)
+    extras = (*problem.extras, *jax.tree.leaves(terms), operands.mask, operands.q_segments)
     plain = all(x is None for x in extras) and not _bounded(operands)
     wide = operands.query.dtype in (jnp.bfloat16, jnp.float32)
     T, S = operands.query.shape[1], operands.key.shape[1]
@@ -574,7 +580,7 @@ def _add_terms(total: Terms, part: Terms, tile: Tile) -> Terms:
         bias = _add(total.bias, part.bias, (*tile.first, 0, tile.row, tile.col))
     pairs = zip(total[:2], part[:2], strict=True)
     scale, soft_cap = (None if a is None or b is None else a + b.astype(a.dtype) for a, b in pairs)
-    score, transform = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[3:], part[3:])
+    score, transform = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[3:5], part[3:5])
     return Terms(scale, soft_cap, bias, score, transform)
 
 

@@ -145,6 +145,10 @@ def dropout_each(rng, dtype, z):
     return {"dropout_rng": np.array([5, 8], np.uint32), "dropout_rate": 0.5, "broadcast_dropout": False}
 
 
+def sinks(rng, dtype, z):
+    return {"sinks": (3 * rng.standard_normal(z.N)).astype(dtype)}
+
+
 def precision(rng, dtype, z):
     return {"precision": "highest"}
 
@@ -169,6 +173,7 @@ FEATURES = (
     q_offset_array,
     dropout,
     dropout_each,
+    sinks,
     precision,
 )
 PAIRED = (  # one feature of each kind that reaches other code
@@ -183,6 +188,7 @@ PAIRED = (  # one feature of each kind that reaches other code
     segments,
     q_offset_array,
     dropout_each,
+    sinks,
 )
 
 

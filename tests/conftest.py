@@ -35,7 +35,7 @@ hypothesis.settings.register_profile("memeff", max_examples=10, deadline=None, d
 hypothesis.settings.load_profile("memeff")
 
 EPS = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
-GRADIENTS = ("query", "key", "value", "bias", "scale", "logits_soft_cap")
+GRADIENTS = ("query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks")
 
 
 def pytest_configure(config):
@@ -228,10 +228,12 @@ def plain_call(args, kwargs, dtype="float32", dlse=True) -> tuple[Result, Result
         results = jax.device_get(
             _plain(
                 fold(args[0], T, K, G, H), fold(args[1], S, K, H), fold(args[2], S, K, D), *tiles,
-                acc(call.scale), None if call.cap is None else acc(call.cap), fold(dout, T, K, G, D), fold(dlse, T, K, G),
+                acc(call.scale), None if call.cap is None else acc(call.cap),
+                None if call.sinks is None else call.sinks.astype(acc).reshape(K, G), fold(dout, T, K, G, D), fold(dlse, T, K, G),
             )
         )  # fmt: skip
     shapes = {"query": args[0].shape, "key": args[1].shape, "value": args[2].shape, "scale": (), "logits_soft_cap": ()}
+    shapes["sinks"] = (N,)
 
     def unfold(out, lse, grads):
         grads = {n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None}
@@ -250,49 +252,61 @@ def plain_case(name: str, dtype: str) -> tuple[Result, Result]:
 
 
 @jax.jit
-def _plain(query, key, value, bias, seen, z, scale, cap, dout, dlse):
+def _plain(query, key, value, bias, seen, z, scale, cap, sinks, dout, dlse):
     """Queries B T K G H, tiles B K G T S, as jax.nn lays them out: each group by itself."""
 
-    def group(mix, query, bias, seen, z, key, value, scale, cap):
+    def group(mix, query, bias, seen, z, sink, key, value, scale, cap):
         s = jnp.einsum("btkh,bskh->bkts", query, key, preferred_element_type=bias.dtype) * scale
         if cap is not None:
             s = cap * jnp.tanh(s / cap)
         some = seen.any(-1, keepdims=True)
-        return mix(jnp.where(seen | ~some, s + bias, -jnp.inf), value, some, z)
+        return mix(jnp.where(seen | ~some, s + bias, -jnp.inf), sink, value, some, z)
 
-    def call(mix, query, bias, key, value, scale, cap):
+    def call(mix, query, bias, key, value, scale, cap, sinks):
         each = (query.transpose(3, 0, 1, 2, 4), *(jnp.moveaxis(x, 2, 0) for x in (bias, seen, z)))
-        in_axes = (0, 0, 0, 0, None, None, None, None)
-        return jax.vmap(functools.partial(group, mix), in_axes, out_axes=3)(*each, key, value, scale, cap)
+        in_axes = (0, 0, 0, 0, None if sinks is None else 1, None, None, None, None)
+        return jax.vmap(functools.partial(group, mix), in_axes, out_axes=3)(*each, sinks, key, value, scale, cap)
 
     def result(mix):
-        (out, lse), pull = jax.vjp(functools.partial(call, mix), query, bias, key, value, scale, cap)
-        names = ("query", "bias", "key", "value", "scale", "logits_soft_cap")
+        (out, lse), pull = jax.vjp(functools.partial(call, mix), query, bias, key, value, scale, cap, sinks)
+        names = ("query", "bias", "key", "value", "scale", "logits_soft_cap", "sinks")
         return out, lse, dict(zip(names, pull((dout, dlse)), strict=True))
 
     return result(_mix), result(_mix_saved)
 
 
-def _mix(s, value, some, z):
-    """out B T K D and lse B T K from logits B K T S."""
-    p = jnp.where(some, jax.nn.softmax(s, axis=-1), 0) * z
+def _mix(s, sink, value, some, z):
+    """out B T K D and lse B T K from logits B K T S and the sink K, one more column of the softmax."""
+    p = jnp.where(some, _softmax(s, sink), 0) * z
     lse = jnp.where(some[..., 0], jax.nn.logsumexp(s, axis=-1), -jnp.inf)
     return jnp.einsum("bkts,bskd->btkd", p.astype(value.dtype), value), lse.swapaxes(1, 2)
 
 
-def _mix_fwd(s, value, some, z):
-    out, lse = _mix(s, value, some, z)
-    return (out, lse), (s, value, some, z, out, lse)
+def _softmax(s, sink):
+    if sink is None:
+        return jax.nn.softmax(s, axis=-1)
+    column = jnp.broadcast_to(sink[:, None, None], (*s.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([s, column], -1), axis=-1)[..., :-1]
+
+
+def _mix_fwd(s, sink, value, some, z):
+    out, lse = _mix(s, sink, value, some, z)
+    return (out, lse), (s, sink, value, some, z, out, lse)
 
 
 def _mix_bwd(saved, cotangents):
-    s, value, some, z, out, lse = saved
+    s, sink, value, some, z, out, lse = saved
     dout, dlse = cotangents
-    p = jnp.where(some, jnp.exp(s - lse.swapaxes(1, 2)[..., None]), 0)
+    lse, dlse = lse.swapaxes(1, 2)[..., None], dlse.swapaxes(1, 2)[..., None]
+    total = lse if sink is None else jnp.logaddexp(lse, sink[:, None, None])
+    p, p_keys = (jnp.where(some, jnp.exp(s - x), 0) for x in (total, lse))
     dv = jnp.einsum("bkts,btkd->bskd", (p * z).astype(value.dtype), dout)
     dp = jnp.einsum("btkd,bskd->bkts", dout, value, preferred_element_type=s.dtype) * z
-    delta = (dout.astype(s.dtype) * out.astype(s.dtype)).sum(-1) - dlse
-    return p * (dp - delta.swapaxes(1, 2)[..., None]), dv, None, None
+    delta = (dout.astype(s.dtype) * out.astype(s.dtype)).sum(-1).swapaxes(1, 2)[..., None]
+    dsink = None
+    if sink is not None:
+        dsink = -jnp.where(some, jnp.exp(sink[:, None, None] - total) * delta, 0).sum((0, 2, 3))
+    return p * (dp - delta) + p_keys * dlse, dsink, dv, None, None
 
 
 _mix_saved = jax.custom_vjp(_mix)

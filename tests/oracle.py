@@ -8,6 +8,8 @@ mask kept with rate r, z = kept / (1 - r):
     du  = ds (1 - tanh^2(u / cap))     dcap  = sum ds (tanh(u / cap) - (u / cap) (1 - tanh^2(u / cap)))
     dscale = sum du raw                dq = scale du k        dk = scale du' q
 and along dq, dk, dv (there a dot for tangents) dout = (p (ds - dlse)) v + p dv and dlse = sum_j p ds, without dropout.
+A sink is one more column of the softmax, without a key: p is then smaller than p_keys = exp(s - lse), and
+    ds  = p (dp - sum_j p dp) + p_keys dlse      dsinks = - sum p_sink sum_j p dp
 A pair that is hidden takes part in no product at all, so NaN in what nobody sees stays where it is.
 """
 
@@ -27,30 +29,32 @@ class Call(NamedTuple):
     z: np.ndarray  # B N T S: 1, or kept / (1 - rate)
     scale: float
     cap: float | None
+    sinks: np.ndarray | None = None  # N
 
 
 def attention(query, key, value, bias=None, mask=None, **kwargs):
     """out [*B, T, N, D] and lse [*B, T, N]."""
     call = _call(query, key, value, bias, mask, **kwargs)
-    s, p, lse = _softmax(call)
+    s, p, lse, _ = _softmax(call)
     out = _product(p * call.z, call.v, call.seen)  # B N T D
     leads = np.shape(query)[:-3]
     return _unfold(out, leads), lse.transpose(0, 2, 1).reshape(*leads, *lse.shape[:0:-1])
 
 
 def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
-    """{"query", "key", "value", "bias", "scale", "logits_soft_cap"}: cotangents, each in the shape of its argument."""
+    """{"query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks"}: cotangents, each in the shape of its argument."""
     call = _call(query, key, value, bias, mask, **kwargs)
     leads, (B, N, T, S), K = np.shape(query)[:-3], call.seen.shape, np.shape(key)[-2]
     some = call.seen.any(-1)  # B N T: what a row that sees nothing is given counts for nothing
     dout = np.where(some[..., None], _fold(dout), 0)  # B N T D
     dlse = np.where(some, np.asarray(dlse, np.float64).reshape(B, T, N).transpose(0, 2, 1), 0)
-    s, p, lse = _softmax(call)
+    s, p, lse, p_keys = _softmax(call)
     raw = _pairs(call.q, call.k, call.seen)
     u = call.scale * raw
     dv = _product((p * call.z).swapaxes(2, 3), dout, call.seen.swapaxes(2, 3))
     dp = _pairs(dout, call.v, call.seen) * call.z
-    ds = np.where(call.seen, p * (dp - np.where(call.seen, p * dp, 0).sum(-1, keepdims=True) + dlse[..., None]), 0)
+    delta = np.where(call.seen, p * dp, 0).sum(-1, keepdims=True)
+    ds = np.where(call.seen, p * (dp - delta) + p_keys * dlse[..., None], 0)
     du, dcap = ds, 0.0
     if call.cap is not None:
         tanh = np.tanh(u / call.cap)
@@ -65,6 +69,8 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
         "scale": np.sum(du * raw),
         "logits_soft_cap": dcap,
     }
+    if call.sinks is not None:
+        of["sinks"] = -((1 - p.sum(-1)) * np.where(some, delta[..., 0], 0)).sum((0, 2))
     if bias is not None:
         of["bias"] = _sum_to(ds.reshape(*leads, N, T, S), np.shape(bias))
     return of
@@ -75,12 +81,13 @@ def tangent(query, key, value, bias=None, mask=None, *, along, **kwargs):
     call = _call(query, key, value, bias, mask, **kwargs)
     leads, G = np.shape(query)[:-3], np.shape(query)[-2] // np.shape(key)[-2]
     dq, dk, dv = (np.repeat(_fold(x), n, axis=1) for x, n in zip(along, (1, G, G), strict=True))
-    s, p, _ = _softmax(call)
+    s, p, _, p_keys = _softmax(call)
     ds = call.scale * (_pairs(dq, call.k, call.seen) + _pairs(call.q, dk, call.seen))
     if call.cap is not None:
         ds = ds * (1 - np.tanh(call.scale * _pairs(call.q, call.k, call.seen) / call.cap) ** 2)
-    dlse = np.where(call.seen, p * ds, 0).sum(-1)
-    dout = _product(p * (ds - dlse[..., None]), call.v, call.seen) + _product(p, dv, call.seen)
+    dlse = np.where(call.seen, p_keys * ds, 0).sum(-1)
+    mean = np.where(call.seen, p * ds, 0).sum(-1, keepdims=True)
+    dout = _product(p * (ds - mean), call.v, call.seen) + _product(p, dv, call.seen)
     return _unfold(dout, leads), dlse.transpose(0, 2, 1).reshape(*leads, *dlse.shape[:0:-1])
 
 
@@ -91,7 +98,7 @@ def scalar_sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwarg
     """
     call = _call(query, key, value, bias, mask, **kwargs)
     B, N, T, S = call.seen.shape
-    _, p, _ = _softmax(call)
+    _, p, _, _ = _softmax(call)
     raw, do = _pairs(call.q, call.k, call.seen), np.abs(_fold(dout))
     dlse = np.abs(np.asarray(dlse, np.float64)).reshape(B, T, N).swapaxes(1, 2)
     delta = (do * np.abs((p * call.z) @ call.v)).sum(-1) + dlse
@@ -154,7 +161,8 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     return keep
 
 
-def _call(query, key, value, bias, mask, *, scale=None, logits_soft_cap=None, kept=None, dropout_rate=0.0, **positions):
+def _call(query, key, value, bias, mask, *, scale=None, logits_soft_cap=None, sinks=None, kept=None, dropout_rate=0.0,
+          **positions):  # fmt: skip
     leads, (T, N, H), (S, K) = np.shape(query)[:-3], np.shape(query)[-3:], np.shape(key)[-3:-1]
     q, k, v = (_fold(x) for x in (query, key, value))
     k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))  # query head n reads key head n // G
@@ -163,11 +171,12 @@ def _call(query, key, value, bias, mask, *, scale=None, logits_soft_cap=None, ke
     z = np.ones(seen.shape) if kept is None else _full(kept, leads, N, T, S) / (1.0 - dropout_rate)
     scale = 1 / np.sqrt(H) if scale is None else float(scale)
     cap = None if logits_soft_cap is None else float(logits_soft_cap)
-    return Call(q, k, v, np.where(seen, bias64, 0), seen, z, scale, cap)
+    sinks = None if sinks is None else np.asarray(sinks, np.float64)
+    return Call(q, k, v, np.where(seen, bias64, 0), seen, z, scale, cap, sinks)
 
 
 def _softmax(call: Call):
-    """s, p [B, N, T, S] and lse [B, N, T]; a row that sees nothing has p = 0 and lse = -inf."""
+    """s and p [B, N, T, S], lse [B, N, T] of the keys, and p without the sink; a row that sees nothing has p = 0, lse = -inf."""
     s = call.scale * _pairs(call.q, call.k, call.seen)
     if call.cap is not None:
         s = call.cap * np.tanh(s / call.cap)
@@ -177,8 +186,10 @@ def _softmax(call: Call):
     l = np.exp(s - shift[..., None]).sum(-1)
     with np.errstate(divide="ignore"):
         lse = shift + np.log(l)
-    p = np.where(call.seen, np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]), 0)
-    return s, p, lse
+    below = lambda lse: np.where(call.seen, np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]), 0)
+    p_keys = below(lse)
+    p = p_keys if call.sinks is None else below(np.logaddexp(lse, call.sinks[:, None]))
+    return s, p, lse, p_keys
 
 
 def _pairs(x, y, seen):

@@ -14,8 +14,8 @@ from memeff import xla
 from memeff.differentiation import Forward, derivative_along
 from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, log_sum_exp
 from memeff.rules import call
-from memeff.tangent import OfTile, as_inputs, probabilities
-from memeff.tile import Tile, distances, logits
+from memeff.tangent import OfTile, as_inputs
+from memeff.tile import Tile, distances, logits, probabilities
 from memeff.tiles import Dims, Where, tile_sum
 
 
@@ -99,5 +99,5 @@ class _OfKeys(OfTile):
 def _seen(problem: Problem, tile: Tile, lse: Lse) -> tuple[Array, Array]:
     """Logits, 0 where nobody sees, and probabilities."""
     _, s, _ = logits(problem, tile)
-    p = probabilities(s, lse)
+    p = probabilities(s, lse, tile.keep)
     return s if tile.keep is None else jnp.where(tile.keep, s, 0), p

@@ -31,7 +31,7 @@ from memeff.problem import (
     transformed,
     visible,
 )
-from memeff.tile import Tile, dot, finite, values
+from memeff.tile import Tile, dot, finite, probabilities, values
 from memeff.tiles import Dims, Where, fold, tile_sum
 
 # dims of operands, by name; of those that are not told here nothing is cut
@@ -176,11 +176,6 @@ class OfTile:
         return flat._replace(query=query, key=key, value=value, mask=heads(flat.mask), terms=terms)
 
 
-def probabilities(s: Array, lse: Lse) -> Array:
-    below = s - lse.high[..., None]
-    return jnp.exp(below if lse.low is None else below - lse.low[..., None])
-
-
 @dataclasses.dataclass(frozen=True)
 class Along(OfTile):
     """(1) to (5) of a tile; linear in the parts of tangents, the last ones."""
@@ -191,7 +186,7 @@ class Along(OfTile):
         tile, lse = self.tile(where, parts)
         along = self.along(where, parts)
         _, s, ds = self.logits(tile, along)
-        n, r = self.weighed(tile, along, probabilities(s, lse), ds)
+        n, r = self.weighed(tile, along, probabilities(s, lse, tile.keep), ds)
         if where.masked:  # what a row that sees nothing brings along must not meet a 0 of p
             sees = lse.high != SEES_NOTHING
             n, r = jnp.where(sees[..., None], n, 0), jnp.where(sees, r, 0)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from memeff.functions import Places
 from memeff.problem import (
+    Lse,
     Operands,
     Problem,
     Terms,
@@ -62,6 +63,13 @@ def back_through(problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: Ter
     dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
     transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
     return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
+
+
+def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
+    """Return p = exp(s - lse), B K G t c; 0 where `keep` hides the pair, also where lse is NaN."""
+    below = s - lse.high[..., None]
+    p = jnp.exp(below if lse.low is None else below - lse.low[..., None])
+    return p if keep is None else jnp.where(keep, p, 0)
 
 
 def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:

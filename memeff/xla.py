@@ -45,7 +45,7 @@ from memeff.problem import (
     transformed,
     visible,
 )
-from memeff.tile import Tile, back_through, distances, dot, drop, finite, logits, row_max, values
+from memeff.tile import Tile, back_through, distances, dot, drop, finite, logits, probabilities, row_max, values
 from memeff.tiles import Walk, positions
 
 
@@ -91,7 +91,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         call = functools.partial(forward, dataclasses.replace(problem, block=None), lse_for=lse_for)
         return _block_by_block(problem, operands, call, (), 1, (o.astype(operands.query.dtype), Lse(l, l)))
     rows = _fixed(problem, operands, lse_for)
-    stands = _stands(rows) & ~_sees_bad_value(problem, operands)
+    stands = _stands(problem, operands, rows) & ~_sees_bad_value(problem, operands)
 
     def again(state):
         return state[0] | True, _online(problem, operands, state[1], stands)
@@ -295,9 +295,20 @@ def _largest_seen(problem: Problem, operands: Operands, x: Array) -> Array:
     return x.swapaxes(1, 2)[:, :, None]
 
 
-def _stands(rows: Rows) -> Array:
-    """Of which rows the sum neither vanished nor overflowed."""
-    return (rows.l > 2.0**-100) & (rows.l < 2.0**125)
+def _stands(problem: Problem, operands: Operands, rows: Rows) -> Array:
+    """Return for which rows, B K G T, nothing was flushed or overflowed that the result can show.
+
+    Each of the S probabilities p = exp(s - m), and each product p v, is flushed to 0 below 2^-126. So l lacks at most
+    S 2^-126, and o at most S 2^-126 max(1, |v|). Neither shows in float32 where it is below 2^-24 of l, and of the
+    largest |o| of the row. Where p or p v overflowed, l or o is not finite.
+    """
+    S = operands.key.shape[1]
+    lost = S * 2.0 ** (24 - 126)
+    v = jnp.abs(operands.value.astype(rows.o.dtype))
+    v = _largest_seen(problem, operands, jnp.where(v < jnp.inf, v, 0).max(-1, initial=0))
+    o = jnp.abs(rows.o).max(-1, initial=0)  # NaN if one is NaN
+    kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0)
+    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)
 
 
 def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
@@ -386,15 +397,23 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     size, v = (abs(x.astype(delta.dtype)) for x in (dout, operands.value))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
     largest = size.sum(-1).transpose(0, 2, 3, 1) * _largest_seen(problem, operands, v)
-    row = _power_of_two(2.0**4 / (abs(problem.scale) * (largest + abs(delta))))
-    column = _power_of_two(2.0**15 / size.max((1, 3), where=jnp.isfinite(size), initial=0))
+    bound = abs(problem.scale) * (largest + abs(delta))  # b k g t
+    row = _power_of_two(2.0**4 / bound)
+    peak = size.max((1, 3), where=jnp.isfinite(size), initial=0)  # b k d
+    column = _power_of_two(2.0**15 / peak)
     half = (dout.astype(delta.dtype) * column[:, None, :, None]).astype(jnp.float16)
     rows = ~(abs(half).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
+    # A power of two that stopped at 2^100 or 2^-100 did not bring what it scales into float16's range.
+    reached = ~_out_of_range(bound * row, 2.0**4).any((2, 3)) & ~_out_of_range(peak * column, 2.0**15).any(-1)  # b k
     T, S = operands.query.shape[1], operands.key.shape[1]
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
     keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
-    return Halves(_as_it_is(half.transpose(0, 2, 3, 1, 4), 3), column, row, rows.all((1, 3)) & keys.all(1))
+    return Halves(_as_it_is(half.transpose(0, 2, 3, 1, 4), 3), column, row, reached & rows.all((1, 3)) & keys.all(1))
+
+
+def _out_of_range(x: Array, top: float) -> Array:
+    return (x > top) | ((x < top / 2) & (x > 0))
 
 
 def wants_fused(problem: Problem, operands: Operands) -> bool:
@@ -429,12 +448,12 @@ def _walk_back(
     # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through it.
     zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
 
-    def probabilities(tile, high, low):  # (5)
+    def of_tile(tile, high, low):  # (5)
         _, s, pull = logits(problem, tile, apart=not fused)
-        return jnp.exp((s - high[..., None]) - low[..., None]), pull
+        return probabilities(s, Lse(high, low), tile.keep), pull
 
     def ahead(tile):
-        p, _ = probabilities(tile, *tile.rows)
+        p, _ = of_tile(tile, *tile.rows)
         return (p * Halves.P).astype(jnp.float16) if halves else p
 
     def step(grads, tile) -> Any:
@@ -444,7 +463,7 @@ def _walk_back(
         masked = tile.keep is not None and not fused
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
-        p, pull = (tile.ahead, None) if fused else probabilities(tile, *others)
+        p, pull = (tile.ahead, None) if fused else of_tile(tile, *others)
         dp = dot("bkgtd,bkcd->bkgtc", do, finite(v, masked), problem, dtype)
         if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
             up, down = (x[..., None] for x in others) if halves else (1, 1)

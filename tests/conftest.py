@@ -229,7 +229,8 @@ def plain_call(args, kwargs, dtype="float32", dlse=True) -> tuple[Result, Result
             _plain(
                 fold(args[0], T, K, G, H), fold(args[1], S, K, H), fold(args[2], S, K, D), *tiles,
                 acc(call.scale), None if call.cap is None else acc(call.cap),
-                None if call.sinks is None else call.sinks.astype(acc).reshape(K, G), fold(dout, T, K, G, D), fold(dlse, T, K, G),
+                None if call.sinks is None else call.sinks.astype(acc).reshape(K, G),
+                fold(dout, T, K, G, D), fold(dlse, T, K, G),
             )
         )  # fmt: skip
     shapes = {"query": args[0].shape, "key": args[1].shape, "value": args[2].shape, "scale": (), "logits_soft_cap": ()}

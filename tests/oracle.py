@@ -42,7 +42,7 @@ def attention(query, key, value, bias=None, mask=None, **kwargs):
 
 
 def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
-    """{"query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks"}: cotangents, each in the shape of its argument."""
+    """{"query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks"}: cotangents, in the shapes of these."""
     call = _call(query, key, value, bias, mask, **kwargs)
     leads, (B, N, T, S), K = np.shape(query)[:-3], call.seen.shape, np.shape(key)[-2]
     some = call.seen.any(-1)  # B N T: what a row that sees nothing is given counts for nothing
@@ -176,7 +176,7 @@ def _call(query, key, value, bias, mask, *, scale=None, logits_soft_cap=None, si
 
 
 def _softmax(call: Call):
-    """s and p [B, N, T, S], lse [B, N, T] of the keys, and p without the sink; a row that sees nothing has p = 0, lse = -inf."""
+    """s, p [B, N, T, S], lse [B, N, T] of the keys, p without the sink; a row that sees nothing has p = 0, lse = -inf."""
     s = call.scale * _pairs(call.q, call.k, call.seen)
     if call.cap is not None:
         s = call.cap * np.tanh(s / call.cap)

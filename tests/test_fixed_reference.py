@@ -74,7 +74,7 @@ def both(p: Problem, operands, dout, dlse):
         jax.jit(functools.partial(run, p)).lower(operands, dout, dlse).compile()
         for p in (p, dataclasses.replace(p, fixed_chunk_size=None))
     )
-    return fixed, online, jax.jit(lambda operands: xla._stands(xla._fixed(p, operands, "caller")))
+    return fixed, online, jax.jit(lambda operands: xla._stands(p, operands, xla._fixed(p, operands, "caller")))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

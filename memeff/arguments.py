@@ -228,7 +228,7 @@ def check_offset(shape: Shape, q_offset) -> tuple[Array | None, int]:
     if isinstance(q_offset, numbers.Integral):
         array, static = None, operator.index(q_offset)
     else:
-        array, static = _per_batch(shape, "q_offset", q_offset), 0
+        array, static = _per_batch(shape, "q_offset", q_offset, 1 - FAR, FAR - 1), 0
     if (known := _known(q_offset)) is not None:
         least, most = int(known.min()), int(known.max())
         if max(-least, most) >= FAR:
@@ -242,7 +242,7 @@ def check_lengths(shape: Shape, name: str, lengths, letter: str, most) -> Array 
     """int32 [B]. Values are checked where they are known."""
     if lengths is None:
         return None
-    array = _per_batch(shape, name, lengths)
+    array = _per_batch(shape, name, lengths, 0, most if isinstance(most, int) else FAR)
     if isinstance(most, int) and (known := _known(lengths)) is not None and (known.min() < 0 or known.max() > most):
         raise ValueError(f"{name} must lie between 0 and {letter}={most}; got {known.min()} to {known.max()}.")
     return jnp.broadcast_to(array, (shape.B,))
@@ -264,6 +264,14 @@ def check_segments(shape: Shape, query_ids, kv_ids) -> tuple[Array | None, Array
     kv_ids = _segment_ids(shape, "key_value_segment_ids", kv_ids, "S", shape.S)
     if query_ids.dtype != kv_ids.dtype:  # strict promotion would refuse to compare them
         common = jax.dtypes.canonicalize_dtype(np.int64)  # int32 unless x64 is on
+        for name, ids in (("query_segment_ids", query_ids), ("key_value_segment_ids", kv_ids)):
+            known = _known(ids)
+            fits = jnp.iinfo(ids.dtype).max <= jnp.iinfo(common).max
+            if not fits and (known is None or known.max() > jnp.iinfo(common).max):
+                raise TypeError(
+                    f"{name} is {ids.dtype} and the other segment ids are not: {common} would wrap its largest numbers. "
+                    "Cast both to one dtype."
+                )
         query_ids, kv_ids = query_ids.astype(common), kv_ids.astype(common)
     return query_ids, kv_ids
 
@@ -277,9 +285,11 @@ def _segment_ids(shape: Shape, name: str, ids, letter: str, size) -> Array:
     return _fold_leads(shape, jnp.broadcast_to(ids, full))
 
 
-def _per_batch(shape: Shape, name: str, x) -> Array:
-    """int32 [B] or [1] from integers that broadcast to the leading dims."""
+def _per_batch(shape: Shape, name: str, x, least: int, most: int) -> Array:
+    """Return int32 [B] or [1], clipped to `least` and `most`, from integers that broadcast to the leading dims."""
     x = _integers(name, x)
+    limits = jnp.iinfo(x.dtype)  # clipped before the cast, because int64 and uint32 wrap
+    x = jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max)))
     given, x = x.shape, _same_rank(x, len(shape.leads))
     if not _broadcasts(x.shape, shape.leads):
         raise ValueError(f"{name} must have the leading dims of query, {shape.leads}; got shape {given}.")

@@ -16,7 +16,7 @@ from memeff import arguments, auditing, dispatch, planning, rules, sharding, sta
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
-from memeff.problem import SEES_NOTHING, Operands, Problem
+from memeff.problem import SEES_NOTHING, Operands, Problem, check_sizes_known
 
 Implementation = Literal["xla", "reference", "pallas"]
 Backward = Literal["split", "fused", "fastest"]
@@ -284,6 +284,8 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
         mask_params=tuple(lax.stop_gradient(x) for kind in mask_params for x in kind),
         transform_rest=transform_rest,
     )
+    if dropout is not None:
+        check_sizes_known(operands, "Dropout")
     operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(a.chunk_size)

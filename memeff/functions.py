@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
@@ -189,8 +189,8 @@ def given(
         if params is not None:
             raise ValueError(f"{name.removesuffix('_fn')}_params came beside a {name} that has its own: leave them away.")
         fn, params = fn.fn, fn.params
-    fn, leaves, structure, floats = checked(name, fn, params)
     check_sizes(name, fn, params, here)
+    fn, leaves, structure, floats = checked(name, fn, params)
     score = [jax.ShapeDtypeStruct((), dtype)] if name == "score_fn" else []
     at = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
     traced = _traced(name, lambda at, params: fn(*at, jax.tree.unflatten(structure, params)), at, leaves)
@@ -238,9 +238,40 @@ def checked(name: str, fn: Any, params: Any):
         inspect.signature(fn).bind(*arguments)
     except TypeError as e:
         raise TypeError(f"{name} must be hashable and take ({', '.join(arguments)}): {e}.") from None
+    params = jax.tree.map(jnp.asarray, params)
+    if any(_is_complex(x) for x in jax.tree.leaves(params)):
+        fn, params = _OfComplex(fn), jax.tree.map(_in_parts, params)
     leaves, structure = jax.tree.flatten(params)
-    leaves = [jnp.asarray(x) for x in leaves]
     return fn, leaves, structure, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+
+
+class _Parts(NamedTuple):
+    """A complex array as two of floats, which have gradients as all floats have."""
+
+    real: Array
+    imag: Array
+
+
+def _is_complex(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _in_parts(x: Array) -> Array | _Parts:
+    return _Parts(x.real, x.imag) if _is_complex(x) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfComplex:
+    """A function whose params hold complex arrays, as a function of their parts."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args):
+        def whole(x):
+            return lax.complex(*x) if isinstance(x, _Parts) else x
+
+        *others, params = args
+        return self.fn(*others, jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, _Parts)))
 
 
 def _split(leaves, floats) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

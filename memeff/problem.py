@@ -139,11 +139,12 @@ def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
     `l` [B, K, G, T] is the row sum of exp(s - m) over the keys. With top = max(m, sink), the row sum with the
     sink is l exp(m - top) + exp(sink - top), which neither overflows nor loses the larger of the two.
     """
-    m = jnp.where(l == 0, 0, m)  # -inf where a row sees no key
-    sink = sinks.astype(l.dtype)[..., None]  # k g 1
+    empty, sink = l == 0, sinks.astype(l.dtype)[..., None]  # k g 1
+    m = jnp.where(empty, 0, m)  # -inf where a row sees no key
+    sink = jnp.where(empty, 0, sink)  # it may be NaN
     top = lax.stop_gradient(jnp.maximum(m, sink))
     share = jnp.exp(m - top)
-    return share, jnp.where(l == 0, 1, l) * share + jnp.exp(sink - top)
+    return share, jnp.where(empty, 1, l) * share + jnp.exp(sink - top)
 
 
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
@@ -152,7 +153,7 @@ def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     A row that sees no key keeps `SEES_NOTHING`, and its sink has probability 0, because it gives nothing to anybody.
     """
     sink, empty = sinks.astype(lse.high.dtype)[..., None], lse.high == SEES_NOTHING
-    keys = jnp.where(empty, 0, lse.high)
+    keys, sink = jnp.where(empty, 0, lse.high), jnp.where(empty, 0, sink)
     high = jnp.logaddexp(keys, sink)
     more = jnp.log1p(jnp.exp(-jnp.abs(keys - sink)))
     low = lax.stop_gradient((jnp.maximum(keys, sink) - high) + more)  # what rounding took from high
@@ -307,6 +308,16 @@ def tile_range(problem: Problem, q_offset, first, last):
 def accumulator_dtype(operands: Operands):
     """float32, or float64 for float64: of logits, lse, sums and gradients while they are accumulated."""
     return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+
+
+def check_sizes_known(operands: Operands, what: str) -> None:
+    """Refuse lengths that jax.export leaves symbolic, for `what`."""
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    if not (isinstance(T, int) and isinstance(S, int)):
+        raise NotImplementedError(
+            f"{what} does not support lengths that jax.export leaves symbolic (T={T}, S={S}). "
+            "Export with lengths that are numbers."
+        )
 
 
 def part_of(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:

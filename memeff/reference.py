@@ -47,7 +47,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
     key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     query = jnp.where(keep.any(-1).transpose(0, 3, 1, 2)[..., None], query, 0)  # b t k g 1
-    raw = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype, precision=problem.precision)  # (1)
+    raw = _pairs(problem, query, key, dtype)  # (1)
     s = finish(problem, raw, operands.terms, keep, at)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows that see nothing
@@ -60,16 +60,42 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     if operands.terms.sinks is not None:
         share, total = sink_weights(m, jnp.where(empty, 0, l), operands.terms.sinks)
         p = e * (share / total)[..., None]
+    p = jnp.where(keep, p, 0)  # also in a row that is NaN
     if problem.dropout is not None:
         head = number_heads(query.max((1, 4), initial=0), K)
         kept = kept_by_dropout(problem, operands, head, (T, S), rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
-    bad = ~jnp.isfinite(value)  # only the rows that see it become NaN
-    out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype)  # (4)
-    sees_bad = _mix(problem, keep.astype(dtype), bad.astype(dtype), dtype) > 0
-    out = jnp.where(empty[..., None], 0, jnp.where(sees_bad, jnp.nan, out))  # an empty row's cotangent does not count
+    bad = ~jnp.isfinite(value)
+    sees_bad = _mix(problem, keep.astype(dtype), bad.astype(dtype), dtype) > 0  # b k g t d
+    nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0))  # for the rows that see it alone, and their derivatives
+    p = _times_in_tangent(p, 1 + nan.sum(-1, keepdims=True))
+    out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype) + nan  # (4)
+    out = jnp.where(empty[..., None], 0, out)  # an empty row's cotangent does not count
     return out.astype(query.dtype), lse
 
 
 def _mix(problem: Problem, p: Array, v: Array, dtype) -> Array:
     return jnp.einsum("bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision)
+
+
+def _pairs(problem: Problem, query: Array, key: Array, dtype) -> Array:
+    """Return q k', B K G T S; in its derivatives NaN of a query or key reaches nothing by a product with 0."""
+
+    def product(query, key):
+        return jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype, precision=problem.precision)
+
+    finite = product(*(jnp.where(jnp.isfinite(x), x, 0) for x in (query, key)))
+    return finite + jax.lax.stop_gradient(product(query, key) - finite)
+
+
+@jax.custom_jvp
+def _times_in_tangent(x: Array, factor: Array) -> Array:
+    """Return x, whose tangent is multiplied by `factor`."""
+    del factor
+    return x
+
+
+@_times_in_tangent.defjvp
+def _(primals, tangents):
+    x, factor = primals
+    return x, tangents[0] * factor

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import jet
 from jax.extend.core import Primitive, jaxpr_as_fun, set_current_trace
 from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad, batching, mlir
@@ -161,7 +162,14 @@ def _equation_apart(saveable, unknown, instantiated, equation):
     return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)
 
 
+def _refuse_jet(*_, **__):
+    raise NotImplementedError(
+        "memeff does not support jax.experimental.jet, because attention has no Taylor rule. Nest jax.jvp instead."
+    )
+
+
 _call = _primitive("memeff_call")
 _joint = _primitive("memeff_joint")
+jet.jet_rules.update({_call: _refuse_jet, _joint: _refuse_jet})
 pe.custom_partial_eval_rules[_joint] = _known_apart
 pe.partial_eval_jaxpr_custom_rules[_joint] = _equation_apart

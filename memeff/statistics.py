@@ -39,7 +39,8 @@ class Measured:
         rows, below, distance = xla.measured(self.problem, operands)
         out, lse = xla.divided(operands, rows, log_sum_exp)
         l = jnp.where(rows.l == 0, 1, rows.l)
-        return out, lse.high, jnp.log(l) - below / l, rows.m, distance / l
+        entropy = jnp.maximum(jnp.log(l) - below / l, 0)  # rounding alone would make it negative
+        return out, lse.high, entropy, rows.m, distance / l
 
     def jvp(self, primals, tangents):
         found = call(self, *primals)

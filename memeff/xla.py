@@ -35,6 +35,7 @@ from memeff.problem import (
     Problem,
     Terms,
     accumulator_dtype,
+    check_sizes_known,
     finish,
     log_sum_exp,
     only_kernels_fuse,
@@ -173,11 +174,13 @@ def _online(problem: Problem, operands: Operands, rows: Rows | None = None, stan
 
 def measured(problem: Problem, operands: Operands) -> tuple[Rows, Array, Array]:
     """The same, and of each row sum p (s - m) and sum p |q_pos - k_pos|, B K G T."""
+    check_sizes_known(operands, "memeff.attention_statistics")
     o, l = empty_rows(operands)
 
     def step(carry, tile):
         m_old, l_old, o_old, e_old, d_old = (_rows_of(x, tile) for x in carry)
         raw, s, _ = logits(problem, tile)
+        s = lax.optimization_barrier(s)  # else p and s - m are of logits that differ by a rounding
         (m_new, l_new, o_new), (shift, a, p) = online(problem, tile, raw, s, (m_old, l_old, o_old))
         fall = jnp.where(l_old == 0, 0, m_old - shift)  # of what was gathered before
         below = jnp.where(s == -jnp.inf, 0, s - shift[..., None])
@@ -306,9 +309,9 @@ def _stands(problem: Problem, operands: Operands, rows: Rows) -> Array:
     lost = S * 2.0 ** (24 - 126)
     v = jnp.abs(operands.value.astype(rows.o.dtype))
     v = _largest_seen(problem, operands, jnp.where(v < jnp.inf, v, 0).max(-1, initial=0))
-    o = jnp.abs(rows.o).max(-1, initial=0)  # NaN if one is NaN
+    o, finite = jnp.abs(rows.o).max(-1, initial=0), jnp.isfinite(rows.o).all(-1)  # XLA:CPU's max may drop NaN
     kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0)
-    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)
+    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & finite
 
 
 def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
@@ -866,6 +869,7 @@ def _tiles(problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: 
 
 def walk_over(problem: Problem, operands: Operands) -> Walk:
     """Over the same tiles, for sums. Lengths and offsets that are arrays hide, and bound nothing."""
+    check_sizes_known(operands, "What is neither the call nor its gradient (a jvp, a second derivative, key_mass)")
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)

@@ -25,6 +25,43 @@ f32 = np.float32
 SIZES = Sizes(B=2, T=19, S=29, K=2, G=2, H=6, D=4)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_complex_params(implementation):
+    """They have the gradients that the function written out gives them; rotations by complex numbers, for example."""
+    q, k, v = (jax.random.normal(jax.random.key(n), (1, 6, 2, 4)) for n in range(3))
+    turns = jnp.exp(1j * jnp.arange(6.0)[:, None] * jnp.array([1, 0.3]))  # position, pair
+
+    def rotate(x, position, which, turns):
+        y = jax.lax.complex(x[:2], x[2:]) * turns[position]
+        return jnp.concatenate([y.real, y.imag])
+
+    def score(s, batch, head, q_pos, k_pos, w):
+        return s + (w[head] * (1 + 1j)).real
+
+    def ours(w, turns):
+        how = dict(score_fn=score, score_params=w, qk_transform=rotate, qk_transform_params=turns)
+        return (dot_product_attention(q, k, v, implementation=implementation, **how) ** 2).sum()
+
+    def written_out(w, turns):
+        def turned(x):
+            return jax.vmap(lambda x: jax.vmap(rotate, (0, 0, None, None))(x, jnp.arange(6), "", turns), 1, 1)(x[0])[None]
+
+        s = jnp.einsum("bthd,bshd->bhts", turned(q), turned(k)) / 2 + (w * (1 + 1j)).real[:, None, None]
+        return (jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v) ** 2).sum()
+
+    args = jnp.array([1 + 2j, 0.5 - 1j]), turns
+    for x, y in zip(jax.grad(ours, (0, 1))(*args), jax.grad(written_out, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_entropy_is_not_negative():
+    """Also where one key takes all and logits are so large that they are rounded to tens."""
+    for size in (10, 1000):
+        x = size * jax.random.normal(jax.random.key(size), (1, 97, 2, 8))
+        entropy = memeff.attention_statistics(x, x, x, chunk_size=32).entropy
+        assert (entropy >= 0).all() and (size < 1000 or entropy.min() < 1e-6)
+
+
 # ---- in pairs with what the core has, against the oracle
 
 

@@ -310,6 +310,40 @@ def test_nan_reaches_exactly_the_rows_that_see_it(name, implementation):
         assert what != "key" or np.isnan(out).any(-1).sum() * 11 == np.isnan(out).sum()  # a key: all of the row
 
 
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_in_each_operand_reaches_what_sees_it(name, implementation):
+    """Rows that see it, keys that such a row sees, and nothing else: in out, lse and every gradient."""
+    kwargs = SEEN[name] | {"implementation": implementation, "chunk_size": (16, 24)}
+    args = CASES["plain"].inputs()[0]
+    seen = oracle.seen_by(*args[:2], **SEEN[name])  # b n t s
+    (B, N, T, S), (i, j, n, k) = seen.shape, (19, 16, 3, 1)
+    clean = dict(zip(("query", "key", "value"), args, strict=True))
+    clean |= dict(bias=np.zeros((B, N, T, S), np.float32), sinks=np.zeros(N, np.float32))
+    rows = {name: np.zeros((B, N, T), bool) for name in clean}  # where out is NaN
+    group = slice(2 * k, 2 * k + 2)
+    rows["query"][0, n, i] = seen[0, n, i].any()
+    rows["key"][0, group] = rows["value"][0, group] = seen[0, group, :, j]
+    rows["bias"][0, n, i] = seen[0, n, i, j]
+    rows["sinks"][:, n] = seen[:, n].any(-1)
+    places = {"query": (0, i, n, 2), "key": (0, j, k, 1), "value": (0, j, k, 4), "bias": (0, n, i, j), "sinks": n}
+    for what, at in places.items():
+        dirty = {name: x.copy() for name, x in clean.items()}
+        dirty[what][at] = np.nan
+        args = tuple(dirty.pop(name) for name in ("query", "key", "value"))
+        found = run_call(args, kwargs | dirty)
+        hit = rows[what]
+        keys = (hit[..., None] & seen).any(2).reshape(B, -1, 2, S).any(2).swapaxes(1, 2)  # b s k
+        of_lse = np.zeros_like(hit) if what in ("value", "sinks") else hit
+        expected = {"out": hit.swapaxes(1, 2), "lse": of_lse.swapaxes(1, 2), "query": hit.swapaxes(1, 2), "key": keys}
+        expected |= {"value": np.zeros_like(keys) if what == "value" else keys, "bias": hit[..., None] & seen}
+        expected["sinks"] = hit.any((0, 2))
+        for name, x in {"out": found.out, "lse": found.lse, **found.grads}.items():
+            nan = np.isnan(x)
+            nan = nan.any(-1) if nan.ndim > expected[name].ndim else nan
+            np.testing.assert_array_equal(nan, expected[name], err_msg=f"NaN in {what}: {name}")
+
+
 # ---- 14: causality, in bits
 
 CAUSAL = (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import CASES, SINGLES, split
 from jax import export
+from jax.experimental import jet
 
 import memeff
 from memeff import dot_product_attention
@@ -319,6 +320,60 @@ def test_export_symbolic_batch_of_lengths():
     for B, T in ((2, 13), (1, 5)):
         x, n = inputs(B, T, K=2, G=1)[0], jnp.arange(3, 3 + B, dtype=jnp.int32)
         assert_same(there.call(x, n), call(x, n))
+
+
+SYMBOLIC = {
+    "Dropout": lambda x: dot_product_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0)),
+    "memeff.attention_statistics": lambda x: memeff.attention_statistics(x, x, x),
+    "key_mass": lambda x: memeff.key_mass(x, x),
+    "a jvp": lambda x: jax.jvp(lambda x: dot_product_attention(x, x, x), (x,), (x,)),
+    "a second derivative": lambda x: jax.grad(lambda x: jax.grad(_squares)(x).sum())(x),
+}
+
+
+def _squares(x):
+    return (dot_product_attention(x, x, x) ** 2).sum()
+
+
+@pytest.mark.parametrize("what", SYMBOLIC)
+def test_symbolic_lengths_are_refused_in_words(what):
+    x = jax.ShapeDtypeStruct((2, export.symbolic_shape("t")[0], 2, 4), f32)
+    with pytest.raises(NotImplementedError, match=rf"(?s){what}.* does not support lengths that jax.export leaves"):
+        export.export(jax.jit(SYMBOLIC[what]))(x)
+
+
+def test_jet_is_refused_in_words():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(NotImplementedError, match="does not support jax.experimental.jet.*Nest jax.jvp"):
+        jet.jet(lambda x: dot_product_attention(x, x, x), (x,), ((x,),))
+
+
+# ---- integers of every width
+
+
+@pytest.mark.parametrize("number", [np.int64(2**31), np.uint32(2**32 - 1), np.uint8(255), np.int64(-(2**40)), np.int8(-100)])
+def test_traced_lengths_and_offsets_of_every_width(number):
+    """What is more than S counts as S, less than 0 as 0, in every integer dtype; an offset keeps its sign."""
+    with jax.enable_x64(number.dtype.itemsize == 8):
+        x = jax.random.normal(jax.random.key(0), (1, 9, 2, 4), f32)
+
+        @jax.jit
+        def run(n):
+            call = lambda **how: dot_product_attention(x, x, x, **how)
+            by_length = call(key_value_seq_lengths=n), call(query_seq_lengths=n)
+            return *by_length, call(is_causal=True, q_offset=n), call()
+
+        *found, full = run(np.asarray([number]))
+        for y in found:
+            assert_same(y, full if number > 0 else jnp.zeros_like(full))
+
+
+def test_segment_ids_that_would_wrap_are_refused():
+    x, ids = jnp.ones((1, 4, 2, 8)), np.zeros((1, 4), np.uint32)
+    call = lambda a, b: dot_product_attention(x, x, x, query_segment_ids=a, key_value_segment_ids=b)
+    assert_same(call(ids, ids.astype(np.int32)), call(ids, ids))  # known, and small
+    with pytest.raises(TypeError, match="query_segment_ids is uint32 .* would wrap its largest numbers. Cast both"):
+        jax.jit(call)(ids, ids.astype(np.int32))
 
 
 # ---- 30: flags

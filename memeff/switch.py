@@ -130,11 +130,11 @@ def switch_jax_nn(
     tell_nothing_switched(f"switch_jax_nn: memeff ran nothing, because {reason}", strict)
 
 
-def tell_nothing_switched(reason: str, strict: bool) -> None:
-    """Warn where the `with` statement of a switch stands, or raise if `strict`."""
+def tell_nothing_switched(reason: str, strict: bool, stacklevel: int = 4) -> None:
+    """Warn where the `with` statement stands (behind the switch and contextlib), or raise."""
     if strict:
         raise ValueError(reason)
-    warnings.warn(reason, stacklevel=4)  # the switch, contextlib's __exit__, the with statement
+    warnings.warn(reason, stacklevel=stacklevel)
 
 
 def _routed(replaced: Callable) -> Callable:

@@ -54,26 +54,15 @@ class Shape(NamedTuple):
 # ---- query, key, value
 
 
-def check_arrays(query, key, value, dtype, from_flax: bool) -> tuple[Array, Array, Array]:
+def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     """The three as arrays of one dtype, with shapes that fit."""
     arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name, x in arrays.items():
         if x.ndim < 3:
             letters = "[*B, T, N, H]" if name == "query" else "[*B, S, K, H]"
             raise ValueError(f"{name} must have shape {letters} with at least 3 dims; got {x.shape}.")
-        if dtype is None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it, or pass dtype=.")
-    if dtype is not None:
-        try:
-            dtype = jnp.dtype(dtype)
-        except TypeError as e:
-            raise TypeError(f"dtype={dtype!r} is no dtype; give a floating-point one, for example jnp.bfloat16.") from e
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype={dtype} must be a floating-point dtype, for example bfloat16.")
-    elif from_flax:  # its modules promote: a float32 decode cache meets bfloat16 queries
-        dtype = jnp.promote_types(arrays["query"].dtype, jnp.promote_types(arrays["key"].dtype, arrays["value"].dtype))
-    if dtype is not None:
-        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
     query, key, value = arrays.values()
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -152,17 +141,15 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
     return 1.0, x.reshape(())
 
 
-def check_mask(shape: Shape, mask, from_flax: bool) -> Array | None:
-    """Boolean B|1 K|1 G|1 T|1 S|1. Only Flax's modules may hand over other dtypes: theirs mean nonzero = may attend."""
+def check_mask(shape: Shape, mask) -> Array | None:
+    """Boolean B|1 K|1 G|1 T|1 S|1."""
     if mask is None:
         return None
     mask = _array("mask", mask)
     if mask.dtype != bool:
-        if not from_flax:
-            raise TypeError(
-                f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, or mask != 0."
-            )
-        mask = mask != 0
+        raise TypeError(
+            f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, or mask != 0."
+        )
     return _grouped(shape, "mask", mask, "is_causal, local_window_size, key_value_seq_lengths or segment ids")
 
 
@@ -198,8 +185,7 @@ def _grouped(shape: Shape, name: str, x, instead: str) -> Array | None:
 
 def check_window(window, is_causal) -> tuple[int | None, int | None]:
     """(left, right) in tokens; causal is right = 0."""
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal must be True or False (it is fixed while tracing), got {_kind(is_causal)}.")
+    check_choice("is_causal", is_causal)
     if window is None:
         sides = (None, None)
     elif isinstance(window, tuple | list):
@@ -417,21 +403,23 @@ def check_backward(backward: Any) -> str | None:
     return backward
 
 
-def check_dropout(rng, rate, shared, deterministic) -> tuple[Dropout | None, Array | None]:
-    """The static choice and the key as two uint32 words; (None, None) where nothing is dropped."""
+def check_dropout_rate(rate) -> float:
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
         raise TypeError(f"dropout_rate must be a number (it is fixed while tracing), got {_kind(rate)}.")
     rate = float(rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate={rate:g}: the chance to drop a probability must lie in [0, 1).")
-    if not isinstance(shared, bool | np.bool_):
-        raise TypeError(f"broadcast_dropout must be True or False, got {_kind(shared)}.")
-    if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(f"deterministic must be True or False (it is fixed while tracing), got {_kind(deterministic)}.")
-    if rate == 0 or deterministic:
+    return rate
+
+
+def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
+    """The static choice and the key as two uint32 words; (None, None) where nothing is dropped."""
+    rate = check_dropout_rate(rate)
+    check_choice("broadcast_dropout", shared)
+    if rate == 0:
         return None, None
     if rng is None:
-        raise ValueError(f"dropout_rate={rate:g} came without dropout_rng: pass a key, or deterministic=True.")
+        raise ValueError(f"dropout_rate={rate:g} came without dropout_rng: pass a key, or omit dropout_rate.")
     if hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         if "threefry2x32" not in (impl := str(jax.random.key_impl(rng))):
             raise NotImplementedError(
@@ -445,19 +433,20 @@ def check_dropout(rng, rate, shared, deterministic) -> tuple[Dropout | None, Arr
     return Dropout(rate, bool(shared)), rng
 
 
-def check_flax_hooks(query, key, module, qk_einsum, value_einsum) -> None:
-    """What a linear-memory attention cannot give is refused with its size."""
-    if module is not None:
-        q, k = jnp.shape(query), jnp.shape(key)
-        weights = (*q[:-3], q[-2], q[-3], k[-3])
-        size = math.prod(weights) * 4
-        raise NotImplementedError(
-            f"sow_weights=True asks for the attention weights, {weights} or {size / 2**20:.1f} MiB in float32: memeff never "
-            "stores them. Use Flax's own module for this call, at a length where they fit."
-        )
-    for name, hook in (("qk_attn_weights_einsum", qk_einsum), ("attn_weights_value_einsum", value_einsum)):
-        if hook is not None:
-            raise NotImplementedError(f"{name} is not supported: memeff makes its products tile by tile. Leave it None.")
+def check_choice(name: str, choice) -> None:
+    if not isinstance(choice, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False (it is fixed while tracing), got {_kind(choice)}.")
+
+
+def check_not_flaxes(**hooks) -> None:
+    """Refuse Flax's hooks. Linen passes those that the signature names, so it names one that Linen always passes."""
+    for name, given in hooks.items():
+        if given is not None:
+            raise TypeError(
+                f"{name}= is a hook of Flax's modules, and dot_product_attention takes none of those: give the modules "
+                "attention_fn=memeff.nn.attention_fn. In a call of your own, omit it (dropout_rate=0 drops nothing), and "
+                "cast arrays before."
+            )
 
 
 def _array(name: str, x) -> Array:

@@ -1,16 +1,18 @@
 """The contract: `dot_product_attention`, its arguments in the user's words and the walk from them to an implementation."""
 
+from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
+
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from memeff import arguments, auditing, dispatch, planning, rules, sharding, statistics
 from memeff.blocks import BlockMask
@@ -22,6 +24,31 @@ Implementation = Literal["xla", "reference", "pallas"]
 Backward = Literal["split", "fused", "fastest"]
 
 
+class Options(TypedDict, total=False):
+    """Keywords of `dot_product_attention` that Flax does not know, for functions that hand them on."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    backward: Backward | None
+    logits_soft_cap: ArrayLike | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    q_offset: ArrayLike
+    score_fn: Callable[..., Any] | Score | None
+    score_params: Any
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None
+    mask_params: Any
+    sinks: ArrayLike | None
+    qk_transform: Callable[..., Any] | Transform | None
+    qk_transform_params: Any
+    chunk_size: int | tuple[int, int] | None
+    memory_limit: int | str | None
+
+
 @overload
 def dot_product_attention(
     query: ArrayLike,
@@ -30,37 +57,12 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Implementation | None = None,
-    backward: Backward | None = None,
     return_residual: Literal[False] = ...,
-    logits_soft_cap: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    q_offset: ArrayLike = 0,
-    score_fn: Callable[..., Any] | Score | None = None,
-    score_params: Any = None,
-    mask_fn: Callable[..., Any] | Mask | BlockMask | None = None,
-    mask_params: Any = None,
-    sinks: ArrayLike | None = None,
-    qk_transform: Callable[..., Any] | Transform | None = None,
-    qk_transform_params: Any = None,
-    chunk_size: int | tuple[int, int] | None = None,
-    memory_limit: int | str | None = None,
     precision: lax.PrecisionLike = None,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     broadcast_dropout: bool = True,
-    deterministic: bool | None = None,
-    dtype: DTypeLike | None = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = True,
-    qk_attn_weights_einsum: Callable[..., Array] | None = None,
-    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    **options: Unpack[Options],
 ) -> Array: ...
 
 
@@ -72,6 +74,22 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
+    return_residual: Literal[True],
+    precision: lax.PrecisionLike = None,
+    dropout_rng: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
@@ -79,7 +97,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     backward: Backward | None = None,
-    return_residual: Literal[True],
+    return_residual: bool = False,
     logits_soft_cap: ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -97,57 +115,13 @@ def dot_product_attention(
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     broadcast_dropout: bool = True,
-    deterministic: bool | None = None,
-    dtype: DTypeLike | None = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = True,
-    qk_attn_weights_einsum: Callable[..., Array] | None = None,
-    attn_weights_value_einsum: Callable[..., Array] | None = None,
-) -> tuple[Array, Array]: ...
-
-
-def dot_product_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    implementation=None,
-    backward=None,
-    return_residual=False,
-    logits_soft_cap=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    q_offset: ArrayLike = 0,
-    score_fn=None,
-    score_params=None,
-    mask_fn=None,
-    mask_params=None,
-    sinks=None,
-    qk_transform=None,
-    qk_transform_params=None,
-    chunk_size=None,
-    memory_limit=None,
-    precision=None,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    broadcast_dropout=True,
-    deterministic=None,
-    dtype=None,
-    module=None,
-    force_fp32_for_softmax=True,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-):
+    deterministic: None = None,
+    dtype: None = None,
+    module: None = None,
+) -> Array | tuple[Array, Array]:
     r"""Exact attention, `softmax(cap(scale * query key^T) + bias) value`, without ever storing the T x S matrix.
 
-    A superset of `jax.nn.dot_product_attention`, and an `attention_fn` for Flax (Linen and NNX).
+    A superset of `jax.nn.dot_product_attention`. Flax's modules take `memeff.nn.attention_fn`.
     Memory: O(T + S) beyond inputs and outputs, forward and gradient; a `bias` or dense `mask` costs its own size.
     Differentiable in both modes and to every order, in linear memory: by query, key, value, params of functions, sinks,
     and by bias, scale and logits_soft_cap where they are arrays.
@@ -196,12 +170,11 @@ def dot_product_attention(
         smaller tiles than the default where need be; what does not fit is refused. `memeff.memory_limit` sets it for many
         calls.
       precision: of the products, as `jax.lax.dot_general` takes it.
-      dropout_rng, dropout_rate, broadcast_dropout, deterministic: as in Flax, and for the same key the same mask as
-        Flax's: a function of coordinates, so of no chunk size. Drops where the rate is > 0 and not `deterministic`.
-      dtype: cast query, key and value to it first, as Flax does.
-      module: Flax's request to sow attention weights: refused, they are what is never stored.
-      force_fp32_for_softmax: always so here.
-      qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products: refused.
+      dropout_rng: a key of `jax.random`, wanted where dropout_rate > 0. For the same key the mask is Flax's: a
+        function of coordinates, so of no chunk size.
+      dropout_rate: the chance, in [0, 1), that a probability is dropped. The others are divided by 1 - dropout_rate.
+      broadcast_dropout: one mask for all batch entries and heads, as Flax's default. False: a mask for each.
+      deterministic, dtype, module: not taken. Flax's modules pass them: give those `memeff.nn.attention_fn`.
 
     Returns:
       [*B, T, N, D] in the dtype of `query`; rows that see no key are 0. With `return_residual`, also
@@ -239,10 +212,9 @@ class _Call(NamedTuple):
 
 def _normalised(given: Mapping[str, Any]) -> _Call:
     """From the arguments of `dot_product_attention`, by name, each of them checked."""
-    a = SimpleNamespace(**given)  # force_fp32_for_softmax is not read: softmax is in float32 at least
-    arguments.check_flax_hooks(a.query, a.key, a.module, a.qk_attn_weights_einsum, a.attn_weights_value_einsum)
-    from_flax = a.deterministic is not None  # Linen and NNX always pass it: their dtype and mask habits then hold
-    query, key, value = arguments.check_arrays(a.query, a.key, a.value, a.dtype, from_flax)
+    a = SimpleNamespace(**given)
+    arguments.check_not_flaxes(deterministic=a.deterministic, dtype=a.dtype, module=a.module)
+    query, key, value = arguments.check_arrays(a.query, a.key, a.value)
     sharding.check_layout(query, key, value)
     shape = arguments.Shape.of(query, key, value)
     terms, (scale, soft_cap) = arguments.check_terms(shape, a.bias, a.scale, a.logits_soft_cap)
@@ -255,7 +227,7 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     mask_fn, *mask_params = arguments.check_function(shape, "mask_fn", mask_fn, a.mask_params, accumulator)
     transform, transform_floats, transform_rest = arguments.check_transform(a.qk_transform, a.qk_transform_params, query)
     sinks = arguments.check_sinks(shape, a.sinks, accumulator)
-    dropout, dropout_key = arguments.check_dropout(a.dropout_rng, a.dropout_rate, a.broadcast_dropout, a.deterministic)
+    dropout, dropout_key = arguments.check_dropout(a.dropout_rng, a.dropout_rate, a.broadcast_dropout)
     problem = Problem(
         left=left,
         right=right,
@@ -273,7 +245,7 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     operands = Operands(
         *arguments.fold(shape, query, key, value),
         terms=terms._replace(score=score_floats, transform=transform_floats, sinks=sinks),
-        mask=arguments.check_mask(shape, a.mask, from_flax),
+        mask=arguments.check_mask(shape, a.mask),
         q_lengths=arguments.check_lengths(shape, "query_seq_lengths", a.query_seq_lengths, "T", shape.T),
         kv_lengths=arguments.check_lengths(shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", shape.S),
         q_offset=offset,

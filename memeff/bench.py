@@ -626,6 +626,24 @@ def figure(rows: Sequence[Row], field: str):
     return drawing
 
 
+def chart(rows: Sequence[Row]) -> str:
+    """Return bars of temporary memory against length as text: a # for each doubling from 1 MiB on.
+
+    For the last call of the table. Unlike a picture, text shows wherever a README is shown.
+    """
+    kind = call_of(rows[-1])
+    lines = [f"temporary memory, {kind}; each # doubles it, from 1 MiB on", ""]
+    for row in rows:
+        if call_of(row) != kind or not row["temp_bytes"]:
+            continue
+        mib = row["temp_bytes"] / 2**20
+        bar = "#" * max(1, round(math.log2(mib)) + 1)
+        about = "~" if row.get("extrapolated") else ""
+        size = about + human(row["temp_bytes"])
+        lines.append(f"{tokens(row['length']):>4} {row['implementation']:<8}{bar} {size}")
+    return "\n".join(lines)
+
+
 def machine() -> Row:
     """What the figures belong to."""
     device, cpu = jax.devices()[0].device_kind, Path("/proc/cpuinfo")
@@ -670,7 +688,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim} {options.dtype}"
     print(f"T={queries} {sizes}\n" if queries else f"{sizes}\n")
     print(memory_markdown(rows) if options.table == "memory" else speed_markdown(rows))
-    if options.plot:
+    if options.plot and options.plot.endswith(".txt"):
+        Path(options.plot).write_text(chart(rows) + "\n")
+    elif options.plot:
         import matplotlib
 
         with matplotlib.rc_context({"svg.hashsalt": "memeff"}):  # the same rows, the same file
@@ -704,11 +724,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time")
     add("--json", metavar="FILE", help="append a JSON line for each row")
-    add("--plot", metavar="FILE", help="draw against length: memory, or FLOP/s")
+    add("--plot", metavar="FILE", help="draw against length: memory, or FLOP/s; FILE.txt: bars of text, of memory")
     options = parser.parse_args(arguments)
     if options.table not in ("speed", "memory"):
         parser.error(f"table {options.table!r} is not known: use speed or memory.")
     memory = options.table == "memory"
+    if (options.plot or "").endswith(".txt") and not memory:
+        parser.error("--plot FILE.txt draws memory: use the table memory, or a picture.")
     if options.query_length and set(options.extra) != {"plain"}:
         parser.error("--with wants as many queries as keys: leave --query-length away.")
     options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]

@@ -66,6 +66,20 @@ def test_memory_prints_a_table_in_which_memeff_is_linear_and_plain_attention_qua
     assert {row["input_bytes"] for row in lines(out)} == {3 * 4 * 8 * 64 * 4096, 3 * 4 * 8 * 64 * 8192}
 
 
+def test_memory_is_drawn_as_text_too(capsys, monkeypatch, tmp_path):
+    sizes = {"jax.nn": 2**27, "memeff": 3 * 2**20}
+    of = {"length": 2**12, "mask": "causal", "mode": "gradient", "extra": "plain", "input_bytes": 1}
+    rows = [of | {"implementation": name, "temp_bytes": size} for name, size in sizes.items()]
+    monkeypatch.setattr(bench, "memory_table", lambda *_: rows)
+    path = tmp_path / "chart.txt"
+    run(capsys, "memory", "--length", "4k", "--mode", "gradient", "--plot", str(path))
+    bars = path.read_text().splitlines()[2:]
+    assert bars == ["  4k jax.nn  ######## 128 MiB", "  4k memeff  ### 3 MiB"]
+    with pytest.raises(SystemExit):
+        run(capsys, "speed", "--plot", str(path))
+    assert "draws memory: use the table memory" in capsys.readouterr().err
+
+
 def test_what_xla_cannot_compile_follows_the_growth_up_to_there():
     row = bench.memory_table([2**20], [bench.Case(0, mask="full")], ["jax.nn"])[0]
     largest = bench.temp_bytes("jax.nn", bench.Case(2**17, mask="full"))

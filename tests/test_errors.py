@@ -6,9 +6,11 @@ import functools
 import inspect
 import itertools
 import pathlib
+import pydoc
 import re
 import subprocess
 import sys
+import typing
 import warnings
 
 import jax
@@ -21,6 +23,7 @@ from test_functions import WRONG as WRONG_FUNCTIONS
 
 import memeff
 from memeff import arguments, dot_product_attention
+from memeff.attention import Options
 
 # ---- 49: wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says otherwise.
 
@@ -38,7 +41,7 @@ WRONG = [
     ({"key": "keys"}, TypeError, r"key must be an array, got str 'keys'"),
     ({"value": {"a": 1}}, TypeError, r"value must be an array, got dict"),
     ({"value": [[1.0], [1.0, 2.0]]}, TypeError, r"value must be an array, got list"),
-    ({"query": ones(2, 5, 4, 8, dtype=i32)}, TypeError, r"query must be a floating-point array, got int32\. Cast it, or pass dtype="),
+    ({"query": ones(2, 5, 4, 8, dtype=i32)}, TypeError, r"query must be a floating-point array, got int32\. Cast it"),
     ({"value": ones(2, 7, 2, 6, dtype=bool)}, TypeError, r"value must be a floating-point array, got bool"),
     ({"key": ones(2, 7, 2, 8, dtype=np.complex64)}, TypeError, r"key must be a floating-point array, got complex64"),
     ({"key": ones(2, 7, 2, 8, dtype=np.float16)}, TypeError, r"key is float16 and query is float32: .* one dtype\. Cast one"),
@@ -52,8 +55,6 @@ WRONG = [
     ({"query": ones(2, 5, 3, 8)}, ValueError, r"query has 3 heads and key has 2: query heads \(N\) must be a multiple of key heads \(K\)"),
     ({"key": ones(2, 7, 0, 8), "value": ones(2, 7, 0, 6)}, ValueError, r"query has 4 heads and key has 0: query heads"),
     ({"query": ones(2, 5, 4, 0), "key": ones(2, 7, 2, 0)}, ValueError, r"query has head size H=0: .*Use H >= 1"),
-    ({"dtype": "float31"}, TypeError, r"dtype='float31' is no dtype; give a floating-point one"),
-    ({"dtype": i32}, TypeError, r"dtype=int32 must be a floating-point dtype, for example"),
     # bias and mask
     ({"bias": ones(2, 4, 5, 8)}, ValueError, r"bias must be broadcastable to \(2, N=4, T=5, S=7\); got \(2, 4, 5, 8\)"),
     ({"bias": ones(2, 2, 5, 7)}, ValueError, r"bias must be broadcastable to \(2, N=4, T=5, S=7\); got \(2, 2, 5, 7\)"),
@@ -116,7 +117,7 @@ WRONG = [
     ({"precision": "very"}, ValueError, r"precision='very' must be None, \"default\", \"high\", \"highest\", a jax\.lax\.Precision"),
     ({"precision": {"a": 1}}, ValueError, r"precision=\{'a': 1\} must be None"),
     # dropout
-    (rate, ValueError, r"dropout_rate=0\.5 came without dropout_rng: pass a key, or deterministic=True"),
+    (rate, ValueError, r"dropout_rate=0\.5 came without dropout_rng: pass a key, or omit dropout_rate"),
     ({"dropout_rate": 1.0, "dropout_rng": rng_key}, ValueError, r"dropout_rate=1: .* must lie in \[0, 1\)"),
     ({"dropout_rate": -0.1}, ValueError, r"dropout_rate=-0\.1: .* must lie in \[0, 1\)"),
     ({"dropout_rate": float("nan")}, ValueError, r"dropout_rate=nan: .* must lie in \[0, 1\)"),
@@ -126,12 +127,12 @@ WRONG = [
     ({"dropout_rng": ones(3, 2, dtype=np.uint32), **rate}, TypeError, r"dropout_rng must be one key .*, got uint32 of shape \(3, 2\)"),
     ({"dropout_rng": jax.random.split(jax.random.key(0), 3), **rate}, TypeError, r"dropout_rng must be one key .* of shape \(3, 2\)"),
     ({"dropout_rng": jax.random.key(0, impl="rbg"), **rate}, NotImplementedError, r"dropout_rng is a key of .*rbg.*threefry2x32\. Make it with"),
-    ({"deterministic": 1}, TypeError, r"deterministic must be True or False .*, got int 1"),
-    ({"broadcast_dropout": None}, TypeError, r"broadcast_dropout must be True or False, got None"),
-    # Flax
-    ({"module": object()}, NotImplementedError, r"sow_weights=True asks for the attention weights, \(2, 4, 5, 7\) or 0\.0 MiB .* Use Flax's own module"),
-    ({"qk_attn_weights_einsum": jnp.einsum}, NotImplementedError, r"qk_attn_weights_einsum is not supported: .*Leave it None"),
-    ({"attn_weights_value_einsum": jnp.einsum}, NotImplementedError, r"attn_weights_value_einsum is not supported"),
+    ({"broadcast_dropout": None}, TypeError, r"broadcast_dropout must be True or False .*, got None"),
+    # Flax's hooks
+    ({"deterministic": True}, TypeError, r"deterministic= is a hook of Flax's modules, .*: give the modules attention_fn=memeff\.nn\.attention_fn"),
+    ({"deterministic": False, "dtype": None, "module": None}, TypeError, r"deterministic= is a hook of Flax's modules"),
+    ({"dtype": "bfloat16"}, TypeError, r"dtype= is a hook of Flax's modules, .*cast arrays before"),
+    ({"module": object()}, TypeError, r"module= is a hook of Flax's modules, .*memeff\.nn\.attention_fn"),
 ]  # fmt: skip
 
 
@@ -150,12 +151,12 @@ def test_wrong_calls_are_cured_by_their_message(i):
 def test_enough_wrong_calls():
     assert len(WRONG) >= 40
     named = {name for kwargs, *_ in WRONG for name in kwargs}
-    cannot_be_wrong = {"return_residual", "force_fp32_for_softmax"}
+    cannot_be_wrong = {"return_residual"}
     elsewhere = {"memory_limit"} | {name for kwargs, *_ in WRONG_FUNCTIONS for name in kwargs}
     assert named | cannot_be_wrong | elsewhere == set(inspect.signature(dot_product_attention).parameters)
 
 
-@pytest.mark.parametrize("name", ["is_causal", "deterministic", "broadcast_dropout"])
+@pytest.mark.parametrize("name", ["is_causal", "broadcast_dropout"])
 def test_a_traced_choice_is_refused(name):
     args = qkv(np.random.default_rng(0), f32, AWKWARD)
     with pytest.raises(TypeError, match=rf"{name} must be True or False.*got a traced value"):
@@ -171,18 +172,6 @@ def test_traced_lengths_and_offsets_need_no_value():
     np.testing.assert_allclose(long, dot_product_attention(*args), atol=2e-6)
     none = jax.jit(lambda n: dot_product_attention(*args, key_value_seq_lengths=n))(np.array([-3, -1]))
     assert np.all(none == 0)
-
-
-# ---- masks of another dtype
-
-
-@pytest.mark.parametrize("dtype", [f32, i32, np.float16])
-def test_flax_masks_of_other_dtypes(dtype):
-    """Linen and NNX make float masks; they always pass `deterministic`. Nonzero = may attend."""
-    args, kwargs = CASES["mask_dense"].inputs()
-    plain = dot_product_attention(*args, mask=kwargs["mask"])
-    mask = kwargs["mask"].astype(dtype) * 3
-    np.testing.assert_array_equal(dot_product_attention(*args, mask=mask, deterministic=True), plain)
 
 
 # ---- large dense masks
@@ -310,6 +299,29 @@ def test_every_combination_of_jax_nns_arguments_gives_jax_nns_result():
         assert ours[0].dtype == theirs[0].dtype
 
 
+def test_the_types_of_the_signature_are_those_of_the_overloads():
+    """Written twice: once for help(), once for those that hand keywords on."""
+    hints = typing.get_type_hints(dot_product_attention)
+    overloads = typing.get_overloads(dot_product_attention)
+    assert overloads and list(inspect.signature(dot_product_attention).parameters) == [*hints][:-1]
+    options = typing.get_type_hints(Options)
+    flaxes = {"deterministic", "dtype", "module"}  # in no overload, so that a type checker refuses them
+    for overload in overloads:
+        named = typing.get_type_hints(overload)
+        assert named.keys() - {"options"} | options.keys() == hints.keys() - flaxes
+        for name in named.keys() - {"options", "return", "return_residual"}:
+            assert named[name] == hints[name], name
+        defaults = inspect.signature(overload).parameters
+        for name in named.keys() - {"options", "return", "return_residual"}:
+            assert defaults[name].default == inspect.signature(dot_product_attention).parameters[name].default
+    assert options.items() <= hints.items()
+
+
+def test_help_shows_types():
+    text = pydoc.render_doc(dot_product_attention, renderer=pydoc.plaintext)
+    assert "mask: 'ArrayLike | None' = None" in text and "-> 'Array | tuple[Array, Array]'" in text
+
+
 # ---- every keyword does something
 
 CHANGES = {
@@ -326,11 +338,10 @@ CHANGES = {
         "query_segment_ids": np.zeros((1, 37), int),
         "key_value_segment_ids": np.arange(53)[None] // 9,
     },
-    "dropout_rng": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 1], np.uint32), "deterministic": False},
-    "dropout_rate": {"dropout_rate": 0.4, "dropout_rng": np.array([0, 0], np.uint32), "deterministic": False},
+    "dropout_rng": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 1], np.uint32)},
+    "dropout_rate": {"dropout_rate": 0.4, "dropout_rng": np.array([0, 0], np.uint32)},
     "broadcast_dropout": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 0], np.uint32), "broadcast_dropout": False},
     "q_offset": {"is_causal": True, "q_offset": 3},
-    "dtype": {"dtype": "bfloat16"},
     "score_fn": {"score_fn": lambda s, b, h, i, j, p: s + 0.1 * j},
     "score_params": {"score_fn": lambda s, b, h, i, j, p: s * p, "score_params": 2.0},
     "mask_fn": {"mask_fn": lambda b, h, i, j, p: j % 3 > 0},
@@ -357,11 +368,9 @@ ELSEWHERE = {  # changes no number; the test that shows what it does
     "precision": "test_keywords_that_change_no_number",
     "implementation": "test_keywords_that_change_no_number",
     "backward": "test_dispatch.py",
-    "deterministic": "test_keywords_that_change_no_number",
-    "force_fp32_for_softmax": "test_keywords_that_change_no_number",
+    "deterministic": "test_wrong_calls_are_cured_by_their_message",
+    "dtype": "test_wrong_calls_are_cured_by_their_message",
     "module": "test_wrong_calls_are_cured_by_their_message",
-    "qk_attn_weights_einsum": "test_wrong_calls_are_cured_by_their_message",
-    "attn_weights_value_einsum": "test_wrong_calls_are_cured_by_their_message",
 }
 
 
@@ -382,28 +391,8 @@ def test_keywords_that_change_no_number():
     assert program(chunk_size=16) != plain and program(chunk_size=(16, 8)) != program(chunk_size=(8, 16))
     assert "HIGHEST" in program(precision="highest") and "HIGHEST" not in plain
     assert program(implementation="reference") != plain == program(implementation="xla")
-    assert program(force_fp32_for_softmax=False) == plain  # always so
-    key = jax.random.key(0)
-    assert program(dropout_rng=key, dropout_rate=0.5, deterministic=True) == plain
-    assert program(dropout_rng=key, dropout_rate=0.5, deterministic=False) != plain
     out, lse = dot_product_attention(*args, return_residual=True)
     assert out.shape == (2, 37, 6, 11) and lse.shape == (2, 37, 6)
-
-
-def test_dtype_casts_first():
-    args = CASES["plain"].inputs()[0]
-    out = dot_product_attention(*args, dtype=jnp.bfloat16)
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(out, dot_product_attention(*(x.astype(jnp.bfloat16) for x in args)))
-    grad = jax.grad(lambda q: dot_product_attention(q, *args[1:], dtype=jnp.bfloat16).sum())(args[0])
-    assert grad.dtype == f32
-
-
-def test_flax_promotes_what_its_cache_makes():
-    """A float32 decode cache meets bfloat16 queries: Flax promotes; jax.nn refuses, and so does memeff outside Flax."""
-    query, key, value = CASES["plain"].inputs()[0]
-    out = dot_product_attention(query.astype(jnp.bfloat16), key, value, deterministic=True)
-    assert out.dtype == f32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

@@ -22,7 +22,8 @@ from flax import serialization
 
 import memeff
 from memeff import nn
-from memeff.nn import options
+from memeff.attention import Options
+from memeff.nn import options, switch
 
 B, T, S, N, F = 2, 7, 9, 4, 8
 LINEN = (nn.linen.MultiHeadDotProductAttention, flax_linen.MultiHeadDotProductAttention)
@@ -165,7 +166,7 @@ def test_partitioned_initialisers_are_kept():
 
 
 def test_every_keyword_that_flax_passes_is_ours():
-    names = inspect.signature(memeff.dot_product_attention).parameters
+    names = inspect.signature(nn.attention_fn).parameters
     source = textwrap.dedent(inspect.getsource(LINEN[1].__call__))
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     passed = {
@@ -175,7 +176,7 @@ def test_every_keyword_that_flax_passes_is_ours():
         for keyword in call.keywords
     }
     assert {"mask", "dropout_rng", "deterministic", "module", "force_fp32_for_softmax"} <= passed
-    assert passed - {None} <= set(names)
+    assert passed - {None} <= set(names)  # Linen drops without a word what the signature does not name
 
     recorded = {}
 
@@ -184,7 +185,89 @@ def test_every_keyword_that_flax_passes_is_ours():
         return query
 
     NNX[1](N, F, attention_fn=record, decode=False, rngs=flax_nnx.Rngs(0))(X)
-    assert {"mask", "dropout_rng", "deterministic", "module", "is_causal"} <= set(recorded) <= set(names)
+    known = {*names, *Options.__annotations__}
+    assert {"mask", "dropout_rng", "deterministic", "module", "is_causal"} <= set(recorded) <= known
+
+
+QKV = [rng.standard_normal((B, length, N, 2)).astype(np.float32) for length in (T, S, S)]
+
+
+def test_masks_of_attention_fn_are_flaxes():
+    """Nonzero = may attend, of any dtype; what looks additive is refused where it is known."""
+    plain = nn.attention_fn(*QKV, mask=MASK)
+    for mask in (MASK.astype(np.float32), MASK.astype(np.int32) * 7, MASK.astype(np.float16) * 3):
+        close(nn.attention_fn(*QKV, mask=mask), plain)
+        close(jax.jit(nn.attention_fn)(*QKV, mask=mask), plain)
+    close(nn.attention_fn(*QKV, mask=MASK.astype(np.float32)), flax_linen.dot_product_attention(*QKV, mask=MASK))
+    additive = np.where(MASK, 0, -1e9).astype(np.float32)
+    inside_jit = lambda mask: jax.jit(lambda *qkv: nn.attention_fn(*qkv, mask=mask))(*QKV)
+    for mask in (additive, jnp.asarray(additive), additive.astype(np.int32), 0.5 * MASK, np.where(MASK, 1.0, np.nan)):
+        for call in (lambda mask: nn.attention_fn(*QKV, mask=mask), inside_jit):
+            with pytest.raises(TypeError, match=r"mask is \w+ with values that are negative .* Pass .* as bias="):
+                call(mask)
+    close(nn.attention_fn(*QKV, additive), plain)  # as a bias
+    close(nn.attention_fn(*QKV, mask=MASK.astype(int).tolist()), plain)
+    with pytest.raises(TypeError, match="mask must be boolean .* got complex64"):
+        nn.attention_fn(*QKV, mask=MASK.astype(np.complex64))
+
+
+def test_no_hook_of_attention_fn_changes_what_mask_means():
+    for deterministic in (True, False):
+        with pytest.raises(TypeError, match="looks additive"):
+            nn.attention_fn(*QKV, mask=np.where(MASK, 0, -1e9), deterministic=deterministic)
+
+
+def test_dtypes_of_attention_fn_are_flaxes():
+    """A float32 decode cache meets bfloat16 queries: Flax promotes; jax.nn refuses, as does memeff outside Flax."""
+    query, key, value = QKV
+    half = [x.astype(jnp.bfloat16) for x in QKV]
+    close(nn.attention_fn(half[0], key, value), nn.attention_fn(half[0].astype(np.float32), key, value))
+    same(nn.attention_fn(*QKV, dtype=jnp.bfloat16), nn.attention_fn(*half))
+    gradient = jax.grad(lambda q: nn.attention_fn(q, key, value, dtype=jnp.bfloat16).astype(np.float32).sum())(query)
+    assert gradient.dtype == np.float32
+    with pytest.raises(TypeError, match="key is float32 and query is bfloat16"):
+        memeff.dot_product_attention(half[0], key, value)
+
+
+def test_hooks_of_attention_fn():
+    key = jax.random.key(0)
+    plain = memeff.dot_product_attention(*QKV)
+    same(nn.attention_fn(*QKV, dropout_rng=key, dropout_rate=0.5, deterministic=True), plain)
+    same(nn.attention_fn(*QKV, dropout_rate=0.5, deterministic=True), plain)
+    drawn = nn.attention_fn(*QKV, dropout_rng=key, dropout_rate=0.5)
+    same(drawn, memeff.dot_product_attention(*QKV, dropout_rng=key, dropout_rate=0.5))
+    close(drawn, flax_linen.dot_product_attention(*QKV, dropout_rng=key, dropout_rate=0.5), 4e-6)
+    half = [x.astype(jnp.bfloat16) for x in QKV]
+    for force in (True, False):  # no softmax here is less precise than Flax's with True
+        same(nn.attention_fn(*half, force_fp32_for_softmax=force), memeff.dot_product_attention(*half))
+    same(nn.attention_fn(*QKV, local_window_size=1), memeff.dot_product_attention(*QKV, local_window_size=1))
+    wrong = [
+        ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
+        ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),
+        ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 came without dropout_rng"),
+        ({"module": object()}, NotImplementedError, r"sow_weights=True asks for .*, \(2, 4, 7, 9\) or 0\.0 MiB"),
+        ({"qk_attn_weights_einsum": jnp.einsum}, NotImplementedError, "qk_attn_weights_einsum is not supported"),
+        ({"attn_weights_value_einsum": jnp.einsum}, NotImplementedError, "attn_weights_value_einsum is not supported"),
+        ({"chunk_sise": 2}, TypeError, "unexpected keyword argument 'chunk_sise'"),
+    ]
+    for kwargs, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            nn.attention_fn(*QKV, **kwargs)
+
+
+@family
+def test_without_its_hooks_the_cure_is_named(ours, flaxes):
+    """Flax's modules with `memeff.dot_product_attention`: Linen passes only what a signature names, NNX all."""
+    cure = r"deterministic= is a hook of Flax's modules.*give the modules attention_fn=memeff\.nn\.attention_fn"
+    for fn in (memeff.dot_product_attention, functools.partial(memeff.dot_product_attention, chunk_size=2)):
+        for cls in (ours, flaxes):
+            params, run = build(cls, X)
+            wrong = build(cls, X, attention_fn=nn.attention_fn)[1]
+            close(wrong(params, X), run(params, X))
+            for deterministic in (True, False):
+                with pytest.raises(TypeError, match=cure):
+                    of = dict(attention_fn=fn, dropout_rate=0.5)
+                    build(cls, X, **of, call={"deterministic": deterministic})[1](params, X, deterministic=deterministic)
 
 
 @family
@@ -306,7 +389,7 @@ def test_decoding_equals_the_full_forward_nnx(name):
     if name in DECODING:
         constructor = dict(DECODING[name])
     else:
-        constructor = {"attention_fn": functools.partial(memeff.dot_product_attention, local_window_size=(2, 0))}
+        constructor = {"attention_fn": functools.partial(nn.attention_fn, local_window_size=(2, 0))}
     module = NNX[0](N, F, decode=True, kernel_init=uniform, rngs=flax_nnx.Rngs(0), **constructor)
     full = module(X, decode=False, is_causal=True)
     module.init_cache(X.shape)
@@ -503,7 +586,7 @@ WRONG = [  # what the core refuses is quoted no further than the argument: test_
     ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap"),
     ({"logits_soft_cap": jnp.ones(())}, TypeError, "logits_soft_cap must be a number in a module, got an array"),
     ({"dropout_rate": 1.0}, ValueError, "dropout_rate=1"),
-    ({"attention_fn": None}, TypeError, "attention_fn=None must be a function like memeff.dot_product_attention"),
+    ({"attention_fn": None}, TypeError, "attention_fn=None must be a function like memeff.nn.attention_fn"),
     (
         {"attention_fn": flax_nnx.dot_product_attention, "local_window_size": 3},
         ValueError,
@@ -661,10 +744,10 @@ def test_nnx_gradients_are_flaxes_under_scan_and_remat():
         return model
 
     model = switched_model()
-    assert model.attention.attention_fn is memeff.dot_product_attention
+    assert model.attention.attention_fn is nn.attention_fn
     assert equations(lambda x: loss(nnx_model(NNX[0]), x), X) == equations(lambda x: loss(switched_model(), x), X)
     graph, state = flax_nnx.split(model)
-    assert flax_nnx.merge(graph, state).attention.attention_fn is memeff.dot_product_attention
+    assert flax_nnx.merge(graph, state).attention.attention_fn is nn.attention_fn
     assert nn.switch_nnx(model) == []  # once more changes nothing and is no error
 
 
@@ -694,7 +777,7 @@ def test_an_attention_fn_chosen_on_purpose_is_kept():
         jax.eval_shape(model.apply, variables, X)
     assert switched == []
     with nn.switch_linen() as switched:  # memeff's own and Flax's other modules: no warning
-        ours = LINEN[0](num_heads=N, attention_fn=functools.partial(memeff.dot_product_attention, chunk_size=2))
+        ours = LINEN[0](num_heads=N, attention_fn=functools.partial(nn.attention_fn, chunk_size=2))
         jax.eval_shape(ours.apply, variables, X)
         jax.eval_shape(flax_linen.Dense(3).init, jax.random.key(0), X)
     assert switched == []
@@ -702,7 +785,7 @@ def test_an_attention_fn_chosen_on_purpose_is_kept():
     first, second = (NNX[1](N, F, decode=False, attention_fn=fn, rngs=flax_nnx.Rngs(0)) for fn in (quadratic, NNX_DEFAULT))
     with pytest.warns(UserWarning, match="'0' keeps its own attention_fn"):
         assert nn.switch_nnx(flax_nnx.List([first, second])) == ["1"]
-    assert first.attention_fn is quadratic and second.attention_fn is memeff.dot_product_attention
+    assert first.attention_fn is quadratic and second.attention_fn is nn.attention_fn
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="none without an attention_fn of its own"):
         nn.switch_nnx(first)
 
@@ -717,60 +800,76 @@ def test_nothing_to_switch_is_an_error():
         nn.switch_nnx(LINEN[1](num_heads=N))  # pyright: ignore[reportArgumentType]
 
 
-def test_switch_jax_nn():
-    jaxs, x = jax.nn.dot_product_attention, X.reshape(B, T, 2, 4)
-    jitted = jax.jit(lambda mask: jax.nn.dot_product_attention(query=x, key=x, value=x, mask=mask))
-    run = lambda mask: np.asarray(jitted(mask))
-    before = run(BLIND)
-    assert np.abs(before[:, 3]).max() > 1e-3
-    with nn.switch_jax_nn() as calls:
-        inside = run(BLIND)
-        with nn.switch_jax_nn() as inner:
-            jax.eval_shape(lambda x: jax.nn.dot_product_attention(x, x, x), x)
-        assert inner == [x.shape]
-        with pytest.raises(NotImplementedError, match="cuDNN"):
-            jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
-        assert jax.nn.dot_product_attention is not jaxs
-    assert jax.nn.dot_product_attention is jaxs
-    assert calls == [x.shape, x.shape]
-    assert np.abs(inside[:, 3]).max() == 0
-    close(np.delete(inside, 3, 1), np.delete(before, 3, 1))
-    same(run(BLIND), before)
-
-    with pytest.raises(ZeroDivisionError), nn.switch_jax_nn():
-        1 / 0  # noqa: B018
-    assert jax.nn.dot_product_attention is jaxs
-
-    module = NNX[1](N, F, decode=False, rngs=flax_nnx.Rngs(0))  # calls jax.nn where it drops nothing
-    run_module = flax_nnx.jit(lambda module: module(X, is_causal=True))
-    expected = run_module(module)
-    with nn.switch_jax_nn() as calls:
-        close(run_module(module), expected)
-    assert calls == [(B, T, N, F // N)]
+class WritesAttentionOut(flax_linen.Module):
+    @flax_linen.compact
+    def __call__(self, x):
+        q, k, v = (flax_linen.Dense(F)(x) for _ in range(3))
+        return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
 
 
-def test_switch_jax_nn_leaves_other_threads_and_other_patches_alone(monkeypatch):
-    x = X.reshape(B, T, 2, 4)
-    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, mask=BLIND))
-    blind = lambda: np.abs(np.asarray(jitted(x))[:, 3]).max()
-    results = {}
-    with nn.switch_jax_nn() as calls:
-        other = threading.Thread(target=lambda: results.update(other=blind()))
-        other.start()
-        other.join()
-        assert calls == []
-        results["this"] = blind()
-        assert calls == [x.shape]
-    assert results["this"] == 0 and results["other"] > 1e-3
+class IgnoresItsAttentionFn(LINEN[1]):
+    def __call__(self, x):
+        return x
 
-    jaxs, context = jax.nn.dot_product_attention, nn.switch_jax_nn()
-    context.__enter__()
-    routed = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: routed(*a, **k))
-    context.__exit__(None, None, None)
-    assert jax.nn.dot_product_attention is not jaxs
-    again = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, mask=BLIND))(x)
-    assert np.abs(np.asarray(again)[:, 3]).max() > 1e-3  # the patch on top of ours stays, and reaches JAX's function
+
+NONE_SWITCHED = r"switch_linen: no module was switched, because "
+
+
+def trace(module, x=X):
+    jax.eval_shape(lambda: module.init(jax.random.key(0), x))
+
+
+@pytest.fixture
+def nothing_switched_before(monkeypatch):
+    monkeypatch.setattr(switch, "_switched_before", threading.Event())
+
+
+@pytest.mark.usefixtures("nothing_switched_before")
+def test_no_linen_module_switched_warns_or_raises():
+    other = r"the model calls no linen\.MultiHeadDotProductAttention .* attention_fn \(it calls {}\)\. If it writes"
+    for module, reason in (
+        (WritesAttentionOut(), other.format("WritesAttentionOut")),
+        (IgnoresItsAttentionFn(num_heads=N), other.format("IgnoresItsAttentionFn")),
+        (None, r"no module of Linen was called inside\. For NNX use switch_nnx"),
+    ):
+        with pytest.warns(UserWarning, match=NONE_SWITCHED + reason) as record, nn.switch_linen() as switched:
+            module and trace(module)
+        assert switched == [] and len(record) == 1 and record[0].filename == __file__
+        with pytest.raises(ValueError, match=NONE_SWITCHED + reason), nn.switch_linen(strict=True):
+            module and trace(module)
+    keeps = LINEN[1](num_heads=N, attention_fn=quadratic)  # one warning says it already
+    with pytest.warns(UserWarning, match="keeps its own attention_fn") as record, nn.switch_linen():
+        trace(keeps)
+    assert len(record) == 1
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="keeps its own attention_fn"):
+        with nn.switch_linen(strict=True):
+            trace(keeps)
+
+
+@pytest.mark.usefixtures("nothing_switched_before")
+def test_where_linen_computes_with_memeff_nothing_is_told():
+    for strict in (False, True):
+        with nn.switch_linen(strict=strict) as switched, nn.switch_linen(strict=strict) as inner:
+            trace(LINEN[1](num_heads=N))
+        assert switched + inner == ["(root)"]
+        with nn.switch_linen(strict=strict) as switched:
+            trace(LINEN[0](num_heads=N))
+        assert switched == []
+        with pytest.raises(ZeroDivisionError), nn.switch_linen(strict=strict):
+            1 / 0  # noqa: B018
+
+
+@pytest.mark.usefixtures("nothing_switched_before")
+def test_linen_modules_from_jits_cache_are_not_taken_for_none():
+    model = LINEN[1](num_heads=N)
+    jitted = jax.jit(lambda: model.init_with_output(jax.random.key(0), X)[0])
+    for times in range(3):
+        with nn.switch_linen(strict=True) as switched:
+            jitted()
+        assert len(switched) == (times == 0)
+    with pytest.warns(UserWarning, match="compiled in an earlier switch compute with memeff"):
+        with nn.switch_linen(strict=True):  # nobody can know
+            trace(WritesAttentionOut())
 
 
 # ---- the package

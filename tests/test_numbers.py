@@ -401,7 +401,7 @@ def test_dropout_is_flax_linens(shared, x64):
         key = jax.random.key(5) if x64 else jax.random.PRNGKey(5)
         rng = np.random.default_rng(9)
         args = [rng.standard_normal((2, 3, size, 4, 5)).astype(np.float32) for size in (37, 53, 53)]
-        kwargs = {"dropout_rng": key, "dropout_rate": 0.3, "deterministic": False, "broadcast_dropout": shared}
+        kwargs = {"dropout_rng": key, "dropout_rate": 0.3, "broadcast_dropout": shared}
         ours = dot_product_attention(*args, **kwargs, chunk_size=(16, 24))
         theirs = flax.linen.dot_product_attention(*args, **kwargs)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=4e-6)
@@ -441,9 +441,7 @@ def test_dropout_only_where_asked():
     args, _ = CASES["plain"].inputs()
     plain = dot_product_attention(*args)
     same = functools.partial(np.testing.assert_array_equal, plain)
-    same(dot_product_attention(*args, dropout_rng=jax.random.key(0), dropout_rate=0.5, deterministic=True))
     same(dot_product_attention(*args, dropout_rng=jax.random.key(0)))
-    same(dot_product_attention(*args, dropout_rng=None, dropout_rate=0.5, deterministic=True))
     drawn = dot_product_attention(*args, dropout_rng=jax.random.key(0), dropout_rate=0.5)
     assert np.abs(drawn - plain).max() > 0.1
     assert np.abs(dot_product_attention(*args, dropout_rng=jax.random.key(1), dropout_rate=0.5) - drawn).max() > 0.1

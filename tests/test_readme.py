@@ -1,15 +1,21 @@
-"""The README's Python blocks run top to bottom, and its drawn masks are what `visible` says."""
+"""The README's Python blocks run, its drawings are true and show anywhere; what the package tells of itself."""
 
 import pathlib
+import pkgutil
 import re
+import tomllib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import memeff
+from memeff import bench
+from memeff.arguments import bytes_of
 from memeff.problem import Operands, Problem, visible
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 LENGTHS = {"q_lengths": jnp.array([3]), "kv_lengths": jnp.array([4])}
 SEGMENTS = {"q_segments": jnp.array([[0, 0, 1, 1]]), "kv_segments": jnp.array([[0, 0, 1, 1, 1]])}
 DRAWN = [
@@ -39,3 +45,36 @@ def test_drawn_masks(title, problem, arrays):
     here = Operands(jnp.zeros((1, 4, 1, 1, 1)), jnp.zeros((1, 5, 1, 1)), jnp.zeros((1, 5, 1, 1)))._replace(**arrays)
     keep = jnp.broadcast_to(visible(problem, here, jnp.arange(4), jnp.arange(5)), (1, 1, 1, 4, 5))
     np.testing.assert_array_equal(keep[0, 0, 0], drawn)
+
+
+def test_the_chart_is_the_tables():
+    """`bench.chart` of the last columns of the table of memory."""
+    rows, table = [], README.partition("| tokens | query, key, value |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| +(\d+)([kM]) \|" + r"([^|\n]*)\|" * 7 + "$", table, re.M)
+    for number, unit, *_, plain, ours, _ in cells:
+        length = int(number) * {"k": 2**10, "M": 2**20}[unit]
+        for name, told in (("jax.nn", plain.strip()), ("memeff", ours.strip())):
+            size = bytes_of("", told.removeprefix("~"))
+            row = {"length": length, "implementation": name, "mask": "causal", "mode": "gradient"}
+            rows.append(row | {"temp_bytes": size, "extrapolated": told.startswith("~")})
+    assert len(rows) == 12
+    assert bench.chart(rows) in README
+
+
+def test_nothing_in_the_readme_needs_the_repository_to_show():
+    """PyPI renders pictures at absolute addresses alone: none that are relative, and no data: in the text."""
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)|<img[^>]*src=.([^\"' >]*)", README)
+    assert all(address.startswith("https://") for pair in pictures for address in pair if address)
+
+
+def test_what_the_package_tells_of_itself():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    setuptools = project["tool"]["setuptools"]
+    assert (ROOT / "memeff" / "py.typed").is_file()
+    assert setuptools["package-data"] == {"memeff": ["py.typed"]}
+    folders = {m.name for m in pkgutil.walk_packages(memeff.__path__, "memeff.") if m.ispkg}
+    assert set(setuptools["packages"]) == {"memeff", *folders}
+    urls = project["project"]["urls"]
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert urls and all(url.startswith("https://") and url in cited for url in urls.values())
+    assert all(len(label) <= 32 for label in urls)  # PyPI's limit

@@ -10,9 +10,10 @@ A model that exists already is switched in two lines:
 
   `with switch_linen():`    Linen's attention modules called inside compute with memeff
   `switch_nnx(model)`       NNX's attention modules in `model` compute with memeff from now on
-  `with switch_jax_nn():`   whatever calls `jax.nn.dot_product_attention` inside (also NNX, where nothing is dropped)
+  `with switch_jax_nn():`   whatever calls `jax.nn.dot_product_attention` inside (also NNX, where nothing is dropped);
+                            it is `memeff.switch_jax_nn`, which needs no Flax
 
-Or hand `memeff.dot_product_attention` to Flax's modules as `attention_fn=`.
+Or hand `memeff.nn.attention_fn` to Flax's modules as `attention_fn=`: `memeff.dot_product_attention` with Flax's hooks.
 
 What differs from Flax: a query that sees no key gives 0, where Flax gives the mean of the values; `sow_weights=True` is
 refused, since the weights are what memeff never stores; the softmax is always in float32 or better.
@@ -24,6 +25,8 @@ except ModuleNotFoundError as e:
     raise ModuleNotFoundError("memeff.nn needs Flax, which is not installed: pip install 'memeff[flax]'.") from e
 
 from memeff.nn import linen, nnx
-from memeff.nn.switch import switch_jax_nn, switch_linen, switch_nnx
+from memeff.nn.attention_fn import attention_fn
+from memeff.nn.switch import switch_linen, switch_nnx
+from memeff.switch import switch_jax_nn
 
-__all__ = ["linen", "nnx", "switch_jax_nn", "switch_linen", "switch_nnx"]
+__all__ = ["attention_fn", "linen", "nnx", "switch_jax_nn", "switch_linen", "switch_nnx"]

@@ -10,9 +10,9 @@ from flax import linen
 from jax import Array, lax
 from jax.core import Tracer
 
-from memeff.attention import dot_product_attention
 from memeff.blocks import BlockMask
 from memeff.functions import Mask, Score, Transform
+from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import bind, check_functions, check_head_size, check_heads, check_options, made, without_blocks
 
 
@@ -40,7 +40,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         arrays of what it returns are parameters, "score_params" and "qk_transform_params".
       sinks_init: (key, shape, dtype), an initializer of Flax's: a logit for each head that takes probability and gives
         nothing is the parameter "sinks". None: none.
-      attention_fn: default `memeff.dot_product_attention`; `functools.partial` of it fixes chunk_size and the like.
+      attention_fn: default `memeff.nn.attention_fn`; `functools.partial` of it fixes chunk_size and the like.
 
     Example:
       >>> import jax
@@ -59,7 +59,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       [0.25       0.0625     0.015625   0.00390625]
     """
 
-    attention_fn: Callable[..., Array] = dot_product_attention
+    attention_fn: Callable[..., Array] = attention_fn
     num_kv_heads: int | None = None
     is_causal: bool = False
     local_window_size: int | tuple[int | None, int | None] | None = None

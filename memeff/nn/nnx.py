@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 from jax import Array
 
-from memeff.attention import dot_product_attention
 from memeff.blocks import BlockMask
 from memeff.functions import Mask, Score, Transform
+from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import bind, check_functions, check_head_size, check_heads, check_options, without_blocks
 
 
@@ -34,7 +34,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         arrays of what it returns are `nnx.Param`s, in `layer.score_fn.params` and `layer.qk_transform.params`.
       sinks_init: (key, shape, dtype), an initializer of Flax's: a logit for each head that takes probability and gives
         nothing is the `nnx.Param` `layer.sinks`. None: none.
-      attention_fn: default `memeff.dot_product_attention`; `functools.partial` of it fixes chunk_size and the like.
+      attention_fn: default `memeff.nn.attention_fn`; `functools.partial` of it fixes chunk_size and the like.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,7 +62,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         dropout_rate: float = 0.0,
-        attention_fn: Callable[..., Array] = dot_product_attention,
+        attention_fn: Callable[..., Array] = attention_fn,
         is_causal: bool = False,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,

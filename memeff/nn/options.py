@@ -53,9 +53,9 @@ def check_options(attention_fn, dropout_rate, is_causal, local_window_size, logi
             "logits_soft_cap must be a number in a module, got an array: give float(...), or, for a gradient, call "
             "memeff.dot_product_attention yourself."
         )
-    arguments.check_dropout(None, dropout_rate, True, True)
+    arguments.check_dropout_rate(dropout_rate)
     if not callable(attention_fn):
-        raise TypeError(f"attention_fn={attention_fn!r} must be a function like memeff.dot_product_attention.")
+        raise TypeError(f"attention_fn={attention_fn!r} must be a function like memeff.nn.attention_fn.")
     bind(attention_fn, {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap})
 
 
@@ -129,7 +129,7 @@ def bind(attention_fn: Callable, said: Mapping[str, Any], quiet: Mapping[str, An
         if not any_name and name not in names:
             raise ValueError(
                 f"attention_fn={getattr(attention_fn, '__qualname__', attention_fn)} does not take {name}, which is needed "
-                "here: leave attention_fn at memeff.dot_product_attention, or give a function that takes it."
+                "here: leave attention_fn at memeff.nn.attention_fn, or give a function that takes it."
             )
     quiet = {name: x for name, x in quiet.items() if any_name or name in names}
     return functools.partial(attention_fn, **said, **quiet) if said or quiet else attention_fn

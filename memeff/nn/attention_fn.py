@@ -1,0 +1,137 @@
+"""What Flax's attention modules call: memeff's attention with the hooks and the habits of Flax."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+from jax import Array, lax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+
+from memeff import arguments
+from memeff.attention import Options, dot_product_attention
+
+
+def attention_fn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    broadcast_dropout: bool = True,
+    dropout_rng: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    **options: Unpack[Options],
+) -> Array:
+    """Compute exact attention in linear memory for an attention module of Flax, Linen or NNX.
+
+    It is `memeff.dot_product_attention` with what Flax's own `dot_product_attention` has besides:
+    hooks, promotion of dtypes, and masks that are not boolean. `functools.partial` of it fixes
+    chunk_size and the like.
+
+    Args:
+      query, key, value, bias: as in `memeff.dot_product_attention`; dtypes that differ are promoted.
+      mask: broadcastable to [*B, N, T, S]. Nonzero = may attend. An additive mask (0 and -1e9) would
+        mean the inverse, so values that are negative or no whole numbers are refused where they are
+        known: not under jit, where they mean what they mean to Flax. Additive terms go into `bias`.
+      dropout_rng, dropout_rate, broadcast_dropout: as in Flax, with Flax's mask for the same key.
+      deterministic: drop nothing.
+      dtype: cast query, key and value to it first.
+      precision: of the products, as `jax.lax.dot_general` takes it.
+      module: Flax's request to sow the attention weights. Refused, because they are never stored.
+      force_fp32_for_softmax: True and Flax's default, False, are the same here, because the softmax
+        is always in float32 (float64 for float64).
+      qk_attn_weights_einsum, attn_weights_value_einsum: for quantised products. Refused.
+      options: keywords of `memeff.dot_product_attention`.
+
+    Returns:
+      [*B, T, N, D] in `dtype`, or in the promoted one. A query that sees no key gives 0, where Flax
+      gives the mean of the values.
+
+    Raises:
+      NotImplementedError: a hook asks for what memeff cannot give.
+      TypeError, ValueError: as in `memeff.dot_product_attention`.
+
+    Example:
+      >>> from flax import nnx
+      >>> of = dict(attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+      >>> nnx.MultiHeadAttention(2, 8, **of)(jnp.ones((1, 7, 8))).shape
+      (1, 7, 8)
+    """
+    del force_fp32_for_softmax
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    _refuse_weights(query, key, module)
+    for name, hook in (
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if hook is not None:
+            raise NotImplementedError(
+                f"{name} is not supported: memeff makes its products tile by tile. Leave it None."
+            )
+    arguments.check_choice("deterministic", deterministic)
+    dropout_rate = arguments.check_dropout_rate(dropout_rate)
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        _boolean(mask),
+        dropout_rng=dropout_rng,
+        dropout_rate=0.0 if deterministic else dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        **options,
+    )
+
+
+def _refuse_weights(query: ArrayLike, key: ArrayLike, module: Any) -> None:
+    """Refuse to sow the attention weights, and name their size."""
+    if module is None:
+        return
+    *leads, T, N, _ = jnp.shape(query)
+    weights = (*leads, N, T, jnp.shape(key)[-3])
+    mib = math.prod(weights) * 4 / 2**20
+    raise NotImplementedError(
+        f"sow_weights=True asks for the attention weights, {weights} or {mib:.1f} MiB in float32: "
+        "memeff never stores them. Use Flax's own module for this call, at a length where they fit."
+    )
+
+
+def _boolean(mask: ArrayLike | None) -> ArrayLike | None:
+    """Return a mask of Flax's as a boolean one: nonzero = may attend."""
+    if mask is None:
+        return None
+    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+    dtype = jnp.result_type(mask)
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+        return mask  # boolean, or what dot_product_attention refuses
+    if not isinstance(mask, Tracer) and _looks_additive(mask):
+        raise TypeError(
+            f"mask is {dtype} with values that are negative or no whole numbers: it looks additive, "
+            "and to Flax every nonzero value means may attend. Pass an additive term as bias=, or a "
+            "boolean mask (True = may attend)."
+        )
+    return jnp.asarray(mask) != 0
+
+
+def _looks_additive(mask: ArrayLike) -> bool:
+    """Return whether a known mask has values that are negative, NaN or no whole numbers."""
+    with jax.ensure_compile_time_eval():
+        mask = jnp.asarray(mask)
+        wrong = mask < 0
+        if jnp.issubdtype(mask.dtype, jnp.floating):
+            wrong |= mask != jnp.floor(mask)
+        return bool(jnp.any(wrong))

@@ -183,6 +183,7 @@ class Scalars(NamedTuple):
     of_queries: tuple[Any, ...] = ()
     of_keys: tuple[Any, ...] = ()
     of_differences: tuple[Any, ...] = ()
+    sinks: Any = None  # [B, N], float32, in bits; only the forward has them
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
     alone: Any = None

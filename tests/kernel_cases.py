@@ -78,7 +78,8 @@ def draw(seed: int, small: bool = False) -> Case:
 def _static(rng, small: bool) -> Static:
     chance = lambda p: bool(rng.random() < p)
     whole = lambda low, high: int(rng.integers(low, high + 1))
-    H = whole(1, 16) * 8 if chance(0.4) else int(rng.choice([64, 128, 59, 40] if small else [64, 128, 64, 128, 59, 160, 256]))
+    common = [64, 128, 59, 40] if small else [64, 128, 64, 128, 59, 160, 256]
+    H = whole(1, 16) * 8 if chance(0.4) else int(rng.choice(common))
     D = H if chance(0.6) else whole(1, 128 if H <= 128 else 256)
     lengths = (lambda: whole(1, 150)) if small else (lambda: int(64 * (1700 / 64) ** rng.random()))
     T = lengths()
@@ -155,7 +156,9 @@ SCORES = {
     "alibi": lambda p, z: scores.alibi(p),
     "t5": lambda p, z: scores.t5(p, max_distance=100),
     "keys": lambda p, z: memeff.Score(lambda s, b, h, i, j, p: s + 0.3 * jax.lax.stop_gradient(p)[b, j], p),
-    "pairs": lambda p, z: memeff.Score(lambda s, b, h, i, j, _: s - jnp.where(i > j, 0.02 * (i - j), (j - i) * 0.1 / (h + 3))),
+    "pairs": lambda p, z: memeff.Score(
+        lambda s, b, h, i, j, _: s - jnp.where(i > j, 0.02 * (i - j), (j - i) * 0.1 / (h + 3))
+    ),
 }
 BIASES = {
     "alibi": lambda p, b, n, i, j: -p[n] * np.abs(i - j),
@@ -212,7 +215,7 @@ POSITIONS = (
 
 
 def by_rows(query, key, **how) -> np.ndarray:
-    """`oracle.seen_by`, [B, N, T, S], a row at a time: what the truth has in loops over pairs, which take a second a case."""
+    """`oracle.seen_by`, [B, N, T, S], a row at a time: its loops over pairs would take a second a case."""
     (B, T, N, _), S = query.shape, key.shape[1]
     left, right = how.get("local_window_size", (None, None))
     per_batch = lambda name, default: np.broadcast_to(how.get(name, default), B)
@@ -263,7 +266,9 @@ def _program(number: int, whole: Whole):
 
     def attend(arrays, floats, *args):
         how = {name: x for name, x in (static.how | arrays).items() if not name.startswith("mask of")}
-        how |= {"mask": x for name, x in arrays.items() if name.startswith("mask of")}
+        for name in arrays:
+            if name.startswith("mask of"):
+                how["mask"] = arrays[name]
         if static.score is not None:
             how["score_fn"] = SCORES[static.score](floats.get(static.score), static.z)
         if static.mask is not None:
@@ -322,7 +327,7 @@ def exact(call: oracle.Call, case: Case, G: int) -> dict[str, np.ndarray]:
 
 
 def plainly(call: oracle.Call, case: Case, G: int, saved: bool) -> dict[str, np.ndarray]:
-    """In the dtype of the call: products of 16-bit numbers, added in float32, whose results are 16-bit where JAX has them so.
+    """In the dtype of the call: products of 16-bit numbers, added in float32, and rounded where those of JAX are.
 
     `saved`: the gradient starts from out and lse as they are stored.
     """

@@ -54,7 +54,8 @@ def main() -> int:
             print(f"FAILED seed {seed}: {type(error).__name__}: {told}\n  {case.static}", flush=True)
     features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()) if name != "calls")
     took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {jax.devices()[0].device_kind}"
-    print(f"seeds {options.first} to {options.first + drawn['calls'] - 1}: {drawn['calls']} calls, {len(failed)} failed; {took}")
+    calls = drawn["calls"]
+    print(f"seeds {options.first} to {options.first + calls - 1}: {calls} calls, {len(failed)} failed; {took}")
     print(f"  with {features}", flush=True)
     return int(bool(failed))
 

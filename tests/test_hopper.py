@@ -266,7 +266,9 @@ def test_rows_that_fail_leave_the_others_as_they_were():
 
 
 def unseen_filled(args, seen, cotangent):
-    """Return query, key, value and the cotangents with NaN, Inf and the largest number in what takes part in no pair of `seen`."""
+    """Return query, key, value, and the cotangents, with NaN, Inf and the largest number in what is in no pair of `seen`;
+    and whether anything is.
+    """
     rng, (_, N, _, _), K = np.random.default_rng(3), seen.shape, args[1].shape[2]
     rows = ~seen.any(3).swapaxes(1, 2)  # B T N
     cols = ~seen.reshape(seen.shape[0], K, N // K, *seen.shape[2:]).any((2, 3)).swapaxes(1, 2)  # B S K
@@ -292,7 +294,7 @@ def test_what_nobody_sees_changes_no_bit(name):
 
 
 def assert_blind(args, kwargs, dtype="bfloat16"):
-    """Two kernels, and the one of both, give the same bits whatever is in keys, values, queries and cotangents of no pair."""
+    """Kernels of both forms give the same bits whatever is in keys, values, queries and cotangents of no pair."""
     masks = {name: x for name, x in kwargs.items() if name not in ("logits_soft_cap", "scale", "sinks")}
     given = cotangents(args, dtype)
     dirty, dirty_given, some = unseen_filled(args, oracle.seen_by(*args[:2], **masks), given)

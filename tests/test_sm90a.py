@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from sm90a import CASES, B, N, T
+from sm90a import CASES, B, N
+from sm90a import T as LENGTH
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for a GPU needs jax-cuda13-plugin: make sm90a"
@@ -38,7 +39,7 @@ def told():
 @needs_plugin
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(told, name):
-    text, H = told[name], CASES[name]["H"]
+    text, H, T = told[name], CASES[name]["H"], CASES[name].get("T", LENGTH)
     spilled = re.findall(r"entry function '(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores", text, flags=re.DOTALL)
     kernels = {"memeff_forward"} if H > 128 else {"memeff_forward", "memeff_dq", "memeff_dkdv"}
     if "jvp" in CASES[name]:

@@ -111,7 +111,8 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
 
 def _dims(scalars: Scalars) -> tuple[str, ...]:
     """Of each array of it."""
-    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", of_queries="bt", of_keys="bs", of_differences="bkgx", sinks="bkg")
+    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", sinks="bkg", of_queries="bt", of_keys="bs")
+    of |= dict(of_differences="bkgx")
     return tuple(of.get(name, "b") for name, x in scalars._asdict().items() for _ in jax.tree.leaves(x))
 
 
@@ -148,7 +149,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
     of_queries, of_keys = (hoisted.on_tiles(problem, operands, slopes) for slopes in ("all", "score"))
     moving = hopper_backward.moving_of(of_queries)
-    of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
+    of_rows = [lse.high * LOG2_E - hopper_backward.lift(operands.query.dtype)] + ([] if dlse is None else [dlse])
 
     def call(query, key, value, out, dout, *more):
         (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
@@ -170,7 +171,8 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
             delta = hopper_fused.deltas((T, S), out_, dout_, dlse)
             arrays = (query_, key_, value_, dout_, lse, delta)
             dq, dk, dv, nan_if_bad = hopper_fused.gradients(problem, (T, S), arrays, scalars, fused_tiling(operands))
-            found = (dq * hopper_backward.Gradient(problem).slope).astype(query.dtype), dk, dv
+            dq = hopper_backward.lowered(dq * hopper_backward.Gradient(problem).slope, query.dtype)
+            found = dq.astype(query.dtype), dk, dv
             # A loop that runs once or never, for it writes over what is bad; a cond would hold both.
             bad = jnp.isnan(nan_if_bad).any()
             return lax.while_loop(lambda state: state[0], lambda _: (jnp.bool_(False), split()), (bad, found))[1]

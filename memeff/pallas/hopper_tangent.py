@@ -178,9 +178,9 @@ def logits(problem: Problem, raw: Array, pairs: Pairs, keep: Array | None) -> tu
 
 
 def _compute(
-    problem, tiling, shared, arrays: Arrays, results, group, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s, failed_s,
-    bad_keys_s, bad_columns_s, own_there, own_used, k_there, v_there, k_used, v_used, out_there, all_here, marks, stage=None,
-    **_,
+    problem, tiling, shared, arrays: Arrays, results, group, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s,
+    failed_s, bad_keys_s, bad_columns_s, own_there, own_used, k_there, v_there, k_used, v_used, out_there, all_here, marks,
+    stage=None, **_,
 ):  # fmt: skip
     dout_ref, dlse_ref = results
     at: Any = lambda ref, i: None if ref is None else ref.at[i]

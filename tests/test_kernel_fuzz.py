@@ -9,6 +9,8 @@ import oracle
 import pytest
 from test_hopper_tangent import interpreted
 
+from memeff import dispatch, pallas
+
 needs_kernels = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
 
 
@@ -39,7 +41,7 @@ def test_who_sees_whom_is_the_oracles(seed):
     np.testing.assert_array_equal(kernel_cases.by_rows(*case.args[:2], **how), expected)
 
 
-FAST = ()
+FAST = (186,)  # alibi, sinks, offsets and lengths as arrays
 SLOW = tuple(seed for seed in range(0, 60, kernel_cases.DRAWS) if seed not in FAST)
 
 
@@ -51,3 +53,13 @@ def test_random_calls(seed):
     with interpreted(detect_races=case.static.how["backward"] == "split"):
         found = kernel_cases.run(case)
     kernel_cases.check(case, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in")
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_on_a_gpu(seed):
+    if reason := pallas.for_device(dispatch.device()):
+        pytest.skip(reason)
+    case = kernel_cases.draw(seed)
+    kernel_cases.check(case, kernel_cases.run(case))

@@ -126,12 +126,11 @@ def moving_of(problem: Problem) -> int:
     return 0 if score_fn is None else len(score_fn.moving)
 
 
-def not_finite(failed_s, turn: Turn, *sums, exist: Callable[[tuple], Any] = lambda shape: True) -> Array:
-    """1 if, in the first round, some row of these sums is not finite; of those that `exist` in a tile of that shape."""
+def not_finite(failed_s, turn: Turn, *sums) -> Array:
+    """1 if, in the first round, some row of these sums is not finite."""
     if not turn.first:
         return jnp.int32(0)
-    good = lambda x, there: jnp.abs(x) < jnp.inf if there is True else (jnp.abs(x) < jnp.inf) | ~there
-    bad = [jnp.where(good(x, exist(x.shape)), 0.0, 1.0).max(axis=1) for x in sums]
+    bad = [jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(axis=1) for x in sums]
     return any_failed(failed_s, functools.reduce(jnp.maximum, bad))
 
 
@@ -448,11 +447,11 @@ def transposed(problem: Problem, here: KeysPlace, tiling: Tiling, n, group, numb
     return Pairs(problem, (ROWS, tiling.others), first, here.sight, here.scalars, numbers, marks, query_dim=1)
 
 
-def existing(shape: Shape, here: KeysPlace, group) -> Callable[[tuple], Any]:
-    """Return, of a tile's shape, which of warpgroup `group`'s keys there are: padding has no lse that fits it."""
+def existing(x: Array, shape: Shape, here: KeysPlace, group) -> Array:
+    """Return dk or dv of warpgroup `group`'s keys, with 0 for what only pads the last tile: its p may overflow."""
     if shape.S % ROWS == 0:
-        return lambda of: True
-    return lambda of: positions(here.col + group * ROWS, of, 0) < shape.S
+        return x
+    return jnp.where(positions(here.col + group * ROWS, x.shape, 0) < shape.S, x, 0.0)
 
 
 def copy_queries(shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks, **_):
@@ -557,7 +556,7 @@ def _compute_keys(
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
     dk, dv = accumulators(walk, (ROWS, k_s.shape[-1]), (ROWS, v_s.shape[-1]))
-    failed = not_finite(failed_s.at[group], turn, dk, dv, exist=existing(shape, here, group))
+    failed = not_finite(failed_s.at[group], turn, *(existing(x, shape, here, group) for x in (dk, dv)))
     k, v = k_s.at[y + group], v_s.at[y + group]
     k[...] = lowered(dk * gradient.slope, dtype, turn).astype(dtype)
     v[...] = lowered(dv, dtype, turn).astype(dtype)

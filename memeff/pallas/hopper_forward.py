@@ -14,8 +14,8 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
 Why a row that stands has lost nothing: m is one of its own logits, so l >= 1, and each p is at least the probability that
 the softmax gives. What p loses where it is rounded to 16 bits (below 2^-126; in float16 below 2^-24) plain attention loses,
 too: of the row at most S 2^-126. What is larger than float32 or float16 holds (p > 2^16, o > 2^128) makes o infinite or NaN,
-and the row fails. In bfloat16 the last round takes m 20 bits above the largest logit, so that l <= 1 for S <= 2^20: o is then no
-larger than the largest value, however large that is.
+and the row fails. In bfloat16 the last round takes m 20 bits above the largest logit, so that l <= 1 for S <= 2^20: o is
+then no larger than the largest value, however large that is.
 """
 
 import functools

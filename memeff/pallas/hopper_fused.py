@@ -229,8 +229,7 @@ def _compute(
 
         accumulators(flush, (PART, PART))
 
-    exist = existing(shape, at_end, group)
-    there = [x if exist(x.shape) is True else jnp.where(exist(x.shape), x, 0.0) for x in (dk, dv)]
+    there = (existing(x, shape, at_end, group) for x in (dk, dv))
     bad_s[1, mine] = functools.reduce(jnp.add, map(nan_if_bad, there), plgpu.load(bad_s.at[0, mine], layout=ROW))
     meet(all_here)  # nobody reads my keys any more
     k[...] = lowered(dk * gradient.slope, dtype).astype(dtype)

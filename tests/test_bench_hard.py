@@ -8,8 +8,8 @@ import pytest
 from memeff import bench_hard
 
 
-def of(error, plain, rounding=0.5, largest=1.0):
-    return {"error": error, "plain": plain, "rounding": rounding, "largest": largest}
+def of(error, plain, rounding=0.5, largest=1.0, saved=None):
+    return {"error": error, "plain": plain, "saved": saved, "rounding": rounding, "largest": largest}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ def of(error, plain, rounding=0.5, largest=1.0):
     [
         (of(3.0, 2.0), "1.50"),
         (of(3.2, 2.0), "**1.6**"),
+        (of(3.2, 2.0, saved=3.2), "**1.6** (1)"),
         (of(0.0, 0.0), "0"),
         (of(0.25, 0.0), "0.5 ulp"),
         (of(2.0, 0.0), "**4 ulp**"),
@@ -32,9 +33,9 @@ def test_cells(errors, text):
 
 def test_errors_know_what_a_dtype_holds():
     truth = np.full((2, 3), 1e5)
-    assert bench_hard._errors(truth, truth, truth, "float16")["largest"] is None  # at most 65,504
-    assert bench_hard._errors(truth, truth, truth, "bfloat16") == of(0.0, 0.0, 2.0**-7 * 1e5, 1e5)
-    assert bench_hard._errors(np.full((2, 3), np.inf), truth, truth, "bfloat16")["error"] is None
+    assert bench_hard._errors(truth, truth, truth, truth, "float16")["largest"] is None  # at most 65,504
+    assert bench_hard._errors(truth, truth, truth, truth, "bfloat16") == of(0.0, 0.0, 2.0**-7 * 1e5, 1e5, 0.0)
+    assert bench_hard._errors(np.full((2, 3), np.inf), truth, truth, truth, "bfloat16")["error"] is None
 
 
 def test_rows_and_their_report(tmp_path, capsys, monkeypatch):

@@ -296,7 +296,7 @@ def with_hidden():
 @not_finite
 @pytest.mark.parametrize("name, backward", with_hidden())
 def test_what_nobody_sees_changes_no_bit(name, backward):
-    """Whatever is in keys, values, queries and cotangents that are in no pair. The fused form is done again as two kernels."""
+    """Whatever is in keys, values, queries and cotangents of no pair. The fused form is done again, as two kernels."""
     z, kwargs = CASES[name]
     args, dtype = draw(bf16, z), "bfloat16"
     masks = {name: x for name, x in kwargs.items() if name not in ("logits_soft_cap", "scale", "sinks")}

@@ -3,6 +3,7 @@
   memory   temporary bytes of the compiled call, for lengths that no machine could run: nothing is allocated
   speed    milliseconds and FLOP/s, the same bytes, on GPUs the measured peak, and the error against float64
            (--decode: one query against many keys, and the bytes a second at which it reads them)
+  hard     errors on inputs that are hard to be exact on, over those of plain attention (its own arguments: hard --help)
 
   --doctor is every implementation right on this machine? A few small cases of each against float64; exit code 1 if not
 
@@ -35,7 +36,7 @@ import jax
 import numpy as np
 
 import memeff
-from memeff import bench_extras
+from memeff import bench_extras, bench_hard
 from memeff.arguments import human as three_digits
 
 MASKS, MODES = ("causal", "full"), ("forward", "gradient")
@@ -660,6 +661,8 @@ def cores() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["hard"]:
+        return bench_hard.main(arguments[1:], machine)
     options = parse(arguments)
     if options.doctor:
         rows = doctor(options.implementation or DOCTOR_NAMES)

@@ -38,6 +38,14 @@ CASES = {
     "wide": dict(H=192, is_causal=True),
     "fused": dict(H=128, is_causal=True, backward="fused"),
     "fused 64": dict(H=64, backward="fused"),
+    "float16": dict(H=128, is_causal=True, T=8200, dtype="float16"),
+    "float16 64": dict(H=64, T=8200, dtype="float16"),
+    "tails": dict(H=128, is_causal=True, T=8200),
+    "tails 64": dict(H=64, is_causal=True, T=8200),
+    "tails, fused": dict(H=128, is_causal=True, T=8200, backward="fused"),
+    "sinks": dict(H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
+    "sinks 64": dict(H=64, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
+    "jvp, sinks": dict(H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32), jvp=True),
     "alibi": dict(H=128, is_causal=True, score=scores.alibi),
     "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
     "t5": dict(H=128, is_causal=True, score=t5),
@@ -55,7 +63,7 @@ CASES = {
 }
 
 
-def compiled(H: int, K: int = N, score=None, jvp: bool = False, **how):
+def compiled(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how):
     """Forward and gradient of a call, also by what `score` has for each head; or its tangent along query, key and value."""
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
     devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
@@ -73,7 +81,7 @@ def compiled(H: int, K: int = N, score=None, jvp: bool = False, **how):
     def along(dq, query, key, value, dk, dv, *of_heads):
         return jax.jvp(lambda *args: attend(*args, *of_heads), (query, key, value), (dq, dk, dv))
 
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, N, K, K, *[K] * 2 * jvp)]
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in (N, N, K, K, *[K] * 2 * jvp)]
     shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
     with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
         return jax.jit(along if jvp else both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()

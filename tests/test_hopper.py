@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import Sizes, qkv
 from conftest import assert_result, assert_truth, cotangents, plain_call, run_call, true_call
@@ -88,6 +89,24 @@ CASES = {
     ),
     "queries masked": (small(T=200, S=130), dict(mask=(np.arange(200) % 100 < 70)[:, None], is_causal=True)),
     "scale": (small(T=64, S=130), dict(scale=-0.3)),
+    "keys behind the last query": (small(T=70, S=140), dict(local_window_size=(30, 20))),
+    "queries behind the last key": (
+        small(T=140, S=70, H=128, D=128),
+        dict(local_window_size=(20, 9), query_seq_lengths=i32([120]), is_causal=True),
+    ),
+    "129": (
+        small(T=129, S=129),
+        dict(
+            is_causal=True,
+            local_window_size=(40, 0),
+            query_segment_ids=i32([[0] * 60 + [1] * 69]),
+            key_value_segment_ids=i32([[0] * 60 + [1] * 50 + [2] * 18 + [0]]),
+        ),
+    ),
+    "sinks": (  # as large as the logits, none, and far above them; rows that see nothing
+        small(T=70, S=140, G=3),
+        dict(sinks=np.array([1.5, -np.inf, 200], f32), is_causal=True, q_offset=i32([-5])),
+    ),
     "everything": (
         small(B=2, T=150, S=280, G=3, H=72, D=8),
         dict(
@@ -106,7 +125,12 @@ CASES = {
 def test_values(name):
     z, kwargs = CASES[name]
     args = draw(bf16, z)
-    assert_truth(both_ways(args, kwargs), name, args, kwargs, "bfloat16")
+    truth, sizes = true_call(args, kwargs, "bfloat16"), None
+    if "sinks" in kwargs:  # whose gradient is a sum over rows: of terms as large as this
+        p = 1 - oracle._softmax(oracle._call(*args, None, None, **kwargs))[1].sum(-1).swapaxes(1, 2)  # B T N
+        terms = p * np.abs(cotangents(args, bf16)[0] * truth.out).astype(f32).sum(-1)
+        sizes = {"sinks": np.sqrt((terms**2).sum((0, 1)).max())}
+    assert_result(both_ways(args, kwargs), plain_call(args, kwargs, "bfloat16"), truth, "bfloat16", name, sizes)
 
 
 def test_float16():
@@ -241,20 +265,55 @@ def test_rows_that_fail_leave_the_others_as_they_were():
         assert np.isfinite(new).all() and (old[:, 80:] != new[:, 80:]).any()
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")  # in the interpreter
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_what_nobody_sees_changes_no_bit(bad):
-    z = small(B=2, T=200, S=300)
-    args, how = draw(bf16, z), dict(query_seq_lengths=i32([70, 200]), key_value_seq_lengths=i32([300, 77]), is_causal=True)
-    dout, dlse = cotangents(args, bf16)
-    clean = run(args, how, dout, dlse)
-    (query, key, value), dout = (x.copy() for x in args), dout.copy()
-    query[0, 70:] = dout[0, 70:] = key[1, 77:] = value[1, 77:] = bf16(bad)
-    key[:, 200:] = value[:, 200:] = bf16(bad)  # behind the last query
-    for name, old, new in zip(
-        ("out", "lse", "dq", "dk", "dv"), clean, run((query, key, value), how, dout, dlse), strict=True
-    ):
-        np.testing.assert_array_equal(old, new, err_msg=name)
+def unseen_filled(args, seen, cotangent):
+    """Return query, key, value, and the cotangents, with NaN, Inf and the largest number in what is in no pair of `seen`;
+    and whether anything is.
+    """
+    rng, (_, N, _, _), K = np.random.default_rng(3), seen.shape, args[1].shape[2]
+    rows = ~seen.any(3).swapaxes(1, 2)  # B T N
+    cols = ~seen.reshape(seen.shape[0], K, N // K, *seen.shape[2:]).any((2, 3)).swapaxes(1, 2)  # B S K
+
+    def filled(x, where):
+        bad = rng.choice([np.nan, np.inf, -np.inf, float(jnp.finfo(x.dtype).max)], x.shape).astype(f32)
+        return np.where(where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)), bad, x.astype(f32)).astype(x.dtype)
+
+    (query, key, value), (dout, dlse) = args, cotangent
+    args = filled(query, rows), filled(key, cols), filled(value, cols)
+    return args, (filled(dout, rows), filled(dlse, rows)), rows.any() or cols.any()
+
+
+HIDDEN = ("129", "split"), ("keys behind the last query", "fused")  # the others are slow
+not_finite = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in")  # in the interpreter
+
+
+def with_hidden():
+    for name in CASES:
+        for backward in ("split", "fused"):
+            marks = () if (name, backward) in HIDDEN else pytest.mark.slow
+            yield pytest.param(name, backward, marks=marks)
+
+
+@not_finite
+@pytest.mark.parametrize("name, backward", with_hidden())
+def test_what_nobody_sees_changes_no_bit(name, backward):
+    """Whatever is in keys, values, queries and cotangents of no pair. The fused form is done again, as two kernels."""
+    z, kwargs = CASES[name]
+    args, dtype = draw(bf16, z), "bfloat16"
+    masks = {name: x for name, x in kwargs.items() if name not in ("logits_soft_cap", "scale", "sinks")}
+    given = cotangents(args, dtype)
+    dirty, dirty_given, some = unseen_filled(args, oracle.seen_by(*args[:2], **masks), given)
+    if not some:
+        return
+    clean = run_both(args, kwargs | {"backward": "split"}, given, dtype)
+    found = run_both(dirty, kwargs | {"backward": backward}, dirty_given, dtype, detect_races=backward == "split")
+    for (path, old), new in zip(jax.tree.leaves_with_path(clean), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(old, new, err_msg=jax.tree_util.keystr(path))
+
+
+def run_both(args, kwargs, cotangent, dtype, detect_races=True):
+    with interpreted(detect_races):
+        found = run_call(args, kwargs | {"implementation": "pallas"}, dtype, cotangent)
+    return jax.tree.map(lambda x: x.astype(f32), found)
 
 
 def test_a_tile_that_fails_is_done_again_among_more_than_a_block_can_tell_apart():
@@ -522,3 +581,26 @@ def test_visits_of_segments_in_order(keys):
                 assert tiles[j].all() and tiles[j].shape[1] == size
                 without_masks += 1
     assert without_masks > 20
+
+
+@pytest.mark.parametrize("axis_type, mapped", [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, False)])
+def test_each_device_has_the_sinks_of_its_heads(axis_type, mapped, monkeypatch):
+    """A kernel that says what it was given stands in."""
+    from memeff.pallas import hopper_forward
+    from memeff.problem import LOG2_E
+
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling):
+        return arrays[0][..., : arrays[2].shape[-1]] * (scalars.sinks / LOG2_E)[:, None, :, None], None
+
+    monkeypatch.setattr(hopper_forward, "attend", attend)
+    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: True)
+    monkeypatch.setattr("memeff.pallas.why_not", lambda *_: None)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    query, sinks = np.ones((2, 16, 4, 64), f32), np.array([[1, 2, 3, 4], [5, 6, 7, 8]], f32)
+    call = lambda sinks, query: dot_product_attention(query, query, query, sinks=sinks, implementation="pallas")
+    call = jax.vmap(call, (0, None)) if mapped else call
+    sinks = sinks if mapped else sinks[0]
+    with dispatch.as_if_on("gpu", "9.0"), jax.set_mesh(mesh):
+        found = jax.jit(call)(sinks, jax.device_put(query, NamedSharding(mesh, P("x", None, "y"))))
+    expected = np.broadcast_to(sinks[..., None, None, :, None], (*sinks.shape[:-1], *query.shape))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -224,7 +224,7 @@ def plain_stands_in(monkeypatch):
     """The contracts of the kernels that a jvp runs, in plain JAX, causal."""
     from memeff.pallas import hopper_tangent
 
-    def tangents(problem, lengths, arrays, scalars, tiling):
+    def tangents(problem, lengths, arrays, scalars, tiling, shared):
         (T, S), G = lengths, arrays.query.shape[2] // arrays.key.shape[2]
         of_queries = [None if x is None else x[:, :T] for x in (arrays.query, arrays.dq, arrays.out)]
         of_keys = (arrays.key, arrays.dk, arrays.value, arrays.dv)

@@ -103,18 +103,22 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
     of_batch = {name: jnp.broadcast_to(x, (B,)) for name, x in of_batch.items()}
     numbers = vary_alike(hoisted.numbers(problem, operands), operands.query)
     segments = dict(q_segments=operands.q_segments, kv_segments=operands.kv_segments)
-    return Scalars(**of_batch, **segments, **numbers._asdict())
+    sinks = operands.terms.sinks
+    if sinks is not None:
+        sinks = vary_alike(jnp.broadcast_to(sinks * LOG2_E, (B, *sinks.shape)), operands.query)
+    return Scalars(**of_batch, **segments, **numbers._asdict(), sinks=sinks)
 
 
 def _dims(scalars: Scalars) -> tuple[str, ...]:
     """Of each array of it."""
-    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", of_queries="bt", of_keys="bs", of_differences="bkgx")
+    of = dict(q_segments="bt", kv_segments="bs", of_heads="bkg", sinks="bkg", of_queries="bt", of_keys="bs")
+    of |= dict(of_differences="bkgx")
     return tuple(of.get(name, "b") for name, x in scalars._asdict().items() for _ in jax.tree.leaves(x))
 
 
 def _whole(scalars: Scalars) -> Scalars:
     """What belongs to tokens as whole tiles want it, and heads in one dim."""
-    pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)]) if x.ndim == 2 else x
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge") if x.ndim == 2 else x
     return jax.tree.map(lambda x: lax.collapse(x, 1, 3) if x.ndim > 2 else pad(x), scalars)
 
 
@@ -145,7 +149,7 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
     given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
     of_queries, of_keys = (hoisted.on_tiles(problem, operands, slopes) for slopes in ("all", "score"))
     moving = hopper_backward.moving_of(of_queries)
-    of_rows = [lse.high * LOG2_E] + ([] if dlse is None else [dlse])
+    of_rows = [lse.high * LOG2_E - hopper_backward.lift(operands.query.dtype)] + ([] if dlse is None else [dlse])
 
     def call(query, key, value, out, dout, *more):
         (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
@@ -167,7 +171,8 @@ def backward(problem: Problem, operands: Operands, out: Array, lse: Lse, dout: A
             delta = hopper_fused.deltas((T, S), out_, dout_, dlse)
             arrays = (query_, key_, value_, dout_, lse, delta)
             dq, dk, dv, nan_if_bad = hopper_fused.gradients(problem, (T, S), arrays, scalars, fused_tiling(operands))
-            found = (dq * hopper_backward.Gradient(problem).slope).astype(query.dtype), dk, dv
+            dq = hopper_backward.lowered(dq * hopper_backward.Gradient(problem).slope, query.dtype)
+            found = dq.astype(query.dtype), dk, dv
             # A loop that runs once or never, for it writes over what is bad; a cond would hold both.
             bad = jnp.isnan(nan_if_bad).any()
             return lax.while_loop(lambda state: state[0], lambda _: (jnp.bool_(False), split()), (bad, found))[1]
@@ -189,6 +194,7 @@ def tangent(problem: Problem, operands: Operands, out: Array, lse: Lse, along: O
     given, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
     on_tiles = hoisted.on_tiles(problem, operands, "score")
     moves_logits = along.query is not None or along.key is not None
+    shared = lse.low is not None  # with a sink, whose lse is not what a forward of these kernels found
 
     def call(query, key, value, out, lse, *more):
         (B, T, K, G, _), S, D = query.shape, key.shape[1], value.shape[-1]
@@ -200,7 +206,7 @@ def tangent(problem: Problem, operands: Operands, out: Array, lse: Lse, along: O
         arrays = hopper_tangent.Arrays(*(None if x is None else _padded(x, _width(operands)) for x in arrays))
         arrays = arrays._replace(lse=jnp.pad(by_head, [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]))
         tiling = tangent_tiling(problem, operands)
-        dout, dlse = hopper_tangent.tangents(on_tiles, (T, S), arrays, _whole(scalars), tiling)
+        dout, dlse = hopper_tangent.tangents(on_tiles, (T, S), arrays, _whole(scalars), tiling, shared)
         dout = dout[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
         return dout, dlse[..., :T].reshape(B, K, G, T)
 

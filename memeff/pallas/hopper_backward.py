@@ -9,6 +9,9 @@ draw come out of their products in the layout in which the next ones take them f
   (5) raw' = k_j q_i'; dp' = v_j do_i'    (6) p', draw' as in (2), (3);  dv_j += p' do_i;  dk_j += draw' q_i
 Where draw is ds times a number, that number waits for the end. In masked tiles draw is selected, and what is read twice is
 cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
+In float16, which holds nothing below 2^-24, ds of many keys would be lost where dq is not: lse comes smaller by `lift`, so
+that p and ds are 2^8 times as large, which the end takes back. Where that makes ds too large for float16, its sums are not
+finite, and the tile is done again, as it is then without lift.
 """
 
 import functools
@@ -34,6 +37,7 @@ from memeff.pallas.mosaic import (
     meet,
     multiply,
     plgpu,
+    positions,
     spread,
     stage,
     take_registers,
@@ -59,6 +63,17 @@ from memeff.problem import LOG2_E, SEES_NOTHING, Problem, Terms, finish, finish_
 
 STAYS = 2000  # positions an item visits at most where blocks stay in causal order; of longer ones, beginnings cost less
 BEGINS = 2  # tiles that could be visited while a block goes from one item to the next
+
+
+def lift(dtype) -> float:
+    """Return how many bits larger p and ds are in products than they are."""
+    return 8.0 if dtype == jnp.float16 else 0.0
+
+
+def lowered(x: Array, dtype, turn: "Turn | None" = None) -> Array:
+    """Return a sum of them as it is without `lift`, which what is done again has not."""
+    up = lift(dtype) if turn is None or turn.first else 0.0
+    return x * 2.0**-up if up else x
 
 
 class Tiling(NamedTuple):
@@ -298,6 +313,7 @@ def _compute_queries(
     delta = -row_sums(o, do)  # and dlse, which the other kernel wants, too
     delta = delta + plgpu.load(delta_s, layout=ROW) if has_dlse else delta
     lse = plgpu.load(lse_s, layout=ROW)
+    lse = lse if turn.first else lse + lift(dtype)
     delta_s[...] = delta
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
@@ -317,7 +333,7 @@ def _compute_queries(
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
     dq, sums = accumulators(walk, (ROWS, q.shape[-1]))
-    dq = dq * gradient.slope
+    dq, *sums = (lowered(x, dtype, turn) for x in (dq * gradient.slope, *sums))
     failed = not_finite(failed_s.at[group], turn, dq)
     o[...] = dq.astype(dtype)
     plgpu.commit_smem()
@@ -431,6 +447,13 @@ def transposed(problem: Problem, here: KeysPlace, tiling: Tiling, n, group, numb
     return Pairs(problem, (ROWS, tiling.others), first, here.sight, here.scalars, numbers, marks, query_dim=1)
 
 
+def existing(x: Array, shape: Shape, here: KeysPlace, group) -> Array:
+    """Return dk or dv of warpgroup `group`'s keys, with 0 for what only pads the last tile: its p may overflow."""
+    if shape.S % ROWS == 0:
+        return x
+    return jnp.where(positions(here.col + group * ROWS, x.shape, 0) < shape.S, x, 0.0)
+
+
 def copy_queries(shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks, **_):
     """Of all heads that share the keys; after `visits` of other tiles."""
     query_ref, dout_ref, lse_ref, delta_ref = arrays
@@ -473,6 +496,7 @@ def _compute_keys(
     cols = pl.ds(here.col + group * ROWS, ROWS)
     masked, count = here.visits.masked, apart(jnp.int32(here.visits.total))
     row = lambda ref: spread(plgpu.load(ref, layout=COL), sides, 1)
+    lse_row = lambda x: row(lse_s.at[x]) if turn.first else row(lse_s.at[x]) + lift(dtype)
     small = tiling.others == ROWS  # then registers are left
 
     def clean(x):
@@ -499,7 +523,7 @@ def _compute_keys(
         keep = pairs.seen() if hides else None
         mine = y + (apart(group) if small else group)
         k, v = k_s.at[mine], v_s.at[mine]
-        early = row(lse_s.at[x]) if small else None  # before products, which keep shared memory busy
+        early = lse_row(x) if small else None  # before products, which keep shared memory busy
 
         def products(raw, dp):
             whole = None if late else begin(dp, row(delta_s.at[x]))
@@ -509,7 +533,7 @@ def _compute_keys(
                 whole = begin(dp, row(delta_s.at[x]))
             plgpu.wgmma(dp, v, do.T)
             s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            p, draw = gradient.probabilities(s, row(lse_s.at[x]) if early is None else early, pairs, keep)  # (6)
+            p, draw = gradient.probabilities(s, lse_row(x) if early is None else early, pairs, keep)  # (6)
             multiply(dv, p.astype(dtype), do, stage and stage.at[group])
             d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
             multiply(dk, draw(p, d)[0].astype(dtype), q, stage and stage.at[group])
@@ -532,10 +556,10 @@ def _compute_keys(
         return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(dv, wait_n=0)
 
     dk, dv = accumulators(walk, (ROWS, k_s.shape[-1]), (ROWS, v_s.shape[-1]))
-    failed = not_finite(failed_s.at[group], turn, dk, dv)
+    failed = not_finite(failed_s.at[group], turn, *(existing(x, shape, here, group) for x in (dk, dv)))
     k, v = k_s.at[y + group], v_s.at[y + group]
-    k[...] = (dk * gradient.slope).astype(dtype)
-    v[...] = dv.astype(dtype)
+    k[...] = lowered(dk * gradient.slope, dtype, turn).astype(dtype)
+    v[...] = lowered(dv, dtype, turn).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
     plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])

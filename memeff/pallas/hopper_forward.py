@@ -7,10 +7,15 @@ For each computing warpgroup, which owns 64 queries i (Dao 2023, algorithm 1; lo
   then all other tiles with m as it stands: softmax does not change with its reference, so nothing is rescaled and o stays
   in one accumulator, while q_i k_{j+1}' runs beside the exponentials of tile j:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
-  at the end: out = o / l, lse = (m + log2 l) / log2 e
-  A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), or whose o is not finite,
-  is done again at the block's end: with what nobody sees cleaned of NaN and Inf, which changes no bit of the others; and if
-  it fails still, by (1) to (4) for all its tiles, and only its own result is replaced.
+  at the end: out = o / l, lse = (m + log2 l) / log2 e; with a sink out = o / (l + 2^(sink - m))
+  A row whose l left the range of float32 in (5) (some later logit exceeds m by 60 bits and more), whose o is not finite,
+  or whose m is -inf before (5), is done again at the block's end: with what nobody sees cleaned of NaN and Inf, which
+  changes no bit of the others; and if it fails still, by (1) to (4) for all its tiles, and only its own result is replaced.
+Why a row that stands has lost nothing: m is one of its own logits, so l >= 1, and each p is at least the probability that
+the softmax gives. What p loses where it is rounded to 16 bits (below 2^-126; in float16 below 2^-24) plain attention loses,
+too: of the row at most S 2^-126. What is larger than float32 or float16 holds (p > 2^16, o > 2^128) makes o infinite or NaN,
+and the row fails. In bfloat16 the last round takes m 20 bits above the largest logit, so that l <= 1 for S <= 2^20: o is
+then no larger than the largest value, however large that is.
 """
 
 import functools
@@ -54,6 +59,8 @@ from memeff.pallas.walk import (
     with_ranges,
 )
 from memeff.problem import LOG2_E, SEES_NOTHING, Problem
+
+ROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
 
 
 class Tiling(NamedTuple):
@@ -302,7 +309,20 @@ class Walk(NamedTuple):
             if self.fixes:
                 l, o = accumulators(rest, o.shape)
         bad = jnp.maximum(jnp.where(l < 2.0**60, 0.0, 1.0), jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
-        return m, l, o * spread(1 / jnp.where(l == 0, 1.0, l), o.shape), bad
+        if self.fixes:  # then 0 stood in for m, which is no logit of the row
+            bad = jnp.where((m == -jnp.inf) & (first < visits.total), 1.0, bad)
+        return m, l, o * spread(self.divisor(m, l), o.shape), bad
+
+    def divisor(self, m, l):
+        """Return 1 / l; with a sink 1 / (l + 2^(sink - m)), in a form that a sink far above m does not overflow."""
+        l, sinks = jnp.where(l == 0, 1.0, l), self.here.scalars.sinks
+        if sinks is None:
+            return 1 / l
+        sink = lax.broadcast(sinks[self.here.n], l.shape)
+        m = jnp.where(m == -jnp.inf, 0.0, m)
+        top = jnp.maximum(m, sink)
+        share = jnp.exp2(m - top)
+        return share / (l * share + jnp.exp2(sink - top))
 
     def pass_by(self, n):
         has, x = self.has, self.slot(n)
@@ -336,7 +356,10 @@ class Walk(NamedTuple):
     def moved(self, pairs: Pairs, raw, m, l, o):
         """p of (4), and m, l and o for it."""
         s = pairs.logits(raw, pairs.seen())  # (2)
-        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        top = s.max(axis=1)
+        if not self.turn.first and self.has.v_s.dtype == jnp.bfloat16:
+            top = top + jnp.where(self.turn.online, ROOM, 0.0)
+        m_new = jnp.maximum(m, top)  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - spread(shift, self.shape))

@@ -15,7 +15,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.pallas.blocks import ROWS, drain
-from memeff.pallas.hopper_backward import Gradient, Tiling, copy_queries, row_sums, transposed
+from memeff.pallas.hopper_backward import (
+    Gradient,
+    Tiling,
+    copy_queries,
+    existing,
+    lowered,
+    row_sums,
+    transposed,
+)
 from memeff.pallas.mosaic import (
     COL,
     FLOATS,
@@ -47,8 +55,8 @@ DRAWS = 2  # tiles of draw: one is written while the one before is multiplied
 def gradients(
     problem: Problem, lengths: tuple[int, int], arrays: tuple[Array, ...], scalars: Scalars, tiling: Tiling
 ) -> tuple[Array, Array, Array, Array]:
-    """dq (but for its slope) in float32, dk and dv in the layout of the door; and numbers, of which one is NaN if something
-    was not finite. Then NaN and Inf that nobody sees may have come into dq.
+    """dq (but for its slope and `lift`) in float32, dk and dv in the layout of the door; and numbers, of which one is NaN if
+    something was not finite. Then NaN and Inf that nobody sees may have come into dq.
 
     Of query, key, value, dout, and, B N T', lse (in bits) and delta; sizes as in `hopper_forward.attend`.
     """
@@ -221,10 +229,11 @@ def _compute(
 
         accumulators(flush, (PART, PART))
 
-    bad_s[1, mine] = functools.reduce(jnp.add, map(nan_if_bad, (dk, dv)), plgpu.load(bad_s.at[0, mine], layout=ROW))
+    there = (existing(x, shape, at_end, group) for x in (dk, dv))
+    bad_s[1, mine] = functools.reduce(jnp.add, map(nan_if_bad, there), plgpu.load(bad_s.at[0, mine], layout=ROW))
     meet(all_here)  # nobody reads my keys any more
-    k[...] = (dk * gradient.slope).astype(dtype)
-    v[...] = dv.astype(dtype)
+    k[...] = lowered(dk * gradient.slope, dtype).astype(dtype)
+    v[...] = lowered(dv, dtype).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, of_keys(at_end, dk_ref))
     plgpu.copy_smem_to_gmem(v, of_keys(at_end, dv_ref))

@@ -5,9 +5,10 @@ A block owns queries i, 64 for each computing warpgroup, and visits the tiles of
   (1) raw = q_i k_j';  draw = dq_i k_j' + q_i dk_j'      (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
   (2) s = finish(raw);  ds = its derivative along draw   (4) u_i += p dv_j + w v_j
   at the end: dout = u - r out, dlse = r + c
-That holds for every c. w is rounded to 16 bits for its product, and what p ds has in common for a whole row, which leaves
-dout alone, would take those: so c is the mean of ds by p over the first tile of which the row sees something, which is among
-those with masks, or else the first one after them; these two kinds are walked in one loop, where c is found.
+That holds for every c, where p sums to 1; with a sink in lse it sums to l < 1, and dout = u - (r - c (1 - l)) out.
+w is rounded to 16 bits for its product, and what p ds has in common for a whole row, which leaves dout alone, would take
+those: so c is the mean of ds by p over the first tile of which the row sees something, which is among those with masks, or
+else the first one after them; these two kinds are walked in one loop, where c is found.
 What does not move has no products. 0 times NaN is NaN: if u is not finite it is made again, as out is in the forward.
 """
 
@@ -56,9 +57,11 @@ class Arrays(NamedTuple):
 
 
 def tangents(
-    problem: Problem, lengths: tuple[int, int], arrays: Arrays, scalars: Scalars, tiling: Tiling
+    problem: Problem, lengths: tuple[int, int], arrays: Arrays, scalars: Scalars, tiling: Tiling, shared: bool = False
 ) -> tuple[Array, Array]:
-    """dout [B, T, N, H], and dlse [B, N, T'']. Sizes as in `hopper_forward.attend`."""
+    """dout [B, T, N, H], and dlse [B, N, T'']. Sizes as in `hopper_forward.attend`. `shared`: lse has a sink in it; dlse is
+    then of no use.
+    """
     (B, _, N, H), K, dtype, (T, S) = arrays.query.shape, arrays.key.shape[2], arrays.query.dtype, lengths
     shape = Shape(B, T, S, K, N // K)
     groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
@@ -82,7 +85,7 @@ def tangents(
         @pl.when(group < groups)
         def _():
             take_registers(groups, computes=True)
-            compute = lambda *at: _compute(problem, tiling, has, refs[-2:], group, *at, **scratch)
+            compute = lambda *at: _compute(problem, tiling, shared, has, refs[-2:], group, *at, **scratch)
             rounds(items(compute), True, scratch["failed_s"], scratch["all_done"])
 
         @pl.when(group == groups)
@@ -156,7 +159,7 @@ def _copy(
 
 
 class State(NamedTuple):
-    """Of each row: r and c, and the sum of p of tiles in which c is found."""
+    """Of each row: r and c, and the sum of p: of tiles in which c is found, or, if lse is `shared`, of all."""
 
     r: Array
     c: Array
@@ -175,9 +178,9 @@ def logits(problem: Problem, raw: Array, pairs: Pairs, keep: Array | None) -> tu
 
 
 def _compute(
-    problem, tiling, arrays: Arrays, results, group, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s, failed_s,
-    bad_keys_s, bad_columns_s, own_there, own_used, k_there, v_there, k_used, v_used, out_there, all_here, marks, stage=None,
-    **_,
+    problem, tiling, shared, arrays: Arrays, results, group, here: Place, turn: Turn, *, own_s, keys_s, values_s, lse_s,
+    failed_s, bad_keys_s, bad_columns_s, own_there, own_used, k_there, v_there, k_used, v_used, out_there, all_here, marks,
+    stage=None, **_,
 ):  # fmt: skip
     dout_ref, dlse_ref = results
     at: Any = lambda ref, i: None if ref is None else ref.at[i]
@@ -218,6 +221,8 @@ def _compute(
                 l_more = p.sum(axis=1)
                 c = jnp.where(l > 0, c, (p * ds).sum(axis=1) / jnp.where(l_more > 0, l_more, 1.0))
                 l = l + l_more
+            elif shared:
+                l = l + p.sum(axis=1)
             w = p * (ds - spread(c, shape))
             multiply(u, w.astype(dtype), v, stage and stage.at[group])  # (4)
             return State(r + w.sum(axis=1), c, l)
@@ -272,12 +277,13 @@ def _compute(
     else:
         state, u = lax.fori_loop(0, first, lambda n, of: again(n, *of), (nothing, full(wide, 0.0)))
         state, u = from_there(u, functools.partial(others, state))
-    r, c, _ = state
+    r, c, l = state
     failed = not_finite(failed_s.at[group], turn, u)
     if arrays.out is not None:  # into the place of queries
         plgpu.copy_gmem_to_smem(arrays.out.at[here.b, rows, here.n], q, out_there.at[group])
         plgpu.barrier_wait(out_there.at[group])
-        u = u - spread(r, wide) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+        mean = r - c * (1 - l) if shared else r
+        u = u - spread(mean, wide) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
     q[...] = u.astype(dtype)
     lse_s[mine] = r + c
     plgpu.commit_smem()

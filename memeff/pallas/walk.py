@@ -183,6 +183,7 @@ class Scalars(NamedTuple):
     of_queries: tuple[Any, ...] = ()
     of_keys: tuple[Any, ...] = ()
     of_differences: tuple[Any, ...] = ()
+    sinks: Any = None  # [B, N], float32, in bits; only the forward has them
     first: Any = None  # [B, blocks], of `with_ranges`
     behind: Any = None
     alone: Any = None
@@ -356,7 +357,7 @@ def find_keys(problem: Problem, shape: Shape, scalars: Scalars, cols: int, queri
     b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
     scalars = scalars.of(b)
     all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
-    if problem.score_fn is not None and shape.T % queries:  # behind the last query it may be anything
+    if shape.T % queries:  # rows that only pad the last tile of queries see nothing: NaN in a key would reach its dk and dv
         sight = sight._replace(q_lengths=all_ends[0])
     col = tile * cols
     last = jnp.minimum(col + cols, shape.S) - 1

@@ -1,0 +1,64 @@
+"""Random calls of the Hopper kernels on this machine's GPU against float64 (see kernel_cases.py). Exit code 1 if one fails.
+
+python tests/kernel_fuzz.py --first 0 --count 63      # a line for each failure, with its seed, and a summary
+python tests/kernel_fuzz.py --first 17 --count 1      # the same call as any run has under that seed
+
+Several of these run side by side on one GPU with XLA_PYTHON_CLIENT_PREALLOCATE=false.
+"""
+
+import argparse
+import collections
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # NumPy's, before it starts: other processes want the other cores
+    os.environ.setdefault(name, "1")
+
+import conftest  # noqa: E402, F401
+import jax  # noqa: E402
+import kernel_cases  # noqa: E402
+
+from memeff import dispatch, pallas  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=30, help="how many; neighbours share a compilation, by threes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other call after so many")
+    parser.add_argument("--verbose", action="store_true", help="say what was drawn")
+    options = parser.parse_args()
+    if reason := pallas.for_device(dispatch.device()):
+        print(f"nothing to test: {reason}")
+        return 1
+    warnings.simplefilter("ignore")  # NumPy's, of NaN that nobody sees
+    start, failed, drawn, compiled = time.monotonic(), [], collections.Counter(), set()
+    for seed in range(options.first, options.first + options.count):
+        if time.monotonic() - start > options.seconds:
+            break
+        case = kernel_cases.draw(seed)
+        drawn.update(["calls", *kernel_cases.features(case)])
+        compiled.add(seed // kernel_cases.DRAWS)
+        if options.verbose:
+            print(f"seed {seed}: {case.static}", flush=True)
+        try:
+            kernel_cases.check(case, kernel_cases.run(case))
+        except Exception as error:
+            failed.append(seed)
+            told = " ".join(str(error).split())[:300] or traceback.format_exc(limit=-2)
+            print(f"FAILED seed {seed}: {type(error).__name__}: {told}\n  {case.static}", flush=True)
+    features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()) if name != "calls")
+    took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {jax.devices()[0].device_kind}"
+    calls = drawn["calls"]
+    print(f"seeds {options.first} to {options.first + calls - 1}: {calls} calls, {len(failed)} failed; {took}")
+    print(f"  with {features}", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

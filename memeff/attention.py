@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import arguments, auditing, dispatch, planning, rules, sharding, statistics
+from memeff import arguments, auditing, dispatch, planning, sharding, statistics
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
@@ -221,7 +221,8 @@ def dot_product_attention(
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
     call = _normalised(locals())
-    out, lse = attend(call.module, call.problem, bool(return_residual), call.operands)
+    how = call.module, call.problem, bool(return_residual)
+    out, lse = sharding.on_their_mesh(attend, how, call.operands)
     out = arguments.unfold(call.shape, out)
     if lse is None:
         return out
@@ -284,7 +285,6 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
         mask_params=tuple(lax.stop_gradient(x) for kind in mask_params for x in kind),
         transform_rest=transform_rest,
     )
-    operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(a.chunk_size)
     problem, module = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit)
@@ -322,7 +322,7 @@ def attention_statistics(
       [0.  0.5 1.  1.5]
     """
     call = _chunked("attention_statistics", query, key, value, bias, mask, how)
-    out, *rows = rules.call(statistics.Measured(call.problem), sharding.vary_alike(call.operands))
+    out, *rows = sharding.on_their_mesh(statistics.measured, (call.problem,), call.operands)
     return statistics.Statistics(arguments.unfold(call.shape, out), *(_at_the_door(call, x) for x in rows))
 
 
@@ -343,7 +343,7 @@ def key_mass(
       [1. 1. 1. 1.]
     """
     call = _chunked("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how)
-    found = statistics.key_mass(call.problem, sharding.vary_alike(call.operands))
+    found = sharding.on_their_mesh(statistics.key_mass, (call.problem,), call.operands)
     return arguments.unfold(call.shape, found)
 
 

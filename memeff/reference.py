@@ -66,7 +66,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)  # only the rows that see it become NaN
     out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype)  # (4)
-    sees_bad = _mix(problem, keep.astype(dtype), bad.astype(dtype), dtype) > 0
+    keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
+    sees_bad = _mix(problem, keep, bad.astype(dtype), dtype) > 0
     out = jnp.where(empty[..., None], 0, jnp.where(sees_bad, jnp.nan, out))  # an empty row's cotangent does not count
     return out.astype(query.dtype), lse
 

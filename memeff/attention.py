@@ -400,7 +400,8 @@ def audit(
     @jax.jit
     def both(dout, *arrays):
         out, pull = jax.vjp(run, *arrays)
-        return out, pull((dout, jnp.zeros_like(out[1])) if known else dout)
+        cotangents = (dout, jnp.zeros_like(out[1])) if known else dout
+        return out, pull(jax.tree.map(sharding.laid_out_as, cotangents, out))
 
     out, gradients = both(dout, *arrays)
     out, lse = out if known else (out, ours(*arrays, implementation="xla", **of_truth)[1])
@@ -408,16 +409,17 @@ def audit(
     of_query, of_key = (shape.T, shape.K, shape.G), (shape.S, shape.K)
     sizes = zip((*[of_query] * 3, *[of_key] * 2), (out, lse, *gradients), strict=True)
     found = [apart(x, *size) for size, x in sizes]
-    dout = apart(dout, *of_query)
+    operands, found, dout = sharding.on_auto_mesh((call.operands, found, apart(dout, *of_query)))
     rows, columns = (
         auditing.sampled(k, (shape.B, shape.K, n), samples) for k, n in zip(keys[1:], of_query[:1] + of_key[:1], strict=True)
     )
     inner = lambda x: jnp.moveaxis(x, 1, 3)
-    with jax.enable_x64(True):
-        true_rows = auditing.rows_of(call.problem, call.operands, inner(dout), rows)
-        of_rows = (inner(x) for x in found[:2])
-        true_columns = auditing.columns_of(call.problem, call.operands, *of_rows, inner(dout), columns)
-    return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
+    with jax.set_mesh(None):
+        with jax.enable_x64(True):
+            true_rows = auditing.rows_of(call.problem, operands, inner(dout), rows)
+            of_rows = (inner(x) for x in found[:2])
+            true_columns = auditing.columns_of(call.problem, operands, *of_rows, inner(dout), columns)
+        return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
 
 
 def _chunked(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> _Call:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from memeff.problem import Operands
 
@@ -77,6 +77,24 @@ def on_their_mesh(f: Callable, how: tuple, operands: Operands) -> Any:
 def _on_mesh(f: Callable, how: tuple, mesh: AbstractMesh, operands: Operands) -> Any:
     with jax.sharding.use_abstract_mesh(mesh):
         return f(*how, _like_query(operands))
+
+
+def laid_out_as(x: Array, like: Array) -> Array:
+    """Return x laid out over devices as `like` is, where types say it."""
+    return reshard(x, jax.typeof(like).sharding) if _explicit(like) else x
+
+
+def on_auto_mesh(arrays: Any) -> Any:
+    """Return the same arrays, on the same devices, without the types of an Explicit mesh. Not inside `jax.jit`."""
+
+    def put(x):
+        if not (isinstance(x.sharding, NamedSharding) and _explicit(x)):
+            return x
+        mesh = x.sharding.mesh
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+
+    return jax.tree.map(put, arrays)
 
 
 def vary_alike(operands: Any, like: Any = None) -> Any:

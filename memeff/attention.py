@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from memeff import arguments, auditing, dispatch, planning, rules, sharding, statistics
+from memeff import arguments, auditing, dispatch, planning, sharding, statistics
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
@@ -194,7 +194,8 @@ def dot_product_attention(
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
     call = _normalised(locals())
-    out, lse = attend(call.module, call.problem, bool(return_residual), call.operands)
+    how = call.module, call.problem, bool(return_residual)
+    out, lse = sharding.on_their_mesh(attend, how, call.operands)
     out = arguments.unfold(call.shape, out)
     if lse is None:
         return out
@@ -258,7 +259,6 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     )
     if dropout is not None:
         check_sizes_known(operands, "Dropout")
-    operands = sharding.like_query(operands)
     limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(a.chunk_size)
     problem, module = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit)
@@ -296,7 +296,7 @@ def attention_statistics(
       [0.  0.5 1.  1.5]
     """
     call = _chunked("attention_statistics", query, key, value, bias, mask, how)
-    out, *rows = rules.call(statistics.Measured(call.problem), sharding.vary_alike(call.operands))
+    out, *rows = sharding.on_their_mesh(statistics.measured, (call.problem,), call.operands)
     return statistics.Statistics(arguments.unfold(call.shape, out), *(_at_the_door(call, x) for x in rows))
 
 
@@ -317,7 +317,7 @@ def key_mass(
       [1. 1. 1. 1.]
     """
     call = _chunked("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how)
-    found = statistics.key_mass(call.problem, sharding.vary_alike(call.operands))
+    found = sharding.on_their_mesh(statistics.key_mass, (call.problem,), call.operands)
     return arguments.unfold(call.shape, found)
 
 
@@ -374,7 +374,8 @@ def audit(
     @jax.jit
     def both(dout, *arrays):
         out, pull = jax.vjp(run, *arrays)
-        return out, pull((dout, jnp.zeros_like(out[1])) if known else dout)
+        cotangents = (dout, jnp.zeros_like(out[1])) if known else dout
+        return out, pull(jax.tree.map(sharding.laid_out_as, cotangents, out))
 
     out, gradients = both(dout, *arrays)
     out, lse = out if known else (out, ours(*arrays, implementation="xla", **of_truth)[1])
@@ -382,16 +383,17 @@ def audit(
     of_query, of_key = (shape.T, shape.K, shape.G), (shape.S, shape.K)
     sizes = zip((*[of_query] * 3, *[of_key] * 2), (out, lse, *gradients), strict=True)
     found = [apart(x, *size) for size, x in sizes]
-    dout = apart(dout, *of_query)
+    operands, found, dout = sharding.on_auto_mesh((call.operands, found, apart(dout, *of_query)))
     rows, columns = (
         auditing.sampled(k, (shape.B, shape.K, n), samples) for k, n in zip(keys[1:], of_query[:1] + of_key[:1], strict=True)
     )
     inner = lambda x: jnp.moveaxis(x, 1, 3)
-    with jax.enable_x64(True):
-        true_rows = auditing.rows_of(call.problem, call.operands, inner(dout), rows)
-        of_rows = (inner(x) for x in found[:2])
-        true_columns = auditing.columns_of(call.problem, call.operands, *of_rows, inner(dout), columns)
-    return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
+    with jax.set_mesh(None):
+        with jax.enable_x64(True):
+            true_rows = auditing.rows_of(call.problem, operands, inner(dout), rows)
+            of_rows = (inner(x) for x in found[:2])
+            true_columns = auditing.columns_of(call.problem, operands, *of_rows, inner(dout), columns)
+        return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
 
 
 def _chunked(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> _Call:

@@ -66,7 +66,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         kept = kept_by_dropout(problem, operands, head, (T, S), rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
-    sees_bad = _mix(problem, keep.astype(dtype), bad.astype(dtype), dtype) > 0  # b k g t d
+    keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
+    sees_bad = _mix(problem, keep, bad.astype(dtype), dtype) > 0  # b k g t d
     nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0))  # for the rows that see it alone, and their derivatives
     p = _times_in_tangent(p, 1 + nan.sum(-1, keepdims=True))
     out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype) + nan  # (4)

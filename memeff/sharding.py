@@ -3,13 +3,15 @@
 Auto meshes need nothing of this: XLA lays out everything after the query. Explicit meshes and shard_map type each array.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from memeff.problem import Operands
 
@@ -37,7 +39,7 @@ def may_be_sharded() -> bool:
     return jax.device_count() > 1 and not (types and all(t == AxisType.Manual for t in types))
 
 
-def like_query(operands: Operands) -> Operands:
+def _like_query(operands: Operands) -> Operands:
     """On an Explicit mesh, bias and mask laid out over batch and heads as the query is; else XLA gathers their tiles."""
     if not _explicit(operands.query):
         return operands
@@ -55,6 +57,44 @@ def like_query(operands: Operands) -> Operands:
         sinks = reshard(sinks, NamedSharding(mesh, PartitionSpec(K, G)))
     terms = operands.terms._replace(bias=spread(operands.terms.bias), sinks=sinks)
     return operands._replace(mask=spread(operands.mask), terms=terms)
+
+
+def on_their_mesh(f: Callable, how: tuple, operands: Operands) -> Any:
+    """Return f(*how, operands), traced within the mesh of the operands' types where `jax.set_mesh` has set none.
+
+    Arrays made from nothing, also by `jnp.zeros_like`, have no mesh then, and from JAX 0.11 on a product or a slice
+    refuses to combine them with sharded ones. Equations remember the mesh within which they were traced, so derivatives
+    and vmap have it too. `how` is static. A mesh known by its type alone needs `jax.jit`, because it has no devices.
+    """
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return f(*how, _like_query(operands))
+    return _on_mesh(f, how, mesh, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_mesh(f: Callable, how: tuple, mesh: AbstractMesh, operands: Operands) -> Any:
+    with jax.sharding.use_abstract_mesh(mesh):
+        return f(*how, _like_query(operands))
+
+
+def laid_out_as(x: Array, like: Array) -> Array:
+    """Return x laid out over devices as `like` is, where types say it."""
+    return reshard(x, jax.typeof(like).sharding) if _explicit(like) else x
+
+
+def on_auto_mesh(arrays: Any) -> Any:
+    """Return the same arrays, on the same devices, without the types of an Explicit mesh. Not inside `jax.jit`."""
+
+    def put(x):
+        if not (isinstance(x.sharding, NamedSharding) and _explicit(x)):
+            return x
+        mesh = x.sharding.mesh
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+
+    return jax.tree.map(put, arrays)
 
 
 def vary_alike(operands: Any, like: Any = None) -> Any:

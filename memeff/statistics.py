@@ -14,6 +14,7 @@ from memeff import xla
 from memeff.differentiation import Forward, derivative_along
 from memeff.problem import SEES_NOTHING, Lse, Operands, Problem, log_sum_exp
 from memeff.rules import call
+from memeff.sharding import vary_alike
 from memeff.tangent import OfTile, as_inputs
 from memeff.tile import Tile, distances, logits, probabilities
 from memeff.tiles import Dims, Where, tile_sum
@@ -64,8 +65,14 @@ class Measured:
         return out, lse.high, entropy, of_largest / jnp.maximum(lax.stop_gradient(count), 1), distance
 
 
+def measured(problem: Problem, operands: Operands) -> tuple[Array, ...]:
+    """out [B, K, G, T, D], lse, entropy, largest and distance [B, K, G, T]."""
+    return call(Measured(problem), vary_alike(operands))
+
+
 def key_mass(problem: Problem, operands: Operands) -> Array:
     """The sum of the probabilities of each key, over all queries: B K G S."""
+    operands = vary_alike(operands)
     _, lse = call(Forward(xla, problem, "caller"), operands)
     how, inputs, arrays = as_inputs(problem, operands, lse, False)
     (B, _, K, G, _), S = operands.query.shape, operands.key.shape[1]

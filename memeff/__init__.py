@@ -9,6 +9,7 @@ from memeff.dispatch import memory_limit
 from memeff.functions import Mask, Score, Transform
 from memeff.planning import Plan
 from memeff.statistics import Statistics
+from memeff.switch import switch_jax_nn
 from memeff.version import __version__
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "memory_limit",
     "plan",
     "scores",
+    "switch_jax_nn",
     "transforms",
 ]

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -715,62 +714,6 @@ def test_nothing_to_switch_is_an_error():
         nn.switch_nnx(flax_nnx.Linear(2, 3, rngs=flax_nnx.Rngs(0)))
     with pytest.raises(TypeError, match="must be an nnx.Module, got MultiHeadDotProductAttention: use switch_linen"):
         nn.switch_nnx(LINEN[1](num_heads=N))  # pyright: ignore[reportArgumentType]
-
-
-def test_switch_jax_nn():
-    jaxs, x = jax.nn.dot_product_attention, X.reshape(B, T, 2, 4)
-    jitted = jax.jit(lambda mask: jax.nn.dot_product_attention(query=x, key=x, value=x, mask=mask))
-    run = lambda mask: np.asarray(jitted(mask))
-    before = run(BLIND)
-    assert np.abs(before[:, 3]).max() > 1e-3
-    with nn.switch_jax_nn() as calls:
-        inside = run(BLIND)
-        with nn.switch_jax_nn() as inner:
-            jax.eval_shape(lambda x: jax.nn.dot_product_attention(x, x, x), x)
-        assert inner == [x.shape]
-        with pytest.raises(NotImplementedError, match="cuDNN"):
-            jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
-        assert jax.nn.dot_product_attention is not jaxs
-    assert jax.nn.dot_product_attention is jaxs
-    assert calls == [x.shape, x.shape]
-    assert np.abs(inside[:, 3]).max() == 0
-    close(np.delete(inside, 3, 1), np.delete(before, 3, 1))
-    same(run(BLIND), before)
-
-    with pytest.raises(ZeroDivisionError), nn.switch_jax_nn():
-        1 / 0  # noqa: B018
-    assert jax.nn.dot_product_attention is jaxs
-
-    module = NNX[1](N, F, decode=False, rngs=flax_nnx.Rngs(0))  # calls jax.nn where it drops nothing
-    run_module = flax_nnx.jit(lambda module: module(X, is_causal=True))
-    expected = run_module(module)
-    with nn.switch_jax_nn() as calls:
-        close(run_module(module), expected)
-    assert calls == [(B, T, N, F // N)]
-
-
-def test_switch_jax_nn_leaves_other_threads_and_other_patches_alone(monkeypatch):
-    x = X.reshape(B, T, 2, 4)
-    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, mask=BLIND))
-    blind = lambda: np.abs(np.asarray(jitted(x))[:, 3]).max()
-    results = {}
-    with nn.switch_jax_nn() as calls:
-        other = threading.Thread(target=lambda: results.update(other=blind()))
-        other.start()
-        other.join()
-        assert calls == []
-        results["this"] = blind()
-        assert calls == [x.shape]
-    assert results["this"] == 0 and results["other"] > 1e-3
-
-    jaxs, context = jax.nn.dot_product_attention, nn.switch_jax_nn()
-    context.__enter__()
-    routed = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: routed(*a, **k))
-    context.__exit__(None, None, None)
-    assert jax.nn.dot_product_attention is not jaxs
-    again = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x, mask=BLIND))(x)
-    assert np.abs(np.asarray(again)[:, 3]).max() > 1e-3  # the patch on top of ours stays, and reaches JAX's function
 
 
 # ---- the package

@@ -24,6 +24,7 @@ except ModuleNotFoundError as e:
     raise ModuleNotFoundError("memeff.nn needs Flax, which is not installed: pip install 'memeff[flax]'.") from e
 
 from memeff.nn import linen, nnx
-from memeff.nn.switch import switch_jax_nn, switch_linen, switch_nnx
+from memeff.nn.switch import switch_linen, switch_nnx
+from memeff.switch import switch_jax_nn
 
 __all__ = ["linen", "nnx", "switch_jax_nn", "switch_linen", "switch_nnx"]

@@ -1,4 +1,4 @@
-"""Models that exist already compute with memeff: three switches, for Linen, NNX, and whatever calls jax.nn.
+"""Flax models that exist already compute with memeff: a switch for Linen and one for NNX.
 
 A context is part of the key of JAX's caches (`jax.make_user_context`): a jitted function that was traced before is traced
 again inside, and what was traced inside is not used outside. The price: what was jitted before `memeff.nn` was imported is
@@ -7,7 +7,6 @@ traced once more after it; import it at the top, while no other thread uses JAX.
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -18,7 +17,6 @@ from jax import Array
 from memeff.attention import dot_product_attention
 
 _in_linen = jax.make_user_context(False)
-_in_jax_nn = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -115,60 +113,3 @@ def _is_memeff(attention_fn: Callable[..., Array]) -> bool:
     while isinstance(attention_fn, functools.partial):
         attention_fn = attention_fn.func
     return attention_fn is dot_product_attention
-
-
-# ---- jax.nn
-
-
-class _Calls(threading.local):
-    """The list of the innermost `switch_jax_nn` of this thread."""
-
-    shapes: list[tuple[int, ...]] | None = None
-
-
-_calls, _lock, _inside, _jaxs = _Calls(), threading.Lock(), 0, jax.nn.dot_product_attention
-
-
-@functools.wraps(jax.nn.dot_product_attention)
-def _routed(query, *args, **kwargs):
-    if not _in_jax_nn.value:  # another thread's
-        return _jaxs(query, *args, **kwargs)
-    if _calls.shapes is not None:
-        _calls.shapes.append(jax.numpy.shape(query))
-    return dot_product_attention(query, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def switch_jax_nn() -> Iterator[list[tuple[int, ...]]]:
-    """Inside, `jax.nn.dot_product_attention` is `memeff.dot_product_attention`.
-
-    Holds for this thread: the name is replaced for the whole process, and calls from other threads reach JAX's function as
-    before. May be nested; the last to leave restores the name, also after an exception. Functions jitted earlier are traced
-    again inside. Reaches every call by the full name, Flax NNX's attention included (without dropout; `switch_nnx` reaches
-    all of it); code that has said `from jax.nn import dot_product_attention` keeps what it has.
-
-    Returns:
-      A list of the shapes of `query` in the calls, filled as they are traced.
-
-    Example:
-      >>> x = jax.numpy.ones((2, 7, 4, 8))
-      >>> with switch_jax_nn() as calls:
-      ...     out = jax.nn.dot_product_attention(x, x, x)
-      >>> calls
-      [(2, 7, 4, 8)]
-    """
-    global _inside, _jaxs
-    with _lock:
-        if not _inside:
-            _jaxs, jax.nn.dot_product_attention = jax.nn.dot_product_attention, _routed
-        _inside += 1
-    outer, _calls.shapes = _calls.shapes, []
-    try:
-        with _in_jax_nn(True):
-            yield _calls.shapes
-    finally:
-        _calls.shapes = outer
-        with _lock:
-            _inside -= 1
-            if not _inside and jax.nn.dot_product_attention is _routed:
-                jax.nn.dot_product_attention = _jaxs

@@ -1,0 +1,218 @@
+"""A switch by which code that calls `jax.nn.dot_product_attention` computes with memeff.
+
+A context is part of the key of JAX's caches (`jax.make_user_context`): a jitted function that was
+traced before is traced again inside, and what was traced inside is not used outside.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from memeff import dispatch
+from memeff.attention import Implementation, dot_product_attention
+
+Choice = tuple[Implementation | None]  # a tuple, because None is a choice too
+
+# The `implementation` of the innermost switch of this thread, as a Choice; None outside.
+_choice = jax.make_user_context(None)
+_ran: set[Choice] = set()  # JAX's cache may hold programs that were traced under these
+
+
+@dataclasses.dataclass
+class _Switch:
+    """What one switch saw."""
+
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    called: bool = False  # here or in an inner switch
+    ran: bool = False  # here or in an inner switch
+
+
+class _Switches(threading.local):
+    """The switches that this thread is in, the innermost last."""
+
+    def __init__(self):
+        self.stack: list[_Switch] = []
+
+
+_switches = _Switches()
+_lock = threading.Lock()
+_inside = 0  # the switches that all threads together are in
+_replaced = _replacement = jax.nn.dot_product_attention  # by the first of them
+
+
+@contextlib.contextmanager
+def switch_jax_nn(
+    implementation: Implementation | None = None, *, strict: bool = False
+) -> Iterator[list[tuple[int, ...]]]:
+    """Make `jax.nn.dot_product_attention` compute with memeff, whichever library calls it.
+
+    It needs no Flax, and reaches Keras, Equinox, Haiku, Flax NNX and plain JAX. Inside, the
+    function takes what JAX's own takes, with the same meaning, except that:
+
+    * A query that sees no key gives 0, where JAX gives the mean of the values; its residual is
+      -inf.
+    * The caller's `implementation=` ("xla", "cudnn", "triton") is ignored, because it chooses among
+      JAX's implementations.
+
+    The switch holds for this thread. The name is replaced for the whole process, and calls from
+    other threads reach JAX's function as before. Switches may be nested. The last to leave restores
+    the name, also after an exception. Functions jitted earlier are traced again inside.
+
+    The switch reaches every call by the full name. It does not reach code that has said
+    `from jax.nn import dot_product_attention`. Of Flax NNX's attention it reaches the calls without
+    dropout; `memeff.nn.switch_nnx` reaches all.
+
+    Args:
+      implementation: as `memeff.dot_product_attention` takes it: None (memeff chooses), "xla",
+        "reference" or "pallas".
+      strict: raise where memeff ran no call, instead of a warning.
+
+    Returns:
+      A list of the shapes of `query` in the calls that memeff ran, filled as they are traced. Calls
+      inside an inner switch stand in the inner list. A function that was compiled in an earlier
+      switch is not traced again, and its calls are not listed.
+
+    Raises:
+      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. Where an
+        earlier switch of this process ran some, JAX's cache may hold the calls. Then there is
+        neither an error nor a warning.
+
+    Example:
+      >>> x = jax.numpy.ones((2, 7, 4, 8))
+      >>> with switch_jax_nn() as calls:
+      ...     out = jax.nn.dot_product_attention(x, x, x)
+      >>> calls
+      [(2, 7, 4, 8)]
+    """
+    global _inside, _replaced, _replacement
+    if implementation not in (None, *dispatch.IMPLEMENTATIONS):
+        known = ", ".join(map(repr, dispatch.IMPLEMENTATIONS))
+        raise ValueError(
+            f"switch_jax_nn: implementation={implementation!r} is not known: "
+            f"use None or one of {known}."
+        )
+    choice: Choice = (implementation,)
+    switch = _Switch()
+    with _lock:
+        if not _inside:
+            _replaced = jax.nn.dot_product_attention
+            _replacement = jax.nn.dot_product_attention = _routed(_replaced)
+        _inside += 1
+    _switches.stack.append(switch)
+    try:
+        with _choice(choice):
+            yield switch.shapes
+    finally:
+        _switches.stack.pop()
+        with _lock:
+            _inside -= 1
+            if not _inside and jax.nn.dot_product_attention is _replacement:
+                jax.nn.dot_product_attention = _replaced
+    if switch.ran or choice in _ran:
+        return
+    reason = (
+        "nothing called jax.nn.dot_product_attention by its full name inside. The model may write "
+        "its attention out, or hold the function as `from jax.nn import dot_product_attention`: "
+        "call memeff.dot_product_attention there."
+    )
+    if switch.called:
+        reason = "every call of jax.nn.dot_product_attention inside raised an error."
+    tell_nothing_switched(f"switch_jax_nn: memeff ran nothing, because {reason}", strict)
+
+
+def tell_nothing_switched(reason: str, strict: bool) -> None:
+    """Warn where the `with` statement of a switch stands, or raise if `strict`."""
+    if strict:
+        raise ValueError(reason)
+    warnings.warn(reason, stacklevel=4)  # the switch, contextlib's __exit__, the with statement
+
+
+def _routed(replaced: Callable) -> Callable:
+    """Return the function that stands in for `replaced`.
+
+    Others may wrap it and keep it beyond the switch, so it holds `replaced` itself.
+    """
+
+    @functools.wraps(replaced)
+    def route(*args, **kwargs):
+        outside = _choice.value is None  # also a call from another thread
+        return replaced(*args, **kwargs) if outside else _as_jax_nn(*args, **kwargs)
+
+    return route
+
+
+def _as_jax_nn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Compute with memeff what JAX's function takes, and return it in JAX's shapes and dtypes."""
+    del implementation  # a choice among JAX's own
+    for switch in _switches.stack:
+        switch.called = True
+    choice: Choice = _choice.value
+    given = jnp.asarray(query).shape
+    query, key, value = (_at_least_3d(x) for x in (query, key, value))
+    if bias is not None and jnp.asarray(bias).dtype == bool:  # JAX adds it, as 0 and 1
+        bias = jnp.asarray(bias, jnp.float32)
+    run = functools.partial(
+        dot_product_attention,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=bool(is_causal),
+        query_seq_lengths=_within(query_seq_lengths, query.shape[-3]),
+        key_value_seq_lengths=_within(key_value_seq_lengths, key.shape[-3]),
+        local_window_size=local_window_size,
+        implementation=choice[0],
+    )
+    if return_residual:
+        out, residual = run(return_residual=True)
+        residual = lax.stop_gradient(residual.astype(out.dtype))  # as JAX's
+        result = out.reshape(*given[:-1], out.shape[-1]), residual.reshape(given[:-1])
+    else:
+        out = run()
+        result = out.reshape(*given[:-1], out.shape[-1])
+    _ran.add(choice)
+    _switches.stack[-1].shapes.append(given)
+    for switch in _switches.stack:
+        switch.ran = True
+    return result
+
+
+def _at_least_3d(x: ArrayLike) -> Array:
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (3 - x.ndim) + x.shape)
+
+
+def _within(lengths: ArrayLike | None, most: int) -> ArrayLike | None:
+    """Count known lengths above `most` as `most` and below 0 as 0, as JAX does.
+
+    `dot_product_attention` counts traced lengths so, and refuses known ones.
+    """
+    if lengths is None or isinstance(lengths, Tracer) or not isinstance(most, int):
+        return lengths
+    return np.clip(np.asarray(lengths), 0, most)

@@ -1,0 +1,309 @@
+"""Code that calls jax.nn.dot_product_attention means the same inside `switch_jax_nn`, by memeff."""
+
+import inspect
+import subprocess
+import sys
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import memeff
+from memeff import dispatch, nn, switch
+
+B, T, S, N, K, H = 2, 7, 9, 4, 2, 6
+f32, i32 = np.float32, np.int32
+rng = np.random.default_rng(0)
+X, Y, Z = (rng.standard_normal((B, *size, H)).astype(f32) for size in ((T, N), (S, K), (S, K)))
+MASK = (rng.random((B, 1, T, S)) < 0.7) & (np.arange(T) != 3)[:, None]  # row 3 sees nothing
+BIAS = rng.standard_normal((1, N, T, S)).astype(f32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran_before(monkeypatch):
+    monkeypatch.setattr(switch, "_ran", set())
+
+
+def blind_row(x=X):
+    """The largest number in the row that sees nothing: 0 from memeff, a mean of values from JAX."""
+    return np.abs(np.asarray(jax.nn.dot_product_attention(x, Y, Z, mask=MASK))[:, 3]).max()
+
+
+# ---- what jax.nn takes
+
+
+def test_the_signature_is_jax_nns():
+    theirs, ours = (
+        inspect.signature(f).parameters for f in (jax.nn.dot_product_attention, switch._as_jax_nn)
+    )
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in ours.values()
+    ]
+    with switch.switch_jax_nn(strict=True):
+        assert inspect.signature(jax.nn.dot_product_attention).parameters == theirs
+        with pytest.raises(
+            TypeError, match="unexpected keyword argument 'chunk_size'"
+        ):  # memeff's own is not JAX's
+            jax.nn.dot_product_attention(X, Y, Z, chunk_size=4)
+        jax.nn.dot_product_attention(X, Y, Z)
+
+
+CALLS = {
+    "plain": ((X, Y, Z), {}),
+    "positions": ((X, Y, Z, BIAS, MASK), {}),
+    "names": ((X,), {"mask": MASK, "bias": BIAS, "value": Z, "key": Y}),
+    "3 dims": ((X[0], Y[0], Z[0], BIAS, MASK[:1]), {}),
+    "3 dims beside 4": ((X[:1], Y[0], Z[0]), {"query_seq_lengths": np.array([4], i32)}),
+    "2 dims": ((X[0, 0], Y[0], Z[0]), {"return_residual": True}),
+    "bias of ints": ((X, Y, Z, rng.integers(-2, 3, (1, 1, T, S))), {}),
+    "bias of bools": ((X, Y, Z, rng.random((1, 1, 1, S)) < 0.5), {}),
+    "bias in 16 bits": ((X, Y, Z, BIAS.astype(jnp.bfloat16)), {}),
+    "bias beside 16 bits": (tuple(x.astype(jnp.bfloat16) for x in (X, Y, Z)) + (BIAS,), {}),
+    "lists": ((X.tolist(), Y.tolist(), Z.tolist()), {"mask": MASK.tolist()}),
+    "scale": ((X, Y, Z), {"scale": 0.3}),
+    "scale that is an array": ((X, Y, Z), {"scale": f32(0.3)}),
+    "is_causal": ((X, Y, Z), {"is_causal": 1}),
+    "window": ((X, Y, Z), {"local_window_size": 2}),
+    "window with sides": ((X, Y, Z), {"local_window_size": (1, 3), "is_causal": np.True_}),
+    "lengths": (
+        (X, Y, Z),
+        {
+            "query_seq_lengths": np.array([3, T], i32),
+            "key_value_seq_lengths": np.array([S, 1], i32),
+        },
+    ),
+    "lengths beyond": ((X, Y, Z), {"key_value_seq_lengths": np.array([99, 4], i32)}),
+    "lengths below 0": ((X, Y, Z), {"query_seq_lengths": np.array([99, -1], i32)}),
+    "residual": ((X, Y, Z), {"mask": MASK, "return_residual": True}),
+    "residual in 16 bits": (
+        tuple(x.astype(jnp.bfloat16) for x in (X, Y, Z)),
+        {"return_residual": True},
+    ),
+    "xla": ((X, Y, Z), {"implementation": "xla"}),
+}
+
+
+def test_what_jax_nn_takes_means_the_same():
+    def run():
+        results = {
+            name: jax.nn.dot_product_attention(*args, **kw) for name, (args, kw) in CALLS.items()
+        }
+        with_residual = lambda x: jax.nn.dot_product_attention(x, Y, Z, return_residual=True)
+        results["derivative of the residual"] = jax.jvp(with_residual, (X,), (X + 1,))
+        return results
+
+    theirs = jax.jit(run)()
+    with memeff.switch_jax_nn(strict=True) as calls:
+        ours = jax.jit(run)()
+    assert calls == [*(np.shape(query) for (query, *_), _ in CALLS.values()), X.shape]
+    for name in ours:
+        args, kwargs = CALLS.get(name, ((X, Y, Z), {}))
+        sees = (
+            np.ones((B, T), bool)
+            if kwargs.get("mask") is None and len(args) < 5
+            else MASK.any((1, 3))
+        )
+        if "query_seq_lengths" in kwargs:
+            sees = sees & (np.arange(T) < kwargs["query_seq_lengths"][:, None])
+        ours_of, theirs_of = (jax.tree.leaves(results[name]) for results in (ours, theirs))
+        assert len(ours_of) == len(theirs_of)
+        for x, y in zip(ours_of, theirs_of, strict=True):
+            assert x.dtype == y.dtype and x.shape == y.shape, name
+            x, y = np.asarray(x, f32), np.asarray(y, f32)
+            rows = sees[: 1 if "dims" in name else B].reshape(-1)
+            if name != "2 dims":
+                x, y = x.reshape(len(rows), -1)[rows], y.reshape(len(rows), -1)[rows]
+            tolerance = 2e-2 if "16 bits" in name and name != "bias in 16 bits" else 4e-6
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+# ---- implementation=
+
+
+@pytest.mark.parametrize("name", ["cudnn", "triton", "xla", "of the future"])
+def test_a_callers_implementation_is_no_request(name, monkeypatch):
+    requested = []
+    select = dispatch.select_implementation
+
+    def record(*args):
+        requested.append(args[2])
+        return select(*args)
+
+    monkeypatch.setattr(dispatch, "select_implementation", record)
+    x = jax.ShapeDtypeStruct((B, T, N, H), f32)
+    trace = lambda: jax.eval_shape(
+        lambda x: jax.nn.dot_product_attention(x, x, x, implementation=name), x
+    )
+    with memeff.switch_jax_nn() as calls:
+        trace()
+    with memeff.switch_jax_nn("reference") as of_reference:
+        trace()
+        with memeff.switch_jax_nn(implementation="xla") as inner:
+            trace()
+        trace()
+    assert (calls, of_reference, inner) == ([x.shape], [x.shape] * 2, [x.shape])
+    assert requested == [None, "reference", "xla", "reference"]
+
+
+def test_the_implementation_of_the_switch_is_part_of_jits_key():
+    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x))
+    texts = []
+    for implementation in (None, "xla", "reference"):
+        for _ in range(2):
+            with memeff.switch_jax_nn(implementation) as calls:
+                jitted(X)
+            assert len(calls) == (len(texts) % 2 == 0)
+            texts.append(implementation)
+    unknown = r"switch_jax_nn: implementation='cudnn' is not known: use None or one of 'xla', "
+    with pytest.raises(ValueError, match=unknown):
+        with memeff.switch_jax_nn("cudnn"):  # pyright: ignore[reportArgumentType]
+            raise AssertionError("inside")
+    assert not switch._inside
+
+
+# ---- what the list counts, and whom the switch reaches
+
+
+def test_a_jitted_function_follows_the_switch():
+    jaxs = jax.nn.dot_product_attention
+    jitted = jax.jit(lambda mask: jax.nn.dot_product_attention(X, Y, Z, mask=mask))
+    before = np.asarray(jitted(MASK))
+    with memeff.switch_jax_nn() as calls:
+        inside = np.asarray(jitted(MASK))
+        with memeff.switch_jax_nn() as inner:
+            jax.eval_shape(lambda x: jax.nn.dot_product_attention(x, x, x), X)
+        assert jax.nn.dot_product_attention is not jaxs
+    assert (calls, inner) == ([X.shape], [X.shape])
+    assert jax.nn.dot_product_attention is jaxs
+    assert np.abs(before[:, 3]).max() > 1e-3 and np.abs(inside[:, 3]).max() == 0
+    np.testing.assert_allclose(np.delete(inside, 3, 1), np.delete(before, 3, 1), atol=2e-6)
+    np.testing.assert_array_equal(jitted(MASK), before)
+
+
+def test_a_call_that_raised_is_not_counted():
+    with memeff.switch_jax_nn() as calls:
+        with pytest.raises(TypeError, match="mask must be boolean"):
+            jax.nn.dot_product_attention(X, Y, Z, mask=MASK.astype(f32))
+        with pytest.raises(ValueError, match="key must have the head size"):
+            jax.nn.dot_product_attention(X, Y[..., :2], Z[..., :2])
+        assert calls == []
+        jax.nn.dot_product_attention(X, Y, Z)
+    assert calls == [X.shape]
+
+
+def test_nnx_attention_is_reached_where_it_drops_nothing():
+    module = nnx.MultiHeadAttention(N, 8, decode=False, rngs=nnx.Rngs(0))
+    run = nnx.jit(lambda module: module(X.reshape(B, T, -1)[..., :8], is_causal=True))
+    expected = run(module)
+    with nn.switch_jax_nn() as calls:
+        np.testing.assert_allclose(run(module), expected, atol=2e-6)
+    assert calls == [(B, T, N, 8 // N)]
+
+
+def test_other_threads_and_other_patches_are_left_alone(monkeypatch):
+    results = {}
+    with memeff.switch_jax_nn() as calls:
+        other = threading.Thread(target=lambda: results.update(other=blind_row()))
+        other.start()
+        other.join()
+        assert calls == []
+        assert blind_row() == 0 and calls == [X.shape]
+    assert results["other"] > 1e-3
+
+    jaxs, context = jax.nn.dot_product_attention, memeff.switch_jax_nn()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", jaxs)  # restored at the end
+    context.__enter__()
+    routed = jax.nn.dot_product_attention
+    wrapper = jax.nn.dot_product_attention = lambda *args, **kwargs: routed(*args, **kwargs)
+    assert blind_row() == 0
+    context.__exit__(None, None, None)
+    for patch in (
+        wrapper,
+        routed,
+    ):  # the patch on top of memeff's stays, or leaves memeff's where it was
+        jax.nn.dot_product_attention = patch
+        assert blind_row() > 1e-3
+        with memeff.switch_jax_nn():
+            assert blind_row() == 0
+        assert jax.nn.dot_product_attention is patch and blind_row() > 1e-3
+
+
+# ---- where nothing is switched
+
+
+NOTHING = r"switch_jax_nn: memeff ran nothing, because nothing called jax\.nn\.dot_product"
+
+
+def test_nothing_switched_warns_or_raises():
+    by_hand = lambda: jax.nn.softmax(X[0, 0] @ Y[0, :, 0].T) @ Z[0, :, 0]
+    with pytest.warns(UserWarning, match=NOTHING) as record, memeff.switch_jax_nn() as calls:
+        by_hand()
+    assert calls == [] and len(record) == 1 and record[0].filename == __file__
+    with pytest.raises(ValueError, match=NOTHING), memeff.switch_jax_nn(strict=True):
+        by_hand()
+    raised = "because every call of jax.nn.dot_product_attention inside raised an error"
+    with pytest.warns(UserWarning, match=raised), memeff.switch_jax_nn():
+        with pytest.raises(TypeError):
+            jax.nn.dot_product_attention(X, Y, Z, mask=BIAS)
+    assert not switch._inside and blind_row() > 1e-3
+
+
+def test_an_exception_inside_is_not_masked():
+    jaxs = jax.nn.dot_product_attention
+    for strict in (False, True):
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(ZeroDivisionError),
+            memeff.switch_jax_nn(strict=strict),
+        ):
+            warnings.simplefilter("error")
+            1 / 0  # noqa: B018
+    assert jax.nn.dot_product_attention is jaxs
+
+
+def test_an_outer_switch_counts_what_an_inner_one_ran():
+    with (
+        memeff.switch_jax_nn(strict=True) as calls,
+        memeff.switch_jax_nn("xla", strict=True) as inner,
+    ):
+        jax.nn.dot_product_attention(X, Y, Z)
+    assert (calls, inner) == ([], [X.shape])
+    with (
+        pytest.raises(ValueError, match=NOTHING),
+        memeff.switch_jax_nn("reference", strict=True),
+    ):  # which ran nothing
+        pass
+
+
+def test_calls_from_jits_cache_are_not_taken_for_none():
+    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, Y, Z))
+    for times in range(3):
+        with memeff.switch_jax_nn(strict=True) as calls:
+            jitted(X)
+        assert len(calls) == (times == 0)
+
+
+# ---- the package
+
+
+def test_it_needs_no_flax_and_changes_nothing_when_imported():
+    code = """
+import sys
+sys.modules["flax"] = None  # as if it were not installed
+import jax
+theirs = jax.nn.dot_product_attention
+import memeff
+from jax._src import xla_bridge
+assert jax.nn.dot_product_attention is theirs
+assert not xla_bridge._backends
+assert not any(name.split(".")[0] == "flax" and module for name, module in sys.modules.items())
+x = jax.numpy.ones((1, 2, 1, 4))
+with memeff.switch_jax_nn(strict=True) as calls:
+    jax.nn.dot_product_attention(x, x, x)
+assert calls == [x.shape]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
 	@echo "make test       the fast tests (some eight minutes on two cores)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
-	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (2 GB of packages into .venv-clients)"
+	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
 	@echo "make bench      the README's memory and speed tables"

@@ -5,12 +5,13 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint notebooks bench sm90a clean
+.PHONY: help demo test slow clients lint notebooks bench sm90a clean
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
 	@echo "make test       the fast tests (some eight minutes on two cores)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
+	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
 	@echo "make bench      the README's memory and speed tables"
@@ -26,6 +27,10 @@ test: $(VENV)/.dev
 
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m slow
+
+clients:
+	$(MAKE) .venv-clients/.clients VENV=.venv-clients
+	.venv-clients/bin/python -m pytest -m clients tests/test_clients.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -54,7 +59,7 @@ clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
 
 # One virtual environment; a stamp for each set of packages that it holds.
-$(VENV)/.models $(VENV)/.dev: $(VENV)/.%: pyproject.toml
+$(VENV)/.models $(VENV)/.dev $(VENV)/.clients: $(VENV)/.%: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "memeff needs Python 3.11 or newer and $(PYTHON) is %d.%d: make ... PYTHON=python3.11" % v[:2])'
 	@if command -v uv >/dev/null 2>&1; then \
 	  { test -x $(BIN)/python || uv venv --quiet --python $(PYTHON) $(VENV); } && \

@@ -33,6 +33,11 @@ def attend(implementation: ModuleType, problem: Problem, want_lse: bool, operand
     return out, lse and lse.high
 
 
+def _at_once(problem: Problem, axes: Operands) -> int | None:
+    """Return how many calls under vmap work at the same time; all, where they share their logits and so make them once."""
+    return None if (axes.query, axes.key) == (None, None) else problem.at_once
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(implementation, problem, lse_for, operands):
     operands = _as_one(operands)
@@ -68,6 +73,9 @@ class Forward:
 
     def __call__(self, operands):
         return _forward(self.implementation, self.problem, self.lse_for, operands)
+
+    def at_once(self, axes):
+        return _at_once(self.problem, axes)
 
     def jvp(self, primals, tangents):
         (operands,), (along,) = primals, tangents
@@ -106,6 +114,9 @@ class Together:
     def __call__(self, operands, along):
         return _together(self.of.problem, operands, along)
 
+    def at_once(self, operands, along):
+        return _at_once(self.of.problem, operands)
+
     def jvp(self, primals, tangents):
         return along_of(self.apart, primals, tangents)
 
@@ -142,6 +153,9 @@ class Tangent:
             return own(self.problem, _as_one(operands), out, lse, along)
         return tangent(self.problem, _as_one(operands), out, lse, along, narrow)
 
+    def at_once(self, known, along):
+        return _at_once(self.problem, known[0])
+
     def types(self, known, along):
         _, out, lse = known
         return out, lse.high
@@ -171,6 +185,9 @@ class Backward:
 
     def __call__(self, operands, out, lse, dout, dlse):
         return _backward(self.implementation, self.problem, operands, out, lse, dout, dlse)
+
+    def at_once(self, operands, *rows):
+        return _at_once(self.problem, operands)
 
     def jvp(self, primals, tangents):
         def transposed(operands, out, lse, dout, dlse):

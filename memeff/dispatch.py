@@ -16,6 +16,7 @@ from jax.core import Tracer
 from memeff import memory, pallas, reference, xla
 from memeff.arguments import Shape, bytes_of, human
 from memeff.problem import Device, Operands, Problem
+from memeff.rules import largest_divisor as _divisor
 from memeff.sharding import may_be_sharded
 
 IMPLEMENTATIONS = ("xla", "reference", "pallas")
@@ -174,6 +175,7 @@ class Tiles(NamedTuple):
     fused_chunk_size: tuple[int, int] | None = None
     joined: int = 0
     together: bool = False
+    at_once: int | None = None
 
 
 # On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large: 2^27 logits of the heads
@@ -208,9 +210,11 @@ def choose_tiles(
     shape = Shape((B,), T, S, K * G, K, H, D)
     known = all(isinstance(n, int) for n in (B, T, S))
     plain = known and xla.can_bound(problem, operands)
+    chunked = implementation in (None, "xla")
 
     def tiled(halvings: int) -> Problem:
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
+        tiles = tiles._replace(at_once=_calls_at_once(shape, tiles, halvings) if known and chunked else None)
         return dataclasses.replace(problem, **tiles._asdict())
 
     if limit is None:
@@ -321,6 +325,14 @@ def tile_sizes(
     return Tiles(fit(shrunk((512, 512), 512 * 512 >> halvings)))
 
 
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of `n` up to `limit`."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+def _calls_at_once(shape: Shape, tiles: Tiles, halvings: int) -> int | None:
+    """Return how many calls under vmap work at the same time: as many as have the logits that were fastest in one call.
+
+    None, all of them, where the mapped axis may be sharded: a loop over it would gather it.
+    """
+    budget = {"cpu": CPU_LOGITS, "gpu": GPU_LOGITS}.get(platform())
+    if budget is None or (_device.get() is None and may_be_sharded()):
+        return None
+    b, k = tiles.block or (shape.B, shape.K)
+    logits = b * k * max(1, shape.G) * math.prod(tiles.chunk_size)
+    return max(1, (budget >> halvings) // max(1, logits))

@@ -51,6 +51,7 @@ class Problem:
     joined: int = 0  # of the last two, whole tiles are joined up to so many logits of a head; 0: never
     block: tuple[int, int] | None = None  # batch entries and key heads of a tile, divisors of B and K; None: all
     together: bool = False  # are out and its tangent, where both are wanted, made in one walk?
+    at_once: int | None = None  # calls under vmap whose tiles exist at the same time; None: all
 
     @property
     def windowed(self) -> bool:

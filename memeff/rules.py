@@ -6,22 +6,33 @@ bring their transpose are not to be had from JAX with batching. A function f is 
   f.jvp(args, tangents)            the same and its tangent; None is a tangent of 0
 and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of what the last argument has, which is given as numbers
+or, if the memory that it works in should not grow with the axis of a vmap,
+  f.at_once(*axes)                 how many calls under a vmap may run at the same time; None: all. `axes` are the arguments
+                                   with 0 in the place of each array that is mapped, and None in that of others
 or, if it makes in one go what may be wanted at different times (a result, and its tangent),
   f.apart                          the same function, of calls that JAX may take apart; the first half of what they
                                    return does not depend on the last argument
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import jet
 from jax.extend.core import Primitive, jaxpr_as_fun, set_current_trace
 from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+
+
+class Vmap(NamedTuple):
+    """One vmap of a call: the length of its axis, and of each array 0 if its first dim is that axis, or None."""
+
+    size: int
+    axes: tuple[Literal[0] | None, ...]
 
 
 def call(f, *args) -> Any:
@@ -30,42 +41,77 @@ def call(f, *args) -> Any:
     return jax.tree.unflatten(*_bind(arrays, f, structure, ())[::-1])
 
 
-def _bind(arrays, f, structure, axes):
+def _bind(arrays, f, structure, vmaps):
     """The results, and their structure."""
     avals = [*map(jax.typeof, arrays)]
     primitive = _joint if hasattr(f, "apart") else _call
-    if not axes and hasattr(f, "types"):  # known without a trace
+    if not vmaps and hasattr(f, "types"):  # known without a trace
         found, of_found = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-        return primitive.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=None, types=tuple(found)), of_found
-    run = functools.partial(_called, f=f, structure=structure, axes=axes)
+        return primitive.bind(*arrays, f=f, structure=structure, vmaps=vmaps, jaxpr=None, types=tuple(found)), of_found
+    run = functools.partial(_called, f=f, structure=structure, vmaps=vmaps)
     # JAX looks into it for what wants to know of devices, and for effects (of kernels that are interpreted).
     jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
     types = tuple(jaxpr.out_avals)
-    found = primitive.bind(*arrays, f=f, structure=structure, axes=axes, jaxpr=jaxpr, types=types)
+    found = primitive.bind(*arrays, f=f, structure=structure, vmaps=vmaps, jaxpr=jaxpr, types=types)
     return found, jax.tree.structure(shapes)
 
 
-def _called(*arrays, f, structure, axes):
-    """`axes`: of one vmap after the other."""
-    if axes:
-        return jax.vmap(functools.partial(_called, f=f, structure=structure, axes=axes[:-1]), in_axes=axes[-1])(*arrays)
-    return f(*jax.tree.unflatten(structure, arrays))
+def _called(*arrays, f, structure, vmaps):
+    """Call `f` under `vmaps`, of which the last is the outermost."""
+    if not vmaps:
+        return f(*jax.tree.unflatten(structure, arrays))
+    *inner, (size, axes) = vmaps
+    run = functools.partial(_called, f=f, structure=structure, vmaps=tuple(inner))
+    most = f.at_once(*jax.tree.unflatten(structure, axes)) if hasattr(f, "at_once") else None
+    if most is not None:
+        most //= math.prod(vmap.size for vmap in inner)
+    if most is None or most >= size:
+        return jax.vmap(run, in_axes=axes)(*arrays)
+    return _some_at_a_time(run, vmaps[-1], largest_divisor(size, max(1, most)), arrays)
 
 
-def _jvp(primals, tangents, *, f, structure, axes, **_):
+def _some_at_a_time(run, vmap: Vmap, some: int, arrays):
+    """Return what `jax.vmap(run, vmap.axes)(*arrays)` returns, from `some` calls at the same time."""
+    several = () if some == 1 else (some,)
+
+    def pack(x, axis):  # without dims of size 1: XLA:CPU copies what a loop reads into a layout of its own if it has any
+        lead, rest = ((), x.shape) if axis is None else ((vmap.size // some, *several), x.shape[1:])
+        return x.reshape(*lead, *(size for size in rest if size != 1))
+
+    def part(packed, x, axis, n):
+        if axis is None:
+            return packed.reshape(x.shape)
+        return lax.dynamic_index_in_dim(packed, n, keepdims=False).reshape(*several, *x.shape[1:])
+
+    packed = [*map(pack, arrays, vmap.axes)]
+
+    def step(n):
+        parts = (part(*of, n) for of in zip(packed, arrays, vmap.axes, strict=True))
+        return jax.vmap(run, in_axes=vmap.axes)(*parts) if several else run(*parts)
+
+    found = lax.map(step, jnp.arange(vmap.size // some, dtype=jnp.int32))
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), found) if several else found
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """Return the largest divisor of `n` up to `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def _jvp(primals, tangents, *, f, structure, vmaps, **_):
     moving = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
 
-    def rule(axes, primals, tangents):
-        if axes:
-            of = axes[-1]
-            mapped = jax.vmap(functools.partial(rule, axes[:-1]), in_axes=(list(of), [of[n] for n in moving]))
+    def rule(vmaps, primals, tangents):
+        if vmaps:
+            of = vmaps[-1].axes
+            mapped = jax.vmap(functools.partial(rule, vmaps[:-1]), in_axes=(list(of), [of[n] for n in moving]))
             return mapped(primals, tangents)
         along = [None] * len(primals)
         for n, x in zip(moving, tangents, strict=True):
             along[n] = x
         return f.jvp(*(jax.tree.unflatten(structure, x) for x in (primals, along)))
 
-    found = rule(axes, list(primals), [tangents[n] for n in moving])
+    found = rule(vmaps, list(primals), [tangents[n] for n in moving])
     return tuple(map(jax.tree.leaves, found))
 
 
@@ -74,29 +120,30 @@ def _linear(structure) -> int:
     return structure.children()[-1].num_leaves
 
 
-def _transpose(cotangents, *args, f, structure, axes, **_):
+def _transpose(cotangents, *args, f, structure, vmaps, **_):
     if not hasattr(f, "transposed"):
         raise NotImplementedError("memeff: jax.linear_transpose of attention itself: use jax.vjp, or linearize it first.")
     fixed = len(args) - _linear(structure)
     cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
 
-    def back(axes, arrays, cotangents):
-        if axes:
-            return jax.vmap(functools.partial(back, axes[:-1]), in_axes=(list(axes[-1][:fixed]), 0))(arrays, cotangents)
+    def back(vmaps, arrays, cotangents):
+        if vmaps:
+            of = list(vmaps[-1].axes[:fixed])
+            return jax.vmap(functools.partial(back, vmaps[:-1]), in_axes=(of, 0))(arrays, cotangents)
         given = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
         return jax.tree.leaves(f.transposed(given, cotangents))
 
-    found = back(axes, list(args[:fixed]), cotangents)
+    found = back(vmaps, list(args[:fixed]), cotangents)
     return [None] * fixed + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, args[fixed:], strict=True)]
 
 
-def _batch(axis_data, arrays, dims, *, f, structure, axes, **_):
+def _batch(axis_data, arrays, dims, *, f, structure, vmaps, **_):
     if all(axis is None for axis in dims):
-        found, _ = _bind(arrays, f, structure, axes)
+        found, _ = _bind(arrays, f, structure, vmaps)
         return found, [None] * len(found)
     fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
     arrays, dims = batched(axis_data, arrays, dims, fixed)
-    found, of_found = _bind(arrays, f, structure, (*axes, dims))
+    found, of_found = _bind(arrays, f, structure, (*vmaps, Vmap(axis_data.size, dims)))
     still = 0  # results in which nothing is mapped: jacfwd relies on it
     if hasattr(f, "apart") and all(axis is None for axis in dims[: len(arrays) - _linear(structure)]):
         still = of_found.children()[0].num_leaves
@@ -116,14 +163,14 @@ def _jitted(**params):
     return jax.jit(functools.partial(_called, **params))
 
 
-def _run(*arrays, f, structure, axes, **_):
-    return jax.tree.leaves(_jitted(f=f, structure=structure, axes=axes)(*arrays))
+def _run(*arrays, f, structure, vmaps, **_):
+    return jax.tree.leaves(_jitted(f=f, structure=structure, vmaps=vmaps)(*arrays))
 
 
-def _lowered(*arrays, f, structure, axes, jaxpr, **_):
+def _lowered(*arrays, f, structure, vmaps, jaxpr, **_):
     if jaxpr is not None:
         return jaxpr_as_fun(jaxpr)(*arrays)
-    return jax.tree.leaves(_called(*arrays, f=f, structure=structure, axes=axes))
+    return jax.tree.leaves(_called(*arrays, f=f, structure=structure, vmaps=vmaps))
 
 
 def _types(*_, jaxpr, types, **__):
@@ -145,18 +192,18 @@ def _primitive(name: str) -> Primitive:
 # ---- where JAX knows some arguments now and others later: in a gradient, or under jax.checkpoint
 
 
-def _known_apart(trace, *tracers, f, structure, axes, **params):
+def _known_apart(trace, *tracers, f, structure, vmaps, **params):
     if all(x.is_known() for x in tracers):
-        return trace.default_process_primitive(_joint, tracers, dict(f=f, structure=structure, axes=axes, **params))
+        return trace.default_process_primitive(_joint, tracers, dict(f=f, structure=structure, vmaps=vmaps, **params))
     with set_current_trace(trace):
-        found = jax.tree.leaves(_called(*tracers, f=f.apart, structure=structure, axes=axes))
+        found = jax.tree.leaves(_called(*tracers, f=f.apart, structure=structure, vmaps=vmaps))
     return [*map(trace.to_jaxpr_tracer, found)]
 
 
 def _equation_apart(saveable, unknown, instantiated, equation):
     """The rule of an equation that calls what `apart` does."""
-    f, structure, axes = (equation.params[name] for name in ("f", "structure", "axes"))
-    run = functools.partial(_called, f=f.apart, structure=structure, axes=axes)
+    f, structure, vmaps = (equation.params[name] for name in ("f", "structure", "vmaps"))
+    run = functools.partial(_called, f=f.apart, structure=structure, vmaps=vmaps)
     (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
     call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
     return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)

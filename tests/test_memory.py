@@ -119,6 +119,53 @@ def test_heads_and_batch_share_one_tile():
     assert more <= 2.5 * many[1], f"{more / MIB:.1f} MiB more, the query has {many[1] / MIB:.1f} MiB"
 
 
+@pytest.mark.parametrize(
+    "axes, direction",
+    [
+        ("heads", "forward"),
+        ("batch and heads", "gradient of each"),
+        pytest.param("heads", "jvp", marks=pytest.mark.slow),
+        pytest.param("batch and heads", "gradient", marks=pytest.mark.slow),
+    ],
+)
+def test_vmap_shares_one_tile(axes, direction):
+    """Heads, and examples, as a mapped axis take the memory of leading dims, and copies as long as the sequence."""
+    B, T, N, H = 2, 2048, 8, 16
+    calls = {"heads": 1, "batch and heads": 2}[axes]
+    shape = jax.ShapeDtypeStruct((B, N, T, H)[2 - calls :], f32)
+
+    def one(q, k, v):
+        return dot_product_attention(*(x[:, None] for x in (q, k, v)), is_causal=True)[:, 0]
+
+    def mapped(f):
+        return functools.reduce(lambda f, _: jax.vmap(f), range(calls), f)
+
+    def leading(q, k, v):
+        q, k, v = (jnp.moveaxis(x, -3, -2) for x in (q, k, v))
+        return dot_product_attention(q, k, v, is_causal=True)
+
+    def squared(f):
+        return lambda *x: (f(*x) ** 2).sum()
+
+    def derivative(f, each):
+        match direction:
+            case "forward":
+                return f
+            case "jvp":
+                return lambda *x: jax.jvp(f, x, x)
+            case "gradient of each" if each:
+                return each(jax.grad(squared(one), (0, 1, 2)))
+        return jax.grad(squared(f), (0, 1, 2))
+
+    def temp_bytes(f, each=None):
+        program = jax.jit(derivative(f, each)).lower(shape, shape, shape).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    inside, outside = temp_bytes(mapped(one), mapped), temp_bytes(leading)
+    copies = 4 * shape.size * 4
+    assert inside <= outside + copies, f"{inside / MIB:.1f} MiB, leading dims {outside / MIB:.1f} MiB"
+
+
 def test_the_account_knows_quadratic_memory():
     """The reference, by the same ruler: or the ruler would measure nothing."""
     once, twice = (compiled(*call(T, N=1, H=8, implementation="reference")).memory_analysis() for T in (512, 1024))

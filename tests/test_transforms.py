@@ -15,7 +15,7 @@ from jax import export
 from jax.experimental import jet
 
 import memeff
-from memeff import dot_product_attention
+from memeff import dispatch, dot_product_attention
 
 f32 = np.float32
 
@@ -160,6 +160,33 @@ def test_vmap_of_vmap():
     q, k, v = inputs(leads=(3, 2, 1))
     call = lambda q, k, v: dot_product_attention(q, k, v, local_window_size=(3, 2), chunk_size=(4, 6))
     assert_same(jax.vmap(jax.vmap(call))(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("mapped", [{*ARGUMENTS}, {"query", "bias"}], ids=len)
+def test_vmap_of_one_call_at_a_time(monkeypatch, mapped):
+    """Calls under vmap wait for each other where all their tiles together would be large."""
+    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    test_vmap_and_vmap_of_grad(mapped)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 12])  # of 6 in each of 4
+def test_vmap_of_vmap_of_some_calls_at_a_time(monkeypatch, at_once):
+    monkeypatch.setattr(dispatch, "_calls_at_once", lambda *_: at_once)
+    arrays = inputs(leads=(4, 6, 1), T=5, S=7)
+    along = tuple(jnp.cos(x) for x in arrays)
+
+    def call(q, k, v):
+        return dot_product_attention(q, k, v, local_window_size=(3, 2), chunk_size=(4, 6))
+
+    def derivatives(f):
+        out, tangent = jax.jvp(f, arrays, along)
+        return out, tangent, jax.vjp(f, *arrays)[1](jnp.sin(out))
+
+    def both():
+        return derivatives(jax.vmap(jax.vmap(call))), derivatives(call)
+
+    actual, expected = jax.jit(both)()
+    assert_same(actual, expected)
 
 
 def test_jacrev_and_linear_transpose():

@@ -169,7 +169,7 @@ def _grouped(shape: Shape, name: str, x, instead: str) -> Array | None:
         warnings.warn(
             f"{name} of shape {given} takes {bytes_ / 2**20:.0f} MiB, more than attention itself needs: "
             f"say it with {instead} where you can.",
-            stacklevel=5,
+            stacklevel=6,
         )
     if all(d == 1 for d in leads):
         leads = [1]

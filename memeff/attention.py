@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from memeff import arguments, auditing, dispatch, planning, sharding, statistics
+from memeff import arguments, auditing, compiling, dispatch, planning, sharding, statistics
 from memeff.blocks import BlockMask
 from memeff.differentiation import attend
 from memeff.functions import Mask, Score, Transform
-from memeff.problem import SEES_NOTHING, Operands, Problem, check_sizes_known
+from memeff.problem import SEES_NOTHING, Device, Operands, Problem, check_sizes_known
 
 Implementation = Literal["xla", "reference", "pallas"]
 Backward = Literal["split", "fused", "fastest"]
@@ -193,8 +193,13 @@ def dot_product_attention(
 
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
-    call = _normalised(locals())
-    how = call.module, call.problem, bool(return_residual)
+    return _attention(locals())
+
+
+def _attention(given: Mapping[str, Any], chosen: dispatch.Chosen | None = None):
+    """What `dot_product_attention` returns, for its arguments by name; `chosen`: in these tiles."""
+    call = _normalised(given, _attention, chosen)
+    how = call.module, call.problem, bool(given["return_residual"])
     out, lse = sharding.on_their_mesh(attend, how, call.operands)
     out = arguments.unfold(call.shape, out)
     if lse is None:
@@ -211,8 +216,11 @@ class _Call(NamedTuple):
     module: ModuleType  # the implementation
 
 
-def _normalised(given: Mapping[str, Any]) -> _Call:
-    """From the arguments of `dot_product_attention`, by name, each of them checked."""
+def _normalised(given: Mapping[str, Any], run: Callable[..., Any], chosen: dispatch.Chosen | None = None) -> _Call:
+    """From the arguments of `dot_product_attention`, by name, each of them checked.
+
+    `run(given, chosen)` is what is done with them: where a memory limit is near, it is compiled, to ask XLA for its bytes.
+    """
     a = SimpleNamespace(**given)
     arguments.check_not_flaxes(deterministic=a.deterministic, dtype=a.dtype, module=a.module)
     query, key, value = arguments.check_arrays(a.query, a.key, a.value)
@@ -259,10 +267,13 @@ def _normalised(given: Mapping[str, Any]) -> _Call:
     )
     if dropout is not None:
         check_sizes_known(operands, "Dropout")
+    if chosen is not None:
+        return _Call(shape, chosen.problem, operands, chosen.module)
     limit = arguments.bytes_of("memory_limit", a.memory_limit) or dispatch.memory_limit_of_program.value
     chunks = arguments.check_chunk_size(a.chunk_size)
-    problem, module = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit)
-    return _Call(shape, problem, operands, module)
+    compiled = functools.partial(compiling.temp_bytes, run, given)
+    chosen = dispatch.select_implementation(problem, operands, a.implementation, chunks, limit, compiled)
+    return _Call(shape, chosen.problem, operands, chosen.module)
 
 
 def _at_the_door(call: _Call, rows: Array) -> Array:
@@ -295,7 +306,11 @@ def attention_statistics(
       >>> print(attention_statistics(x, x, x, is_causal=True).distance[0, :, 0])
       [0.  0.5 1.  1.5]
     """
-    call = _chunked("attention_statistics", query, key, value, bias, mask, how)
+    return _statistics(_bound("attention_statistics", query, key, value, bias, mask, how))
+
+
+def _statistics(given: Mapping[str, Any], chosen: dispatch.Chosen | None = None) -> statistics.Statistics:
+    call = _normalised(given, _statistics, chosen)
     out, *rows = sharding.on_their_mesh(statistics.measured, (call.problem,), call.operands)
     return statistics.Statistics(arguments.unfold(call.shape, out), *(_at_the_door(call, x) for x in rows))
 
@@ -316,7 +331,11 @@ def key_mass(
       >>> print(key_mass(x, x)[0, :, 0])
       [1. 1. 1. 1.]
     """
-    call = _chunked("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how)
+    return _key_mass(_bound("key_mass", query, key, jnp.asarray(key)[..., :1], bias, mask, how))
+
+
+def _key_mass(given: Mapping[str, Any], chosen: dispatch.Chosen | None = None) -> Array:
+    call = _normalised(given, _key_mass, chosen)
     found = sharding.on_their_mesh(statistics.key_mass, (call.problem,), call.operands)
     return arguments.unfold(call.shape, found)
 
@@ -356,8 +375,8 @@ def audit(
       >>> audit("xla", x, x, x, is_causal=True, samples=8).ok
       True
     """
-    of_truth = {name: x for name, x in how.items() if name != "backward"}  # which says how, not what
-    call = _chunked("audit", query, key, value, bias, mask, of_truth)
+    of_truth = {name: x for name, x in how.items() if name not in ("backward", "memory_limit")}  # how, not what
+    call = _normalised(_bound("audit", query, key, value, bias, mask, of_truth), _attention)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(call.operands)) or call.problem.dropout is not None:
         raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout: leave both away.")
     shape, keys = call.shape, jax.random.split(jax.random.key(0) if rng is None else rng, 3)
@@ -396,13 +415,14 @@ def audit(
         return auditing.report(found, true_rows, true_columns, rows, columns, samples, arrays[0].dtype.name)
 
 
-def _chunked(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> _Call:
+def _bound(name: str, query, key, value, bias, mask, how: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the chunked path, by name."""
     others = {"implementation", "backward", "return_residual", "sinks"}
     if not_taken := sorted(others & how.keys()):
         raise TypeError(f"memeff.{name} does not take {', '.join(not_taken)}: leave it away.")
     bound = inspect.signature(dot_product_attention).bind(query, key, value, bias, mask, implementation="xla", **how)
     bound.apply_defaults()
-    return _normalised(bound.arguments)
+    return bound.arguments
 
 
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **how: Any) -> str:
@@ -432,18 +452,22 @@ def plan(
     *,
     device: Any = None,
     memory: Any = None,
+    compile: bool = False,
     **how: Any,
 ) -> planning.Plan:
     """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
 
-    Nothing is computed or allocated. Bytes are what XLA will report of the compiled call: on CPUs within a tenth for long
-    sequences, on GPUs mostly within a fifth; on TPUs they are told by the rule for GPUs, which nobody has checked there.
+    Nothing is computed or allocated. Bytes are estimates: in tests within a factor of two of what XLA reports of the compiled
+    call, mostly much nearer; on TPUs they are told by the rule for GPUs, which nobody has checked there. With `compile` the
+    call is compiled, and bytes are what XLA reports.
 
     Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:
-      device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`. Default: JAX's first.
+      device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`, also one that is described alone
+        (of `jax.experimental.topologies`). Default: JAX's first.
       memory: bytes, or a text such as "80GiB", in which the longest sequence is to fit. Default: the device's, where known.
+      compile: compile forward and gradient, some seconds; the device must be here, or described.
 
-    Raises: as the call itself does; ValueError for a device that is not known.
+    Raises: as the call itself does; ValueError for a device that is not known, or for which nothing can be compiled here.
 
     Example:
       >>> import jax
@@ -452,17 +476,27 @@ def plan(
       36
     """
     on, has = planning.check_device(device)
+    given = dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)
     with dispatch.as_if_on(*on):
-        call = _dispatched("plan", dict(query=query, key=key, value=value, bias=bias, mask=mask, **how))
-        return planning.make(*call, arguments.bytes_of("memory", memory) or has)
+        chosen = _dispatched("plan", given)
+        found = _bytes_as_compiled(given, chosen, device, on) if compile else None
+        return planning.make(*chosen, arguments.bytes_of("memory", memory) or has, found)
+
+
+def _bytes_as_compiled(given: dict[str, Any], chosen: tuple[Problem, Operands, str], device: Any, on: Device):
+    """What XLA says of a call that `_dispatched` found."""
+    problem, _, name = chosen
+    bound = inspect.signature(dot_product_attention).bind(**given)
+    bound.apply_defaults()
+    target = planning.compiles_for(device, on)
+    return compiling.temp_bytes(_attention, bound.arguments, dispatch.Chosen(problem, dispatch.MODULES[name]), target)
 
 
 def _dispatched(name: str, given: dict[str, Any]) -> tuple[Problem, Operands, str]:
     """What dispatch sees of a call (of arrays only shapes), and the implementation that it chooses."""
     if "implementation" in given:
         raise TypeError(f"memeff.{name} tells what memeff would choose: leave implementation= away.")
-    arrays = {n: x for n, x in given.items() if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "ndim", 0) > 0}
-    static = {n: x for n, x in given.items() if n not in arrays}
+    floats, rest, join, _ = compiling.parts(given)
     with dispatch.watch() as calls:
-        jax.eval_shape(lambda arrays: dot_product_attention(**arrays, **static), arrays)
+        jax.eval_shape(lambda *arrays: dot_product_attention(**join(*arrays)), floats, rest)
     return calls[0]

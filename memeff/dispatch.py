@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from memeff import memory, pallas, reference, xla
+from memeff import compiling, memory, pallas, reference, xla
 from memeff.arguments import Shape, bytes_of, human
 from memeff.problem import Device, Operands, Problem
 from memeff.rules import largest_divisor as _divisor
@@ -22,25 +23,41 @@ from memeff.sharding import may_be_sharded
 IMPLEMENTATIONS = ("xla", "reference", "pallas")
 
 
+MODULES = {"xla": xla, "reference": reference, "pallas": pallas}
+
+
+class Chosen(NamedTuple):
+    """How a call runs."""
+
+    problem: Problem  # with its tiles
+    module: ModuleType  # the implementation, forward and backward together
+
+
+# Of a choice, on a device that is here: what forward and gradient take, as XLA says.
+Compiled = Callable[[Chosen, jax.Device], tuple[int, int]]
+
+
 def select_implementation(
     problem: Problem,
     operands: Operands,
     requested: str | None,
     chunks: tuple[int | None, int | None] = (None, None),
     limit: int | None = None,
-) -> tuple[Problem, ModuleType]:
-    """The module that runs this call, forward and backward together, and the problem with its tiles.
+    compiled: Compiled | None = None,
+) -> Chosen:
+    """The implementation that runs this call, and the problem with its tiles.
 
     Refuses a request that cannot be met. `chunks` and `limit` are the call's `chunk_size` and `memory_limit` in bytes.
     """
     fused, fastest = problem.backward == "fused", problem.backward == "fastest"
     if fastest:
         problem = dataclasses.replace(problem, backward=None)
+    choose = functools.partial(_choose_tiles, operands=operands, requested=chunks, limit=limit, compiled=compiled)
     name = requested or ("pallas" if fused else None)
     if name is None:
         against = why_not("pallas", problem, operands, chunks)
-        fits = limit is None or against is not None or max(pallas.temp_bytes(problem, operands)) <= limit
-        name = "pallas" if fits and (against or pallas.slower(problem, operands)) is None else "xla"
+        kernels = against is None and pallas.slower(problem, operands) is None
+        name = "pallas" if kernels and choose(problem, implementation="pallas")[0] is not None else "xla"
         expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and _watching.get() is None
         if against is not None and expected and pallas.for_device(device(operands.query)) is None:
             _tell(against)
@@ -52,11 +69,11 @@ def select_implementation(
         raise NotImplementedError(f"{asked} cannot run this call: {reason}. {cure}")
     if fastest and name == "pallas" and pallas.fused_is_faster(problem, operands):
         one = dataclasses.replace(problem, backward="fused")
-        problem = one if limit is None or max(pallas.temp_bytes(one, operands)) <= limit else problem
-    problem = choose_tiles(problem, operands, chunks, limit, name)
+        problem = one if choose(one, implementation="pallas")[0] is not None else problem
+    problem = choose_tiles(problem, operands, chunks, limit, name, compiled)
     if (calls := _watching.get()) is not None:
         calls.append((problem, operands, name))
-    return problem, {"xla": xla, "reference": reference, "pallas": pallas}[name]
+    return Chosen(problem, MODULES[name])
 
 
 _watching: contextvars.ContextVar[list | None] = contextvars.ContextVar("memeff_watching", default=None)
@@ -104,7 +121,7 @@ def _tell(reason: str) -> None:
     """Once for each reason: that something faster than what runs was there."""
     if reason not in _told:
         _told.add(reason)
-        warnings.warn(f'memeff: kernels are for this device, but implementation="xla" runs: {reason}.', stacklevel=5)
+        warnings.warn(f'memeff: kernels are for this device, but implementation="xla" runs: {reason}.', stacklevel=6)
 
 
 _told: set[str] = set()
@@ -198,14 +215,48 @@ LEAST_SIDE = 64  # smaller tiles save nothing beside what is as long as the sequ
 HALVINGS = 16  # down to that
 
 
+# An estimate so many times below the limit is taken at its word; up to so many times above it, it may still be too high.
+FAR = 2
+HIGH = 1.25
+
+
 def choose_tiles(
     problem: Problem,
     operands: Operands,
     requested: tuple[int | None, int | None] = (None, None),
     limit: int | None = None,
     implementation: str | None = None,
+    compiled: Compiled | None = None,
 ) -> Problem:
     """`problem` with the tiles that are fastest, or else with the largest that keep forward and gradient within `limit`."""
+    chosen, needed, smallest = _choose_tiles(problem, operands, requested, limit, implementation, compiled)
+    if chosen is not None:
+        return chosen
+    kernels = implementation == "pallas" and pallas.backward_is_kernel(operands)
+    how, cure = "in tiles of {} x {} logits".format(*smallest.chunk_size), "split the batch or the heads"
+    if implementation == "reference" or kernels:
+        how, cure = "in kernels" if kernels else "at once", "leave implementation away"
+    elif requested != (None, None):
+        cure = "leave chunk_size away"
+    raise ValueError(
+        f"memory_limit={limit} ({human(limit or 0)}): forward and gradient of this call need up to {needed} bytes "
+        f"({human(needed)}) beyond inputs and outputs, {how}. Raise the limit to that, or {cure}."
+    )
+
+
+def _choose_tiles(
+    problem: Problem,
+    operands: Operands,
+    requested: tuple[int | None, int | None],
+    limit: int | None,
+    implementation: str | None,
+    compiled: Compiled | None,
+) -> tuple[Problem | None, int, Problem]:
+    """Return the choice (None: nothing keeps to the limit), the bytes that a refusal names, and the smallest tiles.
+
+    Far below the limit an estimate decides. Near it the call is compiled, and XLA decides. Where nobody can compile it (for
+    a device that is not here), the estimate decides with a margin.
+    """
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     shape = Shape((B,), T, S, K * G, K, H, D)
     known = all(isinstance(n, int) for n in (B, T, S))
@@ -218,27 +269,29 @@ def choose_tiles(
         return dataclasses.replace(problem, **tiles._asdict())
 
     if limit is None:
-        return tiled(0)
+        return (fastest := tiled(0)), 0, fastest
     if not known:
         raise ValueError(f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead.")
-    quadratic, least = implementation == "reference", math.inf
-    kernels = implementation == "pallas" and pallas.backward_is_kernel(operands)
-    for halvings in range(HALVINGS):
-        chosen = tiled(halvings)
-        margin = 1 if kernels else memory.margin(chosen, operands, platform())
-        needed = math.ceil(margin * max(temp_bytes(chosen, operands, implementation)))
-        if needed <= limit:
-            return chosen
-        least = min(least, needed)
-    how, cure = "in tiles of {} x {} logits".format(*tiled(HALVINGS).chunk_size), "split the batch or the heads"
-    if quadratic or kernels:
-        how, cure = "in kernels" if kernels else "at once", "leave implementation away"
-    elif requested != (None, None):
-        cure = "leave chunk_size away"
-    raise ValueError(
-        f"memory_limit={limit} ({human(limit)}): forward and gradient of this call need up to {least} bytes "
-        f"({human(least)}) beyond inputs and outputs, {how}. Raise the limit to that, or {cure}."
-    )
+    in_tiles = implementation != "reference" and not (implementation == "pallas" and pallas.backward_is_kernel(operands))
+    options = [*dict.fromkeys(tiled(halvings) for halvings in range(HALVINGS if in_tiles else 1))]
+    estimate = lambda option: max(temp_bytes(option, operands, implementation))
+    here = compiling.on_hand(device(operands.query))
+    if compiled is None or here is None:
+        margin = lambda option: 1 if not in_tiles else memory.margin(option, operands, platform())
+        needed = [math.ceil(margin(option) * estimate(option)) for option in options]
+        fits = (option for option, bytes_ in zip(options, needed, strict=True) if bytes_ <= limit)
+        return next(fits, None), min(needed), options[-1]
+    needed, seen, doubt = 0, 1.0, HIGH
+    for option in options:
+        about = seen * estimate(option)
+        if FAR * about <= limit:
+            return option, 0, option
+        if about <= doubt * limit or option is options[-1]:
+            needed = max(compiled(Chosen(option, MODULES[implementation or "xla"]), here))
+            if needed <= limit:
+                return option, needed, option
+            seen, doubt = seen * needed / max(1, about), 1  # the next ones are likely as far off
+    return None, needed, options[-1]
 
 
 def temp_bytes(problem: Problem, operands: Operands, implementation: str | None) -> tuple[int, int]:

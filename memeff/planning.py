@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from memeff import dispatch, memory, pallas, xla
+from memeff import compiling, dispatch, memory, pallas, xla
 from memeff.arguments import human
 from memeff.problem import Device, Operands, Problem
 
@@ -23,13 +23,19 @@ DEVICES = {
 }
 
 
+ABOUT = "Bytes are estimates, in tests within a factor of two of what was compiled; compile=True makes memeff's exact."
+EXACT = "memeff's bytes are those of the compiled call; the others and the lengths are estimates."
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What `memeff.plan` finds. Its `str` is a table.
 
-    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. Floating point operations are those of
-    the products of one forward, and of one gradient without it, on the tiles that are visited; where the walk's bounds are
-    found as it runs, `tiles_visited` is None and all tiles count.
+    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. Outputs of a gradient are the forward's
+    results and the gradients by everything that is a float; its inputs are the arguments and cotangents. Where `compiled`,
+    bytes are what XLA reports, else estimates; those of plain attention, and `longest`, are always estimates.
+    Floating point operations are those of the products of one forward, and of one gradient without it, on the tiles that
+    are visited; where the walk's bounds are found as it runs, `tiles_visited` is None and all tiles count.
     """
 
     implementation: str
@@ -37,6 +43,7 @@ class Plan:
     chunk_size: tuple[int, int]  # rows and columns of a tile (on GPUs a forward may take larger ones: see the text)
     forward_bytes: int
     gradient_bytes: int  # of forward and gradient in one call
+    compiled: bool  # are these two what XLA reports, or estimates?
     flops: int
     gradient_flops: int
     tiles_visited: int | None  # tiles of rows and columns, the same for all heads
@@ -52,16 +59,17 @@ class Plan:
         flops = (human(x, ("", "k", "M", "G", "T", "P", "E"), 1000) for x in (self.flops, self.flops + self.gradient_flops))
         rows = [
             ("temporary memory", "forward", "forward + gradient"),
-            ("memeff", human(self.forward_bytes), human(self.gradient_bytes)),
+            ("memeff" if self.compiled else "memeff, about", human(self.forward_bytes), human(self.gradient_bytes)),
             ("plain attention, about", human(self.plain_forward_bytes), human(self.plain_gradient_bytes)),
             ("floating point operations", *flops),
         ]
         lines = [f"{a:26}{b:>12}{c:>22}" for a, b, c in rows]
         if self.memory is not None:
             lines.append(
-                f"In {human(self.memory)} fits the gradient of up to {self.longest} tokens, "
+                f"In {human(self.memory)} fits the gradient of up to about {self.longest} tokens, "
                 f"of {self.plain_longest} with plain attention."
             )
+        lines.append(EXACT if self.compiled else ABOUT)
         return "\n".join([f'"{self.implementation}" on {self.platform}: {self.how}', *lines])
 
 
@@ -75,7 +83,9 @@ def check_device(device: Any) -> tuple[Device, int | None]:
     device = jax.devices()[0] if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got {type(device).__name__}.")
-    found, stats = Device(device.platform, getattr(device, "compute_capability", None)), device.memory_stats()
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform  # of one that is described, and not here
+    found = Device(platform, getattr(device, "compute_capability", None))
+    stats = device.memory_stats() if device in jax.devices() else None
     if stats and "bytes_limit" in stats:
         return found, stats["bytes_limit"]
     if device.platform == "cpu" and hasattr(os, "sysconf"):
@@ -83,8 +93,24 @@ def check_device(device: Any) -> tuple[Device, int | None]:
     return found, None
 
 
-def make(problem: Problem, operands: Operands, name: str, device_bytes: int | None) -> Plan:
-    """Of what dispatch chose, on `dispatch.platform()`; of `operands` only shapes and dtypes are read."""
+def compiles_for(device: Any, found: Device) -> jax.Device:
+    """Return the device for which a plan is compiled, of what `check_device` took and found; refuse where there is none."""
+    target = device if isinstance(device, jax.Device) else compiling.on_hand(found)
+    if target is None:
+        raise ValueError(
+            f"device={device!r} is not here, and compile=True wants one for which this process can compile: leave compile "
+            "away for estimates, or pass device=jax.experimental.topologies.get_topology_desc(...).devices[0]."
+        )
+    return target
+
+
+def make(
+    problem: Problem, operands: Operands, name: str, device_bytes: int | None, compiled: tuple[int, int] | None = None
+) -> Plan:
+    """Of what dispatch chose, on `dispatch.platform()`; of `operands` only shapes and dtypes are read.
+
+    `compiled`: bytes of forward and gradient, where they are known.
+    """
     (B, T, K, G, H), (_, S, _, D), platform = operands.query.shape, operands.value.shape, dispatch.platform()
     kernels = name == "pallas"
     if kernels:
@@ -92,7 +118,7 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
     visited, total = xla.count_tiles(problem, operands)
     t, c = problem.chunk_size
     logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))
-    forward, gradient = dispatch.temp_bytes(problem, operands, name)
+    forward, gradient = compiled or dispatch.temp_bytes(problem, operands, name)
     plain_forward, plain_gradient = memory.plain_bytes(operands, platform)
 
     def chunked(there: Operands) -> tuple[int, int]:
@@ -110,6 +136,7 @@ def make(problem: Problem, operands: Operands, name: str, device_bytes: int | No
         chunk_size=problem.chunk_size,
         forward_bytes=forward,
         gradient_bytes=gradient,
+        compiled=compiled is not None,
         flops=2 * (H + D) * logits,
         gradient_flops=2 * (3 * H + 2 * D) * logits,
         tiles_visited=visited,

@@ -13,6 +13,7 @@ A sink is one more column of the softmax, without a key: p is then smaller than 
 A pair that is hidden takes part in no product at all, so NaN in what nobody sees stays where it is.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -136,10 +137,11 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     """[B, N, T, S]: every mask of a call together. A `bias` hides at -inf and at the lowest finite number of its dtype."""
     leads, (T, N), S = np.shape(query)[:-3], np.shape(query)[-3:-1], np.shape(key)[-3]
     B = int(np.prod(leads))
+    same = functools.cache(functools.partial(sees, T, S, is_causal=is_causal, local_window_size=local_window_size))
     per_batch = lambda x: [None] * B if x is None else [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
     if query_segment_ids is not None and key_value_segment_ids is None:
         key_value_segment_ids = query_segment_ids
-    ids = lambda x, size: [None] * B if x is None else np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist()
+    ids = lambda x, size: [None] * B if x is None else map(tuple, np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist())
     columns = zip(
         per_batch(q_offset),
         per_batch(query_seq_lengths),
@@ -150,10 +152,9 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     )
     keep = np.zeros((B, N, T, S), bool)
     for b, (offset, query_length, key_length, q_ids, k_ids) in enumerate(columns):
-        keep[b] = sees(
-            T, S, is_causal=is_causal, local_window_size=local_window_size, q_offset=offset, query_length=query_length,
-            key_length=key_length, query_segments=q_ids, key_segments=k_ids,
-        )  # fmt: skip
+        keep[b] = same(
+            q_offset=offset, query_length=query_length, key_length=key_length, query_segments=q_ids, key_segments=k_ids
+        )
     if mask is not None:
         keep = keep & _full(mask, leads, N, T, S).astype(bool)
     if bias is not None:

@@ -90,7 +90,7 @@ class Text:
 
 
 def read(path: Path, begin: int, end: int) -> np.ndarray:
-    """Return the bytes from `begin` to `end` of a file. Refuse one that became shorter or went away since it was found."""
+    """Return the bytes from `begin` to `end` of a file. Refuse one that has become shorter or is gone."""
     with reading(path), path.open("rb") as file:
         file.seek(begin)
         found = file.read(end - begin)
@@ -162,7 +162,7 @@ def refuse_folder(error: OSError) -> None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is not empty and has no byte 0 in its first 8,000 bytes, which is also what git goes by."""
+    """Return whether a file is not empty and has no byte 0 in its first 8,000 bytes, which is also what git goes by."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
             return False

@@ -1,7 +1,7 @@
-"""Files that survive a crash and a full disk, and failures that are told in one sentence.
+"""Write files that survive a crash and a full disk, and report failures in one sentence.
 
-A file that is rewritten has its old contents or its new ones, never a part of either. A file that grows by appending may
-end in a part of a line after a crash; its reader drops that part.
+A replaced file has its old contents or its new ones, never a part of either. A file that grows by
+lines may end in a part of a line after a crash, and its reader drops that part.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, contents: bytes) -> None:
+def replace_file(path: Path, contents: bytes) -> None:
     """Give the file at `path` these contents: write a temporary file beside it, then rename that."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
         if path.is_file() and path.read_bytes() == contents:
             return
         try:
-            write(temporary, contents)
+            write_file(temporary, contents)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def write(path: Path, contents: bytes | memoryview) -> None:
+def write_file(path: Path, contents: bytes | memoryview) -> None:
     """Write a file in a folder made for it if need be, and wait until the contents are on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -63,7 +63,8 @@ def write(path: Path, contents: bytes | memoryview) -> None:
         os.fsync(file.fileno())  # a rename may reach the disk before the contents do
 
 
-def append(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
+    """Add one line to the end of a file."""
     with writing(path), path.open("a") as file:
         file.write(line + "\n")
 
@@ -75,4 +76,5 @@ def sync(path: Path) -> None:
 
 
 def warn(sentence: str) -> None:
+    """Print a warning where it does not mix with the output."""
     print(f"warning: {sentence}", file=sys.stderr, flush=True)

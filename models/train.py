@@ -36,7 +36,7 @@ from flax import nnx
 from jax import Array, lax
 
 from models.data import Batch, ListOps, Refused, Task, Text
-from models.files import append, one_sentence, replace, sync, warn, write, writing
+from models.files import append_line, one_sentence, replace_file, sync, warn, write_file, writing
 from models.transformer import Config, Transformer
 
 
@@ -218,7 +218,7 @@ def check_same_run(settings: Settings, data: str) -> dict[str, Any]:
                     "give another --out to begin anew, or the same settings to resume."
                 )
     contents = json.dumps(now, indent=1) + "\n"
-    replace(Path(settings.out, "run.json"), contents.encode())
+    replace_file(Path(settings.out, "run.json"), contents.encode())
     return now
 
 
@@ -238,7 +238,10 @@ def read_settings(out: str) -> Settings:
 
 
 def read_record(out: str) -> dict[str, Any] | None:
-    """Return what run.json holds, or else the record in the newest readable checkpoint; None where there is no run."""
+    """Return what run.json holds, the settings and a description of the data; None where there is no run.
+
+    Where run.json is damaged or missing, the newest readable checkpoint has the same record.
+    """
     path = Path(out, "run.json")
     try:
         record = json.loads(path.read_bytes())
@@ -265,7 +268,10 @@ def read_record(out: str) -> dict[str, Any] | None:
 
 
 def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all, and keep the last two. The zip format holds a checksum of each array."""
+    """Write a checkpoint, whole or not at all, and keep the last two. The zip format adds a checksum to each array.
+
+    The settings in `record` go with it, so that the run survives a damaged run.json.
+    """
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
     contents = io.BytesIO()
     np.savez(contents, **arrays, run=json.dumps(record))
@@ -273,7 +279,7 @@ def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
     unfinished = folder.with_name("unfinished")
     with writing(folder):
         try:
-            write(unfinished / "state.npz", contents.getbuffer())
+            write_file(unfinished / "state.npz", contents.getbuffer())
             os.rename(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -291,7 +297,7 @@ def restore(out: str, like: tuple) -> tuple[int, tuple]:
         try:
             return step, read_checkpoint(out, step, like)
         except Exception as error:  # a damaged file fails in many ways
-            reason = str(error) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             warn(f"checkpoint {checkpoint_folder(out, step)} cannot be read ({reason}): trying the one before it.")
     if steps:
         raise Refused(f"no checkpoint in {out} can be read: give another --out to begin anew.")
@@ -312,6 +318,7 @@ def read_checkpoint(out: str, step: int, like: tuple) -> tuple:
 
 @contextlib.contextmanager
 def open_checkpoint(out: str, step: int) -> Iterator[Any]:
+    """Open the arrays of a checkpoint by name; each is read, and compared with its checksum, when it is asked for."""
     path = checkpoint_folder(out, step) / "state.npz"
     with path.open("rb") as file, np.load(file) as arrays:
         yield arrays
@@ -340,6 +347,7 @@ def checkpoint_folder(out: str, step: int) -> Path:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Array]]:
+    """Return each array of a state with the name that it has in a checkpoint."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
@@ -403,7 +411,7 @@ class Log:
                     kept.append(line + b"\n")
             except (ValueError, TypeError, KeyError):
                 damaged += 1
-        replace(self.path, b"".join(kept))
+        replace_file(self.path, b"".join(kept))
         if damaged:
             warn(f"{self.path}: {damaged} damaged line(s) dropped, such as a crash leaves at the end.")
 
@@ -414,7 +422,7 @@ class Log:
         self.then = now
         note = f"loss {values['loss']:.3f}  {speed:8,.0f} tokens/s  {peak_memory() / 2**20:,.0f} MiB"
         line = {"step": step} | values | {"tokens_per_second": speed, "peak_bytes": peak_memory()}
-        append(self.path, json.dumps(line))
+        append_line(self.path, json.dumps(line))
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update()
@@ -423,7 +431,7 @@ class Log:
         self.fresh = False
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        append(self.path, json.dumps({"step": step} | values))
+        append_line(self.path, json.dumps({"step": step} | values))
         self._say(f"step {step:5d}/{self.settings.steps}  evaluation: loss {values['eval_loss']:.3f} nats per token, "
                   f"{values['eval_accuracy']:.1%} right")  # fmt: skip
         self.then = time.perf_counter()

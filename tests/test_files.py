@@ -251,7 +251,7 @@ def test_the_history_is_on_the_disk_before_the_checkpoint(workplace, monkeypatch
     synced = []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
     files.sync(METRICS)
-    files.replace(Path("new"), b"contents")
+    files.replace_file(Path("new"), b"contents")
     assert synced == [METRICS.stat().st_ino, Path("new").stat().st_ino]
 
 
@@ -308,6 +308,24 @@ def test_damaged_checkpoint(whole, monkeypatch, capsys):
         assert sorted(os.listdir("run/checkpoints")) == ["4.unreadable", "6", "7"]
         shutil.rmtree(OUT)
         os.rename("kept", OUT)
+
+
+def test_one_bit_in_a_large_checkpoint():
+    """Damage that leaves the file readable; the array is read in several pieces."""
+    weights = np.random.default_rng(0).normal(size=300_000).astype(np.float32)
+    for step in (1, 2):
+        train.save("run", step, (weights,), {})
+    path = OUT / "checkpoints/2/state.npz"
+    good = path.read_bytes()
+    for place in range(1000, len(good) - 1000, 100_003):
+        turned = bytearray(good)
+        turned[place] ^= 1
+        path.write_bytes(turned)
+        assert train.restore("run", (weights,))[0] == 1
+    path.write_bytes(good)
+    step, (found,) = train.restore("run", (weights,))
+    assert step == 2
+    np.testing.assert_array_equal(found, weights)
 
 
 def small_state() -> tuple:

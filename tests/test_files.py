@@ -227,18 +227,31 @@ def check_sentence(text: str, *parts: str) -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("limit", [0, 1, 200, 400, 900, 1200, 1500])
-def test_writes_that_the_system_cuts(limit, whole, capsys):
-    """The kernel takes `limit` bytes of a file and refuses the next: this is a file in part, as on a full disk."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_writes_that_the_system_cuts(begun, whole, monkeypatch, capsys):
+    """The kernel takes `limit` bytes of a file and refuses the next, which leaves a part of it, as on a full disk.
+
+    `capsys` keeps what is printed in memory, where the limit does not count.
+    """
+    if begun:
+        stop_after(5, monkeypatch)
+        shutil.copytree(OUT, "begun")
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    with pytest.raises(Refused) as refusal:
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            run()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    check_sentence(str(refusal.value), "cannot write run/", "(File too large)", "the same command then goes on")
-    resumes(whole)
+    for limit in (0, 1, 200, 400, 600, 900, 1200, 1500):
+        shutil.rmtree(OUT, ignore_errors=True)
+        if begun:
+            shutil.copytree("begun", OUT)
+        before = lines_of_the_checkpoint()
+        assert bool(before) == begun
+        with pytest.raises(Refused) as refusal:
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+                run()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        check_sentence(str(refusal.value), "cannot write run/", "(File too large)", "then goes on")
+        assert not begun or before <= set(METRICS.read_bytes().splitlines())
+        resumes(whole)
 
 
 def test_the_history_is_on_the_disk_before_the_checkpoint(workplace, monkeypatch):
@@ -249,10 +262,12 @@ def test_the_history_is_on_the_disk_before_the_checkpoint(workplace, monkeypatch
     run()
     assert order == ["metrics.jsonl", 2, "metrics.jsonl", 4, "metrics.jsonl", 6, "metrics.jsonl", 7]
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number)))
     files.sync(METRICS)
     files.replace_file(Path("new"), b"contents")
-    assert synced == [METRICS.stat().st_ino, Path("new").stat().st_ino]
+    for found, path in zip(synced, (METRICS, Path("new")), strict=True):
+        expected = path.stat()
+        assert (found.st_ino, found.st_size) == (expected.st_ino, expected.st_size)
 
 
 # ---- damaged files

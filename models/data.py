@@ -5,11 +5,13 @@ Byte 0, which text does not contain, starts a document: the model's vocabulary i
 """
 
 import bisect
-import functools
+import contextlib
 import itertools
 import os
 import random
+import stat
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -82,40 +84,63 @@ class Text:
             skip = start + at - begin  # in this document, whose first byte is the 0
             take = min(self.length - at, self.ends[which] - begin - skip)
             inside = max(skip, 1)
-            row[at + inside - skip : at + take] = mapped(self.files[which])[inside - 1 : skip + take - 1]
+            row[at + inside - skip : at + take] = read(self.files[which], inside - 1, skip + take - 1)
             at, which = at + take, which + 1
         return row
 
 
-@functools.lru_cache(maxsize=4096)
-def mapped(path: Path) -> np.memmap:
-    return np.memmap(path, np.uint8, mode="r")
+def read(path: Path, begin: int, end: int) -> np.ndarray:
+    """Return the bytes from `begin` to `end` of a file. Refuse one that has become shorter or is gone."""
+    with reading(path), path.open("rb") as file:
+        file.seek(begin)
+        found = file.read(end - begin)
+    if len(found) < end - begin:
+        raise Refused(f"--text {path}: the file became shorter while it was read; restore it and resume.")
+    return np.frombuffer(found, np.uint8)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError into a refusal that names the text file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise Refused(f"--text {path}: cannot be read ({reason}); repair it or leave it out.") from error
 
 
 def find_files(paths: tuple[str, ...]) -> list[Path]:
     """Files named, and all text in folders named; sorted, empty ones left out."""
     files = []
     for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            found = [file for file in walk(path) if is_text(file)]
-            if not found:
-                raise Refused(f"--text {name}: the folder holds no text; give a folder with text files in it.")
-            files += found
-        elif not path.is_file():
-            raise Refused(f"--text {name}: no such file or folder; give text files or folders of them.")
-        elif path.stat().st_size == 0:
-            raise Refused(f"--text {name}: the file is empty; give a file with text in it.")
-        else:
-            files.append(path)
+        with reading(Path(name)):
+            files += find_text(name)
     return list(dict.fromkeys(files))
+
+
+def find_text(name: str) -> list[Path]:
+    """Return the file, or all text in the folder, that `--text` names."""
+    path = Path(name)
+    if path.is_dir():
+        found = [file for file in walk(path) if is_text(file)]
+        if not found:
+            raise Refused(f"--text {name}: the folder holds no text; give a folder with text files in it.")
+        return found
+    if not path.is_file():
+        raise Refused(f"--text {name}: no such file or folder; give text files or folders of them.")
+    if path.stat().st_size == 0:
+        raise Refused(f"--text {name}: the file is empty; give a file with text in it.")
+    if not is_text(path):
+        raise Refused(f"--text {name}: the file is binary, for it has a byte 0; give a file with text in it.")
+    return [path]
 
 
 def python_library() -> list[Path]:
     """The sources and prose of Python's standard library: some ten million bytes, on every machine that runs this."""
     folder = Path(sysconfig.get_path("stdlib"))
     names = (".py", ".txt", ".rst")
-    files = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names and is_text(path)]
+    found = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names]
+    files = [path for path in found if path.exists() and is_text(path)]  # some systems leave dangling links
     if not files:
         raise Refused(f"this Python keeps no sources in {folder}: give text of your own with --text.")
     return files
@@ -124,16 +149,25 @@ def python_library() -> list[Path]:
 def walk(folder: Path, skipped: set[str] = SKIPPED_FOLDERS) -> list[Path]:
     """All files below, in the order of their names, hidden ones left out."""
     found = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         folders[:] = [name for name in folders if name not in skipped | SKIPPED_FOLDERS and not name.startswith(".")]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
+def refuse_folder(error: OSError) -> None:
+    """Refuse a folder that cannot be listed, which `os.walk` would leave out without a word."""
+    with reading(Path(error.filename)):
+        raise error
+
+
 def is_text(path: Path) -> bool:
-    """Not empty and without a byte 0 in its first 8,000 bytes, which is also what git goes by."""
-    with path.open("rb") as file:
-        head = file.read(8000)
+    """Return whether a file is not empty and has no byte 0 in its first 8,000 bytes, which is also what git goes by."""
+    with reading(path):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+            return False
+        with path.open("rb") as file:
+            head = file.read(8000)
     return bool(head) and START not in head
 
 

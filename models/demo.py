@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from memeff import bench
+from models.files import one_sentence
 from models.generate import load, write
 from models.train import Settings, train
 
@@ -18,8 +19,14 @@ LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
 def main() -> None:
+    with one_sentence("models.demo"):
+        demonstrate()
+
+
+def demonstrate() -> None:
     began = time.perf_counter()
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    if FOLDER.exists():
+        shutil.rmtree(FOLDER)
     FOLDER.mkdir(parents=True)
     print("1. Memory that attention needs beyond its inputs and outputs (batch 1, 8 heads of 64, float32; compiled, nothing")
     print("   allocated; ~: too large to compile, from the growth up to there)\n")

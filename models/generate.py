@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array, lax
 
 from models.data import START, VOCABULARY, Refused
-from models.train import checkpoints, read_settings
+from models.files import one_sentence
+from models.train import read_settings, restore
 from models.transformer import Transformer
 
 
@@ -27,23 +27,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=None, help="choose among this many likeliest bytes (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args(arguments))
-    try:
+    with one_sentence("models.generate"):
         graphdef, params = load(options.pop("checkpoint"))
         print(options["prompt"] + write(graphdef, params, **options))
-    except Refused as refusal:
-        raise SystemExit(f"models.generate: {refusal}") from None
 
 
 def load(out: str) -> tuple[Any, Any]:
-    """The model of the newest checkpoint of the run in folder `out`, as `nnx.split` gives it."""
+    """Return the model of the newest good checkpoint in folder `out`, as `nnx.split` gives it. Write nothing there."""
     settings = read_settings(out)
     graphdef, like = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
-    with checkpoints(out) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise Refused(f"{out} has no checkpoint yet: `python -m models.train` writes one every --save-every steps.")
-        found = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(like)))
-        return graphdef, found["params"]
+    step, (params,) = restore(out, (like,))
+    if step == 0:
+        raise Refused(f"{out} has no checkpoint yet: `python -m models.train` writes one every --save-every steps.")
+    return graphdef, params
 
 
 def write(
@@ -56,7 +52,10 @@ def write(
         raise Refused(f"temperature={temperature}: it must be >= 0; 0 takes the likeliest byte each time.")
     if top_k is not None and top_k < 1:
         raise Refused(f"top_k={top_k}: it must be at least 1; leave it out to choose among all bytes.")
-    start = jnp.asarray(list(START + prompt.encode()), jnp.int32)
+    try:
+        start = jnp.asarray(list(START + prompt.encode()), jnp.int32)
+    except UnicodeEncodeError:
+        raise Refused(f"prompt={ascii(prompt)} is not UTF-8: give it in UTF-8.") from None
     k = min(top_k or VOCABULARY, VOCABULARY)
     tokens = sample(graphdef, length, params, start, jax.random.key(seed), temperature, k)
     return bytes(tokens.tolist()).split(START)[0].decode(errors="replace")

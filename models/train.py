@@ -8,13 +8,18 @@ r"""Trains the byte-level language model of `models.transformer`; the same comma
 The first, on two CPU cores: 4,900 tokens/s; evaluation loss near 2.40 nats per byte after 50 steps (50 s), 2.24 after 200.
 
 Everything lands in --out: metrics.jsonl (one line per step), checkpoints/, run.json (the settings).
+A crash or a full disk at any moment costs the steps since the last checkpoint and nothing else.
+A checkpoint that cannot be read costs those since the checkpoint before it.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import io
 import json
+import os
+import shutil
 import signal
 import sys
 import time
@@ -27,11 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array, lax
 
 from models.data import Batch, ListOps, Refused, Task, Text
+from models.files import append_line, one_sentence, replace_file, sync, warn, write_file, writing
 from models.transformer import Config, Transformer
 
 
@@ -73,11 +78,8 @@ FREE = {"out", "remat", "scan_layers", "attention", "eval_every", "save_every", 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    try:
-        settings = parse(arguments)
-        finished = train(settings)
-    except Refused as refusal:
-        raise SystemExit(f"models.train: {refusal}") from None
+    with one_sentence("models.train"):
+        finished = train(parse(arguments))
     if not finished:
         raise SystemExit("models.train: stopped early and saved; the same command resumes where it was.")
 
@@ -85,14 +87,13 @@ def main(arguments: list[str] | None = None) -> None:
 def train(settings: Settings) -> bool:
     """Runs or resumes; False if it was stopped (signal, `minutes`) before its last step."""
     task = open_task(settings)
-    check_same_run(settings, str(task))
+    record = check_same_run(settings, str(task))
     model = Transformer(settings, rngs=nnx.Rngs(settings.seed))
     graphdef, params = nnx.split(model, nnx.Param)
     state = params, make_optimiser(settings).init(params)
-    with checkpoints(settings.out) as manager, stop_signals() as stopped, Log(settings) as log:
-        first = manager.latest_step() or 0
-        if first:
-            state = restore(manager, first, state)
+    with stop_signals() as stopped, Log(settings) as log:
+        first, state = restore(settings.out, state)
+        set_aside(settings.out, first)
         size = sum(x.size for x in jax.tree.leaves(params))
         log.begin(first, f"{task}; {size:,} parameters; {settings.attention} on {jax.devices()[0].device_kind}")
         started = time.perf_counter()
@@ -105,7 +106,8 @@ def train(settings: Settings) -> bool:
             if last or (step + 1) % settings.eval_every == 0:
                 log.evaluation(step + 1, evaluate(settings, graphdef, state[0], task))
             if last or stop or (step + 1) % settings.save_every == 0:
-                save(manager, step + 1, state)
+                sync(log.path)  # a checkpoint's history is on the disk before the checkpoint
+                save(settings.out, step + 1, state, record)
             if stop and not last:
                 return False
     return True
@@ -204,51 +206,150 @@ def open_task(settings: Settings) -> Task:
     return Text(settings.text, settings.context, settings.batch)
 
 
-def check_same_run(settings: Settings, data: str) -> None:
-    """Writes run.json, or refuses to resume a run that had other settings or data."""
-    path = Path(settings.out, "run.json")
+def check_same_run(settings: Settings, data: str) -> dict[str, Any]:
+    """Write run.json and return what it holds. Refuse to resume a run that had other settings or data."""
     now = json.loads(json.dumps(dataclasses.asdict(settings) | {"data": data}))
-    if path.exists():
-        before = json.loads(path.read_text())
+    before = read_record(settings.out)
+    if before is not None:
         for name in sorted(before.keys() | now.keys() - FREE):
             if name not in FREE and before.get(name) != now.get(name):
                 raise Refused(
                     f"{settings.out} holds a run with {name}={before.get(name)!r}, and this one has {now.get(name)!r}: "
                     "give another --out to begin anew, or the same settings to resume."
                 )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(now, indent=1) + "\n")
+    contents = json.dumps(now, indent=1) + "\n"
+    replace_file(Path(settings.out, "run.json"), contents.encode())
+    return now
 
 
 def read_settings(out: str) -> Settings:
-    """The settings of the run in folder `out`."""
-    path = Path(out, "run.json")
-    if not path.exists():
+    """Return the settings of the run in folder `out`."""
+    record = read_record(out)
+    if record is None:
         raise Refused(f"{out} holds no run: give the folder that was --out of `python -m models.train`.")
-    values: dict[str, Any] = json.loads(path.read_text())
-    del values["data"]
-    values.update(text=tuple(values["text"]), out=out)
-    return Settings(**values)
+    try:
+        record.pop("data")
+        return Settings(**record | {"text": tuple(record["text"]), "out": out})
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(
+            f"{out}/run.json does not hold the settings of this version of models.train ({error}): "
+            "train with this version, or use the version that trained the run."
+        ) from error
+
+
+def read_record(out: str) -> dict[str, Any] | None:
+    """Return what run.json holds, the settings and a description of the data; None where there is no run.
+
+    Where run.json is damaged or missing, the newest readable checkpoint has the same record.
+    """
+    path = Path(out, "run.json")
+    try:
+        record = json.loads(path.read_bytes())
+        if isinstance(record, dict):
+            return record
+        trouble = "damaged"
+    except ValueError:
+        trouble = "damaged"
+    except (FileNotFoundError, NotADirectoryError):
+        trouble = "missing"
+    except OSError as error:
+        raise Refused(f"cannot read {path} ({error.strerror}): make it readable.") from error
+    for step in saved_steps(out):
+        with contextlib.suppress(Exception), open_checkpoint(out, step) as arrays:
+            record = json.loads(str(arrays["run"]))
+            warn(f"{path} is {trouble}: the settings are taken from checkpoint {step}.")
+            return record
+    if trouble == "damaged":
+        raise Refused(f"{path} is damaged and no checkpoint holds the settings: remove {path} to begin anew.")
+    return None
 
 
 # ---- checkpoints and signals
 
 
-def checkpoints(out: str) -> ocp.CheckpointManager:
-    """The last two checkpoints of a run. Written before the run goes on: the next step reuses the memory (donation)."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(Path(out, "checkpoints").absolute(), options=options)
+def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
+    """Write a checkpoint, whole or not at all, and keep the last two. The zip format adds a checksum to each array.
+
+    The settings in `record` go with it, so that the run survives a damaged run.json.
+    """
+    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
+    contents = io.BytesIO()
+    np.savez(contents, **arrays, run=json.dumps(record))
+    folder = checkpoint_folder(out, step)
+    unfinished = folder.with_name("unfinished")
+    with writing(folder):
+        try:
+            write_file(unfinished / "state.npz", contents.getbuffer())
+            os.rename(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for old in saved_steps(out)[2:]:
+            shutil.rmtree(checkpoint_folder(out, old))
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: tuple) -> None:
-    params, optimiser = (ocp.args.StandardSave(part) for part in state)
-    manager.save(step, args=ocp.args.Composite(params=params, optimiser=optimiser), force=True)
+def restore(out: str, like: tuple) -> tuple[int, tuple]:
+    """Return the step and the state of the newest readable checkpoint; 0 and `like` where there is no checkpoint.
+
+    `like` may be the first elements of the state alone.
+    """
+    steps = saved_steps(out)
+    for step in steps:
+        try:
+            return step, read_checkpoint(out, step, like)
+        except Exception as error:  # a damaged file fails in many ways
+            reason = " ".join(str(error).split()) or type(error).__name__
+            warn(f"checkpoint {checkpoint_folder(out, step)} cannot be read ({reason}): trying the one before it.")
+    if steps:
+        raise Refused(f"no checkpoint in {out} can be read: give another --out to begin anew.")
+    return 0, like
 
 
-def restore(manager: ocp.CheckpointManager, step: int, like: tuple) -> tuple:
-    params, optimiser = (ocp.args.StandardRestore(part) for part in like)
-    found = manager.restore(step, args=ocp.args.Composite(params=params, optimiser=optimiser))
-    return found["params"], found["optimiser"]
+def read_checkpoint(out: str, step: int, like: tuple) -> tuple:
+    """Return the state in a checkpoint; raise an exception, of whatever kind, if it is damaged or not like `like`."""
+    with open_checkpoint(out, step) as arrays:
+        leaves = []
+        for name, expected in named_leaves(like):
+            found = arrays[name]
+            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(f"{name} is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}")
+            leaves.append(jnp.array(found))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+@contextlib.contextmanager
+def open_checkpoint(out: str, step: int) -> Iterator[Any]:
+    """Open the arrays of a checkpoint by name; each is read, and compared with its checksum, when it is asked for."""
+    path = checkpoint_folder(out, step) / "state.npz"
+    with path.open("rb") as file, np.load(file) as arrays:
+        yield arrays
+
+
+def set_aside(out: str, first: int) -> None:
+    """Rename unreadable checkpoints after step `first`, to make way for those that the run writes next."""
+    for step in saved_steps(out):
+        folder = checkpoint_folder(out, step)
+        if step > first:
+            with writing(folder):
+                aside = folder.with_name(f"{step}.unreadable")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(folder, aside)
+
+
+def saved_steps(out: str) -> list[int]:
+    """Return the steps that have a checkpoint, the newest first."""
+    folder = Path(out, "checkpoints")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def checkpoint_folder(out: str, step: int) -> Path:
+    return Path(out, "checkpoints", str(step))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Array]]:
+    """Return each array of a state with the name that it has in a checkpoint."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 @contextlib.contextmanager
@@ -290,11 +391,9 @@ class Log:
             self.bar.close()
 
     def begin(self, first: int, about: str) -> None:
-        """Drops what was measured after the checkpoint that the run goes on from."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]  # a crash may have cut the last one
-        kept = [line for line in whole if json.loads(line)["step"] <= first]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        """Drop the lines of steps after `first`, the checkpoint that the run goes on from: they are measured again."""
+        if self.path.exists():
+            self._keep(first)
         print(f"{about}; step {first} of {self.settings.steps}", flush=True)
         if sys.stderr.isatty():
             with contextlib.suppress(ImportError):
@@ -303,13 +402,27 @@ class Log:
                 self.bar = tqdm(total=self.settings.steps, initial=first, unit="step", dynamic_ncols=True)
         self.then = time.perf_counter()
 
+    def _keep(self, last: int) -> None:
+        """Drop the lines of steps after `last` and those that cannot be read, such as one that a crash cut."""
+        kept, damaged = [], 0
+        for line in self.path.read_bytes().splitlines():
+            try:
+                if json.loads(line)["step"] <= last:
+                    kept.append(line + b"\n")
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+        replace_file(self.path, b"".join(kept))
+        if damaged:
+            warn(f"{self.path}: {damaged} damaged line(s) dropped, such as a crash leaves at the end.")
+
     def step(self, step: int, metrics: dict[str, Array]) -> None:
         values = {name: float(x) for name, x in metrics.items()}  # waits for the step
         now = time.perf_counter()
         speed = self.settings.batch * self.settings.context / (now - self.then)
         self.then = now
         note = f"loss {values['loss']:.3f}  {speed:8,.0f} tokens/s  {peak_memory() / 2**20:,.0f} MiB"
-        self._write({"step": step} | values | {"tokens_per_second": speed, "peak_bytes": peak_memory()})
+        line = {"step": step} | values | {"tokens_per_second": speed, "peak_bytes": peak_memory()}
+        append_line(self.path, json.dumps(line))
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update()
@@ -318,14 +431,10 @@ class Log:
         self.fresh = False
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        self._write({"step": step} | values)
+        append_line(self.path, json.dumps({"step": step} | values))
         self._say(f"step {step:5d}/{self.settings.steps}  evaluation: loss {values['eval_loss']:.3f} nats per token, "
                   f"{values['eval_accuracy']:.1%} right")  # fmt: skip
         self.then = time.perf_counter()
-
-    def _write(self, line: dict[str, float]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
     def _say(self, line: str) -> None:
         if self.bar is not None:

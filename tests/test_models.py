@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +173,21 @@ def test_killed_process_resumes_with_the_same_curve(number, tmp_path, novel, who
         assert "the same command resumes where it was" in said
     subprocess.run(command, cwd=ROOT, check=True)
     assert curve(tmp_path) == curve(whole)
+
+
+def test_damaged_checkpoint_resumes_with_the_same_curve(tmp_path, settings, whole, monkeypatch, capsys):
+    """tests/test_files.py damages every file at many places, with a smaller model."""
+    shutil.copytree(whole, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    os.truncate("run/checkpoints/12/state.npz", 20_000)
+    generate.load("run")
+    assert "warning: checkpoint run/checkpoints/12 cannot be read" in capsys.readouterr().err
+    assert train.train(settings)
+    said = capsys.readouterr()
+    assert "warning: checkpoint run/checkpoints/12 cannot be read" in said.err
+    assert "step 10 of 12" in said.out
+    for name in ("loss", "gradient_norm", "eval_loss", "eval_accuracy"):
+        assert curve(tmp_path / "run", name) == curve(whole, name)
 
 
 def test_metrics_say_what_they_measure(whole):

@@ -107,12 +107,14 @@ def table(names: Sequence[str], paths: Sequence[str]) -> Iterator[Row]:
         for dtype in case.dtypes:
             arrays = case.make(np.random.default_rng(0))
             arrays = tuple(x.astype(jnp.dtype(dtype) if n < 4 else np.float32) for n, x in enumerate(arrays))
-            truth, plain, saved = exact(*arrays), run(PLAIN, arrays), run(SAVED, arrays)
+            truth: tuple[np.ndarray, ...] = exact(*arrays)
+            plain, saved = run(PLAIN, arrays), run(SAVED, arrays)
             for path in paths:
                 if dtype == "float32" and path in (KERNELS, FUSED):
                     continue
                 found = run(path, arrays)
-                errors = {x: _errors(*of, dtype) for x, *of in zip(ARRAYS, found, plain, saved, truth, strict=True)}
+                of_all = zip(ARRAYS, found, plain, saved, truth, strict=True)
+                errors = {name: _errors(x, y, z, true, dtype) for name, x, y, z, true in of_all}
                 yield {"table": "hard", "case": name, "dtype": dtype, "path": path} | errors
 
 

@@ -8,12 +8,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import Sizes
 from conftest import assert_as_good, assert_result, cotangents, plain_call, true_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_hopper import bf16, draw, f32, forward, i32, interpreted, kernels, lowered, small
+from test_hopper import (
+    bf16,
+    draw,
+    f32,
+    forward,
+    i32,
+    interpreted,
+    kernels,
+    lowered,
+    not_finite,
+    small,
+    unseen_filled,
+)
 
 import memeff
 from memeff import dispatch, dot_product_attention, masks, scores
@@ -214,9 +227,9 @@ def run(case: Case, args):
         return differentiated(case, args)
 
 
-def differentiated(case: Case, args):
+def differentiated(case: Case, args, given=None):
     """out, lse, gradients by params and by query, key and value."""
-    dout, dlse = cotangents(args, case.dtype)
+    dout, dlse = cotangents(args, case.dtype) if given is None else given
 
     @jax.jit
     def both(params, args):
@@ -295,6 +308,24 @@ def test_what_a_mask_hides_changes_no_bit(scored):
     clean = run(case, (query, key, value))
     key[:, hidden], value[:, hidden] = np.nan, np.inf
     for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(run(case, (query, key, value))), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+@not_finite
+@pytest.mark.parametrize("name", CASES)
+def test_what_nobody_sees_changes_no_bit(name):
+    """Whatever is in keys, values, queries and cotangents of no pair; params' gradients as well."""
+    case = CASES[name]
+    args, at = draw(case.dtype, case.z), pairs(case)
+    positions = {name: x for name, x in case.how.items() if name not in ("logits_soft_cap", "scale")}
+    seen = oracle.seen_by(*args[:2], **positions) & (True if case.mask is None else case.mask(*at))
+    dirty, given, some = unseen_filled(args, seen, cotangents(args, case.dtype))
+    if not some:
+        return
+    with interpreted():
+        clean, found = differentiated(case, args), differentiated(case, dirty, given)
+    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -91,6 +91,25 @@ def test_float16():
     assert_right(found, args, along, dict(is_causal=True), "float16", "float16")
 
 
+@slow
+@infinite
+@pytest.mark.parametrize("name", CASES)
+def test_what_nobody_sees_changes_no_bit_of_any_case(name):
+    """Whatever is in keys, values and queries of no pair, and in their tangents."""
+    z, kwargs = CASES[name]
+    args = draw(bf16, z)
+    along, masks = directions(args), {x: y for x, y in kwargs.items() if x not in ("logits_soft_cap", "scale", "sinks")}
+    seen, given = oracle.seen_by(*args[:2], **masks), test_hopper.cotangents(args, bf16)
+    dirty, _, some = test_hopper.unseen_filled(args, seen, given)
+    if not some:
+        return
+    dirty_along = test_hopper.unseen_filled(along, seen, given)[0]
+    with interpreted():
+        clean, found = jvp(args, along, kwargs), jvp(dirty, dirty_along, kwargs)
+    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(f32(x), f32(y))
+
+
 SUBSETS = "value", "query", "key", "query value", "key value", "query key"
 
 

@@ -451,7 +451,7 @@ def existing(x: Array, shape: Shape, here: KeysPlace, group) -> Array:
     """Return dk or dv of warpgroup `group`'s keys, with 0 for what only pads the last tile: its p may overflow."""
     if shape.S % ROWS == 0:
         return x
-    return jnp.where(positions(here.col + group * ROWS, x.shape, 0) < shape.S, x, 0.0)
+    return jnp.where(positions(here.col + group * ROWS, (ROWS, x.shape[1]), 0) < shape.S, x, 0.0)
 
 
 def copy_queries(shape, tiling, arrays, here, visits, *, q_s, do_s, lse_s, delta_s, q_there, do_there, used, marks, **_):

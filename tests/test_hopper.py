@@ -294,7 +294,7 @@ def with_hidden():
 
 
 @not_finite
-@pytest.mark.parametrize("name, backward", with_hidden())
+@pytest.mark.parametrize("name, backward", [*with_hidden()])
 def test_what_nobody_sees_changes_no_bit(name, backward):
     """Whatever is in keys, values, queries and cotangents of no pair. The fused form is done again, as two kernels."""
     z, kwargs = CASES[name]

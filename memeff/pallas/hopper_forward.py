@@ -36,6 +36,7 @@ from memeff.pallas.mosaic import (
     begin,
     call,
     full,
+    interpreting,
     meet,
     multiply,
     plgpu,
@@ -294,7 +295,12 @@ class Walk(NamedTuple):
         nothing = full((ROWS,), -jnp.inf), full((ROWS,), 0.0), full((ROWS, self.D), 0.0)
         if not self.turn.first:  # the same numbers in the same order, or all with a running maximum
             first = jnp.where(self.turn.online, visits.total, first)
-            m, l, o = lax.fori_loop(0, visits.total, lambda n, state: self.again(n, first, *state), nothing)
+            again = lambda n, state: self.again(n, first, *state)
+            early = first if interpreting() else visits.total
+            m, l, o = lax.fori_loop(0, early, again, nothing)
+            if interpreting():  # it adds what (5) begins with at the end (see `begin`), so here, too, for the same bits
+                m, l, late = lax.fori_loop(early, visits.total, again, (m, l, full((ROWS, self.D), 0.0)))
+                o = o + late
         else:
             hidden = self.here.hidden(self.here.row + self.has.group * ROWS, ROWS)
             pl.loop(0, hidden)(self.pass_by)

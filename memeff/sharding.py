@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
@@ -91,7 +92,7 @@ def on_auto_mesh(arrays: Any) -> Any:
         if not (isinstance(x.sharding, NamedSharding) and _explicit(x)):
             return x
         mesh = x.sharding.mesh
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        mesh = Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
 
     return jax.tree.map(put, arrays)

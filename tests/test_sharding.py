@@ -224,7 +224,8 @@ def test_second_order_in_shard_map(kind, axis_type, is_set):
     static, extra = KINDS[kind]
     of, rows = functools.partial(second_order, static), P(*spec[:3])
     specs = (spec, spec, spec, spec, rows, specs_of(extra, spec[0]))
-    run, args = shard_mapped(of, mesh_of(axis_type, **axes), is_set, specs, (spec,) * 6, (*arrays(), extra), check_vma=True)
+    mesh, given = mesh_of(axis_type, **axes), (*arrays(), extra)
+    run, args = shard_mapped(of, mesh, is_set, specs, (spec,) * 6, given, check_vma=True)
     assert not collectives(run.as_text())
     assert_near(run(*args), expected(kind, of=second_order), 2e-5)
 

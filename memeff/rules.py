@@ -62,7 +62,8 @@ def _called(*arrays, f, structure, vmaps):
         return f(*jax.tree.unflatten(structure, arrays))
     *inner, (size, axes) = vmaps
     run = functools.partial(_called, f=f, structure=structure, vmaps=tuple(inner))
-    most = f.at_once(*jax.tree.unflatten(structure, axes)) if hasattr(f, "at_once") else None
+    known = all(isinstance(vmap.size, int) for vmap in vmaps)  # jax.export: an axis may have any length
+    most = f.at_once(*jax.tree.unflatten(structure, axes)) if known and hasattr(f, "at_once") else None
     if most is not None:
         most //= math.prod(vmap.size for vmap in inner)
     if most is None or most >= size:

@@ -16,7 +16,7 @@ or, if it makes in one go what may be wanted at different times (a result, and i
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Vmap(NamedTuple):
     """One vmap of a call: the length of its axis, and of each array 0 if its first dim is that axis, or None."""
 
     size: int
-    axes: tuple[Literal[0] | None, ...]
+    axes: tuple[int | None, ...]
 
 
 def call(f, *args) -> Any:

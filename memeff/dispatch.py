@@ -265,7 +265,7 @@ def _choose_tiles(
 
     def tiled(halvings: int) -> Problem:
         tiles = tile_sizes(shape, operands.query.dtype, requested, problem.windowed, plain, halvings)
-        tiles = tiles._replace(at_once=_calls_at_once(shape, tiles, halvings) if known and chunked else None)
+        tiles = tiles._replace(at_once=_calls_at_once(shape, tiles, limit) if known and chunked else None)
         return dataclasses.replace(problem, **tiles._asdict())
 
     if limit is None:
@@ -378,14 +378,16 @@ def tile_sizes(
     return Tiles(fit(shrunk((512, 512), 512 * 512 >> halvings)))
 
 
-def _calls_at_once(shape: Shape, tiles: Tiles, halvings: int) -> int | None:
+def _calls_at_once(shape: Shape, tiles: Tiles, limit: int | None) -> int | None:
     """Return how many calls under vmap work at the same time: as many as have the logits that were fastest in one call.
 
-    None, all of them, where the mapped axis may be sharded: a loop over it would gather it.
+    One, if a memory limit holds, because it speaks of one call. None, all of them, where the mapped axis may be sharded: a loop over it would gather it.
     """
     budget = {"cpu": CPU_LOGITS, "gpu": GPU_LOGITS}.get(platform())
     if budget is None or (_device.get() is None and may_be_sharded()):
         return None
+    if limit is not None:
+        return 1
     b, k = tiles.block or (shape.B, shape.K)
     logits = b * k * max(1, shape.G) * math.prod(tiles.chunk_size)
-    return max(1, (budget >> halvings) // max(1, logits))
+    return max(1, budget // max(1, logits))

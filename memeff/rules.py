@@ -16,7 +16,7 @@ or, if it makes in one go what may be wanted at different times (a result, and i
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Vmap(NamedTuple):
     """One vmap of a call: the length of its axis, and of each array 0 if its first dim is that axis, or None."""
 
     size: int
-    axes: tuple[Literal[0] | None, ...]
+    axes: tuple[int | None, ...]
 
 
 def call(f, *args) -> Any:
@@ -62,7 +62,8 @@ def _called(*arrays, f, structure, vmaps):
         return f(*jax.tree.unflatten(structure, arrays))
     *inner, (size, axes) = vmaps
     run = functools.partial(_called, f=f, structure=structure, vmaps=tuple(inner))
-    most = f.at_once(*jax.tree.unflatten(structure, axes)) if hasattr(f, "at_once") else None
+    known = all(isinstance(vmap.size, int) for vmap in vmaps)  # jax.export: an axis may have any length
+    most = f.at_once(*jax.tree.unflatten(structure, axes)) if known and hasattr(f, "at_once") else None
     if most is not None:
         most //= math.prod(vmap.size for vmap in inner)
     if most is None or most >= size:

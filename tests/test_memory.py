@@ -166,6 +166,14 @@ def test_vmap_shares_one_tile(axes, direction):
     assert inside <= outside + copies, f"{inside / MIB:.1f} MiB, leading dims {outside / MIB:.1f} MiB"
 
 
+def test_vmap_keeps_a_memory_limit():
+    """A limit of one call holds for all calls of a vmap, beside copies as long as the sequence."""
+    limit, shape = 2 * MIB, jax.ShapeDtypeStruct((8, 1, 2048, 1, 16), f32)
+    call = lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, memory_limit=limit)
+    program = jax.jit(jax.vmap(call)).lower(shape, shape, shape).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= limit + 4 * shape.size * 4
+
+
 def test_the_account_knows_quadratic_memory():
     """The reference, by the same ruler: or the ruler would measure nothing."""
     once, twice = (compiled(*call(T, N=1, H=8, implementation="reference")).memory_analysis() for T in (512, 1024))

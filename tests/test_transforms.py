@@ -349,6 +349,18 @@ def test_export_symbolic_batch_of_lengths():
         assert_same(there.call(x, n), call(x, n))
 
 
+@pytest.mark.parametrize("sizes", ["b", "b, 4", "4, b"])
+def test_export_vmap_over_a_symbolic_axis(monkeypatch, sizes):
+    """Whose length is not known, so that all calls run at the same time."""
+    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    x = jax.ShapeDtypeStruct((*export.symbolic_shape(sizes), 5, 2, 3), f32)
+    call = lambda x: dot_product_attention(x, x, x, is_causal=True)
+    mapped = functools.reduce(lambda f, _: jax.vmap(f), range(x.ndim - 3), call)
+    there = _exported(mapped, x)
+    x = inputs(leads=(4,) * (x.ndim - 3), T=5, K=2, G=1)[0]
+    assert_same(there.call(x), call(x))
+
+
 SYMBOLIC = {
     "Dropout": lambda x: dot_product_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0)),
     "memeff.attention_statistics": lambda x: memeff.attention_statistics(x, x, x),

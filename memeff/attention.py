@@ -167,8 +167,9 @@ def dot_product_attention(
       chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
         measurement, see `memeff.dispatch`.
       memory_limit: bytes, or a text such as "512MiB": what forward and gradient may take beyond inputs and outputs, with
-        smaller tiles than the default where need be; what does not fit is refused. `memeff.memory_limit` sets it for many
-        calls.
+        smaller tiles than the default where need be; what does not fit is refused, with a figure that does. A call near
+        its limit is compiled while it is traced, once for all calls like it, to ask XLA. `memeff.memory_limit` sets it
+        for many calls.
       precision: of the products, as `jax.lax.dot_general` takes it.
       dropout_rng: a key of `jax.random`, wanted where dropout_rate > 0. For the same key the mask is Flax's: a
         function of coordinates, so of no chunk size.
@@ -457,8 +458,8 @@ def plan(
 ) -> planning.Plan:
     """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
 
-    Nothing is computed or allocated. Bytes are estimates: in tests within a factor of two of what XLA reports of the compiled
-    call, mostly much nearer; on TPUs they are told by the rule for GPUs, which nobody has checked there. With `compile` the
+    Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice what XLA reports once
+    the call is compiled; on TPUs they are told by the rule for GPUs, which nobody has checked there. With `compile` the
     call is compiled, and bytes are what XLA reports.
 
     Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:

@@ -23,7 +23,9 @@ DEVICES = {
 }
 
 
-ABOUT = "Bytes are estimates, in tests within a factor of two of what was compiled; compile=True makes memeff's exact."
+# Of 72 random calls of every feature (tests/drawn.py; CPU, jax 0.10.2) XLA reported 0.36 to 2.53 times the estimate, of 60
+# of them 0.59 to 1.6 times; above a MiB at most 1.85 times.
+ABOUT = "Bytes are estimates, mostly between half and twice what is compiled; compile=True makes memeff's exact."
 EXACT = "memeff's bytes are those of the compiled call; the others and the lengths are estimates."
 
 
@@ -93,7 +95,7 @@ def check_device(device: Any) -> tuple[Device, int | None]:
     return found, None
 
 
-def compiles_for(device: Any, found: Device) -> jax.Device:
+def compiles_for(device: Any, found: Device) -> Any:
     """Return the device for which a plan is compiled, of what `check_device` took and found; refuse where there is none."""
     target = device if isinstance(device, jax.Device) else compiling.on_hand(found)
     if target is None:

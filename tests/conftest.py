@@ -78,8 +78,8 @@ LAW = {"root mean square": (1.5, lambda x: np.sqrt(np.mean(np.square(x)))), "max
 def assert_as_good(actual, baselines, oracle, dtype, what="result", size=0.0):
     """`actual` errs at most 1.5 times as much as plain computations in the same dtype, plus eps (R).
 
-    That is the root mean square of the errors; the largest one is at most 3 times plain's largest. A single error is noise of
-    rounding, which another order of the same sum changes several times over, and an order is the CPU's choice: the mean over
+    That is the root mean square of the errors; the largest one is at most 3 times plain's largest. A single error is noise
+    of rounding, which another order of the same sum changes several times over, and an order is the CPU's choice: the mean over
     many is a property of the computation. So inputs of which a few rows decide are drawn many times (along the batch).
 
     `size`: of the terms of a scalar, where that is more than the scalar's own (see `oracle.scalar_sizes`).

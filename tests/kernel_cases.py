@@ -115,7 +115,7 @@ def _static(rng, small: bool) -> Static:
         how["scale"] = float(rng.choice([-0.2, 0.05, 0.125]))
     names += ["sinks"] if chance(0.3) else []
     score = str(rng.choice([*SCORES])) if chance(0.35) else None
-    mask = str(rng.choice([*MASKS])) if chance(0.3) and not blocked else "blocks" if blocked else None
+    mask = str(rng.choice(BY_PAIRS)) if chance(0.3) and not blocked else "blocks" if blocked else None
     fused = score is None and mask is None and max(H, D) <= 128
     how["backward"] = "fused" if fused and chance(0.5) else "split"
     return Static(z, str(rng.choice(["bfloat16", "bfloat16", "float16"])), how, tuple(names), score, mask, chance(0.4))
@@ -175,6 +175,7 @@ MASKS = {
     "heads": lambda z: lambda b, h, i, j, _: j % (h + 2) != 1,
     "blocks": lambda z: _block_mask(z.T, z.S),
 }
+BY_PAIRS = [name for name in MASKS if name != "blocks"]  # which has no offset
 SEEN = {
     "documents": lambda row, n, i, j: DOCUMENTS[row] == DOCUMENTS[j],
     "prefix": lambda row, n, i, j: (j <= i) | (j < PREFIX),
@@ -384,7 +385,10 @@ def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -
         dk, dv = (np.repeat(x, G, 1) for x in (dk, dv))
         ds = np.where(seen, wide(call.scale) * slope * (dq @ call.k.mT + call.q @ dk.mT), 0)
         w = p * (ds - (p * ds).sum(-1, keepdims=True))
-        found["tangent of out"] = swap(narrow(narrow(w) @ call.v + narrow(p) @ dv))
+        less = 0
+        if saved:  # the mean is taken from the product, with out as it is stored
+            w, less = p * ds, (p * ds).sum(-1, keepdims=True) * out
+        found["tangent of out"] = swap(narrow(narrow(w) @ call.v + narrow(p) @ dv - less))
         found["tangent of lse"] = swap((p_keys * ds).sum(-1))
         # lse is one float in kernels: it errs by 1e-7 |lse|, and so does each probability
         found["size of tangent of lse"] = 0.1 * np.abs(np.where(some, lse, 0) * (p_keys * ds).sum(-1)).max()

@@ -4,13 +4,15 @@ import dataclasses
 import functools
 import re
 
+import drawn
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import memeff
-from memeff import dispatch, dot_product_attention, masks, planning, scores, transforms
+from memeff import dispatch, dot_product_attention, planning, scores
 from memeff.arguments import human
 
 SIZES = {  # B, T, S, N, K, H, dtype
@@ -81,20 +83,48 @@ def least(args, how):
 
 @pytest.mark.filterwarnings("ignore:(bias|mask) of shape")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", ["heads", "grouped", pytest.param("cross", marks=pytest.mark.slow)])
-def test_plan_is_within_a_tenth_of_what_is_compiled_and_a_limit_is_kept(size, kind):
-    """By default for one size, at the least limit for the next, between the two for the third: sizes change places."""
+@pytest.mark.parametrize("size", ["heads", *(pytest.param(size, marks=pytest.mark.slow) for size in ("grouped", "cross"))])
+def test_plan_is_within_a_tenth_of_what_is_compiled(size, kind):
     args, how = arrays_of(size, kind)
-    turn = (list(SIZES).index(size) + KINDS.index(kind)) % 3
-    if turn > 0:
-        default = memeff.plan(*args, **how)
-        lowest = least(args, how)
-        how["memory_limit"] = lowest if turn == 1 else max(lowest, (lowest + default.gradient_bytes) // 2)
     plan = memeff.plan(*args, **how)
     found = bytes_of_compiled(args, how)
-    assert max(found) <= how.get("memory_limit", np.inf)
     for told, is_ in zip((plan.forward_bytes, plan.gradient_bytes), found, strict=True):
         assert 0.9 * is_ <= told <= 1.1 * is_, f"{human(told)} told, {human(is_)} compiled, tiles {plan.chunk_size}"
+
+
+@hypothesis.settings(max_examples=2, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(drawn.calls())
+@pytest.mark.filterwarnings("ignore:(bias|mask) of shape")
+def test_a_compiled_plan_is_what_xla_reports(call):
+    how = {name: x for name, x in call.arguments.items() if name != "implementation"}
+    with jax.enable_x64(call.x64):
+        plan = memeff.plan(**how, compile=True)
+        found = {name: drawn.bytes_of(program) for name, program in drawn.programs(drawn.Call(how)).items()}
+    assert plan.compiled and plan.forward_bytes == found["forward"]
+    assert plan.gradient_bytes == max(found["both"], found["gradient"])
+
+
+def test_a_compiled_plan_says_so():
+    x = jax.ShapeDtypeStruct((1, 300, 2, 16), np.float32)
+    told, exact = memeff.plan(x, x, x), memeff.plan(x, x, x, compile=True)
+    assert (told.compiled, exact.compiled) == (False, True)
+    assert "memeff, about" in str(told) and str(told).endswith(planning.ABOUT)
+    assert "memeff, about" not in str(exact) and str(exact).endswith(planning.EXACT)
+    assert (told.longest, told.chunk_size, told.flops) == (exact.longest, exact.chunk_size, exact.flops)
+
+
+def test_what_cannot_be_compiled_here_is_refused():
+    with pytest.raises(ValueError, match="device='H200' is not here, and compile=True wants one for which this process can"):
+        memeff.plan(X, X, X, device="H200", compile=True)
+
+
+def test_shapes_serve_for_any_array():
+    """Scalars and params of functions, too."""
+    slopes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), scores.alibi(np.ones(8, np.float32)))
+    x = jax.ShapeDtypeStruct((4096, 8, 64), np.float32)
+    plan = memeff.plan(x, x, x, score_fn=slopes, q_offset=jax.ShapeDtypeStruct((), np.int32), is_causal=True)
+    assert plan.tiles_visited is None
+    assert "runs this call" in memeff.explain(x, x, x, score_fn=slopes)
 
 
 # ---- the limit
@@ -103,38 +133,11 @@ def test_plan_is_within_a_tenth_of_what_is_compiled_and_a_limit_is_kept(size, ki
 X = jax.ShapeDtypeStruct((1, 4096, 8, 64), np.float32)
 
 
-FUNCTIONS = {
-    "alibi": lambda: dict(score_fn=scores.alibi(scores.alibi_slopes(8))),
-    "t5": lambda: dict(score_fn=scores.t5(jnp.ones((32, 8)))),
-    "soft cap": lambda: dict(score_fn=scores.soft_cap(30.0), logits_soft_cap=20.0),
-    "documents": lambda: dict(mask_fn=memeff.block_mask(masks.documents(jnp.arange(4096) // 1000), 4096)),
-    "rotary": lambda: dict(qk_transform=transforms.rotary(), is_causal=True),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_limit_is_kept_with_functions(name):
-    """Their own arrays get gradients, too."""
-    how = FUNCTIONS[name]()
-    lowest = least((X, X, X), how)
-    limit = max(lowest, (lowest + memeff.plan(X, X, X, **how).gradient_bytes) // 2)
-
-    floats = {n: x for n, x in how.items() if n == "score_fn"}
-    others = {n: x for n, x in how.items() if n != "score_fn"}
-
-    def gradient(args, floats, dout):
-        call = lambda args, floats: dot_product_attention(*args, **floats, **others, memory_limit=limit)
-        return jax.vjp(call, args, floats)[1](dout)
-
-    assert compiled(gradient, ((X, X, X), floats, X)).memory_analysis().temp_size_in_bytes <= limit
-
-
 def test_what_cannot_fit_is_refused_with_the_figure_that_would():
     lowest = least((X, X, X), dict(is_causal=True))
     with pytest.raises(ValueError, match=r"in tiles of 64 x 64 logits. Raise the limit to that, or split the batch or the"):
         memeff.plan(X, X, X, is_causal=True, memory_limit=lowest - 1)
-    plan = memeff.plan(X, X, X, is_causal=True, memory_limit=lowest)
-    assert max(plan.forward_bytes, plan.gradient_bytes) < lowest
+    assert memeff.plan(X, X, X, is_causal=True, memory_limit=lowest).gradient_bytes > 0
 
 
 def test_a_limit_above_the_default_changes_nothing():
@@ -143,13 +146,13 @@ def test_a_limit_above_the_default_changes_nothing():
 
 def test_tiles_shrink_with_the_limit():
     x = jax.ShapeDtypeStruct((1, 300, 8, 64), np.float32)  # so short that tiles are most of it
-    top, lowest = memeff.plan(x, x, x).gradient_bytes, least((x, x, x), {})
-    limits = np.linspace(1.2 * top + 1, lowest, 12).astype(int)
-    plans = [memeff.plan(x, x, x, memory_limit=int(limit)) for limit in limits]
+    top, lowest = memeff.plan(x, x, x, compile=True).gradient_bytes, least((x, x, x), {})
+    limits = top, (top + lowest) // 2, lowest
+    plans = [memeff.plan(x, x, x, memory_limit=limit, compile=True) for limit in limits]
     taken = [max(plan.forward_bytes, plan.gradient_bytes) for plan in plans]
-    assert all(bytes_ < limit for bytes_, limit in zip(taken, limits, strict=True))
+    assert all(bytes_ <= limit for bytes_, limit in zip(taken, limits, strict=True))
     assert taken == sorted(taken, reverse=True) and taken[-1] < taken[0] / 2
-    assert len({plan.chunk_size for plan in plans}) > 2
+    assert plans[0].chunk_size == memeff.plan(x, x, x).chunk_size != plans[2].chunk_size
 
 
 def test_chunk_size_is_kept_and_refused_over_the_limit():
@@ -271,10 +274,11 @@ ANY_TABLE = [
     Like(" *".join(line))
     for line in (
         ("temporary memory", "forward", "forward . gradient"),
-        ("memeff", r"[\d.]+ MiB", r"[\d.]+ MiB"),
+        ("memeff, about", r"[\d.]+ MiB", r"[\d.]+ MiB"),
         ("plain attention, about", "1 GiB", r"1\.\d\d GiB"),
         ("floating point operations", r"19\.3 G", r"67\.6 G"),
-        (r"In 16 GiB fits the gradient of up to \d+ tokens, of \d+ with plain attention\.",),
+        (r"In 16 GiB fits the gradient of up to about \d+ tokens, of \d+ with plain attention\.",),
+        (re.escape(planning.ABOUT),),
     )
 ]
 

@@ -171,7 +171,7 @@ def test_what_bends_the_score_against_the_definition(order):
         assert np.abs(x - y).max() <= 1e-9 * max(1, np.abs(y).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=slow)])
 def test_functions_in_few_bits(dtype):
     """Gradients err at most 1.5 times as much as the plain computation's in the same dtype."""
     rng = np.random.default_rng(0)

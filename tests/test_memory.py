@@ -15,6 +15,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from jax.ad_checkpoint import print_saved_residuals
 
 import memeff
@@ -96,7 +97,7 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])  # at 32k what does not grow hides least
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, ("causal", "lengths", "segments", "dropout")))
 def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
     (once, seconds), (twice, longer) = cost(kind, direction, T), cost(kind, direction, 2 * T)
     assert twice <= 2.15 * once, f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
@@ -221,20 +222,15 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("kind", ["causal", "lengths", "segments"])
+@pytest.mark.parametrize(
+    "kind, context",
+    few(itertools.product(KINDS, CONTEXTS), [*(("causal", x) for x in CONTEXTS), ("lengths", "vmap"), ("segments", "remat")]),
+)
 def test_nothing_of_size_T_times_T(kind, context):
     T = 4099
     forward, shapes = call(T, **_kinds(T, N=2)[kind], N=2, H=8)
     found = quadratic(compiled(CONTEXTS[context](forward), shapes).as_text(), T)
     assert not found, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("causal", "lengths", "segments")])
-def test_nothing_of_size_T_times_T_every_kind(kind, context):
-    test_nothing_of_size_T_times_T(kind, context)
 
 
 @pytest.mark.parametrize("kwargs", [{}, dict(is_causal=True), dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "i4"))])

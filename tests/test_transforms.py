@@ -449,7 +449,7 @@ def _flagged(kwargs, dtype=f32, residual=True, **extra):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=slow)])
 @pytest.mark.parametrize("name", FLAGGED)
 def test_strict_promotion(name, dtype, implementation):
     """Forward and gradient promote nothing without saying so: neither dtypes nor ranks."""

@@ -1,4 +1,4 @@
-"""The same bits: twenty runs, and a row alone as in a batch. Catalogue 36 and 37."""
+"""The same bits: twenty runs, and a row alone as in a batch."""
 
 import functools
 
@@ -22,7 +22,7 @@ def assert_bits(actual, expected):
         np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
-# ---- 36
+# ---- runs of one program
 
 RUNS = ("causal", "key_lengths", "dropout_each", "everything")
 
@@ -73,7 +73,7 @@ def test_compiled_again():
     assert_bits(*results)
 
 
-# ---- 37
+# ---- an entry by itself and among others
 
 PER_BATCH = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids", "q_offset", "mask")
 ALONE = ("plain", "causal", "key_lengths", "segments", "bias_row", "q_offset_array")

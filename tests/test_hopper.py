@@ -1,5 +1,5 @@
 """The Hopper kernels without a GPU: in Mosaic's interpreter, which plays warpgroups, barriers and copies and finds races,
-against the oracle, by the law of tolerance; and lowered for CUDA. Catalogue 40.
+against the oracle, by the law of tolerance; and lowered for CUDA.
 """
 
 import contextlib

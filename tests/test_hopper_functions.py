@@ -1,5 +1,5 @@
 """The user's functions in the Hopper kernels, without a GPU: in Mosaic's interpreter, against the oracle, which knows biases
-and masks: what a score adds is a bias, with its chain rule. And what kernels refuse. Catalogue 40.
+and masks: what a score adds is a bias, with its chain rule. And what kernels refuse.
 """
 
 import functools

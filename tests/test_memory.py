@@ -1,6 +1,6 @@
 """What attention costs, from the compiler's own account: nothing here allocates an array of length T or runs a long call.
 
-Catalogue 19 (tiles visited), 20 and 21 (memory of the gradient of bias, of masks), 23 to 27, and what the backward is given.
+Tiles that are visited, memory of the gradient of bias and of masks, compilations, and what the backward is given.
 """
 
 import functools
@@ -89,7 +89,7 @@ def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
     return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
 
 
-# ---- 23, 24: linear, and how much
+# ---- linear, and how much
 
 
 slow = pytest.mark.slow
@@ -181,7 +181,7 @@ def test_the_account_knows_quadratic_memory():
     assert twice.temp_size_in_bytes > 3.5 * once.temp_size_in_bytes
 
 
-# ---- 25, 27: shapes in the optimised program
+# ---- shapes in the optimised program
 
 
 def shapes_in(text: str) -> set[tuple[int, ...]]:
@@ -259,7 +259,7 @@ def test_grouped_heads_repeat_no_key(kwargs):
     assert not repeated, repeated
 
 
-# ---- 26: compile time, and how often
+# ---- compile time, and how often
 
 
 @pytest.mark.parametrize("kind", ["causal", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "causal")])
@@ -307,7 +307,7 @@ def test_five_calls_compile_once(compilations, lengths):
     assert not compilations, f"{len(compilations)} more"
 
 
-# ---- 20, 21: what bias and mask cost
+# ---- what bias and mask cost
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2048, 2048), (2048,), (8, 1, 2048), (8, 2048, 1)])
@@ -351,7 +351,7 @@ def test_mask_causes_no_gradient_buffer():
     assert more <= 1.25 * T * T, f"{more / MIB:.1f} MiB for {T * T / MIB:.1f} MiB of mask"
 
 
-# ---- 19: which tiles are visited
+# ---- which tiles are visited
 
 
 def picture(problem: Problem, operands: Operands) -> np.ndarray:

@@ -122,7 +122,7 @@ CASES = {
 
 
 # The interpreter takes ten seconds for each, most of them to compile.
-FAST = "causal, tails", "128", "segments, long", "keys masked, padded", "everything", "sinks"
+FAST = "128", "segments, long", "keys masked, padded", "sinks"
 
 
 @pytest.mark.parametrize("name", few(CASES, FAST))
@@ -137,6 +137,7 @@ def test_values(name):
     assert_result(both_ways(args, kwargs), plain_call(args, kwargs, "bfloat16"), truth, "bfloat16", name, sizes)
 
 
+@pytest.mark.slow
 def test_float16():
     args = draw(np.float16, small(T=130, S=130))
     assert_truth(both_ways(args, dict(is_causal=True), "float16"), "float16", args, dict(is_causal=True), "float16")
@@ -168,7 +169,7 @@ FUSED = {  # the interpreter takes blocks that add to the same dq for a race: it
 }
 
 
-@pytest.mark.parametrize("name", few(FUSED, ("one block", "soft cap, lengths")))
+@pytest.mark.parametrize("name", few(FUSED, ("one block",)))
 def test_fused_gradient(name):
     z, kwargs, one = FUSED[name]
     args = draw(bf16, z)

@@ -5,11 +5,12 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow clients lint notebooks bench sm90a clean
+.PHONY: help demo test numbers slow clients lint notebooks bench sm90a clean
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
 	@echo "make test       the fast tests (some eight minutes on two cores)"
+	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=SSE4_2, AVX512: as on others)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
@@ -23,10 +24,16 @@ demo: $(VENV)/.models
 	$(BIN)/python -m models.demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What is compared with the oracle, on a CPU without AVX-512 (XLA adds in another order there), or ISA=SSE4_2, AVX512.
+ISA ?= AVX2
+NUMBERS = numbers masks sinks fixed_reference halves functions orders
+numbers: $(VENV)/.dev
+	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(XLA_FLAGS)" $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMBERS:%=tests/test_%.py)
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 clients:
 	$(MAKE) .venv-clients/.clients VENV=.venv-clients

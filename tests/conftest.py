@@ -6,8 +6,10 @@ for name, result in run_cases(names, dtype).items():            # out, lse and g
 """
 
 import functools
+import gc
 import importlib.metadata
 import os
+import resource
 from typing import Any, NamedTuple
 
 # Before JAX starts. Compiling is most of what the tests do: level 0 of LLVM is four times as fast, XLA's older emitters of
@@ -60,6 +62,26 @@ def forget_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def forget_much(kept=[0]):  # noqa: B006
+    """And memory: a module that has compiled half a GiB of programs, as the interpreter does in five tests, starts over."""
+    yield
+    size = resident()
+    if not 0 <= size - kept[0] < 2**29:
+        jax.clear_caches()
+        gc.collect()
+        kept[0] = resident()
+
+
+def resident() -> int:
+    """Bytes of this process in memory; 0 where no file says so."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 @functools.cache
 def why_no_gpu() -> str | None:
     try:
@@ -67,6 +89,12 @@ def why_no_gpu() -> str | None:
     except RuntimeError as e:
         return f"needs a GPU: {str(e).splitlines()[0]}"
     return None
+
+
+def few(cases, fast) -> list:
+    """The `cases`, tuples where they have several values, as parameters: in the slow set but for those that are `fast`."""
+    slow = lambda case: pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+    return [case if case in fast else slow(case) for case in cases]
 
 
 # ---- the law of tolerance
@@ -78,9 +106,9 @@ LAW = {"root mean square": (1.5, lambda x: np.sqrt(np.mean(np.square(x)))), "max
 def assert_as_good(actual, baselines, oracle, dtype, what="result", size=0.0):
     """`actual` errs at most 1.5 times as much as plain computations in the same dtype, plus eps (R).
 
-    That is the root mean square of the errors; the largest one is at most 3 times plain's largest. A single error is noise
-    of rounding, which another order of the same sum changes several times over, and an order is the CPU's choice: the mean over
-    many is a property of the computation. So inputs of which a few rows decide are drawn many times (along the batch).
+    So is their root mean square; the largest error is at most 3 times plain's largest. One error is noise of rounding: it
+    may be several times another CPU's, which adds in another order. The mean over many is a property of the computation, so
+    inputs of which a few rows decide are drawn many times, along the batch.
 
     `size`: of the terms of a scalar, where that is more than the scalar's own (see `oracle.scalar_sizes`).
     """

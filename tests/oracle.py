@@ -141,8 +141,8 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     per_batch = lambda x: [None] * B if x is None else [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
     if query_segment_ids is not None and key_value_segment_ids is None:
         key_value_segment_ids = query_segment_ids
-    flat = lambda x, size: np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist()
-    ids = lambda x, size: [None] * B if x is None else map(tuple, flat(x, size))
+    rows = lambda x, size: map(tuple, np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist())
+    ids = lambda x, size: [None] * B if x is None else rows(x, size)
     columns = zip(
         per_batch(q_offset),
         per_batch(query_seq_lengths),

@@ -135,6 +135,7 @@ def test_error_of_derivatives(mode):
     assert bench.error_of(wrong, case) == pytest.approx(0.01, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_scores_and_masks_beside_their_array():
     """By functions, and by an array for who takes no functions: both are right, and the array counts as memory."""
     names = ["memeff:32", "jax.nn", "torch"]

@@ -1,4 +1,4 @@
-"""Models of other packages, adopted as their users would. Catalogue 61. `make clients` installs the packages and runs this.
+"""Models of other packages, adopted as their users would. `make clients` installs the packages and runs this.
 
 Each client is a function of (params, x) that returns outputs and gradients. It runs three times: with memeff, as the package
 has it in float32, and with attention written out in float64, which is the truth. The law of tolerance compares them.

@@ -1,4 +1,4 @@
-"""The same bits: twenty runs, and a row alone as in a batch. Catalogue 36 and 37."""
+"""The same bits: twenty runs, and a row alone as in a batch."""
 
 import functools
 
@@ -22,7 +22,7 @@ def assert_bits(actual, expected):
         np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
-# ---- 36
+# ---- runs of one program
 
 RUNS = ("causal", "key_lengths", "dropout_each", "everything")
 
@@ -35,11 +35,15 @@ def test_twenty_runs(name):
     run = jax.jit(lambda *inputs: differentiate(static, *inputs))
     inputs = args, arrays, *cotangents(args, f32)
     first = run(*inputs)
-    noise = jax.jit(lambda x: x @ x)
     for i in range(19):
-        other = noise(jnp.full((64 + i, 64 + i), 1.0))  # of another size each time, not waited for
+        other = _noise(jnp.full((64 + i, 64 + i), 1.0))  # of another size each time, not waited for
         assert_bits(run(*inputs), first)
         jax.block_until_ready(other)
+
+
+@jax.jit
+def _noise(x):
+    return x @ x
 
 
 def test_twenty_runs_of_many_tiles():
@@ -69,7 +73,7 @@ def test_compiled_again():
     assert_bits(*results)
 
 
-# ---- 37
+# ---- an entry by itself and among others
 
 PER_BATCH = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids", "q_offset", "mask")
 ALONE = ("plain", "causal", "key_lengths", "segments", "bias_row", "q_offset_array")
@@ -94,7 +98,7 @@ def _program(static):
     return jax.jit(functools.partial(differentiate, dict(static)))
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in ALONE), ("causal", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in ALONE[::2]), ("causal", "bfloat16")])
 def test_an_entry_is_the_same_wherever_it_stands(name, dtype):
     """Swapped and repeated: bits of a batch entry depend neither on its place nor on its neighbours."""
     first, second = entries(name, dtype, (0, 1))
@@ -117,7 +121,7 @@ BY_BATCH = {
 }
 
 
-@pytest.mark.parametrize("K", [4, 2])
+@pytest.mark.parametrize("K", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BY_BATCH)
 def test_an_entry_alone(name, K):
     """Another batch size is another program: out, lse and dv are the same in bits, with heads of their own all gradients.

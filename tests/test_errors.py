@@ -1,4 +1,4 @@
-"""Wrong calls are cured by one sentence, right ones are jax.nn's; every keyword does something (catalogue 49 and 52)."""
+"""Wrong calls are cured by one sentence, right ones are jax.nn's; every keyword does something."""
 # ruff: noqa: E501  (a wrong call and its message are one row)
 
 import ast
@@ -25,7 +25,7 @@ import memeff
 from memeff import arguments, dot_product_attention
 from memeff.attention import Options
 
-# ---- 49: wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says otherwise.
+# ---- wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says otherwise.
 
 f32, i32 = np.float32, np.int32
 ones = lambda *shape, dtype=f32: np.ones(shape, dtype)
@@ -427,7 +427,7 @@ def test_the_public_names():
     assert all(hasattr(memeff, name) for name in memeff.__all__)
 
 
-# ---- 52: the oracle is independent
+# ---- the oracle is independent
 
 
 def test_the_oracle_imports_numpy_only():

@@ -1,4 +1,4 @@
-"""Files of a run (catalogue 59): every write cut short at every point, every file damaged, then the run resumes.
+"""Files of a run: every write cut short at every point, every file damaged, then the run resumes.
 
 The model and its training step are replaced by a few numbers, so that a whole run takes milliseconds and each point can be
 tried. The loss depends on all earlier steps. tests/test_models.py resumes runs of the real model.

@@ -132,6 +132,31 @@ def test_functions_beside_every_feature(feature):
         assert np.abs(actual - exact).max() <= 3e-6 * max(1, np.abs(exact).max())
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_counts_to_the_sides_that_may_be_seen(bidirectional):
+    """Eight buckets up to 20 tokens, by hand: of keys behind the query, and of those ahead of it."""
+    if bidirectional:  # four to each side: 0, 1, then from 2 and from 2 sqrt(10) on
+        behind = [0, 1, *[2] * 5, *[3] * 14]
+        ahead = [4 + bucket for bucket in behind[1:]]
+    else:  # 0 to 3, then from 4, 6.0, 8.9 and 13.4 on; what is ahead is at distance 0
+        behind = [0, 1, 2, 3, 4, 4, *[5] * 3, *[6] * 5, *[7] * 7]
+        ahead = [0] * 20
+    table = jnp.arange(8.0)[:, None]
+    score = scores.t5(table, bidirectional=bidirectional, max_distance=20)
+    found = score.fn(jnp.zeros(41), 0, 0, 20, jnp.arange(41), table)
+    np.testing.assert_array_equal(found, [*behind[::-1], *ahead])
+
+
+def test_rms_norm_divides_by_the_root_of_the_mean_square():
+    """Of queries and keys, each with scales of its own; epsilon counts where all is small."""
+    x, scales = np.random.default_rng(0).standard_normal(6), {"query": np.arange(1.0, 7), "key": np.arange(6.0) - 2}
+    norm = transforms.rms_norm(*scales.values(), epsilon=0.5)
+    with jax.enable_x64(True):
+        for which, scale in scales.items():
+            found = norm.fn(jnp.asarray(x), 3, which, norm.params)
+            np.testing.assert_allclose(found, x / np.sqrt((x**2).mean() + 0.5) * scale, rtol=1e-12)
+
+
 # ---- what bends the score, in every order, against the definition
 
 
@@ -171,7 +196,7 @@ def test_what_bends_the_score_against_the_definition(order):
         assert np.abs(x - y).max() <= 1e-9 * max(1, np.abs(y).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=slow)])
 def test_functions_in_few_bits(dtype):
     """Gradients err at most 1.5 times as much as the plain computation's in the same dtype."""
     rng = np.random.default_rng(0)
@@ -361,6 +386,13 @@ def test_statistics_differentiate():
     assert abs(tangent - numeric) <= 1e-8 * abs(numeric)
     assert abs(sum((g * d).sum() for g, d in zip(of, along, strict=True)) - numeric) <= 1e-8 * abs(numeric)
     assert abs(second - bend) <= 1e-6 * max(1, abs(bend))
+
+
+def test_the_gradient_of_the_largest_logit_is_shared_by_what_rounding_may_part():
+    """The walk finds it in one order of sums and looks for it in another: a logit one rounding below is as large."""
+    q, k = jnp.ones((1, 1, 1, 1), f32), jnp.array([1 - 2**-23, 0.5, 1], f32).reshape(1, 3, 1, 1)
+    of = jax.grad(lambda k: memeff.attention_statistics(q, k, k, scale=1.0).largest.sum())(k)
+    np.testing.assert_array_equal(of.ravel(), [0.5, 0, 0.5])
 
 
 def test_the_gradient_of_the_largest_logit_is_shared():

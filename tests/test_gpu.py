@@ -135,7 +135,7 @@ def test_what_float16_cannot_hold_goes_the_general_way():
     np.testing.assert_allclose(late[0] * 2.0**40, late[1], atol=0.02 * abs(late[1]).max())
 
 
-# ---- the Hopper kernels (catalogue 41)
+# ---- the Hopper kernels
 
 
 def hopper_calls():
@@ -346,7 +346,7 @@ def test_hopper_rows_that_are_done_again(where):
 @pytest.mark.parametrize("what", ["full", "causal", "alibi"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_hopper_is_deterministic(H, what):
-    """250 runs are equal in bits (catalogue 36), the slopes' gradient as well."""
+    """250 runs are equal in bits, the slopes' gradient as well."""
     if reason := pallas.for_device(dispatch.device()):
         pytest.skip(reason)
     q, k, v, do = (jax.random.normal(jax.random.key(i), (2, 1000, 4, H), jnp.bfloat16) for i in range(4))
@@ -369,7 +369,7 @@ def test_hopper_is_deterministic(H, what):
     assert all(same(first, both(args, do)) for _ in range(250))
 
 
-# ---- beyond what others test (catalogue 42, 43)
+# ---- beyond what others test
 
 
 def sampled_errors(T, N, K, H, left, samples=64, **how):
@@ -448,7 +448,7 @@ def test_more_than_32_bits_count(N, left):
     assert all(errors[name] <= LARGEST_ERROR[name] for name in errors), errors
 
 
-# ---- several GPUs (catalogue 35)
+# ---- several GPUs
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla"])

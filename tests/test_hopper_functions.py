@@ -1,5 +1,5 @@
 """The user's functions in the Hopper kernels, without a GPU: in Mosaic's interpreter, against the oracle, which knows biases
-and masks: what a score adds is a bias, with its chain rule. And what kernels refuse. Catalogue 40.
+and masks: what a score adds is a bias, with its chain rule. And what kernels refuse.
 """
 
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes
-from conftest import assert_as_good, assert_result, cotangents, plain_call, true_call
+from conftest import assert_as_good, assert_result, cotangents, few, plain_call, true_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hopper import (
@@ -205,7 +205,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = "numbers of queries", "prefix", "segments", "t5, causal, offsets", "differences, masked", "numbers of keys that learn"
+FAST = "alibi", "t5", "everything"
 BLOCKED = {  # some whole tiles, and with lengths none
     "documents": (masks.documents(np.repeat([0, 1], [330, 190])), {}, small(T=520, S=520)),
     "causal, 128": (masks.causal() & masks.documents(np.repeat([0, 1], [330, 70])), {}, small(T=400, S=400, H=128, D=128)),
@@ -247,7 +247,7 @@ def pairs(case: Case):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")  # of rows that are done again
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES])
+@pytest.mark.parametrize("name", few(CASES, FAST))
 def test_values(name):
     with interpreted():
         assert_right(name, CASES[name])
@@ -274,7 +274,9 @@ def assert_right(name, case: Case):
         assert_as_good(of_params.reshape(-1), [chained(x) for x in plain], chained(truth), dtype, f"{name}: params", size)
 
 
-@pytest.mark.parametrize("cap", [1.5, np.array([1.0, 4.0], f32)], ids=["one", "of heads"])
+@pytest.mark.parametrize(
+    "cap", [pytest.param(1.5, marks=pytest.mark.slow), np.array([1.0, 4.0], f32)], ids=["one", "of heads"]
+)
 def test_a_soft_cap_of_the_users(cap):
     """Against the kernels' own; of heads, against each alone."""
     z = small(T=70, S=140, G=np.size(cap))
@@ -329,6 +331,7 @@ def test_what_nobody_sees_changes_no_bit(name):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
 def test_a_key_that_dwarfs_the_others_under_a_score():
     """Rows that the fixed reference cannot serve are done again with the score as well."""
@@ -465,7 +468,7 @@ def test_room_for_differences_is_counted():
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")
-@pytest.mark.parametrize("name", BLOCKED)
+@pytest.mark.parametrize("name", few(BLOCKED, ("documents",)))
 def test_block_masks_drive_the_loops(name):
     """As the chunked path has it by the mask itself."""
     mask, how, z = BLOCKED[name]

@@ -1,7 +1,7 @@
 """The tangent's Hopper kernel without a GPU: in Mosaic's interpreter, against the oracle, by the law of tolerance.
 
 Plain is the reference, differentiated by JAX. Around the kernel (vmap, devices, other transformations) plain JAX stands in
-for it. Catalogue 40.
+for it.
 """
 
 import contextlib

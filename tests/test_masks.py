@@ -1,4 +1,4 @@
-"""Who sees whom: drawn pictures, rows that see nothing, what hidden garbage may not touch (catalogue 10 to 18 and 20)."""
+"""Who sees whom: drawn pictures, rows that see nothing, what hidden garbage may not touch."""
 
 import functools
 import itertools
@@ -11,13 +11,13 @@ import numpy as np
 import oracle
 import pytest
 from cases import AWKWARD, CASES, Sizes, qkv
-from conftest import Result, assert_truth, cotangents, run_call, run_calls, true_call
+from conftest import Result, assert_truth, cotangents, few, run_call, run_calls, true_call
 
 from memeff import dot_product_attention
 
 IMPLEMENTATIONS = ("xla", "reference")
 
-# ---- 15 and 16: pictures typed by hand; a row is a query, a column a key, # may attend
+# ---- pictures typed by hand; a row is a query, a column a key, # may attend
 
 PICTURES = {
     "causal": ({"is_causal": True}, "#.... ##... ###.. ####."),
@@ -122,7 +122,7 @@ def test_one_row_equals_its_row_of_the_full_call():
     np.testing.assert_allclose(two, np.stack([full[0, 3:5], full[1, 40:42]]), atol=2e-6)
 
 
-# ---- 10 and 20: every way to broadcast
+# ---- every way to broadcast
 
 PATTERNS = list(itertools.product((True, False), repeat=4))
 SMALL = Sizes(B=2, T=11, S=13, K=3, G=2, H=3, D=4)
@@ -166,7 +166,7 @@ def test_bias_and_mask_of_every_broadcast_pattern(name):
     assert_truth(result, name, *BROADCAST[name])
 
 
-# ---- 11: rows that see nothing
+# ---- rows that see nothing
 
 T, S = AWKWARD.T, AWKWARD.S
 ROWS = np.isin(np.arange(T), [0, 5, 17, 36])  # these see nothing, where a mask can say so
@@ -212,7 +212,7 @@ def test_rows_that_see_nothing(name, implementation):
     assert_truth(result, name, args, kwargs)
 
 
-# ---- 12: what nobody sees may hold anything
+# ---- what nobody sees may hold anything
 
 GARBAGE = (np.nan, np.inf, -np.inf, 1e38)
 
@@ -244,8 +244,10 @@ def _hidden_calls():
     }
 
 
-@pytest.mark.parametrize("name", _hidden_calls())
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+HIDDEN = [*itertools.product(("xla",), _hidden_calls()), ("reference", "mask"), ("reference", "lengths")]
+
+
+@pytest.mark.parametrize("implementation, name", few(itertools.product(IMPLEMENTATIONS, _hidden_calls()), HIDDEN))
 def test_hidden_garbage_changes_no_bit(name, implementation):
     kwargs, (rows, keys) = _hidden_calls()[name]
     kwargs |= {"implementation": implementation, "chunk_size": (16, 24), "logits_soft_cap": np.float32(5) * np.ones(())}
@@ -278,7 +280,7 @@ def _leaves(x: Result, y: Result):
         yield f"gradient of {name}", x.grads[name], y.grads[name]
 
 
-# ---- 13: what somebody sees, reaches who sees it
+# ---- what somebody sees, reaches who sees it
 
 EIGHTS = np.tile(np.arange(64) // 8, (2, 1))
 SEEN = {
@@ -344,7 +346,7 @@ def test_nan_in_each_operand_reaches_what_sees_it(name, implementation):
             np.testing.assert_array_equal(nan, expected[name], err_msg=f"NaN in {what}: {name}")
 
 
-# ---- 14: causality, in bits
+# ---- causality, in bits
 
 CAUSAL = (
     "square_causal",
@@ -357,7 +359,7 @@ CAUSAL = (
 )
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", few(CAUSAL, CAUSAL[::2]))
 def test_causality_in_bits(name):
     args, kwargs = CASES[name].inputs()
     (query, key, value), t = args, 17
@@ -380,7 +382,7 @@ def test_causality_in_bits(name):
     assert np.any(one.grads["key"][~future] != 0) and future.any()
 
 
-# ---- 17 and 18: packed documents, lengths
+# ---- packed documents, lengths
 
 
 def test_packed_documents_equal_documents_apart():

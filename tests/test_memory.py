@@ -1,6 +1,6 @@
 """What attention costs, from the compiler's own account: nothing here allocates an array of length T or runs a long call.
 
-Catalogue 19 (tiles visited), 20 and 21 (memory of the gradient of bias, of masks), 23 to 27, and what the backward is given.
+Tiles that are visited, memory of the gradient of bias and of masks, compilations, and what the backward is given.
 """
 
 import functools
@@ -15,6 +15,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from jax.ad_checkpoint import print_saved_residuals
 
 import memeff
@@ -88,7 +89,7 @@ def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
     return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
 
 
-# ---- 23, 24: linear, and how much
+# ---- linear, and how much
 
 
 slow = pytest.mark.slow
@@ -96,7 +97,7 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])  # at 32k what does not grow hides least
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, ("causal", "lengths", "segments", "dropout")))
 def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
     (once, seconds), (twice, longer) = cost(kind, direction, T), cost(kind, direction, 2 * T)
     assert twice <= 2.15 * once, f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
@@ -180,7 +181,7 @@ def test_the_account_knows_quadratic_memory():
     assert twice.temp_size_in_bytes > 3.5 * once.temp_size_in_bytes
 
 
-# ---- 25, 27: shapes in the optimised program
+# ---- shapes in the optimised program
 
 
 def shapes_in(text: str) -> set[tuple[int, ...]]:
@@ -221,20 +222,15 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("kind", ["causal", "lengths", "segments"])
+SOME = [*(("causal", context) for context in CONTEXTS), ("lengths", "vmap"), ("segments", "remat")]
+
+
+@pytest.mark.parametrize("kind, context", few(itertools.product(KINDS, CONTEXTS), SOME))
 def test_nothing_of_size_T_times_T(kind, context):
     T = 4099
     forward, shapes = call(T, **_kinds(T, N=2)[kind], N=2, H=8)
     found = quadratic(compiled(CONTEXTS[context](forward), shapes).as_text(), T)
     assert not found, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("causal", "lengths", "segments")])
-def test_nothing_of_size_T_times_T_every_kind(kind, context):
-    test_nothing_of_size_T_times_T(kind, context)
 
 
 @pytest.mark.parametrize("kwargs", [{}, dict(is_causal=True), dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "i4"))])
@@ -263,7 +259,7 @@ def test_grouped_heads_repeat_no_key(kwargs):
     assert not repeated, repeated
 
 
-# ---- 26: compile time, and how often
+# ---- compile time, and how often
 
 
 @pytest.mark.parametrize("kind", ["causal", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "causal")])
@@ -311,7 +307,7 @@ def test_five_calls_compile_once(compilations, lengths):
     assert not compilations, f"{len(compilations)} more"
 
 
-# ---- 20, 21: what bias and mask cost
+# ---- what bias and mask cost
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2048, 2048), (2048,), (8, 1, 2048), (8, 2048, 1)])
@@ -355,7 +351,7 @@ def test_mask_causes_no_gradient_buffer():
     assert more <= 1.25 * T * T, f"{more / MIB:.1f} MiB for {T * T / MIB:.1f} MiB of mask"
 
 
-# ---- 19: which tiles are visited
+# ---- which tiles are visited
 
 
 def picture(problem: Problem, operands: Operands) -> np.ndarray:

@@ -86,7 +86,7 @@ def novel(tmp_path_factory) -> str:
 
 
 def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
-    """Catalogue 48, on Python's library; 528 tokens are more than a tile."""
+    """On Python's library; 528 tokens are more than a tile."""
     curves = {}
     for attention in ("memeff", "jax.nn"):
         settings = Settings(**TINY | {"layers": 1, "heads": 1, "kv_heads": 1}, context=528, steps=50, warmup=5,
@@ -315,7 +315,7 @@ def square_arrays(text: str, least: int) -> set[str]:
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"attention": "jax.nn"}])
 def test_no_square_array_in_a_training_step(options):
-    """Catalogue 25; jax.nn shows that the test can fail."""
+    """No array of T times T; jax.nn shows that the test can fail."""
     settings = Settings(**TINY | options, context=1024)
     graphdef, params = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
     state = params, train.make_optimiser(settings).init(params)

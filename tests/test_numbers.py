@@ -1,4 +1,4 @@
-"""Numbers: out, lse and every gradient against the oracle (catalogue 1 to 9, 20 to 22)."""
+"""Numbers: out, lse and every gradient against the oracle."""
 
 import functools
 import math
@@ -12,6 +12,7 @@ import pytest
 from cases import CASES, MIXES, SINGLES, Sizes, qkv, split
 from conftest import (
     EPS,
+    assert_as_good,
     assert_case,
     assert_truth,
     cotangents,
@@ -29,14 +30,25 @@ from memeff import dispatch, dot_product_attention, problem
 
 # what the fast set runs; the rest of the table is in the slow one
 ELSEWHERE = ("bias_full", "mask_heads", "scale", "soft_cap", "precision")  # static twins, and what test_masks.py broadcasts
-FLOAT32 = tuple(name for name in SINGLES if name not in ELSEWHERE) + MIXES
+FLOAT32 = tuple(name for name in SINGLES if name not in ELSEWHERE) + MIXES[1::2]  # the others in float64
 BFLOAT16 = ("plain", "one_token", "causal", "bias_hides", "mask_dense", "soft_cap_array", "segments", "everything")
 FLOAT16 = ("causal", "scale_array", "dropout_each")
 FLOAT64 = ("plain", "three_leads", "bias_hides", "soft_cap_array", "everything", *MIXES[::2])
 REFERENCE = ("plain", "three_leads", "head_97", "bias_hides", "everything", *MIXES[1::2])
 
 
-# ---- 1: the law of tolerance
+# ---- the law of tolerance
+
+
+def test_the_law_tells_another_rounding_from_a_larger_error():
+    rng = np.random.default_rng(0)
+    truth, plain, other = (size * rng.standard_normal(10_000) for size in (1, 1e-3, 1e-3))
+    far = other.copy()
+    far[7] = 4 * np.abs(plain).max()
+    assert_as_good(truth + 1.4 * other, [truth + plain], truth, "float32")
+    for wrong in (1.6 * other, far):
+        with pytest.raises(AssertionError, match="of the error is"):
+            assert_as_good(truth + wrong, [truth + plain], truth, "float32")
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -144,7 +156,7 @@ def test_baseline_is_jax_nn(dtype):
         assert mine <= 1.2 * theirs, what
 
 
-# ---- 2: float64
+# ---- float64
 
 
 @pytest.mark.parametrize("name", FLOAT64)
@@ -178,7 +190,7 @@ def test_numerical_derivative():
         check_grads(jax.jit(call), args, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
-# ---- 3 and 4: lse
+# ---- lse
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -228,7 +240,7 @@ def test_inference_and_residual_agree():
     np.testing.assert_array_equal(out, dot_product_attention(*args, **kwargs, return_residual=True)[0])
 
 
-# ---- 5 and 6: inputs that are not Gaussian
+# ---- inputs that are not Gaussian
 
 
 DRAWS = 24  # of two batch entries each: what decides in the wildest of these are a few rows of each
@@ -308,7 +320,7 @@ def test_very_negative_lse_at_every_length():
     assert_truth(result, "lengths", args, kwargs)
 
 
-# ---- 7: what must not matter
+# ---- what must not matter
 
 
 def test_invariances():
@@ -339,7 +351,7 @@ def test_invariances():
     close(call(query[:, :, groups], key[:, :, heads], value[:, :, heads], bias[:, groups])[0], out[:, :, groups])
 
 
-# ---- 8: chunk sizes
+# ---- chunk sizes
 
 
 def test_chunk_sizes_agree():
@@ -353,7 +365,7 @@ def test_chunk_sizes_agree():
             np.testing.assert_allclose(y, x, rtol=0, atol=4e-6 * max(1, np.abs(x[np.isfinite(x)]).max()), err_msg=str(size))
 
 
-# ---- 9: scale and soft cap
+# ---- scale and soft cap
 
 
 def test_scale_and_soft_cap_static_and_traced_agree():
@@ -380,7 +392,7 @@ def test_scale_of_every_kind(scale):
     np.testing.assert_allclose(lse(scale), lse(2.0), rtol=0, atol=2e-6)
 
 
-# ---- 21: what has no gradient
+# ---- what has no gradient
 
 
 def test_integer_arguments_have_float0_gradients():
@@ -394,7 +406,7 @@ def test_integer_arguments_have_float0_gradients():
         assert grad.dtype == jax.dtypes.float0 and grad.shape == whole[name].shape, name
 
 
-# ---- 22: dropout
+# ---- dropout
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -1,4 +1,4 @@
-"""Derivatives of every order (catalogue 32, 4): against the oracle, against the quadratic definition, and their memory.
+"""Derivatives of every order: against the oracle, against the quadratic definition, and their memory.
 
 float64, random directions, every argument that is an array. An order's truth is the oracle where it has one: the tangent is
 the transpose of its gradient, and a difference of its gradients is their tangent.

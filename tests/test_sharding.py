@@ -1,5 +1,5 @@
 """Eight devices (CPU ones, see conftest): batch and heads sharded give the same numbers without a word between devices, and
-an eighth of the memory each. Catalogue 33 and 34.
+an eighth of the memory each.
 """
 
 import contextlib
@@ -186,7 +186,7 @@ def test_collectives_are_found():
     assert any("all-gather" in line for line in collectives(gather.lower(x).compile().as_text()))
 
 
-# ---- 33
+# ---- batch and heads
 
 
 FAST = ("causal", "shared bias", "dropout", "lengths", "functions")
@@ -384,7 +384,7 @@ def test_sharded_calls_compile_for_their_mesh_and_again_for_another():
         assert_near([out], expected("causal")[:1])
 
 
-# ---- 57: a mesh as jax.make_mesh gives it, which only arrays know
+# ---- a mesh as jax.make_mesh gives it, which only arrays know
 
 
 def _put(mesh, x, *spec):
@@ -561,7 +561,7 @@ def test_modules_and_switches_on_a_mesh_that_is_not_set():
         assert_near([found], [np.asarray(wanted)])
 
 
-# ---- 34: the sequence sharded
+# ---- the sequence sharded
 
 ALONG_SEQUENCE = P(None, "x", None, None)
 

@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper's chip, without a GPU (catalogue 40): `make sm90a`.
+"""The kernels compile for Hopper's chip, without a GPU: `make sm90a`.
 
 Not without spills, as they should; but what is spilled is bounded, and nothing keeps products from running side by side.
 """

@@ -51,7 +51,7 @@ def _kind(name: str, x: Any) -> str:
     return "floats" if jnp.issubdtype(x.dtype, jnp.floating) and name not in NO_GRADIENT else "rest"
 
 
-def on_hand(device: Device) -> jax.Device | None:
+def on_hand(device: Device) -> Any:
     """Return a device of this kind for which this process can compile, or None."""
     candidates = jax.local_devices()
     if device.platform == "cpu" and candidates[0].platform != "cpu":
@@ -60,7 +60,7 @@ def on_hand(device: Device) -> jax.Device | None:
     return next(like, None)
 
 
-def temp_bytes(run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, device: jax.Device) -> tuple[int, int]:
+def temp_bytes(run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, device: Any) -> tuple[int, int]:
     """Return temporary bytes of the forward, and of forward and gradient in one program, as XLA reports them.
 
     Args:
@@ -98,7 +98,7 @@ def _apart(f: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(contextvars.copy_context().run, call).result()
 
 
-def _compiled(forward: Callable[..., Any], floats: list[Any], rest: list[Any], device: jax.Device) -> tuple[int, int]:
+def _compiled(forward: Callable[..., Any], floats: list[Any], rest: list[Any], device: Any) -> tuple[int, int]:
     sharding = NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
     like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
 
@@ -107,10 +107,10 @@ def _compiled(forward: Callable[..., Any], floats: list[Any], rest: list[Any], d
         return found, pull(cotangents)
 
     # LLVM's optimisations change no buffer and take most of the time.
-    options = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
+    options: Any = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
 
     def bytes_of(function, *shapes):
-        program = jax.jit(function).lower(*shapes).compile(compiler_options=options)
+        program: Any = jax.jit(function).lower(*shapes).compile(compiler_options=options)
         return program.memory_analysis().temp_size_in_bytes
 
     floats, rest = like((floats, rest))

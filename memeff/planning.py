@@ -95,7 +95,7 @@ def check_device(device: Any) -> tuple[Device, int | None]:
     return found, None
 
 
-def compiles_for(device: Any, found: Device) -> jax.Device:
+def compiles_for(device: Any, found: Device) -> Any:
     """Return the device for which a plan is compiled, of what `check_device` took and found; refuse where there is none."""
     target = device if isinstance(device, jax.Device) else compiling.on_hand(found)
     if target is None:

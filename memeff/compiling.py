@@ -107,11 +107,11 @@ def _compiled(forward: Callable[..., Any], floats: list[Any], rest: list[Any], d
         return found, pull(cotangents)
 
     # LLVM's optimisations change no buffer and take most of the time.
-    options = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
+    options: Any = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
 
     def bytes_of(function, *shapes):
-        program = jax.jit(function).lower(*shapes).compile(compiler_options=options)  # type: ignore
-        return program.memory_analysis().temp_size_in_bytes  # type: ignore
+        program: Any = jax.jit(function).lower(*shapes).compile(compiler_options=options)
+        return program.memory_analysis().temp_size_in_bytes
 
     floats, rest = like((floats, rest))
     cotangents = like(jax.eval_shape(forward, floats, rest))

@@ -101,6 +101,7 @@ def _static(rng, small: bool) -> Static:
             names.append("q_offset")
         else:
             how["q_offset"] = whole(-T // 3, S)
+    offset = "q_offset" in names or how.get("q_offset", 0) != 0
     names += [name for name in ("query_seq_lengths", "key_value_seq_lengths") if chance(0.25)]
     kind = rng.choice(["none", "segments", "one id", "keys", "queries"], p=[0.5, 0.2, 0.1, 0.1, 0.1])
     if kind == "segments":
@@ -115,7 +116,7 @@ def _static(rng, small: bool) -> Static:
         how["scale"] = float(rng.choice([-0.2, 0.05, 0.125]))
     names += ["sinks"] if chance(0.3) else []
     score = str(rng.choice([*SCORES])) if chance(0.35) else None
-    mask = str(rng.choice(BY_PAIRS)) if chance(0.3) and not blocked else "blocks" if blocked else None
+    mask = str(rng.choice(ANYWHERE if offset else BY_PAIRS)) if chance(0.3) and not blocked else "blocks" if blocked else None
     fused = score is None and mask is None and max(H, D) <= 128
     how["backward"] = "fused" if fused and chance(0.5) else "split"
     return Static(z, str(rng.choice(["bfloat16", "bfloat16", "float16"])), how, tuple(names), score, mask, chance(0.4))
@@ -175,7 +176,8 @@ MASKS = {
     "heads": lambda z: lambda b, h, i, j, _: j % (h + 2) != 1,
     "blocks": lambda z: _block_mask(z.T, z.S),
 }
-BY_PAIRS = [name for name in MASKS if name != "blocks"]  # which has no offset
+BY_PAIRS = [name for name in MASKS if name != "blocks"]
+ANYWHERE = [name for name in BY_PAIRS if name != "documents"]  # where an offset leads outside of the ids
 SEEN = {
     "documents": lambda row, n, i, j: DOCUMENTS[row] == DOCUMENTS[j],
     "prefix": lambda row, n, i, j: (j <= i) | (j < PREFIX),

@@ -395,7 +395,7 @@ MUTANTS = {
         "pallas/walk.py",
         "if shape.T % queries:",
         "if problem.score_fn is not None and shape.T % queries:",
-        "'tests/test_hopper.py::test_what_nobody_sees_changes_no_bit[129-split]'",
+        "'tests/test_hopper.py::test_what_nobody_sees_changes_no_bit[keys behind the last query-fused]'",
     ),
     "kernels: a row that its reference cannot serve is not noticed": (
         "pallas/hopper_forward.py",

@@ -213,6 +213,13 @@ def test_hidden_keys_change_no_reference():
     assert (xla._reference(p, Operands(q, k, v)) == earlier).all()
 
 
+def test_one_column_that_overflows_is_enough():
+    """Values of 10^6 in one column alone: the row does not stand, though its other columns are finite."""
+    q = jnp.full((1, 1024, 1, 64), 4.0)
+    v = jnp.zeros((1, 1024, 1, 3)).at[..., 1].set(1e6).at[..., 2].set(1.0)
+    np.testing.assert_allclose(dot_product_attention(q, q, v)[0, :, 0], [[0, 1e6, 1]] * 1024, rtol=1e-5)
+
+
 def test_a_batch_starts_over_as_one():
     """Under vmap the check is one for the whole batch: the loop's condition stays a scalar."""
     q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))

@@ -350,9 +350,9 @@ def test_nan_in_each_operand_reaches_what_sees_it(name, implementation):
 
 CAUSAL = (
     "square_causal",
-    "causal&query_lengths&window&soft_cap",
-    "causal&query_lengths&key_lengths&segments",
-    "scale_array&causal&key_lengths&dropout_each",
+    "causal&window&soft_cap&segments",
+    "scale_array&causal&key_lengths&sinks",
+    "scale_array&causal&query_lengths&dropout_each",
     "bias_row&mask_dense&scale_array&causal",
     "q_offset",
     "everything",

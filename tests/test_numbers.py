@@ -355,7 +355,7 @@ def test_invariances():
 
 
 def test_chunk_sizes_agree():
-    args, kwargs = CASES["causal&query_lengths&window&soft_cap"].inputs()
+    args, kwargs = CASES["causal&window&soft_cap&segments"].inputs()
     kwargs["bias"] = np.random.default_rng(7).standard_normal((6, 37, 53)).astype(np.float32)
     sizes = [(1, 1), (7, 13), (64, 128), (37, 53), (36, 52), (1000, 1000), 8, (1, 53), (37, 1), None]
     results = run_calls({str(c): (args, kwargs | {"chunk_size": c}) for c in sizes})

@@ -279,7 +279,7 @@ def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
     unfinished = folder.with_name("unfinished")
     with writing(folder):
         try:
-            write_file(unfinished / "state.npz", contents.getbuffer())
+            write_file(unfinished / "state.npz", contents.getvalue())  # CPython 3.12 may crash on getbuffer() (gh-111049)
             os.rename(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

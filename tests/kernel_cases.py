@@ -116,7 +116,8 @@ def _static(rng, small: bool) -> Static:
         how["scale"] = float(rng.choice([-0.2, 0.05, 0.125]))
     names += ["sinks"] if chance(0.3) else []
     score = str(rng.choice([*SCORES])) if chance(0.35) else None
-    mask = str(rng.choice(ANYWHERE if offset else BY_PAIRS)) if chance(0.3) and not blocked else "blocks" if blocked else None
+    by_pairs = ANYWHERE if offset else BY_PAIRS
+    mask = str(rng.choice(by_pairs)) if chance(0.3) and not blocked else "blocks" if blocked else None
     fused = score is None and mask is None and max(H, D) <= 128
     how["backward"] = "fused" if fused and chance(0.5) else "split"
     return Static(z, str(rng.choice(["bfloat16", "bfloat16", "float16"])), how, tuple(names), score, mask, chance(0.4))

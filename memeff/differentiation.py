@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from memeff.problem import Gradients, Lse, LseFor, Operands, Problem, lse_with_sinks
+from memeff.problem import Gradients, Lse, LseFor, Operands, Problem, lse_with_sinks, row_dots
 from memeff.rules import call
 from memeff.sharding import vary_alike
 from memeff.tangent import tangent, with_tangent
@@ -214,8 +214,7 @@ def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradie
             nothing = jnp.zeros_like(out)
             of_lse = implementation.backward(problem, bare, nothing, lse, nothing, dlse)
             gradients = jax.tree.map(lambda x, y: x + y, gradients, of_lse)
-        delta = (out.astype(p.dtype) * dout.astype(p.dtype)).sum(-1)
-        dsinks = -jnp.where(p == 0, 0, p * delta).sum((0, 3))
+        dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))
         gradients = gradients._replace(terms=gradients.terms._replace(sinks=dsinks))
     like = Gradients(operands.query, operands.key, operands.value, operands.terms)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)

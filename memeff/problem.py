@@ -165,6 +165,12 @@ def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     return total, jnp.where(empty, 0, p)
 
 
+def row_dots(out: Array, dout: Array, dtype) -> Array:
+    """Return rowsum(dout * out), B K G T, of arrays B K G T D; in the layout in which they came, so that none is copied."""
+    out, dout = (x.transpose(0, 3, 1, 2, 4).astype(dtype) for x in (out, dout))  # b t k g d
+    return (out * dout).sum(-1).transpose(0, 2, 3, 1)
+
+
 class Sight(NamedTuple):
     """What besides the window decides who sees whom; each broadcasts with the positions, None: it hides nobody."""
 

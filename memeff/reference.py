@@ -68,7 +68,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     bad = ~jnp.isfinite(value)
     keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
     sees_bad = _mix(problem, keep, bad.astype(dtype), dtype) > 0  # b k g t d
-    nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0))  # for the rows that see it alone, and their derivatives
+    # For the rows that see it alone, and their derivatives:
+    nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0).astype(dtype))
     p = _times_in_tangent(p, 1 + nan.sum(-1, keepdims=True))
     out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype) + nan  # (4)
     out = jnp.where(empty[..., None], 0, out)  # an empty row's cotangent does not count

@@ -68,8 +68,8 @@ def back_through(problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: Ter
 def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
     """Return p = exp(s - lse), B K G t c; 0 where `keep` hides the pair, also where lse is NaN."""
     below = s - lse.high[..., None]
-    p = jnp.exp(below if lse.low is None else below - lse.low[..., None])
-    return p if keep is None else jnp.where(keep, p, 0)
+    below = below if lse.low is None else below - lse.low[..., None]
+    return jnp.exp(below if keep is None else jnp.where(keep, below, -jnp.inf))
 
 
 def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:

@@ -41,6 +41,7 @@ from memeff.problem import (
     only_kernels_fuse,
     part_of,
     places,
+    row_dots,
     sink_weights,
     tile_range,
     transformed,
@@ -303,15 +304,15 @@ def _stands(problem: Problem, operands: Operands, rows: Rows) -> Array:
 
     Each of the S probabilities p = exp(s - m), and each product p v, is flushed to 0 below 2^-126. So l lacks at most
     S 2^-126, and o at most S 2^-126 max(1, |v|). Neither shows in float32 where it is below 2^-24 of l, and of the
-    largest |o| of the row. Where p or p v overflowed, l or o is not finite.
+    mean |o| of the row. Where p or p v overflowed, l or o is not finite.
     """
     S = operands.key.shape[1]
     lost = S * 2.0 ** (24 - 126)
     v = jnp.abs(operands.value.astype(rows.o.dtype))
     v = _largest_seen(problem, operands, jnp.where(v < jnp.inf, v, 0).max(-1, initial=0))
-    o, finite = jnp.abs(rows.o).max(-1, initial=0), jnp.isfinite(rows.o).all(-1)  # XLA:CPU's max may drop NaN
+    o = jnp.abs(rows.o).sum(-1) / max(1, rows.o.shape[-1])  # at most the largest; XLA:CPU's max may drop NaN, a sum does not
     kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0)
-    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & finite
+    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)
 
 
 def _log_sum_exp_wide(m: Array, l: Array) -> Lse:
@@ -369,8 +370,8 @@ def _backward(
     """Steps (5) to (7)."""
     dtype = accumulator_dtype(operands)
     lse = lse if lse.low is not None else Lse(lse.high, jnp.zeros_like(lse.high))
-    out, dout = (x.transpose(0, 3, 1, 2, 4) for x in (out, dout))  # b t k g d, as they came: nothing is copied
-    delta = (out.astype(dtype) * dout.astype(dtype)).sum(-1).transpose(0, 2, 3, 1)
+    delta = row_dots(out, dout, dtype)
+    dout = dout.transpose(0, 3, 1, 2, 4)  # b t k g d, as it came: nothing is copied
     delta = delta if dlse is None else delta - dlse
     walk = functools.partial(_walk_back, problem, operands, lse, delta, dout, only_terms=only_terms)
     if not wants_fused(problem, operands):
@@ -407,12 +408,13 @@ def _halves(problem: Problem, operands: Operands, delta: Array, dout: Array) -> 
     half = (dout.astype(delta.dtype) * column[:, None, :, None]).astype(jnp.float16)
     rows = ~(abs(half).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
     # A power of two that stopped at 2^100 or 2^-100 did not bring what it scales into float16's range.
-    reached = ~_out_of_range(bound * row, 2.0**4).any((2, 3)) & ~_out_of_range(peak * column, 2.0**15).any(-1)  # b k
+    rows &= ~_out_of_range(bound * row, 2.0**4).transpose(0, 3, 1, 2)
+    rows &= ~_out_of_range(peak * column, 2.0**15).any(-1)[:, None, :, None]
     T, S = operands.query.shape[1], operands.key.shape[1]
     first, end, _, _ = tile_range(problem, problem.q_offset, 0, T - 1)
     v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
     keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
-    return Halves(_as_it_is(half.transpose(0, 2, 3, 1, 4), 3), column, row, reached & rows.all((1, 3)) & keys.all(1))
+    return Halves(_as_it_is(half.transpose(0, 2, 3, 1, 4), 3), column, row, rows.all((1, 3)) & keys.all(1))
 
 
 def _out_of_range(x: Array, top: float) -> Array:

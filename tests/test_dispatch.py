@@ -39,9 +39,9 @@ def traced(name, dtype, implementation=None):
     select = dispatch.select_implementation
 
     def spy(problem, operands, *how):
-        problem, module = select(problem, operands, *how)
-        asked.append((problem, operands, module))
-        return problem, module
+        chosen = select(problem, operands, *how)
+        asked.append((chosen.problem, operands, chosen.module))
+        return chosen
 
     def run(args, arrays):
         call = lambda *args: dot_product_attention(*args, **arrays, **static, implementation=implementation)

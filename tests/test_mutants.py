@@ -169,7 +169,7 @@ MUTANTS = {
     ),
     "rows that do not stand are kept": (
         XLA,
-        "(rows.l >= lost) & (rows.l < 2.0**125) & kept & finite",
+        "(rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)",
         "rows.l > -1.0",
         "tests/test_fixed_reference.py::test_fixed_reference_is_exact[True-float32]",
     ),
@@ -355,8 +355,8 @@ MUTANTS = {
     ),
     "rows stand although large values overflowed": (
         XLA,
-        "jnp.isfinite(rows.o).all(-1)",
-        "jnp.isfinite(rows.o).any(-1)",
+        "kept & (o < jnp.inf)",
+        "kept & (o > -jnp.inf)",
         "tests/test_fixed_reference.py::test_one_column_that_overflows_is_enough",
     ),
     "one row's share of S flushed keys": (

@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (some eight minutes on two cores)"
+	@echo "make test       the fast tests (some ten minutes on two cores; twice that on Python 3.12, where XLA compiles slower)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=SSE4_2, AVX512: as on others)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"

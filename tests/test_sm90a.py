@@ -22,6 +22,7 @@ needs_plugin = pytest.mark.skipif(
 SPILLED = {"memeff_forward": 256, "memeff_dq": 128, "memeff_dkdv": 360, "memeff_fused": 220, "memeff_delta": 0}
 SPILLED |= {"memeff_tangent": 120}  # 108, in none of its loops
 SPILLED_BY_FUNCTIONS = {"score soft cap": 360, "t5, all keys": 280}
+SPILLED_BY_FUNCTIONS |= {"tails 64": 272}  # 268 in the forward, of a length that no tile divides
 # setmaxnreg ignored; products one after the other, for want of registers, or for one still running over a branch
 SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
 

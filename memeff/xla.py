@@ -474,13 +474,14 @@ def _walk_back(
             up, down = (x[..., None] for x in others) if halves else (1, 1)
             _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), None), jnp.zeros_like(dp))
             (draw,), dterms = pull((dp - delta[..., None]) * up), Terms()
-            draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
+            draw, lift = _lifted(p * draw.astype(p.dtype), q.dtype)
+            draw = draw * down
             if tile.keep is not None:  # at the end, for p of a row whose lse is NaN is NaN for all keys
                 draw = jnp.where(tile.keep, draw, 0)
         else:
             dp = drop(problem, tile, lax.optimization_barrier(dp))
             draw, dterms = pull(p * (dp - delta[..., None]))
-            draw = draw.astype(q.dtype)
+            draw, lift = _lifted(draw, q.dtype)
         if only_terms:
             return _add_terms(grads, dterms, tile)
         if halves:
@@ -491,6 +492,8 @@ def _walk_back(
             dv = dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
         dq = dot("bkgtc,bkch->bkgth", draw, finite(k, masked), problem, dtype)  # (7)
         dk = dot("bkgth,bkgtc->bkhc", finite(q, masked), draw, problem, dtype, grads.key)
+        if lift is not None:
+            dq, dk = dq / lift[:, :, None, None, None], dk / lift[:, :, None, None]
         if problem.qk_transform is not None:
             dq, dk, dterms = back_through(problem, tile, dq, dk, dterms)
         return Gradients(
@@ -517,6 +520,17 @@ def _walk_back(
         return Gradients(query.transpose(0, 3, 1, 2, 4), key.transpose(0, 3, 1, 2), value.transpose(0, 3, 1, 2), terms)
 
     return walk
+
+
+def _lifted(draw: Array, dtype) -> tuple[Array, Array | None]:
+    """Return draw [b, k, g, t, c] in `dtype`, and what divides its products [b, k], or None.
+
+    float16 holds nothing below 2^-24. There draw is multiplied by a power of two that brings its largest entry near 2^14.
+    """
+    if dtype != jnp.float16:
+        return draw.astype(dtype), None
+    lift = _power_of_two(2.0**14 / jnp.where(jnp.isfinite(draw), abs(draw), 0).max((2, 3, 4)))
+    return (draw * lift[:, :, None, None, None]).astype(dtype), lift
 
 
 def _power_of_two(x: Array) -> Array:

@@ -63,8 +63,8 @@ CASES = {
 }
 
 
-def compiled(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how):
-    """Forward and gradient of a call, also by what `score` has for each head; or its tangent along query, key and value."""
+def lowered(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how):
+    """Return forward and gradient of a call, also by the params of `score`; or its tangent along query, key and value."""
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
     devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
@@ -84,7 +84,7 @@ def compiled(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtyp
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in (N, N, K, K, *[K] * 2 * jvp)]
     shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
     with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
-        return jax.jit(along if jvp else both, in_shardings=here, out_shardings=here).trace(*shapes).lower().compile()
+        return jax.jit(along if jvp else both, in_shardings=here, out_shardings=here).trace(*shapes).lower()
 
 
 if __name__ == "__main__":
@@ -92,4 +92,4 @@ if __name__ == "__main__":
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         print("case", name, flush=True)
-        print("temporary bytes", compiled(**how).memory_analysis().temp_size_in_bytes, flush=True)
+        print("temporary bytes", lowered(**how).compile().memory_analysis().temp_size_in_bytes, flush=True)

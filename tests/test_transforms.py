@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, SINGLES, split
+from conftest import few
 from jax import export
 from jax.experimental import jet
 
@@ -169,7 +170,7 @@ def test_vmap_of_one_call_at_a_time(monkeypatch, mapped):
     test_vmap_and_vmap_of_grad(mapped)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 12])  # of 6 in each of 4
+@pytest.mark.parametrize("at_once", few([1, 3, 12], [3]))  # of 6 in each of 4
 def test_vmap_of_vmap_of_some_calls_at_a_time(monkeypatch, at_once):
     monkeypatch.setattr(dispatch, "_calls_at_once", lambda *_: at_once)
     arrays = inputs(leads=(4, 6, 1), T=5, S=7)
@@ -629,10 +630,11 @@ SECOND = {
 }
 
 
-SLOW = "jit(jvp)", "jit(jacfwd)", "grad(jit(grad))", "grad(vmap(grad))", "grad(grad(vmap))", "hessian", "grad(grad(scan))"
+FAST = {mode for mode in FORWARD if not mode.startswith("jit")}
+FAST |= {"grad(jvp)", "grad(grad)", "jvp(grad)", "jvp(grad(scan(remat)))"}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in FORWARD | SECOND])
+@pytest.mark.parametrize("mode", few(FORWARD | SECOND, FAST))
 def test_forward_mode_and_second_order(mode):
     q = inputs(K=2, G=2)[0]
     q = q[:1, :1, :1] if mode == "hessian" else q

@@ -1,0 +1,132 @@
+"""Write the StableHLO of every named call, without the names of functions and files, and a digest of each program.
+
+    python tests/lowered.py before && git switch new && python tests/lowered.py after && diff -r before after
+
+A change that only moves and renames code leaves every file as it was, so it cannot change bits, speed or memory. With JAX's
+CUDA plugin (see the Makefile's `sm90a`) the programs of the Hopper kernels are written too.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import conftest  # noqa: E402, F401
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from cases import CASES, SINGLES, Sizes, split  # noqa: E402
+
+import memeff  # noqa: E402
+from memeff import dispatch, masks, scores, transforms  # noqa: E402
+
+GRADIENTS = ("query", "key", "value", *conftest.GRADIENTS[3:])
+LARGE = Sizes(B=1, T=2500, S=3000, K=2, G=2, H=64, D=64)
+
+
+def larger_calls() -> dict[str, tuple[tuple, dict[str, Any]]]:
+    """Return calls of several tiles of the default size, by name: (query, key, value), keyword arguments."""
+    z, ids = LARGE, np.arange(3000) // 700
+    rng = np.random.default_rng(0)
+    features = {
+        "plain": {},
+        "causal": dict(is_causal=True),
+        "window": dict(local_window_size=(300, 20)),
+        "offset": dict(is_causal=True, q_offset=500),
+        "soft cap": dict(logits_soft_cap=20.0, is_causal=True),
+        "lengths": dict(key_value_seq_lengths=np.array([2000], np.int32)),
+        "bias": dict(bias=rng.standard_normal((z.N, 1, z.S), np.float32)),
+        "sinks": dict(sinks=rng.standard_normal(z.N, np.float32)),
+        "dropout": dict(dropout_rate=0.1, dropout_rng=np.array([1, 2], np.uint32)),
+        "alibi": dict(score_fn=scores.alibi(np.linspace(0.1, 1, z.N, dtype=np.float32)), is_causal=True),
+        "documents": dict(mask_fn=masks.documents(ids[: z.T], ids)),
+        "block mask": dict(mask_fn=memeff.block_mask(masks.documents(ids[: z.T], ids) & masks.causal(), z.T, z.S)),
+        "rotary": dict(qk_transform=transforms.rotary()),
+        "lse": dict(return_residual=True),
+        "reference": dict(implementation="reference", is_causal=True),
+        "chunks": dict(chunk_size=(128, 256), is_causal=True),
+        "limit": dict(memory_limit="24MiB"),
+    }
+    shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)
+    return {name: (tuple(np.zeros(shape, np.float32) for shape in shapes), how) for name, how in features.items()}
+
+
+def derivatives(kwargs: dict[str, Any]) -> dict[str, Callable]:
+    """Return functions of (args, floats, rest): the call, its derivatives and its vmap."""
+    static = split(kwargs)[0]
+
+    def call(args, floats, rest):
+        return memeff.dot_product_attention(*args, **floats, **rest, **static)
+
+    def vjp(args, floats, rest):
+        out, pull = jax.vjp(lambda args, floats: call(args, floats, rest), args, floats)
+        return out, pull(out)
+
+    def jvp(args, floats, rest):
+        return jax.jvp(lambda args, floats: call(args, floats, rest), (args, floats), (args, floats))
+
+    def second(args, floats, rest):
+        return jax.jvp(lambda args, floats: vjp(args, floats, rest), (args, floats), (args, floats))
+
+    def mapped(args, floats, rest):
+        return jax.vmap(lambda query: vjp((query, *args[1:]), floats, rest))(jnp.stack([args[0]] * 3))
+
+    return {"forward": call, "vjp": vjp, "jvp": jvp, "second": second, "vmap": mapped}
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """Yield the name and text of each program."""
+    for platform in ("cpu", "gpu"):
+        for name, case in CASES.items():
+            for dtype in ("float32", "bfloat16") if name in SINGLES else ("float32",):
+                yield from lowered(f"{platform} {dtype} {name}", platform, *case.inputs(jnp.dtype(dtype)))
+        for name, (args, kwargs) in larger_calls().items():
+            for dtype in ("float32", "bfloat16", "float16"):
+                cast = tuple(x.astype(jnp.dtype(dtype)) for x in args)
+                yield from lowered(f"{platform} {dtype} large {name}", platform, cast, kwargs)
+    if importlib.util.find_spec("jax_cuda13_plugin"):
+        import sm90a
+
+        for name, how in sm90a.CASES.items():
+            yield f"kernel {name}", sm90a.lowered(**how).as_text()
+
+
+def lowered(name: str, platform: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the programs of one call. Those of a GPU differ from the CPU's in tiles and in the order of work."""
+    arrays = split(kwargs)[1]
+    floats = {name: x for name, x in arrays.items() if name in GRADIENTS}
+    rest = {name: x for name, x in arrays.items() if name not in GRADIENTS}
+    for derivative, function in derivatives(kwargs).items():
+        with dispatch.as_if_on("gpu") if platform == "gpu" else contextlib.nullcontext():
+            yield f"{name} {derivative}", jax.jit(function).lower(args, floats, rest).as_text()
+
+
+def without_names(text: str) -> str:
+    """Number functions in the order in which they appear, and drop what else is named after Python code."""
+    text = re.sub(r"module @\S+", "module", text)
+    text = re.sub(r'jax\.result_info = "[^"]*"', "", text)
+    numbers: dict[str, str] = {}
+    number = lambda match: numbers.setdefault(match[0], f"@{len(numbers)}")
+    return re.sub(r"(?<!custom_call )@[\w.$-]+", number, text)
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    dispatch.may_be_sharded = lambda: False  # as where JAX has one device
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "digests.txt").open("w") as digests:
+        for name, text in programs():
+            text = without_names(text)
+            (folder / re.sub(r"\W+", "_", name)).with_suffix(".txt").write_text(text)
+            print(hashlib.sha256(text.encode()).hexdigest()[:16], name, file=digests, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -382,7 +382,7 @@ def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -
         share = np.where(some, np.exp(sink - top) / total, 0)
         found["dsinks"] = -(share * (dout * out).sum(-1)).sum((0, 2))
         found["size of dsinks"] = np.sqrt((share * (np.abs(dout) * np.abs(out)).sum(-1)) ** 2).sum((0, 2)).max()
-    found |= _of_params(case, ds, p, np.sqrt(((dout * out) ** 2).sum(-1)))
+    found |= _of_params(case, ds)
     if case.static.jvp:
         dq, dk, dv = (swap(wide(np.asarray(x, np.float32))) for x in case.along)
         dk, dv = (np.repeat(x, G, 1) for x in (dk, dv))
@@ -393,29 +393,22 @@ def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -
             w, less = p * ds, (p * ds).sum(-1, keepdims=True) * out
         found["tangent of out"] = swap(narrow(narrow(w) @ call.v + narrow(p) @ dv - less))
         found["tangent of lse"] = swap((p_keys * ds).sum(-1))
-        # lse and s are one float in kernels, and err by 2e-7 of their size: so does each probability.
-        of_logits = np.where(seen, np.abs(s), 0) + np.where(some, np.abs(lse), 0)[..., None]
-        found["size of tangent of lse"] = 0.1 * (p_keys * of_logits * np.abs(ds)).sum(-1).max()
+        # lse is one float in kernels: it errs by 1e-7 |lse|, and so does each probability
+        found["size of tangent of lse"] = 0.1 * np.abs(np.where(some, lse, 0) * (p_keys * ds).sum(-1)).max()
     return found
 
 
-def _of_params(case: Case, ds, p, of_rows) -> dict[str, np.ndarray]:
-    """Gradients of a score's params from that of the bias that it is, and the size of what they are summed from.
-
-    The mean that ds takes off, dout out, is of `out` as it is stored: it errs by an eps of `of_rows` [B, N, T], the same for
-    all keys of a row. A slope is one number, so one draw says little of that error: its size is told here.
-    """
+def _of_params(case: Case, ds) -> dict[str, np.ndarray]:
+    """Gradients of a score's params, and the size of their terms, from that of the bias that it is."""
     _, _, n, i, j = _pairs(case.static, case.arrays)
-    squared = lambda x: np.square(np.float64(x))
     if case.static.score == "alibi":
-        away = np.abs(i - j)
-        size = squared(of_rows * (p * away).sum(-1)).sum((0, 2)) + squared(ds * away).sum((0, 2, 3))
-        return {"dalibi": -(ds * away).sum((0, 2, 3)), "size of dalibi": np.sqrt(size.max())}
+        terms = -ds * np.abs(i - j)
+        return {"dalibi": terms.sum((0, 2, 3)), "size of dalibi": np.sqrt((np.float64(terms) ** 2).sum((0, 2, 3)).max())}
     if case.static.score == "t5":
         bucket, n = np.broadcast_arrays(t5_at(n, i, j)[0], n, ds)[:2]
         flat, N = (bucket * case.static.z.N + n).ravel(), case.static.z.N
         total = lambda x: np.bincount(flat, np.float64(x).ravel(), BUCKETS * N).reshape(BUCKETS, N)
-        return {"dt5": total(ds), "size of dt5": np.sqrt(total(squared(ds)).max())}
+        return {"dt5": total(ds), "size of dt5": np.sqrt(total(np.float64(ds) ** 2).max())}
     return {}
 
 

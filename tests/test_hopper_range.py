@@ -87,8 +87,8 @@ def test_keys_that_pad_a_tile_make_no_nan_of_a_fused_dq():
     query, key, value = draw(np.float16, small(T=64, S=70))
     query[:], key[:] = np.abs(query), -np.abs(key)
     dout, dlse = cotangents((query, key, value), np.float16)
-    args = query * np.float16(4), key, value
+    args = query * np.float16(8), key, value
     fused, split = (run(args, dict(backward=form), dout, dlse) for form in ("fused", "split"))
-    assert (split[1] < -6).all()
+    assert (split[1] < -12).all()
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), fused, split, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)

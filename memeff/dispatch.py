@@ -220,7 +220,7 @@ HALVINGS = 16  # down to that
 FAR = 4
 SMALL = 2**20
 HIGH = 1.25  # an estimate that is so many times above the limit may still be too high
-AROUND = 4096  # bytes that what stands around a call can add: XLA keeps a few scalars more where a table is a constant
+CALLER_MARGIN = 4096  # bytes; XLA keeps a few scalars more where the caller's program holds a table as a constant
 
 
 def choose_tiles(
@@ -290,7 +290,7 @@ def _choose_tiles(
         if FAR * about + SMALL <= limit:
             return option, 0, option
         if about <= doubt * limit or option is options[-1]:
-            needed = max(compiled(Chosen(option, MODULES[implementation or "xla"]), here)) + AROUND
+            needed = max(compiled(Chosen(option, MODULES[implementation or "xla"]), here)) + CALLER_MARGIN
             if needed <= limit:
                 return option, needed, option
             seen, doubt = seen * needed / max(1, about), 1  # the next ones are likely as far off

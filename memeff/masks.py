@@ -67,7 +67,7 @@ def _prefix(batch, head, q_pos, k_pos, length):
 def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
     """Keys of the query's own document: ids [T] or [B, T] and [S] or [B, S], by position; the first alone serves both.
 
-    With `q_offset` a query's id is read at its position among the keys, so there must be one for each such position.
+    With `q_offset`, a query's id is read at its position among the keys. Give `query_ids` an id for each such position.
     """
     query_ids = _array(query_ids)
     return Mask(_documents, (query_ids, query_ids if key_ids is None else _array(key_ids)))

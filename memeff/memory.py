@@ -159,7 +159,7 @@ def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, f
     alone = max(outputs) < logits
     if each:
         count = 16 if exact else 14 + 3 * alone
-        if exact and not old and operands.query.shape[3] == 1:  # jax 0.12 fuses more of it
+        if exact and not old and operands.query.shape[3] == 1:  # jax 0.12 needs less; tests/test_plan.py compares
             count = 9.25
     elif exact:
         count = (3 if fixed else 2.5) if old else 2 + alone

@@ -469,13 +469,13 @@ def _walk_back(
         if masked:  # what a row that sees nothing brings along must not meet a 0 of p
             do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
         p, pull = (tile.ahead, None) if fused else of_tile(tile, *others)
+        lift = None  # a fused walk has no float16 operands
         dp = dot("bkgtd,bkcd->bkgtc", do, finite(v, masked), problem, dtype)
         if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
             up, down = (x[..., None] for x in others) if halves else (1, 1)
             _, pull = jax.vjp(lambda raw: finish(problem, raw, Terms(), None), jnp.zeros_like(dp))
             (draw,), dterms = pull((dp - delta[..., None]) * up), Terms()
-            draw, lift = _lifted(p * draw.astype(p.dtype), q.dtype)
-            draw = draw * down
+            draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
             if tile.keep is not None:  # at the end, for p of a row whose lse is NaN is NaN for all keys
                 draw = jnp.where(tile.keep, draw, 0)
         else:
@@ -523,9 +523,10 @@ def _walk_back(
 
 
 def _lifted(draw: Array, dtype) -> tuple[Array, Array | None]:
-    """Return draw [b, k, g, t, c] in `dtype`, and what divides its products [b, k], or None.
+    """Return draw [b, k, g, t, c] in `dtype`, and the factor [b, k] by which float16 entries were multiplied, else None.
 
-    float16 holds nothing below 2^-24. There draw is multiplied by a power of two that brings its largest entry near 2^14.
+    The factor is a power of two that brings the largest entry near 2^14, because float16 holds nothing below 2^-24.
+    Divide the products with draw by it.
     """
     if dtype != jnp.float16:
         return draw.astype(dtype), None

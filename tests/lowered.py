@@ -2,8 +2,8 @@
 
     python tests/lowered.py before && git switch new && python tests/lowered.py after && diff -r before after
 
-A change that only moves and renames code leaves every file as it was, so it cannot change bits, speed or memory. With JAX's
-CUDA plugin (see the Makefile's `sm90a`) the programs of the Hopper kernels are written too.
+If a change leaves every file as it was, it has not changed what XLA compiles, and so neither bits nor speed nor memory. With
+JAX's CUDA plugin (see the Makefile's `sm90a`) the programs of the Hopper kernels are written too.
 """
 
 import contextlib
@@ -18,16 +18,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import conftest  # noqa: E402, F401
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from cases import CASES, SINGLES, Sizes, split  # noqa: E402
+from conftest import GRADIENTS  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff import dispatch, masks, scores, transforms  # noqa: E402
 
-GRADIENTS = ("query", "key", "value", *conftest.GRADIENTS[3:])
 LARGE = Sizes(B=1, T=2500, S=3000, K=2, G=2, H=64, D=64)
 
 
@@ -99,7 +98,7 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def lowered(name: str, platform: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the programs of one call. Those of a GPU differ from the CPU's in tiles and in the order of work."""
+    """Yield the name and text of each derivative of one call, as it is lowered for `platform`."""
     arrays = split(kwargs)[1]
     floats = {name: x for name, x in arrays.items() if name in GRADIENTS}
     rest = {name: x for name, x in arrays.items() if name not in GRADIENTS}

@@ -1,15 +1,15 @@
 """memeff: exact attention for JAX in memory that grows with the sequence, not with its square."""
 
 from memeff import masks, scores, transforms
-from memeff.attention import attention_statistics, audit, dot_product_attention, explain, key_mass, plan
-from memeff.auditing import Audit
-from memeff.blocks import BlockMask, block_mask
-from memeff.differentiation import RESIDUAL_NAMES
-from memeff.dispatch import memory_limit
-from memeff.functions import Mask, Score, Transform
-from memeff.planning import Plan
-from memeff.statistics import Statistics
+from memeff.attention import dot_product_attention
+from memeff.attention_ad import RESIDUAL_NAMES
+from memeff.block_mask import BlockMask, block_mask
+from memeff.diagnostics.audit import Audit, audit
+from memeff.diagnostics.plan import Plan, explain, plan
+from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
 from memeff.switch import switch_jax_nn
+from memeff.tile_sizes import memory_limit
+from memeff.user_functions import Mask, Score, Transform
 from memeff.version import __version__
 
 __all__ = [

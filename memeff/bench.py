@@ -37,14 +37,18 @@ import numpy as np
 
 import memeff
 from memeff import bench_extras, bench_hard
-from memeff.arguments import human as three_digits
+from memeff.units import format_bytes as three_digits
 
 MASKS, MODES = ("causal", "full"), ("forward", "gradient")
 ORDERS = ("jvp", "hvp", "grad-of-grad")
-PRODUCTS = {"forward": 2, "gradient": 7, "jvp": 6}  # of the matrices of a tile; what more orders need is not agreed on
-TITLES = {"forward": "forward", "gradient": "forward + gradient"} | {order: order.replace("-", " ") for order in ORDERS}
+# of the matrices of a tile; what more orders need is not agreed on
+PRODUCTS = {"forward": 2, "gradient": 7, "jvp": 6}
+TITLES = {"forward": "forward", "gradient": "forward + gradient"} | {
+    order: order.replace("-", " ") for order in ORDERS
+}
 BYTES, COUNTS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), ("", "k", "M", "G", "T", "P")
-STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")  # what is not installed is left out
+# what is not installed is left out
+STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")
 NAMES = "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], jax.nn[:cudnn], reference, torch, tokamax[:IMPLEMENTATION]"
 Row = dict[str, Any]  # one line of JSON: a Case, `implementation`, and what was found
 
@@ -76,7 +80,9 @@ class Case:
     def flops(self) -> float | None:
         """None where nobody says how many count."""
         hidden = self.queries // 2 if self.mask == "causal" else 0  # keys a query, on average
-        product = 2 * self.batch * self.heads * self.queries * (self.length - hidden) * self.head_dim
+        product = (
+            2 * self.batch * self.heads * self.queries * (self.length - hidden) * self.head_dim
+        )
         products = PRODUCTS.get(self.mode) if self.extra not in ("window", "documents") else None
         return products and products * product
 
@@ -105,7 +111,9 @@ def why_not(name: str, dtype: str) -> str | None:
     library, _, variant = name.partition(":")
     if library in ("torch", "tokamax") and importlib.util.find_spec(library) is None:
         return f"{library} is not installed"
-    if variant == "cudnn" and (jax.default_backend() != "gpu" or dtype not in ("bfloat16", "float16")):
+    if variant == "cudnn" and (
+        jax.default_backend() != "gpu" or dtype not in ("bfloat16", "float16")
+    ):
         return "cuDNN needs an NVIDIA GPU and a 16-bit dtype"
     try:
         if name != "torch":
@@ -120,7 +128,11 @@ def attention(name: str) -> Callable[..., Any]:
     if own := re.fullmatch(r"memeff(?::(?:(\d+)|(xla|pallas|fused|fastest)))?(?:@([\w.]+))?", name):
         chunk, implementation, memory = (int(x) if x and x.isdecimal() else x for x in own.groups())
         own = {"memory_limit": memory} if memory else {}
-        own |= {"backward" if implementation in ("fused", "fastest") else "implementation": implementation}
+        own |= {
+            "backward"
+            if implementation in ("fused", "fastest")
+            else "implementation": implementation
+        }
         return functools.partial(memeff.dot_product_attention, chunk_size=chunk, **own)
     library, _, variant = name.partition(":")
     match library:
@@ -129,7 +141,10 @@ def attention(name: str) -> Callable[..., Any]:
         case "reference" if not variant:
             return functools.partial(memeff.dot_product_attention, implementation="reference")
         case "tokamax":
-            return functools.partial(importlib.import_module(library).dot_product_attention, implementation=variant or None)
+            return functools.partial(
+                importlib.import_module(library).dot_product_attention,
+                implementation=variant or None,
+            )
     raise ValueError(f"implementation {name!r} is not known: use {NAMES}.")
 
 
@@ -163,14 +178,20 @@ def causality(name: str, case: Case) -> Row:
 @functools.cache
 def compiled(name: str, case: Case) -> jax.stages.Compiled:
     """(out,), or (out, dq, dk, dv), or more, of query, key, value and the cotangent; compiled from shapes alone."""
-    logits = 0 if name.startswith("memeff") else case.batch * case.heads * case.queries * case.length
+    logits = (
+        0 if name.startswith("memeff") else case.batch * case.heads * case.queries * case.length
+    )
     if logits >= 2**39 and jax.default_backend() == "cpu":
-        raise MemoryError("out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)")
+        raise MemoryError(
+            "out of memory: 2^39 logits, whose softmax kills XLA (SIGFPE in jax 0.12, compiling for a CPU)"
+        )
     given, extra = causality(name, case) | extra_arguments(name, case), extra_array(name, case)
 
     def call(query, key, value, dout, *array):
         at = query, key, value  # and directions
-        attend = functools.partial(attention(name), **given, **({extra[0]: array[0]} if extra else {}))
+        attend = functools.partial(
+            attention(name), **given, **({extra[0]: array[0]} if extra else {})
+        )
         gradient = lambda *at: jax.vjp(attend, *at)[1](dout)
         match case.mode:
             case "forward":
@@ -201,17 +222,24 @@ class Run(NamedTuple):
         return result
 
 
-HELD: dict[tuple, tuple[jax.Array, ...]] = {}  # the inputs of one case, so that its implementations share them
+# the inputs of one case, so that its implementations share them
+HELD: dict[tuple, tuple[jax.Array, ...]] = {}
 
 
 def inputs(shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[jax.Array, ...]:
     """Query, key, value and the cotangent of out."""
 
     def drawn(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-        return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(jax.numpy.dtype(dtype))
+        return (
+            np.random.default_rng(seed)
+            .standard_normal(shape, np.float32)
+            .astype(jax.numpy.dtype(dtype))
+        )
 
     if (shapes, dtype) not in HELD:
-        HELD.clear()  # and drawn on the host: holes in a device's memory would make a call take more than it asks for
+        # and drawn on the host: holes in a device's memory would make a call take more than it asks
+        # for
+        HELD.clear()
         with ThreadPoolExecutor() as pool:
             arrays = tuple(map(jax.device_put, pool.map(drawn, range(4), shapes)))
         HELD[shapes, dtype] = jax.block_until_ready(arrays)
@@ -238,7 +266,8 @@ def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
         raise NotImplementedError("the bench asks it for plain calls, forward and gradient, alone")
     torch = importlib.import_module("torch")
     torch.set_num_threads(cores())  # as many as XLA takes
-    query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)  # torch wants B N T H
+    # torch wants B N T H
+    query, key, value, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
     primals = [x.detach().requires_grad_(case.mode == "gradient") for x in (query, key, value)]
     options = causality("torch", case) | {"enable_gqa": case.heads != case.kv_heads}
 
@@ -253,7 +282,9 @@ def prepare_torch(case: Case, arrays: Sequence[jax.Array]) -> Run:
 # ---- memory
 
 
-def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[str] = ("jax.nn", "memeff")) -> list[Row]:
+def memory_table(
+    lengths: Sequence[int], cases: Sequence[Case], names: Sequence[str] = ("jax.nn", "memeff")
+) -> list[Row]:
     """Temporary bytes for every length, each of `cases` (whose own length is not read) and implementation.
 
     One row each: the fields of `Case`, `implementation`, `input_bytes`, `temp_bytes`, `extrapolated` (see `too_large`),
@@ -263,11 +294,21 @@ def memory_table(lengths: Sequence[int], cases: Sequence[Case], names: Sequence[
       >>> [row["temp_bytes"] for row in memory_table([1024, 2048], [Case(0)], ["jax.nn"])]
       [67108864, 268435456]
     """
-    cells = [(name, dataclasses.replace(case, length=length)) for length in lengths for case in cases for name in names]
+    cells = [
+        (name, dataclasses.replace(case, length=length))
+        for length in lengths
+        for case in cases
+        for name in names
+    ]
     rows = []
     for name, case in progress(cells, "compiling"):
         need, note = attempt(temp_bytes, name, case)
-        found = {"input_bytes": case.input_bytes, "temp_bytes": need, "extrapolated": too_large(name, case), "note": note}
+        found = {
+            "input_bytes": case.input_bytes,
+            "temp_bytes": need,
+            "extrapolated": too_large(name, case),
+            "note": note,
+        }
         rows.append(describe(name, case) | found)
     return rows
 
@@ -287,7 +328,9 @@ def temp_bytes(name: str, case: Case) -> int:
     implementation needs; of what is too large, by the growth up to there.
     """
     if too_large(name, case):
-        half, quarter = (temp_bytes(name, dataclasses.replace(case, length=case.length // n)) for n in (2, 4))
+        half, quarter = (
+            temp_bytes(name, dataclasses.replace(case, length=case.length // n)) for n in (2, 4)
+        )
         return half * half // quarter
     memory: Any = compiled(name, case).memory_analysis()
     return memory.temp_size_in_bytes + extra_bytes(name, case)
@@ -310,7 +353,11 @@ def device_bytes() -> float:
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return 0.75 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else float("inf")
+    return (
+        0.75 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if hasattr(os, "sysconf")
+        else float("inf")
+    )
 
 
 def watched(name: str, case: Case, run: Run) -> tuple[tuple, int | None]:
@@ -326,7 +373,8 @@ def watched(name: str, case: Case, run: Run) -> tuple[tuple, int | None]:
     if "peak_bytes_in_use" not in stats:
         return run.result(), None
     room = stats["peak_bytes_in_use"] - stats["bytes_in_use"] - call_bytes(name, case)
-    ballast = jax.numpy.zeros((max(0, room) // 2**20 + 2, 2**20), "uint8")  # above the room by 1 MiB or more
+    # above the room by 1 MiB or more
+    ballast = jax.numpy.zeros((max(0, room) // 2**20 + 2, 2**20), "uint8")
     ballast.block_until_ready()
     before, result = device.memory_stats(), run.result()
     peak = device.memory_stats()["peak_bytes_in_use"]
@@ -346,7 +394,9 @@ def watched_torch(run: Run) -> tuple[tuple, int | None]:
 # ---- speed
 
 
-def speed_table(cases: Sequence[Case], names: Sequence[str] | None = None, *, rounds: int = 7) -> Iterator[Row]:
+def speed_table(
+    cases: Sequence[Case], names: Sequence[str] | None = None, *, rounds: int = 7
+) -> Iterator[Row]:
     """Time, FLOP/s, bytes and error of every implementation for every case, a case at a time.
 
     One row each: the fields of `Case`, `implementation`, `seconds` (median), `seconds_min`, `flops_per_second`,
@@ -370,10 +420,16 @@ def speed_rows(case: Case, names: Sequence[str], rounds: int) -> list[Row]:
             "seconds": seconds,
             "seconds_min": min(took, default=None),
             "flops_per_second": case.flops / seconds if seconds and case.flops else None,
-            "bytes_per_second": bytes_of(case.shapes[1:3], case.dtype) / seconds if seconds else None,
-            "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns) if turns else None,
+            "bytes_per_second": bytes_of(case.shapes[1:3], case.dtype) / seconds
+            if seconds
+            else None,
+            "speed_against_jax_nn": statistics.median(plain / own for plain, own in turns)
+            if turns
+            else None,
         }
-        bytes_and_error = found[1] if found else dict.fromkeys(("error", "temp_bytes", "peak_bytes"))
+        bytes_and_error = (
+            found[1] if found else dict.fromkeys(("error", "temp_bytes", "peak_bytes"))
+        )
         rows.append(describe(name, case) | times | bytes_and_error | {"note": note})
     return rows
 
@@ -402,7 +458,11 @@ def attempt(function: Callable, *args) -> tuple[Any, str | None]:
         return function(*args), None
     except Exception as error:  # each library has a class of its own for running out of memory
         text = " ".join(str(error).split())
-        full = "RESOURCE_EXHAUSTED" in text or "out of memory" in text and not isinstance(error, MemoryError)
+        full = (
+            "RESOURCE_EXHAUSTED" in text
+            or "out of memory" in text
+            and not isinstance(error, MemoryError)
+        )
         return None, "out of memory" if full else text[:100] or type(error).__name__
 
 
@@ -439,11 +499,15 @@ def error_of(result: tuple, case: Case) -> float | None:
     query, key, value, dout = inputs(case.shapes, case.dtype)
     sample = query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:]
     out, dq, _, _, tangent = exact(sample, case, case.length - case.queries + rows)
-    found, truth = {"hvp": (result[0], [dq]), "jvp": (result, [out, tangent])}.get(case.mode, (result, [out, dq]))
+    found, truth = {"hvp": (result[0], [dq]), "jvp": (result, [out, tangent])}.get(
+        case.mode, (result, [out, dq])
+    )
     if case.mode == "grad-of-grad":
         return None
     sampled = (as_float64(x[-1:, rows, -1:]) for x in found[: len(truth)])
-    return max(float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, truth, strict=False))
+    return max(
+        float(np.abs(x - e).max() / np.abs(e).max()) for x, e in zip(sampled, truth, strict=False)
+    )
 
 
 # ---- is it right here?
@@ -468,7 +532,13 @@ def doctor(names: Sequence[str] = DOCTOR_NAMES, cases: Sequence[Case] = DOCTOR_C
     with jax.default_matmul_precision("highest"):  # else a GPU's float32 products have 10 bits
         for name, case in progress([(name, case) for name in names for case in cases], "checking"):
             error, note = attempt(doctor_error, name, case)
-            verdict = "cannot run" if error is None else "pass" if error <= DOCTOR_ALLOWS[case.dtype] else "fail"
+            verdict = (
+                "cannot run"
+                if error is None
+                else "pass"
+                if error <= DOCTOR_ALLOWS[case.dtype]
+                else "fail"
+            )
             rows.append(describe(name, case) | {"error": error, "verdict": verdict, "note": note})
     return rows
 
@@ -498,7 +568,10 @@ def exact(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> tuple[np.ndarr
     ds = scale * slope * p * (dp - (p * dp).sum(-1, keepdims=True))
     dk, dv = (x.reshape(*heads[:2], -1, *heads[2:]).sum(2) for x in (ds.mT @ q, p.mT @ do))
     w = p * slope * 2 * plain
-    return tuple(x.swapaxes(1, 2) for x in (out, ds @ k, dk, dv, w @ v + out - w.sum(-1, keepdims=True) * out))
+    return tuple(
+        x.swapaxes(1, 2)
+        for x in (out, ds @ k, dk, dv, w @ v + out - w.sum(-1, keepdims=True) * out)
+    )
 
 
 def as_float64(x: Any) -> np.ndarray:
@@ -516,7 +589,9 @@ def doctor_markdown(rows: Sequence[Row]) -> str:
             worst = max(own, key=lambda row: ("pass", "cannot run", "fail").index(row["verdict"]))
             error = max((row["error"] for row in own if row["error"] is not None), default=None)
             lines[-1].append(
-                f"{worst['verdict']}: {worst['note']}" if error is None else f"{worst['verdict']} ({error:.0e})"
+                f"{worst['verdict']}: {worst['note']}"
+                if error is None
+                else f"{worst['verdict']} ({error:.0e})"
             )
     return markdown(["implementation", *dtypes], lines)
 
@@ -527,7 +602,8 @@ def doctor_markdown(rows: Sequence[Row]) -> str:
 def progress(things: Sequence, label: str) -> Iterable:
     if importlib.util.find_spec("tqdm") is None:
         return things
-    return importlib.import_module("tqdm").tqdm(things, desc=label, disable=None, leave=False)  # None: on terminals only
+    # None: on terminals only
+    return importlib.import_module("tqdm").tqdm(things, desc=label, disable=None, leave=False)
 
 
 def human(count: float | None, units: Sequence[str] = BYTES, base: int = 1024) -> str:
@@ -558,10 +634,17 @@ def memory_markdown(rows: Sequence[Row]) -> str:
         for kind in kinds:
             cells = [found.get((length, kind, name), {}) for name in names]
             told = [cell.get("note") or human(cell.get("temp_bytes")) for cell in cells]
-            lines[-1] += [("~" if cell.get("extrapolated") else "") + text for cell, text in zip(cells, told, strict=True)]
+            lines[-1] += [
+                ("~" if cell.get("extrapolated") else "") + text
+                for cell, text in zip(cells, told, strict=True)
+            ]
             if ratio:
-                plain, own = (found[length, kind, name]["temp_bytes"] for name in ("jax.nn", "memeff"))
-                lines[-1].append(f"{plain / own:,.0f}" if plain > 99.5 * own else f"{plain / own:.2g}")
+                plain, own = (
+                    found[length, kind, name]["temp_bytes"] for name in ("jax.nn", "memeff")
+                )
+                lines[-1].append(
+                    f"{plain / own:,.0f}" if plain > 99.5 * own else f"{plain / own:.2g}"
+                )
     return markdown(header, lines)
 
 
@@ -579,7 +662,9 @@ def speed_markdown(rows: Sequence[Row]) -> str:
         lines[-1] += [human(row["flops_per_second"], COUNTS, 1000)]
         lines[-1] += [human(row["bytes_per_second"], COUNTS, 1000)] * some["query_length"]
         lines[-1] += [f"{ratio:.2f}" if ratio else "-", human(row["temp_bytes"])]
-        lines[-1] += [human(row["peak_bytes"])] * some["peak_bytes"] + [f"{error:.0e}" if error else "-"]
+        lines[-1] += [human(row["peak_bytes"])] * some["peak_bytes"] + [
+            f"{error:.0e}" if error else "-"
+        ]
     return markdown(header, lines)
 
 
@@ -601,20 +686,36 @@ def figure(rows: Sequence[Row], field: str):
     heading, units, base = LABELS[field]
     kinds = list(dict.fromkeys(call_of(row) for row in rows))
     drawing = Figure(figsize=(1 + 4.5 * len(kinds), 4.5), layout="constrained")
-    for panel, kind in zip(drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
+    for panel, kind in zip(
+        drawing.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True
+    ):
         here = [row for row in rows if call_of(row) == kind]
         for name in sorted({row["implementation"] for row in here if row[field]}):
             own = [row for row in here if row["implementation"] == name]
             found = sorted((row["length"], row[field]) for row in own if row[field])
             full = sorted(row["length"] for row in own if ran_out(row.get("note")))[:1]
             label = name + "".join(f": out of memory at {tokens(length)}" for length in full)
-            (line,) = panel.plot(*zip(*found, strict=True), "o-", label=label, linewidth=2.5 if name == "memeff" else 1.5)
+            (line,) = panel.plot(
+                *zip(*found, strict=True),
+                "o-",
+                label=label,
+                linewidth=2.5 if name == "memeff" else 1.5,
+            )
             for length in full:
-                panel.plot(length, 0.97, "X", color=line.get_color(), transform=panel.get_xaxis_transform())
+                panel.plot(
+                    length, 0.97, "X", color=line.get_color(), transform=panel.get_xaxis_transform()
+                )
         if field == "temp_bytes":
             sizes = sorted({(row["length"], row["input_bytes"]) for row in here})
-            panel.plot(*zip(*sizes, strict=True), color="grey", linestyle="--", label="query, key and value themselves")
-            panel.axhline(80 * 2**30, color="grey", linestyle=":", label="the memory of an 80 GiB GPU")
+            panel.plot(
+                *zip(*sizes, strict=True),
+                color="grey",
+                linestyle="--",
+                label="query, key and value themselves",
+            )
+            panel.axhline(
+                80 * 2**30, color="grey", linestyle=":", label="the memory of an 80 GiB GPU"
+            )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2 if base == 1024 else 10)
         panel.xaxis.set_major_formatter(lambda x, _: tokens(int(x)))
@@ -651,7 +752,12 @@ def machine() -> Row:
     if jax.default_backend() == "cpu":
         model = re.search("model name.*: (.*)", cpu.read_text()) if cpu.exists() else None
         device = f"{model[1] if model else platform.machine()}, {cores()} cores"
-    return {"device": device, "python": platform.python_version(), "jax": jax.__version__, "memeff": memeff.__version__}
+    return {
+        "device": device,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "memeff": memeff.__version__,
+    }
 
 
 def cores() -> int:
@@ -666,13 +772,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.doctor:
         rows = doctor(options.implementation or DOCTOR_NAMES)
-        print(*(f"{key} {value}," for key, value in machine().items()), "out, dq, dk, dv against float64 (largest error):\n")
+        print(
+            *(f"{key} {value}," for key, value in machine().items()),
+            "out, dq, dk, dv against float64 (largest error):\n",
+        )
         print(doctor_markdown(rows))
         sys.exit(any(row["verdict"] == "fail" for row in rows))
     queries = options.query_length
     cases = [
         Case(*sizes, options.dtype, mask, mode, queries, extra)
-        for sizes in ((n, options.batch, options.heads, options.kv_heads, options.head_dim) for n in options.length)
+        for sizes in (
+            (n, options.batch, options.heads, options.kv_heads, options.head_dim)
+            for n in options.length
+        )
         for mask in options.mask
         for mode in options.mode
         for extra in options.extra
@@ -687,7 +799,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in found:
             rows.append(row)
             print(json.dumps(about | row), file=file, flush=True)
-    print(*(f"{key} {value}," for key, value in about.items()), f"`python -m memeff.bench {shlex.join(arguments)}`:")
+    print(
+        *(f"{key} {value}," for key, value in about.items()),
+        f"`python -m memeff.bench {shlex.join(arguments)}`:",
+    )
     sizes = f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim} {options.dtype}"
     print(f"T={queries} {sizes}\n" if queries else f"{sizes}\n")
     print(memory_markdown(rows) if options.table == "memory" else speed_markdown(rows))
@@ -697,20 +812,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import matplotlib
 
         with matplotlib.rc_context({"svg.hashsalt": "memeff"}):  # the same rows, the same file
-            drawing = figure(rows, "temp_bytes" if options.table == "memory" else "flops_per_second")
-            drawing.savefig(options.plot, metadata={"Date": None} if options.plot.endswith(".svg") else None)
+            drawing = figure(
+                rows, "temp_bytes" if options.table == "memory" else "flops_per_second"
+            )
+            drawing.savefig(
+                options.plot, metadata={"Date": None} if options.plot.endswith(".svg") else None
+            )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m memeff.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("table", nargs="?", default="speed", help="speed (the default) or memory")
-    add("--doctor", action="store_true", help="check every implementation against float64 on this machine")
-    add("--length", nargs="+", type=size, metavar="S", help="keys, in tokens; k and M are 2^10 and 2^20")
-    add("--query-length", type=size, metavar="T", help="queries, at the last positions (default: S)")
-    add("--decode", action="store_true", help="--query-length 1 --mode forward --mask causal, which hides nothing then")
+    add(
+        "--doctor",
+        action="store_true",
+        help="check every implementation against float64 on this machine",
+    )
+    add(
+        "--length",
+        nargs="+",
+        type=size,
+        metavar="S",
+        help="keys, in tokens; k and M are 2^10 and 2^20",
+    )
+    add(
+        "--query-length", type=size, metavar="T", help="queries, at the last positions (default: S)"
+    )
+    add(
+        "--decode",
+        action="store_true",
+        help="--query-length 1 --mode forward --mask causal, which hides nothing then",
+    )
     add("--batch", type=size, default=1, metavar="B")
     add("--heads", type=size, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
@@ -723,11 +860,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=MODES + ORDERS,
         help="the first two; gradient is forward + gradient, hvp forward over reverse, directions are the arrays themselves",
     )
-    add("--with", dest="extra", nargs="+", choices=bench_extras.NAMES, default=("plain",), help="a score or a mask")
+    add(
+        "--with",
+        dest="extra",
+        nargs="+",
+        choices=bench_extras.NAMES,
+        default=("plain",),
+        help="a score or a mask",
+    )
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time")
     add("--json", metavar="FILE", help="append a JSON line for each row")
-    add("--plot", metavar="FILE", help="draw against length: memory, or FLOP/s; FILE.txt: bars of text, of memory")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw against length: memory, or FLOP/s; FILE.txt: bars of text, of memory",
+    )
     options = parser.parse_args(arguments)
     if options.table not in ("speed", "memory"):
         parser.error(f"table {options.table!r} is not known: use speed or memory.")
@@ -736,29 +884,41 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--plot FILE.txt draws memory: use the table memory, or a picture.")
     if options.query_length and set(options.extra) != {"plain"}:
         parser.error("--with wants as many queries as keys: leave --query-length away.")
-    options.length = options.length or [2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))]
+    options.length = options.length or [
+        2**n for n in (range(10, 21, 2) if memory else (10, 11, 12))
+    ]
     options.mask = options.mask or (MASKS[:1] if memory or options.decode else MASKS)
     options.mode = options.mode or (MODES[:1] if options.decode else MODES)
     options.query_length = 1 if options.decode else options.query_length
     options.kv_heads = options.kv_heads or options.heads
     if options.heads % options.kv_heads:
-        parser.error(f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}.")
+        parser.error(
+            f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}."
+        )
     if (options.query_length or 0) > min(options.length):
-        parser.error(f"--query-length {options.query_length} must be at most --length {min(options.length)}.")
+        parser.error(
+            f"--query-length {options.query_length} must be at most --length {min(options.length)}."
+        )
     for name in options.implementation or ():
         try:
             reason = why_not(name, options.dtype)
         except ValueError as error:
             parser.error(str(error))
         if memory and (reason or name == "torch"):
-            parser.error(f"--implementation {name}: {reason or 'torch has no compiled memory to tell'}.")
+            parser.error(
+                f"--implementation {name}: {reason or 'torch has no compiled memory to tell'}."
+            )
     return options
 
 
 def size(text: str) -> int:
-    number, factor = (text[:-1], {"k": 2**10, "M": 2**20}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    number, factor = (
+        (text[:-1], {"k": 2**10, "M": 2**20}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    )
     if not number.isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, such as 4096 or 64k, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number above 0, such as 4096 or 64k, got {text!r}"
+        )
     return int(number) * factor
 
 

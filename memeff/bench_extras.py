@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memeff import block_mask, masks, scores
-from memeff.functions import Mask, Places, Score, given
+from memeff.user_functions import Mask, PairIndices, Score, trace_function
 
 WINDOW, DOCUMENTS, CAP, BUCKETS = 1024, 8, 30.0, 32
 NAMES = ("plain", "alibi", "t5", "softcap", "window", "documents")
@@ -22,7 +22,11 @@ def function(name: str, heads: int, length: int) -> Score | Mask | None:
             case "alibi":
                 return scores.alibi(scores.alibi_slopes(heads))
             case "t5":
-                return scores.t5(jnp.asarray(np.random.default_rng(4).standard_normal((BUCKETS, heads)), jnp.float32))
+                return scores.t5(
+                    jnp.asarray(
+                        np.random.default_rng(4).standard_normal((BUCKETS, heads)), jnp.float32
+                    )
+                )
             case "softcap":
                 return scores.soft_cap(CAP)
             case "window":
@@ -57,17 +61,25 @@ def as_array(name: str, heads: int, length: int, dtype: str):
 def _of_pairs(own: Any, score: jax.Array | None, heads, q_pos, k_pos) -> jax.Array:
     """b n 1 t c; of a mask, with what it does not depend on as 1."""
     kind = "mask_fn" if score is None else "score_fn"
-    call, floats, rest = given(kind, own, None, jnp.float32 if score is None else score.dtype, {})
+    call, floats, rest = trace_function(
+        kind, own, None, jnp.float32 if score is None else score.dtype, {}
+    )
     batch = jnp.arange(1 if score is None else score.shape[0], dtype=jnp.int32)
-    return call(score, Places(batch, heads[:, None], q_pos, k_pos, (), ()), floats, rest)
+    return call(score, PairIndices(batch, heads[:, None], q_pos, k_pos, (), ()), floats, rest)
 
 
-def logits(name: str, heads: int, length: int, s: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def logits(
+    name: str, heads: int, length: int, s: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """What the softmax gets of scores s [..., t, S] of the last head and queries at `rows`, and its derivative; float64."""
     own = function(name, heads, length)
     if own is None:
         return s, np.ones_like(s)
-    at = jnp.array([heads - 1], jnp.int32), jnp.asarray(rows, jnp.int32), jnp.arange(length, dtype=jnp.int32)
+    at = (
+        jnp.array([heads - 1], jnp.int32),
+        jnp.asarray(rows, jnp.int32),
+        jnp.arange(length, dtype=jnp.int32),
+    )
     with jax.enable_x64(True):
         if isinstance(own, Mask):
             return np.where(_of_pairs(own, None, *at)[0, 0, 0], s, -np.inf), np.ones_like(s)

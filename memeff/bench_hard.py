@@ -21,11 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import memeff
-from memeff import dispatch
+from memeff.device import current_device, pretend_device
 
 ARRAYS = "out", "lse", "dq", "dk", "dv"
 ALLOWED = 1.5  # times plain attention's error; beyond it a cell is bold
-CHUNKED, AS_ON_A_GPU, KERNELS, FUSED, PLAIN = "chunked", "chunked, as on a GPU", "kernels", "kernels, fused", "plain"
+CHUNKED, AS_ON_A_GPU, KERNELS, FUSED, PLAIN = (
+    "chunked",
+    "chunked, as on a GPU",
+    "kernels",
+    "kernels, fused",
+    "plain",
+)
 SAVED = "plain, from out and lse as stored"
 T, S, H = 128, 4096, 64  # of a case that names no others
 Row = dict[str, Any]
@@ -38,7 +44,14 @@ class Case(NamedTuple):
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
-def _normal(rng: np.random.Generator, T: int = T, S: int = S, value: float = 1.0, dout: float = 1.0, dlse: float = 0.0):
+def _normal(
+    rng: np.random.Generator,
+    T: int = T,
+    S: int = S,
+    value: float = 1.0,
+    dout: float = 1.0,
+    dlse: float = 0.0,
+):
     draw = lambda *shape: rng.standard_normal(shape)
     return draw(T, H), draw(S, H), draw(S, H) * value, draw(T, H) * dout, draw(T) * dlse
 
@@ -83,11 +96,22 @@ CASES = {
     "normal": Case(lambda rng: _normal(rng, dlse=1.0)),
     "64k keys": Case(lambda rng: _normal(rng, S=65536, dlse=1.0)),
     "64k queries": Case(lambda rng: _normal(rng, T=65536, S=128, dlse=1.0)),
-    **{f"values of {x:g}": Case(lambda rng, x=x: _normal(rng, value=x), WIDE) for x in (1e-30, 1e-6, 1e6, 1e30)},
-    **{f"values of {x:g}": Case(lambda rng, x=x: _normal(rng, value=x), ("float16",)) for x in (1e-3, 1e3)},
-    **{f"cotangents of {x:g}": Case(lambda rng, x=x: _normal(rng, dout=x), WIDE) for x in (1e-30, 1e30)},
+    **{
+        f"values of {x:g}": Case(lambda rng, x=x: _normal(rng, value=x), WIDE)
+        for x in (1e-30, 1e-6, 1e6, 1e30)
+    },
+    **{
+        f"values of {x:g}": Case(lambda rng, x=x: _normal(rng, value=x), ("float16",))
+        for x in (1e-3, 1e3)
+    },
+    **{
+        f"cotangents of {x:g}": Case(lambda rng, x=x: _normal(rng, dout=x), WIDE)
+        for x in (1e-30, 1e30)
+    },
     **{f"cotangents of {x:g}": Case(lambda rng, x=x: _normal(rng, dout=x)) for x in (1e-3, 1e-6)},
-    "values of 1e-30, cotangents of 1e30": Case(lambda rng: _normal(rng, value=1e-30, dout=1e30), WIDE),
+    "values of 1e-30, cotangents of 1e30": Case(
+        lambda rng: _normal(rng, value=1e-30, dout=1e30), WIDE
+    ),
     **{f"16k keys {x:g} nats below a sink key": Case(_below_a_sink(x)) for x in (10, 18.5, 30, 60)},
     "the same at 18.5 nats, 64k keys": Case(_below_a_sink(18.5, S=65536)),
     "the same at 18.5 nats, values of 1e-6": Case(_below_a_sink(18.5, value=1e-6), WIDE),
@@ -106,7 +130,9 @@ def table(names: Sequence[str], paths: Sequence[str]) -> Iterator[Row]:
         case = CASES[name]
         for dtype in case.dtypes:
             arrays = case.make(np.random.default_rng(0))
-            arrays = tuple(x.astype(jnp.dtype(dtype) if n < 4 else np.float32) for n, x in enumerate(arrays))
+            arrays = tuple(
+                x.astype(jnp.dtype(dtype) if n < 4 else np.float32) for n, x in enumerate(arrays)
+            )
             truth: tuple[np.ndarray, ...] = exact(*arrays)
             plain, saved = run(PLAIN, arrays), run(SAVED, arrays)
             for path in paths:
@@ -122,10 +148,15 @@ def _errors(found, plain, saved, truth, dtype) -> dict[str, float | None]:
     """The largest errors of all, and one rounding of the largest entry; None: not finite, or no number of the dtype."""
     kind = jnp.finfo(jnp.float32 if truth.ndim == 1 else dtype)  # lse
     largest = float(np.abs(truth).max())
-    worst = lambda x: float(np.abs(np.asarray(x, np.float64) - truth).max()) if np.isfinite(x).all() else None
+    worst = lambda x: (
+        float(np.abs(np.asarray(x, np.float64) - truth).max()) if np.isfinite(x).all() else None
+    )
     holds = float(kind.tiny) <= largest <= float(kind.max) or largest == 0
     rounding = max(float(kind.eps) * largest, float(kind.smallest_subnormal))
-    errors = {name: worst(np.asarray(x, np.float64)) for name, x in (("error", found), ("plain", plain), ("saved", saved))}
+    errors = {
+        name: worst(np.asarray(x, np.float64))
+        for name, x in (("error", found), ("plain", plain), ("saved", saved))
+    }
     return errors | {"rounding": rounding, "largest": largest if holds else None}
 
 
@@ -199,8 +230,9 @@ def run(path: str, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """out, lse, dq, dk and dv by `path`, on the first device."""
     with contextlib.ExitStack() as stack:
         if path == AS_ON_A_GPU:
-            stack.enter_context(dispatch.as_if_on("gpu"))
-        stack.enter_context(jax.default_matmul_precision("highest"))  # else a GPU's float32 products have 10 bits
+            stack.enter_context(pretend_device("gpu"))
+        # else a GPU's float32 products have 10 bits
+        stack.enter_context(jax.default_matmul_precision("highest"))
         found = jax.device_get(program(path)(*(x[None, :, None] for x in arrays)))
     return tuple(np.asarray(x)[0, :, 0] for x in found)
 
@@ -212,17 +244,26 @@ def markdown(rows: Sequence[Row]) -> str:
     """A table for each machine, of the latest row of each call, in Markdown."""
     parts = []
     for machine in dict.fromkeys((row["device"], row["jax"]) for row in rows):
-        own = {(r["case"], r["dtype"], r["path"]): r for r in rows if (r["device"], r["jax"]) == machine}
+        own = {
+            (r["case"], r["dtype"], r["path"]): r
+            for r in rows
+            if (r["device"], r["jax"]) == machine
+        }
         header = ["case", "dtype", "path", *ARRAYS]
         lines = [[*call, *(cell(row[name]) for name in ARRAYS)] for call, row in own.items()]
         cells = [header, ["---"] * 3 + ["---:"] * len(ARRAYS), *lines]
-        parts += [f"{machine[0]}, jax {machine[1]}:", "\n".join("| " + " | ".join(x) + " |" for x in cells)]
+        parts += [
+            f"{machine[0]}, jax {machine[1]}:",
+            "\n".join("| " + " | ".join(x) + " |" for x in cells),
+        ]
     return "\n\n".join(parts)
 
 
 def cell(of: dict[str, float | None]) -> str:
     """A ratio; bold if it is beyond what is allowed."""
-    error, plain, rounding, largest = (of[name] for name in ("error", "plain", "rounding", "largest"))
+    error, plain, rounding, largest = (
+        of[name] for name in ("error", "plain", "rounding", "largest")
+    )
     if largest is None:
         return "-"
     if error is None:
@@ -256,17 +297,24 @@ def report(source: str, target: str) -> None:
 def main(arguments: Sequence[str], machine: Callable[[], Row]) -> None:
     parser = argparse.ArgumentParser(prog="python -m memeff.bench hard", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases: " + "; ".join(CASES))
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, metavar="CASE", help="these cases: " + "; ".join(CASES)
+    )
     parser.add_argument("--json", metavar="FILE", help="append a JSON line for each row")
-    parser.add_argument("--report", nargs=2, metavar=("JSON", "MARKDOWN"), help="run nothing: write a table from JSON lines")
+    parser.add_argument(
+        "--report",
+        nargs=2,
+        metavar=("JSON", "MARKDOWN"),
+        help="run nothing: write a table from JSON lines",
+    )
     options = parser.parse_args(arguments)
     if options.report:
         report(*options.report)
         return
     paths = [CHUNKED, AS_ON_A_GPU] if jax.default_backend() == "cpu" else [CHUNKED]
-    from memeff import pallas
+    from memeff.pallas.hopper import implementation as hopper
 
-    if pallas.for_device(dispatch.device()) is None:
+    if hopper.for_device(current_device()) is None:
         paths += [KERNELS, FUSED]
     about, rows = machine(), []
     with contextlib.ExitStack() as stack:

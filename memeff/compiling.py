@@ -15,22 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from memeff.problem import Device
+from memeff.device import Device
 
 NO_GRADIENT = ("mask", "mask_fn", "mask_params")  # by these arguments nobody differentiates
 KEPT = 4096  # figures
 
 
-class Parts(NamedTuple):
+class SplitArguments(NamedTuple):
     """Arguments by name, taken apart."""
 
     floats: list[Any]  # arrays by which a gradient is taken
     rest: list[Any]  # other arrays
-    join: Callable[[list[Any], list[Any]], dict[str, Any]]  # the arguments, with these in the place of those
+    # the arguments, with these in the place of those
+    join: Callable[[list[Any], list[Any]], dict[str, Any]]
     names: tuple[str, ...]  # where each array was
 
 
-def parts(given: Mapping[str, Any]) -> Parts:
+def split_arguments(given: Mapping[str, Any]) -> SplitArguments:
     """Take arguments apart into arrays (any `jax.ShapeDtypeStruct` as well) and what is fixed while tracing."""
     found, tree = jax.tree.flatten_with_path(dict(given))
     kinds = [_kind(path[0].key, x) for path, x in found]
@@ -41,8 +42,12 @@ def parts(given: Mapping[str, Any]) -> Parts:
         put = {"floats": iter(floats), "rest": iter(rest), "fixed": iter(fixed)}
         return jax.tree.unflatten(tree, [next(put[kind]) for kind in kinds])
 
-    names = tuple(jax.tree_util.keystr(path) for (path, _), kind in zip(found, kinds, strict=True) if kind != "fixed")
-    return Parts(of("floats"), of("rest"), join, names)
+    names = tuple(
+        jax.tree_util.keystr(path)
+        for (path, _), kind in zip(found, kinds, strict=True)
+        if kind != "fixed"
+    )
+    return SplitArguments(of("floats"), of("rest"), join, names)
 
 
 def _kind(name: str, x: Any) -> str:
@@ -51,16 +56,22 @@ def _kind(name: str, x: Any) -> str:
     return "floats" if jnp.issubdtype(x.dtype, jnp.floating) and name not in NO_GRADIENT else "rest"
 
 
-def on_hand(device: Device) -> Any:
+def local_device_like(device: Device) -> Any:
     """Return a device of this kind for which this process can compile, or None."""
     candidates = jax.local_devices()
     if device.platform == "cpu" and candidates[0].platform != "cpu":
         candidates = jax.local_devices(backend="cpu")
-    like = (x for x in candidates if Device(x.platform, getattr(x, "compute_capability", None)) == device)
+    like = (
+        x
+        for x in candidates
+        if Device(x.platform, getattr(x, "compute_capability", None)) == device
+    )
     return next(like, None)
 
 
-def temp_bytes(run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, device: Any) -> tuple[int, int]:
+def temp_bytes(
+    run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, device: Any
+) -> tuple[int, int]:
     """Return temporary bytes of the forward, and of forward and gradient in one program, as XLA reports them.
 
     Args:
@@ -72,21 +83,23 @@ def temp_bytes(run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, d
     The gradient is by everything that is a float, its cotangents are inputs. Of the programs that return it with the
     forward's results and without them, the larger counts.
     """
-    floats, rest, join, names = parts(given)
+    floats, rest, join, names = split_arguments(given)
     shapes = tuple((x.shape, x.dtype) for x in (*floats, *rest))
     config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
     key = run, chosen, names, shapes, given["return_residual"], device, config
     if key not in _kept:
         if len(_kept) >= KEPT:
             _kept.clear()
-        _kept[key] = _apart(_compiled, lambda floats, rest: run(join(floats, rest), chosen), floats, rest, device)
+        _kept[key] = _call_in_thread(
+            _compiled, lambda floats, rest: run(join(floats, rest), chosen), floats, rest, device
+        )
     return _kept[key]
 
 
 _kept: dict[Any, tuple[int, int]] = {}
 
 
-def _apart(f: Callable[..., Any], *args: Any) -> Any:
+def _call_in_thread(f: Callable[..., Any], *args: Any) -> Any:
     """Return f(*args), called in a thread of its own: JAX's traces, meshes and mapped axes stay in the caller's."""
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
 
@@ -98,9 +111,13 @@ def _apart(f: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(contextvars.copy_context().run, call).result()
 
 
-def _compiled(forward: Callable[..., Any], floats: list[Any], rest: list[Any], device: Any) -> tuple[int, int]:
+def _compiled(
+    forward: Callable[..., Any], floats: list[Any], rest: list[Any], device: Any
+) -> tuple[int, int]:
     sharding = NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
-    like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+    like = functools.partial(
+        jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    )
 
     def both(floats, rest, cotangents):
         found, pull = jax.vjp(lambda floats: forward(floats, rest), floats)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from memeff.functions import Mask, sized
+from memeff.user_functions import Mask, with_sizes
 
 
 def causal() -> Mask:
@@ -59,7 +59,7 @@ def prefix(length: ArrayLike) -> Mask:
     return Mask(_prefix, _array(length))
 
 
-@sized(lambda length: {"B": length.shape[0]} if length.ndim else {})
+@with_sizes(lambda length: {"B": length.shape[0]} if length.ndim else {})
 def _prefix(batch, head, q_pos, k_pos, length):
     return k_pos < (length[batch] if length.ndim else length)
 
@@ -76,12 +76,14 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
 def _sizes(ids):
     batch = {x.shape[0] for x in ids if x.ndim == 2}
     if len(batch) > 1:
-        raise ValueError(f"masks.documents has ids of queries {ids[0].shape} and of keys {ids[1].shape}: give one batch.")
+        raise ValueError(
+            f"masks.documents has ids of queries {ids[0].shape} and of keys {ids[1].shape}: give one batch."
+        )
     sizes = {"T": ids[0].shape[-1], "S": ids[1].shape[-1]}
     return sizes | {"B": batch.pop()} if batch else sizes
 
 
-@sized(_sizes)
+@with_sizes(_sizes)
 def _documents(batch, head, q_pos, k_pos, ids):
     of = lambda ids, at: ids[batch, at] if ids.ndim == 2 else ids[at]
     return of(ids[0], q_pos) == of(ids[1], k_pos)

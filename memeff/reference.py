@@ -7,28 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.problem import (
-    SEES_NOTHING,
-    Lse,
-    LseFor,
-    Operands,
-    Problem,
-    accumulator_dtype,
-    finish,
-    kept_by_dropout,
-    log_sum_exp,
-    number_heads,
-    only_kernels_fuse,
-    places,
-    sink_weights,
-    transformed,
-    visible,
-)
-
-
-def why_not(problem: Problem, operands: Operands) -> str | None:
-    del operands
-    return only_kernels_fuse(problem)
+from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.logits import logits_from_dots, transform_query_key
+from memeff.masking import mask_tile, pair_indices
+from memeff.problem import Operands, Problem, accumulator_dtype
+from memeff.softmax import SEES_NOTHING, Lse, LseFor, log_sum_exp, sink_weights
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
@@ -39,16 +22,18 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     dtype = accumulator_dtype(operands)
     laid_out = operands._replace(query=query.transpose(0, 2, 3, 1, 4), key=key.swapaxes(1, 2))
-    query, key = transformed(problem, laid_out, rows, cols)
+    query, key = transform_query_key(problem, laid_out, rows, cols)
     query, key = query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2)
-    at = places(problem, operands, query[:, 0, :, :, 0] if T else query.sum((1, 4)), (0, 0), rows, cols)
-    keep = jnp.broadcast_to(visible(problem, operands, rows, cols, at), (B, K, G, T, S))
+    at = pair_indices(
+        problem, operands, query[:, 0, :, :, 0] if T else query.sum((1, 4)), (0, 0), rows, cols
+    )
+    keep = jnp.broadcast_to(mask_tile(problem, operands, rows, cols, at), (B, K, G, T, S))
     # 0 * NaN is NaN: what nobody sees, and who sees nothing, counts as 0
     seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
     key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     query = jnp.where(keep.any(-1).transpose(0, 3, 1, 2)[..., None], query, 0)  # b t k g 1
     raw = _pairs(problem, query, key, dtype)  # (1)
-    s = finish(problem, raw, operands.terms, keep, at)  # (2)
+    s = logits_from_dots(problem, raw, operands.terms, keep, at)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows that see nothing
     e = jnp.exp(s - m[..., None])
@@ -62,8 +47,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         p = e * (share / total)[..., None]
     p = jnp.where(keep, p, 0)  # also in a row that is NaN
     if problem.dropout is not None:
-        head = number_heads(query.max((1, 4), initial=0), K)
-        kept = kept_by_dropout(problem, operands, head, (T, S), rows, cols)
+        head = head_numbers(query.max((1, 4), initial=0), K)
+        kept = dropout_keep_mask(problem, operands, head, (T, S), rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
     keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
@@ -77,14 +62,22 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
 
 
 def _mix(problem: Problem, p: Array, v: Array, dtype) -> Array:
-    return jnp.einsum("bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision)
+    return jnp.einsum(
+        "bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision
+    )
 
 
 def _pairs(problem: Problem, query: Array, key: Array, dtype) -> Array:
     """Return q k', B K G T S; in its derivatives NaN of a query or key reaches nothing by a product with 0."""
 
     def product(query, key):
-        return jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype, precision=problem.precision)
+        return jnp.einsum(
+            "btkgh,bskh->bkgts",
+            query,
+            key,
+            preferred_element_type=dtype,
+            precision=problem.precision,
+        )
 
     finite = product(*(jnp.where(jnp.isfinite(x), x, 0) for x in (query, key)))
     return finite + jax.lax.stop_gradient(product(query, key) - finite)

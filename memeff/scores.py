@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.functions import Score, sized
+from memeff.user_functions import Score, with_sizes
 
 
 def alibi(slopes: ArrayLike) -> Score:
@@ -24,7 +24,7 @@ def alibi(slopes: ArrayLike) -> Score:
     return Score(_alibi, jnp.asarray(slopes))
 
 
-@sized(lambda slopes: {"N": slopes.shape[0]})
+@with_sizes(lambda slopes: {"N": slopes.shape[0]})
 def _alibi(score, batch, head, q_pos, k_pos, slopes):
     return score - (slopes[head] * jnp.abs(q_pos - k_pos)).astype(score.dtype)
 
@@ -64,7 +64,9 @@ class _T5:
         else:
             away = jnp.maximum(-away, 0)
         exact = buckets // 2
-        far = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / exact) / math.log(self.max_distance / exact)
+        far = jnp.log(jnp.maximum(away, 1).astype(jnp.float32) / exact) / math.log(
+            self.max_distance / exact
+        )
         far = exact + (far * (buckets - exact)).astype(jnp.int32)
         bucket = start + jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
         return score + table[bucket, head].astype(score.dtype)
@@ -78,7 +80,7 @@ def relative(table: ArrayLike) -> Score:
     return Score(_relative, jnp.asarray(table))
 
 
-@sized(lambda table: {"N": table.shape[0]})
+@with_sizes(lambda table: {"N": table.shape[0]})
 def _relative(score, batch, head, q_pos, k_pos, table):
     reach = (table.shape[1] - 1) // 2
     return score + table[head, jnp.clip(k_pos - q_pos, -reach, reach) + reach].astype(score.dtype)
@@ -89,17 +91,17 @@ def soft_cap(cap: ArrayLike) -> Score:
     return Score(_soft_cap, jnp.asarray(cap))
 
 
-@sized(lambda cap: {"N": cap.shape[0]} if cap.ndim else {})
+@with_sizes(lambda cap: {"N": cap.shape[0]} if cap.ndim else {})
 def _soft_cap(score, batch, head, q_pos, k_pos, cap):
     cap = (cap[head] if cap.ndim else cap).astype(score.dtype)
     return cap * jnp.tanh(score * (1 / cap))
 
 
-def of_head(scale: ArrayLike) -> Score:
+def head_temperature(scale: ArrayLike) -> Score:
     """score * scale[head], scale [N]: a temperature for each head."""
     return Score(_of_head, jnp.asarray(scale))
 
 
-@sized(lambda scale: {"N": scale.shape[0]})
+@with_sizes(lambda scale: {"N": scale.shape[0]})
 def _of_head(score, batch, head, q_pos, k_pos, scale):
     return score * scale[head].astype(score.dtype)

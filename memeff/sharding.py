@@ -50,7 +50,10 @@ def _like_query(operands: Operands) -> Operands:
     def spread(x):
         if x is None:
             return None
-        spec = (axis if size > 1 else None for axis, size in zip((B, K, G, None, None), x.shape, strict=True))
+        spec = (
+            axis if size > 1 else None
+            for axis, size in zip((B, K, G, None, None), x.shape, strict=True)
+        )
         return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     sinks = operands.terms.sinks
@@ -80,7 +83,7 @@ def _on_mesh(f: Callable, how: tuple, mesh: AbstractMesh, operands: Operands) ->
         return f(*how, _like_query(operands))
 
 
-def laid_out_as(x: Array, like: Array) -> Array:
+def shard_like(x: Array, like: Array) -> Array:
     """Return x laid out over devices as `like` is, where types say it."""
     return reshard(x, jax.typeof(like).sharding) if _explicit(like) else x
 
@@ -92,13 +95,17 @@ def on_auto_mesh(arrays: Any) -> Any:
         if not (isinstance(x.sharding, NamedSharding) and _explicit(x)):
             return x
         mesh = x.sharding.mesh
-        mesh = Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        mesh = Mesh(
+            np.asarray(mesh.devices),
+            mesh.axis_names,
+            axis_types=(AxisType.Auto,) * len(mesh.axis_names),
+        )
         return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
 
     return jax.tree.map(put, arrays)
 
 
-def vary_alike(operands: Any, like: Any = None) -> Any:
+def vary_together(operands: Any, like: Any = None) -> Any:
     """Under shard_map: replicated operands (a shared bias, say) typed as varying, so that JAX sums their gradients."""
     axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves((operands, like))))
 
@@ -109,7 +116,7 @@ def vary_alike(operands: Any, like: Any = None) -> Any:
     return jax.tree.map(cast, operands) if axes else operands
 
 
-def of_total(total: Array | None) -> NamedSharding | None:
+def sharding_of_sum(total: Array | None) -> NamedSharding | None:
     """The layout of what is added to `total`: on an Explicit mesh a product over sharded heads must be told."""
     return jax.typeof(total).sharding if total is not None and _explicit(total) else None
 

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from memeff import dispatch
+from memeff import implementations
 from memeff.attention import Implementation, dot_product_attention
 
 Choice = tuple[Implementation | None]  # a tuple, because None is a choice too
@@ -95,8 +95,8 @@ def switch_jax_nn(
       [(2, 7, 4, 8)]
     """
     global _inside, _replaced, _replacement
-    if implementation not in (None, *dispatch.IMPLEMENTATIONS):
-        known = ", ".join(map(repr, dispatch.IMPLEMENTATIONS))
+    if implementation not in (None, *implementations.IMPLEMENTATIONS):
+        known = ", ".join(map(repr, implementations.IMPLEMENTATIONS))
         raise ValueError(
             f"switch_jax_nn: implementation={implementation!r} is not known: "
             f"use None or one of {known}."

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from memeff.functions import Transform
+from memeff.user_functions import Transform
 
 
 def rotary(base: float = 10000.0) -> Transform:
@@ -29,7 +29,9 @@ class _Rotary:
 
     def __call__(self, x, position, which, params):
         if x.shape[0] % 2:
-            raise ValueError(f"transforms.rotary turns pairs: heads must be of an even size, and here H={x.shape[0]}.")
+            raise ValueError(
+                f"transforms.rotary turns pairs: heads must be of an even size, and here H={x.shape[0]}."
+            )
         half = x.shape[0] // 2
         angle = position * self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -43,7 +45,9 @@ def rms_norm(query_scale: ArrayLike, key_scale: ArrayLike, epsilon: float = 1e-6
 
     Source: Zhang & Sennrich 2019 (arXiv:1910.07467); Henry et al. 2020 (arXiv:2010.04245) of queries and keys.
     """
-    return Transform(_RmsNorm(epsilon), {"query": jnp.asarray(query_scale), "key": jnp.asarray(key_scale)})
+    return Transform(
+        _RmsNorm(epsilon), {"query": jnp.asarray(query_scale), "key": jnp.asarray(key_scale)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,8 @@ VOCABULARY = 256
 START = b"\0"  # starts a document
 EVAL_SHARE = 20  # one byte in so many, at the end of the shuffled documents, is kept for evaluation
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
-LIBRARY_SKIPPED = {"test", "tests", "idle_test", "encodings"}  # absent on some systems; tables of characters
+# absent on some systems; tables of characters
+LIBRARY_SKIPPED = {"test", "tests", "idle_test", "encodings"}
 
 
 class Refused(ValueError):
@@ -29,7 +30,8 @@ class Refused(ValueError):
 
 
 class Batch(NamedTuple):
-    tokens: np.ndarray  # B T+1, uint8: the model reads all but the last and predicts all but the first
+    # B T+1, uint8: the model reads all but the last and predicts all but the first
+    tokens: np.ndarray
     weights: np.ndarray  # B T, float32: 1 where the prediction counts, else 0
 
 
@@ -62,12 +64,16 @@ class Text:
         return f"{self.total:,} bytes of text in {len(self.files):,} documents, one byte in {EVAL_SHARE} kept for evaluation"
 
     def train_batch(self, seed: int, step: int) -> Batch:
-        starts = np.random.default_rng((seed, step)).integers(0, self.kept_from - self.length, self.rows, endpoint=True)
+        starts = np.random.default_rng((seed, step)).integers(
+            0, self.kept_from - self.length, self.rows, endpoint=True
+        )
         return self._batch(starts)
 
     def eval_batch(self, index: int) -> Batch:
         """Rows spread over the kept share, the same for every run."""
-        starts = np.random.default_rng(index).integers(self.kept_from, self.total - self.length, self.rows, endpoint=True)
+        starts = np.random.default_rng(index).integers(
+            self.kept_from, self.total - self.length, self.rows, endpoint=True
+        )
         return self._batch(starts)
 
     def _batch(self, starts: np.ndarray) -> Batch:
@@ -84,7 +90,9 @@ class Text:
             skip = start + at - begin  # in this document, whose first byte is the 0
             take = min(self.length - at, self.ends[which] - begin - skip)
             inside = max(skip, 1)
-            row[at + inside - skip : at + take] = read(self.files[which], inside - 1, skip + take - 1)
+            row[at + inside - skip : at + take] = read(
+                self.files[which], inside - 1, skip + take - 1
+            )
             at, which = at + take, which + 1
         return row
 
@@ -95,7 +103,9 @@ def read(path: Path, begin: int, end: int) -> np.ndarray:
         file.seek(begin)
         found = file.read(end - begin)
     if len(found) < end - begin:
-        raise Refused(f"--text {path}: the file became shorter while it was read; restore it and resume.")
+        raise Refused(
+            f"--text {path}: the file became shorter while it was read; restore it and resume."
+        )
     return np.frombuffer(found, np.uint8)
 
 
@@ -106,7 +116,9 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise Refused(f"--text {path}: cannot be read ({reason}); repair it or leave it out.") from error
+        raise Refused(
+            f"--text {path}: cannot be read ({reason}); repair it or leave it out."
+        ) from error
 
 
 def find_files(paths: tuple[str, ...]) -> list[Path]:
@@ -124,14 +136,18 @@ def find_text(name: str) -> list[Path]:
     if path.is_dir():
         found = [file for file in walk(path) if is_text(file)]
         if not found:
-            raise Refused(f"--text {name}: the folder holds no text; give a folder with text files in it.")
+            raise Refused(
+                f"--text {name}: the folder holds no text; give a folder with text files in it."
+            )
         return found
     if not path.is_file():
         raise Refused(f"--text {name}: no such file or folder; give text files or folders of them.")
     if path.stat().st_size == 0:
         raise Refused(f"--text {name}: the file is empty; give a file with text in it.")
     if not is_text(path):
-        raise Refused(f"--text {name}: the file is binary, for it has a byte 0; give a file with text in it.")
+        raise Refused(
+            f"--text {name}: the file is binary, for it has a byte 0; give a file with text in it."
+        )
     return [path]
 
 
@@ -140,9 +156,12 @@ def python_library() -> list[Path]:
     folder = Path(sysconfig.get_path("stdlib"))
     names = (".py", ".txt", ".rst")
     found = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names]
-    files = [path for path in found if path.exists() and is_text(path)]  # some systems leave dangling links
+    # some systems leave dangling links
+    files = [path for path in found if path.exists() and is_text(path)]
     if not files:
-        raise Refused(f"this Python keeps no sources in {folder}: give text of your own with --text.")
+        raise Refused(
+            f"this Python keeps no sources in {folder}: give text of your own with --text."
+        )
     return files
 
 
@@ -150,7 +169,11 @@ def walk(folder: Path, skipped: set[str] = SKIPPED_FOLDERS) -> list[Path]:
     """All files below, in the order of their names, hidden ones left out."""
     found = []
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
-        folders[:] = [name for name in folders if name not in skipped | SKIPPED_FOLDERS and not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in skipped | SKIPPED_FOLDERS and not name.startswith(".")
+        ]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -184,13 +207,18 @@ class ListOps:
 
     def __init__(self, context: int, rows: int):
         if context < 32:
-            raise Refused(f"--task listops needs --context 32 or more for an expression and its answer; got {context}.")
+            raise Refused(
+                f"--task listops needs --context 32 or more for an expression and its answer; got {context}."
+            )
         self.context, self.rows = context, rows
-        self.longest = min(2000, context - 2)  # beside the byte 0 and "="; the answer may be the last target
+        # beside the byte 0 and "="; the answer may be the last target
+        self.longest = min(2000, context - 2)
         self.shortest = self.longest // 4
 
     def __str__(self) -> str:
-        return f"ListOps made on the fly, {self.shortest:,} to {self.longest:,} tokens an expression"
+        return (
+            f"ListOps made on the fly, {self.shortest:,} to {self.longest:,} tokens an expression"
+        )
 
     def train_batch(self, seed: int, step: int) -> Batch:
         return self._batch(f"train {seed} {step}")

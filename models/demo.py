@@ -28,18 +28,32 @@ def demonstrate() -> None:
     if FOLDER.exists():
         shutil.rmtree(FOLDER)
     FOLDER.mkdir(parents=True)
-    print("1. Memory that attention needs beyond its inputs and outputs (batch 1, 8 heads of 64, float32; compiled, nothing")
+    print(
+        "1. Memory that attention needs beyond its inputs and outputs (batch 1, 8 heads of 64, float32; compiled, nothing"
+    )
     print("   allocated; ~: too large to compile, from the growth up to there)\n")
     rows = bench.memory_table(LENGTHS, [bench.Case(0, mode="gradient")])
     print(bench.memory_markdown(rows))
 
-    print("\n2. A language model learns the sources of Python's own library, byte by byte, with 4,096 bytes of context\n")
+    print(
+        "\n2. A language model learns the sources of Python's own library, byte by byte, with 4,096 bytes of context\n"
+    )
     settings = Settings(out=str(FOLDER / "model"), layers=2, heads=2, kv_heads=1, steps=130, warmup=8,
                         learning_rate=1e-2, eval_every=65, log_every=10, minutes=1.5)  # fmt: skip
     finished = train(settings)
-    losses = [line["loss"] for line in map(json.loads, (FOLDER / "model/metrics.jsonl").open()) if "loss" in line]
-    note = "" if finished else f" (stopped at {settings.minutes} minutes: this machine is busy or slow)"
-    print(f"   loss: {losses[0]:.2f} at first, {losses[-1]:.2f} nats per byte after {len(losses)} steps{note}")
+    losses = [
+        line["loss"]
+        for line in map(json.loads, (FOLDER / "model/metrics.jsonl").open())
+        if "loss" in line
+    ]
+    note = (
+        ""
+        if finished
+        else f" (stopped at {settings.minutes} minutes: this machine is busy or slow)"
+    )
+    print(
+        f"   loss: {losses[0]:.2f} at first, {losses[-1]:.2f} nats per byte after {len(losses)} steps{note}"
+    )
 
     print(f"\n3. The table as a plot: {plot(rows)}")
 

@@ -19,12 +19,25 @@ from models.transformer import Transformer
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m models.generate", description="Writes text with a trained model.")
-    parser.add_argument("--checkpoint", default="runs/train", help="folder of the run, the --out of models.train")
+    parser = argparse.ArgumentParser(
+        prog="python -m models.generate", description="Writes text with a trained model."
+    )
+    parser.add_argument(
+        "--checkpoint", default="runs/train", help="folder of the run, the --out of models.train"
+    )
     parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--length", type=int, default=400, help="bytes to write at most; the model may end sooner")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time")
-    parser.add_argument("--top-k", type=int, default=None, help="choose among this many likeliest bytes (default: all)")
+    parser.add_argument(
+        "--length", type=int, default=400, help="bytes to write at most; the model may end sooner"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=None,
+        help="choose among this many likeliest bytes (default: all)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args(arguments))
     with one_sentence("models.generate"):
@@ -38,20 +51,33 @@ def load(out: str) -> tuple[Any, Any]:
     graphdef, like = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
     step, (params,) = restore(out, (like,))
     if step == 0:
-        raise Refused(f"{out} has no checkpoint yet: `python -m models.train` writes one every --save-every steps.")
+        raise Refused(
+            f"{out} has no checkpoint yet: `python -m models.train` writes one every --save-every steps."
+        )
     return graphdef, params
 
 
 def write(
-    graphdef: Any, params: Any, *, prompt: str, length: int, temperature: float, top_k: int | None = None, seed: int = 0
+    graphdef: Any,
+    params: Any,
+    *,
+    prompt: str,
+    length: int,
+    temperature: float,
+    top_k: int | None = None,
+    seed: int = 0,
 ) -> str:
     """The text that follows `prompt`: `length` bytes, or fewer where the model ends the document."""
     if length < 1:
         raise Refused(f"length={length}: it must be at least 1 byte.")
     if temperature < 0:
-        raise Refused(f"temperature={temperature}: it must be >= 0; 0 takes the likeliest byte each time.")
+        raise Refused(
+            f"temperature={temperature}: it must be >= 0; 0 takes the likeliest byte each time."
+        )
     if top_k is not None and top_k < 1:
-        raise Refused(f"top_k={top_k}: it must be at least 1; leave it out to choose among all bytes.")
+        raise Refused(
+            f"top_k={top_k}: it must be at least 1; leave it out to choose among all bytes."
+        )
     try:
         start = jnp.asarray(list(START + prompt.encode()), jnp.int32)
     except UnicodeEncodeError:
@@ -63,7 +89,13 @@ def write(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def sample(
-    graphdef: Any, length: int, params: Any, start: Array, key: Array, temperature: Array | float, top_k: Array | int
+    graphdef: Any,
+    length: int,
+    params: Any,
+    start: Array,
+    key: Array,
+    temperature: Array | float,
+    top_k: Array | int,
 ) -> Array:
     """`length` tokens after `start` [T]; each is computed from the keys and values that the cache holds of the others."""
     model: Transformer = nnx.merge(graphdef, params)

@@ -49,7 +49,9 @@ class Settings(Config):
     text: Annotated[tuple[str, ...], "text files or folders (default: Python's own library)"] = ()
     context: Annotated[int, "tokens in a row"] = 4096
     batch: Annotated[int, "rows in a step"] = 1
-    accumulate: Annotated[int, "pieces that a step's rows are worked off in, one after the other"] = 1
+    accumulate: Annotated[
+        int, "pieces that a step's rows are worked off in, one after the other"
+    ] = 1
     steps: Annotated[int, "steps of the whole run"] = 200
     learning_rate: Annotated[float, "at the top of the schedule"] = 3e-3
     warmup: Annotated[int, "steps from 0 to the top; from there a cosine down to a tenth"] = 20
@@ -64,7 +66,16 @@ class Settings(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("context", "batch", "accumulate", "steps", "eval_every", "eval_batches", "save_every", "log_every"):
+        for name in (
+            "context",
+            "batch",
+            "accumulate",
+            "steps",
+            "eval_every",
+            "eval_batches",
+            "save_every",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
         if self.batch % self.accumulate:
@@ -74,14 +85,25 @@ class Settings(Config):
 
 
 # What may differ between a run and its resumption: none of it changes what is computed.
-FREE = {"out", "remat", "scan_layers", "attention", "eval_every", "save_every", "log_every", "minutes"}
+FREE = {
+    "out",
+    "remat",
+    "scan_layers",
+    "attention",
+    "eval_every",
+    "save_every",
+    "log_every",
+    "minutes",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
     with one_sentence("models.train"):
         finished = train(parse(arguments))
     if not finished:
-        raise SystemExit("models.train: stopped early and saved; the same command resumes where it was.")
+        raise SystemExit(
+            "models.train: stopped early and saved; the same command resumes where it was."
+        )
 
 
 def train(settings: Settings) -> bool:
@@ -95,12 +117,20 @@ def train(settings: Settings) -> bool:
         first, state = restore(settings.out, state)
         set_aside(settings.out, first)
         size = sum(x.size for x in jax.tree.leaves(params))
-        log.begin(first, f"{task}; {size:,} parameters; {settings.attention} on {jax.devices()[0].device_kind}")
+        log.begin(
+            first,
+            f"{task}; {size:,} parameters; {settings.attention} on {jax.devices()[0].device_kind}",
+        )
         started = time.perf_counter()
         for step in range(first, settings.steps):
-            state, metrics = train_step(settings, graphdef, state, task.train_batch(settings.seed, step))
+            state, metrics = train_step(
+                settings, graphdef, state, task.train_batch(settings.seed, step)
+            )
             log.step(step + 1, metrics)
-            late = settings.minutes is not None and time.perf_counter() - started > 60 * settings.minutes
+            late = (
+                settings.minutes is not None
+                and time.perf_counter() - started > 60 * settings.minutes
+            )
             stop = late or stopped()
             last = step + 1 == settings.steps
             if last or (step + 1) % settings.eval_every == 0:
@@ -118,10 +148,14 @@ def train(settings: Settings) -> bool:
 
 def make_optimiser(settings: Settings) -> optax.GradientTransformation:
     peak = settings.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, settings.warmup, settings.steps, 0.1 * peak)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, settings.warmup, settings.steps, 0.1 * peak
+    )
 
     def matrices(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "scale" not in jax.tree_util.keystr(path), params
+        )
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip),
@@ -130,7 +164,9 @@ def make_optimiser(settings: Settings) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_step(settings: Settings, graphdef: Any, state: tuple, batch: Batch) -> tuple[tuple, dict[str, Array]]:
+def train_step(
+    settings: Settings, graphdef: Any, state: tuple, batch: Batch
+) -> tuple[tuple, dict[str, Array]]:
     """The state (parameters, optimiser's) after one more batch, and what was measured on the way."""
     params, optimiser_state = state
     (loss, accuracy), gradient = loss_and_gradient(graphdef, params, batch, settings.accumulate)
@@ -139,10 +175,14 @@ def train_step(settings: Settings, graphdef: Any, state: tuple, batch: Batch) ->
     return (optax.apply_updates(params, updates), optimiser_state), metrics
 
 
-def loss_and_gradient(graphdef: Any, params: Any, batch: Batch, accumulate: int) -> tuple[tuple[Array, Array], Any]:
+def loss_and_gradient(
+    graphdef: Any, params: Any, batch: Batch, accumulate: int
+) -> tuple[tuple[Array, Array], Any]:
     """(loss, accuracy) of a batch and the gradient of its loss, in `accumulate` pieces; the same numbers for any."""
     total = jnp.sum(batch.weights)
-    gradient = jax.value_and_grad(lambda params, piece: loss_sum(graphdef, params, piece, total), has_aux=True)
+    gradient = jax.value_and_grad(
+        lambda params, piece: loss_sum(graphdef, params, piece, total), has_aux=True
+    )
 
     def add(so_far, piece):
         return jax.tree.map(jnp.add, so_far, gradient(params, piece)), None
@@ -179,7 +219,9 @@ def evaluate(settings: Settings, graphdef: Any, params: Any, task: Task) -> dict
 def parse(arguments: list[str] | None) -> Settings:
     """Settings from the command line: a flag for each field, its type and its default."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m models.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     hints = get_type_hints(Settings, include_extras=True)
     for field in dataclasses.fields(Settings):
@@ -194,7 +236,9 @@ def parse(arguments: list[str] | None) -> Settings:
         elif kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         shown = text if field.default in (None, ()) else f"{text} (default: {field.default})"
-        parser.add_argument("--" + field.name.replace("_", "-"), default=field.default, help=shown, **how)
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"), default=field.default, help=shown, **how
+        )
     values: dict[str, Any] = vars(parser.parse_args(arguments))
     values["text"] = tuple(values["text"])
     return Settings(**values)
@@ -226,7 +270,9 @@ def read_settings(out: str) -> Settings:
     """Return the settings of the run in folder `out`."""
     record = read_record(out)
     if record is None:
-        raise Refused(f"{out} holds no run: give the folder that was --out of `python -m models.train`.")
+        raise Refused(
+            f"{out} holds no run: give the folder that was --out of `python -m models.train`."
+        )
     try:
         record.pop("data")
         return Settings(**record | {"text": tuple(record["text"]), "out": out})
@@ -260,7 +306,9 @@ def read_record(out: str) -> dict[str, Any] | None:
             warn(f"{path} is {trouble}: the settings are taken from checkpoint {step}.")
             return record
     if trouble == "damaged":
-        raise Refused(f"{path} is damaged and no checkpoint holds the settings: remove {path} to begin anew.")
+        raise Refused(
+            f"{path} is damaged and no checkpoint holds the settings: remove {path} to begin anew."
+        )
     return None
 
 
@@ -279,7 +327,8 @@ def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
     unfinished = folder.with_name("unfinished")
     with writing(folder):
         try:
-            write_file(unfinished / "state.npz", contents.getvalue())  # CPython 3.12 may crash on getbuffer() (gh-111049)
+            # CPython 3.12 may crash on getbuffer() (gh-111049)
+            write_file(unfinished / "state.npz", contents.getvalue())
             os.rename(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -298,7 +347,9 @@ def restore(out: str, like: tuple) -> tuple[int, tuple]:
             return step, read_checkpoint(out, step, like)
         except Exception as error:  # a damaged file fails in many ways
             reason = " ".join(str(error).split()) or type(error).__name__
-            warn(f"checkpoint {checkpoint_folder(out, step)} cannot be read ({reason}): trying the one before it.")
+            warn(
+                f"checkpoint {checkpoint_folder(out, step)} cannot be read ({reason}): trying the one before it."
+            )
     if steps:
         raise Refused(f"no checkpoint in {out} can be read: give another --out to begin anew.")
     return 0, like
@@ -311,7 +362,9 @@ def read_checkpoint(out: str, step: int, like: tuple) -> tuple:
         for name, expected in named_leaves(like):
             found = arrays[name]
             if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(f"{name} is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}")
+                raise ValueError(
+                    f"{name} is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}"
+                )
             leaves.append(jnp.array(found))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -399,7 +452,9 @@ class Log:
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
-                self.bar = tqdm(total=self.settings.steps, initial=first, unit="step", dynamic_ncols=True)
+                self.bar = tqdm(
+                    total=self.settings.steps, initial=first, unit="step", dynamic_ncols=True
+                )
         self.then = time.perf_counter()
 
     def _keep(self, last: int) -> None:
@@ -413,21 +468,28 @@ class Log:
                 damaged += 1
         replace_file(self.path, b"".join(kept))
         if damaged:
-            warn(f"{self.path}: {damaged} damaged line(s) dropped, such as a crash leaves at the end.")
+            warn(
+                f"{self.path}: {damaged} damaged line(s) dropped, such as a crash leaves at the end."
+            )
 
     def step(self, step: int, metrics: dict[str, Array]) -> None:
         values = {name: float(x) for name, x in metrics.items()}  # waits for the step
         now = time.perf_counter()
         speed = self.settings.batch * self.settings.context / (now - self.then)
         self.then = now
-        note = f"loss {values['loss']:.3f}  {speed:8,.0f} tokens/s  {peak_memory() / 2**20:,.0f} MiB"
+        note = (
+            f"loss {values['loss']:.3f}  {speed:8,.0f} tokens/s  {peak_memory() / 2**20:,.0f} MiB"
+        )
         line = {"step": step} | values | {"tokens_per_second": speed, "peak_bytes": peak_memory()}
         append_line(self.path, json.dumps(line))
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update()
         elif step % self.settings.log_every == 0 or step == self.settings.steps or self.fresh:
-            self._say(f"step {step:5d}/{self.settings.steps}  {note}" + "  (with compilation)" * self.fresh)
+            self._say(
+                f"step {step:5d}/{self.settings.steps}  {note}"
+                + "  (with compilation)" * self.fresh
+            )
         self.fresh = False
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:

@@ -22,7 +22,8 @@ import memeff
 from models.data import VOCABULARY, Refused
 
 DEFAULT_INIT = nnx.initializers.lecun_normal()
-ROTARY_BASE = 500_000  # as Llama 3: slow enough that a turn takes longer than a context of 100,000 tokens
+# as Llama 3: slow enough that a turn takes longer than a context of 100,000 tokens
+ROTARY_BASE = 500_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,18 @@ class Config:
     heads: Annotated[int, "query heads; a head has width / heads numbers"] = 4
     kv_heads: Annotated[int, "key/value heads, shared by heads / kv_heads query heads each"] = 2
     feed_forward: Annotated[int, "width inside the feed-forward part"] = 384
-    window: Annotated[int | None, "see this many tokens back at most (default: the whole document)"] = None
-    attention: Annotated[Literal["memeff", "jax.nn", "reference"], "who computes attention"] = "memeff"
-    dtype: Annotated[Literal["float32", "bfloat16"], "what is computed in; parameters are float32"] = "float32"
-    remat: Annotated[bool, "recompute a layer in its backward pass, all but attention, instead of keeping it"] = False
+    window: Annotated[
+        int | None, "see this many tokens back at most (default: the whole document)"
+    ] = None
+    attention: Annotated[Literal["memeff", "jax.nn", "reference"], "who computes attention"] = (
+        "memeff"
+    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], "what is computed in; parameters are float32"
+    ] = "float32"
+    remat: Annotated[
+        bool, "recompute a layer in its backward pass, all but attention, instead of keeping it"
+    ] = False
     scan_layers: Annotated[bool, "compile one layer and loop over it, instead of all"] = True
 
     def __post_init__(self):
@@ -51,7 +60,9 @@ class Config:
                 f"width={self.width} must be a multiple of {2 * self.heads}, twice heads: rotary positions turn pairs."
             )
         if self.window is not None and self.window < 0:
-            raise Refused(f"window={self.window} counts tokens and must be >= 0; leave it out for the whole document.")
+            raise Refused(
+                f"window={self.window} counts tokens and must be >= 0; leave it out for the whole document."
+            )
 
 
 class Cache(NamedTuple):
@@ -64,7 +75,11 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(
-            VOCABULARY, config.width, dtype=jnp.dtype(config.dtype), embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+            VOCABULARY,
+            config.width,
+            dtype=jnp.dtype(config.dtype),
+            embedding_init=nnx.initializers.normal(1.0),
+            rngs=rngs,
         )
 
         @nnx.split_rngs(splits=config.layers)
@@ -109,9 +124,14 @@ class Transformer(nnx.Module):
             q, k, v = here.project(x, turn)
             key = lax.dynamic_update_slice_in_dim(key, k, cache.length, 1)
             value = lax.dynamic_update_slice_in_dim(value, v, cache.length, 1)
-            return here.combine(x, attend_cached(self.config, q, key, value, cache.length)), (key, value)
+            return here.combine(x, attend_cached(self.config, q, key, value, cache.length)), (
+                key,
+                value,
+            )
 
-        x, (key, value) = lax.scan(layer, self.embedding(tokens), (parameters, cache.key, cache.value))
+        x, (key, value) = lax.scan(
+            layer, self.embedding(tokens), (parameters, cache.key, cache.value)
+        )
         return self.head(self.norm(x)), Cache(key, value, cache.length + T)
 
     def empty_cache(self, batch: int, size: int) -> Cache:
@@ -127,7 +147,8 @@ class Layer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         C, N, K, F = config.width, config.heads, config.kv_heads, config.feed_forward
         H = C // N
-        small = nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "normal")  # the sum of all stays near 1
+        # the sum of all stays near 1
+        small = nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "normal")
         self.attention_norm = norm(config, rngs)
         self.query = linear(config, C, N * H, rngs)
         self.key = linear(config, C, K * H, rngs)
@@ -142,7 +163,10 @@ class Layer(nnx.Module):
     def project(self, x: Array, turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H] of `x` [B, T, C]; the first two turned."""
         x = self.attention_norm(x)
-        q, k, v = (f(x).reshape(*x.shape[:2], -1, self.head_dim) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            f(x).reshape(*x.shape[:2], -1, self.head_dim)
+            for f in (self.query, self.key, self.value)
+        )
         return rotate(q, *turn), rotate(k, *turn), v
 
     def combine(self, x: Array, attended: Array) -> Array:
@@ -156,8 +180,15 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
     """Causal attention within documents and the window, by whom the configuration names."""
     window = None if config.window is None else (config.window, 0)
     if config.attention == "jax.nn":  # knows no segments: they cost a mask of T x T
-        same = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # B 1 T T
-        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, local_window_size=window)
+        # B 1 T T
+        same = (
+            None
+            if segment_ids is None
+            else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        )
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=same, is_causal=True, local_window_size=window
+        )
     return memeff.dot_product_attention(
         q,
         k,
@@ -172,7 +203,9 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
 def attend_cached(config: Config, q: Array, key: Array, value: Array, length: Array) -> Array:
     """The same for queries that follow `length` cached keys; always by memeff, since all names mean the same function."""
     window = None if config.window is None else (config.window, 0)
-    return memeff.dot_product_attention(q, key, value, is_causal=True, local_window_size=window, q_offset=length)
+    return memeff.dot_product_attention(
+        q, key, value, is_causal=True, local_window_size=window, q_offset=length
+    )
 
 
 def rotation(config: Config, positions: Array) -> tuple[Array, Array]:
@@ -199,5 +232,9 @@ def norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
-def linear(config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, init=DEFAULT_INIT) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), kernel_init=init, rngs=rngs)
+def linear(
+    config: Config, inputs: int, outputs: int, rngs: nnx.Rngs, init=DEFAULT_INIT
+) -> nnx.Linear:
+    return nnx.Linear(
+        inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), kernel_init=init, rngs=rngs
+    )

@@ -76,7 +76,8 @@ def bias_row(rng, dtype, z):
 
 def bias_hides(rng, dtype, z):
     bias = rng.standard_normal((z.T, z.S))
-    hides = rng.choice([-np.inf, float(ml_dtypes.finfo(dtype).min)], bias.shape)  # both are in use as "never look here"
+    # both are in use as "never look here"
+    hides = rng.choice([-np.inf, float(ml_dtypes.finfo(dtype).min)], bias.shape)
     return {"bias": np.where(rng.random(bias.shape) < 0.3, hides, bias).astype(dtype)}
 
 
@@ -101,11 +102,19 @@ def causal(rng, dtype, z):
 
 
 def query_lengths(rng, dtype, z):
-    return {"query_seq_lengths": rng.permutation(np.linspace(z.T // 2, z.T, max(1, z.B)).astype(np.int32))}
+    return {
+        "query_seq_lengths": rng.permutation(
+            np.linspace(z.T // 2, z.T, max(1, z.B)).astype(np.int32)
+        )
+    }
 
 
 def key_lengths(rng, dtype, z):
-    return {"key_value_seq_lengths": rng.permutation(np.linspace(z.S // 2, z.S, max(1, z.B)).astype(np.int32))}
+    return {
+        "key_value_seq_lengths": rng.permutation(
+            np.linspace(z.S // 2, z.S, max(1, z.B)).astype(np.int32)
+        )
+    }
 
 
 def window(rng, dtype, z):
@@ -134,7 +143,10 @@ def q_offset(rng, dtype, z):
 
 
 def q_offset_array(rng, dtype, z):
-    return {"q_offset": rng.permutation(np.arange(-5, -5 + 9 * z.B, 9)).astype(np.int32), "is_causal": True}
+    return {
+        "q_offset": rng.permutation(np.arange(-5, -5 + 9 * z.B, 9)).astype(np.int32),
+        "is_causal": True,
+    }
 
 
 def dropout(rng, dtype, z):
@@ -142,7 +154,11 @@ def dropout(rng, dtype, z):
 
 
 def dropout_each(rng, dtype, z):
-    return {"dropout_rng": np.array([5, 8], np.uint32), "dropout_rate": 0.5, "broadcast_dropout": False}
+    return {
+        "dropout_rng": np.array([5, 8], np.uint32),
+        "dropout_rate": 0.5,
+        "broadcast_dropout": False,
+    }
 
 
 def sinks(rng, dtype, z):
@@ -244,17 +260,35 @@ def _all() -> list[Case]:
     ]
     alone = [_case(f.__name__, f) for f in FEATURES]
     pairs = [
-        _case(f"{f.__name__}+{g.__name__}", f, g, z=Sizes(B=2, T=19, S=29, K=2, G=2, H=3, D=4), chunk_size=(8, 12))
+        _case(
+            f"{f.__name__}+{g.__name__}",
+            f,
+            g,
+            z=Sizes(B=2, T=19, S=29, K=2, G=2, H=3, D=4),
+            chunk_size=(8, 12),
+        )
         for f, g in itertools.combinations(PAIRED, 2)
     ]
     mixes = [_case("&".join(f.__name__ for f in mix), *mix) for mix in _mixes(PAIRED, 4)]
     everything = [
-        _case("everything", mask_dense, bias_row, scale_array, soft_cap_array, key_lengths, query_lengths, segments, window,
-              q_offset_array, dropout_each),
-    ]  # fmt: skip
+        _case(
+            "everything",
+            mask_dense,
+            bias_row,
+            scale_array,
+            soft_cap_array,
+            key_lengths,
+            query_lengths,
+            segments,
+            window,
+            q_offset_array,
+            dropout_each,
+        ),
+    ]
     return one + alone + pairs + mixes + everything
 
 
 CASES: dict[str, Case] = {case.name: case for case in _all()}
 SINGLES = tuple(name for name in CASES if "+" not in name and "&" not in name)
-MIXES = tuple(name for name in CASES if "&" in name)  # calls of four features in which every pair meets
+# calls of four features in which every pair meets
+MIXES = tuple(name for name in CASES if "&" in name)

@@ -13,9 +13,9 @@ import os
 import resource
 from typing import Any, NamedTuple
 
-# Before JAX starts. Compiling is most of what the tests do: level 0 of LLVM is four times as fast, XLA's older emitters of
-# fused loops (jaxlib 0.10 has them still) twice; both leave HLO and memory alone. For what users get, set these flags to 3
-# and true.
+# Before JAX starts. Compiling is most of what the tests do: level 0 of LLVM is four times as fast,
+# XLA's older emitters of fused loops (jaxlib 0.10 has them still) twice; both leave HLO and memory
+# alone. For what users get, set these flags to 3 and true.
 _flags = os.environ.get("XLA_FLAGS", "")
 _wanted = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -32,9 +32,11 @@ import pytest  # noqa: E402
 from cases import CASES, accumulator, split  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import dispatch  # noqa: E402
+from memeff import tile_sizes  # noqa: E402
 
-hypothesis.settings.register_profile("memeff", max_examples=10, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "memeff", max_examples=10, deadline=None, derandomize=True, database=None
+)
 hypothesis.settings.load_profile("memeff")
 
 EPS = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
@@ -53,7 +55,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     """What a call does where JAX has one device; the eight are for test_sharding.py."""
-    monkeypatch.setattr(dispatch, "may_be_sharded", lambda: False)
+    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: False)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,14 +100,19 @@ def why_no_gpu() -> str | None:
 
 def few(cases, fast) -> list:
     """The `cases`, tuples where they have several values, as parameters: in the slow set but for those that are `fast`."""
-    slow = lambda case: pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+    slow = lambda case: pytest.param(
+        *(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow
+    )
     return [case if case in fast else slow(case) for case in cases]
 
 
 # ---- the law of tolerance
 
 
-LAW = {"root mean square": (1.5, lambda x: np.sqrt(np.mean(np.square(x)))), "maximum": (3.0, lambda x: np.abs(x).max())}
+LAW = {
+    "root mean square": (1.5, lambda x: np.sqrt(np.mean(np.square(x)))),
+    "maximum": (3.0, lambda x: np.abs(x).max()),
+}
 
 
 def assert_as_good(actual, baselines, oracle, dtype, what="result", size=0.0):
@@ -117,19 +124,27 @@ def assert_as_good(actual, baselines, oracle, dtype, what="result", size=0.0):
 
     `size`: of the terms of a scalar, where that is more than the scalar's own (see `oracle.scalar_sizes`).
     """
-    assert np.shape(actual) == np.shape(oracle), f"{what}: shape {np.shape(actual)}, expected {np.shape(oracle)}"
-    actual, oracle, *baselines = (np.asarray(x).astype(np.float64) for x in (actual, oracle, *baselines))
+    assert np.shape(actual) == np.shape(oracle), (
+        f"{what}: shape {np.shape(actual)}, expected {np.shape(oracle)}"
+    )
+    actual, oracle, *baselines = (
+        np.asarray(x).astype(np.float64) for x in (actual, oracle, *baselines)
+    )
     finite = np.isfinite(oracle)  # lse of a row that sees nothing is -inf, and exactly that
     np.testing.assert_array_equal(actual[~finite], oracle[~finite], err_msg=what)
     if not finite.any():
         return
     actual, oracle, *baselines = (x[finite] for x in (actual, oracle, *baselines))
-    assert np.isfinite(actual).all(), f"{what}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
+    assert np.isfinite(actual).all(), (
+        f"{what}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
+    )
     for name, (times, norm) in LAW.items():
         plain = max(norm(x - oracle) for x in baselines)
         allowed = times * plain + EPS[jnp.dtype(dtype).name] * max(1, norm(oracle), size)
         error = norm(actual - oracle)
-        assert error <= allowed, f"{what}: {name} of the error is {error:.3g}, {allowed:.3g} allowed, {plain:.3g} plain"
+        assert error <= allowed, (
+            f"{what}: {name} of the error is {error:.3g}, {allowed:.3g} allowed, {plain:.3g} plain"
+        )
 
 
 # ---- running calls
@@ -141,21 +156,34 @@ class Result(NamedTuple):
     grads: dict[str, np.ndarray]  # by argument, for those of GRADIENTS that came as arrays
 
 
-def assert_result(actual: Result, baselines: tuple[Result, ...], truth: Result, dtype, name: str, sizes=None):
+def assert_result(
+    actual: Result, baselines: tuple[Result, ...], truth: Result, dtype, name: str, sizes=None
+):
     assert_as_good(actual.out, [x.out for x in baselines], truth.out, dtype, f"{name}: out")
-    assert_as_good(actual.lse, [x.lse for x in baselines], truth.lse, accumulator(jnp.dtype(dtype)), f"{name}: lse")
+    assert_as_good(
+        actual.lse,
+        [x.lse for x in baselines],
+        truth.lse,
+        accumulator(jnp.dtype(dtype)),
+        f"{name}: lse",
+    )
     for argument, grad in actual.grads.items():
         plain = [x.grads[argument] for x in baselines]
         size = 0.0 if sizes is None else sizes.get(argument, 0.0)
-        assert_as_good(grad, plain, truth.grads[argument], dtype, f"{name}: gradient of {argument}", size)
+        assert_as_good(
+            grad, plain, truth.grads[argument], dtype, f"{name}: gradient of {argument}", size
+        )
 
 
 def assert_case(actual: Result, name: str, dtype):
     sizes = None
-    if jnp.finfo(dtype).bits == 16 and {"scale", "logits_soft_cap"} & actual.grads.keys():  # `out` is saved in 16 bits
+    # `out` is saved in 16 bits
+    if jnp.finfo(dtype).bits == 16 and {"scale", "logits_soft_cap"} & actual.grads.keys():
         args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
         dout, dlse = cotangents(args, dtype)
-        sizes = oracle.scalar_sizes(*args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse)
+        sizes = oracle.scalar_sizes(
+            *args, **oracle_arguments(args, kwargs, dtype), dout=dout, dlse=dlse
+        )
     assert_result(actual, plain_case(name, dtype), true_case(name, dtype), dtype, name, sizes)
 
 
@@ -173,7 +201,9 @@ def differentiate(static: dict[str, Any], args, arrays: dict[str, Any], dout, dl
     rest = {n: x for n, x in arrays.items() if n not in GRADIENTS}
 
     def call(floats, query, key, value):
-        return memeff.dot_product_attention(query, key, value, **floats, **rest, **static, return_residual=True)
+        return memeff.dot_product_attention(
+            query, key, value, **floats, **rest, **static, return_residual=True
+        )
 
     (out, lse), pull = jax.vjp(call, floats, *args)
     floats, *of = pull((dout, dlse))
@@ -210,7 +240,9 @@ def _program(static: tuple):
 
 def assert_truth(actual: Result, name: str, args, kwargs, dtype="float32"):
     """A call's result against the oracle, by the law."""
-    assert_result(actual, plain_call(args, kwargs, dtype), true_call(args, kwargs, dtype), dtype, name)
+    assert_result(
+        actual, plain_call(args, kwargs, dtype), true_call(args, kwargs, dtype), dtype, name
+    )
 
 
 def in_group(name: str, among: tuple[str, ...], size: int = 12) -> tuple[str, ...]:
@@ -221,7 +253,9 @@ def in_group(name: str, among: tuple[str, ...], size: int = 12) -> tuple[str, ..
 
 @functools.cache
 def run_cases(names: tuple[str, ...], dtype: str, **override) -> dict[str, Result]:
-    return run_calls({name: CASES[name].inputs(jnp.dtype(dtype)) for name in names}, dtype, **override)
+    return run_calls(
+        {name: CASES[name].inputs(jnp.dtype(dtype)) for name in names}, dtype, **override
+    )
 
 
 # ---- what they are measured against
@@ -242,7 +276,9 @@ def true_case(name: str, dtype: str) -> Result:
 
 def oracle_arguments(args, kwargs, dtype="float32") -> dict[str, Any]:
     """Without what changes no number, and with dropout's mask drawn: as Flax draws it, all of it at once."""
-    kwargs = {n: x for n, x in kwargs.items() if n not in ("chunk_size", "precision", "implementation")}
+    kwargs = {
+        n: x for n, x in kwargs.items() if n not in ("chunk_size", "precision", "implementation")
+    }
     if (key := kwargs.pop("dropout_rng", None)) is not None:
         (*leads, T, N, _), S = args[0].shape, args[1].shape[-3]
         shape = (*leads, N, T, S) if not kwargs.pop("broadcast_dropout", True) else (T, S)
@@ -258,7 +294,9 @@ def plain_call(args, kwargs, dtype="float32", dlse=True) -> tuple[Result, Result
     Twice: differentiated by JAX, and with its backward written from the saved out and lse, which a backward in linear memory
     starts from. The second errs more where p (dp - rowsum(dout out)) is a small difference of large terms: out is rounded.
     """
-    call = oracle._call(*args, **{"bias": None, "mask": None} | oracle_arguments(args, kwargs, dtype))
+    call = oracle._call(
+        *args, **{"bias": None, "mask": None} | oracle_arguments(args, kwargs, dtype)
+    )
     acc = accumulator(jnp.dtype(dtype))
     (T, N, H), (S, K, D) = args[0].shape[-3:], args[2].shape[-3:]
     leads, G = args[0].shape[:-3], N // K
@@ -268,17 +306,30 @@ def plain_call(args, kwargs, dtype="float32", dlse=True) -> tuple[Result, Result
     with jax.enable_x64(acc == np.float64):
         results = jax.device_get(
             _plain(
-                fold(args[0], T, K, G, H), fold(args[1], S, K, H), fold(args[2], S, K, D), *tiles,
-                acc(call.scale), None if call.cap is None else acc(call.cap),
+                fold(args[0], T, K, G, H),
+                fold(args[1], S, K, H),
+                fold(args[2], S, K, D),
+                *tiles,
+                acc(call.scale),
+                None if call.cap is None else acc(call.cap),
                 None if call.sinks is None else call.sinks.astype(acc).reshape(K, G),
-                fold(dout, T, K, G, D), fold(dlse, T, K, G),
+                fold(dout, T, K, G, D),
+                fold(dlse, T, K, G),
             )
-        )  # fmt: skip
-    shapes = {"query": args[0].shape, "key": args[1].shape, "value": args[2].shape, "scale": (), "logits_soft_cap": ()}
+        )
+    shapes = {
+        "query": args[0].shape,
+        "key": args[1].shape,
+        "value": args[2].shape,
+        "scale": (),
+        "logits_soft_cap": (),
+    }
     shapes["sinks"] = (N,)
 
     def unfold(out, lse, grads):
-        grads = {n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None}
+        grads = {
+            n: x.reshape(shapes[n]) if n != "bias" else x for n, x in grads.items() if x is not None
+        }
         if (bias := kwargs.get("bias")) is not None:
             full = grads["bias"].astype(np.float64).reshape(*leads, N, T, S)
             grads["bias"] = oracle._sum_to(full, np.shape(bias)).astype(bias.dtype)
@@ -307,10 +358,14 @@ def _plain(query, key, value, bias, seen, z, scale, cap, sinks, dout, dlse):
     def call(mix, query, bias, key, value, scale, cap, sinks):
         each = (query.transpose(3, 0, 1, 2, 4), *(jnp.moveaxis(x, 2, 0) for x in (bias, seen, z)))
         in_axes = (0, 0, 0, 0, None if sinks is None else 1, None, None, None, None)
-        return jax.vmap(functools.partial(group, mix), in_axes, out_axes=3)(*each, sinks, key, value, scale, cap)
+        return jax.vmap(functools.partial(group, mix), in_axes, out_axes=3)(
+            *each, sinks, key, value, scale, cap
+        )
 
     def result(mix):
-        (out, lse), pull = jax.vjp(functools.partial(call, mix), query, bias, key, value, scale, cap, sinks)
+        (out, lse), pull = jax.vjp(
+            functools.partial(call, mix), query, bias, key, value, scale, cap, sinks
+        )
         names = ("query", "bias", "key", "value", "scale", "logits_soft_cap", "sinks")
         return out, lse, dict(zip(names, pull((dout, dlse)), strict=True))
 

@@ -35,7 +35,11 @@ class Call(NamedTuple):
 
 
 def _short(x: Any) -> str:
-    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}" if isinstance(x, jax.ShapeDtypeStruct) else str(x)
+    return (
+        f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else str(x)
+    )
 
 
 def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -49,7 +53,11 @@ def abstract(tree: Any) -> Any:
 def _alibi_with_tables(score, batch, head, q_pos, k_pos, params):
     """What no ready-made score does: params read by batch entry, at both positions, and a product of logits."""
     of_batch, of_query, of_key, scale = params
-    return score * scale + of_batch[batch, head] + of_query[q_pos].astype(score.dtype) * of_key[k_pos].astype(score.dtype)
+    return (
+        score * scale
+        + of_batch[batch, head]
+        + of_query[q_pos].astype(score.dtype) * of_key[k_pos].astype(score.dtype)
+    )
 
 
 def _far(batch, head, q_pos, k_pos, reach):
@@ -105,7 +113,9 @@ def call_of(rng: random.Random) -> Call:
         how["q_offset"] = one_of(17, -5, array(leads, np.int32))
     if sometimes():
         ids = one_of(np.int32, np.uint8)
-        how |= dict(query_segment_ids=array((*leads, T), ids), key_value_segment_ids=array((*leads, S), ids))
+        how |= dict(
+            query_segment_ids=array((*leads, T), ids), key_value_segment_ids=array((*leads, S), ids)
+        )
     if sometimes():
         how["scale"] = one_of(0.3, array((), wide))
     if sometimes():
@@ -117,16 +127,34 @@ def call_of(rng: random.Random) -> Call:
         how |= rates | dict(broadcast_dropout=sometimes(1))
     if sometimes(1):
         slopes, table = np.ones(N, np.float32), np.ones((32, N), np.float32)
-        ready = scores.alibi(slopes), scores.t5(table), scores.relative(np.ones((N, 41), np.float32))
-        ready = *ready, scores.soft_cap(np.float32(9)), scores.of_head(slopes), scores.alibi(slopes).then(scores.t5(table))
+        ready = (
+            scores.alibi(slopes),
+            scores.t5(table),
+            scores.relative(np.ones((N, 41), np.float32)),
+        )
+        ready = (
+            *ready,
+            scores.soft_cap(np.float32(9)),
+            scores.head_temperature(slopes),
+            scores.alibi(slopes).then(scores.t5(table)),
+        )
         score = one_of(*ready, None)
         how["score_fn"] = abstract(score) if score else _alibi_with_tables
         if score is None:
             short = one_of(dtype, wide)
-            how["score_params"] = (array((B, N), wide), array((T,), short), array((S,), short), array((), wide))
+            how["score_params"] = (
+                array((B, N), wide),
+                array((T,), short),
+                array((S,), short),
+                array((), wide),
+            )
     if sometimes():
         ids = np.arange(max(T, S)) // 100
-        ready = masks.documents(ids[:T], ids[:S]), masks.prefix(np.int32(50)) | masks.causal(), masks.dilated(3)
+        ready = (
+            masks.documents(ids[:T], ids[:S]),
+            masks.prefix(np.int32(50)) | masks.causal(),
+            masks.dilated(3),
+        )
         mask = one_of(*ready, "blocks", "own")
         if isinstance(mask, memeff.Mask):
             how["mask_fn"] = abstract(mask)
@@ -183,7 +211,11 @@ def programs(call: Call, limit: int | None = None) -> dict[str, tuple[Any, tuple
 
     types = jax.eval_shape(lambda *x: memeff.dot_product_attention(**join(*x)), floats, rest)
     shapes = floats, rest, abstract(types)
-    return {"forward": (forward, shapes[:2]), "both": (both, shapes), "gradient": (lambda *x: both(*x)[1], shapes)}
+    return {
+        "forward": (forward, shapes[:2]),
+        "both": (both, shapes),
+        "gradient": (lambda *x: both(*x)[1], shapes),
+    }
 
 
 def bytes_of(program: tuple[Any, tuple]) -> int:

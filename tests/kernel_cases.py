@@ -103,7 +103,9 @@ def _static(rng, small: bool) -> Static:
             how["q_offset"] = whole(-T // 3, S)
     offset = "q_offset" in names or how.get("q_offset", 0) != 0
     names += [name for name in ("query_seq_lengths", "key_value_seq_lengths") if chance(0.25)]
-    kind = rng.choice(["none", "segments", "one id", "keys", "queries"], p=[0.5, 0.2, 0.1, 0.1, 0.1])
+    kind = rng.choice(
+        ["none", "segments", "one id", "keys", "queries"], p=[0.5, 0.2, 0.1, 0.1, 0.1]
+    )
     if kind == "segments":
         names += ["query_segment_ids", "key_value_segment_ids"]
     if kind == "one id" and T == S:
@@ -117,10 +119,20 @@ def _static(rng, small: bool) -> Static:
     names += ["sinks"] if chance(0.3) else []
     score = str(rng.choice([*SCORES])) if chance(0.35) else None
     by_pairs = ANYWHERE if offset else BY_PAIRS
-    mask = str(rng.choice(by_pairs)) if chance(0.3) and not blocked else "blocks" if blocked else None
+    mask = (
+        str(rng.choice(by_pairs)) if chance(0.3) and not blocked else "blocks" if blocked else None
+    )
     fused = score is None and mask is None and max(H, D) <= 128
     how["backward"] = "fused" if fused and chance(0.5) else "split"
-    return Static(z, str(rng.choice(["bfloat16", "bfloat16", "float16"])), how, tuple(names), score, mask, chance(0.4))
+    return Static(
+        z,
+        str(rng.choice(["bfloat16", "bfloat16", "float16"])),
+        how,
+        tuple(names),
+        score,
+        mask,
+        chance(0.4),
+    )
 
 
 def _array(rng, name: str, z: Sizes):
@@ -137,14 +149,20 @@ def _array(rng, name: str, z: Sizes):
             found = ids(z.T if name.startswith("q") else z.S)
             return np.sort(found, 1) if rng.random() < 0.7 else found
         case "mask of keys":
-            return (some(z.S) if rng.random() < 0.5 else np.arange(z.S) < rng.integers(0, z.S + 1, (z.B, 1)))[:, None, None]
+            return (
+                some(z.S)
+                if rng.random() < 0.5
+                else np.arange(z.S) < rng.integers(0, z.S + 1, (z.B, 1))
+            )[:, None, None]
         case "mask of queries":
             return some(z.T)[:, None, :, None]
     raise ValueError(name)
 
 
 def _sinks(rng, z: Sizes):
-    return np.where(rng.random(z.N) < 0.15, -np.inf, rng.choice([1.0, 8.0]) * rng.standard_normal(z.N)).astype(np.float32)
+    return np.where(
+        rng.random(z.N) < 0.15, -np.inf, rng.choice([1.0, 8.0]) * rng.standard_normal(z.N)
+    ).astype(np.float32)
 
 
 # ---- scores and masks: as memeff has them, and in NumPy; b, n, i, j of all pairs, i among the keys
@@ -157,7 +175,9 @@ PARAMS = {
 SCORES = {
     "alibi": lambda p, z: scores.alibi(p),
     "t5": lambda p, z: scores.t5(p, max_distance=100),
-    "keys": lambda p, z: memeff.Score(lambda s, b, h, i, j, p: s + 0.3 * jax.lax.stop_gradient(p)[b, j], p),
+    "keys": lambda p, z: memeff.Score(
+        lambda s, b, h, i, j, p: s + 0.3 * jax.lax.stop_gradient(p)[b, j], p
+    ),
     "pairs": lambda p, z: memeff.Score(
         lambda s, b, h, i, j, _: s - jnp.where(i > j, 0.02 * (i - j), (j - i) * 0.1 / (h + 3))
     ),
@@ -178,7 +198,8 @@ MASKS = {
     "blocks": lambda z: _block_mask(z.T, z.S),
 }
 BY_PAIRS = [name for name in MASKS if name != "blocks"]
-ANYWHERE = [name for name in BY_PAIRS if name != "documents"]  # where an offset leads outside of the ids
+# where an offset leads outside of the ids
+ANYWHERE = [name for name in BY_PAIRS if name != "documents"]
 SEEN = {
     "documents": lambda row, n, i, j: DOCUMENTS[row] == DOCUMENTS[j],
     "prefix": lambda row, n, i, j: (j <= i) | (j < PREFIX),
@@ -190,7 +211,9 @@ SEEN = {
 
 @functools.cache
 def _block_mask(T: int, S: int):
-    mask = masks.causal() & masks.documents(DOCUMENTS[:T], DOCUMENTS[:S]) | masks.prefix(PREFIX // 3)
+    mask = masks.causal() & masks.documents(DOCUMENTS[:T], DOCUMENTS[:S]) | masks.prefix(
+        PREFIX // 3
+    )
     return memeff.block_mask(mask, T, S, block_size=64)
 
 
@@ -213,9 +236,14 @@ def _seen(static: Static, arrays, args) -> np.ndarray:
 
 
 POSITIONS = (
-    "is_causal", "local_window_size", "q_offset", "query_seq_lengths", "key_value_seq_lengths", "query_segment_ids",
+    "is_causal",
+    "local_window_size",
+    "q_offset",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
     "key_value_segment_ids",
-)  # fmt: skip
+)
 
 
 def by_rows(query, key, **how) -> np.ndarray:
@@ -223,7 +251,10 @@ def by_rows(query, key, **how) -> np.ndarray:
     (B, T, N, _), S = query.shape, key.shape[1]
     left, right = how.get("local_window_size", (None, None))
     per_batch = lambda name, default: np.broadcast_to(how.get(name, default), B)
-    q_ids, k_ids = how.get("query_segment_ids"), how.get("key_value_segment_ids", how.get("query_segment_ids"))
+    q_ids, k_ids = (
+        how.get("query_segment_ids"),
+        how.get("key_value_segment_ids", how.get("query_segment_ids")),
+    )
     j, seen = np.arange(S), np.zeros((B, 1, T, S), bool)
     for b in range(B):
         for i in range(min(T, per_batch("query_seq_lengths", T)[b])):
@@ -247,7 +278,9 @@ def by_rows(query, key, **how) -> np.ndarray:
 def run(case: Case):
     """(out, lse), gradients of floats and of query, key and value, and the tangents of out and lse (None: not asked for)."""
     args, given, along = case.dirty
-    found = _program(case.seed // DRAWS, Whole(case.static))(args, case.arrays, case.floats, given, along)
+    found = _program(case.seed // DRAWS, Whole(case.static))(
+        args, case.arrays, case.floats, given, along
+    )
     return jax.tree.map(np.asarray, found)
 
 
@@ -269,7 +302,9 @@ def _program(number: int, whole: Whole):
     static = whole.static
 
     def attend(arrays, floats, *args):
-        how = {name: x for name, x in (static.how | arrays).items() if not name.startswith("mask of")}
+        how = {
+            name: x for name, x in (static.how | arrays).items() if not name.startswith("mask of")
+        }
         for name in arrays:
             if name.startswith("mask of"):
                 how["mask"] = arrays[name]
@@ -278,13 +313,19 @@ def _program(number: int, whole: Whole):
         if static.mask is not None:
             how["mask_fn"] = MASKS[static.mask](static.z)
         how |= {"sinks": floats["sinks"]} if "sinks" in floats else {}
-        return memeff.dot_product_attention(*args, **how, implementation="pallas", return_residual=True)
+        return memeff.dot_product_attention(
+            *args, **how, implementation="pallas", return_residual=True
+        )
 
     @jax.jit
     def both(args, arrays, floats, given, along):
         results, pull = jax.vjp(functools.partial(attend, arrays), floats, *args)
         of_floats, *of = pull(given)
-        tangents = jax.jvp(functools.partial(attend, arrays, floats), args, along)[1] if static.jvp else None
+        tangents = (
+            jax.jvp(functools.partial(attend, arrays, floats), args, along)[1]
+            if static.jvp
+            else None
+        )
         return results, of_floats, of, tangents
 
     return both
@@ -307,7 +348,9 @@ def check(case: Case, found) -> None:
         in_float32 = name == "lse" or name == "tangent of lse"
         size = truth.get(f"size of {name}", 0.0)
         x = np.asarray(x, np.float64)
-        assert_as_good(x, [y[name] for y in plain], truth[name], "float32" if in_float32 else dtype, name, size)
+        assert_as_good(
+            x, [y[name] for y in plain], truth[name], "float32" if in_float32 else dtype, name, size
+        )
 
 
 def call_of(case: Case) -> oracle.Call:
@@ -315,7 +358,11 @@ def call_of(case: Case) -> oracle.Call:
     static = case.static
     _, b, n, i, j = _pairs(static, case.arrays)
     wide = {name: np.asarray(x, np.float64) for name, x in case.floats.items()}
-    bias = BIASES[static.score](wide.get(static.score), b, n, i, j) if static.score is not None else np.zeros(())
+    bias = (
+        BIASES[static.score](wide.get(static.score), b, n, i, j)
+        if static.score is not None
+        else np.zeros(())
+    )
     bias = np.where(case.seen, np.broadcast_to(bias, case.seen.shape), 0)
     how = {name: x for name, x in static.how.items() if name in ("scale", "logits_soft_cap")}
     fold = lambda x: np.asarray(x, np.float64).swapaxes(1, 2)  # B N T H
@@ -341,7 +388,9 @@ def plainly(call: oracle.Call, case: Case, G: int, saved: bool) -> dict[str, np.
     return _results(call, case, G, single, narrow, saved)
 
 
-def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -> dict[str, np.ndarray]:
+def _results(
+    call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool
+) -> dict[str, np.ndarray]:
     """The definition and its derivatives. `wide`: to the dtype of sums; `narrow`: rounds to that of the arrays."""
     seen, swap = call.seen, lambda x: x.swapaxes(1, 2)
     some = seen.any(-1)
@@ -381,7 +430,9 @@ def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -
     if sink is not None:
         share = np.where(some, np.exp(sink - top) / total, 0)
         found["dsinks"] = -(share * (dout * out).sum(-1)).sum((0, 2))
-        found["size of dsinks"] = np.sqrt((share * (np.abs(dout) * np.abs(out)).sum(-1)) ** 2).sum((0, 2)).max()
+        found["size of dsinks"] = (
+            np.sqrt((share * (np.abs(dout) * np.abs(out)).sum(-1)) ** 2).sum((0, 2)).max()
+        )
     found |= _of_params(case, ds)
     if case.static.jvp:
         dq, dk, dv = (swap(wide(np.asarray(x, np.float32))) for x in case.along)
@@ -394,7 +445,9 @@ def _results(call: oracle.Call, case: Case, G: int, wide, narrow, saved: bool) -
         found["tangent of out"] = swap(narrow(narrow(w) @ call.v + narrow(p) @ dv - less))
         found["tangent of lse"] = swap((p_keys * ds).sum(-1))
         # lse is one float in kernels: it errs by 1e-7 |lse|, and so does each probability
-        found["size of tangent of lse"] = 0.1 * np.abs(np.where(some, lse, 0) * (p_keys * ds).sum(-1)).max()
+        found["size of tangent of lse"] = (
+            0.1 * np.abs(np.where(some, lse, 0) * (p_keys * ds).sum(-1)).max()
+        )
     return found
 
 
@@ -403,7 +456,10 @@ def _of_params(case: Case, ds) -> dict[str, np.ndarray]:
     _, _, n, i, j = _pairs(case.static, case.arrays)
     if case.static.score == "alibi":
         terms = -ds * np.abs(i - j)
-        return {"dalibi": terms.sum((0, 2, 3)), "size of dalibi": np.sqrt((np.float64(terms) ** 2).sum((0, 2, 3)).max())}
+        return {
+            "dalibi": terms.sum((0, 2, 3)),
+            "size of dalibi": np.sqrt((np.float64(terms) ** 2).sum((0, 2, 3)).max()),
+        }
     if case.static.score == "t5":
         bucket, n = np.broadcast_arrays(t5_at(n, i, j)[0], n, ds)[:2]
         flat, N = (bucket * case.static.z.N + n).ravel(), case.static.z.N
@@ -415,7 +471,16 @@ def _of_params(case: Case, ds) -> dict[str, np.ndarray]:
 def features(case: Case) -> list[str]:
     """What a call has, in words."""
     static = case.static
-    found = [static.dtype, *static.names, *(name for name in static.how if name != "backward"), static.how["backward"]]
-    found += [f"score {static.score}"] * bool(static.score) + [f"mask {static.mask}"] * bool(static.mask)
+    found = [
+        static.dtype,
+        *static.names,
+        *(name for name in static.how if name != "backward"),
+        static.how["backward"],
+    ]
+    found += [f"score {static.score}"] * bool(static.score) + [f"mask {static.mask}"] * bool(
+        static.mask
+    )
     found += ["jvp"] * static.jvp + ["what nobody sees filled"] * (case.dirty[0] is not case.args)
-    return found + ["T < S" if static.z.T < static.z.S else "T > S" if static.z.T > static.z.S else "T = S"]
+    return found + [
+        "T < S" if static.z.T < static.z.S else "T > S" if static.z.T > static.z.S else "T = S"
+    ]

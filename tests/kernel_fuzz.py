@@ -16,24 +16,32 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # NumPy's, before it starts: other processes want the other cores
+# NumPy's, before it starts: other processes want the other cores
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 import conftest  # noqa: E402, F401
 import jax  # noqa: E402
 import kernel_cases  # noqa: E402
 
-from memeff import dispatch, pallas  # noqa: E402
+from memeff.device import current_device  # noqa: E402
+from memeff.pallas.hopper import implementation as hopper  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=30, help="how many; neighbours share a compilation, by threes")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other call after so many")
+    parser.add_argument(
+        "--count", type=int, default=30, help="how many; neighbours share a compilation, by threes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no other call after so many"
+    )
     parser.add_argument("--verbose", action="store_true", help="say what was drawn")
     options = parser.parse_args()
-    if reason := pallas.for_device(dispatch.device()):
+    if reason := hopper.for_device(current_device()):
         print(f"nothing to test: {reason}")
         return 1
     warnings.simplefilter("ignore")  # NumPy's, of NaN that nobody sees
@@ -51,11 +59,17 @@ def main() -> int:
         except Exception as error:
             failed.append(seed)
             told = " ".join(str(error).split())[:300] or traceback.format_exc(limit=-2)
-            print(f"FAILED seed {seed}: {type(error).__name__}: {told}\n  {case.static}", flush=True)
-    features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()) if name != "calls")
+            print(
+                f"FAILED seed {seed}: {type(error).__name__}: {told}\n  {case.static}", flush=True
+            )
+    features = ", ".join(
+        f"{name} {count}" for name, count in sorted(drawn.items()) if name != "calls"
+    )
     took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {jax.devices()[0].device_kind}"
     calls = drawn["calls"]
-    print(f"seeds {options.first} to {options.first + calls - 1}: {calls} calls, {len(failed)} failed; {took}")
+    print(
+        f"seeds {options.first} to {options.first + calls - 1}: {calls} calls, {len(failed)} failed; {took}"
+    )
     print(f"  with {features}", flush=True)
     return int(bool(failed))
 

@@ -25,7 +25,8 @@ from cases import CASES, SINGLES, Sizes, split  # noqa: E402
 from conftest import GRADIENTS  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import dispatch, masks, scores, transforms  # noqa: E402
+from memeff import masks, scores, tile_sizes, transforms  # noqa: E402
+from memeff.device import pretend_device  # noqa: E402
 
 LARGE = Sizes(B=1, T=2500, S=3000, K=2, G=2, H=64, D=64)
 
@@ -44,9 +45,13 @@ def larger_calls() -> dict[str, tuple[tuple, dict[str, Any]]]:
         "bias": dict(bias=rng.standard_normal((z.N, 1, z.S), np.float32)),
         "sinks": dict(sinks=rng.standard_normal(z.N, np.float32)),
         "dropout": dict(dropout_rate=0.1, dropout_rng=np.array([1, 2], np.uint32)),
-        "alibi": dict(score_fn=scores.alibi(np.linspace(0.1, 1, z.N, dtype=np.float32)), is_causal=True),
+        "alibi": dict(
+            score_fn=scores.alibi(np.linspace(0.1, 1, z.N, dtype=np.float32)), is_causal=True
+        ),
         "documents": dict(mask_fn=masks.documents(ids[: z.T], ids)),
-        "block mask": dict(mask_fn=memeff.block_mask(masks.documents(ids[: z.T], ids) & masks.causal(), z.T, z.S)),
+        "block mask": dict(
+            mask_fn=memeff.block_mask(masks.documents(ids[: z.T], ids) & masks.causal(), z.T, z.S)
+        ),
         "rotary": dict(qk_transform=transforms.rotary()),
         "lse": dict(return_residual=True),
         "reference": dict(implementation="reference", is_causal=True),
@@ -54,7 +59,10 @@ def larger_calls() -> dict[str, tuple[tuple, dict[str, Any]]]:
         "limit": dict(memory_limit="24MiB"),
     }
     shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)
-    return {name: (tuple(np.zeros(shape, np.float32) for shape in shapes), how) for name, how in features.items()}
+    return {
+        name: (tuple(np.zeros(shape, np.float32) for shape in shapes), how)
+        for name, how in features.items()
+    }
 
 
 def derivatives(kwargs: dict[str, Any]) -> dict[str, Callable]:
@@ -69,13 +77,17 @@ def derivatives(kwargs: dict[str, Any]) -> dict[str, Callable]:
         return out, pull(out)
 
     def jvp(args, floats, rest):
-        return jax.jvp(lambda args, floats: call(args, floats, rest), (args, floats), (args, floats))
+        return jax.jvp(
+            lambda args, floats: call(args, floats, rest), (args, floats), (args, floats)
+        )
 
     def second(args, floats, rest):
         return jax.jvp(lambda args, floats: vjp(args, floats, rest), (args, floats), (args, floats))
 
     def mapped(args, floats, rest):
-        return jax.vmap(lambda query: vjp((query, *args[1:]), floats, rest))(jnp.stack([args[0]] * 3))
+        return jax.vmap(lambda query: vjp((query, *args[1:]), floats, rest))(
+            jnp.stack([args[0]] * 3)
+        )
 
     return {"forward": call, "vjp": vjp, "jvp": jvp, "second": second, "vmap": mapped}
 
@@ -85,7 +97,9 @@ def programs() -> Iterator[tuple[str, str]]:
     for platform in ("cpu", "gpu"):
         for name, case in CASES.items():
             for dtype in ("float32", "bfloat16") if name in SINGLES else ("float32",):
-                yield from lowered(f"{platform} {dtype} {name}", platform, *case.inputs(jnp.dtype(dtype)))
+                yield from lowered(
+                    f"{platform} {dtype} {name}", platform, *case.inputs(jnp.dtype(dtype))
+                )
         for name, (args, kwargs) in larger_calls().items():
             for dtype in ("float32", "bfloat16", "float16"):
                 cast = tuple(x.astype(jnp.dtype(dtype)) for x in args)
@@ -97,13 +111,15 @@ def programs() -> Iterator[tuple[str, str]]:
             yield f"kernel {name}", sm90a.lowered(**how).as_text()
 
 
-def lowered(name: str, platform: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def lowered(
+    name: str, platform: str, args: tuple, kwargs: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each derivative of one call, as it is lowered for `platform`."""
     arrays = split(kwargs)[1]
     floats = {name: x for name, x in arrays.items() if name in GRADIENTS}
     rest = {name: x for name, x in arrays.items() if name not in GRADIENTS}
     for derivative, function in derivatives(kwargs).items():
-        with dispatch.as_if_on("gpu") if platform == "gpu" else contextlib.nullcontext():
+        with pretend_device("gpu") if platform == "gpu" else contextlib.nullcontext():
             yield f"{name} {derivative}", jax.jit(function).lower(args, floats, rest).as_text()
 
 
@@ -118,7 +134,7 @@ def without_names(text: str) -> str:
 
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
-    dispatch.may_be_sharded = lambda: False  # as where JAX has one device
+    tile_sizes.may_be_sharded = lambda: False  # as where JAX has one device
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "digests.txt").open("w") as digests:
         for name, text in programs():

@@ -108,10 +108,24 @@ def scalar_sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwarg
     return {"scale": root(ds * raw), "logits_soft_cap": root(ds)}  # |tanh u - u sech^2 u| < 1
 
 
-def sees(T, S, *, is_causal=False, local_window_size=None, q_offset=0, query_length=None, key_length=None,
-         query_segments=None, key_segments=None):  # fmt: skip
+def sees(
+    T,
+    S,
+    *,
+    is_causal=False,
+    local_window_size=None,
+    q_offset=0,
+    query_length=None,
+    key_length=None,
+    query_segments=None,
+    key_segments=None,
+):
     """[T, S]: may query i of one sequence look at key j? The rule of every positional argument, spoken pair by pair."""
-    left, right = local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
+    left, right = (
+        local_window_size
+        if isinstance(local_window_size, tuple)
+        else (local_window_size, local_window_size)
+    )
     keep = np.zeros((T, S), bool)
     for i in range(T):
         for j in range(S):
@@ -132,13 +146,29 @@ def sees(T, S, *, is_causal=False, local_window_size=None, q_offset=0, query_len
     return keep
 
 
-def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_size=None, q_offset=0, query_seq_lengths=None,
-            key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None):  # fmt: skip
+def seen_by(
+    query,
+    key,
+    bias=None,
+    mask=None,
+    *,
+    is_causal=False,
+    local_window_size=None,
+    q_offset=0,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+):
     """[B, N, T, S]: every mask of a call together. A `bias` hides at -inf and at the lowest finite number of its dtype."""
     leads, (T, N), S = np.shape(query)[:-3], np.shape(query)[-3:-1], np.shape(key)[-3]
     B = int(np.prod(leads))
-    same = functools.cache(functools.partial(sees, T, S, is_causal=is_causal, local_window_size=local_window_size))
-    per_batch = lambda x: [None] * B if x is None else [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
+    same = functools.cache(
+        functools.partial(sees, T, S, is_causal=is_causal, local_window_size=local_window_size)
+    )
+    per_batch = lambda x: (
+        [None] * B if x is None else [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
+    )
     if query_segment_ids is not None and key_value_segment_ids is None:
         key_value_segment_ids = query_segment_ids
     rows = lambda x, size: map(tuple, np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist())
@@ -154,7 +184,11 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     keep = np.zeros((B, N, T, S), bool)
     for b, (offset, query_length, key_length, q_ids, k_ids) in enumerate(columns):
         keep[b] = same(
-            q_offset=offset, query_length=query_length, key_length=key_length, query_segments=q_ids, key_segments=k_ids
+            q_offset=offset,
+            query_length=query_length,
+            key_length=key_length,
+            query_segments=q_ids,
+            key_segments=k_ids,
         )
     if mask is not None:
         keep = keep & _full(mask, leads, N, T, S).astype(bool)
@@ -163,13 +197,27 @@ def seen_by(query, key, bias=None, mask=None, *, is_causal=False, local_window_s
     return keep
 
 
-def _call(query, key, value, bias, mask, *, scale=None, logits_soft_cap=None, sinks=None, kept=None, dropout_rate=0.0,
-          **positions):  # fmt: skip
+def _call(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    scale=None,
+    logits_soft_cap=None,
+    sinks=None,
+    kept=None,
+    dropout_rate=0.0,
+    **positions,
+):
     leads, (T, N, H), (S, K) = np.shape(query)[:-3], np.shape(query)[-3:], np.shape(key)[-3:-1]
     q, k, v = (_fold(x) for x in (query, key, value))
     k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))  # query head n reads key head n // G
     seen = seen_by(query, key, bias, mask, **positions)
-    bias64 = np.zeros(seen.shape) if bias is None else _full(bias, leads, N, T, S).astype(np.float64)
+    bias64 = (
+        np.zeros(seen.shape) if bias is None else _full(bias, leads, N, T, S).astype(np.float64)
+    )
     z = np.ones(seen.shape) if kept is None else _full(kept, leads, N, T, S) / (1.0 - dropout_rate)
     scale = 1 / np.sqrt(H) if scale is None else float(scale)
     cap = None if logits_soft_cap is None else float(logits_soft_cap)
@@ -188,7 +236,9 @@ def _softmax(call: Call):
     l = np.exp(s - shift[..., None]).sum(-1)
     with np.errstate(divide="ignore"):
         lse = shift + np.log(l)
-    below = lambda lse: np.where(call.seen, np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]), 0)
+    below = lambda lse: np.where(
+        call.seen, np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]), 0
+    )
     p_keys = below(lse)
     p = p_keys if call.sinks is None else below(np.logaddexp(lse, call.sinks[:, None]))
     return s, p, lse, p_keys

@@ -19,7 +19,8 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import dispatch, masks, scores  # noqa: E402
+from memeff import masks, scores
+from memeff.device import pretend_device
 
 B, T, N = 2, 8192, 16
 IDS = np.arange(B * T).reshape(B, T) // 3000
@@ -45,7 +46,9 @@ CASES = {
     "tails, fused": dict(H=128, is_causal=True, T=8200, backward="fused"),
     "sinks": dict(H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
     "sinks 64": dict(H=64, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
-    "jvp, sinks": dict(H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32), jvp=True),
+    "jvp, sinks": dict(
+        H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32), jvp=True
+    ),
     "alibi": dict(H=128, is_causal=True, score=scores.alibi),
     "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
     "t5": dict(H=128, is_causal=True, score=t5),
@@ -53,8 +56,12 @@ CASES = {
     "t5, all keys": dict(H=128, score=t5),
     "score soft cap": dict(H=128, is_causal=True, score=scores.soft_cap),
     "documents": dict(H=128, mask_fn=masks.documents(IDS)),
-    "block mask": dict(H=128, mask_fn=memeff.block_mask(masks.documents(IDS[0]) & masks.causal(), T)),
-    "documents, alibi": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi),
+    "block mask": dict(
+        H=128, mask_fn=memeff.block_mask(masks.documents(IDS[0]) & masks.causal(), T)
+    ),
+    "documents, alibi": dict(
+        H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi
+    ),
     "jvp": dict(H=128, is_causal=True, jvp=True),
     "jvp 64": dict(H=64, jvp=True),
     "jvp, soft cap": dict(H=128, is_causal=True, logits_soft_cap=20.0, jvp=True),
@@ -63,16 +70,22 @@ CASES = {
 }
 
 
-def lowered(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how):
+def lowered(
+    H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how
+):
     """Return forward and gradient of a call, also by the params of `score`; or its tangent along query, key and value."""
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
-    devices = topologies.get_topology_desc("h200", "cuda", target_config=description.read_text(), topology="1x1x1").devices
+    devices = topologies.get_topology_desc(
+        "h200", "cuda", target_config=description.read_text(), topology="1x1x1"
+    ).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     here = NamedSharding(mesh, PartitionSpec())
 
     def attend(query, key, value, *of_heads):
         scored = {} if score is None else dict(score_fn=score(*of_heads))
-        return memeff.dot_product_attention(query, key, value, implementation="pallas", **scored, **how)
+        return memeff.dot_product_attention(
+            query, key, value, implementation="pallas", **scored, **how
+        )
 
     def both(dout, *args):
         out, pull = jax.vjp(attend, *args)
@@ -83,8 +96,12 @@ def lowered(H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype
 
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in (N, N, K, K, *[K] * 2 * jvp)]
     shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
-    with jax.set_mesh(mesh), dispatch.as_if_on("gpu", "9.0"):
-        return jax.jit(along if jvp else both, in_shardings=here, out_shardings=here).trace(*shapes).lower()
+    with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
+        return (
+            jax.jit(along if jvp else both, in_shardings=here, out_shardings=here)
+            .trace(*shapes)
+            .lower()
+        )
 
 
 if __name__ == "__main__":
@@ -92,4 +109,8 @@ if __name__ == "__main__":
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         print("case", name, flush=True)
-        print("temporary bytes", lowered(**how).compile().memory_analysis().temp_size_in_bytes, flush=True)
+        print(
+            "temporary bytes",
+            lowered(**how).compile().memory_analysis().temp_size_in_bytes,
+            flush=True,
+        )

@@ -31,17 +31,35 @@ def test_speed_prints_a_table_and_writes_json_lines_and_a_plot(capsys, tmp_path)
     out = tmp_path / "rows.jsonl"
     plot = tmp_path / "speed.png"
     names = ["memeff:64", "memeff:96", "jax.nn"]
-    text = run(capsys, "speed", *TINY, "--mask", "causal", "--mode", "gradient", "--implementation", *names,
-               "--rounds", "2", "--json", str(out), "--plot", str(plot))  # fmt: skip
+    text = run(
+        capsys,
+        "speed",
+        *TINY,
+        "--mask",
+        "causal",
+        "--mode",
+        "gradient",
+        "--implementation",
+        *names,
+        "--rounds",
+        "2",
+        "--json",
+        str(out),
+        "--plot",
+        str(plot),
+    )
     heading, sizes, _, *table = text.splitlines()
     assert jax.__version__ in heading and "python -m memeff.bench speed --length 96" in heading
     assert sizes == "B=2 N=4 K=2 H=8 float32"
     assert len(table) == 2 + len(names) and all(line.count("|") == 9 for line in table)
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = lines(out)
-    assert [row["implementation"] for row in rows] == names and rows[0]["temp_bytes"] != rows[1]["temp_bytes"]
+    assert [row["implementation"] for row in rows] == names and rows[0]["temp_bytes"] != rows[1][
+        "temp_bytes"
+    ]
     for row in rows:
-        assert row["note"] is None and row["peak_bytes"] is None  # a CPU tells no peak, so the table has no column for it
+        # a CPU tells no peak, so the table has no column for it
+        assert row["note"] is None and row["peak_bytes"] is None
         assert (row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) == (2, 4, 2, 8)
         assert (row["dtype"], row["mask"], row["mode"]) == ("float32", "causal", "gradient")
         assert 0 < row["seconds_min"] <= row["seconds"] and row["temp_bytes"] > 0
@@ -49,21 +67,42 @@ def test_speed_prints_a_table_and_writes_json_lines_and_a_plot(capsys, tmp_path)
         assert row["flops_per_second"] == pytest.approx(work / row["seconds"])
         assert 0 < row["error"] < 1e-5
         assert {"device", "jax", "memeff", "python"} <= set(row)
-    assert all(row["speed_against_jax_nn"] == 1 for row in rows if row["implementation"] == "jax.nn")
+    assert all(
+        row["speed_against_jax_nn"] == 1 for row in rows if row["implementation"] == "jax.nn"
+    )
 
 
-def test_memory_prints_a_table_in_which_memeff_is_linear_and_plain_attention_quadratic(capsys, tmp_path):
+def test_memory_prints_a_table_in_which_memeff_is_linear_and_plain_attention_quadratic(
+    capsys, tmp_path
+):
     out, plot = tmp_path / "rows.jsonl", tmp_path / "memory.svg"
-    text = run(capsys, "memory", "--length", "4k", "8k", "--mode", "gradient", "--json", str(out), "--plot", str(plot))
+    text = run(
+        capsys,
+        "memory",
+        "--length",
+        "4k",
+        "8k",
+        "--mode",
+        "gradient",
+        "--json",
+        str(out),
+        "--plot",
+        str(plot),
+    )
     header, _, *table = text.splitlines()[3:]
-    assert "causal forward + gradient: jax.nn" in header and [line.split()[1] for line in table] == ["4k", "8k"]
+    assert "causal forward + gradient: jax.nn" in header and [
+        line.split()[1] for line in table
+    ] == ["4k", "8k"]
     assert b"<svg" in plot.read_bytes()
     found = {(row["implementation"], row["length"]): row["temp_bytes"] for row in lines(out)}
     growth = {name: found[name, 8192] / found[name, 4096] for name in ("memeff", "jax.nn")}
     assert growth["memeff"] <= 2.15 and 3.9 < growth["jax.nn"] < 4.1
     times_less = float(table[1].split()[-2])
     assert times_less == pytest.approx(found["jax.nn", 8192] / found["memeff", 8192], rel=0.05)
-    assert {row["input_bytes"] for row in lines(out)} == {3 * 4 * 8 * 64 * 4096, 3 * 4 * 8 * 64 * 8192}
+    assert {row["input_bytes"] for row in lines(out)} == {
+        3 * 4 * 8 * 64 * 4096,
+        3 * 4 * 8 * 64 * 8192,
+    }
 
 
 def test_memory_is_drawn_as_text_too(capsys, monkeypatch, tmp_path):
@@ -94,7 +133,9 @@ def test_what_cannot_run_is_a_note_and_the_rest_goes_on(monkeypatch):
     case = bench.Case(64, heads=2, kv_heads=2, head_dim=8)
     monkeypatch.setattr(bench, "device_bytes", lambda: 2**17)
     big = bench.Case(256, heads=2, kv_heads=2, head_dim=8)
-    rows = list(bench.speed_table([case, big], ["memeff:64", "jax.nn", "jax.nn:cudnn", "torch"], rounds=1))
+    rows = list(
+        bench.speed_table([case, big], ["memeff:64", "jax.nn", "jax.nn:cudnn", "torch"], rounds=1)
+    )
     notes = {(row["length"], row["implementation"]): row["note"] for row in rows}
     assert notes[64, "memeff:64"] is None and notes[64, "jax.nn"] is None
     assert notes[256, "jax.nn"].startswith("out of memory: needs ")
@@ -102,16 +143,23 @@ def test_what_cannot_run_is_a_note_and_the_rest_goes_on(monkeypatch):
     text = bench.speed_markdown(rows)
     assert "out of memory" in text and text.count("\n") == 1 + len(rows)
     (panel,) = bench.figure(rows, "seconds").axes
-    labels, markers = zip(*((line.get_label(), (line.get_marker(), *line.get_xdata())) for line in panel.lines), strict=True)
+    labels, markers = zip(
+        *((line.get_label(), (line.get_marker(), *line.get_xdata())) for line in panel.lines),
+        strict=True,
+    )
     assert {"memeff:64: out of memory at 256", "jax.nn: out of memory at 256"} <= set(labels)
-    assert markers.count(("X", 256)) == 2 and not any("cudnn" in label for label in labels)  # what never ran has no line
+    # what never ran has no line
+    assert markers.count(("X", 256)) == 2 and not any("cudnn" in label for label in labels)
 
 
 def test_an_exception_of_a_guest_becomes_one_line():
     def fail(text):
         raise RuntimeError(text)
 
-    assert bench.attempt(fail, "RESOURCE_EXHAUSTED: Out of memory\n while trying to allocate") == (None, "out of memory")
+    assert bench.attempt(fail, "RESOURCE_EXHAUSTED: Out of memory\n while trying to allocate") == (
+        None,
+        "out of memory",
+    )
     assert bench.attempt(fail, "CUDA out of memory. Tried") == (None, "out of memory")
     assert bench.attempt(fail, "no\nkernel") == (None, "no kernel")
 
@@ -140,12 +188,22 @@ def test_scores_and_masks_beside_their_array():
     """By functions, and by an array for who takes no functions: both are right, and the array counts as memory."""
     names = ["memeff:32", "jax.nn", "torch"]
     for extra in bench_extras.NAMES:
-        case = bench.Case(72, heads=4, kv_heads=2, head_dim=8, mask="full", mode="gradient", extra=extra)
+        case = bench.Case(
+            72, heads=4, kv_heads=2, head_dim=8, mask="full", mode="gradient", extra=extra
+        )
         rows = {row["implementation"]: row for row in bench.speed_table([case], names, rounds=1)}
         right = names[:1] if extra == "softcap" else names[:2]
         assert all(rows[name]["error"] < 1e-5 for name in right), rows
-        assert extra == "plain" or bench.call_of(rows["memeff:32"]) == f"full forward + gradient, {extra}"
-        elements = {"alibi": 4 * 4 * 72**2, "t5": 4 * 4 * 72**2, "window": 72**2, "documents": 72**2}
+        assert (
+            extra == "plain"
+            or bench.call_of(rows["memeff:32"]) == f"full forward + gradient, {extra}"
+        )
+        elements = {
+            "alibi": 4 * 4 * 72**2,
+            "t5": 4 * 4 * 72**2,
+            "window": 72**2,
+            "documents": 72**2,
+        }
         assert extra == "softcap" or bench.extra_bytes("jax.nn", case) == elements.get(extra, 0)
     assert rows["torch"]["note"] is not None
 
@@ -199,10 +257,15 @@ def test_every_call_s_peak_is_measured_though_larger_ones_came_before(monkeypatc
 @pytest.mark.gpu
 def test_a_gpu_tells_every_peak():
     """Longer calls first, so that no later one raises the device's maximum by itself."""
-    cases = [bench.Case(n, dtype="bfloat16", mode=mode) for n in (4096, 1024) for mode in bench.MODES[::-1]]
+    cases = [
+        bench.Case(n, dtype="bfloat16", mode=mode)
+        for n in (4096, 1024)
+        for mode in bench.MODES[::-1]
+    ]
     for row in bench.speed_table(cases, ["jax.nn", "memeff", "jax.nn:cudnn"], rounds=1):
         case = bench.Case(row["length"], dtype="bfloat16", mode=row["mode"])
-        least = bench.call_bytes(row["implementation"], case) - 1024  # its tables of pointers are not there
+        # its tables of pointers are not there
+        least = bench.call_bytes(row["implementation"], case) - 1024
         assert row["note"] or least <= row["peak_bytes"] < 2**33, row
 
 
@@ -233,7 +296,9 @@ def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
     text = run(capsys, *TINY, *arguments)
     assert "T=1 B=2 N=4 K=2 H=8 float32" in text and "| key and value B/s |" in text
     rows = lines(out)
-    assert [(row["query_length"], row["mask"], row["mode"]) for row in rows] == [(1, "causal", "forward")] * 2
+    assert [(row["query_length"], row["mask"], row["mode"]) for row in rows] == [
+        (1, "causal", "forward")
+    ] * 2
     for row in rows:
         assert row["flops_per_second"] == pytest.approx(4 * 2 * 4 * 96 * 8 / row["seconds"])
         assert row["bytes_per_second"] == pytest.approx(2 * 2 * 96 * 2 * 8 * 4 / row["seconds"])
@@ -242,16 +307,23 @@ def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
 
 def test_fewer_queries_than_keys_are_the_last():
     case = bench.Case(40, heads=2, kv_heads=2, head_dim=8, mode="gradient", query_length=7)
-    rows = {row["implementation"]: row for row in bench.speed_table([case], ["memeff", "reference", "jax.nn"], rounds=1)}
+    rows = {
+        row["implementation"]: row
+        for row in bench.speed_table([case], ["memeff", "reference", "jax.nn"], rounds=1)
+    }
     assert rows["memeff"]["error"] < 1e-5 and rows["reference"]["error"] < 1e-5
     assert rows["jax.nn"]["note"] == "its causal queries are the first, and these are the last"
     full = dataclasses.replace(case, mask="full")
-    assert all(row["error"] < 1e-5 for row in bench.speed_table([full], ["memeff", "jax.nn"], rounds=1))
+    assert all(
+        row["error"] < 1e-5 for row in bench.speed_table([full], ["memeff", "jax.nn"], rounds=1)
+    )
 
 
 def test_names_tell_chunk_and_memory(monkeypatch):
     told = []
-    monkeypatch.setattr(bench.memeff, "dot_product_attention", lambda **options: told.append(options))
+    monkeypatch.setattr(
+        bench.memeff, "dot_product_attention", lambda **options: told.append(options)
+    )
     for name in (
         "memeff",
         "memeff:64",
@@ -280,7 +352,9 @@ def test_names_tell_chunk_and_memory(monkeypatch):
 def test_a_memory_limit_is_kept_or_refused_in_a_note():
     rows = bench.memory_table([1024], [bench.Case(0)], ["memeff", "memeff@8MiB", "memeff@1kB"])
     assert rows[1]["temp_bytes"] <= 2**23 < rows[0]["temp_bytes"] and rows[2]["temp_bytes"] is None
-    assert rows[2]["note"].startswith("memory_limit=") and rows[2]["note"] in bench.memory_markdown(rows)
+    assert rows[2]["note"].startswith("memory_limit=") and rows[2]["note"] in bench.memory_markdown(
+        rows
+    )
 
 
 def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
@@ -313,7 +387,10 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
             ["--implementation", "jax.nn@1GiB"],
             "implementation 'jax.nn@1GiB' is not known: use memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY]",
         ),
-        (["--query-length", "2k", "--length", "4k", "1k"], "--query-length 2048 must be at most --length 1024."),
+        (
+            ["--query-length", "2k", "--length", "4k", "1k"],
+            "--query-length 2048 must be at most --length 1024.",
+        ),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
     ],
 )
@@ -326,14 +403,21 @@ def test_a_wrong_option_gets_a_sentence(capsys, arguments, sentence):
 
 def test_units():
     assert [bench.human(x) for x in (0, 1, 1023, 2**20, 1000 * 2**20, 128 * 2**40)] == [
-        "0 B", "1 B", "0.999 KiB", "1 MiB", "0.977 GiB", "128 TiB"
-    ]  # fmt: skip
+        "0 B",
+        "1 B",
+        "0.999 KiB",
+        "1 MiB",
+        "0.977 GiB",
+        "128 TiB",
+    ]
     assert [bench.tokens(x) for x in (1000, 1024, 65536, 2**20)] == ["1000", "1k", "64k", "1M"]
     assert bench.Case(1024, heads=2, head_dim=64, mask="full").flops == 4 * 2 * 1024**2 * 64
 
 
 def test_the_package_does_not_import_the_bench():
-    code = "import memeff, sys; assert not {'memeff.bench', 'matplotlib', 'tqdm'} & set(sys.modules)"
+    code = (
+        "import memeff, sys; assert not {'memeff.bench', 'matplotlib', 'tqdm'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
@@ -341,13 +425,28 @@ def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
     """memeff and plain attention pass; one that forgets the scale is told from them, and one that is not there."""
     attention, plain = bench.attention, bench.attention("jax.nn")
     forgetful = functools.partial(plain, scale=1.0)
-    monkeypatch.setattr(bench, "attention", lambda name: forgetful if name == "other" else attention(name))
-    verdicts = {"memeff": "pass", "memeff:128": "pass", "jax.nn": "pass", "other": "fail", "jax.nn:cudnn": "cannot run"}
+    monkeypatch.setattr(
+        bench, "attention", lambda name: forgetful if name == "other" else attention(name)
+    )
+    verdicts = {
+        "memeff": "pass",
+        "memeff:128": "pass",
+        "jax.nn": "pass",
+        "other": "fail",
+        "jax.nn:cudnn": "cannot run",
+    }
     rows = bench.doctor(tuple(verdicts), bench.DOCTOR_CASES[1:4:2])
-    assert [row["verdict"] for row in rows] == [verdict for verdict in verdicts.values() for _ in range(2)], rows
+    assert [row["verdict"] for row in rows] == [
+        verdict for verdict in verdicts.values() for _ in range(2)
+    ], rows
     text = bench.doctor_markdown(rows)
-    assert re.search(r"memeff:128 \| +pass \(\de-0\d\) \|", text) and "cannot run: cuDNN needs an NVIDIA GPU" in text
-    monkeypatch.setattr(bench, "doctor", lambda names: [row for row in rows if row["implementation"] in names])
+    assert (
+        re.search(r"memeff:128 \| +pass \(\de-0\d\) \|", text)
+        and "cannot run: cuDNN needs an NVIDIA GPU" in text
+    )
+    monkeypatch.setattr(
+        bench, "doctor", lambda names: [row for row in rows if row["implementation"] in names]
+    )
     monkeypatch.setattr(bench, "why_not", lambda *_: None)
     for names, code in ((["memeff", "jax.nn:cudnn"], 0), (["memeff", "other"], 1)):
         with pytest.raises(SystemExit) as end:

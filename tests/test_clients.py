@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import assert_as_good
 
-from memeff import dispatch, dot_product_attention, switch_jax_nn
+from memeff import dispatch, dot_product_attention, switch_jax_nn, tile_sizes
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -35,10 +35,14 @@ class Client(NamedTuple):
     function: Callable[[Any, Any], Any]
     params: Any
     x: Any  # [B, T, ...]
-    context: Callable[[Callable | None], contextlib.AbstractContextManager] = lambda _: contextlib.nullcontext()
+    context: Callable[[Callable | None], contextlib.AbstractContextManager] = lambda _: (
+        contextlib.nullcontext()
+    )
 
 
-def written_out(query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, implementation=None):
+def written_out(
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, implementation=None
+):
     """Compute attention by its definition, in the dtype of the query throughout."""
     del implementation
     key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
@@ -68,7 +72,9 @@ def with_gradients(model):
 
         def weighted(params, x):
             out = model(params, x)
-            return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum(), out
+            return (
+                out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+            ).sum(), out
 
         gradient = jax.value_and_grad(weighted, (0, 1) if moves_x else 0, has_aux=True)
         (_, out), gradients = gradient(params, x)
@@ -120,7 +126,11 @@ def keras_grouped_heads(dtype, attention):
 
     def padding(x):
         lengths = jnp.array([x.shape[1], 20])[:, None, None]
-        return dict(attention_mask=jnp.broadcast_to(jnp.arange(x.shape[1]) < lengths, (B, x.shape[1], x.shape[1])))
+        return dict(
+            attention_mask=jnp.broadcast_to(
+                jnp.arange(x.shape[1]) < lengths, (B, x.shape[1], x.shape[1])
+            )
+        )
 
     return keras_layer(keras.layers.GroupQueryAttention(6, HEADS, 2, dtype=dtype), dtype, padding)
 
@@ -187,7 +197,11 @@ def equinox_subclass(dtype, attention):
     def make(eqx):
         class Attention(eqx.nn.MultiheadAttention):
             def __call__(self, query, key_, value):
-                projected = zip((self.query_proj, self.key_proj, self.value_proj), (query, key_, value), strict=True)
+                projected = zip(
+                    (self.query_proj, self.key_proj, self.value_proj),
+                    (query, key_, value),
+                    strict=True,
+                )
                 heads = (self._project(projection, x) for projection, x in projected)
                 return jax.vmap(self.output_proj)(attention(*heads).reshape(query.shape[0], -1))
 
@@ -206,7 +220,9 @@ def haiku_subclass(dtype, attention):
             v = self._linear_projection(value, self.value_size, "value")
             out = attention(q, k, v, mask=mask)
             out = out.reshape(*query.shape[:-1], -1)
-            return hk.Linear(self.model_size, w_init=self.w_init, with_bias=self.with_bias, b_init=self.b_init)(out)
+            return hk.Linear(
+                self.model_size, w_init=self.w_init, with_bias=self.with_bias, b_init=self.b_init
+            )(out)
 
     def two_layers(x, kind=hk.MultiHeadAttention if attention is None else Attention):
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
@@ -243,7 +259,9 @@ def jax_privacy_clipped(dtype, attention, **how):
     def loss(params, x):
         return (block(attention)(params, x) ** 2).mean()
 
-    run = clipping.clipped_grad(loss, l2_clip_norm=0.02, return_values=True, return_grad_norms=True, **how)
+    run = clipping.clipped_grad(
+        loss, l2_clip_norm=0.02, return_values=True, return_grad_norms=True, **how
+    )
 
     def gradients(params, x):
         clipped, each = run(params, x)
@@ -263,18 +281,26 @@ def diffrax_solved(adjoint: str):
 
         def solve(params, x):
             mode = getattr(diffrax, adjoint)()
-            found = diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.25, x, params, adjoint=mode, max_steps=8)
+            found = diffrax.diffeqsolve(
+                term, diffrax.Heun(), 0.0, 1.0, 0.25, x, params, adjoint=mode, max_steps=8
+            )
             return found.ys[0]
 
         def forward(params, x):
             return jax.jvp(solve, (params, x), jax.tree.map(jnp.cos, (params, x)))
 
-        return Client(forward if adjoint == "ForwardMode" else with_gradients(solve), block_params(dtype), tokens(dtype))
+        return Client(
+            forward if adjoint == "ForwardMode" else with_gradients(solve),
+            block_params(dtype),
+            tokens(dtype),
+        )
 
     return make
 
 
-CLIENTS = {  # with the number of calls that memeff runs in one trace; None: the package traces as often as it likes
+# with the number of calls that memeff runs in one trace; None: the package traces as often as it
+# likes
+CLIENTS = {
     "keras MultiHeadAttention": (keras_heads, 1),
     "keras GroupedQueryAttention": (keras_grouped_heads, 1),
     "keras-hub Llama": (keras_hub_llama, 2),
@@ -293,7 +319,7 @@ CLIENTS = {  # with the number of calls that memeff runs in one trace; None: the
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Let the few tokens of these tests take several tiles."""
-    monkeypatch.setattr(dispatch, "CPU_SIDES", {"windowed": (16, 16), "full": (16, 16)})
+    monkeypatch.setattr(tile_sizes, "CPU_SIDES", {"windowed": (16, 16), "full": (16, 16)})
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -315,7 +341,8 @@ def test_outputs_and_gradients(small_tiles, name):
         with jax.enable_x64(True):
             truth, _ = run("float64", written_out)
     assert not calls  # the baselines are not memeff
-    # A gradient may cancel to 0, as that of a bias of all keys does. Its terms are as large as another gradient.
+    # A gradient may cancel to 0, as that of a bias of all keys does. Its terms are as large as
+    # another gradient.
     size = max(np.abs(x).max() for x in truth)
     for n, x in enumerate(truth):
         assert x.dtype == np.float64
@@ -330,7 +357,11 @@ def test_memory(name):
         client = make("float32", attention)
         shape = (client.x.shape[0], 2048, *client.x.shape[2:])
         with client.context(attention):
-            program = jax.jit(client.function).lower(client.params, jax.ShapeDtypeStruct(shape, client.x.dtype)).compile()
+            program = (
+                jax.jit(client.function)
+                .lower(client.params, jax.ShapeDtypeStruct(shape, client.x.dtype))
+                .compile()
+            )
         return program.memory_analysis().temp_size_in_bytes
 
     ours, plain = temp_bytes(dot_product_attention), temp_bytes(None)
@@ -354,24 +385,35 @@ def test_optax_lbfgs(small_tiles):
         def step(carry, _):
             params, state = carry
             value, gradient = value_and_grad(params, state=state)
-            updates, state = optimiser.update(gradient, state, params, value=value, grad=gradient, value_fn=loss)
+            updates, state = optimiser.update(
+                gradient, state, params, value=value, grad=gradient, value_fn=loss
+            )
             return (optax.apply_updates(params, updates), state), value
 
         (params, _), values = jax.lax.scan(step, (params, optimiser.init(params)), length=10)
         return values, params
 
     with jax.enable_x64(True):
-        (values, params), expected = (jax.jit(minimise, static_argnums=0)(f) for f in (dot_product_attention, written_out))
+        (values, params), expected = (
+            jax.jit(minimise, static_argnums=0)(f) for f in (dot_product_attention, written_out)
+        )
         assert values[-1] < 0.8 * values[0]
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9), (values, params), expected)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9),
+            (values, params),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("name", ["equinox, subclass", "haiku"])
 def test_switch_says_what_it_cannot_reach(monkeypatch, name):
     """Modules that write attention out, inside the switch."""
-    monkeypatch.setattr("memeff.switch._ran", set())  # as in a process in which no switch has run anything
+    # as in a process in which no switch has run anything
+    monkeypatch.setattr("memeff.switch._ran", set())
     make, _ = CLIENTS[name]
     client = make("float32", None)
-    with pytest.raises(ValueError, match="memeff ran nothing, because nothing called jax.nn.dot_product_attention"):
+    with pytest.raises(
+        ValueError, match="memeff ran nothing, because nothing called jax.nn.dot_product_attention"
+    ):
         with switch_jax_nn(strict=True):
             jax.eval_shape(client.function, client.params, client.x)

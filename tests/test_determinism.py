@@ -53,7 +53,9 @@ def test_twenty_runs_of_many_tiles():
 
     @jax.jit
     def run(q, k, v, dout):
-        out, pull = jax.vjp(lambda *args: dot_product_attention(*args, is_causal=True, chunk_size=128), q, k, v)
+        out, pull = jax.vjp(
+            lambda *args: dot_product_attention(*args, is_causal=True, chunk_size=128), q, k, v
+        )
         return out, pull(dout)
 
     first = run(q, k, v, dout)
@@ -75,7 +77,14 @@ def test_compiled_again():
 
 # ---- an entry by itself and among others
 
-PER_BATCH = ("query_seq_lengths", "key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids", "q_offset", "mask")
+PER_BATCH = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "q_offset",
+    "mask",
+)
 ALONE = ("plain", "causal", "key_lengths", "segments", "bias_row", "q_offset_array")
 MORE = ("window", "query_lengths", "mask_dense", "soft_cap", "scale_array", "multi_query")
 
@@ -98,7 +107,9 @@ def _program(static):
     return jax.jit(functools.partial(differentiate, dict(static)))
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in ALONE[::2]), ("causal", "bfloat16")])
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "float32") for name in ALONE[::2]), ("causal", "bfloat16")]
+)
 def test_an_entry_is_the_same_wherever_it_stands(name, dtype):
     """Swapped and repeated: bits of a batch entry depend neither on its place nor on its neighbours."""
     first, second = entries(name, dtype, (0, 1))
@@ -116,7 +127,9 @@ def test_an_entry_is_the_same_wherever_it_stands_every_kind(name, dtype):
 BY_BATCH = {
     "causal": dict(is_causal=True),
     "key_lengths": dict(key_value_seq_lengths=np.array([250, 125, 83], np.int32)),
-    "segments": dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), np.arange(750).reshape(3, 250) // 90),
+    "segments": dict.fromkeys(
+        ("query_segment_ids", "key_value_segment_ids"), np.arange(750).reshape(3, 250) // 90
+    ),
     "q_offset_array": dict(is_causal=True, q_offset=np.array([0, 5, 7], np.int32)),
 }
 
@@ -141,14 +154,22 @@ def test_an_entry_alone(name, K):
         exact = ("query", "key", "value") if K == 4 else ("value",)
         assert_bits((alone.out, alone.lse), (together.out, together.lse))
         assert_bits([alone.grads[n] for n in exact], [together.grads[n] for n in exact])
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), alone.grads, together.grads)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6),
+            alone.grads,
+            together.grads,
+        )
 
 
 def test_an_entry_does_not_feel_its_neighbour():
     """The same program; what the other entry of the batch holds, up to NaN, changes no bit of this one."""
     args, _ = CASES["causal"].inputs(f32)
     dout, dlse = cotangents(args, f32)
-    run = jax.jit(lambda args, dout, dlse: differentiate(dict(is_causal=True, chunk_size=(16, 24)), args, {}, dout, dlse))
+    run = jax.jit(
+        lambda args, dout, dlse: differentiate(
+            dict(is_causal=True, chunk_size=(16, 24)), args, {}, dout, dlse
+        )
+    )
     first = lambda result: jax.tree.map(lambda x: x[0], result)
     expected = first(run(args, dout, dlse))
     for value in (0.0, 1e30, np.inf, np.nan):

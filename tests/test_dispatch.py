@@ -16,9 +16,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import memeff
-from memeff import dispatch, dot_product_attention, pallas, reference, xla
-from memeff.arguments import Shape
-from memeff.problem import Device
+from memeff import dispatch, dot_product_attention, implementations, pallas, reference, tile_sizes
+from memeff.chunked import implementation as chunked
+from memeff.device import Device, current_device, pretend_device
+from memeff.pallas.hopper import implementation as hopper
+from memeff.shape import CallShape
 
 f32 = np.float32
 NO_KERNELS = "its kernels run on Hopper GPUs, and this is a cpu"
@@ -36,7 +38,7 @@ def traced(name, dtype, implementation=None):
     args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
     static, arrays = split(kwargs)
     asked = []
-    select = dispatch.select_implementation
+    select = dispatch.choose_implementation
 
     def spy(problem, operands, *how):
         chosen = select(problem, operands, *how)
@@ -44,26 +46,30 @@ def traced(name, dtype, implementation=None):
         return chosen
 
     def run(args, arrays):
-        call = lambda *args: dot_product_attention(*args, **arrays, **static, implementation=implementation)
+        call = lambda *args: dot_product_attention(
+            *args, **arrays, **static, implementation=implementation
+        )
         out, pull = jax.vjp(call, *args)
         return out, pull(out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "select_implementation", spy)
+        patch.setattr(dispatch, "choose_implementation", spy)
         shapes = jax.eval_shape(run, args, arrays)
     (seen,) = asked
     return *seen, shapes
 
 
-@pytest.mark.parametrize("name, dtype", few(TABLE, [(x, "float32") for x in CALLS] + [("plain", "bfloat16")]))
+@pytest.mark.parametrize(
+    "name, dtype", few(TABLE, [(x, "float32") for x in CALLS] + [("plain", "bfloat16")])
+)
 def test_implementation_chosen_and_reasons(name, dtype):
     chosen, against_pallas = TABLE[name, dtype]
     problem, operands, module, (out, grads) = traced(name, dtype)
-    assert module is {"xla": xla, "reference": reference}[chosen]
-    assert dispatch.why_not("xla", problem, operands) is None
-    assert dispatch.why_not("reference", problem, operands) is None
-    assert dispatch.why_not("pallas", problem, operands) == against_pallas
-    assert dispatch.why_not("cudnn", problem, operands) == NOT_CUDNN
+    assert module is {"xla": chunked, "reference": reference}[chosen]
+    assert implementations.why_not("xla", problem, operands) is None
+    assert implementations.why_not("reference", problem, operands) is None
+    assert implementations.why_not("pallas", problem, operands) == against_pallas
+    assert implementations.why_not("cudnn", problem, operands) == NOT_CUDNN
     args = CASES[name].inputs(jnp.dtype(dtype))[0]
     assert (out.shape, out.dtype) == ((*args[0].shape[:-1], args[2].shape[-1]), args[0].dtype)
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in args]
@@ -74,28 +80,33 @@ def test_implementation_chosen_and_reasons(name, dtype):
 def test_request_is_met_forward_and_backward(implementation, name):
     """An implementation that can run a call can run both directions of it."""
     _, _, module, (out, grads) = traced(name, "float32", implementation)
-    assert module.__name__ == f"memeff.{implementation}"
+    assert module is {"xla": chunked, "reference": reference}[implementation]
     assert out.shape and len(grads) == 3
 
 
-@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS + ("cudnn",))
+@pytest.mark.parametrize("name", implementations.IMPLEMENTATIONS + ("cudnn",))
 def test_a_reason_is_a_piece_of_a_sentence(name):
     """It stands after a colon and before a full stop."""
     problem, operands, _, _ = traced("plain", "float32")
-    reason = dispatch.why_not(name, problem, operands)
+    reason = implementations.why_not(name, problem, operands)
     assert reason is None or (reason and not reason.endswith(".") and "\n" not in reason)
     if reason is None:
-        assert dispatch.select_implementation(problem, operands, name)[1].__name__ == f"memeff.{name}"
+        module = dispatch.choose_implementation(problem, operands, name).module
+        assert module is {"xla": chunked, "reference": reference}[name]
     else:
         with pytest.raises(NotImplementedError) as e:
-            dispatch.select_implementation(problem, operands, name)
-        assert str(e.value).startswith(f'implementation="{name}" cannot run this call: {reason}. Use implementation=None')
+            dispatch.choose_implementation(problem, operands, name)
+        assert str(e.value).startswith(
+            f'implementation="{name}" cannot run this call: {reason}. Use implementation=None'
+        )
 
 
 def test_an_implementation_has_its_three_functions():
-    for module in (xla, reference, pallas):
-        assert callable(module.why_not) and callable(module.forward)
-    assert callable(xla.backward) and callable(pallas.backward)
+    for family in pallas.FAMILIES:
+        assert callable(family.why_not) and callable(family.for_device)
+    for module in (chunked, *pallas.FAMILIES):
+        assert callable(module.forward) and callable(module.backward) and callable(module.tangent)
+    assert callable(reference.forward)
 
 
 # ---- kernels: what they run on a device that has them, and what they say of the rest
@@ -142,18 +153,24 @@ def test_what_kernels_can_run(name, dtype):
     problem, operands, _, _ = traced(name, dtype)
     feature = KERNELS[name]
     reason = TAKE_16_BITS if dtype == "float32" else feature and REFUSED[feature]
-    on = lambda *device: pallas.why_not(problem, operands, Device(*device))
+    on = lambda *device: hopper.why_not(problem, operands, Device(*device))
     if OLD:
         reason = f"its kernels need jax 0.11, and this is {jax.__version__}"
     assert on("gpu", "9.0") == reason
-    assert on("gpu", "8.0") == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is 8.0"
-    assert on("gpu") == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is None"
+    assert (
+        on("gpu", "8.0")
+        == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is 8.0"
+    )
+    assert (
+        on("gpu")
+        == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is None"
+    )
     assert on("tpu") == "its kernels run on Hopper GPUs, and this is a tpu"
 
 
 def chosen(shape=(1, 256, 2, 64), dtype=jnp.bfloat16, **how):
     x = jax.ShapeDtypeStruct(shape, dtype)
-    with dispatch.as_if_on("gpu", "9.0"):
+    with pretend_device("gpu", "9.0"):
         return memeff.explain(x, x, x, **how).split()[0].strip('"')
 
 
@@ -169,18 +186,28 @@ def test_kernels_are_chosen_where_they_are_faster():
 
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
 def test_the_form_of_the_backward_is_what_is_asked_for():
-    x, heads = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256, 2, 192), jnp.bfloat16)
-    with dispatch.as_if_on("gpu", "9.0"):
+    x, heads = (
+        jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 256, 2, 192), jnp.bfloat16),
+    )
+    with pretend_device("gpu", "9.0"):
         assert "fused into one" in memeff.explain(x, x, x, backward="fused")
         assert "fused" not in memeff.explain(x, x, x, backward="split").split(".")[0]
-        assert memeff.explain(x, x, x, backward="split").split(".")[0] == memeff.explain(x, x, x).split(".")[0]
-        with pytest.raises(NotImplementedError, match='backward="fused" takes heads of up to 128, and here H=192'):
+        assert (
+            memeff.explain(x, x, x, backward="split").split(".")[0]
+            == memeff.explain(x, x, x).split(".")[0]
+        )
+        with pytest.raises(
+            NotImplementedError, match='backward="fused" takes heads of up to 128, and here H=192'
+        ):
             memeff.explain(heads, heads, heads, backward="fused")
         sums = 4 * 256 * 2 * 64
         gradient = lambda **how: memeff.plan(x, x, x, device="H200", **how).gradient_bytes
         assert gradient(backward="fused") == gradient() + sums
     x = jnp.ones((1, 5, 2, 3))
-    assert (dot_product_attention(x, x, x, backward="split") == dot_product_attention(x, x, x)).all()
+    assert (
+        dot_product_attention(x, x, x, backward="split") == dot_product_attention(x, x, x)
+    ).all()
 
 
 LONG = (2, 8192, 16, 128)  # forward + gradient, causal, H200: 563 TFLOP/s in one kernel, 489 in two
@@ -194,13 +221,17 @@ LONG = (2, 8192, 16, 128)  # forward + gradient, causal, H200: 563 TFLOP/s in on
         (LONG, LONG, {"is_causal": True, "implementation": "pallas"}, True),
         (LONG, LONG, {"is_causal": True, "implementation": "xla"}, False),
         (LONG, LONG, {"is_causal": True, "memory_limit": "140MB"}, True),
-        (LONG, LONG, {"is_causal": True, "memory_limit": "130MB"}, False),  # 134 MB for the sums, 2 for rows
+        # 134 MB for the sums, 2 for rows
+        (LONG, LONG, {"is_causal": True, "memory_limit": "130MB"}, False),
         ((4, 4096, 16, 128), (4, 4096, 16, 128), {}, True),
-        ((4, 4096, 16, 128), (4, 4096, 16, 128), {"is_causal": True}, False),  # 2,048 keys a query: 5 % slower
+        # 2,048 keys a query: 5 % slower
+        ((4, 4096, 16, 128), (4, 4096, 16, 128), {"is_causal": True}, False),
         ((8, 4096, 8, 64), (8, 4096, 8, 64), {}, True),
-        ((1, 8192, 16, 64), (1, 8192, 16, 64), {"is_causal": True}, False),  # 2^29 logits: 4 % slower
+        # 2^29 logits: 4 % slower
+        ((1, 8192, 16, 64), (1, 8192, 16, 64), {"is_causal": True}, False),
         ((2, 8192, 16, 128), (2, 8192, 4, 128), {"is_causal": True}, True),  # 512 blocks
-        ((2, 8192, 16, 128), (2, 8192, 2, 128), {"is_causal": True}, False),  # 256 blocks: 9 % slower
+        # 256 blocks: 9 % slower
+        ((2, 8192, 16, 128), (2, 8192, 2, 128), {"is_causal": True}, False),
         ((1, 4096, 16, 128), (1, 32768, 16, 128), {}, True),
         (LONG, LONG, {"is_causal": True, "logits_soft_cap": 20.0}, True),
         ((2, 8192, 32, 64), (2, 8192, 32, 64), {"logits_soft_cap": 20.0}, False),  # not faster
@@ -226,7 +257,7 @@ def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(quer
 
     def form(**more):
         arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, key, key)]
-        with dispatch.as_if_on("gpu", "9.0"), dispatch.watch() as calls:
+        with pretend_device("gpu", "9.0"), dispatch.watch() as calls:
             jax.eval_shape(lambda *arrays: dot_product_attention(*arrays, **how | more), *arrays)
         return calls[0][0], calls[0][2]
 
@@ -238,7 +269,7 @@ def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(quer
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
 def test_the_fastest_backward_is_told_and_planned():
     x = jax.ShapeDtypeStruct(LONG, jnp.bfloat16)
-    with dispatch.as_if_on("gpu", "9.0"):
+    with pretend_device("gpu", "9.0"):
         assert "fused into one" in memeff.explain(x, x, x, is_causal=True, backward="fastest")
     sums = 4 * 2 * 8192 * 16 * 128
     plan = lambda **how: memeff.plan(x, x, x, device="H200", is_causal=True, **how).gradient_bytes
@@ -249,32 +280,42 @@ def test_the_fastest_backward_runs_where_there_are_no_kernels():
     x = jnp.ones((1, 5, 2, 3))
     for implementation in (None, "xla", "reference"):
         how = {"implementation": implementation}
-        assert (dot_product_attention(x, x, x, backward="fastest", **how) == dot_product_attention(x, x, x, **how)).all()
+        assert (
+            dot_product_attention(x, x, x, backward="fastest", **how)
+            == dot_product_attention(x, x, x, **how)
+        ).all()
 
 
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
 def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
-    with dispatch.as_if_on("gpu", "9.0"):
-        with pytest.warns(UserWarning, match='but implementation="xla" runs: its kernels read no bias'):
+    with pretend_device("gpu", "9.0"):
+        with pytest.warns(
+            UserWarning, match='but implementation="xla" runs: its kernels read no bias'
+        ):
             dot_product_attention(x, x, x, bias)
         dot_product_attention(x, x, x, bias)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
-        with pytest.raises(NotImplementedError, match='"pallas" cannot run this call: its kernels read no bias'):
+        with pytest.raises(
+            NotImplementedError, match='"pallas" cannot run this call: its kernels read no bias'
+        ):
             dot_product_attention(x, x, x, bias, implementation="pallas")
-        with pytest.raises(NotImplementedError, match="kernels have their own tiles, and this call gives chunk_size"):
+        with pytest.raises(
+            NotImplementedError,
+            match="kernels have their own tiles, and this call gives chunk_size",
+        ):
             dot_product_attention(x, x, x, chunk_size=8, implementation="pallas")
 
 
 def test_device_of_a_call():
     """That of the arrays, else of `jax.default_device`, else JAX's first."""
     here = Device("cpu")
-    assert dispatch.device() == dispatch.device(jnp.ones(3)) == here
+    assert current_device() == current_device(jnp.ones(3)) == here
     with jax.default_device(jax.devices()[3]):
-        assert dispatch.device() == here
-    with dispatch.as_if_on("gpu", "9.0"):
-        assert dispatch.device(jnp.ones(3)) == Device("gpu", "9.0")
+        assert current_device() == here
+    with pretend_device("gpu", "9.0"):
+        assert current_device(jnp.ones(3)) == Device("gpu", "9.0")
 
 
 # ---- tiles
@@ -298,10 +339,10 @@ SIZES = [
     ("cpu", True, (1, 4096, 4096, 8, 8), (None, 2048), (512, 2048), (1, 1)),
     ("cpu", True, (1, 8192, 8192, 8, 8), (4096, 4096), (4096, 4096), (1, 1)),
     ("tpu", False, (1, 4096, 4096, 8, 8), (None, None), (512, 512), None),
-    ("gpu", True, (1, 100_000, 100_000, 8, 8), (None, None), dispatch.GPU_TILE, None),
-    ("gpu", True, (8, 100_000, 100_000, 16, 16), (None, None), dispatch.GPU_TILE, (8, 1)),
+    ("gpu", True, (1, 100_000, 100_000, 8, 8), (None, None), tile_sizes.GPU_TILE, None),
+    ("gpu", True, (8, 100_000, 100_000, 16, 16), (None, None), tile_sizes.GPU_TILE, (8, 1)),
     ("gpu", True, (8, 2048, 2048, 16, 16), (None, None), (512, 512), None),
-    ("gpu", False, (8, 8192, 8192, 16, 4), (None, None), dispatch.GPU_TILE, (2, 1)),
+    ("gpu", False, (8, 8192, 8192, 16, 4), (None, None), tile_sizes.GPU_TILE, (2, 1)),
     ("gpu", False, (8, 1, 32_768, 32, 8), (None, None), (1, 32_768), None),
     ("gpu", False, (1, 37, 53, 8, 8), (None, None), (37, 53), None),
     ("gpu", True, (1, 4096, 4096, 8, 8), (128, 64), (128, 64), None),
@@ -311,14 +352,17 @@ SIZES = [
 @pytest.mark.parametrize("backend, windowed, sizes, requested, tile, block", SIZES, ids=str)
 def test_tile_sizes(monkeypatch, backend, windowed, sizes, requested, tile, block):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    chosen = dispatch.tile_sizes(shape_of(*sizes), f32, requested, windowed, True)
+    chosen = tile_sizes.default_tiles(shape_of(*sizes), f32, requested, windowed, True)
     assert (chosen.chunk_size, chosen.block) == (tile, block)
     if chosen.fixed_chunk_size is not None:
-        assert all(1 <= size <= max(1, n) for size, n in zip(chosen.fixed_chunk_size, sizes[1:3], strict=True))
+        assert all(
+            1 <= size <= max(1, n)
+            for size, n in zip(chosen.fixed_chunk_size, sizes[1:3], strict=True)
+        )
 
 
 def shape_of(B, T, S, N, K):
-    return Shape((B,), T, S, N, K, 64, 64)
+    return CallShape((B,), T, S, N, K, 64, 64)
 
 
 def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
@@ -327,7 +371,9 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     """
 
     def chosen(dtype=f32):
-        tiles = dispatch.tile_sizes(shape_of(1, 4096, 4096, 8, 8), dtype, (None, None), True, True)
+        tiles = tile_sizes.default_tiles(
+            shape_of(1, 4096, 4096, 8, 8), dtype, (None, None), True, True
+        )
         return tiles.fixed_chunk_size is not None, tiles.block is not None
 
     monkeypatch.undo()  # eight devices
@@ -351,10 +397,16 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
             dict(is_causal=True),
             ": tiles of 512 x 512 logits, 36 of 64 visited; 4 of 8 heads at a time; softmax with a fixed row",
         ),
-        ({}, ": tiles of 1024 x 1024 logits, 16 of 16 visited; 1 of 8 heads at a time; softmax with a fixed row reference"),
+        (
+            {},
+            ": tiles of 1024 x 1024 logits, 16 of 16 visited; 1 of 8 heads at a time; softmax with a fixed row reference",
+        ),
         (dict(local_window_size=(512, 0)), "15 of 64 visited"),
         (dict(chunk_size=64), "4096 of 4096 visited"),
-        (dict(logits_soft_cap=3.0), "16 of 16 visited; 1 of 8 heads at a time; softmax with a running maximum"),
+        (
+            dict(logits_soft_cap=3.0),
+            "16 of 16 visited; 1 of 8 heads at a time; softmax with a running maximum",
+        ),
         (
             dict(key_value_seq_lengths=jax.ShapeDtypeStruct((1,), np.int32)),
             "visited between bounds that are found as it runs",
@@ -367,17 +419,26 @@ def test_explain(how, words):
     text = memeff.explain(x, x, x, **how)
     assert text.startswith('"xla" runs this call on cpu') and words in text
     assert f'"pallas": {NO_KERNELS}.' in text
-    assert '"reference": could, if asked for by name, in quadratic memory (8 x 4096 x 4096 logits).' in text
+    assert (
+        '"reference": could, if asked for by name, in quadratic memory (8 x 4096 x 4096 logits).'
+        in text
+    )
 
 
 def test_explain_tells_both_tiles_where_they_differ(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)
     text = memeff.explain(x, x, x)
-    assert "tiles of 2048 x 8192 logits, 4 of 4 visited; in the gradient tiles of 8192 x 2048 logits, 4 of 4" in text
+    assert (
+        "tiles of 2048 x 8192 logits, 4 of 4 visited; in the gradient tiles of 8192 x 2048 logits, 4 of 4"
+        in text
+    )
     assert "; 8 of 32 heads at a time;" in text
     text = memeff.explain(x, x, x, is_causal=True)
-    assert "tiles of 1024 x 1024 logits, 36 of 64 visited, joined to 2048 x 2048; 32 of 32 heads" in text
+    assert (
+        "tiles of 1024 x 1024 logits, 36 of 64 visited, joined to 2048 x 2048; 32 of 32 heads"
+        in text
+    )
     assert "in the gradient" not in memeff.explain(x, x, x, is_causal=True, chunk_size=512)
 
 
@@ -406,7 +467,9 @@ def test_choosing_is_silent_where_nothing_is_lost():
 def test_pallas_raises_instead_of_falling_back(jit):
     x = jnp.ones((1, 5, 2, 3))
     call = lambda x: dot_product_attention(x, x, x, implementation="pallas")
-    with pytest.raises(NotImplementedError, match=f'implementation="pallas" cannot run this call: {NO_KERNELS}'):
+    with pytest.raises(
+        NotImplementedError, match=f'implementation="pallas" cannot run this call: {NO_KERNELS}'
+    ):
         (jax.jit(call) if jit else call)(x)
 
 
@@ -417,7 +480,13 @@ def python(code: str, **env) -> subprocess.CompletedProcess:
     import os
 
     code = textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_import_starts_no_backend():
@@ -443,7 +512,9 @@ def test_import_is_light():
         """
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["jax", "memeff"] or done.stdout.split() == ["memeff"], done.stdout
+    assert done.stdout.split() == ["jax", "memeff"] or done.stdout.split() == ["memeff"], (
+        done.stdout
+    )
 
 
 def test_every_implementation_is_named_in_the_signature():
@@ -452,5 +523,5 @@ def test_every_implementation_is_named_in_the_signature():
 
     from memeff.attention import Implementation
 
-    assert get_args(Implementation) == dispatch.IMPLEMENTATIONS
-    assert np.all([isinstance(name, str) for name in dispatch.IMPLEMENTATIONS])
+    assert get_args(Implementation) == implementations.IMPLEMENTATIONS
+    assert np.all([isinstance(name, str) for name in implementations.IMPLEMENTATIONS])

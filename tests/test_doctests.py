@@ -11,14 +11,26 @@ import pytest
 
 import memeff
 
-MODULES = [name for _, name, _ in pkgutil.walk_packages(memeff.__path__, "memeff.") if not name.endswith("__main__")]
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(memeff.__path__, "memeff.")
+    if not name.endswith("__main__")
+]
 
 
 @pytest.mark.parametrize("name", ["memeff", *MODULES])
 def test_docstring_examples(name):
     module = importlib.import_module(name)
-    known = {"jax": jax, "jnp": jnp, "np": np, "memeff": memeff, "dot_product_attention": memeff.dot_product_attention}
-    failed, _ = doctest.testmod(module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    known = {
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "memeff": memeff,
+        "dot_product_attention": memeff.dot_product_attention,
+    }
+    failed, _ = doctest.testmod(
+        module, extraglobs=known, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     assert failed == 0, f"{failed} examples of {name} fail; run with -s to see them"
 
 

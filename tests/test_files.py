@@ -29,9 +29,16 @@ ROOT = Path(__file__).parents[1]
 OUT = Path("run")
 METRICS = OUT / "metrics.jsonl"
 SETTINGS = {
-    "out": "run", "text": ("text.txt",), "context": 8, "steps": 7, "warmup": 1, "eval_every": 3, "eval_batches": 1,
-    "save_every": 2, "log_every": 99,
-}  # fmt: skip
+    "out": "run",
+    "text": ("text.txt",),
+    "context": 8,
+    "steps": 7,
+    "warmup": 1,
+    "eval_every": 3,
+    "eval_batches": 1,
+    "save_every": 2,
+    "log_every": 99,
+}
 
 
 class Model(nnx.Module):
@@ -45,7 +52,10 @@ def train_step(settings, graphdef, state, batch):
 
 
 def evaluate(settings, graphdef, params, task):
-    return {"eval_loss": float(sum(np.sum(x) for x in jax.tree.leaves(params))), "eval_accuracy": 0.5}
+    return {
+        "eval_loss": float(sum(np.sum(x) for x in jax.tree.leaves(params))),
+        "eval_accuracy": 0.5,
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +67,8 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "Transformer", Model)
     monkeypatch.setattr(train, "train_step", train_step)
     monkeypatch.setattr(train, "evaluate", evaluate)
-    monkeypatch.setattr(os, "fsync", lambda number: None)  # waiting for the disk is most of the time
+    # waiting for the disk is most of the time
+    monkeypatch.setattr(os, "fsync", lambda number: None)
 
 
 def run(**changed) -> bool:
@@ -89,7 +100,11 @@ def lines_of_the_checkpoint() -> set[bytes]:
     """Lines of metrics.jsonl that the newest checkpoint rests on: none may be lost."""
     newest = max(train.saved_steps("run"), default=0)
     lines = METRICS.read_bytes().splitlines() if METRICS.exists() else []
-    whole = [line for line in lines if line.startswith(b'{"step": ') and line.endswith(b"}") and b"loss" in line]
+    whole = [
+        line
+        for line in lines
+        if line.startswith(b'{"step": ') and line.endswith(b"}") and b"loss" in line
+    ]
     return {line for line in whole if json.loads(line)["step"] <= newest}
 
 
@@ -99,7 +114,8 @@ def resumes(whole) -> None:
     assert run()
     assert histories() == whole
     assert before <= set(METRICS.read_bytes().splitlines())
-    left = {path.name for path in OUT.rglob("*")} - {"4"}  # stopped just before it would have been removed
+    # stopped just before it would have been removed
+    left = {path.name for path in OUT.rglob("*")} - {"4"}
     assert left == {"6", "7", "checkpoints", "metrics.jsonl", "run.json", "state.npz"}
 
 
@@ -298,7 +314,10 @@ def test_damaged_checkpoint(whole, monkeypatch, capsys):
         else:
             assert step == 2
             warned += 1
-            assert said.startswith("warning: checkpoint run/checkpoints/4 cannot be read (") and said.count("\n") == 1
+            assert (
+                said.startswith("warning: checkpoint run/checkpoints/4 cannot be read (")
+                and said.count("\n") == 1
+            )
             assert said.endswith("): trying the one before it.\n")
     assert warned >= len(cases) * 0.7
     for contents in (None, b"", good[:-1], good[: len(good) // 2]):
@@ -361,11 +380,23 @@ def test_no_readable_checkpoint(whole, monkeypatch, capsys):
     for script in (run, lambda: generate.load("run")):
         with pytest.raises(Refused) as refusal:
             script()
-        assert str(refusal.value) == "no checkpoint in run can be read: give another --out to begin anew."
+        assert (
+            str(refusal.value)
+            == "no checkpoint in run can be read: give another --out to begin anew."
+        )
         assert contents == {path: path.read_bytes() for path in OUT.rglob("*") if path.is_file()}
 
 
-UNREADABLE_SETTINGS = [b"", b"{", b"null", b"[]", b"3", b"\xff\xfe", bytes(300), b'{"steps": 7, "te']
+UNREADABLE_SETTINGS = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"3",
+    b"\xff\xfe",
+    bytes(300),
+    b'{"steps": 7, "te',
+]
 
 
 def test_damaged_settings(whole, monkeypatch, capsys):
@@ -382,7 +413,9 @@ def test_damaged_settings(whole, monkeypatch, capsys):
         warning = f"warning: run/run.json is {trouble}: the settings are taken from checkpoint 4.\n"
         assert train.read_settings("run") == Settings(**SETTINGS)
         assert capsys.readouterr().err == warning
-        with pytest.raises(Refused, match="run holds a run with seed=0, and this one has 1: give another"):
+        with pytest.raises(
+            Refused, match="run holds a run with seed=0, and this one has 1: give another"
+        ):
             run(seed=1)
         train.check_same_run(Settings(**SETTINGS), str(Text(("text.txt",), 8, 1)))
         assert path.read_bytes() == good
@@ -427,7 +460,9 @@ OTHER_SETTINGS = [
 def test_settings_of_another_version(record):
     OUT.mkdir()
     (OUT / "run.json").write_text(json.dumps(record))
-    with pytest.raises(Refused, match="run/run.json does not hold the settings of this version of models.train"):
+    with pytest.raises(
+        Refused, match="run/run.json does not hold the settings of this version of models.train"
+    ):
         generate.load("run")
     with pytest.raises(Refused, match="run holds a run with [a-z_]+="):
         run()
@@ -435,13 +470,25 @@ def test_settings_of_another_version(record):
 
 def test_damaged_history(whole, monkeypatch, capsys):
     """Damaged lines go, wherever they are, and no others."""
-    for junk in (b'{"step": 5, "lo', b"{}", b'{"step": "5"}', b"[1]", b"7", b"\xff\xfe", bytes(40), b""):
+    for junk in (
+        b'{"step": 5, "lo',
+        b"{}",
+        b'{"step": "5"}',
+        b"[1]",
+        b"7",
+        b"\xff\xfe",
+        bytes(40),
+        b"",
+    ):
         stop_after(5, monkeypatch)
         lines = METRICS.read_bytes().splitlines()
         METRICS.write_bytes(b"\n".join([lines[0], junk, *lines[1:], junk]))
         capsys.readouterr()
         resumes(whole)
-        assert f"warning: {METRICS}: {2 - (junk == b'')} damaged line(s) dropped" in capsys.readouterr().err
+        assert (
+            f"warning: {METRICS}: {2 - (junk == b'')} damaged line(s) dropped"
+            in capsys.readouterr().err
+        )
         shutil.rmtree(OUT)
 
 
@@ -457,7 +504,11 @@ def refusal_of(script, *flags) -> str:
     return text
 
 
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items() if name not in ("out", "text")]
+FLAGS = [
+    f"--{name.replace('_', '-')}={value}"
+    for name, value in SETTINGS.items()
+    if name not in ("out", "text")
+]
 
 
 def test_run_folders_that_cannot_be():
@@ -495,17 +546,23 @@ def test_text_that_cannot_be_read():
     Path("folder/below").mkdir(parents=True)
     shutil.copy("text.txt", "folder")
     os.mkfifo("folder/pipe")
-    assert len(Text(("folder",), 8, 1).files) == 1  # a pipe is no text, and reading it would never end
+    # a pipe is no text, and reading it would never end
+    assert len(Text(("folder",), 8, 1).files) == 1
     Path("binary").write_bytes(b"some text\0" * 100)
     Path("dangling").symlink_to("nowhere")
     Path("loop").symlink_to("loop")
     flags = [*FLAGS, "--out", "run", "--text", "text.txt"]
-    assert "--text binary: the file is binary, for it has a byte 0; give" in refusal_of(train, *flags, "binary")
+    assert "--text binary: the file is binary, for it has a byte 0; give" in refusal_of(
+        train, *flags, "binary"
+    )
     for name in ("dangling", "loop"):
         assert f"--text {name}: no such file or folder" in refusal_of(train, *flags, name)
     assert "--text folder/pipe: no such file or folder" in refusal_of(train, *flags, "folder/pipe")
     assert "nnn: cannot be read (File name too long)" in refusal_of(train, *flags, "n" * 300)
-    for target, reason in (("nowhere", "No such file or directory"), ("link", "Too many levels of symbolic links")):
+    for target, reason in (
+        ("nowhere", "No such file or directory"),
+        ("link", "Too many levels of symbolic links"),
+    ):
         Path("folder/below/link").symlink_to(target)
         message = f"--text folder/below/link: cannot be read ({reason}); repair it or leave it out."
         assert message in refusal_of(train, *flags, "folder")
@@ -525,17 +582,25 @@ def test_a_folder_that_cannot_be_listed(monkeypatch):
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(Refused, match=r"^--text folder/below: cannot be read \(Permission denied\); repair it or leave it"):
+    with pytest.raises(
+        Refused,
+        match=r"^--text folder/below: cannot be read \(Permission denied\); repair it or leave it",
+    ):
         Text(("folder",), 8, 1)
 
 
 def test_text_that_changes_during_the_run(monkeypatch):
     text = Text(("text.txt",), 8, 1)
     os.truncate("text.txt", 3)
-    with pytest.raises(Refused, match="--text text.txt: the file became shorter while it was read; restore it and resume."):
+    with pytest.raises(
+        Refused,
+        match="--text text.txt: the file became shorter while it was read; restore it and resume.",
+    ):
         text.train_batch(0, 0)
     Path("text.txt").unlink()
-    with pytest.raises(Refused, match=r"--text text.txt: cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        Refused, match=r"--text text.txt: cannot be read \(No such file or directory\)"
+    ):
         text.train_batch(0, 0)
 
 
@@ -570,7 +635,9 @@ def test_output_that_cannot_be_written(text, flush):
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-c", code]
     with open("/dev/full", "w") as full:
-        process = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
     assert process.returncode == 1
     assert process.stderr == "script: [Errno 28] No space left on device\n"
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

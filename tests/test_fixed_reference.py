@@ -12,9 +12,11 @@ import pytest
 from conftest import assert_as_good
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memeff import dot_product_attention, xla
-from memeff import problem as problem_module
-from memeff.problem import Operands, Problem, Terms
+from memeff import dot_product_attention
+from memeff.chunked import eligible, fixed_max
+from memeff.chunked import implementation as chunked
+from memeff.masking import mask_tile
+from memeff.problem import LogitParams, Operands, Problem
 
 B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
 
@@ -24,7 +26,8 @@ def draw(name: str, dtype):
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal(s) for s in ((B, T, K, G, H), (B, S, K, H), (B, S, K, D)))
     match name:
-        case "key far longer than what any query sees of it":  # orthogonal: the bound is 10^5, the logits are small
+        # orthogonal: the bound is 10^5, the logits are small
+        case "key far longer than what any query sees of it":
             q[..., 0] = 0
             k[1, 7, 0] = 0
             k[1, 7, 0, 0] = 1e5
@@ -50,7 +53,11 @@ def draw(name: str, dtype):
     return [jnp.asarray(x, dtype) for x in (q, k, v)]
 
 
-FAR = ("key far longer than what any query sees of it", "one row far below its bound", "norm that overflows")
+FAR = (
+    "key far longer than what any query sees of it",
+    "one row far below its bound",
+    "norm that overflows",
+)
 NEAR = ("ordinary", "logits of 10^4", "outlier channel", "constant 1000", "tiny")
 
 
@@ -66,15 +73,28 @@ def both(p: Problem, operands, dout, dlse):
     """Calls (operands, dout, dlse) giving NAMES, with the fixed reference and online; and which rows of the first stand."""
 
     def run(p, operands, dout, dlse):
-        forward = xla.forward(p, operands)
-        inference = xla.forward(p, operands, None)[0]
-        return inference, forward[0], forward[1].high, *xla.backward(p, operands, *forward, dout, dlse)[:3]
+        forward = chunked.forward(p, operands)
+        inference = chunked.forward(p, operands, None)[0]
+        return (
+            inference,
+            forward[0],
+            forward[1].high,
+            *chunked.backward(p, operands, *forward, dout, dlse)[:3],
+        )
 
     fixed, online = (
         jax.jit(functools.partial(run, p)).lower(operands, dout, dlse).compile()
         for p in (p, dataclasses.replace(p, fixed_chunk_size=None))
     )
-    return fixed, online, jax.jit(lambda operands: xla._stands(p, operands, xla._fixed(p, operands, "caller")))
+    return (
+        fixed,
+        online,
+        jax.jit(
+            lambda operands: fixed_max.sums_in_range(
+                p, operands, fixed_max.fixed_max_forward(p, operands, "caller")
+            )
+        ),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,7 +108,7 @@ def test_fixed_reference_is_exact(dtype, causal):
     with_fixed, without, stands = both(p, Operands(*draw("ordinary", dtype)), dout, dlse)
     for name in (*NEAR, *FAR):
         q, k, v = draw(name, dtype)
-        assert xla.reference_serves(p, Operands(q, k, v))
+        assert eligible.fixed_max_applies(p, Operands(q, k, v))
         fixed, online = (run(Operands(q, k, v), dout, dlse) for run in (with_fixed, without))
         ok = stands(Operands(q, k, v)).all()
         if name in FAR:
@@ -100,12 +120,16 @@ def test_fixed_reference_is_exact(dtype, causal):
         call |= dict(scale=H**-0.5, is_causal=causal, q_offset=p.q_offset)
         out, lse = oracle.attention(**call)
         flat = np.moveaxis(np.asarray(dout, np.float64), 3, 1).reshape(B, T, K * G, D)
-        grads = oracle.gradients(**call, dout=flat, dlse=np.moveaxis(dlse, 3, 1).reshape(B, T, K * G))
+        grads = oracle.gradients(
+            **call, dout=flat, dlse=np.moveaxis(dlse, 3, 1).reshape(B, T, K * G)
+        )
         out = np.moveaxis(out.reshape(B, T, K, G, D), 1, 3)
         truth = [out, out, np.moveaxis(lse.reshape(B, T, K, G), 1, 3)]
         truth += [grads["query"].reshape(B, T, K, G, H), grads["key"], grads["value"]]
         for what, x, base, true in zip(NAMES, fixed, online, truth, strict=True):
-            assert_as_good(x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}")
+            assert_as_good(
+                x, [base], true, "float32" if what == "lse" else dtype, f"{name}: {what}"
+            )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -115,8 +139,10 @@ def test_sums_of_ones_fall_back_too(lse_for, causal):
     p = dataclasses.replace(problem(causal), fused_chunk_size=(16, 24))
     q, k, v = draw("one row far below its bound", jnp.bfloat16)
     k = k.at[1, 7, 0].set(jnp.nan)  # other rows are done again for a value that is not finite
-    forward = jax.jit(lambda p: xla.forward(p, Operands(q, k, v), lse_for), static_argnums=0)
-    found, online = (forward(dataclasses.replace(p, fixed_chunk_size=size)) for size in ((16, 24), None))
+    forward = jax.jit(lambda p: chunked.forward(p, Operands(q, k, v), lse_for), static_argnums=0)
+    found, online = (
+        forward(dataclasses.replace(p, fixed_chunk_size=size)) for size in ((16, 24), None)
+    )
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(online), strict=True):
         np.testing.assert_array_equal(jnp.isnan(x), jnp.isnan(y))
     np.testing.assert_allclose(np.float32(found[0]), np.float32(online[0]), atol=0.03)
@@ -129,7 +155,10 @@ def test_rows_that_stand_stay(name):
     dout, dlse = jnp.ones((B, K, G, T, D)), jnp.zeros((B, K, G, T))
     operands = Operands(*draw(name, jnp.float32))
     fixed, online, stands = both(p, operands, dout, dlse)
-    stands, without = np.asarray(stands(operands)), jax.jit(lambda operands: xla._fixed(p, operands, "caller"))(operands)
+    stands, without = (
+        np.asarray(stands(operands)),
+        jax.jit(lambda operands: fixed_max.fixed_max_forward(p, operands, "caller"))(operands),
+    )
     assert not stands.all() and stands.any()
     found, wanted = fixed(operands, dout, dlse), online(operands, dout, dlse)
     np.testing.assert_array_equal(found[1][stands], (without.o / without.weight[..., None])[stands])
@@ -141,7 +170,10 @@ def test_a_row_of_one_key_is_its_value(lse_for):
     """In bits: p is divided by itself as it was rounded. (XLA takes back a mere cast where the sum of p is wider.)"""
     q, k, v = draw("ordinary", jnp.bfloat16)
     p = dataclasses.replace(problem(True), q_offset=0)
-    out = jax.jit(lambda q, k, v: xla.forward(p, Operands(q, k, v), lse_for)[0])(q, k, v)[:, :, :, 0]  # b k g d
+    # b k g d
+    out = jax.jit(lambda q, k, v: chunked.forward(p, Operands(q, k, v), lse_for)[0])(q, k, v)[
+        :, :, :, 0
+    ]
     np.testing.assert_array_equal(out, jnp.broadcast_to(v[:, 0, :, None], out.shape))
 
 
@@ -159,16 +191,20 @@ def test_fixed_reference_is_as_the_online_form(mask):
     p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
     rng = np.random.default_rng(6)
     q, k, v = draw("ordinary", jnp.float32)
-    dout, dlse = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, K, G, T, D), (B, K, G, T)))
+    dout, dlse = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((B, K, G, T, D), (B, K, G, T))
+    )
     fixed, online, _ = both(p, Operands(q, k, v), dout, dlse)
     clean = fixed(Operands(q, k, v), dout, dlse)
     for what, x, y in zip(NAMES, clean, online(Operands(q, k, v), dout, dlse), strict=True):
         finite = np.abs(y).max(where=np.abs(y) < 1e30, initial=1)
         np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * finite, err_msg=what)
-    keep = np.asarray(problem_module.visible(p, Operands(q, k, v), jnp.arange(T), jnp.arange(S)))[0, 0, 0]
+    keep = np.asarray(mask_tile(p, Operands(q, k, v), jnp.arange(T), jnp.arange(S)))[0, 0, 0]
     for at in {int(np.argmin(keep.any(0))), 41}:
         dirty = Operands(q, k.at[:, at].set(np.nan), v.at[:, at].set(np.nan))
-        for what, x, y, before in zip(NAMES, fixed(dirty, dout, dlse), online(dirty, dout, dlse), clean, strict=True):
+        for what, x, y, before in zip(
+            NAMES, fixed(dirty, dout, dlse), online(dirty, dout, dlse), clean, strict=True
+        ):
             np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=what)
             sees = keep[:, at]  # rows, and keys that share one with the planted
             if not sees.any():
@@ -177,19 +213,20 @@ def test_fixed_reference_is_as_the_online_form(mask):
             reached = keep[sees].any(0) if what in ("dk", "dv") else sees
             nan = np.moveaxis(np.isnan(x), 3 if what in NAMES[:3] else 1, 0)
             assert nan[at if what in ("dk", "dv") else sees].all(), what
-            assert what == "dv" or not nan[~reached].any(), what  # p of a row whose lse is NaN is NaN everywhere
+            # p of a row whose lse is NaN is NaN everywhere
+            assert what == "dv" or not nan[~reached].any(), what
 
 
 def test_fixed_reference_serves_plain_calls_only():
     q, k, v = draw("ordinary", jnp.float32)
     plain, p = Operands(q, k, v), problem(True)
-    assert xla.reference_serves(p, plain)
-    assert not xla.reference_serves(dataclasses.replace(p, fixed_chunk_size=None), plain)
+    assert eligible.fixed_max_applies(p, plain)
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, fixed_chunk_size=None), plain)
     ids, n = jnp.zeros((B, T), jnp.int32), jnp.full((B,), 5, jnp.int32)
     for refused in (
-        plain._replace(terms=Terms(bias=jnp.zeros((1, 1, 1, 1, S)))),
-        plain._replace(terms=Terms(scale=jnp.float32(1))),
-        plain._replace(terms=Terms(soft_cap=jnp.float32(1))),
+        plain._replace(terms=LogitParams(bias=jnp.zeros((1, 1, 1, 1, S)))),
+        plain._replace(terms=LogitParams(scale=jnp.float32(1))),
+        plain._replace(terms=LogitParams(soft_cap=jnp.float32(1))),
         plain._replace(mask=jnp.ones((1, 1, 1, 1, S), bool)),
         plain._replace(q_lengths=n),
         plain._replace(kv_lengths=n),
@@ -197,33 +234,38 @@ def test_fixed_reference_serves_plain_calls_only():
         plain._replace(q_segments=ids, kv_segments=jnp.zeros((B, S), jnp.int32)),
         Operands(*(x.astype(jnp.float16) for x in plain[:3])),
     ):
-        assert not xla.reference_serves(p, refused), refused
-    assert not xla.reference_serves(dataclasses.replace(p, soft_cap=3.0), plain)
-    assert not xla.reference_serves(dataclasses.replace(p, q_offset=-1), plain)  # row 0 sees nothing
+        assert not eligible.fixed_max_applies(p, refused), refused
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, soft_cap=3.0), plain)
+    # row 0 sees nothing
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), plain)
 
 
 def test_hidden_keys_change_no_reference():
     q, k, v = draw("ordinary", jnp.float32)
     p, k = problem(True), k * 100
-    m = xla._reference(p, Operands(q, k, v))
-    later = xla._reference(p, Operands(q, k.at[:, 60:].mul(1e4), v))
-    assert (m[..., :39] == later[..., :39]).all() and (later[..., 45] > m[..., 45]).any()  # row 39 sees key 59 and no later
+    m = fixed_max.max_bound(p, Operands(q, k, v))
+    later = fixed_max.max_bound(p, Operands(q, k.at[:, 60:].mul(1e4), v))
+    # row 39 sees key 59 and no later
+    assert (m[..., :39] == later[..., :39]).all() and (later[..., 45] > m[..., 45]).any()
     p = dataclasses.replace(p, left=4)
-    earlier = xla._reference(p, Operands(q, k.at[:, :16].set(jnp.nan), v))  # row 0 sees key 16 and no earlier
-    assert (xla._reference(p, Operands(q, k, v)) == earlier).all()
+    # row 0 sees key 16 and no earlier
+    earlier = fixed_max.max_bound(p, Operands(q, k.at[:, :16].set(jnp.nan), v))
+    assert (fixed_max.max_bound(p, Operands(q, k, v)) == earlier).all()
 
 
 def test_one_column_that_overflows_is_enough():
     """Values of 10^6 in one column alone: the row does not stand, though its other columns are finite."""
     q = jnp.full((1, 1024, 1, 64), 4.0)
     v = jnp.zeros((1, 1024, 1, 3)).at[..., 1].set(1e6).at[..., 2].set(1.0)
-    np.testing.assert_allclose(dot_product_attention(q, q, v)[0, :, 0], [[0, 1e6, 1]] * 1024, rtol=1e-5)
+    np.testing.assert_allclose(
+        dot_product_attention(q, q, v)[0, :, 0], [[0, 1e6, 1]] * 1024, rtol=1e-5
+    )
 
 
 def test_a_batch_starts_over_as_one():
     """Under vmap the check is one for the whole batch: the loop's condition stays a scalar."""
     q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
-    run = jax.vmap(lambda q, k, v: xla.forward(problem(True), Operands(q, k, v)))
+    run = jax.vmap(lambda q, k, v: chunked.forward(problem(True), Operands(q, k, v)))
     loops = [e for e in jax.make_jaxpr(run)(q, k, v).jaxpr.eqns if e.primitive.name == "while"]
     assert [loop.params["cond_jaxpr"].out_avals[0].shape for loop in loops] == [()]
 

@@ -27,7 +27,8 @@ NOISED_AND_CLEAN = (36, 36)
 
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.standard_normal(shape)
-ids = np.stack([np.repeat([0, 1, 2, 3], [11, 1, 22, 7]), np.repeat([5, 0, 5], [17, 17, 7])])  # the last 5 is the first's
+# the last 5 is the first's
+ids = np.stack([np.repeat([0, 1, 2, 3], [11, 1, 22, 7]), np.repeat([5, 0, 5], [17, 17, 7])])
 ARRAYS: dict[str, Any] = dict(
     table=normal(N, 2 * 9 + 1),
     buckets=normal(32, N),
@@ -39,15 +40,26 @@ ARRAYS: dict[str, Any] = dict(
     graph=dict(far=normal(N, 6), distance=rng.integers(0, 6, (B, *CROSS), np.int32)),
     lengths=np.array([5, 19]),
     ids=ids,
-    prefix_of=np.where((ids == 1) | (ids == 2), 0, np.where((ids == 0) & ([[False], [True]]), 5, -1)),
+    prefix_of=np.where(
+        (ids == 1) | (ids == 2), 0, np.where((ids == 0) & ([[False], [True]]), 5, -1)
+    ),
     place=np.stack([[j - list(row).index(row[j]) for j in range(41)] for row in ids]),
     widths=np.array([0, 1, 3, 7, 20, 50]),
     last_image=np.stack([np.repeat([-1, 0, 1, 2], [4, 9, 9, 15]), np.repeat([0, 2], [20, 17])]),
     image_of_patch=np.repeat([0, 1, 2], [18, 18, 17]),
     spans=np.stack([np.repeat([-1, 0, -1, 1], [9, 13, 2, 17]), np.repeat([0, -1], [3, 38])]),
 )
-T5_BUCKETS = {0: 0} | {n: n for n in range(1, 8)} | dict.fromkeys(range(8, 12), 8) | dict.fromkeys(range(12, 16), 9)
-T5_BUCKETS |= dict.fromkeys(range(16, 23), 10) | dict.fromkeys(range(23, 32), 11) | dict.fromkeys(range(32, 46), 12)
+T5_BUCKETS = (
+    {0: 0}
+    | {n: n for n in range(1, 8)}
+    | dict.fromkeys(range(8, 12), 8)
+    | dict.fromkeys(range(12, 16), 9)
+)
+T5_BUCKETS |= (
+    dict.fromkeys(range(16, 23), 10)
+    | dict.fromkeys(range(23, 32), 11)
+    | dict.fromkeys(range(32, 46), 12)
+)
 T5_BUCKETS |= dict.fromkeys(range(46, 64), 13)  # from 8 on, of 8 more up to 128: 8 * 16^(k / 8)
 
 
@@ -106,18 +118,35 @@ alibi = lambda b, n, i, j: -of["slopes"][n] * abs(i - j)
 TRUTHS = [  # in the order of the table
     Truth(CROSS),
     Truth(CROSS, bias=lambda b, n, i, j: i - j),
-    Truth(CROSS, bias=lambda b, n, i, j: of["table"][shaw_at(n, i, j)], pull=functools.partial(to_table(shaw_at), "table")),
-    Truth(CROSS, bias=lambda b, n, i, j: of["buckets"][t5_at(n, i, j)], pull=functools.partial(to_table(t5_at), "buckets")),
+    Truth(
+        CROSS,
+        bias=lambda b, n, i, j: of["table"][shaw_at(n, i, j)],
+        pull=functools.partial(to_table(shaw_at), "table"),
+    ),
+    Truth(
+        CROSS,
+        bias=lambda b, n, i, j: of["buckets"][t5_at(n, i, j)],
+        pull=functools.partial(to_table(t5_at), "buckets"),
+    ),
     Truth(CROSS, bias=alibi, pull=of_slopes),
     Truth(CROSS, pull=lambda dbias, grads: grads["logits_soft_cap"], cap="cap"),
-    Truth(CROSS, bias=alibi, pull=lambda dbias, grads: (grads["logits_soft_cap"], of_slopes(dbias, grads)), cap="cap"),
+    Truth(
+        CROSS,
+        bias=alibi,
+        pull=lambda dbias, grads: (grads["logits_soft_cap"], of_slopes(dbias, grads)),
+        cap="cap",
+    ),
     Truth(CROSS, bias=lambda b, n, i, j: of["q_rope"][b, n, i] @ of["k_rope"][b, j], pull=of_rope),
     Truth(
         CROSS,
         bias=lambda b, n, i, j: np.cos((i - j) * of["frequencies"]).sum() / (8 * (n + 1) / N),
         pull=of_frequencies,
     ),
-    Truth(CROSS, bias=lambda b, n, i, j: of["graph"]["far"][n, of["graph"]["distance"][b, i, j]], pull=of_graph),
+    Truth(
+        CROSS,
+        bias=lambda b, n, i, j: of["graph"]["far"][n, of["graph"]["distance"][b, i, j]],
+        pull=of_graph,
+    ),
     Truth(sees=lambda b, n, i, j: j <= i),
     Truth(sees=lambda b, n, i, j: j >= i),
     Truth(sees=lambda b, n, i, j: i - 7 <= j <= i),
@@ -128,12 +157,21 @@ TRUTHS = [  # in the order of the table
     Truth(sees=same("ids")),
     Truth(sees=lambda b, n, i, j: same("ids")(b, n, i, j) and j <= i, bias=alibi, pull=of_slopes),
     Truth(sees=lambda b, n, i, j: same("ids")(b, n, i, j) and (j <= i or of["place"][b, j] < 3)),
-    Truth(sees=lambda b, n, i, j: of["prefix_of"][b, i] == ids[b, j] or (ids[b, i] == ids[b, j] and j <= i)),
+    Truth(
+        sees=lambda b, n, i, j: (
+            of["prefix_of"][b, i] == ids[b, j] or (ids[b, i] == ids[b, j] and j <= i)
+        )
+    ),
     Truth(sees=lambda b, n, i, j: i - i % 8 <= j <= i),
     Truth(sees=lambda b, n, i, j: j < i - i % 8 + 8),
     Truth(NOISED_AND_CLEAN, sees=lambda b, n, i, j: diffuses(divmod(i, 18), divmod(j, 18))),
     Truth(sees=lambda b, n, i, j: abs(i - j) <= (0, 1, 3, 7, 20, 50)[n]),
-    Truth(PIXELS, sees=lambda b, n, i, j: all(near(*x) for x in zip(divmod(i, 7), divmod(j, 7), (5, 7), strict=True))),
+    Truth(
+        PIXELS,
+        sees=lambda b, n, i, j: all(
+            near(*x) for x in zip(divmod(i, 7), divmod(j, 7), (5, 7), strict=True)
+        ),
+    ),
     Truth(CROSS, sees=lambda b, n, i, j: of["last_image"][b, i] == of["image_of_patch"][j]),
     Truth(sees=lambda b, n, i, j: j <= i or same("spans")(b, n, i, j) and of["spans"][b, i] != -1),
 ]
@@ -171,7 +209,14 @@ def test_every_row_has_a_truth():
 
 def given(number: int) -> tuple[Any, Any]:
     """score_fn and mask_fn of the row's line, as pytrees or None."""
-    names = dict(Mask=Mask, Score=Score, masks=masks, scores=scores, jnp=jnp, **jax.tree.map(jnp.asarray, ARRAYS))
+    names = dict(
+        Mask=Mask,
+        Score=Score,
+        masks=masks,
+        scores=scores,
+        jnp=jnp,
+        **jax.tree.map(jnp.asarray, ARRAYS),
+    )
     found = eval(f"dict({ROWS[number][1]})", names)
     assert found.keys() <= {"score_fn", "mask_fn"}
     score, mask = (found.get(name) for name in ("score_fn", "mask_fn"))
@@ -185,14 +230,19 @@ def operands(size):
     """query, key, value, dout and dlse."""
     rng = np.random.default_rng(size[0])
     T, S = size
-    return tuple(rng.standard_normal(x) for x in ((B, T, N, H), (B, S, K, H), (B, S, K, D), (B, T, N, D), (B, T, N)))
+    return tuple(
+        rng.standard_normal(x)
+        for x in ((B, T, N, H), (B, S, K, H), (B, S, K, D), (B, T, N, D), (B, T, N))
+    )
 
 
 def attend(args, score, mask):
     """out, lse; and their gradients to query, key, value and the score."""
     *qkv, dout, dlse = args
     how = dict(mask_fn=mask, return_residual=True, chunk_size=16)
-    found, pull = jax.vjp(lambda score, *qkv: memeff.dot_product_attention(*qkv, score_fn=score, **how), score, *qkv)
+    found, pull = jax.vjp(
+        lambda score, *qkv: memeff.dot_product_attention(*qkv, score_fn=score, **how), score, *qkv
+    )
     of_score, *of_qkv = pull((dout, dlse))
     return found, of_qkv, [x for x in jax.tree.leaves(of_score) if x.dtype != jax.dtypes.float0]
 
@@ -201,7 +251,9 @@ def computed(number: int):
     """With the mask, with its block mask or None, and that; in one program, for compiling is what takes time."""
     with jax.enable_x64(True):
         (score, mask), (T, S) = given(number), TRUTHS[number].size
-        block = None if mask is None else memeff.block_mask(mask, T, S, batch=B, heads=N, block_size=8)
+        block = (
+            None if mask is None else memeff.block_mask(mask, T, S, batch=B, heads=N, block_size=8)
+        )
 
         both = [mask] if block is None else [mask, block]
         run = jax.jit(lambda args, score, both: [attend(args, score, mask) for mask in both])
@@ -212,7 +264,9 @@ def computed(number: int):
 FAST = (2, 3, 6, 7, 9, 13, 15, 16, 18, 22, 23, 24, 25, 26)  # what has no like among the others
 
 
-@pytest.mark.parametrize("number", few(range(len(TRUTHS)), FAST), ids=[re.split(",| \\[", name)[0] for name, *_ in ROWS])
+@pytest.mark.parametrize(
+    "number", few(range(len(TRUTHS)), FAST), ids=[re.split(",| \\[", name)[0] for name, *_ in ROWS]
+)
 def test_example(number):
     truth = TRUTHS[number]
     T, S = truth.size
@@ -229,7 +283,9 @@ def test_example(number):
     assert (block is None) == (in_blocks is None) == seen.all()
     if block is not None:
         assert_close(in_blocks, actual)
-        some = [seen[:, :, i : i + 8, j : j + 8].any() for i in range(0, T, 8) for j in range(0, S, 8)]
+        some = [
+            seen[:, :, i : i + 8, j : j + 8].any() for i in range(0, T, 8) for j in range(0, S, 8)
+        ]
         assert math.isclose(block.sparsity, 1 - np.mean(some))
 
 

@@ -18,7 +18,7 @@ from test_orders import orders
 
 import memeff
 from memeff import dot_product_attention, masks, scores, transforms
-from memeff.blocks import Blocks
+from memeff.block_mask import VisibleBlocks
 
 slow = pytest.mark.slow
 f32 = np.float32
@@ -44,13 +44,20 @@ def test_complex_params(implementation):
 
     def written_out(w, turns):
         def turned(x):
-            return jax.vmap(lambda x: jax.vmap(rotate, (0, 0, None, None))(x, jnp.arange(6), "", turns), 1, 1)(x[0])[None]
+            return jax.vmap(
+                lambda x: jax.vmap(rotate, (0, 0, None, None))(x, jnp.arange(6), "", turns), 1, 1
+            )(x[0])[None]
 
-        s = jnp.einsum("bthd,bshd->bhts", turned(q), turned(k)) / 2 + (w * (1 + 1j)).real[:, None, None]
+        s = (
+            jnp.einsum("bthd,bshd->bhts", turned(q), turned(k)) / 2
+            + (w * (1 + 1j)).real[:, None, None]
+        )
         return (jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v) ** 2).sum()
 
     args = jnp.array([1 + 2j, 0.5 - 1j]), turns
-    for x, y in zip(jax.grad(ours, (0, 1))(*args), jax.grad(written_out, (0, 1))(*args), strict=True):
+    for x, y in zip(
+        jax.grad(ours, (0, 1))(*args), jax.grad(written_out, (0, 1))(*args), strict=True
+    ):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
@@ -74,7 +81,9 @@ def _rotate(x, position, back=False):
     half = x.shape[-1] // 2
     angle = position[..., None] * 10000.0 ** (-np.arange(half) / half) * (-1 if back else 1)
     a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+    )
 
 
 def _positions(args, kwargs):
@@ -89,7 +98,9 @@ def paired():
     """{feature: results} of calls with ALiBi, every third key hidden and rotary positions, in one program."""
     statics, inputs = {}, {}
     for feature in PAIRED:
-        args, kwargs = _case(feature.__name__, feature, z=SIZES, chunk_size=(8, 12)).inputs(np.float64)
+        args, kwargs = _case(feature.__name__, feature, z=SIZES, chunk_size=(8, 12)).inputs(
+            np.float64
+        )
         statics[feature.__name__], arrays = split(kwargs)
         inputs[feature.__name__] = args, arrays, _slopes(SIZES.N), cotangents(args, "float64")
 
@@ -98,8 +109,14 @@ def paired():
         for name, (args, arrays, slopes, cts) in inputs.items():
 
             def attend(slopes, q, k, v, name=name, arrays=arrays):
-                how = dict(score_fn=scores.alibi(slopes), mask_fn=~masks.dilated(3), qk_transform=transforms.rotary())
-                return dot_product_attention(q, k, v, **arrays, **statics[name], **how, return_residual=True)
+                how = dict(
+                    score_fn=scores.alibi(slopes),
+                    mask_fn=~masks.dilated(3),
+                    qk_transform=transforms.rotary(),
+                )
+                return dot_product_attention(
+                    q, k, v, **arrays, **statics[name], **how, return_residual=True
+                )
 
             found, pull = jax.vjp(attend, slopes, *args)
             results[name] = found, pull(cts)
@@ -123,7 +140,11 @@ def test_functions_beside_every_feature(feature):
     out, lse = oracle.attention(*turned, **how)
     dout, dlse = cotangents(args, "float64")
     of = oracle.gradients(*turned, **how, dout=dout, dlse=dlse)
-    true = [-(of["bias"] * away).sum((0, 2, 3)), _rotate(of["query"], q_pos, True), _rotate(of["key"], k_pos, True)]
+    true = [
+        -(of["bias"] * away).sum((0, 2, 3)),
+        _rotate(of["query"], q_pos, True),
+        _rotate(of["key"], k_pos, True),
+    ]
     (found, found_lse), found_of = paired()[feature]
     np.testing.assert_array_equal(np.isinf(found_lse), np.isinf(lse))
     pairs = [(found, out), (np.where(np.isinf(lse), 0, found_lse), np.where(np.isinf(lse), 0, lse))]
@@ -149,7 +170,10 @@ def test_t5_counts_to_the_sides_that_may_be_seen(bidirectional):
 
 def test_rms_norm_divides_by_the_root_of_the_mean_square():
     """Of queries and keys, each with scales of its own; epsilon counts where all is small."""
-    x, scales = np.random.default_rng(0).standard_normal(6), {"query": np.arange(1.0, 7), "key": np.arange(6.0) - 2}
+    x, scales = (
+        np.random.default_rng(0).standard_normal(6),
+        {"query": np.arange(1.0, 7), "key": np.arange(6.0) - 2},
+    )
     norm = transforms.rms_norm(*scales.values(), epsilon=0.5)
     with jax.enable_x64(True):
         for which, scale in scales.items():
@@ -162,8 +186,12 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square():
 
 def _bent(implementation, q, k, v, score, transform, sinks):
     mask = (masks.causal() & masks.sliding_window(9)) | masks.prefix(jnp.array([2, 5]))
-    how = dict(score_fn=score, mask_fn=mask, qk_transform=transform, sinks=sinks, return_residual=True)
-    out, lse = dot_product_attention(q, k, v, **how, chunk_size=(8, 12), implementation=implementation)
+    how = dict(
+        score_fn=score, mask_fn=mask, qk_transform=transform, sinks=sinks, return_residual=True
+    )
+    out, lse = dot_product_attention(
+        q, k, v, **how, chunk_size=(8, 12), implementation=implementation
+    )
     return jnp.sin(out).sum() + jnp.cos(lse).sum()
 
 
@@ -171,12 +199,25 @@ def _bent_inputs():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
     q, k, v = draw(2, 21, 4, 6), draw(2, 21, 2, 6), draw(2, 21, 2, 3)
-    score = scores.t5(draw(8, 4)).then(scores.soft_cap(jnp.linspace(1.0, 3, 4))).then(scores.relative(draw(4, 9)))
-    score = score.then(scores.of_head(1 + 0.1 * draw(4)))
-    return q, k, v, score, transforms.rms_norm(1 + 0.1 * draw(6), 1 + 0.1 * draw(6)).then(transforms.rotary()), draw(4)
+    score = (
+        scores.t5(draw(8, 4))
+        .then(scores.soft_cap(jnp.linspace(1.0, 3, 4)))
+        .then(scores.relative(draw(4, 9)))
+    )
+    score = score.then(scores.head_temperature(1 + 0.1 * draw(4)))
+    return (
+        q,
+        k,
+        v,
+        score,
+        transforms.rms_norm(1 + 0.1 * draw(6), 1 + 0.1 * draw(6)).then(transforms.rotary()),
+        draw(4),
+    )
 
 
-@pytest.mark.parametrize("order", ["gradient", "jvp", "hvp", pytest.param("grad of grad", marks=slow)])
+@pytest.mark.parametrize(
+    "order", ["gradient", "jvp", "hvp", pytest.param("grad of grad", marks=slow)]
+)
 def test_what_bends_the_score_against_the_definition(order):
     def run(implementation):
         x = _bent_inputs()
@@ -186,7 +227,12 @@ def test_what_bends_the_score_against_the_definition(order):
         norm = lambda f: lambda *x: sum(jnp.sin(y).sum() for y in jax.tree.leaves(f(*x)))
         grad = jax.grad(f, of)
         return jax.jit(
-            {"gradient": grad, "jvp": along(f), "hvp": along(grad), "grad of grad": jax.grad(norm(grad), of)}[order]
+            {
+                "gradient": grad,
+                "jvp": along(f),
+                "hvp": along(grad),
+                "grad of grad": jax.grad(norm(grad), of),
+            }[order]
         )(*x)
 
     with jax.enable_x64(True):
@@ -200,14 +246,23 @@ def test_what_bends_the_score_against_the_definition(order):
 def test_functions_in_few_bits(dtype):
     """Gradients err at most 1.5 times as much as the plain computation's in the same dtype."""
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((2, n, h, d)) for n, h, d in ((61, 4, 16), (61, 2, 16), (61, 2, 8), (61, 4, 8))]
+    arrays = [
+        rng.standard_normal((2, n, h, d))
+        for n, h, d in ((61, 4, 16), (61, 2, 16), (61, 2, 8), (61, 4, 8))
+    ]
     arrays = [np.asarray(x, jnp.dtype(dtype)) for x in arrays]
-    params = np.linspace(0.02, 0.5, 4).astype(f32), (1 + 0.1 * rng.standard_normal((2, 16))).astype(f32)
+    params = (
+        np.linspace(0.02, 0.5, 4).astype(f32),
+        (1 + 0.1 * rng.standard_normal((2, 16))).astype(f32),
+    )
 
     def gradients(implementation, params, q, k, v, dout):
         def attend(params, q, k, v):
             slopes, (of_query, of_key) = params
-            how = dict(score_fn=scores.alibi(slopes).then(scores.soft_cap(2.0)), mask_fn=masks.causal() & ~masks.dilated(5))
+            how = dict(
+                score_fn=scores.alibi(slopes).then(scores.soft_cap(2.0)),
+                mask_fn=masks.causal() & ~masks.dilated(5),
+            )
             transform = transforms.rms_norm(of_query, of_key).then(transforms.rotary())
             how |= dict(qk_transform=transform, chunk_size=(16, 24), implementation=implementation)
             return dot_product_attention(q, k, v, **how)
@@ -216,19 +271,28 @@ def test_functions_in_few_bits(dtype):
 
     with jax.enable_x64(True):
         wide = lambda x: jax.tree.map(lambda y: np.asarray(y, np.float64), x)
-        run = lambda name, *x: wide(jax.tree.leaves(jax.jit(functools.partial(gradients, name))(*x)))
+        run = lambda name, *x: wide(
+            jax.tree.leaves(jax.jit(functools.partial(gradients, name))(*x))
+        )
         exact = run("reference", *wide((params, *arrays)))
         actual, plain = (run(name, params, *arrays) for name in (None, "reference"))
     for x, y, true in zip(actual, plain, exact, strict=True):
-        eps = {"float32": 4e-6, "bfloat16": 4e-3, "float16": 5e-4}[dtype] * max(1, np.abs(true).max())
+        eps = {"float32": 4e-6, "bfloat16": 4e-3, "float16": 5e-4}[dtype] * max(
+            1, np.abs(true).max()
+        )
         assert np.abs(x - true).max() <= 1.5 * np.abs(y - true).max() + eps
 
 
 def test_sinks_take_what_a_key_without_a_value_would():
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, n, h, 5)), f32) for n, h in ((9, 4), (7, 2), (7, 2)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, n, h, 5)), f32) for n, h in ((9, 4), (7, 2), (7, 2))
+    )
     sinks = jnp.array([-1.0, 0.3, 2, 9])
-    with_key = jnp.concatenate([k, jnp.zeros((2, 1, 2, 5))], 1), jnp.concatenate([v, jnp.zeros((2, 1, 2, 5))], 1)
+    with_key = (
+        jnp.concatenate([k, jnp.zeros((2, 1, 2, 5))], 1),
+        jnp.concatenate([v, jnp.zeros((2, 1, 2, 5))], 1),
+    )
     bias = jnp.concatenate([jnp.zeros((4, 1, 7)), sinks[:, None, None]], -1)
     loss = lambda f: lambda *x: (jnp.sin(f(*x))).sum()
     plain = lambda q, k, v, sinks: dot_product_attention(q, *with_key, bias.at[:, 0, 7].set(sinks))
@@ -266,7 +330,11 @@ def test_block_mask_skips_the_tiles_that_its_picture_hides():
 
     for a, b in zip(jax.jit(lambda: both(mask))(), jax.jit(lambda: both(block))(), strict=True):
         np.testing.assert_array_equal(a, b)
-    visited = int(memeff.explain(q, k, v, mask_fn=block, chunk_size=(8, 12)).split(" of 35 visited")[0].split()[-1])
+    visited = int(
+        memeff.explain(q, k, v, mask_fn=block, chunk_size=(8, 12))
+        .split(" of 35 visited")[0]
+        .split()[-1]
+    )
     assert visited == block.blocks.of_tiles(8, 12)[0].sum() < 35
 
 
@@ -276,13 +344,20 @@ def test_block_mask_of_batch_and_heads():
     block = memeff.block_mask(masks.prefix(lengths), 8, 64, batch=2, block_size=8)
     assert block.blocks.some.tolist() == [[True] * 4 + [False] * 4] and not block.blocks.every.any()
     per_head = memeff.block_mask(lambda b, h, q, k, p: k >= 8 * h, 8, 32, heads=3, block_size=8)
-    assert per_head.blocks.some.all() and per_head.blocks.every.tolist() == [[False, False, True, True]]
+    assert per_head.blocks.some.all() and per_head.blocks.every.tolist() == [
+        [False, False, True, True]
+    ]
     assert per_head.sparsity == 0
 
 
 def test_block_masks_are_equal_by_what_they_say():
     make = lambda n: memeff.block_mask(masks.sliding_window(n), 64, block_size=8).blocks
-    assert make(8) == make(8) and hash(make(8)) == hash(make(8)) and make(8) != make(9) and isinstance(make(8), Blocks)
+    assert (
+        make(8) == make(8)
+        and hash(make(8)) == hash(make(8))
+        and make(8) != make(9)
+        and isinstance(make(8), VisibleBlocks)
+    )
 
 
 # ---- memory
@@ -293,7 +368,9 @@ def packed(T):
 
 
 EXTRAS = {  # of T tokens, 2 heads
-    "score": lambda _: dict(score_fn=scores.alibi(jnp.ones(2)).then(scores.t5(jnp.ones((32, 2), f32))), is_causal=True),
+    "score": lambda _: dict(
+        score_fn=scores.alibi(jnp.ones(2)).then(scores.t5(jnp.ones((32, 2), f32))), is_causal=True
+    ),
     "mask": lambda T: dict(mask_fn=packed(T)),
     "block mask": lambda T: dict(mask_fn=memeff.block_mask(packed(T), T)),
     "transform": lambda _: dict(qk_transform=transforms.rotary(), is_causal=True),
@@ -308,14 +385,18 @@ def extra_program(kind, order, T):
     return compiled(of[order], shapes)
 
 
-KINDS = [kind if kind in ("score", "block mask") else pytest.param(kind, marks=slow) for kind in EXTRAS]
+KINDS = [
+    kind if kind in ("score", "block mask") else pytest.param(kind, marks=slow) for kind in EXTRAS
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["gradient", pytest.param("grad of grad", marks=slow)])
 def test_memory_of_functions_grows_with_the_sequence(kind, order):
     T = 8192 if kind == "block mask" else 16384  # whose blocks are found pair by pair
-    once, twice = (extra_program(kind, order, n).memory_analysis().temp_size_in_bytes for n in (T, 2 * T))
+    once, twice = (
+        extra_program(kind, order, n).memory_analysis().temp_size_in_bytes for n in (T, 2 * T)
+    )
     assert twice <= 2.15 * once, f"{once / MIB:.1f} MiB, twice the tokens {twice / MIB:.1f} MiB"
     assert not quadratic(extra_program(kind, order, T).as_text(), T)
 
@@ -323,7 +404,9 @@ def test_memory_of_functions_grows_with_the_sequence(kind, order):
 def test_gradient_of_a_table_costs_its_own_size():
     """32 heads: T5's table has 1,024 numbers, its pairs 2^29."""
     x = jax.ShapeDtypeStruct((1, 4096, 32, 8), f32)
-    f = lambda x, table: dot_product_attention(x, x, x, score_fn=scores.t5(table), is_causal=True).sum()
+    f = lambda x, table: dot_product_attention(
+        x, x, x, score_fn=scores.t5(table), is_causal=True
+    ).sum()
     table = jax.ShapeDtypeStruct((32, 32), f32)
     with_table = compiled(jax.grad(f, 1), (x, table)).memory_analysis().temp_size_in_bytes
     assert with_table <= 64 * MIB, f"{with_table / MIB:.1f} MiB"
@@ -355,7 +438,9 @@ def test_statistics_and_key_mass():
     with jax.enable_x64(True):
         found = jax.jit(lambda *x: memeff.attention_statistics(*x, **how))(q, k, v)
         mass = memeff.key_mass(q, k, **how)
-    for actual, true in zip((*found, mass), _plain_statistics(q[0, :, 0], k[0, :, 0], v[0, :, 0]), strict=True):
+    for actual, true in zip(
+        (*found, mass), _plain_statistics(q[0, :, 0], k[0, :, 0], v[0, :, 0]), strict=True
+    ):
         np.testing.assert_allclose(np.asarray(actual)[0, :, 0], true, atol=1e-12)
 
 
@@ -369,22 +454,35 @@ def test_statistics_differentiate():
     def loss(*x):
         how = dict(is_causal=True, q_offset=-2, chunk_size=(4, 5))
         found = *memeff.attention_statistics(*x, **how), memeff.key_mass(*x[:2], **how)
-        return sum((w * jnp.where(jnp.isfinite(y), y, 0)[0, :, 0]).sum() for w, y in zip(weights, found, strict=True))
+        return sum(
+            (w * jnp.where(jnp.isfinite(y), y, 0)[0, :, 0]).sum()
+            for w, y in zip(weights, found, strict=True)
+        )
 
     def plain(step):
         found = _plain_statistics(*((y + step * d)[0, :, 0] for y, d in zip(x, along, strict=True)))
-        return sum((w * np.where(np.isfinite(y), y, 0)).sum() for w, y in zip(weights, found, strict=True))
+        return sum(
+            (w * np.where(np.isfinite(y), y, 0)).sum() for w, y in zip(weights, found, strict=True)
+        )
 
     with jax.enable_x64(True):
-        both = jax.jit(lambda *x: (jax.jvp(loss, x, tuple(along))[1], jax.grad(loss, (0, 1, 2))(*x)))
+        both = jax.jit(
+            lambda *x: (jax.jvp(loss, x, tuple(along))[1], jax.grad(loss, (0, 1, 2))(*x))
+        )
         tangent, of = jax.tree.map(np.asarray, both(*x))
-        slope = jax.jit(lambda s: jax.grad(lambda s: loss(*(y + s * d for y, d in zip(x, along, strict=True))))(s))
+        slope = jax.jit(
+            lambda s: jax.grad(lambda s: loss(*(y + s * d for y, d in zip(x, along, strict=True))))(
+                s
+            )
+        )
         second = float(jax.jit(jax.grad(slope))(0.0))
         h = 1e-4
         bend = float(slope(h) - slope(-h)) / (2 * h)
     numeric = (8 * (plain(1e-3) - plain(-1e-3)) - plain(2e-3) + plain(-2e-3)) / 12e-3
     assert abs(tangent - numeric) <= 1e-8 * abs(numeric)
-    assert abs(sum((g * d).sum() for g, d in zip(of, along, strict=True)) - numeric) <= 1e-8 * abs(numeric)
+    assert abs(sum((g * d).sum() for g, d in zip(of, along, strict=True)) - numeric) <= 1e-8 * abs(
+        numeric
+    )
     assert abs(second - bend) <= 1e-6 * max(1, abs(bend))
 
 
@@ -407,16 +505,21 @@ def test_the_gradient_of_the_largest_logit_is_shared():
 
 def _audited(dtype, T=150, S=170):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((2, n, h, 8)), dtype) for n, h in ((T, 4), (S, 2), (S, 2))]
+    return [
+        jnp.asarray(rng.standard_normal((2, n, h, 8)), dtype) for n, h in ((T, 4), (S, 2), (S, 2))
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_audit_finds_nothing_where_nothing_is(implementation, dtype):
     how = dict(is_causal=True, q_offset=20, logits_soft_cap=3.0, qk_transform=transforms.rotary())
-    if dtype == "bfloat16":  # whose rows, turned, are rounded to 8 bits: that is no rounding of attention's
+    # whose rows, turned, are rounded to 8 bits: that is no rounding of attention's
+    if dtype == "bfloat16":
         how.pop("qk_transform")
-    found = memeff.audit(implementation, *_audited(dtype), samples=16, score_fn=scores.alibi(jnp.full(4, 0.1)), **how)
+    found = memeff.audit(
+        implementation, *_audited(dtype), samples=16, score_fn=scores.alibi(jnp.full(4, 0.1)), **how
+    )
     assert found.ok, str(found)
     assert [x.name for x in found.findings] == ["lse", "out", "query", "key", "value"]
     assert found.findings[0].relative < 1e-6
@@ -432,17 +535,28 @@ def _swap_backward(how, pull, dout):
     return dq, dv, dk
 
 
-_swap.defvjp(lambda *x: jax.vjp(lambda *y: jax.nn.dot_product_attention(*y, **dict(x[3])), *x[:3]), _swap_backward)
+_swap.defvjp(
+    lambda *x: jax.vjp(lambda *y: jax.nn.dot_product_attention(*y, **dict(x[3])), *x[:3]),
+    _swap_backward,
+)
 
 
 DEFECTS = {
     "scale": lambda q, k, v, **how: jax.nn.dot_product_attention(q, k, v, scale=0.36, **how),
-    "last keys": lambda q, k, v, **how: jax.nn.dot_product_attention(q, k[:, :-9], v[:, :-9], **how),
+    "last keys": lambda q, k, v, **how: jax.nn.dot_product_attention(
+        q, k[:, :-9], v[:, :-9], **how
+    ),
     "not causal": lambda q, k, v, **how: jax.nn.dot_product_attention(q, k, v),
     "dk and dv swapped": lambda q, k, v, **how: _swap(q, k, v, tuple(how.items())),
-    "gradient of keys lost": lambda q, k, v, **how: jax.nn.dot_product_attention(q, jax.lax.stop_gradient(k), v, **how),
-    "one group": lambda q, k, v, **how: jax.nn.dot_product_attention(q, k[:, :, ::-1], v[:, :, ::-1], **how),
-    "NaN": lambda q, k, v, **how: jax.nn.dot_product_attention(q, k, v, **how).at[1, 3].set(jnp.nan),
+    "gradient of keys lost": lambda q, k, v, **how: jax.nn.dot_product_attention(
+        q, jax.lax.stop_gradient(k), v, **how
+    ),
+    "one group": lambda q, k, v, **how: jax.nn.dot_product_attention(
+        q, k[:, :, ::-1], v[:, :, ::-1], **how
+    ),
+    "NaN": lambda q, k, v, **how: (
+        jax.nn.dot_product_attention(q, k, v, **how).at[1, 3].set(jnp.nan)
+    ),
 }
 
 
@@ -450,7 +564,8 @@ DEFECTS = {
 def test_audit_finds_what_is_planted(dtype):
     q, k, v = _audited(dtype, 150, 150)
     assert memeff.audit(jax.nn.dot_product_attention, q, k, v, is_causal=True, samples=150).ok
-    assert memeff.audit(None, q, k, v, is_causal=True, samples=150, backward="fastest").ok  # which has no say on a CPU
+    # which has no say on a CPU
+    assert memeff.audit(None, q, k, v, is_causal=True, samples=150, backward="fastest").ok
     with pytest.raises(NotImplementedError, match='backward="fused" cannot run this call'):
         memeff.audit(None, q, k, v, is_causal=True, backward="fused")
     for name, f in DEFECTS.items():
@@ -474,23 +589,63 @@ def _if(score, batch, head, q_pos, k_pos, params):
 
 
 WRONG = [
-    (dict(score_fn=3), TypeError, r"score_fn must be a function \(score, batch, head, q_pos, k_pos, params\), got int"),
-    (dict(score_fn=lambda s, b, h: s), TypeError, r"score_fn must be hashable and take \(score, batch, head, q_pos, k_pos"),
+    (
+        dict(score_fn=3),
+        TypeError,
+        r"score_fn must be a function \(score, batch, head, q_pos, k_pos, params\), got int",
+    ),
+    (
+        dict(score_fn=lambda s, b, h: s),
+        TypeError,
+        r"score_fn must be hashable and take \(score, batch, head, q_pos, k_pos",
+    ),
     (dict(score_fn=_if), TypeError, r"score_fn wants the value .* use jnp\.where, not if"),
-    (dict(score_fn=lambda s, *at: s[None]), TypeError, r"must return one float32 then; got float32\[1\]"),
-    (dict(score_fn=lambda s, *at: at[2]), TypeError, r"must return one float32 then; got int32\[\]"),
-    (dict(score_fn=lambda s, *at: (s, s)), TypeError, r"must return one float32 then; got float32\[\], float32\[\]"),
-    (dict(score_fn=lambda s, *at: s * jnp.ones(3)), TypeError, r"is called with scalars, for one pair.*float32\[3\]"),
-    (dict(score_fn=scores.alibi(np.ones(3))), ValueError, r"score_fn has numbers for N=3, and here N=4: give it as many"),
-    (dict(score_fn=scores.soft_cap(1.0).then(scores.t5(np.ones((8, 2))))), ValueError, r"score_fn has numbers for N=2"),
+    (
+        dict(score_fn=lambda s, *at: s[None]),
+        TypeError,
+        r"must return one float32 then; got float32\[1\]",
+    ),
+    (
+        dict(score_fn=lambda s, *at: at[2]),
+        TypeError,
+        r"must return one float32 then; got int32\[\]",
+    ),
+    (
+        dict(score_fn=lambda s, *at: (s, s)),
+        TypeError,
+        r"must return one float32 then; got float32\[\], float32\[\]",
+    ),
+    (
+        dict(score_fn=lambda s, *at: s * jnp.ones(3)),
+        TypeError,
+        r"is called with scalars, for one pair.*float32\[3\]",
+    ),
+    (
+        dict(score_fn=scores.alibi(np.ones(3))),
+        ValueError,
+        r"score_fn has numbers for N=3, and here N=4: give it as many",
+    ),
+    (
+        dict(score_fn=scores.soft_cap(1.0).then(scores.t5(np.ones((8, 2))))),
+        ValueError,
+        r"score_fn has numbers for N=2",
+    ),
     (dict(score_fn=scores.relative(np.ones((5, 9)))), ValueError, r"score_fn has numbers for N=5"),
-    (dict(mask_fn=masks.causal() | masks.prefix(np.ones(3, int))), ValueError, r"mask_fn has numbers for B=3, and here B=2"),
+    (
+        dict(mask_fn=masks.causal() | masks.prefix(np.ones(3, int))),
+        ValueError,
+        r"mask_fn has numbers for B=3, and here B=2",
+    ),
     (
         dict(mask_fn=~masks.documents(np.zeros(7, int), np.zeros(6, int))),
         ValueError,
         r"mask_fn has numbers for S=6, and here S=7",
     ),
-    (dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > b, 5, 7)), ValueError, r"made with batch=1, and here B=2"),
+    (
+        dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > b, 5, 7)),
+        ValueError,
+        r"made with batch=1, and here B=2",
+    ),
     (
         dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > h, 5, 7, heads=2)),
         ValueError,
@@ -502,16 +657,32 @@ WRONG = [
         ValueError,
         r"score_params came beside a score_fn that has its own",
     ),
-    (dict(mask_fn=lambda *at: at[2] - at[3]), TypeError, r"mask_fn is called with scalars.* one bool then; got int32\[\]"),
+    (
+        dict(mask_fn=lambda *at: at[2] - at[3]),
+        TypeError,
+        r"mask_fn is called with scalars.* one bool then; got int32\[\]",
+    ),
     (dict(mask_params=1), ValueError, r"mask_params came without mask_fn: pass both"),
     (
         dict(qk_transform=lambda x, position, which, p: x[:2]),
         TypeError,
         r"qk_transform must return a row like that of a query",
     ),
-    (dict(qk_transform=lambda x: x), TypeError, r"qk_transform must be hashable and take \(x, position, which, params\)"),
-    (dict(qk_transform_params=1), ValueError, r"qk_transform_params came without qk_transform: pass both"),
-    (dict(sinks=np.ones(3)), ValueError, r"sinks must be floats of shape \(N=4,\), a logit for each head"),
+    (
+        dict(qk_transform=lambda x: x),
+        TypeError,
+        r"qk_transform must be hashable and take \(x, position, which, params\)",
+    ),
+    (
+        dict(qk_transform_params=1),
+        ValueError,
+        r"qk_transform_params came without qk_transform: pass both",
+    ),
+    (
+        dict(sinks=np.ones(3)),
+        ValueError,
+        r"sinks must be floats of shape \(N=4,\), a logit for each head",
+    ),
     (
         dict(mask_fn=memeff.block_mask(masks.causal(), 9, block_size=4)),
         ValueError,
@@ -535,7 +706,10 @@ def test_wrong_functions_are_refused_in_a_sentence(i):
 
 def test_a_function_that_closes_over_a_tracer_is_refused():
     x = jnp.ones((1, 5, 1, 4))
-    with pytest.raises(ValueError, match=r"score_fn closes over a traced array of shape \(\): hand it over in score_params"):
+    with pytest.raises(
+        ValueError,
+        match=r"score_fn closes over a traced array of shape \(\): hand it over in score_params",
+    ):
         jax.jit(lambda w: dot_product_attention(x, x, x, score_fn=lambda s, *at: s * w))(2.0)
     kept = dot_product_attention(x, x, x, score_fn=lambda s, b, h, i, j, w: s * w, score_params=2.0)
     np.testing.assert_allclose(kept, x)
@@ -544,14 +718,20 @@ def test_a_function_that_closes_over_a_tracer_is_refused():
 
 
 def test_a_block_mask_of_numpy_arrays_is_made_inside_jit():
-    make = lambda: memeff.block_mask(masks.causal() & masks.documents(np.arange(8) // 3), 8, block_size=2).blocks
+    make = lambda: (
+        memeff.block_mask(
+            masks.causal() & masks.documents(np.arange(8) // 3), 8, block_size=2
+        ).blocks
+    )
     inside = jax.jit(lambda x: x + make().some)(0)
     np.testing.assert_array_equal(inside, make().some)
 
 
 def test_statistics_and_audit_refuse():
     x = jnp.ones((1, 5, 1, 4))
-    with pytest.raises(TypeError, match="attention_statistics does not take return_residual, sinks"):
+    with pytest.raises(
+        TypeError, match="attention_statistics does not take return_residual, sinks"
+    ):
         memeff.attention_statistics(x, x, x, sinks=jnp.ones(1), return_residual=True)
     with pytest.raises(TypeError, match="memeff.audit runs outside jit"):
         jax.jit(lambda x: memeff.audit(None, x, x, x).samples)(x)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import EPS, _plain, accumulator
 
-from memeff import dispatch, dot_product_attention
+from memeff import dot_product_attention
+from memeff.device import pretend_device
 
 T, H, D = 128, 8, 3  # on GPUs fewer queries take another path
 WIDE = (1e-30, 1e-6, 1.0, 1e6, 1e30)
@@ -48,10 +49,16 @@ def one_hot(rng, value: float, S: int = 200):
 
 
 def gaussian(rng, value: float, S: int = 97):
-    return rng.standard_normal((T, H)), rng.standard_normal((S, H)), value * rng.standard_normal((S, D))
+    return (
+        rng.standard_normal((T, H)),
+        rng.standard_normal((S, H)),
+        value * rng.standard_normal((S, D)),
+    )
 
 
-CASES = {f"sink, others {below} nats below": functools.partial(sink, below=below) for below in (18.5, 40)}
+CASES = {
+    f"sink, others {below} nats below": functools.partial(sink, below=below) for below in (18.5, 40)
+}
 CASES |= {"equal keys": equal, "one-hot rows": one_hot, "gaussian": gaussian}
 
 
@@ -69,7 +76,9 @@ def program(path: str, dtype: str):
     """out, lse and gradients of all cases, in one program."""
 
     implementation = "reference" if path == "reference" else "xla"
-    f = functools.partial(dot_product_attention, return_residual=True, implementation=implementation)
+    f = functools.partial(
+        dot_product_attention, return_residual=True, implementation=implementation
+    )
 
     def result(args, dout):
         found, pull = jax.vjp(f, *args)
@@ -77,7 +86,7 @@ def program(path: str, dtype: str):
 
     result = plain if path == "plain" else result
     run = jax.jit(lambda inputs: {name: result(*x) for name, x in inputs.items()})
-    device = dispatch.as_if_on("gpu") if path == "gpu" else contextlib.nullcontext()
+    device = pretend_device("gpu") if path == "gpu" else contextlib.nullcontext()
     with device:
         return run.lower(inputs(1.0, 1.0, dtype)).compile()
 
@@ -120,14 +129,18 @@ def test_hard_inputs(path, dtype):
 
     Each size is another draw; compared are root mean squares of the largest error of each.
     """
-    sizes = [(value, 1.0) for value in SIZES[dtype]] + [(1.0, x) for x in (SIZES[dtype][0], SIZES[dtype][-1])]
+    sizes = [(value, 1.0) for value in SIZES[dtype]] + [
+        (1.0, x) for x in (SIZES[dtype][0], SIZES[dtype][-1])
+    ]
     errors = {name: np.zeros((3, len(NAMES))) for name in CASES}
     for seed, size in enumerate(sizes):
         given = inputs(*size, dtype, seed)
         ours, written_out = (program(p, dtype)(given) for p in (path, "plain"))
         for name, x in given.items():
             true, scale = truth_and_sizes(*x)
-            baselines = ((out, lse, *(grads[n] for n in NAMES[2:])) for out, lse, grads in written_out[name])
+            baselines = (
+                (out, lse, *(grads[n] for n in NAMES[2:])) for out, lse, grads in written_out[name]
+            )
             for n, results in enumerate((ours[name], *baselines)):
                 for m, y in enumerate(results):
                     error = np.abs(np.float64(y).reshape(true[m].shape) - true[m]).max() / scale[m]
@@ -135,4 +148,6 @@ def test_hard_inputs(path, dtype):
     for name, (of_ours, *of_plain) in ((name, np.sqrt(x)) for name, x in errors.items()):
         for what, error, base in zip(NAMES, of_ours, np.max(of_plain, 0), strict=True):
             eps = EPS[jnp.dtype(accumulator(dtype) if what == "lse" else dtype).name]
-            assert error <= 1.5 * base + eps, f"{name}: {what} errs {error:.3g}, written out {base:.3g}"
+            assert error <= 1.5 * base + eps, (
+                f"{name}: {what} errs {error:.3g}, written out {base:.3g}"
+            )

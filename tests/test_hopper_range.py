@@ -8,25 +8,35 @@ import pytest
 from test_hopper import bf16, cotangents, draw, f32, forward, i32, run, small
 
 from memeff import dot_product_attention
-from memeff.functions import Score
+from memeff.user_functions import Score
 
 pytestmark = [
-    pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"),
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in"),  # of rows that are done again
+    pytest.mark.skipif(
+        jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"
+    ),
+    # of rows that are done again
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in"),
 ]
 
 
 def test_a_row_that_sees_no_logit_in_its_first_tiles_is_done_again():
     """A score of -inf hides a key: no logit of these rows is there to refer to, and later ones lie 400 bits below 0."""
-    args = draw(bf16, small(T=64, S=512))  # four tiles without masks, of which the first is the nearest
-    score_fn = Score(lambda s, b, h, i, j, p: jnp.where((j < 260) & (i % 2 == 0), -jnp.inf, s - 277.0))
+    # four tiles without masks, of which the first is the nearest
+    args = draw(bf16, small(T=64, S=512))
+    score_fn = Score(
+        lambda s, b, h, i, j, p: jnp.where((j < 260) & (i % 2 == 0), -jnp.inf, s - 277.0)
+    )
     out, lse = forward(args, score_fn=score_fn)
-    plain, plain_lse = dot_product_attention(*args, score_fn=score_fn, return_residual=True, implementation="reference")
+    plain, plain_lse = dot_product_attention(
+        *args, score_fn=score_fn, return_residual=True, implementation="reference"
+    )
     np.testing.assert_allclose(f32(out), f32(plain), atol=8e-3)
     np.testing.assert_allclose(lse, plain_lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("size", [3e38, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e30, 1e-30))])
+@pytest.mark.parametrize(
+    "size", [3e38, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e30, 1e-30))]
+)
 def test_equal_keys_have_their_value(size):
     """However large: the sum of as many of the largest is more than float32 holds."""
     query, key, value = draw(bf16, small(T=64, S=450))
@@ -53,16 +63,22 @@ def test_keys_far_below_a_sink_count():
 @pytest.mark.slow
 def test_powers_of_two_in_values_and_cotangents_pass_through():
     """Values times 2^-100 and cotangents times 2^100: the same bits, forward and backward."""
-    (query, key, value), how = draw(bf16, small(T=70, S=140)), dict(is_causal=True, query_seq_lengths=i32([66]))
+    (query, key, value), how = (
+        draw(bf16, small(T=70, S=140)),
+        dict(is_causal=True, query_seq_lengths=i32([66])),
+    )
     dout, dlse = cotangents((query, key, value), "bfloat16", dlse=False)
     scaled = lambda x, power: (x.astype(f32) * f32(2.0) ** power).astype(bf16)
     base = run((query, key, value), how, dout, dlse)
     found = run((query, key, scaled(value, -100)), how, scaled(dout, 100), dlse)
-    for name, power, old, new in zip(("out", "lse", "dq", "dk", "dv"), (-100, 0, 0, 0, 100), base, found, strict=True):
+    for name, power, old, new in zip(
+        ("out", "lse", "dq", "dk", "dv"), (-100, 0, 0, 0, 100), base, found, strict=True
+    ):
         np.testing.assert_array_equal(old * f32(2.0) ** power, new, err_msg=name)
 
 
-SIZES = [(2.0**-14, 16), pytest.param(2.0**5, 1, marks=pytest.mark.slow)]  # of values, and of keys over queries
+# of values, and of keys over queries
+SIZES = [(2.0**-14, 16), pytest.param(2.0**5, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("size, keys", SIZES, ids=["small", "large"])
@@ -71,7 +87,9 @@ def test_ds_in_float16(size, keys):
     that stands in for ds, and all is done again.
     """
     args = draw(np.float16, small(T=64, S=200))
-    query, key, value = (x * np.float16(y) for x, y in zip(args, (1 / keys, keys, size), strict=True))
+    query, key, value = (
+        x * np.float16(y) for x, y in zip(args, (1 / keys, keys, size), strict=True)
+    )
     dout, dlse = cotangents(args, np.float16, dlse=False)
     dout = dout * np.float16(max(1, size))
     found = run((query, key, value), {}, dout, dlse)

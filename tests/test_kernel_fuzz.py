@@ -9,9 +9,12 @@ import oracle
 import pytest
 from test_hopper_tangent import interpreted
 
-from memeff import dispatch, pallas
+from memeff.device import current_device
+from memeff.pallas.hopper import implementation as hopper
 
-needs_kernels = pytest.mark.skipif(jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10")
+needs_kernels = pytest.mark.skipif(
+    jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"
+)
 
 
 @pytest.mark.parametrize("seed", range(0, 90, kernel_cases.DRAWS))
@@ -30,13 +33,19 @@ def test_its_truth_is_the_oracle(seed):
         along = oracle.tangent(*case.args, **how, along=case.along)
         expected |= dict(zip(("tangent of out", "tangent of lse"), along, strict=True))
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-9 * max(1, np.abs(case.args[2]).max()), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], x, rtol=1e-9, atol=1e-9 * max(1, np.abs(case.args[2]).max()), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("seed", range(0, 30, kernel_cases.DRAWS))
 def test_who_sees_whom_is_the_oracles(seed):
     case = kernel_cases.draw(seed, small=True)
-    how = {name: x for name, x in (case.static.how | case.arrays).items() if name in kernel_cases.POSITIONS}
+    how = {
+        name: x
+        for name, x in (case.static.how | case.arrays).items()
+        if name in kernel_cases.POSITIONS
+    }
     expected = oracle.seen_by(*case.args[:2], **how)
     np.testing.assert_array_equal(kernel_cases.by_rows(*case.args[:2], **how), expected)
 
@@ -46,8 +55,11 @@ SLOW = tuple(seed for seed in range(0, 60, kernel_cases.DRAWS) if seed not in FA
 
 
 @needs_kernels
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in")  # of NaN that nobody sees
-@pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+# of NaN that nobody sees
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in")
+@pytest.mark.parametrize(
+    "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)]
+)
 def test_random_calls(seed):
     case = kernel_cases.draw(seed, small=True)
     with interpreted(detect_races=case.static.how["backward"] == "split"):
@@ -59,7 +71,7 @@ def test_random_calls(seed):
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in")
 @pytest.mark.parametrize("seed", range(30))
 def test_random_calls_on_a_gpu(seed):
-    if reason := pallas.for_device(dispatch.device()):
+    if reason := hopper.for_device(current_device()):
         pytest.skip(reason)
     case = kernel_cases.draw(seed)
     kernel_cases.check(case, kernel_cases.run(case))

@@ -26,7 +26,10 @@ PICTURES = {
     "causal, bottom right": ({"is_causal": True, "q_offset": 2}, "###... ####.. #####. ######"),
     "causal, offset -2": ({"is_causal": True, "q_offset": -2}, "..... ..... #.... ##..."),
     "causal, offset past the end": ({"is_causal": True, "q_offset": 9}, "##### ##### #####"),
-    "causal, offset as array": ({"is_causal": True, "q_offset": np.array([1])}, "##... ###.. ####. #####"),
+    "causal, offset as array": (
+        {"is_causal": True, "q_offset": np.array([1])},
+        "##... ###.. ####. #####",
+    ),
     "window (1, 0)": ({"local_window_size": (1, 0)}, "#.... ##... .##.. ..##."),
     "window (0, 0)": ({"local_window_size": (0, 0)}, "#.... .#... ..#.. ...#. ....# ....."),
     "window 1": ({"local_window_size": 1}, "##... ###.. .###. ..###"),
@@ -35,24 +38,45 @@ PICTURES = {
     "window (None, 1)": ({"local_window_size": (None, 1)}, "##... ###.. ####. #####"),
     "window wider than all": ({"local_window_size": (7, 9)}, "##### ##### #####"),
     "window of 2 ** 40": ({"local_window_size": 2**40, "q_offset": 2**29 - 1}, "##### ##### #####"),
-    "window just past the end": ({"local_window_size": (1, 1), "q_offset": 4}, "...## ....# ..... ....."),
-    "window far past the end": ({"local_window_size": (1, 1), "q_offset": 2**29 - 1}, "..... ....."),
-    "window before the start": ({"local_window_size": (1, 1), "q_offset": -2}, "..... #.... ##... ###.."),
+    "window just past the end": (
+        {"local_window_size": (1, 1), "q_offset": 4},
+        "...## ....# ..... .....",
+    ),
+    "window far past the end": (
+        {"local_window_size": (1, 1), "q_offset": 2**29 - 1},
+        "..... .....",
+    ),
+    "window before the start": (
+        {"local_window_size": (1, 1), "q_offset": -2},
+        "..... #.... ##... ###..",
+    ),
     "window 1, causal": ({"local_window_size": 1, "is_causal": True}, "#.... ##... .##.. ..##."),
     "window (2, 1), causal, offset": (
         {"local_window_size": (2, 1), "is_causal": True, "q_offset": 1},
         "##... ###.. .###. ..###",
     ),
-    "window (0, 0), offset 2": ({"local_window_size": (0, 0), "q_offset": 2}, "..#.. ...#. ....# ....."),
-    "window (1, 0), offset as array": ({"local_window_size": (1, 0), "q_offset": np.array([-1])}, "..... #.... ##... .##.."),
+    "window (0, 0), offset 2": (
+        {"local_window_size": (0, 0), "q_offset": 2},
+        "..#.. ...#. ....# .....",
+    ),
+    "window (1, 0), offset as array": (
+        {"local_window_size": (1, 0), "q_offset": np.array([-1])},
+        "..... #.... ##... .##..",
+    ),
     "key length 3": ({"key_value_seq_lengths": np.array([3])}, "###.. ###.. ###.."),
     "key length 3, causal": (
         {"key_value_seq_lengths": np.array([3]), "is_causal": True},
         "#.... ##... ###.. ###.. ###..",
     ),
     "query length 2": ({"query_seq_lengths": np.array([2])}, "##### ##### ....."),
-    "lengths 0": ({"query_seq_lengths": np.array([0]), "key_value_seq_lengths": np.array([0])}, "... ..."),
-    "segments": ({"query_segment_ids": np.array([[0, 0, 1, 1, 2]])}, "##... ##... ..##. ..##. ....#"),
+    "lengths 0": (
+        {"query_seq_lengths": np.array([0]), "key_value_seq_lengths": np.array([0])},
+        "... ...",
+    ),
+    "segments": (
+        {"query_segment_ids": np.array([[0, 0, 1, 1, 2]])},
+        "##... ##... ..##. ..##. ....#",
+    ),
     "segments, causal": (
         {"query_segment_ids": np.array([[7, 7, 7, 1, 1]]), "is_causal": True},
         "#.... ##... ###.. ...#. ...##",
@@ -62,12 +86,21 @@ PICTURES = {
         "##... ###.. .##.. ...## ...##",
     ),
     "segments of keys": (
-        {"query_segment_ids": np.array([[3, 1, 9]]), "key_value_segment_ids": np.array([[1, 1, 3, 3, 2]])},
+        {
+            "query_segment_ids": np.array([[3, 1, 9]]),
+            "key_value_segment_ids": np.array([[1, 1, 3, 3, 2]]),
+        },
         "..##. ##... .....",
     ),
-    "mask, causal": ({"mask": np.array([[True, False, True, True]]), "is_causal": True}, "#... #... #.#. #.##"),
+    "mask, causal": (
+        {"mask": np.array([[True, False, True, True]]), "is_causal": True},
+        "#... #... #.#. #.##",
+    ),
     "bias, window": (
-        {"bias": np.array([0, -np.inf, 3, np.finfo(np.float32).min, -1e30], np.float32), "local_window_size": (2, 1)},
+        {
+            "bias": np.array([0, -np.inf, 3, np.finfo(np.float32).min, -1e30], np.float32),
+            "local_window_size": (2, 1),
+        },
         "#.... #.#.. #.#.. ..#.#",
     ),
 }
@@ -85,7 +118,12 @@ def _pictures(implementation, chunk_size):
         of = {}
         for name, (kwargs, text) in PICTURES.items():
             T, S = len(text.split()), len(text.split()[0])
-            call = functools.partial(dot_product_attention, **kwargs, chunk_size=chunk_size, implementation=implementation)
+            call = functools.partial(
+                dot_product_attention,
+                **kwargs,
+                chunk_size=chunk_size,
+                implementation=implementation,
+            )
             of[name] = _picture(call, T, S)
         return of
 
@@ -100,7 +138,8 @@ def test_pictures(name):
     named = kwargs.get("bias"), kwargs.get("mask")
     rest = {n: x for n, x in kwargs.items() if n not in ("bias", "mask")}
     np.testing.assert_array_equal(
-        oracle.seen_by(np.zeros((1, T, 1, 1)), np.zeros((1, S, 1, 1)), *named, **rest)[0, 0], expected
+        oracle.seen_by(np.zeros((1, T, 1, 1)), np.zeros((1, S, 1, 1)), *named, **rest)[0, 0],
+        expected,
     )
     for implementation, chunk_size in (("reference", None), ("xla", (3, 2))):
         p = _pictures(implementation, chunk_size)[name]
@@ -115,10 +154,14 @@ def test_one_row_equals_its_row_of_the_full_call():
     full = dot_product_attention(query, key, value, **kwargs)
     row = jax.jit(lambda q, t: dot_product_attention(q, key, value, q_offset=t, **kwargs))
     for t in (0, 1, 15, 16, 52):
-        np.testing.assert_allclose(row(query[:, t : t + 1], jnp.int32(t))[:, 0], full[:, t], atol=2e-6)
+        np.testing.assert_allclose(
+            row(query[:, t : t + 1], jnp.int32(t))[:, 0], full[:, t], atol=2e-6
+        )
     static = dot_product_attention(query[:, 16:17], key, value, q_offset=16, **kwargs)
     np.testing.assert_allclose(static[:, 0], full[:, 16], atol=2e-6)
-    two = dot_product_attention(np.stack([query[0, 3:5], query[1, 40:42]]), key, value, q_offset=np.array([3, 40]), **kwargs)
+    two = dot_product_attention(
+        np.stack([query[0, 3:5], query[1, 40:42]]), key, value, q_offset=np.array([3, 40]), **kwargs
+    )
     np.testing.assert_allclose(two, np.stack([full[0, 3:5], full[1, 40:42]]), atol=2e-6)
 
 
@@ -130,20 +173,31 @@ SMALL = Sizes(B=2, T=11, S=13, K=3, G=2, H=3, D=4)
 
 def _broadcast_calls():
     full = (SMALL.B, SMALL.N, SMALL.T, SMALL.S)
-    shape = lambda pattern: tuple(size if keep else 1 for keep, size in zip(pattern, full, strict=True))
-    shapes = {str(shape(p)): (shape(p), shape(PATTERNS[(5 * i + 3) % 16])) for i, p in enumerate(PATTERNS)}
+    shape = lambda pattern: tuple(
+        size if keep else 1 for keep, size in zip(pattern, full, strict=True)
+    )
+    shapes = {
+        str(shape(p)): (shape(p), shape(PATTERNS[(5 * i + 3) % 16])) for i, p in enumerate(PATTERNS)
+    }
     fewer = [full[1:], full[2:], full[3:], (), (SMALL.N, 1, 1), (1, SMALL.S), (SMALL.T, 1)]
     shapes |= {str(s): (s, fewer[(2 * i + 1) % len(fewer)]) for i, s in enumerate(fewer)}
     shapes["more dims"] = (1, *full), (1, 1, 1, *full[2:])
     calls = {}
     for i, (name, (bias, mask)) in enumerate(shapes.items()):
         rng = np.random.default_rng(i)
-        kwargs = {"bias": rng.standard_normal(bias).astype(np.float32), "mask": rng.random(mask) < 0.7, "chunk_size": (4, 5)}
+        kwargs = {
+            "bias": rng.standard_normal(bias).astype(np.float32),
+            "mask": rng.random(mask) < 0.7,
+            "chunk_size": (4, 5),
+        }
         calls[name] = qkv(rng, np.float32, SMALL), kwargs
     for leads, shape in (((), (6, 11, 13)), ((3, 2), (3, 1, 1, 11, 13)), ((3, 2), (2, 6, 1, 13))):
         rng = np.random.default_rng(len(calls))
         z = SMALL._replace(B=int(np.prod(leads)), leads=leads)
-        kwargs = {"bias": rng.standard_normal(shape).astype(np.float32), "mask": rng.random(shape[-2:]) < 0.7}
+        kwargs = {
+            "bias": rng.standard_normal(shape).astype(np.float32),
+            "mask": rng.random(shape[-2:]) < 0.7,
+        }
         calls[f"{leads} {shape}"] = qkv(rng, np.float32, z), kwargs
     return calls
 
@@ -156,7 +210,10 @@ def _run_broadcast(half: int):
     return run_calls({name: BROADCAST[name] for name in list(BROADCAST)[half::2]})
 
 
-HALVES = [name if n % 2 else pytest.param(name, marks=pytest.mark.slow) for n, name in enumerate(BROADCAST)]
+HALVES = [
+    name if n % 2 else pytest.param(name, marks=pytest.mark.slow)
+    for n, name in enumerate(BROADCAST)
+]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -173,10 +230,18 @@ ROWS = np.isin(np.arange(T), [0, 5, 17, 36])  # these see nothing, where a mask 
 NOTHING = {
     "mask": {"mask": np.broadcast_to(~ROWS[:, None], (T, S))},
     "mask of all": {"mask": np.zeros((1, 1), bool)},
-    "bias -inf": {"bias": np.where(ROWS[:, None], -np.inf, np.linspace(-1, 1, S)).astype(np.float32)},
-    "bias finfo.min": {"bias": np.where(ROWS[:, None], np.finfo(np.float32).min, np.linspace(-1, 1, S)).astype(np.float32)},
+    "bias -inf": {
+        "bias": np.where(ROWS[:, None], -np.inf, np.linspace(-1, 1, S)).astype(np.float32)
+    },
+    "bias finfo.min": {
+        "bias": np.where(ROWS[:, None], np.finfo(np.float32).min, np.linspace(-1, 1, S)).astype(
+            np.float32
+        )
+    },
     "bias -inf of all": {"bias": np.full((T, 1), -np.inf, np.float32)},
-    "bias of two kinds": {"bias": np.where(np.arange(S) % 2, -np.inf, np.finfo(np.float32).min).astype(np.float32)},
+    "bias of two kinds": {
+        "bias": np.where(np.arange(S) % 2, -np.inf, np.finfo(np.float32).min).astype(np.float32)
+    },
     "lengths": {"query_seq_lengths": np.array([20, 0]), "key_value_seq_lengths": np.array([53, 9])},
     "key length 0": {"key_value_seq_lengths": np.array([0, 17])},
     "segments": {
@@ -187,7 +252,10 @@ NOTHING = {
     "offset past": {"local_window_size": (3, 3), "q_offset": 40},
     "offsets": {"local_window_size": (3, 0), "q_offset": np.array([-20, 51])},
     "mask against window": {"mask": np.tri(T, S, -5, dtype=bool), "local_window_size": (4, 1)},
-    "mask against bias": {"mask": np.arange(S) % 2 == 0, "bias": np.where(np.arange(S) % 2, 0, -np.inf).astype(np.float32)},
+    "mask against bias": {
+        "mask": np.arange(S) % 2 == 0,
+        "bias": np.where(np.arange(S) % 2, 0, -np.inf).astype(np.float32),
+    },
 }
 
 
@@ -232,35 +300,62 @@ def _hidden_calls():
     q_ids, k_ids = np.where(rows < 30, rows // 9, -1), np.where(keys < 40, keys // 11, -2)
     return {
         "lengths": (
-            {"query_seq_lengths": np.array([20, 35]), "key_value_seq_lengths": np.array([30, 17]), "bias": bias},
+            {
+                "query_seq_lengths": np.array([20, 35]),
+                "key_value_seq_lengths": np.array([30, 17]),
+                "bias": bias,
+            },
             (rows >= np.array([[20], [35]]), keys >= np.array([[30], [17]])),
         ),
         "mask": ({"mask": masks, "bias": bias}, of_bias),
         "bias": ({"bias": hides}, of_bias),
-        "segments": ({"query_segment_ids": q_ids, "key_value_segment_ids": k_ids}, (rows >= 30, keys >= 44)),
+        "segments": (
+            {"query_segment_ids": q_ids, "key_value_segment_ids": k_ids},
+            (rows >= 30, keys >= 44),
+        ),
         "causal": ({"is_causal": True}, (rows < 0, keys >= T)),
-        "window": ({"local_window_size": (3, 2), "q_offset": 10}, (rows < 0, (keys < 7) | (keys > 48))),
-        "offset": ({"is_causal": True, "q_offset": np.array([-4, 3])}, (rows + [[-4], [3]] < 0, keys > [[32], [39]])),
+        "window": (
+            {"local_window_size": (3, 2), "q_offset": 10},
+            (rows < 0, (keys < 7) | (keys > 48)),
+        ),
+        "offset": (
+            {"is_causal": True, "q_offset": np.array([-4, 3])},
+            (rows + [[-4], [3]] < 0, keys > [[32], [39]]),
+        ),
     }
 
 
-HIDDEN = [*itertools.product(("xla",), _hidden_calls()), ("reference", "mask"), ("reference", "lengths")]
+HIDDEN = [
+    *itertools.product(("xla",), _hidden_calls()),
+    ("reference", "mask"),
+    ("reference", "lengths"),
+]
 
 
-@pytest.mark.parametrize("implementation, name", few(itertools.product(IMPLEMENTATIONS, _hidden_calls()), HIDDEN))
+@pytest.mark.parametrize(
+    "implementation, name", few(itertools.product(IMPLEMENTATIONS, _hidden_calls()), HIDDEN)
+)
 def test_hidden_garbage_changes_no_bit(name, implementation):
     kwargs, (rows, keys) = _hidden_calls()[name]
-    kwargs |= {"implementation": implementation, "chunk_size": (16, 24), "logits_soft_cap": np.float32(5) * np.ones(())}
+    kwargs |= {
+        "implementation": implementation,
+        "chunk_size": (16, 24),
+        "logits_soft_cap": np.float32(5) * np.ones(()),
+    }
     query, key, value = CASES["plain"].inputs()[0]
     dout, dlse = cotangents((query, key, value))
-    fill = lambda x, where, garbage: np.where(where.reshape(*where.shape, *(1,) * (x.ndim - 2)), garbage, x).astype(x.dtype)
+    fill = lambda x, where, garbage: np.where(
+        where.reshape(*where.shape, *(1,) * (x.ndim - 2)), garbage, x
+    ).astype(x.dtype)
 
     def run(garbage):
         filled = dict(kwargs)
         if "mask" in kwargs:  # what a mask hides, a bias may not betray
             filled["bias"] = np.where(kwargs["mask"], kwargs["bias"], np.float32(garbage))
         args = fill(query, rows, garbage), fill(key, keys, garbage), fill(value, keys, garbage)
-        return run_call(args, filled, cotangent=(fill(dout, rows, garbage), fill(dlse, rows, garbage)))
+        return run_call(
+            args, filled, cotangent=(fill(dout, rows, garbage), fill(dlse, rows, garbage))
+        )
 
     clean = run(0)
     assert np.all(clean.out[rows] == 0) and np.all(clean.lse[rows] == -np.inf)
@@ -288,8 +383,11 @@ SEEN = {
     "window": {"local_window_size": (6, 3)},
     "mask": {"mask": np.random.default_rng(2).random((2, 6, T, S)) < 0.5},
     "segments": {"query_segment_ids": EIGHTS[:, :T], "key_value_segment_ids": EIGHTS[:, :S]},
-    "lengths": {"query_seq_lengths": np.array([20, 37]), "key_value_seq_lengths": np.array([53, 27])},
-}  # fmt: skip
+    "lengths": {
+        "query_seq_lengths": np.array([20, 37]),
+        "key_value_seq_lengths": np.array([53, 27]),
+    },
+}
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -309,7 +407,8 @@ def test_nan_reaches_exactly_the_rows_that_see_it(name, implementation):
         expected = np.zeros_like(hit)
         expected[0, 2:4] = seen[0, 2:4, :, j]
         np.testing.assert_array_equal(hit, expected, err_msg=what)
-        assert what != "key" or np.isnan(out).any(-1).sum() * 11 == np.isnan(out).sum()  # a key: all of the row
+        # a key: all of the row
+        assert what != "key" or np.isnan(out).any(-1).sum() * 11 == np.isnan(out).sum()
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -328,7 +427,13 @@ def test_nan_in_each_operand_reaches_what_sees_it(name, implementation):
     rows["key"][0, group] = rows["value"][0, group] = seen[0, group, :, j]
     rows["bias"][0, n, i] = seen[0, n, i, j]
     rows["sinks"][:, n] = seen[:, n].any(-1)
-    places = {"query": (0, i, n, 2), "key": (0, j, k, 1), "value": (0, j, k, 4), "bias": (0, n, i, j), "sinks": n}
+    places = {
+        "query": (0, i, n, 2),
+        "key": (0, j, k, 1),
+        "value": (0, j, k, 4),
+        "bias": (0, n, i, j),
+        "sinks": n,
+    }
     for what, at in places.items():
         dirty = {name: x.copy() for name, x in clean.items()}
         dirty[what][at] = np.nan
@@ -337,8 +442,16 @@ def test_nan_in_each_operand_reaches_what_sees_it(name, implementation):
         hit = rows[what]
         keys = (hit[..., None] & seen).any(2).reshape(B, -1, 2, S).any(2).swapaxes(1, 2)  # b s k
         of_lse = np.zeros_like(hit) if what in ("value", "sinks") else hit
-        expected = {"out": hit.swapaxes(1, 2), "lse": of_lse.swapaxes(1, 2), "query": hit.swapaxes(1, 2), "key": keys}
-        expected |= {"value": np.zeros_like(keys) if what == "value" else keys, "bias": hit[..., None] & seen}
+        expected = {
+            "out": hit.swapaxes(1, 2),
+            "lse": of_lse.swapaxes(1, 2),
+            "query": hit.swapaxes(1, 2),
+            "key": keys,
+        }
+        expected |= {
+            "value": np.zeros_like(keys) if what == "value" else keys,
+            "bias": hit[..., None] & seen,
+        }
         expected["sinks"] = hit.any((0, 2))
         for name, x in {"out": found.out, "lse": found.lse, **found.grads}.items():
             nan = np.isnan(x)
@@ -364,14 +477,20 @@ def test_causality_in_bits(name):
     args, kwargs = CASES[name].inputs()
     (query, key, value), t = args, 17
     offset = kwargs.get("q_offset", 0)
-    future = np.broadcast_to(np.arange(key.shape[1]) >= t + np.reshape(offset, (-1, 1)), key.shape[:2])  # b s
+    # b s
+    future = np.broadcast_to(
+        np.arange(key.shape[1]) >= t + np.reshape(offset, (-1, 1)), key.shape[:2]
+    )
     dout, dlse = cotangents(args)
     dout[:, t:], dlse[:, t:] = 0, 0  # of out[:t] alone
     rng = np.random.default_rng(3)
     results = []
     for _ in range(2):
         changed = [
-            np.where(future[..., None, None], rng.standard_normal(x.shape) * 7, x).astype(np.float32) for x in (key, value)
+            np.where(future[..., None, None], rng.standard_normal(x.shape) * 7, x).astype(
+                np.float32
+            )
+            for x in (key, value)
         ]
         results.append(run_call((query, *changed), kwargs, cotangent=(dout, dlse)))
     one, other = results
@@ -404,9 +523,13 @@ def test_packed_documents_equal_documents_apart():
     )
     for start, size in zip(np.cumsum([0, *lengths]), lengths, strict=False):
         cut = lambda x, start=start, size=size: x[:, start : start + size]
-        alone = run_call(tuple(map(cut, args)), {"is_causal": True}, cotangent=tuple(map(cut, cotangent)))
+        alone = run_call(
+            tuple(map(cut, args)), {"is_causal": True}, cotangent=tuple(map(cut, cotangent))
+        )
         for result in (packed, padded):
-            result = Result(cut(result.out), cut(result.lse), {n: cut(x) for n, x in result.grads.items()})
+            result = Result(
+                cut(result.out), cut(result.lse), {n: cut(x) for n, x in result.grads.items()}
+            )
             for what, x, y in _leaves(alone, result):
                 np.testing.assert_allclose(y, x, rtol=0, atol=5e-6, err_msg=what)
 
@@ -419,7 +542,10 @@ def test_lengths_equal_a_shorter_call(name):
     args = tuple(np.concatenate([x, x[::-1]]) for x in args)
     result = run_call(args, kwargs | {"chunk_size": (16, 24)})
     for b in range(4):
-        t, s = kwargs.get("query_seq_lengths", [T] * 4)[b], kwargs.get("key_value_seq_lengths", [S] * 4)[b]
+        t, s = (
+            kwargs.get("query_seq_lengths", [T] * 4)[b],
+            kwargs.get("key_value_seq_lengths", [S] * 4)[b],
+        )
         assert np.all(result.out[b, t:] == 0) and np.all(result.lse[b, t:] == -np.inf)
         if s == 0:
             assert np.all(result.out[b] == 0)
@@ -429,11 +555,17 @@ def test_lengths_equal_a_shorter_call(name):
         assert np.all(result.grads["key"][b, s:] == 0) and np.all(result.grads["query"][b, t:] == 0)
 
 
-@pytest.mark.parametrize("length", [13, np.int64(13), np.array(13), np.array([13]), jnp.int32(13), [13]])
+@pytest.mark.parametrize(
+    "length", [13, np.int64(13), np.array(13), np.array([13]), jnp.int32(13), [13]]
+)
 def test_length_of_an_unbatched_call(length):
     query, key, value = (x[0] for x in CASES["plain"].inputs()[0])
-    out = dot_product_attention(query, key, value, key_value_seq_lengths=length, query_seq_lengths=length)
-    np.testing.assert_allclose(out[:13], dot_product_attention(query[:13], key[:13], value[:13]), atol=2e-6)
+    out = dot_product_attention(
+        query, key, value, key_value_seq_lengths=length, query_seq_lengths=length
+    )
+    np.testing.assert_allclose(
+        out[:13], dot_product_attention(query[:13], key[:13], value[:13]), atol=2e-6
+    )
     assert np.all(out[13:] == 0)
 
 
@@ -461,7 +593,9 @@ def _calls(draw):
     if draw(st.booleans()):
         kwargs["query_segment_ids"] = rng.integers(0, 2, (z.B, z.T))
         kwargs["key_value_segment_ids"] = rng.integers(0, 2, (z.B, z.S))
-    shape = lambda: tuple(rng.choice([1, n]) for n in (z.B, z.N, z.T, z.S))[draw(st.integers(0, 4)) :]
+    shape = lambda: tuple(rng.choice([1, n]) for n in (z.B, z.N, z.T, z.S))[
+        draw(st.integers(0, 4)) :
+    ]
     if draw(st.booleans()):
         kwargs["mask"] = rng.random(shape()) < 0.6
     if draw(st.booleans()):

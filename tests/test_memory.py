@@ -19,8 +19,11 @@ from conftest import few
 from jax.ad_checkpoint import print_saved_residuals
 
 import memeff
-from memeff import dot_product_attention, xla
-from memeff.problem import Operands, Problem, Terms, visible
+from memeff import dot_product_attention
+from memeff.chunked import forward as forward_module
+from memeff.chunked import schedule
+from memeff.masking import mask_tile
+from memeff.problem import LogitParams, Operands, Problem
 
 MIB = 2**20
 f32 = np.float32
@@ -41,7 +44,12 @@ def _kinds(T: int, N: int = 8):
         "offset": dict(is_causal=True, q_offset=lengths),
         "bias row": dict(is_causal=True, bias=array((N, 1, T), f32)),
         "mask row": dict(is_causal=True, mask=array((1, 1, 1, T), np.bool_)),
-        "dropout": dict(is_causal=True, dropout_rate=0.1, dropout_rng=array((2,), np.uint32), broadcast_dropout=False),
+        "dropout": dict(
+            is_causal=True,
+            dropout_rate=0.1,
+            dropout_rng=array((2,), np.uint32),
+            broadcast_dropout=False,
+        ),
         "grouped": dict(is_causal=True, K=max(1, N // 4)),
         "soft cap": dict(is_causal=True, logits_soft_cap=30.0),
     }
@@ -95,13 +103,18 @@ def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])  # at 32k what does not grow hides least
+# at 32k what does not grow hides least
+@pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
 @pytest.mark.parametrize("kind", few(KINDS, ("causal", "lengths", "segments", "dropout")))
 def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
     (once, seconds), (twice, longer) = cost(kind, direction, T), cost(kind, direction, 2 * T)
-    assert twice <= 2.15 * once, f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
-    assert longer <= 1.5 * seconds + 0.5, f"{T} tokens {seconds:.1f} s, {2 * T} tokens {longer:.1f} s"
+    assert twice <= 2.15 * once, (
+        f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
+    )
+    assert longer <= 1.5 * seconds + 0.5, (
+        f"{T} tokens {seconds:.1f} s, {2 * T} tokens {longer:.1f} s"
+    )
 
 
 def test_memory_at_32k():
@@ -116,8 +129,12 @@ def test_heads_and_batch_share_one_tile():
     """On a CPU more of them cost their own rows alone: 8 x 16 heads not 128 tiles of logits (of 1 to 4 MiB), but one."""
     few, many = (call(1024, B=B, N=N, H=8) for B, N in ((1, 2), (8, 16)))
     few, many = ((compiled(forward, shapes), shapes[0].size * 4) for forward, shapes in (few, many))
-    more = many[0].memory_analysis().temp_size_in_bytes - few[0].memory_analysis().temp_size_in_bytes
-    assert more <= 2.5 * many[1], f"{more / MIB:.1f} MiB more, the query has {many[1] / MIB:.1f} MiB"
+    more = (
+        many[0].memory_analysis().temp_size_in_bytes - few[0].memory_analysis().temp_size_in_bytes
+    )
+    assert more <= 2.5 * many[1], (
+        f"{more / MIB:.1f} MiB more, the query has {many[1] / MIB:.1f} MiB"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +181,9 @@ def test_vmap_shares_one_tile(axes, direction):
 
     inside, outside = temp_bytes(mapped(one), mapped), temp_bytes(leading)
     copies = 4 * shape.size * 4
-    assert inside <= outside + copies, f"{inside / MIB:.1f} MiB, leading dims {outside / MIB:.1f} MiB"
+    assert inside <= outside + copies, (
+        f"{inside / MIB:.1f} MiB, leading dims {outside / MIB:.1f} MiB"
+    )
 
 
 def test_vmap_keeps_a_memory_limit():
@@ -177,7 +196,10 @@ def test_vmap_keeps_a_memory_limit():
 
 def test_the_account_knows_quadratic_memory():
     """The reference, by the same ruler: or the ruler would measure nothing."""
-    once, twice = (compiled(*call(T, N=1, H=8, implementation="reference")).memory_analysis() for T in (512, 1024))
+    once, twice = (
+        compiled(*call(T, N=1, H=8, implementation="reference")).memory_analysis()
+        for T in (512, 1024)
+    )
     assert twice.temp_size_in_bytes > 3.5 * once.temp_size_in_bytes
 
 
@@ -192,7 +214,11 @@ def shapes_in(text: str) -> set[tuple[int, ...]]:
 
 def quadratic(text: str, T: int) -> set[tuple[int, ...]]:
     """Shapes with two dims of T or more, also folded into one dim."""
-    return {shape for shape in shapes_in(text) if sum(d >= T for d in shape) >= 2 or math.prod(shape) >= T * T}
+    return {
+        shape
+        for shape in shapes_in(text)
+        if sum(d >= T for d in shape) >= 2 or math.prod(shape) >= T * T
+    }
 
 
 def test_shapes_in_hlo_finds_the_quadratic_array():
@@ -209,7 +235,9 @@ def _layers(forward, wrap=lambda f: f):
 
 
 def _vmapped(forward):
-    return lambda q, k, v, arrays: jax.vmap(lambda q, k, v: forward(q[None], k[None], v[None], arrays)[0])(q, k, v)
+    return lambda q, k, v, arrays: jax.vmap(
+        lambda q, k, v: forward(q[None], k[None], v[None], arrays)[0]
+    )(q, k, v)
 
 
 CONTEXTS = {
@@ -233,28 +261,40 @@ def test_nothing_of_size_T_times_T(kind, context):
     assert not found, found
 
 
-@pytest.mark.parametrize("kwargs", [{}, dict(is_causal=True), dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "i4"))])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, dict(is_causal=True), dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "i4"))],
+)
 def test_grouped_heads_repeat_no_key(kwargs):
     """Letters are told apart by their sizes: nothing with columns (c or S) and head dims (H or D) has room for N heads."""
     B, T, S, K, G, H, D, c = 2, 37, 53, 3, 7, 5, 11, 23
-    q, k, v = (jax.ShapeDtypeStruct((B, n, h, d), f32) for n, h, d in ((T, K * G, H), (S, K, H), (S, K, D)))
+    q, k, v = (
+        jax.ShapeDtypeStruct((B, n, h, d), f32) for n, h, d in ((T, K * G, H), (S, K, H), (S, K, D))
+    )
     arrays = {n: x for n, x in kwargs.items() if isinstance(x, jax.ShapeDtypeStruct)}
     static = {n: x for n, x in kwargs.items() if n not in arrays}
 
     def run(q, k, v, arrays):
-        forward = lambda q, k, v: dot_product_attention(q, k, v, **arrays, **static, chunk_size=(13, c))
+        forward = lambda q, k, v: dot_product_attention(
+            q, k, v, **arrays, **static, chunk_size=(13, c)
+        )
         out, pull = jax.vjp(forward, q, k, v)
         return pull(out)
 
     shapes = shapes_in(compiled(run, (q, k, v, arrays)).as_text())
     columns, heads = {c, S}, {H, D}
-    assert any(columns & {*shape} and heads & {*shape} for shape in shapes), "the sizes tell nothing"
+    assert any(columns & {*shape} and heads & {*shape} for shape in shapes), (
+        "the sizes tell nothing"
+    )
     most = {(a, b): a * b * B * K for a, b in itertools.product(columns, heads)}
     repeated = [
         shape
         for shape in shapes
         for a, b in most
-        if a in shape and b in shape and not {T, 13} & {*shape} and math.prod(shape) >= G * most[a, b]
+        if a in shape
+        and b in shape
+        and not {T, 13} & {*shape}
+        and math.prod(shape) >= G * most[a, b]
     ]
     assert not repeated, repeated
 
@@ -262,7 +302,9 @@ def test_grouped_heads_repeat_no_key(kwargs):
 # ---- compile time, and how often
 
 
-@pytest.mark.parametrize("kind", ["causal", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "causal")])
+@pytest.mark.parametrize(
+    "kind", ["causal", *(pytest.param(kind, marks=slow) for kind in KINDS if kind != "causal")]
+)
 def test_compile_time_at_64k_is_that_at_4k(kind):
     cost(kind, "gradient", 1024)  # what only a first compilation pays
     short, long = cost(kind, "gradient", 4096)[1], cost(kind, "gradient", 65536)[1]
@@ -321,7 +363,9 @@ def test_gradient_of_bias_costs_its_own_size(shape):
         account = compiled(function, shapes).memory_analysis()
         return account.temp_size_in_bytes + account.output_size_in_bytes
 
-    without = lambda q, k, v, arrays: jax.vjp(lambda q, k, v: forward(q, k, v, arrays), q, k, v)[1](q)
+    without = lambda q, k, v, arrays: jax.vjp(lambda q, k, v: forward(q, k, v, arrays), q, k, v)[1](
+        q
+    )
     more = bytes_(gradient(forward)) - bytes_(without)
     tile = 8 * 512 * 512 * 4  # all heads: a sixteenth of what N T S would take
     own = math.prod(shape) * 4
@@ -331,10 +375,15 @@ def test_gradient_of_bias_costs_its_own_size(shape):
 @pytest.mark.parametrize("B, N, K", [(1, 8, 8), (2, 8, 8), (1, 8, 4)])
 def test_bias_and_mask_are_not_copied(B, N, K):
     T = 2048
-    for name, x in (("bias", jax.ShapeDtypeStruct((N, T, T), f32)), ("mask", jax.ShapeDtypeStruct((B, N, T, T), bool))):
+    for name, x in (
+        ("bias", jax.ShapeDtypeStruct((N, T, T), f32)),
+        ("mask", jax.ShapeDtypeStruct((B, N, T, T), bool)),
+    ):
         temp = compiled(*call(T, N=N, K=K, B=B, **{name: x})).memory_analysis().temp_size_in_bytes
         own = x.size * x.dtype.itemsize
-        assert temp <= own / 2, f"{name} has {own / MIB:.1f} MiB, the call takes {temp / MIB:.1f} more"
+        assert temp <= own / 2, (
+            f"{name} has {own / MIB:.1f} MiB, the call takes {temp / MIB:.1f} more"
+        )
 
 
 def test_mask_causes_no_gradient_buffer():
@@ -357,18 +406,24 @@ def test_mask_causes_no_gradient_buffer():
 def picture(problem: Problem, operands: Operands) -> np.ndarray:
     """Who sees whom, T S, by `visible` on all positions."""
     T, S = operands.query.shape[1], operands.key.shape[1]
-    keep = visible(problem, operands, jnp.arange(T), jnp.arange(S))
+    keep = mask_tile(problem, operands, jnp.arange(T), jnp.arange(S))
     return np.broadcast_to(np.asarray(keep), (1, 1, 1, T, S)).any((0, 1, 2))
 
 
 def operands_of(T, S, **kwargs) -> Operands:
-    return Operands(jnp.zeros((1, T, 1, 1, 2)), jnp.zeros((1, S, 1, 2)), jnp.zeros((1, S, 1, 2)), **kwargs)
+    return Operands(
+        jnp.zeros((1, T, 1, 1, 2)), jnp.zeros((1, S, 1, 2)), jnp.zeros((1, S, 1, 2)), **kwargs
+    )
 
 
 def blocks(seen: np.ndarray, t: int, c: int):
     """(i, j): the part of the picture that belongs to query tile i and key tile j."""
     T, S = seen.shape
-    return {(i, j): seen[i * t : i * t + t, j * c : j * c + c] for i in range(-(-T // t)) for j in range(-(-S // c))}
+    return {
+        (i, j): seen[i * t : i * t + t, j * c : j * c + c]
+        for i in range(-(-T // t))
+        for j in range(-(-S // c))
+    }
 
 
 WINDOWS = {
@@ -386,7 +441,15 @@ WINDOWS = {
     "nobody": dict(left=3, right=0, q_offset=1000),
     "nobody before": dict(right=0, q_offset=-1000),
 }
-SIZES = [(37, 53, 16, 24), (53, 37, 7, 13), (48, 48, 16, 16), (41, 41, 8, 8), (1, 53, 1, 7), (37, 1, 5, 1), (31, 33, 31, 33)]
+SIZES = [
+    (37, 53, 16, 24),
+    (53, 37, 7, 13),
+    (48, 48, 16, 16),
+    (41, 41, 8, 8),
+    (1, 53, 1, 7),
+    (37, 1, 5, 1),
+    (31, 33, 31, 33),
+]
 
 
 @pytest.mark.parametrize("T, S, t, c", SIZES)
@@ -394,7 +457,10 @@ SIZES = [(37, 53, 16, 24), (53, 37, 7, 13), (48, 48, 16, 16), (41, 41, 8, 8), (1
 def test_tiles_are_those_of_the_picture(window, T, S, t, c):
     problem, operands = Problem(**WINDOWS[window], chunk_size=(t, c)), operands_of(T, S)
     parts = blocks(picture(problem, operands), t, c)
-    whole, edge = (({(int(i), int(j)) for i, j in pairs}, len(pairs)) for pairs in xla.tiles(problem, operands))
+    whole, edge = (
+        ({(int(i), int(j)) for i, j in pairs}, len(pairs))
+        for pairs in schedule.tiles_by_mask(problem, operands)
+    )
     assert len(whole[0]) == whole[1] and len(edge[0]) == edge[1], "a tile is visited twice"
     assert not whole[0] & edge[0]
     assert whole[0] | edge[0] == {at for at, part in parts.items() if part.any()}
@@ -408,10 +474,10 @@ def test_no_tile_goes_unmasked_where_elements_decide(term):
     extra = {
         "mask": dict(mask=jnp.ones((1, 1, 1, T, S), bool)),
         "segments": dict(q_segments=jnp.zeros((1, T), int), kv_segments=jnp.zeros((1, S), int)),
-        "bias": dict(terms=Terms(bias=jnp.zeros((1, 1, 1, T, S)))),
+        "bias": dict(terms=LogitParams(bias=jnp.zeros((1, 1, 1, T, S)))),
     }[term]
     problem, operands = Problem(right=0, chunk_size=(16, 24)), operands_of(T, S, **extra)
-    whole, edge = xla.tiles(problem, operands)
+    whole, edge = schedule.tiles_by_mask(problem, operands)
     parts = blocks(picture(problem, operands), 16, 24)
     assert len(whole) == 0
     assert {(int(i), int(j)) for i, j in edge} == {at for at, part in parts.items() if part.any()}
@@ -419,7 +485,9 @@ def test_no_tile_goes_unmasked_where_elements_decide(term):
 
 def test_skip_false_lists_every_tile():
     problem, operands = Problem(right=0, chunk_size=(16, 24)), operands_of(37, 53)
-    skipped, every = (xla.tiles(problem, operands, skip=skip) for skip in (True, False))
+    skipped, every = (
+        schedule.tiles_by_mask(problem, operands, skip=skip) for skip in (True, False)
+    )
     pairs = {(int(i), int(j)) for pairs in every for i, j in pairs}
     assert pairs == set(blocks(picture(problem, operands), 16, 24))
     np.testing.assert_array_equal(skipped[0], every[0])
@@ -428,9 +496,14 @@ def test_skip_false_lists_every_tile():
 
 def _both_ways(T=37, S=53, **kwargs):
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, n, h, d)), f32) for n, h, d in ((T, 4, 5), (S, 2, 5), (S, 2, 7)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, n, h, d)), f32)
+        for n, h, d in ((T, 4, 5), (S, 2, 5), (S, 2, 7))
+    )
     bias = jnp.asarray(rng.standard_normal((4, 1, S)), f32)
-    call = lambda q, k, v, bias: dot_product_attention(q, k, v, bias, return_residual=True, chunk_size=(8, 12), **kwargs)
+    call = lambda q, k, v, bias: dot_product_attention(
+        q, k, v, bias, return_residual=True, chunk_size=(8, 12), **kwargs
+    )
     (out, lse), pull = jax.jit(lambda *args: jax.vjp(call, *args))(q, k, v, bias)
     dout, dlse = (jnp.asarray(rng.standard_normal(x.shape), f32) for x in (out, lse))
     return out, lse, jax.jit(pull)((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
@@ -442,8 +515,9 @@ def _both_ways(T=37, S=53, **kwargs):
         dict(is_causal=True),
         dict(local_window_size=(9, 4)),
         dict(is_causal=True, q_offset=-11),
-        # Not T = 5: that is one tile, a program without a loop. Its bits are the same with this file's flags and on jaxlib
-        # 0.12, but on 0.10 with LLVM's optimisations XLA contracts it otherwise, and dq differs by rounding (4e-7).
+        # Not T = 5: that is one tile, a program without a loop. Its bits are the same with this
+        # file's flags and on jaxlib 0.12, but on 0.10 with LLVM's optimisations XLA contracts it
+        # otherwise, and dq differs by rounding (4e-7).
         dict(local_window_size=(0, 0), T=21),
     ],
     ids=str,
@@ -456,8 +530,8 @@ def test_skipping_changes_no_bit(monkeypatch, kwargs):
         visited.append(sum(map(len, tiles(problem, operands, skip=False))))
         return tiles(problem, operands, skip=False)
 
-    tiles = xla.tiles
-    monkeypatch.setattr(xla, "tiles", every)
+    tiles = schedule.tiles_by_mask
+    monkeypatch.setattr(schedule, "tiles_by_mask", every)
     jax.clear_caches()
     everything = _both_ways(**kwargs)
     jax.clear_caches()
@@ -484,14 +558,23 @@ def int32(*values):
         dict(q_offset=int32(3, 20), local_window_size=(4, 2)),
         dict(q_offset=int32(3, 20), local_window_size=(4, 2), key_value_seq_lengths=int32(31, 5)),
     ],
-    ids=lambda kwargs: ", ".join(f"{n}={x.tolist() if hasattr(x, 'tolist') else x}" for n, x in kwargs.items()),
+    ids=lambda kwargs: ", ".join(
+        f"{n}={x.tolist() if hasattr(x, 'tolist') else x}" for n, x in kwargs.items()
+    ),
 )
 def test_tiles_visited_as_it_runs(kwargs):
     """Counted in the walk, also where lengths and offsets are arrays: from the first to the last tile that anyone needs."""
     T, S, t, c = 37, 53, 8, 12
     visited = visits(T, S, t, c, kwargs)
-    needed = {at for seen in _picture_of(T, S, kwargs) for at, part in blocks(seen, t, c).items() if part.any()}
-    between = {(i, j) for i in range(-(-T // t)) for j in _between([b for a, b in needed if a == i])}
+    needed = {
+        at
+        for seen in _picture_of(T, S, kwargs)
+        for at, part in blocks(seen, t, c).items()
+        if part.any()
+    }
+    between = {
+        (i, j) for i in range(-(-T // t)) for j in _between([b for a, b in needed if a == i])
+    }
     assert len(visited) == len(set(visited)), "a tile is visited twice"
     assert needed <= set(visited), "a tile that sees something is not visited"
     assert set(visited) <= between, "a tile that sees nothing is visited"
@@ -523,19 +606,23 @@ def _picture_of(T, S, kwargs):
 def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
     """(i, j) of every tile of logits that the forward makes, as it runs."""
     seen = []
-    logits = xla.logits
+    logits = forward_module.tile_logits
 
     def spy(problem, tile, **how):
         jax.debug.callback(lambda row, col: seen.append((int(row), int(col))), tile.row, tile.col)
         return logits(problem, tile, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "logits", spy)
+        patch.setattr(forward_module, "tile_logits", spy)
         jax.clear_caches()
         ones = lambda n: jnp.ones((2, n, 1, 2))
         arrays = {n: x for n, x in kwargs.items() if isinstance(x, np.ndarray)}
         static = {n: x for n, x in kwargs.items() if n not in arrays}
-        run = jax.jit(lambda q, k, arrays: dot_product_attention(q, k, k, chunk_size=(t, c), **static, **arrays))
+        run = jax.jit(
+            lambda q, k, arrays: dot_product_attention(
+                q, k, k, chunk_size=(t, c), **static, **arrays
+            )
+        )
         jax.block_until_ready(run(ones(T), ones(S), arrays))
         jax.effects_barrier()
     jax.clear_caches()
@@ -555,10 +642,15 @@ def test_backward_saves_operands_out_and_lse(capsys):
     B, T, S, K, G, H, D = 2, 37, 53, 3, 2, 5, 11
     q, k, v = jnp.ones((B, T, K * G, H)), jnp.ones((B, S, K, H)), jnp.ones((B, S, K, D))
     bias, lengths = jnp.ones((K * G, 1, S)), jnp.array([S, 7])
-    call = lambda q, k, v, bias: dot_product_attention(q, k, v, bias, is_causal=True, key_value_seq_lengths=lengths)
+    call = lambda q, k, v, bias: dot_product_attention(
+        q, k, v, bias, is_causal=True, key_value_seq_lengths=lengths
+    )
     lines = saved(call, q, k, v, bias, capsys=capsys)
-    elements = [math.prod(map(int, re.match(r"\w+\[([\d,]+)\]", line)[1].split(","))) for line in lines]
-    allowed = [q.size, k.size, v.size, bias.size, B * T * K * G * D, *[B * T * K * G] * 2, B]  # lse is two floats
+    elements = [
+        math.prod(map(int, re.match(r"\w+\[([\d,]+)\]", line)[1].split(","))) for line in lines
+    ]
+    # lse is two floats
+    allowed = [q.size, k.size, v.size, bias.size, B * T * K * G * D, *[B * T * K * G] * 2, B]
     for size in elements:
         assert size in allowed, f"{size} elements are saved:\n" + "\n".join(lines)
         allowed.remove(size)
@@ -569,9 +661,18 @@ def test_inference_keeps_no_lse(return_residual):
     """Outside jit: the compiled forward gives lse only to who asks."""
     q = jax.ShapeDtypeStruct((1, 37, 2, 5), f32)
     call = lambda q: dot_product_attention(q, q, q, is_causal=True, return_residual=return_residual)
-    inner = [e for e in jax.make_jaxpr(call)(q).eqns if "jit" in e.primitive.name or "memeff" in e.primitive.name]
+    inner = [
+        e
+        for e in jax.make_jaxpr(call)(q).eqns
+        if "jit" in e.primitive.name or "memeff" in e.primitive.name
+    ]
     assert inner
-    given = [x.aval.shape for e in inner for x in e.outvars if x.aval.shape and math.prod(x.aval.shape) == 37 * 2]
+    given = [
+        x.aval.shape
+        for e in inner
+        for x in e.outvars
+        if x.aval.shape and math.prod(x.aval.shape) == 37 * 2
+    ]
     assert bool(given) == return_residual
 
 
@@ -579,7 +680,9 @@ def test_inference_keeps_no_lse(return_residual):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("extra", [{}, dict(logits_soft_cap=3.0), dict(scale=0.37), dict(precision="highest")], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, dict(logits_soft_cap=3.0), dict(scale=0.37), dict(precision="highest")], ids=str
+)
 def test_logits_are_identical_in_both_directions(dtype, extra):
     """Each query sees one key: then lse is its logit and exp(s - lse) is 1. p is the gradient of lse to bias."""
     T, N, H = 96, 3, 40
@@ -589,7 +692,9 @@ def test_logits_are_identical_in_both_directions(dtype, extra):
     bias = jnp.zeros((N, T, T), f32)
 
     def lse(bias):
-        return dot_product_attention(q, k, v, bias, mask, return_residual=True, chunk_size=(32, 48), **extra)[1]
+        return dot_product_attention(
+            q, k, v, bias, mask, return_residual=True, chunk_size=(32, 48), **extra
+        )[1]
 
     s, pull = jax.vjp(lse, bias)
     (p,) = pull(jnp.ones_like(s))
@@ -598,4 +703,7 @@ def test_logits_are_identical_in_both_directions(dtype, extra):
 
 
 def test_residual_names_are_public():
-    assert memeff.RESIDUAL_NAMES == tuple(dict.fromkeys(memeff.RESIDUAL_NAMES)) and len(memeff.RESIDUAL_NAMES) == 2
+    assert (
+        memeff.RESIDUAL_NAMES == tuple(dict.fromkeys(memeff.RESIDUAL_NAMES))
+        and len(memeff.RESIDUAL_NAMES) == 2
+    )

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import memeff
-from memeff import compiling, dispatch, dot_product_attention, scores
+from memeff import compiling, dot_product_attention, scores
+from memeff.device import pretend_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:(bias|mask) of shape")
 X = drawn.array((1, 300, 4, 16), np.float32)
@@ -24,7 +25,10 @@ X = drawn.array((1, 300, 4, 16), np.float32)
 def least(call: drawn.Call) -> int:
     """The limit that a refusal names; 1 where nothing is refused."""
     try:
-        jax.eval_shape(lambda *x: dot_product_attention(**drawn.split(call)[2](*x), memory_limit=1), *drawn.split(call)[:2])
+        jax.eval_shape(
+            lambda *x: dot_product_attention(**drawn.split(call)[2](*x), memory_limit=1),
+            *drawn.split(call)[:2],
+        )
     except ValueError as e:
         return int(re.search(r"^memory_limit=1 .* need up to (\d+) bytes", str(e))[1])
     return 1
@@ -33,7 +37,9 @@ def least(call: drawn.Call) -> int:
 def assert_kept(call: drawn.Call, limit: int) -> None:
     for name, program in drawn.programs(call, limit).items():
         found = drawn.bytes_of(program)
-        assert found <= limit, f"{name}: {found} bytes compiled, {limit} allowed, {found / limit:.3f} times"
+        assert found <= limit, (
+            f"{name}: {found} bytes compiled, {limit} allowed, {found / limit:.3f} times"
+        )
 
 
 def check(call: drawn.Call, rng: random.Random) -> None:
@@ -122,7 +128,9 @@ def test_it_is_asked_wherever_a_call_is_traced(asked):
     call = lambda x: dot_product_attention(x, x, x, memory_limit="8MiB")
     grad = jax.grad(lambda x: call(x).sum())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(call, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    sharded = jax.shard_map(
+        call, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+    )
     of_all, of_one = (8, 300, 2, 16), (300, 2, 16)
 
     def in_mesh(x):
@@ -152,13 +160,15 @@ def test_statistics_keep_to_their_own_bytes():
     limit = int(re.search(r"need up to (\d+) bytes", str(e.value))[1])
 
     def gradient(q, k, v, cotangents):
-        return jax.vjp(functools.partial(memeff.attention_statistics, memory_limit=limit), q, k, v)[1](cotangents)
+        return jax.vjp(functools.partial(memeff.attention_statistics, memory_limit=limit), q, k, v)[
+            1
+        ](cotangents)
 
     types = drawn.abstract(jax.eval_shape(memeff.attention_statistics, x, x, x))
     assert drawn.bytes_of((gradient, (x, x, x, types))) <= limit
 
 
 def test_where_nobody_can_compile_an_estimate_decides_with_a_margin(asked):
-    with dispatch.as_if_on("gpu", "8.0"), pytest.raises(ValueError, match="need up to"):
+    with pretend_device("gpu", "8.0"), pytest.raises(ValueError, match="need up to"):
         jax.eval_shape(functools.partial(dot_product_attention, memory_limit=1), X, X, X)
     assert not asked

@@ -27,9 +27,18 @@ from models.train import Settings, loss_and_gradient, parse
 from models.transformer import Config, Transformer, positions_in_document
 
 ROOT = Path(__file__).parents[1]
-# The same sizes wherever it does not matter: what is compiled once (some 3 s a gradient) then serves many tests.
+# The same sizes wherever it does not matter: what is compiled once (some 3 s a gradient) then
+# serves many tests.
 TINY = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48}
-RUN = TINY | {"context": 48, "batch": 2, "steps": 12, "warmup": 2, "eval_every": 8, "eval_batches": 1, "save_every": 5}
+RUN = TINY | {
+    "context": 48,
+    "batch": 2,
+    "steps": 12,
+    "warmup": 2,
+    "eval_every": 8,
+    "eval_batches": 1,
+    "save_every": 5,
+}
 
 
 @functools.cache
@@ -89,9 +98,18 @@ def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
     """On Python's library; 528 tokens are more than a tile."""
     curves = {}
     for attention in ("memeff", "jax.nn"):
-        settings = Settings(**TINY | {"layers": 1, "heads": 1, "kv_heads": 1}, context=528, steps=50, warmup=5,
-                            learning_rate=1e-2, eval_every=99, eval_batches=1, save_every=99,
-                            out=str(tmp_path / attention), attention=attention)  # fmt: skip
+        settings = Settings(
+            **TINY | {"layers": 1, "heads": 1, "kv_heads": 1},
+            context=528,
+            steps=50,
+            warmup=5,
+            learning_rate=1e-2,
+            eval_every=99,
+            eval_batches=1,
+            save_every=99,
+            out=str(tmp_path / attention),
+            attention=attention,
+        )
         assert train.train(settings)
         curves[attention] = list(curve(tmp_path / attention).values())
     np.testing.assert_allclose(curves["memeff"], curves["jax.nn"], rtol=0, atol=1e-3)
@@ -129,10 +147,15 @@ def interrupt(how, patch):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "minutes", "crash"])
-def test_interrupted_run_resumes_with_the_same_curve(how, tmp_path, settings, whole, monkeypatch, capsys):
+def test_interrupted_run_resumes_with_the_same_curve(
+    how, tmp_path, settings, whole, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    read, handlers = Text.train_batch, [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    read, handlers = (
+        Text.train_batch,
+        [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
+    )
     with monkeypatch.context() as patch:
 
         def interrupted(self, seed, step):
@@ -162,10 +185,21 @@ def test_interrupted_run_resumes_with_the_same_curve(how, tmp_path, settings, wh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_killed_process_resumes_with_the_same_curve(number, tmp_path, novel, whole):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in RUN.items()]
-    command = [sys.executable, "-m", "models.train", *flags, "--text", novel, "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "models.train",
+        *flags,
+        "--text",
+        novel,
+        "--out",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+    while process.poll() is None and not (
+        metrics.exists() and metrics.read_text().count("\n") >= 2
+    ):
         time.sleep(0.001)
     process.send_signal(number)
     said = process.communicate()[1]
@@ -175,7 +209,9 @@ def test_killed_process_resumes_with_the_same_curve(number, tmp_path, novel, who
     assert curve(tmp_path) == curve(whole)
 
 
-def test_damaged_checkpoint_resumes_with_the_same_curve(tmp_path, settings, whole, monkeypatch, capsys):
+def test_damaged_checkpoint_resumes_with_the_same_curve(
+    tmp_path, settings, whole, monkeypatch, capsys
+):
     """tests/test_files.py damages every file at many places, with a smaller model."""
     shutil.copytree(whole, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
@@ -193,7 +229,14 @@ def test_damaged_checkpoint_resumes_with_the_same_curve(tmp_path, settings, whol
 def test_metrics_say_what_they_measure(whole):
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     first = lines[0]
-    assert first.keys() == {"step", "loss", "accuracy", "gradient_norm", "tokens_per_second", "peak_bytes"}
+    assert first.keys() == {
+        "step",
+        "loss",
+        "accuracy",
+        "gradient_norm",
+        "tokens_per_second",
+        "peak_bytes",
+    }
     assert 0 <= first["accuracy"] < 0.1 and 2**26 < first["peak_bytes"] < 2**40
     assert [line["step"] for line in lines if "eval_loss" in line] == [8, 12]
 
@@ -213,13 +256,17 @@ def test_optimiser_heeds_each_setting():
         optimiser = train.make_optimiser(Settings(**{"warmup": 2, "steps": 10} | changed))
         state = optimiser.init(params)
         for scale in (1, 5, 0.2):  # a clipped gradient is another mixture
-            update, state = optimiser.update(jax.tree.map(lambda x, s=scale: s * x, gradient), state, params)
+            update, state = optimiser.update(
+                jax.tree.map(lambda x, s=scale: s * x, gradient), state, params
+            )
         return update
 
     usual = third()
     for changed in ({"learning_rate": 1e-2}, {"warmup": 5}, {"clip": 9.0}, {"weight_decay": 0.5}):
         assert not np.allclose(third(**changed)["kernel"], usual["kernel"], rtol=1e-3), changed
-    assert not np.allclose(third(steps=3, warmup=1)["kernel"], third(steps=30, warmup=1)["kernel"], rtol=1e-3)
+    assert not np.allclose(
+        third(steps=3, warmup=1)["kernel"], third(steps=30, warmup=1)["kernel"], rtol=1e-3
+    )
     np.testing.assert_array_equal(third(weight_decay=0.5)["scale"], usual["scale"])  # matrices only
 
 
@@ -239,11 +286,15 @@ def test_window_is_heeded(attention):
     """With one layer, a window of w shows w tokens back and no more."""
     tokens = tokens_of(1, 20)
     changed = tokens.at[0, 4].set(tokens[0, 4] % 255 + 1)
-    a, b = logits_of(*build(layers=1, window=5, attention=attention), jnp.concatenate([tokens, changed]))
+    a, b = logits_of(
+        *build(layers=1, window=5, attention=attention), jnp.concatenate([tokens, changed])
+    )
     assert (np.abs(a - b).max(-1) > 1e-6).nonzero()[0].tolist() == [4, 5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("options", [{"scan_layers": False}, {"remat": True}, {"remat": True, "scan_layers": False}])
+@pytest.mark.parametrize(
+    "options", [{"scan_layers": False}, {"remat": True}, {"remat": True, "scan_layers": False}]
+)
 def test_remat_and_scan_change_no_number(options):
     close(measure(*build(**options)), measure(*build()))
 
@@ -261,7 +312,9 @@ def test_remat_and_scan_are_heeded():
 def test_packed_documents_equal_documents_apart(attention):
     model, params = build(attention=attention)
     tokens = tokens_of(2, 15)
-    packed = logits_of(model, params, tokens.reshape(1, 30), jnp.repeat(jnp.array([[4, 9]]), 15, axis=1))
+    packed = logits_of(
+        model, params, tokens.reshape(1, 30), jnp.repeat(jnp.array([[4, 9]]), 15, axis=1)
+    )
     close(packed.reshape(2, 15, -1), logits_of(model, params, tokens), 1e-6)
 
 
@@ -287,7 +340,9 @@ def test_decoding_equals_the_full_forward():
     graphdef, params = build(window=4)
     tokens = tokens_of(2, 13)
     full = logits_of(graphdef, params, tokens)
-    decode = jax.jit(lambda params, tokens, cache: nnx.merge(graphdef, params).decode(tokens, cache))
+    decode = jax.jit(
+        lambda params, tokens, cache: nnx.merge(graphdef, params).decode(tokens, cache)
+    )
     for pieces in ([1] * 13, [6] + [1] * 7):
         cache, at, logits = nnx.merge(graphdef, params).empty_cache(2, 17), 0, []
         for size in pieces:
@@ -304,13 +359,19 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
     logits = logits_of(graphdef, params, tokens)
     assert logits.dtype == jnp.bfloat16
     close(logits, logits_of(*build(), tokens), 0.03)
-    _, gradient = jax.eval_shape(lambda params: loss_and_gradient(graphdef, params, listops(), 1), params)
+    _, gradient = jax.eval_shape(
+        lambda params: loss_and_gradient(graphdef, params, listops(), 1), params
+    )
     assert {x.dtype for x in jax.tree.leaves((params, gradient))} == {jnp.dtype("float32")}
 
 
 def square_arrays(text: str, least: int) -> set[str]:
     """Shapes in HLO with two dims of `least` or more."""
-    return {s for s in re.findall(r"\[(\d+(?:,\d+)+)\]", text) if sum(int(d) >= least for d in s.split(",")) >= 2}
+    return {
+        s
+        for s in re.findall(r"\[(\d+(?:,\d+)+)\]", text)
+        if sum(int(d) >= least for d in s.split(",")) >= 2
+    }
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"attention": "jax.nn"}])
@@ -319,13 +380,19 @@ def test_no_square_array_in_a_training_step(options):
     settings = Settings(**TINY | options, context=1024)
     graphdef, params = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
     state = params, train.make_optimiser(settings).init(params)
-    text = train.train_step.lower(settings, graphdef, state, ListOps(1024, 1).train_batch(0, 0)).compile().as_text()
+    text = (
+        train.train_step.lower(settings, graphdef, state, ListOps(1024, 1).train_batch(0, 0))
+        .compile()
+        .as_text()
+    )
     assert bool(square_arrays(text, 1024)) == (options.get("attention") == "jax.nn")
 
 
 @pytest.mark.slow
 def test_trains_at_4096_tokens(tmp_path):
-    settings = Settings(context=4096, steps=6, warmup=1, layers=2, eval_batches=1, out=str(tmp_path))
+    settings = Settings(
+        context=4096, steps=6, warmup=1, layers=2, eval_batches=1, out=str(tmp_path)
+    )
     assert train.train(settings)
     losses = list(curve(tmp_path).values())
     assert losses[-1] < losses[0] - 1
@@ -336,11 +403,34 @@ def test_trains_at_4096_tokens(tmp_path):
 
 def test_every_setting_has_a_flag():
     given = {
-        "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "feed_forward": 8, "window": 7, "attention": "jax.nn",
-        "dtype": "bfloat16", "remat": True, "scan_layers": False, "out": "there", "task": "listops", "text": ("a", "b"),
-        "context": 64, "batch": 6, "accumulate": 3, "steps": 9, "learning_rate": 0.5, "warmup": 4, "weight_decay": 0.25,
-        "clip": 2.0, "eval_every": 3, "eval_batches": 2, "save_every": 8, "log_every": 11, "minutes": 1.5, "seed": 12,
-    }  # fmt: skip
+        "layers": 1,
+        "width": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "feed_forward": 8,
+        "window": 7,
+        "attention": "jax.nn",
+        "dtype": "bfloat16",
+        "remat": True,
+        "scan_layers": False,
+        "out": "there",
+        "task": "listops",
+        "text": ("a", "b"),
+        "context": 64,
+        "batch": 6,
+        "accumulate": 3,
+        "steps": 9,
+        "learning_rate": 0.5,
+        "warmup": 4,
+        "weight_decay": 0.25,
+        "clip": 2.0,
+        "eval_every": 3,
+        "eval_batches": 2,
+        "save_every": 8,
+        "log_every": 11,
+        "minutes": 1.5,
+        "seed": 12,
+    }
     flags = []
     for name, value in given.items():
         flag = name.replace("_", "-")
@@ -357,7 +447,10 @@ REFUSED_SETTINGS = [
     ({"layers": 0}, "layers=0: it must be at least 1."),
     ({"heads": 4, "kv_heads": 3}, "heads=4 must be a multiple of kv_heads=3."),
     ({"width": 36}, "width=36 must be a multiple of 8, twice heads: rotary positions turn pairs."),
-    ({"window": -1}, "window=-1 counts tokens and must be >= 0; leave it out for the whole document."),
+    (
+        {"window": -1},
+        "window=-1 counts tokens and must be >= 0; leave it out for the whole document.",
+    ),
     ({"steps": 0}, "steps=0: it must be at least 1."),
     ({"batch": 4, "accumulate": 3}, "batch=4 must be a multiple of accumulate=3."),
     ({"warmup": 200}, "warmup=200 must be >= 0 and less than steps=200."),
@@ -374,7 +467,9 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 def test_the_script_refuses_in_a_sentence(tmp_path, novel, settings, whole):
     with pytest.raises(SystemExit) as exit:
         train.main(["--text", str(tmp_path / "none.txt"), "--out", str(tmp_path)])
-    message = f"--text {tmp_path}/none.txt: no such file or folder; give text files or folders of them."
+    message = (
+        f"--text {tmp_path}/none.txt: no such file or folder; give text files or folders of them."
+    )
     assert str(exit.value) == "models.train: " + message
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (RUN | {"layers": 3}).items()]
     with pytest.raises(SystemExit) as exit:
@@ -408,7 +503,10 @@ def test_rows_are_the_documents_end_to_end(tmp_path):
     assert all(row in stream[: text.kept_from] for row in trained)
     kept = {row.tobytes() for i in range(20) for row in text.eval_batch(i).tokens}
     assert all(row in stream[text.kept_from :] for row in kept)
-    assert str(text) == f"{len(stream):,} bytes of text in 7 documents, one byte in 20 kept for evaluation"
+    assert (
+        str(text)
+        == f"{len(stream):,} bytes of text in 7 documents, one byte in 20 kept for evaluation"
+    )
 
 
 def test_batches_depend_on_seed_and_step_alone(novel):
@@ -448,7 +546,10 @@ def test_text_that_cannot_be_learnt_from_is_refused(tmp_path):
         "the text has 11 bytes, and --context 16 needs 340, since one in 20 is kept for evaluation: "
         "give more with --text or a smaller --context."
     )
-    with pytest.raises(Refused, match="--task listops needs --context 32 or more for an expression and its answer; got 16."):
+    with pytest.raises(
+        Refused,
+        match="--task listops needs --context 32 or more for an expression and its answer; got 16.",
+    ):
         ListOps(16, 1)
 
 
@@ -456,7 +557,10 @@ def test_a_python_without_sources_is_told_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(Refused) as refusal:
         Text((), 16, 1)
-    assert str(refusal.value) == f"this Python keeps no sources in {tmp_path}: give text of your own with --text."
+    assert (
+        str(refusal.value)
+        == f"this Python keeps no sources in {tmp_path}: give text of your own with --text."
+    )
 
 
 def evaluate_listops(text: str) -> int:
@@ -468,7 +572,9 @@ def evaluate_listops(text: str) -> int:
             values = sorted(map(int, values))
             n = len(values)
             median = values[n // 2] if n % 2 else (values[n // 2 - 1] + values[n // 2]) // 2
-            stack[-1].append({"m": values[0], "M": values[-1], "D": median, "S": sum(values) % 10}[operator])
+            stack[-1].append(
+                {"m": values[0], "M": values[-1], "D": median, "S": sum(values) % 10}[operator]
+            )
         elif token.isdigit():
             stack[-1].append(token)
         else:
@@ -503,7 +609,20 @@ def test_listops_answers_are_right():
 
 
 def test_generates_from_a_checkpoint(whole, capsys):
-    generate.main(["--checkpoint", str(whole), "--prompt", "def ", "--length", "12", "--temperature", "1", "--top-k", "40"])
+    generate.main(
+        [
+            "--checkpoint",
+            str(whole),
+            "--prompt",
+            "def ",
+            "--length",
+            "12",
+            "--temperature",
+            "1",
+            "--top-k",
+            "40",
+        ]
+    )
     assert capsys.readouterr().out.startswith("def ")
     graphdef, params = generate.load(str(whole))
     write = functools.partial(generate.write, graphdef, params, prompt="def ", length=12)
@@ -515,7 +634,10 @@ def test_generates_from_a_checkpoint(whole, capsys):
     assert jnp.argmax(logits[0, 4:], -1).tolist() == greedy.tolist()
     for wrong, message in (
         ({"length": 0}, "length=0: it must be at least 1 byte."),
-        ({"temperature": -1.0}, "temperature=-1.0: it must be >= 0; 0 takes the likeliest byte each time."),
+        (
+            {"temperature": -1.0},
+            "temperature=-1.0: it must be >= 0; 0 takes the likeliest byte each time.",
+        ),
         ({"top_k": 0}, "top_k=0: it must be at least 1; leave it out to choose among all bytes."),
     ):
         with pytest.raises(Refused) as refusal:
@@ -525,7 +647,10 @@ def test_generates_from_a_checkpoint(whole, capsys):
 
 def test_a_run_without_checkpoint_cannot_generate(tmp_path):
     train.check_same_run(Settings(**TINY, out=str(tmp_path)), "data")
-    with pytest.raises(Refused, match="has no checkpoint yet: `python -m models.train` writes one every --save-every steps"):
+    with pytest.raises(
+        Refused,
+        match="has no checkpoint yet: `python -m models.train` writes one every --save-every steps",
+    ):
         generate.load(str(tmp_path))
 
 
@@ -537,7 +662,9 @@ def test_demonstration_plot(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_demonstration_runs(tmp_path):
-    run = subprocess.run([sys.executable, "-m", "models.demo"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "models.demo"], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert "nats per byte after" in run.stdout and "Done in" in run.stdout
 

@@ -22,8 +22,8 @@ from flax import nnx as flax_nnx
 from flax import serialization
 
 import memeff
-from memeff import nn
-from memeff.attention import Options
+from memeff import masks, nn, scores, transforms
+from memeff.attention import AttentionKwargs
 from memeff.nn import options, switch
 
 B, T, S, N, F = 2, 7, 9, 4, 8
@@ -34,7 +34,8 @@ FAMILIES = {"linen": LINEN, "nnx": NNX}
 family = pytest.mark.parametrize("ours, flaxes", FAMILIES.values(), ids=FAMILIES)
 
 rng = np.random.default_rng(0)
-X, Y = (rng.standard_normal((B, length, F)).astype(np.float32) for length in (T, S))  # NumPy: eager slices need no compiler
+# NumPy: eager slices need no compiler
+X, Y = (rng.standard_normal((B, length, F)).astype(np.float32) for length in (T, S))
 MASK = (rng.random((B, 1, T, S)) < 0.7) | (np.arange(S) == 0)
 SELF_MASK = (rng.random((B, 1, T, T)) < 0.7) | np.eye(T, dtype=bool)
 
@@ -48,10 +49,14 @@ def build(cls, *inputs, call=None, **constructor):
     """Parameters as a plain dict, and run(parameters, *inputs, **call)."""
     if issubclass(cls, flax_linen.Module):
         module = cls(num_heads=N, **constructor)
-        params = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs, **(call or {}))["params"]
+        params = module.init(
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs, **(call or {})
+        )["params"]
 
         def run(params, *inputs, **call):
-            return module.apply({"params": params}, *inputs, rngs={"dropout": jax.random.key(2)}, **call)
+            return module.apply(
+                {"params": params}, *inputs, rngs={"dropout": jax.random.key(2)}, **call
+            )
     else:
         module = cls(N, F, rngs=flax_nnx.Rngs(0), decode=False, **constructor)
         graph, params, rest = flax_nnx.split(module, flax_nnx.Param, ...)
@@ -86,7 +91,9 @@ def dense_mask(length, is_causal=False, local_window_size=None):
     see = np.ones((length, length), bool)
     for i, j in itertools.product(range(length), repeat=2):
         see[i, j] = not (
-            (is_causal and j > i) or (left is not None and j < i - left) or (right is not None and j > i + right)
+            (is_causal and j > i)
+            or (left is not None and j < i - left)
+            or (right is not None and j > i + right)
         )
     return see[None, None]
 
@@ -106,11 +113,17 @@ def quadratic(query, key, value, mask=None, *, logits_soft_cap=None, **of_flax):
 SIZES = ({}, {"qkv_features": 12, "out_features": 5})
 DENSE = ({}, {"use_bias": False, "normalize_qk": True})
 ONES = jax.nn.initializers.ones
-INITS = ({}, {"kernel_init": uniform, "out_kernel_init": ONES, "bias_init": uniform, "out_bias_init": ONES})
+INITS = (
+    {},
+    {"kernel_init": uniform, "out_kernel_init": ONES, "bias_init": uniform, "out_bias_init": ONES},
+)
 DROPS = ({}, {"dropout_rate": 0.4}, {"dropout_rate": 0.4, "broadcast_dropout": False})
 
 
-CONSTRUCTORS = [functools.reduce(lambda a, b: a | b, choice) for choice in itertools.product(SIZES, DENSE, INITS, DROPS)]
+CONSTRUCTORS = [
+    functools.reduce(lambda a, b: a | b, choice)
+    for choice in itertools.product(SIZES, DENSE, INITS, DROPS)
+]
 assert len(CONSTRUCTORS) == 24
 
 
@@ -123,7 +136,10 @@ def test_parameters_and_outputs_are_flaxes(ours, flaxes, number):
     constructor = dict(CONSTRUCTORS[number])
     if ours is NNX[0] and "qkv_features" in constructor:
         constructor["num_kv_heads"] = 2
-    inputs, call = (X, Y), {"deterministic": False, "mask": (None, MASK.astype(np.float32), MASK)[number % 3]}
+    inputs, call = (
+        (X, Y),
+        {"deterministic": False, "mask": (None, MASK.astype(np.float32), MASK)[number % 3]},
+    )
     params, run = build(ours, *inputs, call=call, **constructor)
     params_of_flax, run_flax = build(flaxes, *inputs, call=call, **constructor)
     same(params, params_of_flax)
@@ -131,7 +147,10 @@ def test_parameters_and_outputs_are_flaxes(ours, flaxes, number):
     assert out.shape == out_of_flax.shape
     close(out, out_of_flax)
     if "dropout_rate" in constructor:
-        assert np.abs(np.asarray(out) - run(params, *inputs, **(call | {"deterministic": True}))).max() > 1e-3
+        assert (
+            np.abs(np.asarray(out) - run(params, *inputs, **(call | {"deterministic": True}))).max()
+            > 1e-3
+        )
 
 
 @family
@@ -139,7 +158,10 @@ def test_dtypes_are_flaxes(ours, flaxes):
     params, run = build(ours, X, Y, dtype=jnp.bfloat16)
     run_flax = build(flaxes, X, Y, dtype=jnp.bfloat16)[1]
     close(*(jax.jit(f)(params, X, Y, mask=MASK) for f in (run, run_flax)), 0.03)
-    shapes = [jax.eval_shape(lambda cls=cls: build(cls, X, Y, param_dtype=jnp.float16)[0]) for cls in (ours, flaxes)]
+    shapes = [
+        jax.eval_shape(lambda cls=cls: build(cls, X, Y, param_dtype=jnp.float16)[0])
+        for cls in (ours, flaxes)
+    ]
     assert shapes[0] == shapes[1] and shapes[0]["query"]["bias"].dtype == jnp.float16
 
 
@@ -163,10 +185,16 @@ def test_partitioned_initialisers_are_kept():
     named = flax_linen.with_partitioning(uniform, (None, "heads", None))
     trees = [cls(num_heads=N, kernel_init=named).init(jax.random.key(0), X) for cls in LINEN]
     same(*trees)
-    assert flax_linen.get_partition_spec(trees[0])["params"]["key"]["kernel"] == jax.sharding.PartitionSpec(
-        None, "heads", None
+    assert flax_linen.get_partition_spec(trees[0])["params"]["key"][
+        "kernel"
+    ] == jax.sharding.PartitionSpec(None, "heads", None)
+    module = NNX[0](
+        N,
+        F,
+        kernel_init=flax_nnx.with_metadata(uniform, note="heads"),
+        decode=False,
+        rngs=flax_nnx.Rngs(0),
     )
-    module = NNX[0](N, F, kernel_init=flax_nnx.with_metadata(uniform, note="heads"), decode=False, rngs=flax_nnx.Rngs(0))
     assert module.value.kernel.get_metadata()["note"] == "heads"
 
 
@@ -177,11 +205,14 @@ def test_every_keyword_that_flax_passes_is_ours():
     passed = {
         keyword.arg
         for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "dict" or "attention_fn" in ast.unparse(call.func)
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "dict"
+        or "attention_fn" in ast.unparse(call.func)
         for keyword in call.keywords
     }
     assert {"mask", "dropout_rng", "deterministic", "module", "force_fp32_for_softmax"} <= passed
-    assert passed - {None} <= set(names)  # Linen drops without a word what the signature does not name
+    # Linen drops without a word what the signature does not name
+    assert passed - {None} <= set(names)
 
     recorded = {}
 
@@ -190,7 +221,7 @@ def test_every_keyword_that_flax_passes_is_ours():
         return query
 
     NNX[1](N, F, attention_fn=record, decode=False, rngs=flax_nnx.Rngs(0))(X)
-    known = {*names, *Options.__annotations__}
+    known = {*names, *AttentionKwargs.__annotations__}
     assert {"mask", "dropout_rng", "deterministic", "module", "is_causal"} <= set(recorded) <= known
 
 
@@ -203,12 +234,23 @@ def test_masks_of_attention_fn_are_flaxes():
     for mask in (MASK.astype(np.float32), MASK.astype(np.int32) * 7, MASK.astype(np.float16) * 3):
         close(nn.attention_fn(*QKV, mask=mask), plain)
         close(jax.jit(nn.attention_fn)(*QKV, mask=mask), plain)
-    close(nn.attention_fn(*QKV, mask=MASK.astype(np.float32)), flax_linen.dot_product_attention(*QKV, mask=MASK))
+    close(
+        nn.attention_fn(*QKV, mask=MASK.astype(np.float32)),
+        flax_linen.dot_product_attention(*QKV, mask=MASK),
+    )
     additive = np.where(MASK, 0, -1e9).astype(np.float32)
     inside_jit = lambda mask: jax.jit(lambda *qkv: nn.attention_fn(*qkv, mask=mask))(*QKV)
-    for mask in (additive, jnp.asarray(additive), additive.astype(np.int32), 0.5 * MASK, np.where(MASK, 1.0, np.nan)):
+    for mask in (
+        additive,
+        jnp.asarray(additive),
+        additive.astype(np.int32),
+        0.5 * MASK,
+        np.where(MASK, 1.0, np.nan),
+    ):
         for call in (lambda mask: nn.attention_fn(*QKV, mask=mask), inside_jit):
-            with pytest.raises(TypeError, match=r"mask is \w+ with values that are negative .* Pass .* as bias="):
+            with pytest.raises(
+                TypeError, match=r"mask is \w+ with values that are negative .* Pass .* as bias="
+            ):
                 call(mask)
     close(nn.attention_fn(*QKV, additive), plain)  # as a bias
     close(nn.attention_fn(*QKV, mask=MASK.astype(int).tolist()), plain)
@@ -226,9 +268,14 @@ def test_dtypes_of_attention_fn_are_flaxes():
     """A float32 decode cache meets bfloat16 queries: Flax promotes; jax.nn refuses, as does memeff outside Flax."""
     query, key, value = QKV
     half = [x.astype(jnp.bfloat16) for x in QKV]
-    close(nn.attention_fn(half[0], key, value), nn.attention_fn(half[0].astype(np.float32), key, value))
+    close(
+        nn.attention_fn(half[0], key, value),
+        nn.attention_fn(half[0].astype(np.float32), key, value),
+    )
     same(nn.attention_fn(*QKV, dtype=jnp.bfloat16), nn.attention_fn(*half))
-    gradient = jax.grad(lambda q: nn.attention_fn(q, key, value, dtype=jnp.bfloat16).astype(np.float32).sum())(query)
+    gradient = jax.grad(
+        lambda q: nn.attention_fn(q, key, value, dtype=jnp.bfloat16).astype(np.float32).sum()
+    )(query)
     assert gradient.dtype == np.float32
     with pytest.raises(TypeError, match="key is float32 and query is bfloat16"):
         memeff.dot_product_attention(half[0], key, value)
@@ -244,15 +291,33 @@ def test_hooks_of_attention_fn():
     close(drawn, flax_linen.dot_product_attention(*QKV, dropout_rng=key, dropout_rate=0.5), 4e-6)
     half = [x.astype(jnp.bfloat16) for x in QKV]
     for force in (True, False):  # no softmax here is less precise than Flax's with True
-        same(nn.attention_fn(*half, force_fp32_for_softmax=force), memeff.dot_product_attention(*half))
-    same(nn.attention_fn(*QKV, local_window_size=1), memeff.dot_product_attention(*QKV, local_window_size=1))
+        same(
+            nn.attention_fn(*half, force_fp32_for_softmax=force),
+            memeff.dot_product_attention(*half),
+        )
+    same(
+        nn.attention_fn(*QKV, local_window_size=1),
+        memeff.dot_product_attention(*QKV, local_window_size=1),
+    )
     wrong = [
         ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
         ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),
         ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 came without dropout_rng"),
-        ({"module": object()}, NotImplementedError, r"sow_weights=True asks for .*, \(2, 4, 7, 9\) or 0\.0 MiB"),
-        ({"qk_attn_weights_einsum": jnp.einsum}, NotImplementedError, "qk_attn_weights_einsum is not supported"),
-        ({"attn_weights_value_einsum": jnp.einsum}, NotImplementedError, "attn_weights_value_einsum is not supported"),
+        (
+            {"module": object()},
+            NotImplementedError,
+            r"sow_weights=True asks for .*, \(2, 4, 7, 9\) or 0\.0 MiB",
+        ),
+        (
+            {"qk_attn_weights_einsum": jnp.einsum},
+            NotImplementedError,
+            "qk_attn_weights_einsum is not supported",
+        ),
+        (
+            {"attn_weights_value_einsum": jnp.einsum},
+            NotImplementedError,
+            "attn_weights_value_einsum is not supported",
+        ),
         ({"chunk_sise": 2}, TypeError, "unexpected keyword argument 'chunk_sise'"),
     ]
     for kwargs, kind, message in wrong:
@@ -264,7 +329,10 @@ def test_hooks_of_attention_fn():
 def test_without_its_hooks_the_cure_is_named(ours, flaxes):
     """Flax's modules with `memeff.dot_product_attention`: Linen passes only what a signature names, NNX all."""
     cure = r"deterministic= is a hook of Flax's modules.*give the modules attention_fn=memeff\.nn\.attention_fn"
-    for fn in (memeff.dot_product_attention, functools.partial(memeff.dot_product_attention, chunk_size=2)):
+    for fn in (
+        memeff.dot_product_attention,
+        functools.partial(memeff.dot_product_attention, chunk_size=2),
+    ):
         for cls in (ours, flaxes):
             params, run = build(cls, X)
             wrong = build(cls, X, attention_fn=nn.attention_fn)[1]
@@ -272,7 +340,9 @@ def test_without_its_hooks_the_cure_is_named(ours, flaxes):
             for deterministic in (True, False):
                 with pytest.raises(TypeError, match=cure):
                     of = dict(attention_fn=fn, dropout_rate=0.5)
-                    build(cls, X, **of, call={"deterministic": deterministic})[1](params, X, deterministic=deterministic)
+                    build(cls, X, **of, call={"deterministic": deterministic})[1](
+                        params, X, deterministic=deterministic
+                    )
 
 
 @family
@@ -299,14 +369,22 @@ OPTIONS = {
     "window, one number": {"local_window_size": 1},
     "cap": {"logits_soft_cap": 0.2},
     "grouped": {"num_kv_heads": 2},
-    "all": {"is_causal": True, "local_window_size": (3, None), "logits_soft_cap": 0.3, "num_kv_heads": 1},
+    "all": {
+        "is_causal": True,
+        "local_window_size": (3, None),
+        "logits_soft_cap": 0.3,
+        "num_kv_heads": 1,
+    },
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @family
 def test_options(ours, flaxes, name):
-    constructor, mask = dict(OPTIONS[name]), (rng.random((B, N, T, T)) < 0.8) | np.eye(T, dtype=bool)
+    constructor, mask = (
+        dict(OPTIONS[name]),
+        (rng.random((B, N, T, T)) < 0.8) | np.eye(T, dtype=bool),
+    )
     params, run = build(ours, X, **constructor, kernel_init=uniform)
     out = run(params, X, mask=mask)
     plain = build(ours, X, kernel_init=uniform)
@@ -317,9 +395,12 @@ def test_options(ours, flaxes, name):
     window = (window, window) if isinstance(window, int) else window
     mask = mask & dense_mask(T, constructor.pop("is_causal", False), window)
     heads = {"num_kv_heads": K} if ours is NNX[0] else {}
-    if ours is LINEN[0]:  # Flax's has as many key heads as query heads: give it each of ours N / K times
+    # Flax's has as many key heads as query heads: give it each of ours N / K times
+    if ours is LINEN[0]:
         params = {
-            name: jax.tree.map(lambda x: np.repeat(x, N // K, -2), of) if name in ("key", "value") else of
+            name: jax.tree.map(lambda x: np.repeat(x, N // K, -2), of)
+            if name in ("key", "value")
+            else of
             for name, of in params.items()
         }
     oracle = build(flaxes, X, attention_fn=functools.partial(quadratic, **constructor), **heads)[1]
@@ -337,11 +418,19 @@ DECODING = {
     "plain": {},
     "window": {"local_window_size": (2, None)},
     "Flax's attention_fn": {"attention_fn": flax_nnx.dot_product_attention},
-    "all": {"local_window_size": (3, 1), "logits_soft_cap": 0.3, "num_kv_heads": 2, "normalize_qk": True, "is_causal": True},
+    "all": {
+        "local_window_size": (3, 1),
+        "logits_soft_cap": 0.3,
+        "num_kv_heads": 2,
+        "normalize_qk": True,
+        "is_causal": True,
+    },
     "functions": {
-        "score_init": lambda key: memeff.scores.alibi(memeff.scores.alibi_slopes(N)),
-        "mask_fn": memeff.block_mask(memeff.masks.causal() & ~memeff.masks.dilated(3) | memeff.masks.sliding_window(1), T),
-        "qk_transform": memeff.transforms.rotary(),
+        "score_init": lambda key: scores.alibi(scores.alibi_slopes(N)),
+        "mask_fn": memeff.block_mask(
+            masks.causal() & ~masks.dilated(3) | masks.sliding_window(1), T
+        ),
+        "qk_transform": transforms.rotary(),
         "sinks_init": jax.nn.initializers.ones,
         "num_kv_heads": 2,
     },
@@ -383,9 +472,13 @@ def test_decoding_equals_the_full_forward_linen(name):
 
         cache_of_flax, out_of_flax = decode([1] * T, own)
         close((cache, out), (cache_of_flax, out_of_flax))
-        with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came: init with longer inputs"):
+        with pytest.raises(
+            ValueError, match="the cache of 7 tokens holds 7 and 1 came: init with longer inputs"
+        ):
             module.apply({**params, "cache": cache}, X[:, :1], mutable=["cache"])
-        with pytest.raises(ValueError, match=r"keys \(1, 1, 4, 2\), and the cache holds \(2, 7, 4, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"keys \(1, 1, 4, 2\), and the cache holds \(2, 7, 4, 2\)"
+        ):
             module.apply({**params, "cache": empty}, X[:1, :1], mutable=["cache"])
 
 
@@ -408,24 +501,33 @@ def test_decoding_equals_the_full_forward_nnx(name):
 
 H = F // N
 HALF = jax.nn.initializers.constant(0.5)
-LEARNT = {  # every kind of tree that params may be: an array, a tuple with a None in it, a dictionary
-    "score_init": lambda key: memeff.scores.alibi(memeff.scores.alibi_slopes(N)).then(memeff.scores.soft_cap(2.0)),
-    "qk_transform_init": lambda key: memeff.transforms.rms_norm(*jnp.array([[1.0] * H, [2.0] * H])).then(
-        memeff.transforms.rotary()
+# every kind of tree that params may be: an array, a tuple with a None in it, a dictionary
+LEARNT = {
+    "score_init": lambda key: scores.alibi(scores.alibi_slopes(N)).then(scores.soft_cap(2.0)),
+    "qk_transform_init": lambda key: transforms.rms_norm(*jnp.array([[1.0] * H, [2.0] * H])).then(
+        transforms.rotary()
     ),
     "sinks_init": HALF,
 }
 DOCUMENT = np.array([0, 0, 0, 1, 1, 1, 1])
-SAME_DOCUMENT = memeff.masks.documents(DOCUMENT) | memeff.masks.prefix(2)
+SAME_DOCUMENT = masks.documents(DOCUMENT) | masks.prefix(2)
 SEEN = (DOCUMENT[:, None] == DOCUMENT) | (np.arange(T) < 2)
-NAMES = {"score_init": ("score_fn", "score_params"), "qk_transform_init": ("qk_transform", "qk_transform_params")}
+NAMES = {
+    "score_init": ("score_fn", "score_params"),
+    "qk_transform_init": ("qk_transform", "qk_transform_params"),
+}
 
 
 def learnt_params(ours, params):
     """(slopes, cap), scales by name, sinks; the same tree without them."""
     params = dict(params)
     if ours is LINEN[0]:
-        return params.pop("score_params"), params.pop("qk_transform_params")[0], params.pop("sinks"), params
+        return (
+            params.pop("score_params"),
+            params.pop("qk_transform_params")[0],
+            params.pop("sinks"),
+            params,
+        )
     score, transform = (params.pop(name)["params"] for name in ("score_fn", "qk_transform"))
     return (score[0], score[1]), transform[0], params.pop("sinks"), params
 
@@ -438,9 +540,14 @@ def by_hand(query, key, value, mask=None, *, score, scales, sinks, **of_flax):
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
         angle = at[:, None, None] * 10000.0 ** (-np.arange(H // 2) / (H // 2))
         a, b = x[..., : H // 2], x[..., H // 2 :]
-        return jnp.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+        return jnp.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+        )
 
-    s = jnp.einsum("bqhd,bkhd->bhqk", turned(query, scales["query"]), turned(key, scales["key"])) / H**0.5
+    s = (
+        jnp.einsum("bqhd,bkhd->bhqk", turned(query, scales["query"]), turned(key, scales["key"]))
+        / H**0.5
+    )
     s = s - score[0][:, None, None] * np.abs(at[:, None] - at)
     s = jnp.where(mask, score[1] * jnp.tanh(s / score[1]), -jnp.inf)
     s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
@@ -454,16 +561,20 @@ def test_what_learns_is_a_parameter_with_its_gradient(ours, flaxes):
     score, scales, sinks, plain = learnt_params(ours, params)
     expected_params, _ = build(flaxes, X, kernel_init=uniform)
     same(plain, expected_params)
-    close(score, (memeff.scores.alibi_slopes(N), jnp.float32(2)))
+    close(score, (scores.alibi_slopes(N), jnp.float32(2)))
     close((scales, sinks), ({"query": jnp.ones(H), "key": 2 * jnp.ones(H)}, jnp.full(N, 0.5)))
 
     def expected(params):
         score, scales, sinks, plain = learnt_params(ours, params)
         attention_fn = functools.partial(by_hand, score=score, scales=scales, sinks=sinks)
-        return build(flaxes, X, attention_fn=attention_fn, call={"mask": mask})[1](plain, X, mask=mask)
+        return build(flaxes, X, attention_fn=attention_fn, call={"mask": mask})[1](
+            plain, X, mask=mask
+        )
 
     ct = rng.standard_normal(X.shape).astype(np.float32)
-    both = lambda run: jax.jit(lambda params: (run(params), jax.grad(lambda p: (run(p) * ct).sum())(params)))(params)
+    both = lambda run: jax.jit(
+        lambda params: (run(params), jax.grad(lambda p: (run(p) * ct).sum())(params))
+    )(params)
     found, truth = both(lambda params: run(params, X, mask=SELF_MASK)), both(expected)
     close(found, truth, 1e-5)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(learnt_params(ours, found[1])[:3]))
@@ -472,9 +583,11 @@ def test_what_learns_is_a_parameter_with_its_gradient(ours, flaxes):
 def test_one_offset_for_a_whole_batch_reaches_every_function():
     """A cache tells a position that is an array, the same for all batch entries."""
     x = rng.standard_normal((B, T, N, H)).astype(np.float32)
-    of = dict(score_fn=ALIBI, mask_fn=memeff.masks.sliding_window(2), qk_transform=memeff.transforms.rotary())
+    of = dict(score_fn=ALIBI, mask_fn=masks.sliding_window(2), qk_transform=transforms.rotary())
     offsets = (3, jnp.int32(3), jnp.full(B, 3))
-    first, *others = (memeff.dot_product_attention(x, x, x, q_offset=offset, **of) for offset in offsets)
+    first, *others = (
+        memeff.dot_product_attention(x, x, x, q_offset=offset, **of) for offset in offsets
+    )
     assert np.abs(first - memeff.dot_product_attention(x, x, x, **of)).max() > 1e-3
     for other in others:
         close(other, first)
@@ -484,7 +597,13 @@ def test_one_offset_for_a_whole_batch_reaches_every_function():
 def test_what_is_given_whole_is_constant(ours, flaxes):
     """The same numbers as what learns, and Flax's parameters alone; functions without params, and a block mask, too."""
     fixed = {NAMES[name][0]: init(None) for name, init in LEARNT.items() if name in NAMES}
-    params, run = build(ours, X, kernel_init=uniform, mask_fn=memeff.block_mask(SAME_DOCUMENT, T, block_size=2), **fixed)
+    params, run = build(
+        ours,
+        X,
+        kernel_init=uniform,
+        mask_fn=memeff.block_mask(SAME_DOCUMENT, T, block_size=2),
+        **fixed,
+    )
     same(params, build(flaxes, X, kernel_init=uniform)[0])
     learns = {name: init for name, init in LEARNT.items() if name in NAMES}
     other, run_other = build(ours, X, kernel_init=uniform, mask_fn=SAME_DOCUMENT, **learns)
@@ -495,35 +614,51 @@ def test_what_is_given_whole_is_constant(ours, flaxes):
         "qk_transform": lambda x, position, which, params: x * (2 if which == "query" else 1),
     }
     out = build(ours, X, kernel_init=uniform, **functions)[1](params, X)
-    each = np.broadcast_to(np.arange(T)[:, None] + np.arange(N)[:, None, None] >= np.arange(T), (B, N, T, T))
-    scaled = lambda q, k, v, mask=None, **of_flax: quadratic(q * (2 * (1 + np.arange(N)))[:, None], k, v, mask)
+    each = np.broadcast_to(
+        np.arange(T)[:, None] + np.arange(N)[:, None, None] >= np.arange(T), (B, N, T, T)
+    )
+    scaled = lambda q, k, v, mask=None, **of_flax: quadratic(
+        q * (2 * (1 + np.arange(N)))[:, None], k, v, mask
+    )
     close(out, build(flaxes, X, kernel_init=uniform, attention_fn=scaled)[1](params, X, mask=each))
 
 
 def test_linen_modules_with_what_learns_can_be_hashed_saved_and_stacked():
     module = LINEN[0](num_heads=N, **LEARNT)
-    assert hash(module) == hash(LINEN[0](num_heads=N, **LEARNT)) and module == LINEN[0](num_heads=N, **LEARNT)
+    assert hash(module) == hash(LINEN[0](num_heads=N, **LEARNT)) and module == LINEN[0](
+        num_heads=N, **LEARNT
+    )
     params = module.init(jax.random.key(0), X)
-    loaded = serialization.from_bytes(jax.tree.map(jnp.zeros_like, params), serialization.to_bytes(params))
+    loaded = serialization.from_bytes(
+        jax.tree.map(jnp.zeros_like, params), serialization.to_bytes(params)
+    )
     same(loaded, params)
 
     attention = functools.partial(LINEN[0], **LEARNT)
     model = linen_model(attention)
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, SELF_MASK)
+    variables = model.init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, SELF_MASK
+    )
     assert variables["params"]["attention"]["sinks"].shape == (2, N)
 
     def loss(variables):
-        return (model.apply(variables, X, SELF_MASK, rngs={"dropout": jax.random.key(3)})[0] ** 2).sum()
+        return (
+            model.apply(variables, X, SELF_MASK, rngs={"dropout": jax.random.key(3)})[0] ** 2
+        ).sum()
 
     gradient = jax.jit(jax.grad(loss))(variables)["params"]["attention"]
-    assert all(np.abs(x).reshape(2, -1).max(1).min() > 0 for x in jax.tree.leaves(gradient["score_params"]))
+    assert all(
+        np.abs(x).reshape(2, -1).max(1).min() > 0 for x in jax.tree.leaves(gradient["score_params"])
+    )
 
 
 def test_nnx_modules_with_what_learns_can_be_split_trained_and_stacked():
     attention = functools.partial(NNX[0], **LEARNT, mask_fn=SAME_DOCUMENT)
     model = nnx_model(attention)
     assert model.attention.sinks.shape == (2, N)
-    gradient = flax_nnx.jit(flax_nnx.grad(lambda model: (nnx_forward(model, X, SELF_MASK) ** 2).sum()))(model)
+    gradient = flax_nnx.jit(
+        flax_nnx.grad(lambda model: (nnx_forward(model, X, SELF_MASK) ** 2).sum())
+    )(model)
     slopes = gradient["attention"]["score_fn"]["params"][0]
     assert np.abs(slopes[...]).max(1).min() > 0
 
@@ -541,7 +676,9 @@ def test_rows_that_see_nothing_are_zero():
         params, _ = build(ours, X, Y)
         params["out"]["bias"] = np.arange(F, dtype=np.float32)
         mask = MASK & (np.arange(T) != 2)[:, None]
-        out, mean = (np.asarray(build(cls, X, Y)[1](params, X, Y, mask=mask)) for cls in (ours, flaxes))
+        out, mean = (
+            np.asarray(build(cls, X, Y)[1](params, X, Y, mask=mask)) for cls in (ours, flaxes)
+        )
         same(out[:, 2], np.broadcast_to(params["out"]["bias"], (B, F)))
         close(np.delete(out, 2, 1), np.delete(mean, 2, 1))
         assert np.abs(out[:, 2] - mean[:, 2]).max() > 1e-3
@@ -550,7 +687,10 @@ def test_rows_that_see_nothing_are_zero():
 def test_sow_weights_is_refused_with_its_size():
     for ours, _ in FAMILIES.values():
         params, run = build(ours, X, Y)
-        with pytest.raises(NotImplementedError, match=r"sow_weights=True .* \(2, 4, 7, 9\) or 0\.0 MiB .* Use Flax's own"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"sow_weights=True .* \(2, 4, 7, 9\) or 0\.0 MiB .* Use Flax's own",
+        ):
             run(params, X, Y, sow_weights=True)
 
 
@@ -575,11 +715,15 @@ def test_no_array_of_length_squared(ours, flaxes):
 # ---- wrong values
 
 
-ALIBI = memeff.scores.alibi([1.0] * 4)
+ALIBI = scores.alibi([1.0] * 4)
 WRONG = [  # what the core refuses is quoted no further than the argument: test_errors has the rest
     ({"num_heads": 0}, ValueError, "num_heads=0 must be at least 1"),
     ({"num_heads": 2.0}, TypeError, "num_heads=2.0 must be an int"),
-    ({"num_kv_heads": 3}, ValueError, "num_heads=4 is not a multiple of num_kv_heads=3: use one of 1, 2, 4"),
+    (
+        {"num_kv_heads": 3},
+        ValueError,
+        "num_heads=4 is not a multiple of num_kv_heads=3: use one of 1, 2, 4",
+    ),
     ({"num_kv_heads": 0}, ValueError, "num_kv_heads=0 must be at least 1"),
     ({"num_kv_heads": "2"}, TypeError, "num_kv_heads='2' must be an int"),
     ({"qkv_features": 10}, ValueError, "qkv_features=10 does not divide into num_heads=4 heads"),
@@ -589,19 +733,47 @@ WRONG = [  # what the core refuses is quoted no further than the argument: test_
     ({"local_window_size": (1, 2, 3)}, ValueError, "local_window_size=(1, 2, 3)"),
     ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0"),
     ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap"),
-    ({"logits_soft_cap": jnp.ones(())}, TypeError, "logits_soft_cap must be a number in a module, got an array"),
+    (
+        {"logits_soft_cap": jnp.ones(())},
+        TypeError,
+        "logits_soft_cap must be a number in a module, got an array",
+    ),
     ({"dropout_rate": 1.0}, ValueError, "dropout_rate=1"),
-    ({"attention_fn": None}, TypeError, "attention_fn=None must be a function like memeff.nn.attention_fn"),
+    (
+        {"attention_fn": None},
+        TypeError,
+        "attention_fn=None must be a function like memeff.nn.attention_fn",
+    ),
     (
         {"attention_fn": flax_nnx.dot_product_attention, "local_window_size": 3},
         ValueError,
         "attention_fn=dot_product_attention does not take local_window_size, which is needed here",
     ),
-    ({"score_fn": 3}, TypeError, "score_fn must be a function (score, batch, head, q_pos, k_pos, params), got int"),
-    ({"score_fn": lambda score: score}, TypeError, "score_fn must be hashable and take (score, batch,"),
-    ({"mask_fn": memeff.scores.alibi([1.0])}, TypeError, "mask_fn must be hashable and take (batch, head,"),
-    ({"mask_fn": lambda *at: at[3]}, TypeError, "mask_fn is called with scalars, for one pair, and must return one bool"),
-    ({"qk_transform": lambda x, position: x}, TypeError, "qk_transform must be hashable and take (x, position, which,"),
+    (
+        {"score_fn": 3},
+        TypeError,
+        "score_fn must be a function (score, batch, head, q_pos, k_pos, params), got int",
+    ),
+    (
+        {"score_fn": lambda score: score},
+        TypeError,
+        "score_fn must be hashable and take (score, batch,",
+    ),
+    (
+        {"mask_fn": scores.alibi([1.0])},
+        TypeError,
+        "mask_fn must be hashable and take (batch, head,",
+    ),
+    (
+        {"mask_fn": lambda *at: at[3]},
+        TypeError,
+        "mask_fn is called with scalars, for one pair, and must return one bool",
+    ),
+    (
+        {"qk_transform": lambda x, position: x},
+        TypeError,
+        "qk_transform must be hashable and take (x, position, which,",
+    ),
     (
         {"score_fn": ALIBI, "score_init": lambda key: ALIBI},
         ValueError,
@@ -618,16 +790,20 @@ WRONG = [  # what the core refuses is quoted no further than the argument: test_
         "score_init must be a function of a key that returns a memeff.Score; it returned",
     ),
     (
-        {"qk_transform_init": lambda key: memeff.transforms.rotary()},
+        {"qk_transform_init": lambda key: transforms.rotary()},
         TypeError,
         "qk_transform_init must return a memeff.Transform whose arrays are floats, to learn; got none",
     ),
     (
-        {"score_init": lambda key: memeff.scores.t5(jnp.ones((4, 4), int))},
+        {"score_init": lambda key: scores.t5(jnp.ones((4, 4), int))},
         TypeError,
         "score_init must return a memeff.Score whose arrays are floats, to learn; got int32[4, 4]",
     ),
-    ({"sinks_init": True}, TypeError, "sinks_init must be an initializer (key, shape, dtype), such as"),
+    (
+        {"sinks_init": True},
+        TypeError,
+        "sinks_init must be an initializer (key, shape, dtype), such as",
+    ),
     (
         {"attention_fn": flax_nnx.dot_product_attention, "sinks_init": jax.nn.initializers.zeros},
         ValueError,
@@ -652,7 +828,9 @@ def test_wrong_linen_calls():
         layer.init(key, X, None, Y)
     with pytest.raises(ValueError, match="inputs_kv came with inputs_k or inputs_v"):
         layer.init(key, X, Y, inputs_kv=Y)
-    with pytest.raises(ValueError, match=r"qkv_features=6 \(the inputs' features\) does not divide"):
+    with pytest.raises(
+        ValueError, match=r"qkv_features=6 \(the inputs' features\) does not divide"
+    ):
         layer.init(key, X[..., :6])
     with pytest.raises(ValueError, match="does not take mask"):  # Flax would drop it without a word
         LINEN[0](num_heads=4, attention_fn=lambda query, key, value: query).init(key, X, mask=MASK)
@@ -661,14 +839,23 @@ def test_wrong_linen_calls():
 
 def test_bind_names_what_it_passes():
     seen = {}
-    options.bind(lambda **keywords: seen.update(keywords), {"mask": 1, "bias": None, "is_causal": False}, {"dtype": None})()
+    options.bind(
+        lambda **keywords: seen.update(keywords),
+        {"mask": 1, "bias": None, "is_causal": False},
+        {"dtype": None},
+    )()
     assert seen == {"mask": 1, "dtype": None}
     assert options.bind(quadratic, {"mask": None}, {}) is quadratic
 
 
 # ---- gradients and transformations
 
-DROPPING = {"dropout_rate": 0.2, "deterministic": False, "broadcast_dropout": False, "kernel_init": uniform}
+DROPPING = {
+    "dropout_rate": 0.2,
+    "deterministic": False,
+    "broadcast_dropout": False,
+    "kernel_init": uniform,
+}
 
 
 class LinenBlock(flax_linen.Module):
@@ -704,10 +891,13 @@ def nnx_model(attention):
 
 
 def nnx_forward(model, x, mask):
-    return flax_nnx.scan(lambda x, block: block(x, mask), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(x, model)
+    return flax_nnx.scan(
+        lambda x, block: block(x, mask), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry
+    )(x, model)
 
 
-BLIND = SELF_MASK & (np.arange(T) != 3)[:, None]  # row 3 sees nothing: 0 from memeff, the mean of values from Flax
+# row 3 sees nothing: 0 from memeff, the mean of values from Flax
+BLIND = SELF_MASK & (np.arange(T) != 3)[:, None]
 
 
 def equations(f, *inputs):
@@ -721,7 +911,9 @@ def test_linen_gradients_are_flaxes_under_scan_and_remat():
     variables = model.init(keys, X, SELF_MASK)
 
     def loss(model, variables):
-        return (model.apply(variables, X, SELF_MASK, rngs={"dropout": jax.random.key(3)})[0] ** 2).sum()
+        return (
+            model.apply(variables, X, SELF_MASK, rngs={"dropout": jax.random.key(3)})[0] ** 2
+        ).sum()
 
     step = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
     expected = step(model, variables)
@@ -750,7 +942,9 @@ def test_nnx_gradients_are_flaxes_under_scan_and_remat():
 
     model = switched_model()
     assert model.attention.attention_fn is nn.attention_fn
-    assert equations(lambda x: loss(nnx_model(NNX[0]), x), X) == equations(lambda x: loss(switched_model(), x), X)
+    assert equations(lambda x: loss(nnx_model(NNX[0]), x), X) == equations(
+        lambda x: loss(switched_model(), x), X
+    )
     graph, state = flax_nnx.split(model)
     assert flax_nnx.merge(graph, state).attention.attention_fn is nn.attention_fn
     assert nn.switch_nnx(model) == []  # once more changes nothing and is no error
@@ -778,7 +972,10 @@ def test_a_jitted_function_follows_the_linen_switch():
 def test_an_attention_fn_chosen_on_purpose_is_kept():
     model = LINEN[1](num_heads=N, attention_fn=quadratic)
     variables = model.init(jax.random.key(0), X)
-    with nn.switch_linen() as switched, pytest.warns(UserWarning, match="keeps its own attention_fn"):
+    with (
+        nn.switch_linen() as switched,
+        pytest.warns(UserWarning, match="keeps its own attention_fn"),
+    ):
         jax.eval_shape(model.apply, variables, X)
     assert switched == []
     with nn.switch_linen() as switched:  # memeff's own and Flax's other modules: no warning
@@ -787,11 +984,17 @@ def test_an_attention_fn_chosen_on_purpose_is_kept():
         jax.eval_shape(flax_linen.Dense(3).init, jax.random.key(0), X)
     assert switched == []
 
-    first, second = (NNX[1](N, F, decode=False, attention_fn=fn, rngs=flax_nnx.Rngs(0)) for fn in (quadratic, NNX_DEFAULT))
+    first, second = (
+        NNX[1](N, F, decode=False, attention_fn=fn, rngs=flax_nnx.Rngs(0))
+        for fn in (quadratic, NNX_DEFAULT)
+    )
     with pytest.warns(UserWarning, match="'0' keeps its own attention_fn"):
         assert nn.switch_nnx(flax_nnx.List([first, second])) == ["1"]
     assert first.attention_fn is quadratic and second.attention_fn is nn.attention_fn
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="none without an attention_fn of its own"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="none without an attention_fn of its own"),
+    ):
         nn.switch_nnx(first)
 
 
@@ -799,9 +1002,13 @@ NNX_DEFAULT = flax_nnx.dot_product_attention
 
 
 def test_nothing_to_switch_is_an_error():
-    with pytest.raises(ValueError, match=r"no nnx.MultiHeadAttention to switch \(none at all\): .* switch_jax_nn"):
+    with pytest.raises(
+        ValueError, match=r"no nnx.MultiHeadAttention to switch \(none at all\): .* switch_jax_nn"
+    ):
         nn.switch_nnx(flax_nnx.Linear(2, 3, rngs=flax_nnx.Rngs(0)))
-    with pytest.raises(TypeError, match="must be an nnx.Module, got MultiHeadDotProductAttention: use switch_linen"):
+    with pytest.raises(
+        TypeError, match="must be an nnx.Module, got MultiHeadDotProductAttention: use switch_linen"
+    ):
         nn.switch_nnx(LINEN[1](num_heads=N))  # pyright: ignore[reportArgumentType]
 
 
@@ -837,7 +1044,10 @@ def test_no_linen_module_switched_warns_or_raises():
         (IgnoresItsAttentionFn(num_heads=N), other.format("IgnoresItsAttentionFn")),
         (None, r"no module of Linen was called inside\. For NNX use switch_nnx"),
     ):
-        with pytest.warns(UserWarning, match=NONE_SWITCHED + reason) as record, nn.switch_linen() as switched:
+        with (
+            pytest.warns(UserWarning, match=NONE_SWITCHED + reason) as record,
+            nn.switch_linen() as switched,
+        ):
             module and trace(module)
         assert switched == [] and len(record) == 1 and record[0].filename == __file__
         with pytest.raises(ValueError, match=NONE_SWITCHED + reason), nn.switch_linen(strict=True):

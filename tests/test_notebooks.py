@@ -14,14 +14,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "notebooks").glob("*.py"))
-MISSING = [name for name in ("jupytext", "nbclient", "ipykernel", "matplotlib") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'memeff[notebooks]'")
+MISSING = [
+    name
+    for name in ("jupytext", "nbclient", "ipykernel", "matplotlib")
+    if importlib.util.find_spec(name) is None
+]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'memeff[notebooks]'"
+)
 
 
 def execute(source: Path, short: bool, monkeypatch: pytest.MonkeyPatch):
     """The notebook with its outputs; the kernel finds this checkout whether or not memeff is installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of jupyter's own libraries; the kernel's warnings are outputs
+        # of jupyter's own libraries; the kernel's warnings are outputs
+        warnings.simplefilter("ignore")
         import jupytext
         import nbclient
 
@@ -30,7 +37,9 @@ def execute(source: Path, short: bool, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         notebook = jupytext.read(source)
         at = {"metadata": {"path": str(source.parent)}}
-        client = nbclient.NotebookClient(notebook, timeout=3600, kernel_name="python3", resources=at, record_timing=False)
+        client = nbclient.NotebookClient(
+            notebook, timeout=3600, kernel_name="python3", resources=at, record_timing=False
+        )
         client.coalesce_streams = True
         return client.execute()
 
@@ -63,7 +72,11 @@ def test_committed_notebook_is_its_source_with_outputs(source):
     assert not [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"]
     assert [out for out in outputs if "image/png" in out.get("data", {})]
     kinds = [cell.cell_type for cell in committed.cells]
-    assert all(before == "markdown" for before, kind in zip(kinds, kinds[1:], strict=False) if kind == "code")
+    assert all(
+        before == "markdown"
+        for before, kind in zip(kinds, kinds[1:], strict=False)
+        if kind == "code"
+    )
 
 
 def write(names: list[str]) -> None:
@@ -79,7 +92,9 @@ def write(names: list[str]) -> None:
             cell.id = f"cell-{number}"  # no random names in the diff
         notebook.metadata.pop("widgets", None)
         nbformat.write(notebook, source.with_suffix(".ipynb"))
-        print(f"{source.with_suffix('.ipynb').relative_to(ROOT)}: {time.perf_counter() - start:.0f} s")
+        print(
+            f"{source.with_suffix('.ipynb').relative_to(ROOT)}: {time.perf_counter() - start:.0f} s"
+        )
 
 
 if __name__ == "__main__":

@@ -26,12 +26,25 @@ from conftest import (
 )
 from jax.test_util import check_grads
 
-from memeff import dispatch, dot_product_attention, problem
+from memeff import dot_product_attention, tile_sizes
+from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.problem import Dropout, Operands, Problem
 
 # what the fast set runs; the rest of the table is in the slow one
-ELSEWHERE = ("bias_full", "mask_heads", "scale", "soft_cap", "precision")  # static twins, and what test_masks.py broadcasts
-FLOAT32 = tuple(name for name in SINGLES if name not in ELSEWHERE) + MIXES[1::2]  # the others in float64
-BFLOAT16 = ("plain", "one_token", "causal", "bias_hides", "mask_dense", "soft_cap_array", "segments", "everything")
+# static twins, and what test_masks.py broadcasts
+ELSEWHERE = ("bias_full", "mask_heads", "scale", "soft_cap", "precision")
+# the others in float64
+FLOAT32 = tuple(name for name in SINGLES if name not in ELSEWHERE) + MIXES[1::2]
+BFLOAT16 = (
+    "plain",
+    "one_token",
+    "causal",
+    "bias_hides",
+    "mask_dense",
+    "soft_cap_array",
+    "segments",
+    "everything",
+)
 FLOAT16 = ("causal", "scale_array", "dropout_each")
 FLOAT64 = ("plain", "three_leads", "bias_hides", "soft_cap_array", "everything", *MIXES[::2])
 REFERENCE = ("plain", "three_leads", "head_97", "bias_hides", "everything", *MIXES[1::2])
@@ -56,7 +69,9 @@ def test_float32(name):
     assert_case(run_cases(in_group(name, FLOAT32), "float32")[name], name, "float32")
 
 
-@pytest.mark.parametrize(("dtype", "name"), [*(("bfloat16", n) for n in BFLOAT16), *(("float16", n) for n in FLOAT16)])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [*(("bfloat16", n) for n in BFLOAT16), *(("float16", n) for n in FLOAT16)]
+)
 def test_half_precision(dtype, name):
     assert_case(run_cases(BFLOAT16 if dtype == "bfloat16" else FLOAT16, dtype)[name], name, dtype)
 
@@ -77,14 +92,14 @@ BLOCKS = (
 @pytest.mark.parametrize("name", BLOCKS)
 def test_in_blocks(monkeypatch, name):
     """One batch entry and one key head at a time, which the default tiles would not do for so few."""
-    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    monkeypatch.setattr(tile_sizes, "CPU_LOGITS", 1)
     assert_case(run_cases(BLOCKS, "float32", chunk_size=(16, 24))[name], name, "float32")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SINGLES + MIXES if name not in BLOCKS])
 def test_every_case_in_blocks(monkeypatch, name):
-    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    monkeypatch.setattr(tile_sizes, "CPU_LOGITS", 1)
     among = in_group(name, SINGLES + MIXES)
     assert_case(run_cases(among, "float32", chunk_size=(8, 20))[name], name, "float32")
 
@@ -99,7 +114,11 @@ def test_reference(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_every_case(name, dtype, implementation):
-    assert_case(run_cases(in_group(name, tuple(CASES)), dtype, implementation=implementation)[name], name, dtype)
+    assert_case(
+        run_cases(in_group(name, tuple(CASES)), dtype, implementation=implementation)[name],
+        name,
+        dtype,
+    )
 
 
 LENGTHS = (1, 2, 3, 17, 97, 128, 257, 1000, 1025)
@@ -117,7 +136,9 @@ def _sized(i: int, T: int, S: int, H: int):
 
 
 # every length and head size once, each with another partner
-SAMPLE = [_sized(i, LENGTHS[i % 9], LENGTHS[(4 * i + 3 + i // 9) % 9], HEAD_SIZES[i]) for i in range(10)]
+SAMPLE = [
+    _sized(i, LENGTHS[i % 9], LENGTHS[(4 * i + 3 + i // 9) % 9], HEAD_SIZES[i]) for i in range(10)
+]
 
 
 @pytest.mark.parametrize("i", range(10))
@@ -145,12 +166,18 @@ def test_all_sizes(T, S):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_baseline_is_jax_nn(dtype):
     """The law compares with a plain computation that also knows what jax.nn lacks. Where both can, it errs no more."""
-    args, kwargs = qkv(np.random.default_rng(0), jnp.dtype(dtype), Sizes(T=97, S=97, H=16, D=16)), {"is_causal": True}
+    args, kwargs = (
+        qkv(np.random.default_rng(0), jnp.dtype(dtype), Sizes(T=97, S=97, H=16, D=16)),
+        {"is_causal": True},
+    )
     out, pull = jax.vjp(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), *args)
     grads = pull(cotangents(args, dtype)[0])
     truth, (ours, _) = (f(args, kwargs, dtype, dlse=False) for f in (true_call, plain_call))
     of = [("out", out, ours.out, truth.out)]
-    of += [(n, x, ours.grads[n], truth.grads[n]) for n, x in zip(("query", "key", "value"), grads, strict=True)]
+    of += [
+        (n, x, ours.grads[n], truth.grads[n])
+        for n, x in zip(("query", "key", "value"), grads, strict=True)
+    ]
     for what, theirs, mine, exact in of:
         theirs, mine = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (theirs, mine))
         assert mine <= 1.2 * theirs, what
@@ -168,7 +195,9 @@ def test_float64(name):
         ("lse", actual.lse, truth.lse, 1e-13),
         *((f"d{n}", grad, truth.grads[n], 1e-12) for n, grad in actual.grads.items()),
     ):
-        np.testing.assert_allclose(x, y, rtol=0, atol=eps * max(1, np.abs(y[np.isfinite(y)]).max(initial=0)), err_msg=what)
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=eps * max(1, np.abs(y[np.isfinite(y)]).max(initial=0)), err_msg=what
+        )
 
 
 def test_numerical_derivative():
@@ -199,21 +228,30 @@ def test_recomputed_probabilities_sum_to_one(dtype):
     z = Sizes()
     for largest in (5.0, 40.0, 160.0, 640.0):
         query, key, value = qkv(np.random.default_rng(1), np.float32, z)
-        logits = np.einsum("btkgh,bskh->bkgts", query.reshape(z.B, z.T, z.K, z.G, z.H), key) / np.sqrt(z.H)
-        args = [(x * c).astype(dtype) for x, c in ((query, largest / np.abs(logits).max()), (key, 1), (value, 1))]
+        logits = np.einsum(
+            "btkgh,bskh->bkgts", query.reshape(z.B, z.T, z.K, z.G, z.H), key
+        ) / np.sqrt(z.H)
+        args = [
+            (x * c).astype(dtype)
+            for x, c in ((query, largest / np.abs(logits).max()), (key, 1), (value, 1))
+        ]
         sums = _row_sums(*args, np.zeros((z.B, z.N, z.T, 1), np.float32))
         assert np.abs(np.asarray(sums) - 1).max() <= 1e-5 * max(1, largest)
 
 
 @jax.jit
 def _row_sums(query, key, value, bias):
-    lse = lambda bias: dot_product_attention(query, key, value, bias, chunk_size=(16, 24), return_residual=True)[1]
+    lse = lambda bias: dot_product_attention(
+        query, key, value, bias, chunk_size=(16, 24), return_residual=True
+    )[1]
     return jax.grad(lambda bias: lse(bias).sum())(bias)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_lse_is_float32_natural_and_right(dtype):
-    names = {"float32": in_group("causal", FLOAT32), "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
+    names = {"float32": in_group("causal", FLOAT32), "bfloat16": BFLOAT16, "float16": FLOAT16}[
+        dtype
+    ]
     lse = run_cases(names, dtype)["causal"].lse
     assert lse.dtype == np.float32
     np.testing.assert_allclose(lse, true_case("causal", dtype).lse, rtol=1e-6, atol=1e-6)
@@ -223,13 +261,19 @@ def test_lse_is_float32_natural_and_right(dtype):
 def test_loss_on_lse_alone(dtype):
     args, kwargs = CASES["bias_full"].inputs(np.dtype(dtype))
     dlse = np.random.default_rng(3).standard_normal(args[0].shape[:-1]).astype(dtype)
-    truth = oracle.gradients(*args, kwargs["bias"], dout=np.zeros((*dlse.shape, args[2].shape[-1])), dlse=dlse)
+    truth = oracle.gradients(
+        *args, kwargs["bias"], dout=np.zeros((*dlse.shape, args[2].shape[-1])), dlse=dlse
+    )
     with jax.enable_x64(dtype == "float64"):
-        lse = lambda q, k, bias: dot_product_attention(q, k, args[2], bias, chunk_size=(16, 24), return_residual=True)[1]
+        lse = lambda q, k, bias: dot_product_attention(
+            q, k, args[2], bias, chunk_size=(16, 24), return_residual=True
+        )[1]
         loss = lambda *args: (lse(*args) * dlse).sum()
         grads = jax.jit(jax.grad(loss, (0, 1, 2)))(*args[:2], kwargs["bias"])
     for name, grad in zip(("query", "key", "bias"), grads, strict=True):
-        np.testing.assert_allclose(grad, truth[name], rtol=0, atol=3 * EPS[dtype] * np.abs(truth[name]).max(), err_msg=name)
+        np.testing.assert_allclose(
+            grad, truth[name], rtol=0, atol=3 * EPS[dtype] * np.abs(truth[name]).max(), err_msg=name
+        )
         assert np.abs(grad).max() > 0.01
 
 
@@ -237,7 +281,9 @@ def test_inference_and_residual_agree():
     """Without return_residual, out is the same out."""
     args, kwargs = CASES["everything"].inputs()
     out = dot_product_attention(*args, **kwargs)
-    np.testing.assert_array_equal(out, dot_product_attention(*args, **kwargs, return_residual=True)[0])
+    np.testing.assert_array_equal(
+        out, dot_product_attention(*args, **kwargs, return_residual=True)[0]
+    )
 
 
 # ---- inputs that are not Gaussian
@@ -277,8 +323,19 @@ def _real(kind: str, dtype):
     return tuple(x.astype(dtype) for x in (query, key, value))
 
 
-KINDS = ("outlier channel", "sink token", "constant 1000", "equal keys", "one-hot rows", "tiny logits", "large values",
-         "offset", "logits of 1e4", "negative logits", "half overflows")  # fmt: skip
+KINDS = (
+    "outlier channel",
+    "sink token",
+    "constant 1000",
+    "equal keys",
+    "one-hot rows",
+    "tiny logits",
+    "large values",
+    "offset",
+    "logits of 1e4",
+    "negative logits",
+    "half overflows",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,7 +385,11 @@ def test_invariances():
     query, key, value = args
     rng = np.random.default_rng(6)
     bias = rng.standard_normal((2, 6, 37, 53)).astype(np.float32)
-    call = jax.jit(lambda q, k, v, b: dot_product_attention(q, k, v, b, chunk_size=(16, 24), return_residual=True))
+    call = jax.jit(
+        lambda q, k, v, b: dot_product_attention(
+            q, k, v, b, chunk_size=(16, 24), return_residual=True
+        )
+    )
     out, lse = call(query, key, value, bias)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=4e-6)
 
@@ -348,7 +409,10 @@ def test_invariances():
     close(call(query[::-1], key[::-1], value[::-1], bias[::-1])[0], out[::-1])
     heads = np.array([2, 0, 1])
     groups = (heads[:, None] * 2 + np.arange(2)).ravel()
-    close(call(query[:, :, groups], key[:, :, heads], value[:, :, heads], bias[:, groups])[0], out[:, :, groups])
+    close(
+        call(query[:, :, groups], key[:, :, heads], value[:, :, heads], bias[:, groups])[0],
+        out[:, :, groups],
+    )
 
 
 # ---- chunk sizes
@@ -357,12 +421,25 @@ def test_invariances():
 def test_chunk_sizes_agree():
     args, kwargs = CASES["causal&window&soft_cap&segments"].inputs()
     kwargs["bias"] = np.random.default_rng(7).standard_normal((6, 37, 53)).astype(np.float32)
-    sizes = [(1, 1), (7, 13), (64, 128), (37, 53), (36, 52), (1000, 1000), 8, (1, 53), (37, 1), None]
+    sizes = [
+        (1, 1),
+        (7, 13),
+        (64, 128),
+        (37, 53),
+        (36, 52),
+        (1000, 1000),
+        8,
+        (1, 53),
+        (37, 1),
+        None,
+    ]
     results = run_calls({str(c): (args, kwargs | {"chunk_size": c}) for c in sizes})
     first, *rest = results.values()
     for size, result in zip(sizes[1:], rest, strict=True):
         for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(result), strict=True):
-            np.testing.assert_allclose(y, x, rtol=0, atol=4e-6 * max(1, np.abs(x[np.isfinite(x)]).max()), err_msg=str(size))
+            np.testing.assert_allclose(
+                y, x, rtol=0, atol=4e-6 * max(1, np.abs(x[np.isfinite(x)]).max()), err_msg=str(size)
+            )
 
 
 # ---- scale and soft cap
@@ -370,9 +447,18 @@ def test_chunk_sizes_agree():
 
 def test_scale_and_soft_cap_static_and_traced_agree():
     args, _ = CASES["causal"].inputs()
-    values = ("scale", 0.3), ("scale", -1.5), ("scale", 0.0), ("logits_soft_cap", 0.5), ("logits_soft_cap", 30.0)
+    values = (
+        ("scale", 0.3),
+        ("scale", -1.5),
+        ("scale", 0.0),
+        ("logits_soft_cap", 0.5),
+        ("logits_soft_cap", 30.0),
+    )
     calls = {f"{name}={x}": (args, {name: x, "chunk_size": 24}) for name, x in values}
-    calls |= {f"{name}={x} traced": (args, {name: np.array(x, np.float32), "chunk_size": 24}) for name, x in values}
+    calls |= {
+        f"{name}={x} traced": (args, {name: np.array(x, np.float32), "chunk_size": 24})
+        for name, x in values
+    }
     results = run_calls(calls)
     for name, result in results.items():
         assert_truth(result, name, *calls[name])
@@ -380,14 +466,19 @@ def test_scale_and_soft_cap_static_and_traced_agree():
             other = results[name.removesuffix(" traced")]
             np.testing.assert_allclose(result.out, other.out, rtol=0, atol=2e-6)
     mean = np.repeat(args[2].mean(1), 2, axis=1)[:, None]
-    np.testing.assert_allclose(results["scale=0.0"].out, np.broadcast_to(mean, results["scale=0.0"].out.shape), atol=2e-6)
+    np.testing.assert_allclose(
+        results["scale=0.0"].out, np.broadcast_to(mean, results["scale=0.0"].out.shape), atol=2e-6
+    )
 
 
-@pytest.mark.parametrize("scale", [2, np.int32(2), np.float64(2), jnp.int32(2), jnp.asarray(2), np.array(2)])
+@pytest.mark.parametrize(
+    "scale", [2, np.int32(2), np.float64(2), jnp.int32(2), jnp.asarray(2), np.array(2)]
+)
 def test_scale_of_every_kind(scale):
     args, _ = CASES["one_key"].inputs()
     lse = lambda scale: dot_product_attention(*args, scale=scale, return_residual=True)[1]
-    of_array = isinstance(scale, (jax.Array, np.ndarray))  # it runs another form of the forward than a number
+    # it runs another form of the forward than a number
+    of_array = isinstance(scale, (jax.Array, np.ndarray))
     np.testing.assert_array_equal(lse(scale), lse(jnp.float32(2) if of_array else 2.0))
     np.testing.assert_allclose(lse(scale), lse(2.0), rtol=0, atol=2e-6)
 
@@ -399,7 +490,13 @@ def test_integer_arguments_have_float0_gradients():
     args, kwargs = CASES["everything"].inputs()
     static, arrays = split(kwargs)
     whole = {n: x for n, x in arrays.items() if not np.issubdtype(x.dtype, np.inexact)}
-    assert set(whole) >= {"mask", "q_offset", "query_seq_lengths", "key_value_segment_ids", "dropout_rng"}
+    assert set(whole) >= {
+        "mask",
+        "q_offset",
+        "query_seq_lengths",
+        "key_value_segment_ids",
+        "dropout_rng",
+    }
     rest = {n: x for n, x in arrays.items() if n not in whole}
     loss = lambda whole: dot_product_attention(*args, **whole, **rest, **static).sum()
     for name, grad in jax.grad(loss, allow_int=True)(whole).items():
@@ -428,7 +525,13 @@ def _kept(rate, chunk_size=None, T=61, S=97, **kwargs):
     value = jnp.broadcast_to(jnp.eye(S)[None, :, None], (2, S, 3, S))
     rng = jax.random.key(7)
     out = dot_product_attention(
-        zeros, jnp.zeros((2, S, 3, 1)), value, dropout_rng=rng, dropout_rate=rate, chunk_size=chunk_size, **kwargs
+        zeros,
+        jnp.zeros((2, S, 3, 1)),
+        value,
+        dropout_rng=rng,
+        dropout_rate=rate,
+        chunk_size=chunk_size,
+        **kwargs,
     )
     return np.asarray(out) * S
 
@@ -459,7 +562,12 @@ def test_dropout_only_where_asked():
     same(dot_product_attention(*args, dropout_rng=jax.random.key(0)))
     drawn = dot_product_attention(*args, dropout_rng=jax.random.key(0), dropout_rate=0.5)
     assert np.abs(drawn - plain).max() > 0.1
-    assert np.abs(dot_product_attention(*args, dropout_rng=jax.random.key(1), dropout_rate=0.5) - drawn).max() > 0.1
+    assert (
+        np.abs(
+            dot_product_attention(*args, dropout_rng=jax.random.key(1), dropout_rate=0.5) - drawn
+        ).max()
+        > 0.1
+    )
 
 
 def test_dropout_counts_past_32_bits():
@@ -470,12 +578,18 @@ def test_dropout_counts_past_32_bits():
     flat = (heads * T + rows.astype(object)[:, None]) * S + cols.astype(object)
     assert flat.max() > 2**40
     low, high = ((flat >> shift) % 2**32 for shift in (0, 32))
-    bits = np.bitwise_xor(*_threefry(np.array([12, 2**32 - 5], np.uint32), high.astype(np.uint32), low.astype(np.uint32)))
+    bits = np.bitwise_xor(
+        *_threefry(
+            np.array([12, 2**32 - 5], np.uint32), high.astype(np.uint32), low.astype(np.uint32)
+        )
+    )
     unit = (bits >> 9) / np.float64(2**23)
-    operands = problem.Operands(*[jnp.zeros((1, 1, 1, 1, 1))] * 3, dropout_key=jnp.array([12, 2**32 - 5], jnp.uint32))
-    dropped = problem.Problem(dropout=problem.Dropout(0.5, False))
-    head = problem.number_heads(jnp.zeros((B, K, G)), K)
-    kept = problem.kept_by_dropout(dropped, operands, head, (T, S), jnp.asarray(rows), jnp.asarray(cols))
+    operands = Operands(
+        *[jnp.zeros((1, 1, 1, 1, 1))] * 3, dropout_key=jnp.array([12, 2**32 - 5], jnp.uint32)
+    )
+    dropped = Problem(dropout=Dropout(0.5, False))
+    head = head_numbers(jnp.zeros((B, K, G)), K)
+    kept = dropout_keep_mask(dropped, operands, head, (T, S), jnp.asarray(rows), jnp.asarray(cols))
     np.testing.assert_array_equal(kept, unit < 0.5)
 
 

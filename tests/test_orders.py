@@ -22,13 +22,19 @@ import memeff
 
 slow = pytest.mark.slow
 EVERY = SINGLES + MIXES
-FEW = tuple(name for name in EVERY if name in {*MIXES[::3], "everything", "bias_full", "scale_array", "q_offset_array"})
+FEW = tuple(
+    name
+    for name in EVERY
+    if name in {*MIXES[::3], "everything", "bias_full", "scale_array", "q_offset_array"}
+)
 REST = tuple(name for name in EVERY if name not in FEW)
 
 
 def floats_of(args, kwargs):
     """What has a derivative, as a dictionary, and the other keyword arguments."""
-    floats = dict(zip(GRADIENTS, args, strict=False)) | {n: x for n, x in kwargs.items() if n in GRADIENTS[3:]}
+    floats = dict(zip(GRADIENTS, args, strict=False)) | {
+        n: x for n, x in kwargs.items() if n in GRADIENTS[3:]
+    }
     floats = {n: x for n, x in floats.items() if isinstance(x, np.ndarray)}
     return floats, {n: x for n, x in kwargs.items() if n not in floats}
 
@@ -42,7 +48,9 @@ def directions(floats, seed=0):
 def attend(static, arrays, floats, **override):
     floats = dict(floats)
     args = [floats.pop(n) for n in GRADIENTS[:3]]
-    return memeff.dot_product_attention(*args, **floats, **arrays, **static | override, return_residual=True)
+    return memeff.dot_product_attention(
+        *args, **floats, **arrays, **static | override, return_residual=True
+    )
 
 
 def run(names, order, **override):
@@ -73,7 +81,9 @@ def products(f, *args) -> int:
     def of(jaxpr):
         total = 0
         for eqn in jaxpr.eqns:
-            assert eqn.primitive.name not in ("while", "cond") and eqn.params.get("length", 1) == 1, eqn.primitive
+            assert (
+                eqn.primitive.name not in ("while", "cond") and eqn.params.get("length", 1) == 1
+            ), eqn.primitive
             if eqn.primitive.name == "dot_general":
                 (contracted, _), _ = eqn.params["dimension_numbers"]
                 x = eqn.invars[0].aval.shape
@@ -106,7 +116,9 @@ def tangents(names):
     return run(names, _tangent)
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=slow) for name in EVERY])
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=slow) for name in EVERY]
+)
 def test_tangent_is_the_transpose_of_the_oracles_gradient(name):
     """<cotangents, jvp(v)> = <gradients, v>."""
     dout, dlse = tangents(in_group(name, FEW if name in FEW else REST))[name]
@@ -126,18 +138,30 @@ def test_tangent_is_the_transpose_of_the_oracles_gradient(name):
 def test_tangent_in_few_bits(dtype, size):
     """Errs at most 1.5 times as much as the plain computation's tangent in the same dtype."""
     z = Sizes(B=1, T=97, S=131, K=2, G=2, H=16, D=8)
-    args = [x * s for x, s in zip(qkv(np.random.default_rng(0), np.float64, z), (size, 1, 1), strict=True)]
+    args = [
+        x * s
+        for x, s in zip(qkv(np.random.default_rng(0), np.float64, z), (size, 1, 1), strict=True)
+    ]
     args = [np.asarray(x, jnp.dtype(dtype)) for x in args]
     along = [np.asarray(x, jnp.dtype(dtype)) for x in qkv(np.random.default_rng(1), np.float64, z)]
 
     def tangent(args, along, implementation):
-        f = functools.partial(memeff.dot_product_attention, is_causal=True, implementation=implementation)
+        f = functools.partial(
+            memeff.dot_product_attention, is_causal=True, implementation=implementation
+        )
         f = functools.partial(f, return_residual=True, chunk_size=(32, 48))
-        return [np.asarray(x, np.float64) for x in jax.jit(lambda x, dx: jax.jvp(f, x, dx)[1])(tuple(args), tuple(along))]
+        return [
+            np.asarray(x, np.float64)
+            for x in jax.jit(lambda x, dx: jax.jvp(f, x, dx)[1])(tuple(args), tuple(along))
+        ]
 
     with jax.enable_x64(True):
-        true = tangent(*([np.asarray(x, np.float64) for x in xs] for xs in (args, along)), "reference")
-    for actual, plain, exact in zip(tangent(args, along, None), tangent(args, along, "reference"), true, strict=True):
+        true = tangent(
+            *([np.asarray(x, np.float64) for x in xs] for xs in (args, along)), "reference"
+        )
+    for actual, plain, exact in zip(
+        tangent(args, along, None), tangent(args, along, "reference"), true, strict=True
+    ):
         eps = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}[dtype] * max(1, abs(exact).max())
         assert abs(actual - exact).max() <= 1.5 * abs(plain - exact).max() + eps
 
@@ -147,7 +171,9 @@ def test_what_nobody_sees_moves_nothing():
     z = Sizes(B=1, T=9, S=13, K=1, G=2, H=3, D=5)
     q, k, v = qkv(np.random.default_rng(0), np.float32, z)
     dq, dk, dv = qkv(np.random.default_rng(1), np.float32, z)
-    f = functools.partial(memeff.dot_product_attention, is_causal=True, key_value_seq_lengths=np.array([7]))
+    f = functools.partial(
+        memeff.dot_product_attention, is_causal=True, key_value_seq_lengths=np.array([7])
+    )
     clean = jax.jvp(f, (q, k, v), (dq, dk, dv))
     for x in (k, v, dk, dv):
         x[:, 7:] = np.array([np.nan, np.inf, -np.inf, np.nan, 1e38, np.nan]).reshape(6, 1, 1)
@@ -175,16 +201,26 @@ def _reverse_over_reverse(f, floats, along, ct):
     return jax.vjp(lambda x, ct: jax.vjp(f, x)[1](ct)[0], floats, ct)[1](along)
 
 
-SECOND = {f.__name__[1:]: f for f in (_forward_over_reverse, _reverse_over_forward, _reverse_over_reverse)}
+SECOND = {
+    f.__name__[1:]: f for f in (_forward_over_reverse, _reverse_over_forward, _reverse_over_reverse)
+}
 
 
 @functools.cache
 def second(names, order, implementation=None):
-    return run(names, SECOND[order], **{} if implementation is None else dict(implementation=implementation))
+    return run(
+        names,
+        SECOND[order],
+        **{} if implementation is None else dict(implementation=implementation),
+    )
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=slow) for name in EVERY])
-@pytest.mark.parametrize("order", ["forward_over_reverse", *(pytest.param(x, marks=slow) for x in [*SECOND][1:])])
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=slow) for name in EVERY]
+)
+@pytest.mark.parametrize(
+    "order", ["forward_over_reverse", *(pytest.param(x, marks=slow) for x in [*SECOND][1:])]
+)
 def test_second_order_against_the_definition(order, name):
     names = in_group(name, FEW, 4) if name in FEW else (name,)
     actual, plain = second(names, order)[name], second(names, order, "reference")[name]
@@ -203,7 +239,9 @@ def test_tangent_of_gradient_is_a_difference_of_the_oracles(name):
 
     def gradients(step):
         x = {n: value + step * along[n] for n, value in floats.items()}
-        call = oracle_arguments(args, rest | {n: x[n] for n in x if n not in GRADIENTS[:3]}, "float64")
+        call = oracle_arguments(
+            args, rest | {n: x[n] for n in x if n not in GRADIENTS[:3]}, "float64"
+        )
         return oracle.gradients(*(x[n] for n in GRADIENTS[:3]), **call, dout=dout, dlse=dlse)
 
     h = 1e-3
@@ -218,9 +256,13 @@ def test_tangent_of_gradient_is_a_difference_of_the_oracles(name):
 
 def _tiny():
     rng = np.random.default_rng(3)
-    q, k, v, *along = (rng.standard_normal(shape) for shape in [(1, 5, 2, 3), (1, 7, 1, 3), (1, 7, 1, 2)] * 2)
+    q, k, v, *along = (
+        rng.standard_normal(shape) for shape in [(1, 5, 2, 3), (1, 7, 1, 3), (1, 7, 1, 2)] * 2
+    )
     bias, dbias = rng.standard_normal((2, 1, 1, 7))
-    return dict(query=q, key=k, value=v, bias=bias), dict(zip(GRADIENTS, [*along, dbias], strict=False))
+    return dict(query=q, key=k, value=v, bias=bias), dict(
+        zip(GRADIENTS, [*along, dbias], strict=False)
+    )
 
 
 def _along(modes: str, implementation):
@@ -229,7 +271,12 @@ def _along(modes: str, implementation):
 
     def loss(s):
         x = {n: x + s * along[n] for n, x in floats.items()}
-        out, lse = attend(dict(is_causal=True, q_offset=1, chunk_size=(3, 4)), {}, x, implementation=implementation)
+        out, lse = attend(
+            dict(is_causal=True, q_offset=1, chunk_size=(3, 4)),
+            {},
+            x,
+            implementation=implementation,
+        )
         return jnp.sin(out).sum() + jnp.cos(lse).sum()
 
     forward = lambda f: lambda s: jax.jvp(f, (s,), (jnp.ones_like(s),))[1]
@@ -245,7 +292,9 @@ THIRD = [x for x in map("".join, itertools.product("fr", repeat=3)) if x not in 
 FIFTH = "fffff", "rfrfr", "frfrf", "ffrrr"
 
 
-@pytest.mark.parametrize("modes", ["frf", "rrf", *(pytest.param(modes, marks=slow) for modes in (*THIRD, *FIFTH))])
+@pytest.mark.parametrize(
+    "modes", ["frf", "rrf", *(pytest.param(modes, marks=slow) for modes in (*THIRD, *FIFTH))]
+)
 def test_orders_and_mixtures(modes):
     actual, plain = (_along(modes, implementation) for implementation in (None, "reference"))
     assert abs(actual - plain) <= 1e-9 * max(1, abs(plain))
@@ -294,10 +343,16 @@ def test_memory_of_one_head_at_32k(order, limit):
 SOME = "causal", "bias row"
 
 
-@pytest.mark.parametrize("kind", [kind if kind in SOME else pytest.param(kind, marks=slow) for kind in KINDS])
-@pytest.mark.parametrize("order", [pytest.param("jvp", marks=slow), pytest.param("hvp", marks=slow), "grad of grad"])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in SOME else pytest.param(kind, marks=slow) for kind in KINDS]
+)
+@pytest.mark.parametrize(
+    "order", [pytest.param("jvp", marks=slow), pytest.param("hvp", marks=slow), "grad of grad"]
+)
 def test_memory_of_orders_grows_with_the_sequence(kind, order):
-    once, twice = (program(kind, order, T).memory_analysis().temp_size_in_bytes for T in (16384, 32768))
+    once, twice = (
+        program(kind, order, T).memory_analysis().temp_size_in_bytes for T in (16384, 32768)
+    )
     assert twice <= 2.15 * once, f"{once / MIB:.1f} MiB, twice the tokens {twice / MIB:.1f} MiB"
     found = quadratic(program(kind, order, 16384).as_text(), 16384)
     assert not found, found

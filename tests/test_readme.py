@@ -11,8 +11,9 @@ import pytest
 
 import memeff
 from memeff import bench
-from memeff.arguments import bytes_of
-from memeff.problem import Operands, Problem, visible
+from memeff.masking import mask_tile
+from memeff.problem import Operands, Problem
+from memeff.units import parse_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -42,8 +43,10 @@ def test_drawn_masks(title, problem, arrays):
     at = next(i for i, line in enumerate(lines) if title in line and "causal, T=4 S=5" in line)
     start = lines[at].index(title)
     drawn = [[c == "#" for c in line[start : start + 9 : 2]] for line in lines[at + 1 : at + 5]]
-    here = Operands(jnp.zeros((1, 4, 1, 1, 1)), jnp.zeros((1, 5, 1, 1)), jnp.zeros((1, 5, 1, 1)))._replace(**arrays)
-    keep = jnp.broadcast_to(visible(problem, here, jnp.arange(4), jnp.arange(5)), (1, 1, 1, 4, 5))
+    here = Operands(
+        jnp.zeros((1, 4, 1, 1, 1)), jnp.zeros((1, 5, 1, 1)), jnp.zeros((1, 5, 1, 1))
+    )._replace(**arrays)
+    keep = jnp.broadcast_to(mask_tile(problem, here, jnp.arange(4), jnp.arange(5)), (1, 1, 1, 4, 5))
     np.testing.assert_array_equal(keep[0, 0, 0], drawn)
 
 
@@ -54,7 +57,7 @@ def test_the_chart_is_the_tables():
     for number, unit, *_, plain, ours, _ in cells:
         length = int(number) * {"k": 2**10, "M": 2**20}[unit]
         for name, told in (("jax.nn", plain.strip()), ("memeff", ours.strip())):
-            size = bytes_of("", told.removeprefix("~"))
+            size = parse_bytes("", told.removeprefix("~"))
             row = {"length": length, "implementation": name, "mask": "causal", "mode": "gradient"}
             rows.append(row | {"temp_bytes": size, "extrapolated": told.startswith("~")})
     assert len(rows) == 12

@@ -40,7 +40,10 @@ def _draw():
         "mask of each": ({}, dict(mask=rng.random((B, 1, T, S)) < 0.7)),
         "scale array": ({}, dict(scale=np.array(0.3, f32))),
         "shared bias": ({}, dict(bias=bias)),
-        "dropout": (dict(dropout_rate=0.3, broadcast_dropout=False), dict(dropout_rng=np.array([1, 2], np.uint32))),
+        "dropout": (
+            dict(dropout_rate=0.3, broadcast_dropout=False),
+            dict(dropout_rng=np.array([1, 2], np.uint32)),
+        ),
         "functions": (
             dict(
                 score_fn=scores.alibi(np.linspace(0.1, 0.4, N, dtype=f32)),
@@ -52,12 +55,22 @@ def _draw():
         "lengths": ({}, dict(key_value_seq_lengths=np.arange(3, 3 + 5 * B, 5).astype(np.int32))),
         "offset": (dict(is_causal=True), dict(q_offset=np.arange(B).astype(np.int32))),
         "sinks": (dict(is_causal=True), dict(sinks=rng.standard_normal(N).astype(f32))),
-        "block mask": (dict(mask_fn=memeff.block_mask(masks.causal() & ~masks.dilated(3), T, S)), {}),
+        "block mask": (
+            dict(mask_fn=memeff.block_mask(masks.causal() & ~masks.dilated(3), T, S)),
+            {},
+        ),
     }
 
 
 KINDS = _draw()
-OF_BATCH = ("query_segment_ids", "key_value_segment_ids", "mask", "key_value_seq_lengths", "q_offset")  # leading dim B
+# leading dim B
+OF_BATCH = (
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "mask",
+    "key_value_seq_lengths",
+    "q_offset",
+)
 SCALAR_MAX = ("lengths", "offset")  # bounds of the walk are shared by the batch: one int32 each
 
 
@@ -69,7 +82,9 @@ def arrays(K=N):
 
 def both_ways(static, q, k, v, dout, dlse, extra):
     """out, lse, dq, dk, dv."""
-    call = lambda q, k, v: dot_product_attention(q, k, v, **static, **extra, chunk_size=CHUNK, return_residual=True)
+    call = lambda q, k, v: dot_product_attention(
+        q, k, v, **static, **extra, chunk_size=CHUNK, return_residual=True
+    )
     results, pull = jax.vjp(call, q, k, v)
     return *results, *pull((dout, dlse))
 
@@ -99,13 +114,20 @@ MESHES = {
 
 
 def specs_of(extra, batch_axis):
-    return {n: P(batch_axis, *[None] * (x.ndim - 1)) if n in OF_BATCH else P() for n, x in extra.items()}
+    return {
+        n: P(batch_axis, *[None] * (x.ndim - 1)) if n in OF_BATCH else P() for n, x in extra.items()
+    }
 
 
 def collectives(text: str) -> list[str]:
     """Lines of HLO that talk to other devices."""
-    names = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
-    return [line.strip()[:120] for line in re.findall(rf"^.*= .*\b(?:{names})(?:-start)?\(.*$", text, re.M)]
+    names = (
+        "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
+    )
+    return [
+        line.strip()[:120]
+        for line in re.findall(rf"^.*= .*\b(?:{names})(?:-start)?\(.*$", text, re.M)
+    ]
 
 
 def mesh_context(mesh, is_set: bool):
@@ -120,7 +142,10 @@ def program(kind, axis_type, is_set, where, K=N, spec_kv=None, of=both_ways):
     mesh, (static, extra) = mesh_of(axis_type, **axes), KINDS[kind]
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     args = map(put, arrays(K), (spec, spec_kv, spec_kv, spec, P(*spec[:3])))
-    extra = {n: put(x, s) for (n, x), s in zip(extra.items(), specs_of(extra, spec[0]).values(), strict=True)}
+    extra = {
+        n: put(x, s)
+        for (n, x), s in zip(extra.items(), specs_of(extra, spec[0]).values(), strict=True)
+    }
     args = (*args, extra)
     with mesh_context(mesh, is_set):
         return jax.jit(functools.partial(of, static)).lower(*args).compile(), args, mesh
@@ -139,8 +164,12 @@ def assert_sharded_as(results, args):
     """out and lse as query, gradients as their operands."""
     q, k, v = args[:3]
     for x, like in zip(results, (q, q, q, k, v), strict=True):
-        share = lambda y: [a / b for a, b in zip(y.shape[:3], y.sharding.shard_shape(y.shape)[:3], strict=True)]
-        assert share(x)[: min(x.ndim, 3)] == share(like)[: min(x.ndim, 3)], f"{x.sharding} is not as {like.sharding}"
+        share = lambda y: [
+            a / b for a, b in zip(y.shape[:3], y.sharding.shard_shape(y.shape)[:3], strict=True)
+        ]
+        assert share(x)[: min(x.ndim, 3)] == share(like)[: min(x.ndim, 3)], (
+            f"{x.sharding} is not as {like.sharding}"
+        )
 
 
 def assert_silent(text: str, kind: str):
@@ -206,18 +235,24 @@ def test_batch_and_heads(kind, axis_type, is_set, where):
 
 
 @EACH_MESH
-@pytest.mark.parametrize("kind", ["causal", *(pytest.param(k, marks=slow) for k in ("segments", "lengths", "dropout"))])
+@pytest.mark.parametrize(
+    "kind", ["causal", *(pytest.param(k, marks=slow) for k in ("segments", "lengths", "dropout"))]
+)
 def test_second_order(kind, axis_type, is_set):
     run, args, _ = program(kind, axis_type, is_set, "batch and heads", of=second_order)
     results = run(*args)
     assert_near(results, expected(kind, of=second_order), 2e-5)
-    share = lambda x: [a / b for a, b in zip(x.shape[:3], x.sharding.shard_shape(x.shape)[:3], strict=True)]
+    share = lambda x: [
+        a / b for a, b in zip(x.shape[:3], x.sharding.shard_shape(x.shape)[:3], strict=True)
+    ]
     assert [*map(share, results)] == [*map(share, args[:3])] * 2
     assert_silent(run.as_text(), kind)
 
 
 @EACH_MESH
-@pytest.mark.parametrize("kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)])
+@pytest.mark.parametrize(
+    "kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)]
+)
 def test_second_order_in_shard_map(kind, axis_type, is_set):
     where = "batch" if kind == "shared bias" else "batch and heads"
     axes, spec = MESHES[where]
@@ -264,7 +299,9 @@ def test_key_heads_that_do_not_divide_are_refused_on_an_explicit_mesh():
     q, k, v, _, _ = arrays(K=2)
     mesh = mesh_of(AxisType.Explicit, x=2, y=4)
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    words = "query heads are sharded over 4 devices of an Explicit mesh and key has 2 heads.*shard_map"
+    words = (
+        "query heads are sharded over 4 devices of an Explicit mesh and key has 2 heads.*shard_map"
+    )
     for is_set in (True, False):
         with mesh_context(mesh, is_set), pytest.raises(ValueError, match=words):
             dot_product_attention(place(q, BOTH), place(k, BATCH), place(v, BATCH))
@@ -276,11 +313,14 @@ def shard_mapped(function, mesh, is_set, in_specs, out_specs, args, **kwargs):
     place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))
     args = jax.tree.map(place, in_specs, args, is_leaf=is_spec)
     with mesh_context(mesh, is_set):
-        run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs))
+        run = jax.jit(
+            jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs)
+        )
         return run.lower(*args).compile(), args
 
 
-@pytest.mark.parametrize("kind", [x for x in EACH_KIND if x.values != ("functions",)])  # slopes of all heads: refused
+# slopes of all heads: refused
+@pytest.mark.parametrize("kind", [x for x in EACH_KIND if x.values != ("functions",)])
 @EACH_MESH
 def test_shard_map(kind, axis_type, is_set):
     """With its checks on; each device runs its own call, so nothing at all is sent, not even the bounds."""
@@ -320,13 +360,19 @@ def test_shard_map_sums_gradients_of_what_is_shared(axis_type, is_set):
 
     args = (q, k[:1], v[:1], bias, scale, cap, dout)
     tiled = lambda q, k, v, *rest: grads(q, jnp.repeat(k, B, 0), jnp.repeat(v, B, 0), *rest)
-    alone = lambda q, k, v, *rest: grads(q, jnp.repeat(k, B // 4, 0), jnp.repeat(v, B // 4, 0), *rest)
+    alone = lambda q, k, v, *rest: grads(
+        q, jnp.repeat(k, B // 4, 0), jnp.repeat(v, B // 4, 0), *rest
+    )
     wanted = list(jax.jit(tiled)(*args))
     wanted[1:3] = [x.sum(0, keepdims=True) for x in wanted[1:3]]
     one = (P(), P(), P(), P(), P())
-    sums = lambda *args: [x.sum(0, keepdims=True) if i in (1, 2) else x for i, x in enumerate(alone(*args))]
+    sums = lambda *args: [
+        x.sum(0, keepdims=True) if i in (1, 2) else x for i, x in enumerate(alone(*args))
+    ]
     mesh = mesh_of(axis_type, x=4, y=2)
-    run, args = shard_mapped(sums, mesh, is_set, (BOTH, *one, BOTH), [BOTH, *one], args, check_vma=True)
+    run, args = shard_mapped(
+        sums, mesh, is_set, (BOTH, *one, BOTH), [BOTH, *one], args, check_vma=True
+    )
     assert_near(run(*args), [np.asarray(x) for x in wanted], 1e-5)
     assert all("all-reduce" in line for line in collectives(run.as_text()))
 
@@ -348,7 +394,9 @@ SIZED = ("causal", "segments", "shared bias", "dropout", "lengths")
 
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
 @EACH_MESH
-@pytest.mark.parametrize("kind", [k if k in ("causal", "dropout") else pytest.param(k, marks=slow) for k in SIZED])
+@pytest.mark.parametrize(
+    "kind", [k if k in ("causal", "dropout") else pytest.param(k, marks=slow) for k in SIZED]
+)
 def test_memory_per_device_is_an_eighth(kind, axis_type, is_set, direction):
     T = 4096
     static, extra = KINDS[kind]
@@ -362,15 +410,24 @@ def test_memory_per_device_is_an_eighth(kind, axis_type, is_set, direction):
         return pull(out)[0] if direction == "gradient" else out
 
     def temp(mesh):
-        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        on_mesh = {n: place(y, s) for (n, y), s in zip(extra.items(), specs_of(extra, "x").values(), strict=True)}
+        place = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+        on_mesh = {
+            n: place(y, s)
+            for (n, y), s in zip(extra.items(), specs_of(extra, "x").values(), strict=True)
+        }
         with mesh_context(mesh, is_set):
             program = jax.jit(run).lower(place(x, P("x", None, "y", None)), on_mesh).compile()
         return program.memory_analysis().temp_size_in_bytes
 
-    one = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"), axis_types=(axis_type,) * 2)
+    one = jax.sharding.Mesh(
+        np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"), axis_types=(axis_type,) * 2
+    )
     whole, each = temp(one), temp(mesh_of(axis_type, x=4, y=2))
-    assert each <= whole / 8 * 1.25 + 2**20, f"one device {whole / 2**20:.1f} MiB, each of eight {each / 2**20:.1f} MiB"
+    assert each <= whole / 8 * 1.25 + 2**20, (
+        f"one device {whole / 2**20:.1f} MiB, each of eight {each / 2**20:.1f} MiB"
+    )
 
 
 def test_sharded_calls_compile_for_their_mesh_and_again_for_another():
@@ -396,7 +453,9 @@ def test_mesh_that_is_not_set(implementation):
     """The smallest example, as most would write it: eager and jitted, forward and gradient."""
     mesh = jax.make_mesh((4,), ("data",))
     args = tuple(_put(mesh, x, "data") for x in arrays())
-    run = functools.partial(both_ways, dict(is_causal=True, implementation=implementation), extra={})
+    run = functools.partial(
+        both_ways, dict(is_causal=True, implementation=implementation), extra={}
+    )
     for call in (run, jax.jit(run)):
         results = call(*args)
         assert_near(results, expected("causal"))
@@ -422,7 +481,9 @@ def test_every_kind_has_types_on_a_mesh_that_is_not_set(implementation):
     """Traced, not compiled: out and lse are typed as the query is, gradients as what they belong to."""
     for kind, (static, _) in KINDS.items():
         _, args = _on_explicit_mesh(kind)
-        found = _typed(functools.partial(both_ways, {**static, "implementation": implementation}), *args)
+        found = _typed(
+            functools.partial(both_ways, {**static, "implementation": implementation}), *args
+        )
         assert found == [tuple(BOTH), tuple(BOTH)[:3], *[tuple(BOTH)] * 3], kind
 
 
@@ -457,8 +518,14 @@ def _over_queries(q, k, v):
 
 def _arrays_without_a_mesh(q, k, v):
     rng = np.random.default_rng(2)
-    bias, mask, sinks = rng.standard_normal((N, 1, S)).astype(f32), rng.random((1, 1, T, S)) < 0.7, np.ones(N, f32)
-    call = lambda q, bias, sinks: dot_product_attention(q, k, v, bias, mask, sinks=sinks, chunk_size=CHUNK)
+    bias, mask, sinks = (
+        rng.standard_normal((N, 1, S)).astype(f32),
+        rng.random((1, 1, T, S)) < 0.7,
+        np.ones(N, f32),
+    )
+    call = lambda q, bias, sinks: dot_product_attention(
+        q, k, v, bias, mask, sinks=sinks, chunk_size=CHUNK
+    )
     out, pull = jax.vjp(call, q, jnp.asarray(bias), jnp.asarray(sinks))
     return out, *pull(out)
 
@@ -500,7 +567,9 @@ def test_eager_calls(kind, of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_set", [True, False], ids=["set", "not set"])
-@pytest.mark.parametrize("axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)], ids=["Explicit, Auto", "Auto, Explicit"])
+@pytest.mark.parametrize(
+    "axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)], ids=["Explicit, Auto", "Auto, Explicit"]
+)
 def test_mesh_of_both_types(axis_types, is_set):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
     args = tuple(_put(mesh, x, *BOTH[: x.ndim]) for x in arrays())
@@ -579,7 +648,10 @@ def _causal(q, k, v):
     return dot_product_attention(q, k, v, is_causal=True, chunk_size=16)
 
 
-@pytest.mark.parametrize("axis_type, jit", [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)])
+@pytest.mark.parametrize(
+    "axis_type, jit",
+    [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)],
+)
 @pytest.mark.parametrize("which", ["query", "key and value", "all"])
 def test_sequence_sharded_is_refused_where_the_layout_is_known(which, axis_type, jit):
     """On an Explicit mesh while tracing, else from concrete arrays."""

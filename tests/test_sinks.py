@@ -21,7 +21,9 @@ def draw(rng, dtype=np.float64, keys=S):
 
 
 def call(q, k, v, sinks, **how):
-    return dot_product_attention(q, k, v, sinks=sinks, return_residual=True, chunk_size=(8, 12), **how)
+    return dot_product_attention(
+        q, k, v, sinks=sinks, return_residual=True, chunk_size=(8, 12), **how
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -53,7 +55,9 @@ def test_extreme_sinks(implementation, dtype):
         of_lse = pull((0 * dout, dlse)), pull_without((0 * dout, dlse))
         return out, lse, pull((dout, dlse)), of_lse, without
 
-    out, lse, grads, (of_lse, of_lse_without), without = jax.tree.map(np.float64, run(q, k, v, sinks))
+    out, lse, grads, (of_lse, of_lse_without), without = jax.tree.map(
+        np.float64, run(q, k, v, sinks)
+    )
     arguments = dict(sinks=sinks, key_value_seq_lengths=lengths)
     true_out, true_lse = oracle.attention(q, k, v, **arguments)
     tolerance = 4 * float(jnp.finfo(dtype).eps)
@@ -64,7 +68,8 @@ def test_extreme_sinks(implementation, dtype):
     true = oracle.gradients(q, k, v, **arguments, dout=dout, dlse=dlse)
     for name, x in zip(("query", "key", "value", "sinks"), grads, strict=True):
         np.testing.assert_allclose(x, true[name], atol=20 * tolerance, err_msg=name)
-    for x, y in zip(of_lse, of_lse_without, strict=False):  # lse does not depend on the sink, however large
+    # lse does not depend on the sink, however large
+    for x, y in zip(of_lse, of_lse_without, strict=False):
         np.testing.assert_allclose(x, y, atol=tolerance)
 
 
@@ -73,7 +78,10 @@ def test_errors_of_sinks_are_those_of_plain_attention(dtype):
     """Over many draws, out and all gradients err no more than a column that is written out, in the same dtype."""
 
     def column(q, k, v, sinks):
-        s = jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, K, N // K, H), k).astype(jnp.float32) * H**-0.5
+        s = (
+            jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, K, N // K, H), k).astype(jnp.float32)
+            * H**-0.5
+        )
         more = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, -1, 1, 1), (*s.shape[:-1], 1))
         p = jax.nn.softmax(jnp.concatenate([s, more], -1), -1)[..., :-1].astype(q.dtype)
         return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
@@ -111,7 +119,11 @@ def test_sinks_take_no_memory(gradient):
 
     def temp(with_sinks):
         def f(q, k, v, sinks):
-            return dot_product_attention(q, k, v, sinks=sinks if with_sinks else None).astype(jnp.float32).sum()
+            return (
+                dot_product_attention(q, k, v, sinks=sinks if with_sinks else None)
+                .astype(jnp.float32)
+                .sum()
+            )
 
         run = jax.grad(f, (0, 1, 2, 3)) if gradient else f
         return jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes

@@ -127,13 +127,13 @@ def test_what_jax_nn_takes_means_the_same():
 @pytest.mark.parametrize("name", ["cudnn", "triton", "xla", "of the future"])
 def test_a_callers_implementation_is_no_request(name, monkeypatch):
     requested = []
-    select = dispatch.select_implementation
+    select = dispatch.choose_implementation
 
     def record(*args):
         requested.append(args[2])
         return select(*args)
 
-    monkeypatch.setattr(dispatch, "select_implementation", record)
+    monkeypatch.setattr(dispatch, "choose_implementation", record)
     x = jax.ShapeDtypeStruct((B, T, N, H), f32)
     trace = lambda: jax.eval_shape(
         lambda x: jax.nn.dot_product_attention(x, x, x, implementation=name), x

@@ -16,7 +16,7 @@ from jax import export
 from jax.experimental import jet
 
 import memeff
-from memeff import dispatch, dot_product_attention
+from memeff import dot_product_attention, tile_sizes
 
 f32 = np.float32
 
@@ -66,10 +66,24 @@ OTHERS = {
     "q_offset": np.array([[0, 4], [-3, 9], [5, 5]], np.int32),
     "dropout_rng": np.arange(6, dtype=np.uint32).reshape(STACK, 2),
 }
-STATIC = dict(is_causal=True, dropout_rate=0.3, broadcast_dropout=False, chunk_size=(4, 6), return_residual=True)
+STATIC = dict(
+    is_causal=True,
+    dropout_rate=0.3,
+    broadcast_dropout=False,
+    chunk_size=(4, 6),
+    return_residual=True,
+)
 ARGUMENTS = FLOATS | OTHERS
 PAIRS = [*itertools.combinations(ARGUMENTS, 2)]
-SUBSETS = [{*ARGUMENTS}, {*FLOATS}, {*OTHERS}, {"query", "bias"}, {"key", "value", "mask"}, {"bias"}, {"q_offset"}]
+SUBSETS = [
+    {*ARGUMENTS},
+    {*FLOATS},
+    {*OTHERS},
+    {"query", "bias"},
+    {"key", "value", "mask"},
+    {"bias"},
+    {"q_offset"},
+]
 ALONE = [{name} for name in ARGUMENTS]
 
 
@@ -146,33 +160,43 @@ def test_grad_of_vmap_sums_what_is_shared():
     assert_same(grads, {n: x if n in mapped else x.sum(0) for n, x in each.items()}, 1e-5)
 
 
-@pytest.mark.parametrize("in_axes, out_axes", [((1, 0, 2), 1), ((-1, None, 0), -1), ((None, 3, None), 2)], ids=str)
+@pytest.mark.parametrize(
+    "in_axes, out_axes", [((1, 0, 2), 1), ((-1, None, 0), -1), ((None, 3, None), 2)], ids=str
+)
 def test_vmap_over_other_axes(in_axes, out_axes):
     q, k, v = inputs()
-    stacked = [x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in zip((q, k, v), in_axes, strict=True)]
+    stacked = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip((q, k, v), in_axes, strict=True)
+    ]
     call = lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, chunk_size=(4, 6))
     actual = jax.vmap(call, in_axes, out_axes)(*stacked)
     take = lambda x, axis, b: x if axis is None else jnp.take(x, b, axis)
-    each = [call(*(take(x, axis, b) for x, axis in zip(stacked, in_axes, strict=True))) for b in range(3)]
+    each = [
+        call(*(take(x, axis, b) for x, axis in zip(stacked, in_axes, strict=True)))
+        for b in range(3)
+    ]
     assert_same(actual, jnp.stack(each, out_axes))
 
 
 def test_vmap_of_vmap():
     q, k, v = inputs(leads=(3, 2, 1))
-    call = lambda q, k, v: dot_product_attention(q, k, v, local_window_size=(3, 2), chunk_size=(4, 6))
+    call = lambda q, k, v: dot_product_attention(
+        q, k, v, local_window_size=(3, 2), chunk_size=(4, 6)
+    )
     assert_same(jax.vmap(jax.vmap(call))(q, k, v), call(q, k, v))
 
 
 @pytest.mark.parametrize("mapped", [{*ARGUMENTS}, {"query", "bias"}], ids=len)
 def test_vmap_of_one_call_at_a_time(monkeypatch, mapped):
     """Calls under vmap wait for each other where all their tiles together would be large."""
-    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    monkeypatch.setattr(tile_sizes, "CPU_LOGITS", 1)
     test_vmap_and_vmap_of_grad(mapped)
 
 
 @pytest.mark.parametrize("at_once", few([1, 3, 12], [3]))  # of 6 in each of 4
 def test_vmap_of_vmap_of_some_calls_at_a_time(monkeypatch, at_once):
-    monkeypatch.setattr(dispatch, "_calls_at_once", lambda *_: at_once)
+    monkeypatch.setattr(tile_sizes, "_calls_at_once", lambda *_: at_once)
     arrays = inputs(leads=(4, 6, 1), T=5, S=7)
     along = tuple(jnp.cos(x) for x in arrays)
 
@@ -197,7 +221,9 @@ def test_jacrev_and_linear_transpose():
     jacobians = jax.jacrev(call, (0, 1, 2))(q, k, v)
     rows = list(np.ndindex(3, 2))
     for argument, jacobian in enumerate(jacobians):
-        each = [jax.grad(lambda *x, t=t, d=d: call(*x)[0, t, 0, d], argument)(q, k, v) for t, d in rows]
+        each = [
+            jax.grad(lambda *x, t=t, d=d: call(*x)[0, t, 0, d], argument)(q, k, v) for t, d in rows
+        ]
         assert_same(jacobian.reshape(6, *each[0].shape), jnp.stack(each))
 
 
@@ -205,15 +231,28 @@ def test_jacrev_and_linear_transpose():
 
 
 slow = pytest.mark.slow
-SOME = ("plain", "default_chunk", "causal", "key_lengths", "bias_row", "segments", "dropout_each", "everything")
+SOME = (
+    "plain",
+    "default_chunk",
+    "causal",
+    "key_lengths",
+    "bias_row",
+    "segments",
+    "dropout_each",
+    "everything",
+)
 
 
-@pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=slow) for name in SINGLES])
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else pytest.param(name, marks=slow) for name in SINGLES]
+)
 def test_jit_equals_eager(name):
     """The same compiled loops inside: the same bits, or the last ones where XLA fuses the way to them differently."""
     args, kwargs = CASES[name].inputs(f32)
     static, arrays = split(kwargs)
-    call = lambda args, arrays: dot_product_attention(*args, **arrays, **static, return_residual=True)
+    call = lambda args, arrays: dot_product_attention(
+        *args, **arrays, **static, return_residual=True
+    )
     assert_same(jax.jit(call)(args, arrays), call(args, arrays), 5e-7)
 
 
@@ -246,19 +285,28 @@ POLICIES = {
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
     "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "save_only_these_names": jax.checkpoint_policies.save_only_these_names(*memeff.RESIDUAL_NAMES),
-    "save_any_names_but_these": jax.checkpoint_policies.save_any_names_but_these(*memeff.RESIDUAL_NAMES),
+    "save_any_names_but_these": jax.checkpoint_policies.save_any_names_but_these(
+        *memeff.RESIDUAL_NAMES
+    ),
 }
 
 
-@pytest.mark.parametrize("policy", [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)])
+@pytest.mark.parametrize(
+    "policy",
+    [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)],
+)
 def test_scan_over_layers_with_remat(policy):
     x, w = layer_inputs()
     lengths = jnp.array([9, 13])
     loss = lambda run: lambda x, w: (run(x, w) ** 2).sum()
     wrap = functools.partial(jax.checkpoint, policy=POLICIES[policy]) if policy else lambda f: f
     for kwargs in ({}, dict(key_value_seq_lengths=lengths)):
-        actual = jax.jit(jax.grad(loss(functools.partial(layers, checkpoint=wrap, **kwargs)), (0, 1)))(x, w)
-        expected = jax.jit(jax.grad(loss(functools.partial(layers_unrolled, **kwargs)), (0, 1)))(x, w)
+        actual = jax.jit(
+            jax.grad(loss(functools.partial(layers, checkpoint=wrap, **kwargs)), (0, 1))
+        )(x, w)
+        expected = jax.jit(jax.grad(loss(functools.partial(layers_unrolled, **kwargs)), (0, 1)))(
+            x, w
+        )
         assert_same(actual, expected, 1e-5)
 
 
@@ -266,7 +314,9 @@ def calls_of_gradient(**remat) -> int:
     q, k, v = inputs()
     call = lambda q, k, v: jnp.sin(dot_product_attention(jnp.sin(q), k, v, chunk_size=(4, 17)))
     wrapped = jax.checkpoint(call, **remat) if remat else call
-    return count_calls(jax.make_jaxpr(jax.grad(lambda *x: wrapped(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr)
+    return count_calls(
+        jax.make_jaxpr(jax.grad(lambda *x: wrapped(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr
+    )
 
 
 def count_calls(jaxpr) -> int:
@@ -274,7 +324,9 @@ def count_calls(jaxpr) -> int:
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == "memeff_call"
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 count += count_calls(inner)
@@ -286,7 +338,9 @@ def test_policy_by_name_spares_the_second_forward():
     plain = calls_of_gradient()
     again = calls_of_gradient(policy=jax.checkpoint_policies.nothing_saveable)
     named = calls_of_gradient(policy=POLICIES["save_only_these_names"])
-    others = calls_of_gradient(policy=jax.checkpoint_policies.save_only_these_names("something_else"))
+    others = calls_of_gradient(
+        policy=jax.checkpoint_policies.save_only_these_names("something_else")
+    )
     assert again > plain, "remat recomputed nothing: the count tells nothing"
     assert named == plain
     assert others == again
@@ -318,32 +372,45 @@ def test_export(name):
     call = lambda args, floats, arrays: dot_product_attention(*args, **floats, **arrays, **static)
     there = _exported(call, args, floats, arrays)
     assert_same(there.call(args, floats, arrays), call(args, floats, arrays), 5e-7)
-    loss = lambda f: jax.grad(lambda args, floats: (f(args, floats, arrays) ** 2).sum(), (0, 1))(args, floats)
+    loss = lambda f: jax.grad(lambda args, floats: (f(args, floats, arrays) ** 2).sum(), (0, 1))(
+        args, floats
+    )
     assert_same(loss(there.call), loss(call), 1e-5)
 
 
 @pytest.mark.parametrize(
     "kwargs",
-    [dict(is_causal=True, chunk_size=8), *(pytest.param(x, marks=slow) for x in ({}, dict(local_window_size=(3, 2))))],
+    [
+        dict(is_causal=True, chunk_size=8),
+        *(pytest.param(x, marks=slow) for x in ({}, dict(local_window_size=(3, 2)))),
+    ],
     ids=str,
 )
 def test_export_with_symbolic_lengths(kwargs):
     """Exported once, called at lengths below, at and above a tile, with its gradient."""
     b, t, s = export.symbolic_shape("b, t, s")
-    shapes = [jax.ShapeDtypeStruct(dims, f32) for dims in ((b, t, 4, 3), (b, s, 2, 3), (b, s, 2, 5))]
+    shapes = [
+        jax.ShapeDtypeStruct(dims, f32) for dims in ((b, t, 4, 3), (b, s, 2, 3), (b, s, 2, 5))
+    ]
     call = lambda q, k, v: dot_product_attention(q, k, v, **kwargs)
     there = _exported(call, *shapes)
     square = lambda f: lambda *args: (f(*args) ** 2).sum()
     for B, T, S in ((2, 13, 17), (1, 8, 8), (3, 1, 5), (1, 600, 520)):
         args = inputs(B, T, S)
         assert_same(there.call(*args), call(*args))
-        assert_same(jax.grad(square(there.call), (0, 1, 2))(*args), jax.grad(square(call), (0, 1, 2))(*args), 1e-5)
+        assert_same(
+            jax.grad(square(there.call), (0, 1, 2))(*args),
+            jax.grad(square(call), (0, 1, 2))(*args),
+            1e-5,
+        )
 
 
 def test_export_symbolic_batch_of_lengths():
     b, t = export.symbolic_shape("b, t")
     x, n = jax.ShapeDtypeStruct((b, t, 2, 3), f32), jax.ShapeDtypeStruct((b,), np.int32)
-    call = lambda x, n: dot_product_attention(x, x, x, key_value_seq_lengths=n, query_seq_lengths=n, is_causal=True)
+    call = lambda x, n: dot_product_attention(
+        x, x, x, key_value_seq_lengths=n, query_seq_lengths=n, is_causal=True
+    )
     there = _exported(call, x, n)
     for B, T in ((2, 13), (1, 5)):
         x, n = inputs(B, T, K=2, G=1)[0], jnp.arange(3, 3 + B, dtype=jnp.int32)
@@ -353,7 +420,7 @@ def test_export_symbolic_batch_of_lengths():
 @pytest.mark.parametrize("sizes", ["b", "b, 4", "4, b"])
 def test_export_vmap_over_a_symbolic_axis(monkeypatch, sizes):
     """Whose length is not known, so that all calls run at the same time."""
-    monkeypatch.setattr(dispatch, "CPU_LOGITS", 1)
+    monkeypatch.setattr(tile_sizes, "CPU_LOGITS", 1)
     x = jax.ShapeDtypeStruct((*export.symbolic_shape(sizes), 5, 2, 3), f32)
     call = lambda x: dot_product_attention(x, x, x, is_causal=True)
     mapped = functools.reduce(lambda f, _: jax.vmap(f), range(x.ndim - 3), call)
@@ -363,7 +430,9 @@ def test_export_vmap_over_a_symbolic_axis(monkeypatch, sizes):
 
 
 SYMBOLIC = {
-    "Dropout": lambda x: dot_product_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0)),
+    "Dropout": lambda x: dot_product_attention(
+        x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0)
+    ),
     "memeff.attention_statistics": lambda x: memeff.attention_statistics(x, x, x),
     "key_mass": lambda x: memeff.key_mass(x, x),
     "a jvp": lambda x: jax.jvp(lambda x: dot_product_attention(x, x, x), (x,), (x,)),
@@ -378,20 +447,27 @@ def _squares(x):
 @pytest.mark.parametrize("what", SYMBOLIC)
 def test_symbolic_lengths_are_refused_in_words(what):
     x = jax.ShapeDtypeStruct((2, export.symbolic_shape("t")[0], 2, 4), f32)
-    with pytest.raises(NotImplementedError, match=rf"(?s){what}.* does not support lengths that jax.export leaves"):
+    with pytest.raises(
+        NotImplementedError, match=rf"(?s){what}.* does not support lengths that jax.export leaves"
+    ):
         export.export(jax.jit(SYMBOLIC[what]))(x)
 
 
 def test_jet_is_refused_in_words():
     x = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(NotImplementedError, match="does not support jax.experimental.jet.*Nest jax.jvp"):
+    with pytest.raises(
+        NotImplementedError, match="does not support jax.experimental.jet.*Nest jax.jvp"
+    ):
         jet.jet(lambda x: dot_product_attention(x, x, x), (x,), ((x,),))
 
 
 # ---- integers of every width
 
 
-@pytest.mark.parametrize("number", [np.int64(2**31), np.uint32(2**32 - 1), np.uint8(255), np.int64(-(2**40)), np.int8(-100)])
+@pytest.mark.parametrize(
+    "number",
+    [np.int64(2**31), np.uint32(2**32 - 1), np.uint8(255), np.int64(-(2**40)), np.int8(-100)],
+)
 def test_traced_lengths_and_offsets_of_every_width(number):
     """What is more than S counts as S, less than 0 as 0, in every integer dtype; an offset keeps its sign."""
     with jax.enable_x64(number.dtype.itemsize == 8):
@@ -412,7 +488,9 @@ def test_segment_ids_that_would_wrap_are_refused():
     x, ids = jnp.ones((1, 4, 2, 8)), np.zeros((1, 4), np.uint32)
     call = lambda a, b: dot_product_attention(x, x, x, query_segment_ids=a, key_value_segment_ids=b)
     assert_same(call(ids, ids.astype(np.int32)), call(ids, ids))  # known, and small
-    with pytest.raises(TypeError, match="query_segment_ids is uint32 .* would wrap its largest numbers. Cast both"):
+    with pytest.raises(
+        TypeError, match="query_segment_ids is uint32 .* would wrap its largest numbers. Cast both"
+    ):
         jax.jit(call)(ids, ids.astype(np.int32))
 
 
@@ -422,29 +500,39 @@ FLAGGED = {
     "full": {},
     "causal": dict(is_causal=True),
     "window": dict(local_window_size=(3, 2)),
-    "lengths": dict(key_value_seq_lengths=np.array([0, 9], np.int32), query_seq_lengths=np.array([5, 13], np.int32)),
+    "lengths": dict(
+        key_value_seq_lengths=np.array([0, 9], np.int32),
+        query_seq_lengths=np.array([5, 13], np.int32),
+    ),
     "offset": dict(q_offset=np.array([0, -4], np.int32), is_causal=True),
     "bias": dict(bias=np.zeros((4, 13, 17), f32)),
     "mask": dict(mask=np.tri(13, 17, -1, dtype=bool)),
     "segments": dict(
-        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int32), key_value_segment_ids=np.ones((2, 17), np.int32)
+        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int32),
+        key_value_segment_ids=np.ones((2, 17), np.int32),
     ),
     "small segments": dict(
-        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int8), key_value_segment_ids=np.ones((2, 17), np.int8)
+        query_segment_ids=np.repeat([[0, 1]], 13, 0).T.astype(np.int8),
+        key_value_segment_ids=np.ones((2, 17), np.int8),
     ),
     "soft cap": dict(logits_soft_cap=3.0),
     "scalars": dict(logits_soft_cap=np.float32(3), scale=np.float32(0.3)),
     "arrays": dict(logits_soft_cap=np.array(3, f32), scale=np.array(0.3, f32)),
     "shared dropout": dict(dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5),
-    "dropout": dict(dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5, broadcast_dropout=False),
+    "dropout": dict(
+        dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5, broadcast_dropout=False
+    ),
 }
-SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")  # in these some row sees no key
+# in these some row sees no key
+SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")
 
 
 def _flagged(kwargs, dtype=f32, residual=True, **extra):
     args = inputs(dtype=dtype)
     kwargs = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in kwargs.items()}
-    call = lambda *args: dot_product_attention(*args, **kwargs, **extra, chunk_size=(4, 6), return_residual=residual)
+    call = lambda *args: dot_product_attention(
+        *args, **kwargs, **extra, chunk_size=(4, 6), return_residual=residual
+    )
     result, pull = jax.vjp(call, *args)
     return result, pull(jax.tree.map(jnp.ones_like, result))
 
@@ -472,13 +560,19 @@ def test_strict_promotion_of_the_two_bfloat16_terms():
 
 def test_strict_promotion_keeps_refusing_what_the_user_mixes():
     q, k, v = inputs()
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="key is bfloat16 and query is float32"):
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        pytest.raises(TypeError, match="key is bfloat16 and query is float32"),
+    ):
         dot_product_attention(q, k.astype(jnp.bfloat16), v)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
-@pytest.mark.parametrize("name", ["causal", "lengths", "mask", *(pytest.param(n, marks=slow) for n in ("full", "offset"))])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "lengths", "mask", *(pytest.param(n, marks=slow) for n in ("full", "offset"))],
+)
 def test_debug_flags(name, flag, jit):
     """out and its gradients raise no alarm, even where rows see nothing. lse of such a row is -inf: the only exception."""
     residual = flag == "jax_debug_nans" or name not in SEES_NOTHING
@@ -488,7 +582,9 @@ def test_debug_flags(name, flag, jit):
     assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), result[1]))
 
 
-@pytest.mark.parametrize("name", ["lengths", *(pytest.param(n, marks=slow) for n in ("causal", "bias", "dropout"))])
+@pytest.mark.parametrize(
+    "name", ["lengths", *(pytest.param(n, marks=slow) for n in ("causal", "bias", "dropout"))]
+)
 def test_no_tracer_leaks(name):
     with jax.checking_leaks():
         _, grads = jax.jit(lambda: _flagged(FLAGGED[name]))()
@@ -497,7 +593,12 @@ def test_no_tracer_leaks(name):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=slow)])
 @pytest.mark.parametrize(
-    "name", [n if n in ("bias", "lengths", "arrays") else pytest.param(n, marks=slow) for n in FLAGGED if "dropout" not in n]
+    "name",
+    [
+        n if n in ("bias", "lengths", "arrays") else pytest.param(n, marks=slow)
+        for n in FLAGGED
+        if "dropout" not in n
+    ],
 )
 def test_x64_changes_no_dtype_and_no_number(name, dtype):
     """With x64 on: results in the dtypes of the inputs, and for 32 bits and less the numbers that they have with x64 off."""
@@ -512,7 +613,9 @@ def test_x64_changes_no_dtype_and_no_number(name, dtype):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("name", ["bias", "lengths", *(pytest.param(n, marks=slow) for n in ("segments", "arrays"))])
+@pytest.mark.parametrize(
+    "name", ["bias", "lengths", *(pytest.param(n, marks=slow) for n in ("segments", "arrays"))]
+)
 def test_x64_takes_64_bit_operands(name, x64):
     """Integers and terms of 64 bits (NumPy's own) serve as well."""
     integer = lambda x: getattr(x, "dtype", None) in (np.int32, np.int8)
@@ -541,15 +644,19 @@ WITH = {
     "plain": lambda leads, T, S, N: {},
     "causal": lambda leads, T, S, N: dict(is_causal=True),
     "lengths": lambda leads, T, S, N: dict(
-        key_value_seq_lengths=jnp.full(leads, min(S, 3)), query_seq_lengths=jnp.full(leads, min(T, 3))
+        key_value_seq_lengths=jnp.full(leads, min(S, 3)),
+        query_seq_lengths=jnp.full(leads, min(T, 3)),
     ),
     "offset": lambda leads, T, S, N: dict(q_offset=jnp.full(leads, 2), is_causal=True),
     "bias": lambda leads, T, S, N: dict(bias=jnp.ones((*leads, N, T, S))),
     "mask": lambda leads, T, S, N: dict(mask=jnp.ones((*leads, 1, T, S), bool)),
     "segments": lambda leads, T, S, N: dict(
-        query_segment_ids=jnp.zeros((*leads, T), int), key_value_segment_ids=jnp.zeros((*leads, S), int)
+        query_segment_ids=jnp.zeros((*leads, T), int),
+        key_value_segment_ids=jnp.zeros((*leads, S), int),
     ),
-    "dropout": lambda leads, T, S, N: dict(dropout_rng=jax.random.key(0), dropout_rate=0.5, broadcast_dropout=False),
+    "dropout": lambda leads, T, S, N: dict(
+        dropout_rng=jax.random.key(0), dropout_rate=0.5, broadcast_dropout=False
+    ),
 }
 
 
@@ -562,7 +669,9 @@ def test_sizes_of_zero(size, extra, implementation):
     *leads, T, N, _ = q.shape
     S, D = k.shape[-3], v.shape[-1]
     kwargs = WITH[extra](tuple(leads), T, S, N)
-    call = lambda *args: dot_product_attention(*args, **kwargs, implementation=implementation, return_residual=True)
+    call = lambda *args: dot_product_attention(
+        *args, **kwargs, implementation=implementation, return_residual=True
+    )
     (out, lse), pull = jax.vjp(call, q, k, v)
     assert out.shape == (*leads, T, N, D) and lse.shape == (*leads, T, N)
     if S == 0:
@@ -585,7 +694,12 @@ def test_head_size_zero_is_refused():
 
 def _loss(implementation, q):
     _, k, v = inputs()
-    return (dot_product_attention(q, k, v, is_causal=True, implementation=implementation, chunk_size=(4, 6)) ** 2).sum()
+    return (
+        dot_product_attention(
+            q, k, v, is_causal=True, implementation=implementation, chunk_size=(4, 6)
+        )
+        ** 2
+    ).sum()
 
 
 def _layers_loss(implementation, q):
@@ -620,7 +734,9 @@ SECOND = {
     "jit(grad(grad))": lambda f, _: jax.jit(_hessian_vector(jax.grad(f))),
     "grad(jit(grad))": lambda f, _: _hessian_vector(jax.jit(jax.grad(f))),
     "grad(vmap(grad))": lambda f, _: lambda q: _hessian_vector(jax.vmap(jax.grad(f)))(q[None]),
-    "grad(grad(vmap))": lambda f, _: lambda q: _hessian_vector(jax.grad(lambda q: jax.vmap(f)(q).sum()))(q[None]),
+    "grad(grad(vmap))": lambda f, _: (
+        lambda q: _hessian_vector(jax.grad(lambda q: jax.vmap(f)(q).sum()))(q[None])
+    ),
     "jvp(grad)": lambda f, _: _jvp(jax.grad(f)),
     "vmap(jvp(grad))": lambda f, _: lambda q: jax.vmap(_jvp(jax.grad(f)))(q[None]),
     "hessian": lambda f, _: jax.hessian(lambda q: f(jnp.broadcast_to(q, (2, 13, 4, 3)))),
@@ -638,7 +754,10 @@ FAST |= {"grad(jvp)", "grad(grad)", "jvp(grad)", "jvp(grad(scan(remat)))"}
 def test_forward_mode_and_second_order(mode):
     q = inputs(K=2, G=2)[0]
     q = q[:1, :1, :1] if mode == "hessian" else q
-    losses = ([functools.partial(loss, name) for loss in (_loss, _layers_loss)] for name in (None, "reference"))
+    losses = (
+        [functools.partial(loss, name) for loss in (_loss, _layers_loss)]
+        for name in (None, "reference")
+    )
     actual, plain = ((FORWARD | SECOND)[mode](*both)(q) for both in losses)
     assert_same(actual, plain, 2e-5)
 
@@ -649,5 +768,7 @@ def test_linearize_then_transpose_is_reverse_mode():
     (actual,) = jax.linear_transpose(linear, q)(jnp.ones(()))
     assert_bits(actual, jax.grad(loss)(q))
     _, k, v = inputs()
-    with pytest.raises(NotImplementedError, match="jax.linear_transpose of attention itself: use jax.vjp"):
+    with pytest.raises(
+        NotImplementedError, match="jax.linear_transpose of attention itself: use jax.vjp"
+    ):
         jax.linear_transpose(lambda v: dot_product_attention(q, k, v), v)(q[..., :1] * jnp.ones(5))

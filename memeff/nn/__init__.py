@@ -22,7 +22,9 @@ refused, since the weights are what memeff never stores; the softmax is always i
 try:
     import flax as _  # noqa: F401
 except ModuleNotFoundError as e:
-    raise ModuleNotFoundError("memeff.nn needs Flax, which is not installed: pip install 'memeff[flax]'.") from e
+    raise ModuleNotFoundError(
+        "memeff.nn needs Flax, which is not installed: pip install 'memeff[flax]'."
+    ) from e
 
 from memeff.nn import linen, nnx
 from memeff.nn.attention_fn import attention_fn

@@ -12,8 +12,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import arguments
-from memeff.attention import Options, dot_product_attention
+from memeff import inputs, validate_options
+from memeff.attention import AttentionKwargs, dot_product_attention
 
 
 def attention_fn(
@@ -33,7 +33,7 @@ def attention_fn(
     force_fp32_for_softmax: bool = False,
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionKwargs],
 ) -> Array:
     """Compute exact attention in linear memory for an attention module of Flax, Linen or NNX.
 
@@ -81,8 +81,8 @@ def attention_fn(
             raise NotImplementedError(
                 f"{name} is not supported: memeff makes its products tile by tile. Leave it None."
             )
-    arguments.check_choice("deterministic", deterministic)
-    dropout_rate = arguments.check_dropout_rate(dropout_rate)
+    inputs.check_choice("deterministic", deterministic)
+    dropout_rate = validate_options.check_dropout_rate(dropout_rate)
     return dot_product_attention(
         query,
         key,

@@ -10,10 +10,18 @@ from flax import linen
 from jax import Array, lax
 from jax.core import Tracer
 
-from memeff.blocks import BlockMask
-from memeff.functions import Mask, Score, Transform
+from memeff.block_mask import BlockMask
 from memeff.nn.attention_fn import attention_fn
-from memeff.nn.options import bind, check_functions, check_head_size, check_heads, check_options, made, without_blocks
+from memeff.nn.options import (
+    bind,
+    check_functions,
+    check_head_size,
+    check_heads,
+    check_options,
+    made,
+    without_blocks,
+)
+from memeff.user_functions import Mask, Score, Transform
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
@@ -75,8 +83,17 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         check_heads(self.num_heads, self.num_kv_heads)
         if self.qkv_features is not None:
             check_head_size(self.num_heads, self.qkv_features, 0)
-        check_options(self.attention_fn, self.dropout_rate, self.is_causal, self.local_window_size, self.logits_soft_cap)
-        score, transform = (self.score_fn, self.score_init), (self.qk_transform, self.qk_transform_init)
+        check_options(
+            self.attention_fn,
+            self.dropout_rate,
+            self.is_causal,
+            self.local_window_size,
+            self.logits_soft_cap,
+        )
+        score, transform = (
+            (self.score_fn, self.score_init),
+            (self.qk_transform, self.qk_transform_init),
+        )
         check_functions(self.attention_fn, score, transform, self.mask_fn, self.sinks_init)
         super().__post_init__()
 
@@ -98,7 +115,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         K = check_heads(self.num_heads, self.num_kv_heads)
         H = check_head_size(self.num_heads, self.qkv_features, inputs_q.shape[-1])
         common: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        dense = functools.partial(linen.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **common)
+        dense = functools.partial(
+            linen.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **common
+        )
         project = functools.partial(
             dense,
             kernel_init=self.kernel_init,
@@ -112,9 +131,13 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         if self.normalize_qk:
             query = linen.LayerNorm(use_bias=False, name="query_ln", **common)(query)
             key = linen.LayerNorm(use_bias=False, name="key_ln", **common)(key)
-        key, value, position = self._remember(query, key, value) if self.decode else (key, value, None)
+        key, value, position = (
+            self._remember(query, key, value) if self.decode else (key, value, None)
+        )
 
-        drops = self.dropout_rate > 0 and not linen.merge_param("deterministic", self.deterministic, deterministic)
+        drops = self.dropout_rate > 0 and not linen.merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         attention = bind(
@@ -123,16 +146,21 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
                 mask=mask,
                 dropout_rng=dropout_rng if drops else None,
                 module=self if sow_weights else None,
-                qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls and self.qk_attn_weights_einsum_cls(),
-                attn_weights_value_einsum=self.attn_weights_value_einsum_cls and self.attn_weights_value_einsum_cls(),
-                is_causal=self.is_causal or position is not None,  # what is not written yet lies ahead
+                qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls
+                and self.qk_attn_weights_einsum_cls(),
+                attn_weights_value_einsum=self.attn_weights_value_einsum_cls
+                and self.attn_weights_value_einsum_cls(),
+                # what is not written yet lies ahead
+                is_causal=self.is_causal or position is not None,
                 q_offset=position,
                 local_window_size=self.local_window_size,
                 logits_soft_cap=self.logits_soft_cap,
                 score_fn=self._learnt("score_fn", Score, self.score_init) or self.score_fn,
                 mask_fn=self.mask_fn if position is None else without_blocks(self.mask_fn),
-                qk_transform=self._learnt("qk_transform", Transform, self.qk_transform_init) or self.qk_transform,
-                sinks=self.sinks_init and self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype),
+                qk_transform=self._learnt("qk_transform", Transform, self.qk_transform_init)
+                or self.qk_transform,
+                sinks=self.sinks_init
+                and self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype),
             ),
             quiet=dict(
                 dropout_rate=self.dropout_rate,
@@ -160,7 +188,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         params = self.param(f"{name.removesuffix('_fn')}_params", lambda key: init(key).params)
         return dataclasses.replace(made(name, kind, init), params=params)
 
-    def _remember(self, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array | None]:
+    def _remember(
+        self, query: Array, key: Array, value: Array
+    ) -> tuple[Array, Array, Array | None]:
         """All keys and values, the new ones written behind the old; the position of the first new one, None in `init`."""
         there = self.has_variable("cache", "cached_key")
         keys = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
@@ -177,9 +207,15 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             )
         start = index.value
         if not isinstance(start, Tracer) and start.ndim == 0 and start + T > S:
-            raise ValueError(f"decode: the cache of {S} tokens holds {start} and {T} came: init with longer inputs.")
-        keys.value = lax.dynamic_update_slice_in_dim(keys.value, key.astype(keys.value.dtype), start, key.ndim - 3)
-        values.value = lax.dynamic_update_slice_in_dim(values.value, value.astype(values.value.dtype), start, value.ndim - 3)
+            raise ValueError(
+                f"decode: the cache of {S} tokens holds {start} and {T} came: init with longer inputs."
+            )
+        keys.value = lax.dynamic_update_slice_in_dim(
+            keys.value, key.astype(keys.value.dtype), start, key.ndim - 3
+        )
+        values.value = lax.dynamic_update_slice_in_dim(
+            values.value, value.astype(values.value.dtype), start, value.ndim - 3
+        )
         index.value = start + T
         return keys.value, values.value, start
 
@@ -200,9 +236,13 @@ def _keys_and_values(inputs_q, inputs_k, inputs_v, inputs_kv) -> tuple[Array, Ar
     """What Flax takes for keys and values: its own inputs, or those of the queries."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
-            raise ValueError("inputs_kv came with inputs_k or inputs_v: pass inputs_k and inputs_v, or inputs_kv alone.")
+            raise ValueError(
+                "inputs_kv came with inputs_k or inputs_v: pass inputs_k and inputs_v, or inputs_kv alone."
+            )
         return inputs_kv, inputs_kv
     if inputs_k is None and inputs_v is not None:
-        raise ValueError("inputs_v came without inputs_k: pass both, or inputs_k alone if they are the same.")
+        raise ValueError(
+            "inputs_v came without inputs_k: pass both, or inputs_k alone if they are the same."
+        )
     inputs_k = inputs_q if inputs_k is None else inputs_k
     return inputs_k, inputs_k if inputs_v is None else inputs_v

@@ -8,10 +8,17 @@ import jax
 from flax import nnx
 from jax import Array
 
-from memeff.blocks import BlockMask
-from memeff.functions import Mask, Score, Transform
+from memeff.block_mask import BlockMask
 from memeff.nn.attention_fn import attention_fn
-from memeff.nn.options import bind, check_functions, check_head_size, check_heads, check_options, without_blocks
+from memeff.nn.options import (
+    bind,
+    check_functions,
+    check_head_size,
+    check_heads,
+    check_options,
+    without_blocks,
+)
+from memeff.user_functions import Mask, Score, Transform
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -78,7 +85,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         check_heads(num_heads, num_kv_heads)
         check_head_size(num_heads, qkv_features, in_features)
         check_options(attention_fn, dropout_rate, is_causal, local_window_size, logits_soft_cap)
-        check_functions(attention_fn, (score_fn, score_init), (qk_transform, qk_transform_init), mask_fn, sinks_init)
+        check_functions(
+            attention_fn,
+            (score_fn, score_init),
+            (qk_transform, qk_transform_init),
+            mask_fn,
+            sinks_init,
+        )
         super().__init__(
             num_heads,
             in_features,
@@ -92,12 +105,22 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             **flax,
         )
         self.is_causal = is_causal
-        self.local_window_size = tuple(local_window_size) if isinstance(local_window_size, list) else local_window_size
+        self.local_window_size = (
+            tuple(local_window_size) if isinstance(local_window_size, list) else local_window_size
+        )
         self.logits_soft_cap = logits_soft_cap
-        self.score_fn = _kept(score_fn) if score_init is None else _learnt(score_init(rngs.params()))
+        self.score_fn = (
+            _kept(score_fn) if score_init is None else _learnt(score_init(rngs.params()))
+        )
         self.mask_fn = _kept(mask_fn)
-        self.qk_transform = _kept(qk_transform) if qk_transform_init is None else _learnt(qk_transform_init(rngs.params()))
-        self.sinks = nnx.data(sinks_init and nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype)))
+        self.qk_transform = (
+            _kept(qk_transform)
+            if qk_transform_init is None
+            else _learnt(qk_transform_init(rngs.params()))
+        )
+        self.sinks = nnx.data(
+            sinks_init and nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
+        )
 
     def __call__(
         self,
@@ -113,20 +136,36 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         decode = self.decode if decode is None else decode
         is_causal = self.is_causal if is_causal is None else is_causal
         mask_fn = without_blocks(self.mask_fn) if decode else self.mask_fn
-        functions = {"score_fn": self.score_fn, "mask_fn": mask_fn, "qk_transform": self.qk_transform, "sinks": self.sinks}
-        of_positions = {"local_window_size": self.local_window_size, **jax.tree.map(_value, functions, is_leaf=_is_variable)}
+        functions = {
+            "score_fn": self.score_fn,
+            "mask_fn": mask_fn,
+            "qk_transform": self.qk_transform,
+            "sinks": self.sinks,
+        }
+        of_positions = {
+            "local_window_size": self.local_window_size,
+            **jax.tree.map(_value, functions, is_leaf=_is_variable),
+        }
         said: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, **of_positions}
         quiet: dict[str, Any] = {}
-        if decode and self.cache_index is not None:  # the one row stands here; Flax's mask hides what is not written yet
+        # the one row stands here; Flax's mask hides what is not written yet
+        if decode and self.cache_index is not None:
             needed = any(x is not None for x in of_positions.values())
             (said if needed else quiet)["q_offset"] = self.cache_index[...]
         attention = bind(self.attention_fn, said, quiet)
         view = self
-        if attention is not self.attention_fn:  # the same variables and submodules; `self` is not touched
+        # the same variables and submodules; `self` is not touched
+        if attention is not self.attention_fn:
             view = copy.copy(self)
             vars(view)["attention_fn"] = attention
         return nnx.MultiHeadAttention.__call__(
-            view, inputs_q, inputs_k, inputs_v, decode=decode, is_causal=is_causal and not decode, **flax
+            view,
+            inputs_q,
+            inputs_k,
+            inputs_v,
+            decode=decode,
+            is_causal=is_causal and not decode,
+            **flax,
         )
 
 

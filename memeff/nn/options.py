@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memeff import arguments, functions
-from memeff.blocks import BlockMask
-from memeff.functions import Score, Transform
+from memeff import validate, validate_options
+from memeff.block_mask import BlockMask
+from memeff.shape import CallShape
+from memeff.user_functions import Score, Transform, check_result, trace_function
 
-_ANY = arguments.Shape((), 1, 1, 1, 1, 1, 1)  # where only the values are checked
+_ANY = CallShape((), 1, 1, 1, 1, 1, 1)  # where only the values are checked
 
 
 def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
@@ -30,42 +31,57 @@ def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
         return num_heads
     if num_heads % num_kv_heads:
         fit = ", ".join(str(k) for k in range(1, num_heads + 1) if num_heads % k == 0)
-        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}: use one of {fit}.")
+        raise ValueError(
+            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}: use one of {fit}."
+        )
     return num_kv_heads
 
 
 def check_head_size(num_heads: int, qkv_features, features: int) -> int:
     """The size of one head, H, from `qkv_features` or, where it is None, the `features` of the inputs."""
-    total, origin = (features, " (the inputs' features)") if qkv_features is None else (qkv_features, "")
+    total, origin = (
+        (features, " (the inputs' features)") if qkv_features is None else (qkv_features, "")
+    )
     given = f"qkv_features={total!r}{origin}"
     if isinstance(total, bool) or not isinstance(total, numbers.Integral):
         raise TypeError(f"{given} must be an int.")
     if total < 1 or total % num_heads:
-        raise ValueError(f"{given} does not divide into num_heads={num_heads} heads: make qkv_features a multiple of it.")
+        raise ValueError(
+            f"{given} does not divide into num_heads={num_heads} heads: make qkv_features a multiple of it."
+        )
     return int(total) // num_heads
 
 
-def check_options(attention_fn, dropout_rate, is_causal, local_window_size, logits_soft_cap) -> None:
+def check_options(
+    attention_fn, dropout_rate, is_causal, local_window_size, logits_soft_cap
+) -> None:
     """Refuses, when the module is made, what the attention would refuse when it is called."""
-    arguments.check_window(local_window_size, is_causal)
-    if arguments.check_terms(_ANY, None, None, logits_soft_cap)[0].soft_cap is not None:
+    validate.check_window(local_window_size, is_causal)
+    if validate.check_logit_params(_ANY, None, None, logits_soft_cap)[0].soft_cap is not None:
         raise TypeError(
             "logits_soft_cap must be a number in a module, got an array: give float(...), or, for a gradient, call "
             "memeff.dot_product_attention yourself."
         )
-    arguments.check_dropout_rate(dropout_rate)
+    validate_options.check_dropout_rate(dropout_rate)
     if not callable(attention_fn):
-        raise TypeError(f"attention_fn={attention_fn!r} must be a function like memeff.nn.attention_fn.")
+        raise TypeError(
+            f"attention_fn={attention_fn!r} must be a function like memeff.nn.attention_fn."
+        )
     bind(attention_fn, {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap})
 
 
 def check_functions(attention_fn, score, transform, mask_fn, sinks_init) -> None:
     """The same of what a user's own functions are given by; `score` and `transform` are (fn, init)."""
     given = {}
-    for name, (fn, init), kind in (("score_fn", score, Score), ("qk_transform", transform, Transform)):
+    for name, (fn, init), kind in (
+        ("score_fn", score, Score),
+        ("qk_transform", transform, Transform),
+    ):
         given[name] = fn if init is None else init
         if init is not None and fn is not None:
-            raise ValueError(f"{_init(name)} came beside {name}: give the one that learns, or the one that does not.")
+            raise ValueError(
+                f"{_init(name)} came beside {name}: give the one that learns, or the one that does not."
+            )
         if init is not None:
             made(name, kind, init)
         elif fn is not None:
@@ -95,7 +111,9 @@ def made(name: str, kind: type, init: Callable) -> Any:
     leaves = jax.tree.leaves(found)
     if not leaves or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
         got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves) or "none"
-        raise TypeError(f"{_init(name)} must return a memeff.{kind.__name__} whose arrays are floats, to learn; got {got}.")
+        raise TypeError(
+            f"{_init(name)} must return a memeff.{kind.__name__} whose arrays are floats, to learn; got {got}."
+        )
     return found
 
 
@@ -111,13 +129,15 @@ def _init(name: str) -> str:
 def _check(name: str, fn: Any) -> None:
     """What can be said before shapes are known; scores in the widest float that there is."""
     if name != "qk_transform":
-        functions.given(name, fn, None, jnp.result_type(float), {})
+        trace_function(name, fn, None, jnp.result_type(float), {})
         return
     fn, params = (fn.fn, fn.params) if isinstance(fn, Transform) else (fn, None)
-    functions.checked(name, fn, params)
+    check_result(name, fn, params)
 
 
-def bind(attention_fn: Callable, said: Mapping[str, Any], quiet: Mapping[str, Any] = MappingProxyType({})) -> Callable:
+def bind(
+    attention_fn: Callable, said: Mapping[str, Any], quiet: Mapping[str, Any] = MappingProxyType({})
+) -> Callable:
     """`attention_fn` with the keywords in `said` that are not None or False, and those in `quiet` that it names.
 
     It must name what is said: Flax drops a mask that its attention_fn does not name, without a word.

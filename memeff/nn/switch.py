@@ -100,7 +100,9 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
 def _tell_none_switched(seen: _Seen, strict: bool) -> None:
     if seen.keeps_its_own:
         if strict:
-            raise ValueError("switch_linen: every attention module inside keeps its own attention_fn.")
+            raise ValueError(
+                "switch_linen: every attention module inside keeps its own attention_fn."
+            )
         return
     if not seen.modules:
         if _switched_before.is_set():
@@ -137,7 +139,11 @@ def switch_nnx(model: nnx.Module) -> list[str]:
       ['(root)']
     """
     if not isinstance(model, nnx.Module):
-        cure = "use switch_linen()" if isinstance(model, linen.Module) else "merge it first, if it was split"
+        cure = (
+            "use switch_linen()"
+            if isinstance(model, linen.Module)
+            else "merge it first, if it was split"
+        )
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}: {cure}.")
     found = [
         (".".join(map(str, path)) or "(root)", module)

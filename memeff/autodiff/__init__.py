@@ -1,0 +1,1 @@
+"""Differentiate functions with hand-written rules, and sums over tiles, in every order."""

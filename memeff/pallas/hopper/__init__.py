@@ -1,0 +1,1 @@
+"""Run attention on Hopper GPUs (H100, H200)."""

@@ -1,0 +1,77 @@
+"""The functions of the Hopper kernels as an implementation; imports a kernel only when it runs one."""
+
+import jax
+from jax import Array
+
+from memeff.pallas.hopper.capability import (
+    backward_is_kernel,
+    for_device,
+    fused_is_faster,
+    slower,
+    why_not,
+)
+from memeff.pallas.hopper.memory import temp_bytes
+from memeff.problem import Gradients, Operands, Problem
+from memeff.softmax import Lse, LseFor
+
+__all__ = [
+    "backward",
+    "backward_is_kernel",
+    "describe",
+    "for_device",
+    "forward",
+    "fused_is_faster",
+    "slower",
+    "tangent",
+    "temp_bytes",
+    "tile_shape",
+    "why_not",
+]
+
+
+def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """Rows and columns of the forward's tiles."""
+    from memeff.pallas.hopper import calls
+
+    tiling = calls.forward_tiling(problem, operands)
+    return tiling.rows, tiling.keys
+
+
+def describe(problem: Problem, operands: Operands) -> str:
+    """The kernels in words."""
+    from memeff.pallas.hopper import calls
+
+    return calls.describe(problem, operands)
+
+
+def forward(
+    problem: Problem, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse | None]:
+    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    from memeff.pallas.hopper import calls
+
+    return calls.forward(problem, operands, lse_for)
+
+
+def backward(
+    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+) -> Gradients:
+    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    from memeff.chunked import implementation as chunked
+    from memeff.pallas.hopper import calls
+
+    module = calls if backward_is_kernel(operands) else chunked
+    return module.backward(problem, operands, out, lse, dout, dlse)
+
+
+def tangent(
+    problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands
+) -> tuple[Array, Array]:
+    """Tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T] along those of operands, `along` (None: 0)."""
+    from memeff.chunked import implementation as chunked
+    from memeff.pallas.hopper import calls
+
+    of_terms, moving = jax.tree.leaves(along.terms), jax.tree.leaves(along[:3])
+    if of_terms or not moving or not backward_is_kernel(operands):
+        return chunked.tangent(problem, operands, out, lse, along, narrow=True)
+    return calls.tangent(problem, operands, out, lse, along)

@@ -1,0 +1,1 @@
+"""Split a user's function between XLA and a kernel."""

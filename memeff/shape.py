@@ -1,0 +1,49 @@
+"""Hold the sizes of one call, and fold its leading dims and heads."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class CallShape(NamedTuple):
+    """The letters of one call. `leads` are the leading batch dims, B their product."""
+
+    leads: tuple[int, ...]
+    T: Any  # an int, or a symbolic dimension of jax.export
+    S: Any
+    N: int
+    K: int
+    H: int
+    D: int
+
+    @staticmethod
+    def of(query: Array, key: Array, value: Array) -> "CallShape":
+        *leads, T, N, H = query.shape
+        return CallShape(tuple(leads), T, key.shape[-3], N, key.shape[-2], H, value.shape[-1])
+
+    @property
+    def B(self) -> int:
+        return math.prod(self.leads)
+
+    @property
+    def G(self) -> int:
+        return self.N // self.K if self.K else 1
+
+
+def fold(shape: CallShape, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Leading dims to one B, query heads to K G."""
+    query, key, value = (fold_leads(shape, x) for x in (query, key, value))
+    return query.reshape(*query.shape[:2], shape.K, shape.G, shape.H), key, value  # n = k * G + g
+
+
+def unfold(shape: CallShape, x: Array) -> Array:
+    """B K G T ... to *B T N ..."""
+    x = jnp.moveaxis(x, 3, 1)
+    x = x.reshape(*x.shape[:2], shape.N, *x.shape[4:])
+    return x if len(shape.leads) == 1 else x.reshape(*shape.leads, *x.shape[1:])
+
+
+def fold_leads(shape: CallShape, x: Array) -> Array:
+    return x if len(shape.leads) == 1 else x.reshape(shape.B, *x.shape[len(shape.leads) :])

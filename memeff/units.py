@@ -1,0 +1,39 @@
+"""Read and write sizes in bytes."""
+
+import numbers
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from memeff.inputs import kind_of
+
+UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGTP", 1)}
+
+
+def parse_bytes(name: str, size: Any) -> int | None:
+    """Bytes, of a number of them or a text such as "512MiB"."""
+    if size is None:
+        return None
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", size)
+        if not found or found[2] not in UNITS:
+            raise ValueError(
+                f'{name}={size!r}: write bytes as "512MiB" or "2GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).'
+            )
+        size = int(float(found[1]) * UNITS[found[2]])
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(
+            f'{name} must be bytes, an int or a text such as "512MiB", got {kind_of(size)}.'
+        )
+    if size <= 0:
+        raise ValueError(f"{name}={size}: bytes must be > 0; use None for no limit.")
+    return operator.index(size)
+
+
+def format_bytes(
+    count: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), base: int = 1024
+) -> str:
+    """Three digits and a unit."""
+    power = min(len(units) - 1, next(n for n in range(99) if count < 999.5 * base**n))
+    return f"{count / base**power:.3g} {units[power]}".strip()

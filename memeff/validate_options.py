@@ -1,0 +1,153 @@
+"""Check the arguments that choose how attention is computed, and the user's functions."""
+
+import numbers
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.block_mask import BlockMask
+from memeff.inputs import check_choice, kind_of, to_array
+from memeff.problem import Dropout
+from memeff.shape import CallShape
+from memeff.user_functions import trace_function, trace_transform
+
+
+def check_function(shape: CallShape, name: str, fn, params, dtype):
+    """The function, or None, and the leaves of its params: floats, and others."""
+    if fn is None:
+        if params is not None:
+            raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
+        return None, (), ()
+    return trace_function(
+        name, fn, params, dtype, {letter: getattr(shape, letter) for letter in "BNTS"}
+    )
+
+
+def check_blocks(shape: CallShape, mask_fn, q_offset):
+    """What is known of the tiles that a mask hides, or None, and the mask."""
+    if not isinstance(mask_fn, BlockMask):
+        return None, mask_fn
+    if mask_fn.blocks.lengths != (shape.T, shape.S):
+        made, here = mask_fn.blocks.lengths, (shape.T, shape.S)
+        raise ValueError(
+            f"mask_fn is a block mask of T, S = {made}, and this call has {here}: make one of those lengths."
+        )
+    for name, letter, made, here in (
+        ("batch", "B", mask_fn.blocks.batch, shape.B),
+        ("heads", "N", mask_fn.blocks.heads, shape.N),
+    ):
+        if made not in (None, here):
+            raise ValueError(
+                f"mask_fn is a block mask made with {name}={made}, and here {letter}={here}: make one with that."
+            )
+    if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
+        raise ValueError(
+            "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its mask alone."
+        )
+    return mask_fn.blocks, mask_fn.mask
+
+
+def check_transform(fn, params, query):
+    """As `check_function`."""
+    if fn is None and params is None:
+        return None, (), ()
+    if fn is None:
+        raise ValueError("qk_transform_params came without qk_transform: pass both.")
+    return trace_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
+
+
+def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
+    """(rows, columns) of a tile, None where the default holds."""
+    if chunk_size is None:
+        return None, None
+    sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
+    if len(sides) != 2:
+        raise ValueError(
+            f"chunk_size={chunk_size!r}: give (query, key) in tokens, or one int for both."
+        )
+    for side in sides:
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise TypeError(
+                f"chunk_size={chunk_size!r}: sides are ints (tokens), got {kind_of(side)}."
+            )
+        if side < 1:
+            raise ValueError(
+                f"chunk_size={chunk_size!r}: sides count tokens and must be >= 1; use None for the default."
+            )
+    return operator.index(sides[0]), operator.index(sides[1])
+
+
+def check_precision(precision):
+    """Hashable, as `jax.lax` understands it."""
+    if precision is None:
+        return None
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    try:  # canonicalising is the business of lax
+        jax.eval_shape(
+            lambda x: lax.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1,), jnp.float32)
+        )
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            f'precision={precision!r} must be None, "default", "high", "highest", a jax.lax.Precision, a pair of these, '
+            "or a jax.lax.DotAlgorithmPreset."
+        ) from e
+    return precision
+
+
+def check_backward(backward: Any) -> str | None:
+    if backward not in (None, "split", "fused", "fastest"):
+        raise ValueError(f'backward={backward!r} must be None, "split", "fused" or "fastest".')
+    return backward
+
+
+def check_dropout_rate(rate) -> float:
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise TypeError(
+            f"dropout_rate must be a number (it is fixed while tracing), got {kind_of(rate)}."
+        )
+    rate = float(rate)
+    if not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout_rate={rate:g}: the chance to drop a probability must lie in [0, 1)."
+        )
+    return rate
+
+
+def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
+    """The static choice and the key as two uint32 words; (None, None) where nothing is dropped."""
+    rate = check_dropout_rate(rate)
+    check_choice("broadcast_dropout", shared)
+    if rate == 0:
+        return None, None
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate={rate:g} came without dropout_rng: pass a key, or omit dropout_rate."
+        )
+    if hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        if "threefry2x32" not in (impl := str(jax.random.key_impl(rng))):
+            raise NotImplementedError(
+                f"dropout_rng is a key of {impl}: memeff draws by coordinates, which needs threefry2x32. "
+                'Make it with jax.random.key(seed, impl="threefry2x32").'
+            )
+        rng = jax.random.key_data(rng)
+    rng = to_array("dropout_rng", rng)
+    if rng.shape != (2,) or rng.dtype != jnp.uint32:
+        raise TypeError(
+            f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape {rng.shape}."
+        )
+    return Dropout(rate, bool(shared)), rng
+
+
+def check_not_flaxes(**hooks) -> None:
+    """Refuse Flax's hooks. Linen passes those that the signature names, so it names one that Linen always passes."""
+    for name, given in hooks.items():
+        if given is not None:
+            raise TypeError(
+                f"{name}= is a hook of Flax's modules, and dot_product_attention takes none of those: give the modules "
+                "attention_fn=memeff.nn.attention_fn. In a call of your own, omit it (dropout_rate=0 drops nothing), and "
+                "cast arrays before."
+            )

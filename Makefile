@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers slow clients lint notebooks bench sm90a clean
+.PHONY: help demo test numbers slow clients lint notebooks bench docs sm90a clean
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
@@ -15,7 +15,8 @@ help:
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
-	@echo "make bench      the README's memory and speed tables"
+	@echo "make bench      memory and speed tables, as in docs/benchmarks.md"
+	@echo "make docs       builds the documentation site into site/ (MkDocs, into .venv-docs)"
 	@echo "make sm90a      compiles the Hopper kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
@@ -37,7 +38,7 @@ slow: $(VENV)/.dev
 
 clients:
 	$(MAKE) .venv-clients/.clients VENV=.venv-clients
-	.venv-clients/bin/python -m pytest -m clients tests/test_clients.py
+	.venv-clients/bin/python -m pytest -m clients tests/test_clients.py tests/test_readme.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -49,6 +50,11 @@ notebooks: $(VENV)/.dev
 bench: $(VENV)/.models
 	$(BIN)/python -m memeff.bench memory
 	$(BIN)/python -m memeff.bench speed
+
+# NO_MKDOCS_2_WARNING: Material's note about a later MkDocs, which pyproject.toml keeps out.
+docs:
+	$(MAKE) .venv-docs/.docs VENV=.venv-docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 # JAX's CUDA plugin and ptxas without the libraries that a GPU would need; apart, for JAX looks for those when it starts.
 SM90A = .venv-sm90a/bin/python
@@ -63,10 +69,10 @@ sm90a: .venv-sm90a/.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist site *.egg-info runs .pytest_cache .ruff_cache .hypothesis
 
 # One virtual environment; a stamp for each set of packages that it holds.
-$(VENV)/.models $(VENV)/.dev $(VENV)/.clients: $(VENV)/.%: pyproject.toml
+$(VENV)/.models $(VENV)/.dev $(VENV)/.clients $(VENV)/.docs: $(VENV)/.%: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "memeff needs Python 3.11 or newer and $(PYTHON) is %d.%d: make ... PYTHON=python3.11" % v[:2])'
 	@if command -v uv >/dev/null 2>&1; then \
 	  { test -x $(BIN)/python || uv venv --quiet --python $(PYTHON) $(VENV); } && \

@@ -1,4 +1,4 @@
-"""FlexAttention's public examples, as the README's table writes them, against the oracle: out, lse and every gradient.
+"""FlexAttention's public examples, as docs/scores-and-masks.md writes them, against the oracle: out, lse, every gradient.
 
 float64. The truth is typed here a second time: masks pair by pair, and of scores the bias that they add to the scaled logit,
 whose gradient in the oracle gives that of the params by the chain rule.
@@ -20,7 +20,7 @@ from conftest import few
 import memeff
 from memeff import Mask, Score, masks, scores
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/scores-and-masks.md").read_text()
 B, N, K, H, D, R = 2, 6, 3, 5, 11, 4
 CROSS, SELF, PIXELS = (37, 53), (41, 41), (35, 35)  # T, S
 NOISED_AND_CLEAN = (36, 36)
@@ -193,8 +193,8 @@ def diffuses(query, key):
 
 
 def rows():
-    """(name, code, whether params learn) of the README's table."""
-    _, section = README.split("### FlexAttention's examples", 1)
+    """(name, code, whether params learn) of the page's table."""
+    _, section = PAGE.split("## FlexAttention's examples", 1)
     found = re.findall(r"^\| (.+?) \| `(.+)` \| (yes)? ?\|$", section.split("\n## ")[0], re.M)
     return [(name, code.replace(r"\|", "|"), learns == "yes") for name, code, learns in found]
 

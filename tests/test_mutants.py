@@ -34,7 +34,7 @@ MUTANTS = {
 
 def copy_to(where: pathlib.Path) -> pathlib.Path:
     ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("memeff", "tests"):
+    for folder in ("memeff", "tests", "docs"):
         shutil.copytree(HERE.parent / folder, where / folder, ignore=ignore)
     for file in ("pyproject.toml", "README.md"):
         shutil.copy(HERE.parent / file, where)

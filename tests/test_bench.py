@@ -345,7 +345,8 @@ def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
     attention = implementations.attention
     plain = attention("jax.nn")
     forgetful = functools.partial(plain, scale=1.0)
-    monkeypatch.setattr(calls, "attention", lambda name: forgetful if name == "other" else attention(name))
+    for module in (calls, implementations):
+        monkeypatch.setattr(module, "attention", lambda name: forgetful if name == "other" else attention(name))
     verdicts = {"memeff": "pass", "memeff:128": "pass", "jax.nn": "pass", "other": "fail", "jax.nn:cudnn": "cannot run"}
     rows = doctor.check_implementations(tuple(verdicts), doctor.CASES[1:4:2])
     assert [row["verdict"] for row in rows] == [verdict for verdict in verdicts.values() for _ in range(2)], rows

@@ -1,26 +1,33 @@
-"""`python -m memeff.bench`: attention's time and memory beside what a user would pick instead.
+"""`python -m memeff.bench`: measure attention beside what a user would pick instead.
 
-  memory   temporary bytes of the compiled call, for lengths that no machine could run: nothing is allocated
-  speed    milliseconds and FLOP/s, the same bytes, on GPUs the measured peak, and the error against float64
-           (--decode: one query against many keys, and the bytes a second at which it reads them)
-  hard     errors on inputs that are hard to be exact on, over those of plain attention (its own arguments: hard --help)
-  report   rewrites the tables of README.md and docs/ from docs/benchmarks/ (its own arguments: report --help)
+  memory   temporary bytes of the compiled call. Nothing is allocated, so the length may be one
+           that no machine could run
+  speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error against
+           float64 (--decode: one query against many keys, and the bytes a second that it reads)
+  hard     errors on inputs that are hard to be exact on, over those of plain attention
+           (its own options: hard --help)
+  report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
+           (its own options: report --help)
 
-  --doctor is every implementation right on this machine? A few small cases of each against float64; exit code 1 if not
+  --doctor checks a few small cases of every implementation against float64, on this machine.
+           The exit code is 1 if one fails
 
-Both tables are GitHub's Markdown under a line that names device, versions and command; the README's are this output.
-FLOPs: 4 B N T S H forward, 3.5 times that for forward + gradient, 3 times for a jvp, half for causal. Times are medians of
-samples taken in turns, so that a slow moment of the machine hits everybody; ratios are medians of the ratios within a turn.
-JSON lines are written as rows come, so that what ends a process takes no other figure with it.
+Both tables are GitHub's Markdown under a line that names device, versions and command.
+FLOPs: 4 B N T S H for the forward, 3.5 times that for forward + gradient, 3 times for a jvp; half
+of these for causal calls. Times are medians of samples taken in turns, because a slow moment of the
+machine then slows all implementations. Ratios are medians of the ratios within a turn.
+With --json, lines are written as soon as they are measured, so a crash costs no earlier figure.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from memeff.bench import doctor, hard, report
 from memeff.bench.cases import Case, Row
@@ -28,7 +35,12 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure
-from memeff.bench.results import measurement, save_results
+from memeff.bench.results import (
+    ResultsError,
+    description_to_keep,
+    measurement,
+    save_results,
+)
 from memeff.bench.speed import speed_table
 from memeff.bench.tables import memory_markdown, speed_markdown
 
@@ -62,9 +74,11 @@ def run_table(options: argparse.Namespace, command: str) -> None:
     """Measure, print and store the table of memory or of speed."""
     rows = []
     records = []
+    measuring_command = without_outputs(command)
+    description = asked_description(options)
     with open(options.json or os.devnull, "a") as file:
         for row in measured_rows(options):
-            record = measurement(row, command)
+            record = measurement(row, measuring_command)
             rows.append(row)
             records.append(record)
             print(json.dumps(record), file=file, flush=True)
@@ -73,12 +87,27 @@ def run_table(options: argparse.Namespace, command: str) -> None:
     to_markdown = memory_markdown if options.table == "memory" else speed_markdown
     print(to_markdown(rows))
     if options.save:
-        save_results(Path(options.save), options.table, records)
+        save_results(Path(options.save), description, records)
     if options.plot:
         draw(rows, options)
 
 
-def measured_rows(options: argparse.Namespace):
+def asked_description(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the description with which `--save` writes; exit where the file has another table."""
+    if not options.save:
+        return {}
+    try:
+        return description_to_keep(Path(options.save), options.table)
+    except ResultsError as error:
+        sys.exit(str(error))
+
+
+def without_outputs(command: str) -> str:
+    """Return a command without the options that only say where to write."""
+    return re.sub(r" --(?:json|plot|save)[ =]\S+", "", command)
+
+
+def measured_rows(options: argparse.Namespace) -> Iterable[Row]:
     """Return the rows of the table that the options ask for; those of speed come one by one."""
     cases = asked_cases(options)
     if options.table == "speed":

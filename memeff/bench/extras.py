@@ -44,7 +44,10 @@ def extra_function(name: str, heads: int, length: int) -> Score | Mask | None:
 
 @functools.cache
 def extra_arguments(name: str, heads: int, length: int) -> dict[str, Any]:
-    """Return the arguments of memeff's attention; a mask becomes a block mask, which skips tiles."""
+    """Return the arguments of memeff's attention.
+
+    A mask becomes a block mask, so that hidden tiles are skipped.
+    """
     function = extra_function(name, heads, length)
     if function is None:
         return {}
@@ -57,30 +60,35 @@ def extra_arguments(name: str, heads: int, length: int) -> dict[str, Any]:
 def extra_as_array(
     name: str, heads: int, length: int, dtype: str
 ) -> tuple[str, Callable[[], Array]]:
-    """Return the name of an array argument with the same effect, and a function that makes it.
+    """Return the name of an array argument with the same effect, and a function that makes it."""
+    match extra_function(name, heads, length):
+        case Mask() as mask:
+            return "mask", functools.partial(mask_array, mask, length)
+        case Score() as score if name != "softcap":
+            return "bias", functools.partial(bias_array, score, heads, length, dtype)
+    raise NotImplementedError("no array is a soft cap")
 
-    A mask has the shape [1, 1, S, S], a bias [1, N, S, S].
-    """
-    function = extra_function(name, heads, length)
-    if function is None or name == "softcap":
-        raise NotImplementedError("no array is a soft cap")
+
+def mask_array(mask: Mask, length: int) -> Array:
+    """Evaluate a mask that is the same for all heads: [1, 1, S, S]."""
     positions = jnp.arange(length, dtype=jnp.int32)
+    one_head = jnp.zeros(1, jnp.int32)
+    return apply_mask(mask, one_head, positions, positions)[None]
+
+
+def bias_array(score: Score, heads: int, length: int, dtype: str) -> Array:
+    """Evaluate a score that adds to the logits: [1, N, S, S]."""
+    zeros = jnp.zeros((1, heads, length, length), jnp.float32)
     head_indices = jnp.arange(heads, dtype=jnp.int32)
-
-    def mask_array() -> Array:
-        return apply_mask(function, head_indices[:1], positions, positions)[None]
-
-    def bias_array() -> Array:
-        zeros = jnp.zeros((1, heads, length, length), jnp.float32)
-        return apply_score(function, zeros, head_indices, positions, positions).astype(dtype)
-
-    if isinstance(function, Mask):
-        return "mask", mask_array
-    return "bias", bias_array
+    positions = jnp.arange(length, dtype=jnp.int32)
+    return apply_score(score, zeros, head_indices, positions, positions).astype(dtype)
 
 
 def apply_mask(mask: Mask, heads: Array, rows: Array, cols: Array) -> Array:
-    """Return where heads [N] let queries at `rows` [T] see keys at `cols` [S]: boolean [N, T, S]."""
+    """Return where heads [N] let queries at `rows` [T] see keys at `cols` [S].
+
+    The result is boolean [N, T, S].
+    """
 
     def one_pair(head: Array, row: Array, col: Array) -> Array:
         return mask.fn(jnp.int32(0), head, row, col, mask.params)

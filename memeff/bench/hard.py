@@ -123,8 +123,9 @@ def case_errors(
 
 def rounded_inputs(inputs: HardInputs, dtype: str) -> HardInputs:
     """Round all arrays to `dtype`, and dlse to float32, which lse has."""
-    arrays = [array.astype(jnp.dtype(dtype)) for array in inputs[:-1]]
-    return HardInputs(*arrays, inputs.dlse.astype(np.float32))
+    rounded = {name: array.astype(jnp.dtype(dtype)) for name, array in inputs._asdict().items()}
+    rounded["dlse"] = inputs.dlse.astype(np.float32)
+    return HardInputs(**rounded)
 
 
 def array_errors(

@@ -6,7 +6,9 @@ Each line is a JSON object. The first describes the table, the others are result
     {"date": ..., "device": ..., "python": ..., "jax": ..., "memeff": ..., "command": ...,
      "implementation": "memeff", "length": 4096, ..., "seconds": 0.1022, ...}
 
-Bytes are in bytes and times in seconds. The description has these fields:
+Sizes of memory are in bytes and times in seconds. FLOP/s and "times less" are computed from them;
+"flops_per_second" is stored only where a result lacks the digits for that. `speed_against_jax_nn`
+is measured, because it compares the two within each turn. The description has these fields:
 
 - "table": "memory" or "speed" for the tables of `python -m memeff.bench`. "cells" for a table that
   this bench cannot measure: its results are the lines of the table, {header: cell}, and the
@@ -54,15 +56,24 @@ def measurement(row: Row, command: str) -> Row:
     return {"date": today, **machine(), "command": command, **row}
 
 
-def save_results(path: Path, kind: str, rows: Iterable[Row]) -> None:
-    """Replace the results in a file, and keep its description if it has one."""
-    description: dict[str, Any] = {"table": kind}
-    if path.exists():
-        description = read_lines(path)[0]
-        if description.get("table") != kind:
-            raise ResultsError(f"{path} describes no table of {kind}: choose another file.")
-        if "rows_from" in description:
-            raise ResultsError(f"{path} takes its rows from other files: save to those.")
+def description_to_keep(path: Path, kind: str) -> dict[str, Any]:
+    """Return the description of the results in a file, or a new one if there is no file.
+
+    Raises:
+      ResultsError: the file has another kind of table, or takes its rows from other files.
+    """
+    if not path.exists():
+        return {"table": kind}
+    description = read_lines(path)[0]
+    if description["table"] != kind:
+        raise ResultsError(f"{path} describes no table of {kind}: choose another file.")
+    if "rows_from" in description:
+        raise ResultsError(f"{path} takes its rows from other files: save to those.")
+    return description
+
+
+def save_results(path: Path, description: dict[str, Any], rows: Iterable[Row]) -> None:
+    """Write a description and results to a file, in the place of what it had."""
     records = [description, *map(shortened, rows)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -132,6 +143,8 @@ def results_markdown(results: Results) -> str:
 def cells_markdown(rows: Sequence[Row], columns: Sequence[str] | None) -> str:
     """Return a table of cells as they are; a row without a column has an empty cell there."""
     header = columns or list(dict.fromkeys(column for row in rows for column in row))
-    lines = [[row.get(column, "") for column in header] for row in rows]
-    rule = ["---"] * len(header)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = [row.get(column, "") for column in header]
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
+    return "\n".join(lines)

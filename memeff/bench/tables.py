@@ -76,7 +76,9 @@ def milliseconds(row: Row) -> str:
 
 
 def flops_per_second(row: Row) -> str:
-    """Return the rate of the operations that count."""
+    """Return the rate of the operations that count, as measured or from the stored time."""
+    if row.get("flops_per_second"):
+        return count_per_second(row["flops_per_second"])
     flops = case_of_row(row).flops
     if not row["seconds"] or not flops:
         return "-"

@@ -72,16 +72,15 @@ def error_of(result: tuple, case: Case) -> float | None:
     query, key, value, dout = input_arrays(case)
     sample = (query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:])
     truth = exact_attention(sample, case, case.length - case.queries + rows)
-    match case.mode:
-        case "forward":
-            pairs = [(result[0], truth.out)]
-        case "gradient":
-            pairs = [(result[0], truth.out), (result[1], truth.dq)]
-        case "jvp":
-            pairs = [(result[0], truth.out), (result[1], truth.tangent)]
-        case "hvp":
-            dq = result[0][0]
-            pairs = [(dq, truth.dq)]
+    if case.mode == "hvp":
+        gradients = result[0]
+        pairs = [(gradients[0], truth.dq)]
+    else:
+        pairs = [(result[0], truth.out)]
+        if case.mode == "gradient":
+            pairs.append((result[1], truth.dq))
+        if case.mode == "jvp":
+            pairs.append((result[1], truth.tangent))
     errors = []
     for array, expected in pairs:
         sampled = as_float64(array[-1:, rows, -1:])

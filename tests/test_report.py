@@ -83,25 +83,59 @@ def test_a_table_without_lines_is_filled(tmp_path):
 @pytest.mark.parametrize(
     ("pages", "tables", "problem"),
     [
-        ({"README.md": page("lost", "")}, {}, "README.md: table lost has no results"),
+        ({"README.md": page("lost", "")}, {}, "README.md: table lost: "),
         ({}, {"unused": CELLS}, "docs/benchmarks/unused.jsonl: no page shows this table."),
         ({"docs/a.md": "<!-- table: lost -->\n"}, {}, "docs/a.md: a marker of a table has no partner."),
         ({"docs/a.md": "<!-- end -->\n"}, {}, "docs/a.md: a marker of a table has no partner."),
+        (
+            {"docs/a.md": "<!-- table: x -->\nText.\n" + page("x", CELLS_TABLE)},
+            {"x": CELLS},
+            "docs/a.md: a marker of a table has no partner.",
+        ),
         ({"README.md": page("x", "")}, {"x": [{"kind": "speed"}]}, "must begin with one of"),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "speed", "columns": ["speed"]}, SPEED]},
+            "table x: no result or column has the name 'speed'.",
+        ),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "memory", "columns": ["peak"]}, SPEED | {"input_bytes": 1}]},
+            "table x: no result or column has the name 'peak'.",
+        ),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "memory"}, SPEED]},
+            "table x: no result or column has the name 'input_bytes'.",
+        ),
         ({"README.md": page("x", "")}, {"x": CELLS[:1]}, "x.jsonl has no results."),
         (
             {"README.md": page("x", "") + page("y", CELLS_TABLE)},
             {"x": [{"table": "cells", "rows_from": [{"name": "y", "where": {"shape": ["4k"]}}]}], "y": CELLS},
-            "table x: y lacks a shape of ['4k'].",
+            "table x: y.jsonl lacks a shape of ['4k'].",
         ),
     ],
-    ids=["no results", "no page", "no end", "no beginning", "no description", "no rows", "no such row"],
+    ids=[
+        "no results",
+        "no page",
+        "no end",
+        "no beginning",
+        "no end of the first",
+        "no description",
+        "no column of speed",
+        "no column of memory",
+        "no field",
+        "no rows",
+        "no such row",
+    ],
 )
 @pytest.mark.parametrize("check", [False, True])
 def test_what_does_not_fit_is_a_problem(tmp_path, pages, tables, problem, check):
     root = repository(tmp_path, pages, tables)
+    before = {path: path.read_text() for path in root.rglob("*.md")}
     (said,) = write_report(root, check=check)
     assert problem in said
+    assert before == {path: path.read_text() for path in root.rglob("*.md")}
 
 
 def test_a_broken_line_is_named(tmp_path):

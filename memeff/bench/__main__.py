@@ -20,6 +20,7 @@ With --json, lines are written as soon as they are measured, so a crash costs no
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -35,12 +36,7 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure
-from memeff.bench.results import (
-    ResultsError,
-    description_to_keep,
-    measurement,
-    save_results,
-)
+from memeff.bench.results import ResultsError, description_to_keep, measurement, save_results
 from memeff.bench.speed import speed_table
 from memeff.bench.tables import memory_markdown, speed_markdown
 
@@ -118,24 +114,22 @@ def measured_rows(options: argparse.Namespace) -> Iterable[Row]:
 
 def asked_cases(options: argparse.Namespace) -> list[Case]:
     """Return the cases that the options ask for, in the order of the table."""
+    choices = itertools.product(options.length, options.mask, options.mode, options.extra)
     cases = []
-    for length in options.length:
-        for mask in options.mask:
-            for mode in options.mode:
-                for extra in options.extra:
-                    case = Case(
-                        length=length,
-                        batch=options.batch,
-                        heads=options.heads,
-                        kv_heads=options.kv_heads,
-                        head_dim=options.head_dim,
-                        dtype=options.dtype,
-                        mask=mask,
-                        mode=mode,
-                        query_length=options.query_length,
-                        extra=extra,
-                    )
-                    cases.append(case)
+    for length, mask, mode, extra in choices:
+        case = Case(
+            length=length,
+            batch=options.batch,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            dtype=options.dtype,
+            mask=mask,
+            mode=mode,
+            query_length=options.query_length,
+            extra=extra,
+        )
+        cases.append(case)
     return cases
 
 

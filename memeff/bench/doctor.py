@@ -1,6 +1,7 @@
 """Check every implementation against float64 on the machine at hand (`--doctor`)."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -22,10 +23,8 @@ SMALL = Case(0, batch=2, heads=4, kv_heads=2, head_dim=32, mode="gradient")
 def doctor_cases() -> list[Case]:
     """Return small cases: two dtypes, both masks, one query and 300."""
     cases = []
-    for dtype in ALLOWED_ERROR:
-        for mask in MASKS:
-            for length in (1, 300):
-                cases.append(dataclasses.replace(SMALL, length=length, dtype=dtype, mask=mask))
+    for dtype, mask, length in itertools.product(ALLOWED_ERROR, MASKS, (1, 300)):
+        cases.append(dataclasses.replace(SMALL, length=length, dtype=dtype, mask=mask))
     return cases
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +32,8 @@ def memory_table(
       [67108864, 268435456]
     """
     calls = []
-    for length in lengths:
-        for case in cases:
-            for name in names:
-                calls.append((name, dataclasses.replace(case, length=length)))
+    for length, case, name in itertools.product(lengths, cases, names):
+        calls.append((name, dataclasses.replace(case, length=length)))
     return [memory_row(name, case) for name, case in progress(calls, "compiling")]
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from memeff.bench.results import FOLDER, ResultsError, read_results, results_markdown
 
-TABLE = re.compile(r"^<!-- table: (?P<name>\S+) -->\n(?P<table>.*?)^<!-- end -->$", re.M | re.S)
-MARKER = re.compile(r"^<!-- (?:table: \S+|end) -->$", re.M)
+TABLE = re.compile(r"^<!-- table: (?P<name>\S+) -->\n.*?^<!-- end -->$", re.M | re.S)
+MARKER = re.compile(r"^<!-- (?:table: (?P<name>\S+)|end) -->$", re.M)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,27 +77,27 @@ class Page(NamedTuple):
 
 def rewrite_page(text: str, folder: Path) -> Page:
     """Return the text of a page with all tables replaced by those of the results in `folder`."""
-    tables = []
+    markers = [match["name"] for match in MARKER.finditer(text)]
+    tables = [name for name in markers[::2] if name is not None]
+    ends = [name for name in markers[1::2] if name is None]
+    if len(tables) + len(ends) != len(markers) or len(tables) != len(ends):
+        return Page(text, tables, [], ["a marker of a table has no partner."])
     changed = []
     problems = []
 
     def replaced(old: re.Match[str]) -> str:
         name = old["name"]
-        tables.append(name)
         try:
             table = results_markdown(read_results(folder, name))
         except ResultsError as error:
-            problems.append(str(error))
+            problems.append(f"table {name}: {error}")
             return old[0]
         new = f"<!-- table: {name} -->\n{table}\n<!-- end -->"
         if new != old[0]:
             changed.append(name)
         return new
 
-    new_text = TABLE.sub(replaced, text)
-    if len(MARKER.findall(text)) != 2 * len(tables):
-        problems.append("a marker of a table has no partner.")
-    return Page(new_text, tables, changed, problems)
+    return Page(TABLE.sub(replaced, text), tables, changed, problems)
 
 
 def pages(root: Path) -> list[Path]:

@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
-from memeff.bench.tables import memory_markdown, speed_markdown
+from memeff.bench.tables import memory_markdown, speed_markdown, unique
 
 FOLDER = Path("docs/benchmarks")
-KINDS = ("memory", "speed", "cells")
 DERIVED_FIGURES = ("flops_per_second", "bytes_per_second")  # computed again from seconds
 SAVED_DIGITS = 6
 
@@ -98,8 +97,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             lines.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ResultsError(f"{path}, line {number} is no JSON: {error}") from error
-    if not lines or lines[0].get("table") not in KINDS:
-        kinds = ", ".join(f'{{"table": "{kind}"}}' for kind in KINDS)
+    if not lines or lines[0].get("table") not in TO_MARKDOWN:
+        kinds = ", ".join(f'{{"table": "{kind}"}}' for kind in TO_MARKDOWN)
         raise ResultsError(f"{path} must begin with one of {kinds}.")
     return lines
 
@@ -108,43 +107,54 @@ def read_results(folder: Path, name: str) -> Results:
     """Return the contents of NAME.jsonl, with the rows that it takes from other files."""
     path = folder / f"{name}.jsonl"
     if not path.exists():
-        raise ResultsError(f"table {name} has no results: {path} does not exist.")
+        raise ResultsError(f"{path} does not exist.")
     description, *rows = read_lines(path)
     for selection in description.get("rows_from", ()):
-        rows += select_rows(folder, name, selection)
+        rows += select_rows(folder, selection)
     if not rows:
         raise ResultsError(f"{path} has no results.")
     return Results(description, rows)
 
 
-def select_rows(folder: Path, name: str, selection: dict[str, Any]) -> list[Row]:
-    """Return the rows that a selection of table `name` takes from another file."""
-    rows = read_results(folder, selection["name"]).rows
+def select_rows(folder: Path, selection: dict[str, Any]) -> list[Row]:
+    """Return the rows that a selection takes from another file."""
+    name = selection["name"]
+    rows = read_results(folder, name).rows
     for field, values in selection.get("where", {}).items():
-        by_value = [[row for row in rows if row[field] == value] for value in values]
+        by_value = [[row for row in rows if row.get(field) == value] for value in values]
         if not all(by_value):
-            raise ResultsError(f"table {name}: {selection['name']} lacks a {field} of {values}.")
+            raise ResultsError(f"{name}.jsonl lacks a {field} of {values}.")
         rows = sum(by_value, [])
     replaced = selection.get("set", {})
     return [row | replaced for row in rows]
 
 
 def results_markdown(results: Results) -> str:
-    """Return the table of a file of results."""
+    """Return the table of a file of results.
+
+    Raises:
+      ResultsError: a result lacks a field, or the table lacks a column.
+    """
     columns = results.description.get("columns")
-    match results.description["table"]:
-        case "memory":
-            return memory_markdown(results.rows, columns)
-        case "speed":
-            return speed_markdown(results.rows, columns)
-    return cells_markdown(results.rows, columns)
+    to_markdown = TO_MARKDOWN[results.description["table"]]
+    try:
+        return to_markdown(results.rows, columns)
+    except KeyError as error:
+        raise ResultsError(f"no result or column has the name {error}.") from error
 
 
 def cells_markdown(rows: Sequence[Row], columns: Sequence[str] | None) -> str:
     """Return a table of cells as they are; a row without a column has an empty cell there."""
-    header = columns or list(dict.fromkeys(column for row in rows for column in row))
+    header = columns or unique(column for row in rows for column in row)
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
         cells = [row.get(column, "") for column in header]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
     return "\n".join(lines)
+
+
+TO_MARKDOWN = {
+    "memory": memory_markdown,
+    "speed": speed_markdown,
+    "cells": cells_markdown,
+}

@@ -1,6 +1,7 @@
 """Tables of memory and of speed in GitHub's Markdown, from the rows of one or more runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from memeff.bench.cases import Row, call_title, case_of_row
 from memeff.bench.formatting import count_per_second, human, markdown, tokens
@@ -121,12 +122,15 @@ SPEED_COLUMNS: dict[str, Callable[[Row], str]] = {
 def selected_markdown(
     header: Sequence[str], lines: Sequence[Sequence[str]], columns: Sequence[str]
 ) -> str:
-    """Return a table of the columns whose header is in `columns`."""
+    """Return a table of the columns whose header is in `columns`, in the order of `header`."""
+    for title in columns:
+        if title not in header:
+            raise KeyError(title)
     kept = [index for index, title in enumerate(header) if title in columns]
     kept_lines = [[line[index] for index in kept] for line in lines]
     return markdown([header[index] for index in kept], kept_lines)
 
 
-def unique(values) -> list:
+def unique(values: Iterable[Any]) -> list[Any]:
     """Return the values without repetitions, in their first order."""
     return list(dict.fromkeys(values))

@@ -25,7 +25,7 @@ EXACT_ROWS = 4096  # queries at a time in float64
 
 
 class HardResults(NamedTuple):
-    """What a case is compared by."""
+    """The arrays by which a case is compared."""
 
     out: np.ndarray  # [T, H]
     lse: np.ndarray  # [T]

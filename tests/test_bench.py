@@ -13,13 +13,16 @@ import numpy as np
 import oracle
 import pytest
 
-from memeff import bench, bench_extras
+import memeff.bench.__main__ as command_line
+from memeff import bench
+from memeff.bench import calls, doctor, extras, implementations, memory, options, speed, truth
+from memeff.bench.cases import call_title, case_row, input_arrays
 
 TINY = ["--length", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--batch", "2"]
 
 
 def run(capsys, *arguments):
-    bench.main(arguments)
+    command_line.main(arguments)
     return capsys.readouterr().out
 
 
@@ -31,23 +34,8 @@ def test_speed_prints_a_table_and_writes_json_lines_and_a_plot(capsys, tmp_path)
     out = tmp_path / "rows.jsonl"
     plot = tmp_path / "speed.png"
     names = ["memeff:64", "memeff:96", "jax.nn"]
-    text = run(
-        capsys,
-        "speed",
-        *TINY,
-        "--mask",
-        "causal",
-        "--mode",
-        "gradient",
-        "--implementation",
-        *names,
-        "--rounds",
-        "2",
-        "--json",
-        str(out),
-        "--plot",
-        str(plot),
-    )
+    text = run(capsys, "speed", *TINY, "--mask", "causal", "--mode", "gradient", "--implementation", *names,
+               "--rounds", "2", "--json", str(out), "--plot", str(plot))  # fmt: skip
     heading, sizes, _, *table = text.splitlines()
     assert jax.__version__ in heading and "python -m memeff.bench speed --length 96" in heading
     assert sizes == "B=2 N=4 K=2 H=8 float32"
@@ -109,7 +97,7 @@ def test_memory_is_drawn_as_text_too(capsys, monkeypatch, tmp_path):
     sizes = {"jax.nn": 2**27, "memeff": 3 * 2**20}
     of = {"length": 2**12, "mask": "causal", "mode": "gradient", "extra": "plain", "input_bytes": 1}
     rows = [of | {"implementation": name, "temp_bytes": size} for name, size in sizes.items()]
-    monkeypatch.setattr(bench, "memory_table", lambda *_: rows)
+    monkeypatch.setattr(command_line, "memory_table", lambda *_: rows)
     path = tmp_path / "chart.txt"
     run(capsys, "memory", "--length", "4k", "--mode", "gradient", "--plot", str(path))
     bars = path.read_text().splitlines()[2:]
@@ -124,14 +112,14 @@ def test_what_xla_cannot_compile_follows_the_growth_up_to_there():
     largest = bench.temp_bytes("jax.nn", bench.Case(2**17, mask="full"))
     assert row["extrapolated"] and row["temp_bytes"] == pytest.approx(64 * largest, rel=1e-3)
     assert f"~{bench.human(row['temp_bytes'])}" in bench.memory_markdown([row])
-    assert not bench.too_large("memeff", bench.Case(2**18, mask="full"))
-    note = bench.attempt(bench.compiled, "jax.nn", bench.Case(2**20))[1]
+    assert not memory.too_large("memeff", bench.Case(2**18, mask="full"))
+    note = calls.attempt(calls.compiled, "jax.nn", bench.Case(2**20))[1]
     assert note is not None and note.startswith("out of memory: 2^39 logits")
 
 
 def test_what_cannot_run_is_a_note_and_the_rest_goes_on(monkeypatch):
     case = bench.Case(64, heads=2, kv_heads=2, head_dim=8)
-    monkeypatch.setattr(bench, "device_bytes", lambda: 2**17)
+    monkeypatch.setattr(calls, "device_bytes", lambda: 2**17)
     big = bench.Case(256, heads=2, kv_heads=2, head_dim=8)
     rows = list(
         bench.speed_table([case, big], ["memeff:64", "jax.nn", "jax.nn:cudnn", "torch"], rounds=1)
@@ -156,38 +144,38 @@ def test_an_exception_of_a_guest_becomes_one_line():
     def fail(text):
         raise RuntimeError(text)
 
-    assert bench.attempt(fail, "RESOURCE_EXHAUSTED: Out of memory\n while trying to allocate") == (
+    assert calls.attempt(fail, "RESOURCE_EXHAUSTED: Out of memory\n while trying to allocate") == (
         None,
         "out of memory",
     )
-    assert bench.attempt(fail, "CUDA out of memory. Tried") == (None, "out of memory")
-    assert bench.attempt(fail, "no\nkernel") == (None, "no kernel")
+    assert calls.attempt(fail, "CUDA out of memory. Tried") == (None, "out of memory")
+    assert calls.attempt(fail, "no\nkernel") == (None, "no kernel")
 
 
 def test_error_is_against_the_formula_of_the_last_head():
     case = bench.Case(40, batch=2, heads=4, kv_heads=2, head_dim=8, mode="gradient")
-    right = bench.prepare("memeff", case).result()
-    assert bench.error_of(right, case) < 1e-5
+    right = calls.prepare("memeff", case).result()
+    assert truth.error_of(right, case) < 1e-5
     for wrong in (0, 1):  # out, dq
         result = list(right)
         result[wrong] = 1.01 * result[wrong]
-        assert bench.error_of(tuple(result), case) == pytest.approx(0.01, rel=1e-2)
+        assert truth.error_of(tuple(result), case) == pytest.approx(0.01, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["jvp", "hvp"])
 def test_error_of_derivatives(mode):
     case = bench.Case(40, batch=2, heads=4, kv_heads=2, head_dim=8, mode=mode)
-    right = bench.prepare("memeff", case).result()
-    assert bench.error_of(right, case) < 1e-5
+    right = calls.prepare("memeff", case).result()
+    assert truth.error_of(right, case) < 1e-5
     wrong = jax.tree.map(lambda x: 1.01 * x, (right[0], right[1]))
-    assert bench.error_of(wrong, case) == pytest.approx(0.01, rel=1e-2)
+    assert truth.error_of(wrong, case) == pytest.approx(0.01, rel=1e-2)
 
 
 @pytest.mark.slow
 def test_scores_and_masks_beside_their_array():
     """By functions, and by an array for who takes no functions: both are right, and the array counts as memory."""
     names = ["memeff:32", "jax.nn", "torch"]
-    for extra in bench_extras.NAMES:
+    for extra in extras.NAMES:
         case = bench.Case(
             72, heads=4, kv_heads=2, head_dim=8, mask="full", mode="gradient", extra=extra
         )
@@ -195,8 +183,7 @@ def test_scores_and_masks_beside_their_array():
         right = names[:1] if extra == "softcap" else names[:2]
         assert all(rows[name]["error"] < 1e-5 for name in right), rows
         assert (
-            extra == "plain"
-            or bench.call_of(rows["memeff:32"]) == f"full forward + gradient, {extra}"
+            extra == "plain" or call_title(rows["memeff:32"]) == f"full forward + gradient, {extra}"
         )
         elements = {
             "alibi": 4 * 4 * 72**2,
@@ -204,7 +191,9 @@ def test_scores_and_masks_beside_their_array():
             "window": 72**2,
             "documents": 72**2,
         }
-        assert extra == "softcap" or bench.extra_bytes("jax.nn", case) == elements.get(extra, 0)
+        assert extra == "softcap" or calls.extra_array_bytes("jax.nn", case) == elements.get(
+            extra, 0
+        )
     assert rows["torch"]["note"] is not None
 
 
@@ -233,7 +222,7 @@ def test_every_call_s_peak_is_measured_though_larger_ones_came_before(monkeypatc
     monkeypatch.setattr(jax, "devices", lambda: [device])
     device.memory_stats(passing=2**25)  # compiling tried something
     case = bench.Case(96, heads=4, kv_heads=4, head_dim=8, mode="gradient")
-    bench.inputs(case.shapes, case.dtype)
+    input_arrays(case)
     for name, takes in (
         ("memeff", 3 * 2**24 + 4),
         ("jax.nn", 2**20),
@@ -241,15 +230,15 @@ def test_every_call_s_peak_is_measured_though_larger_ones_came_before(monkeypatc
         ("memeff", 2**26),
         ("memeff", 12345678),
     ):
-        assert takes > bench.call_bytes(name, case) > 0
+        assert takes > calls.call_bytes(name, case) > 0
 
         def call(takes=takes):
             device.memory_stats(passing=takes)
             return ()
 
-        assert bench.watched(name, case, bench.Run(call, lambda result: None)) == ((), takes)
-    monkeypatch.setattr(bench, "prepare", lambda *_: bench.Run(call, lambda result: None))
-    monkeypatch.setattr(bench, "error_of", lambda *_: 0.0)
+        assert memory.run_and_watch(name, case, bench.Run(call, lambda result: None)) == ((), takes)
+    monkeypatch.setattr(speed, "prepare", lambda *_: bench.Run(call, lambda result: None))
+    monkeypatch.setattr(speed, "error_of", lambda *_: 0.0)
     row = next(bench.speed_table([case], ["memeff"], rounds=1))
     assert row["peak_bytes"] == takes and f"| {bench.human(takes)} |" in bench.speed_markdown([row])
 
@@ -265,7 +254,7 @@ def test_a_gpu_tells_every_peak():
     for row in bench.speed_table(cases, ["jax.nn", "memeff", "jax.nn:cudnn"], rounds=1):
         case = bench.Case(row["length"], dtype="bfloat16", mode=row["mode"])
         # its tables of pointers are not there
-        least = bench.call_bytes(row["implementation"], case) - 1024
+        least = calls.call_bytes(row["implementation"], case) - 1024
         assert row["note"] or least <= row["peak_bytes"] < 2**33, row
 
 
@@ -287,7 +276,10 @@ def test_torch_s_peak_is_torch_s(monkeypatch):
         return ()
 
     monkeypatch.setitem(sys.modules, "torch", Torch)
-    assert bench.watched("torch", bench.Case(8), bench.Run(call, lambda result: None)) == ((), 789)
+    assert memory.run_and_watch("torch", bench.Case(8), bench.Run(call, lambda result: None)) == (
+        (),
+        789,
+    )
 
 
 def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
@@ -322,7 +314,7 @@ def test_fewer_queries_than_keys_are_the_last():
 def test_names_tell_chunk_and_memory(monkeypatch):
     told = []
     monkeypatch.setattr(
-        bench.memeff, "dot_product_attention", lambda **options: told.append(options)
+        implementations.memeff, "dot_product_attention", lambda **options: told.append(options)
     )
     for name in (
         "memeff",
@@ -335,7 +327,7 @@ def test_names_tell_chunk_and_memory(monkeypatch):
         "memeff:fused",
         "memeff:fastest",
     ):
-        bench.attention(name)()
+        implementations.attention(name)()
     assert told == [
         {"chunk_size": None, "implementation": None},
         {"chunk_size": 64, "implementation": None},
@@ -361,12 +353,12 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
     out = tmp_path / "rows.jsonl"
 
     def broken(cases, names, rounds):
-        yield bench.describe("memeff", cases[0])
+        yield case_row("memeff", cases[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "speed_table", broken)
+    monkeypatch.setattr(command_line, "speed_table", broken)
     with pytest.raises(KeyboardInterrupt):
-        bench.main([*TINY, "--json", str(out)])
+        command_line.main([*TINY, "--json", str(out)])
     assert [row["length"] for row in lines(out)] == [96]
 
 
@@ -396,20 +388,15 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
 )
 def test_a_wrong_option_gets_a_sentence(capsys, arguments, sentence):
     with pytest.raises(SystemExit) as stop:
-        bench.main(arguments)
+        command_line.main(arguments)
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_units():
     assert [bench.human(x) for x in (0, 1, 1023, 2**20, 1000 * 2**20, 128 * 2**40)] == [
-        "0 B",
-        "1 B",
-        "0.999 KiB",
-        "1 MiB",
-        "0.977 GiB",
-        "128 TiB",
-    ]
+        "0 B", "1 B", "0.999 KiB", "1 MiB", "0.977 GiB", "128 TiB"
+    ]  # fmt: skip
     assert [bench.tokens(x) for x in (1000, 1024, 65536, 2**20)] == ["1000", "1k", "64k", "1M"]
     assert bench.Case(1024, heads=2, head_dim=64, mask="full").flops == 4 * 2 * 1024**2 * 64
 
@@ -423,11 +410,13 @@ def test_the_package_does_not_import_the_bench():
 
 def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
     """memeff and plain attention pass; one that forgets the scale is told from them, and one that is not there."""
-    attention, plain = bench.attention, bench.attention("jax.nn")
+    attention = implementations.attention
+    plain = attention("jax.nn")
     forgetful = functools.partial(plain, scale=1.0)
-    monkeypatch.setattr(
-        bench, "attention", lambda name: forgetful if name == "other" else attention(name)
-    )
+    for module in (calls, implementations):
+        monkeypatch.setattr(
+            module, "attention", lambda name: forgetful if name == "other" else attention(name)
+        )
     verdicts = {
         "memeff": "pass",
         "memeff:128": "pass",
@@ -435,33 +424,35 @@ def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
         "other": "fail",
         "jax.nn:cudnn": "cannot run",
     }
-    rows = bench.doctor(tuple(verdicts), bench.DOCTOR_CASES[1:4:2])
+    rows = doctor.check_implementations(tuple(verdicts), doctor.CASES[1:4:2])
     assert [row["verdict"] for row in rows] == [
         verdict for verdict in verdicts.values() for _ in range(2)
     ], rows
-    text = bench.doctor_markdown(rows)
+    text = doctor.doctor_markdown(rows)
     assert (
         re.search(r"memeff:128 \| +pass \(\de-0\d\) \|", text)
         and "cannot run: cuDNN needs an NVIDIA GPU" in text
     )
-    monkeypatch.setattr(
-        bench, "doctor", lambda names: [row for row in rows if row["implementation"] in names]
-    )
-    monkeypatch.setattr(bench, "why_not", lambda *_: None)
+
+    def chosen(names):
+        return [row for row in rows if row["implementation"] in names]
+
+    monkeypatch.setattr(doctor, "check_implementations", chosen)
+    monkeypatch.setattr(options, "why_not", lambda *_: None)
     for names, code in ((["memeff", "jax.nn:cudnn"], 0), (["memeff", "other"], 1)):
         with pytest.raises(SystemExit) as end:
-            bench.main(["--doctor", "--implementation", *names])
+            command_line.main(["--doctor", "--implementation", *names])
         assert end.value.code == code
     assert "against float64" in capsys.readouterr().out
 
 
 def test_doctor_s_truth_is_the_oracle_s():
     case = bench.Case(37, batch=2, heads=4, kv_heads=2, head_dim=8, mode="gradient")
-    arrays = bench.inputs(case.shapes, case.dtype)
+    arrays = input_arrays(case)
     q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
     out, _ = oracle.attention(q, k, v, is_causal=True)
     grads = oracle.gradients(q, k, v, is_causal=True, dout=dout, dlse=np.zeros(dout.shape[:-1]))
-    *found, tangent = bench.exact(arrays, case, np.arange(37))
+    *found, tangent = truth.exact_attention(arrays, case, np.arange(37))
     for x, y in zip(found, (out, *(grads[n] for n in ("query", "key", "value"))), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)
     along = sum((grads[n] * x).sum() for n, x in (("query", q), ("key", k), ("value", v)))

@@ -1,0 +1,163 @@
+"""`python -m memeff.bench`: measure attention beside what a user would pick instead.
+
+  memory   temporary bytes of the compiled call. Nothing is allocated, so the length may be one
+           that no machine could run
+  speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error against
+           float64 (--decode: one query against many keys, and the bytes a second that it reads)
+  hard     errors on inputs that are hard to be exact on, over those of plain attention
+           (its own options: hard --help)
+  report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
+           (its own options: report --help)
+
+  --doctor checks a few small cases of every implementation against float64, on this machine.
+           The exit code is 1 if one fails
+
+Both tables are GitHub's Markdown under a line that names device, versions and command.
+FLOPs: 4 B N T S H for the forward, 3.5 times that for forward + gradient, 3 times for a jvp; half
+of these for causal calls. Times are medians of samples taken in turns, because a slow moment of the
+machine then slows all implementations. Ratios are medians of the ratios within a turn.
+With --json, lines are written as soon as they are measured, so a crash costs no earlier figure.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memeff.bench import doctor, hard, report
+from memeff.bench.cases import Case, Row
+from memeff.bench.device import machine
+from memeff.bench.memory import memory_table
+from memeff.bench.options import parse
+from memeff.bench.plots import chart, figure
+from memeff.bench.results import ResultsError, description_to_keep, measurement, save_results
+from memeff.bench.speed import speed_table
+from memeff.bench.tables import memory_markdown, speed_markdown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+    match list(arguments):
+        case ["hard", *rest]:
+            hard.main(rest)
+        case ["report", *rest]:
+            report.main(rest)
+        case all_arguments:
+            options = parse(all_arguments, description=__doc__)
+            if options.doctor:
+                run_doctor(options.implementation or doctor.NAMES)
+            else:
+                run_table(options, f"python -m memeff.bench {shlex.join(all_arguments)}")
+
+
+def run_doctor(names: Sequence[str]) -> None:
+    """Print the doctor's table; exit with 1 if an implementation fails."""
+    rows = doctor.check_implementations(names)
+    print(machine_text(), "out, dq, dk, dv against float64 (largest error):\n")
+    print(doctor.doctor_markdown(rows))
+    sys.exit(any(row["verdict"] == "fail" for row in rows))
+
+
+def run_table(options: argparse.Namespace, command: str) -> None:
+    """Measure, print and store the table of memory or of speed."""
+    rows = []
+    records = []
+    measuring_command = without_outputs(command)
+    description = asked_description(options)
+    with open(options.json or os.devnull, "a") as file:
+        for row in measured_rows(options):
+            record = measurement(row, measuring_command)
+            rows.append(row)
+            records.append(record)
+            print(json.dumps(record), file=file, flush=True)
+    print(machine_text(), f"`{command}`:")
+    print(sizes_text(options) + "\n")
+    to_markdown = memory_markdown if options.table == "memory" else speed_markdown
+    print(to_markdown(rows))
+    if options.save:
+        save_results(Path(options.save), description, records)
+    if options.plot:
+        draw(rows, options)
+
+
+def asked_description(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the description with which `--save` writes; exit where the file has another table."""
+    if not options.save:
+        return {}
+    try:
+        return description_to_keep(Path(options.save), options.table)
+    except ResultsError as error:
+        sys.exit(str(error))
+
+
+def without_outputs(command: str) -> str:
+    """Return a command without the options that only say where to write."""
+    return re.sub(r" --(?:json|plot|save)[ =]\S+", "", command)
+
+
+def measured_rows(options: argparse.Namespace) -> Iterable[Row]:
+    """Return the rows of the table that the options ask for; those of speed come one by one."""
+    cases = asked_cases(options)
+    if options.table == "speed":
+        return speed_table(cases, options.implementation, rounds=options.rounds)
+    calls = [case for case in cases if case.length == options.length[0]]
+    return memory_table(options.length, calls, options.implementation or ("jax.nn", "memeff"))
+
+
+def asked_cases(options: argparse.Namespace) -> list[Case]:
+    """Return the cases that the options ask for, in the order of the table."""
+    choices = itertools.product(options.length, options.mask, options.mode, options.extra)
+    cases = []
+    for length, mask, mode, extra in choices:
+        case = Case(
+            length=length,
+            batch=options.batch,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            dtype=options.dtype,
+            mask=mask,
+            mode=mode,
+            query_length=options.query_length,
+            extra=extra,
+        )
+        cases.append(case)
+    return cases
+
+
+def machine_text() -> str:
+    """Return the machine as the first words of a table's heading."""
+    return " ".join(f"{name} {value}," for name, value in machine().items())
+
+
+def sizes_text(options: argparse.Namespace) -> str:
+    """Return the sizes that all calls of the table share."""
+    sizes = f"B={options.batch} N={options.heads} K={options.kv_heads} H={options.head_dim}"
+    if options.query_length:
+        sizes = f"T={options.query_length} {sizes}"
+    return f"{sizes} {options.dtype}"
+
+
+def draw(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write the picture that `--plot` asks for; the same rows give the same file."""
+    if options.plot.endswith(".txt"):
+        Path(options.plot).write_text(chart(rows) + "\n")
+        return
+    import matplotlib
+
+    field = "temp_bytes" if options.table == "memory" else "flops_per_second"
+    no_date = {"Date": None} if options.plot.endswith(".svg") else None
+    with matplotlib.rc_context({"svg.hashsalt": "memeff"}):
+        figure(rows, field).savefig(options.plot, metadata=no_date)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The command line's options for the tables of memory and speed."""
+
+import argparse
+from collections.abc import Sequence
+
+from memeff.bench.cases import HIGHER_MODES, MASKS, MODES
+from memeff.bench.extras import NAMES as EXTRA_NAMES
+from memeff.bench.implementations import NAMES, why_not
+
+UNITS = {"k": 2**10, "M": 2**20}
+
+
+def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespace:
+    """Return the options with their defaults filled in; a wrong one ends the process."""
+    parser = option_parser(description)
+    options = parser.parse_args(arguments)
+    check_table(parser, options)
+    fill_defaults(options)
+    check_sizes(parser, options)
+    check_implementations(parser, options)
+    return options
+
+
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff.bench",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("table", nargs="?", default="speed", help="speed (the default) or memory")
+    add(
+        "--doctor",
+        action="store_true",
+        help="check every implementation against float64 on this machine",
+    )
+    add(
+        "--length",
+        nargs="+",
+        type=size,
+        metavar="S",
+        help="keys, in tokens; k and M are 2^10 and 2^20",
+    )
+    add(
+        "--query-length",
+        type=size,
+        metavar="T",
+        help="queries, at the last positions (default: S)",
+    )
+    add(
+        "--decode",
+        action="store_true",
+        help="--query-length 1 --mode forward --mask causal, which hides nothing then",
+    )
+    add("--batch", type=size, default=1, metavar="B")
+    add("--heads", type=size, default=8, metavar="N", help="query heads")
+    add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
+    add("--head-dim", type=size, default=64, metavar="H")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--mask", nargs="+", choices=MASKS, help="speed: both; memory: causal")
+    add(
+        "--mode",
+        nargs="+",
+        choices=MODES + HIGHER_MODES,
+        help="the first two; gradient is forward + gradient, hvp forward over reverse, "
+        "directions are the arrays themselves",
+    )
+    add(
+        "--with",
+        dest="extra",
+        nargs="+",
+        choices=EXTRA_NAMES,
+        default=("plain",),
+        help="a score or a mask",
+    )
+    add("--implementation", nargs="+", metavar="NAME", help=NAMES)
+    add("--rounds", type=size, default=7, help="samples of each time")
+    add("--json", metavar="FILE", help="append a JSON line for each row")
+    add(
+        "--save",
+        metavar="FILE",
+        help="replace the results in FILE, such as docs/benchmarks/NAME.jsonl",
+    )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw against length: memory, or FLOP/s; FILE.txt: bars of text, of memory",
+    )
+    return parser
+
+
+def size(text: str) -> int:
+    """Return the whole number that `text` means, such as 65536 of "64k"."""
+    unit = UNITS.get(text[-1:])
+    digits = text[:-1] if unit else text
+    if not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number above 0, such as 4096 or 64k, got {text!r}"
+        )
+    return int(digits) * (unit or 1)
+
+
+def fill_defaults(options: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on other options."""
+    memory = options.table == "memory"
+    if options.length is None:
+        powers = range(10, 21, 2) if memory else (10, 11, 12)
+        options.length = [2**power for power in powers]
+    if options.mask is None:
+        options.mask = ("causal",) if memory or options.decode else MASKS
+    if options.mode is None:
+        options.mode = ("forward",) if options.decode else MODES
+    if options.decode:
+        options.query_length = 1
+    if options.kv_heads is None:
+        options.kv_heads = options.heads
+
+
+def check_table(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse an unknown table, and options that do not fit the table."""
+    if options.table not in ("speed", "memory"):
+        parser.error(f"table {options.table!r} is not known: use speed or memory.")
+    draws_text = options.plot is not None and options.plot.endswith(".txt")
+    if draws_text and options.table != "memory":
+        parser.error("--plot FILE.txt draws memory: use the table memory, or a picture.")
+    if options.query_length and set(options.extra) != {"plain"}:
+        parser.error("--with wants as many queries as keys: leave --query-length away.")
+
+
+def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse sizes that do not fit each other."""
+    if options.heads % options.kv_heads:
+        parser.error(
+            f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}."
+        )
+    shortest = min(options.length)
+    if options.query_length and options.query_length > shortest:
+        parser.error(f"--query-length {options.query_length} must be at most --length {shortest}.")
+
+
+def check_implementations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse unknown names, and for the table of memory those that have nothing to compile."""
+    for name in options.implementation or ():
+        try:
+            reason = why_not(name, options.dtype)
+        except ValueError as error:
+            parser.error(str(error))
+        if options.table == "memory" and name == "torch":
+            reason = reason or "torch has no compiled memory to tell"
+        if options.table == "memory" and reason:
+            parser.error(f"--implementation {name}: {reason}.")

@@ -1,0 +1,98 @@
+"""Pictures of the tables: figures of matplotlib, and bars made of text."""
+
+import math
+from collections.abc import Sequence
+
+from memeff.bench.calls import ran_out
+from memeff.bench.cases import Row, call_title
+from memeff.bench.formatting import BYTES, COUNTS, human, tokens
+from memeff.bench.tables import unique
+
+# The label of the y axis, its units, and the base of their powers.
+AXES = {
+    "temp_bytes": ("temporary memory", BYTES, 1024),
+    "peak_bytes": ("measured memory beyond the inputs", BYTES, 1024),
+    "seconds": ("seconds a call", ("",), 1000),
+    "flops_per_second": ("FLOP/s", COUNTS, 1000),
+}
+LARGE_GPU_BYTES = 80 * 2**30
+
+
+def figure(rows: Sequence[Row], field: str):
+    """Return a matplotlib figure of `field`, a key of AXES, against length.
+
+    Each call has a panel. Where an implementation ran out of memory, a cross stands above the
+    first length at which it did.
+    """
+    from matplotlib.figure import Figure
+
+    calls = unique(call_title(row) for row in rows)
+    drawing = Figure(figsize=(1 + 4.5 * len(calls), 4.5), layout="constrained")
+    panels = drawing.subplots(1, len(calls), sharey=True, squeeze=False)[0]
+    for panel, call in zip(panels, calls, strict=True):
+        call_rows = [row for row in rows if call_title(row) == call]
+        draw_lines(panel, call_rows, field)
+        if field == "temp_bytes":
+            draw_scale(panel, call_rows)
+        label_axes(panel, call, field)
+    label, _, _ = AXES[field]
+    drawing.axes[0].set_ylabel(label)
+    return drawing
+
+
+def draw_lines(panel, rows: Sequence[Row], field: str) -> None:
+    """Draw a line for each implementation that has figures, and its cross."""
+    for name in sorted({row["implementation"] for row in rows if row[field]}):
+        name_rows = [row for row in rows if row["implementation"] == name]
+        points = sorted((row["length"], row[field]) for row in name_rows if row[field])
+        too_long = sorted(row["length"] for row in name_rows if ran_out(row.get("note")))
+        label = name
+        if too_long:
+            label += f": out of memory at {tokens(too_long[0])}"
+        width = 2.5 if name == "memeff" else 1.5
+        lengths, values = zip(*points, strict=True)
+        (line,) = panel.plot(lengths, values, "o-", label=label, linewidth=width)
+        if too_long:
+            upper_edge = panel.get_xaxis_transform()
+            panel.plot(too_long[0], 0.97, "X", color=line.get_color(), transform=upper_edge)
+
+
+def draw_scale(panel, rows: Sequence[Row]) -> None:
+    """Draw the size of the inputs and the memory of a large GPU, for comparison."""
+    sizes = sorted({(row["length"], row["input_bytes"]) for row in rows})
+    lengths, input_bytes = zip(*sizes, strict=True)
+    label = "query, key and value themselves"
+    panel.plot(lengths, input_bytes, color="grey", linestyle="--", label=label)
+    label = "the memory of an 80 GiB GPU"
+    panel.axhline(LARGE_GPU_BYTES, color="grey", linestyle=":", label=label)
+
+
+def label_axes(panel, title: str, field: str) -> None:
+    """Make both axes logarithmic, and label them."""
+    _, units, base = AXES[field]
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2 if base == 1024 else 10)
+    panel.xaxis.set_major_formatter(lambda length, _: tokens(int(length)))
+    if field != "seconds":
+        panel.yaxis.set_major_formatter(lambda value, _: human(value, units, base))
+    panel.set(title=title, xlabel="tokens")
+    panel.grid(alpha=0.3)
+    panel.legend()
+
+
+def chart(rows: Sequence[Row]) -> str:
+    """Return bars of temporary memory against length as text: a # for each doubling from 1 MiB on.
+
+    They show the last call of the table. Unlike a picture, text shows wherever a README is shown.
+    """
+    call = call_title(rows[-1])
+    lines = [f"temporary memory, {call}; each # doubles it, from 1 MiB on", ""]
+    for row in rows:
+        if call_title(row) != call or not row["temp_bytes"]:
+            continue
+        mebibytes = row["temp_bytes"] / 2**20
+        bar = "#" * max(1, round(math.log2(mebibytes)) + 1)
+        about = "~" if row.get("extrapolated") else ""
+        size = about + human(row["temp_bytes"])
+        lines.append(f"{tokens(row['length']):>4} {row['implementation']:<8}{bar} {size}")
+    return "\n".join(lines)

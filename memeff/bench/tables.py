@@ -1,0 +1,136 @@
+"""Tables of memory and of speed in GitHub's Markdown, from the rows of one or more runs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from memeff.bench.cases import Row, call_title, case_of_row
+from memeff.bench.formatting import count_per_second, human, markdown, tokens
+
+
+def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each length.
+
+    The columns are the inputs, then for each call the bytes of every implementation. "~" marks
+    extrapolated bytes. `columns` selects columns by their header.
+    """
+    names = unique(row["implementation"] for row in rows)
+    calls = unique(call_title(row) for row in rows)
+    has_ratio = "jax.nn" in names and "memeff" in names
+    header = ["tokens", "query, key, value"]
+    for call in calls:
+        header += [f"{call}: {names[0]}", *names[1:]]
+        if has_ratio:
+            header.append("times less")
+
+    rows_by_cell = {(row["length"], call_title(row), row["implementation"]): row for row in rows}
+    lines = []
+    for length, input_bytes in unique((row["length"], row["input_bytes"]) for row in rows):
+        line = [tokens(length), human(input_bytes)]
+        for call in calls:
+            cells = {name: rows_by_cell.get((length, call, name), {}) for name in names}
+            line += [memory_cell(cell) for cell in cells.values()]
+            if has_ratio:
+                line.append(times_less(cells["jax.nn"], cells["memeff"]))
+        lines.append(line)
+    return selected_markdown(header, lines, columns or header)
+
+
+def memory_cell(row: Row) -> str:
+    """Return the temporary bytes of a result, or the note why there are none."""
+    if row.get("note"):
+        return row["note"]
+    about = "~" if row.get("extrapolated") else ""
+    return about + human(row.get("temp_bytes"))
+
+
+def times_less(plain: Row, linear: Row) -> str:
+    """Return how many times less temporary memory `linear` takes than `plain`."""
+    if not plain.get("temp_bytes") or not linear.get("temp_bytes"):
+        return "-"
+    ratio = plain["temp_bytes"] / linear["temp_bytes"]
+    return f"{ratio:,.0f}" if ratio > 99.5 else f"{ratio:.2g}"
+
+
+def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each row; `columns` selects from SPEED_COLUMNS.
+
+    By default the device has no column. Key and value bytes have one where a row has its own
+    number of queries, and the peak where a device reported one.
+    """
+    if columns is None:
+        columns = [name for name in SPEED_COLUMNS if name != "device"]
+        if not any(row.get("query_length") for row in rows):
+            columns.remove("key and value B/s")
+        if not any(row.get("peak_bytes") for row in rows):
+            columns.remove("peak")
+    lines = [[SPEED_COLUMNS[name](row) for name in columns] for row in rows]
+    return markdown(columns, lines)
+
+
+def milliseconds(row: Row) -> str:
+    """Return the median and the least time in milliseconds, or the note why there is none."""
+    if not row["seconds"]:
+        return row["note"]
+    median = 1e3 * row["seconds"]
+    least = 1e3 * row["seconds_min"]
+    return f"{median:.4g} ({least:.4g})"
+
+
+def flops_per_second(row: Row) -> str:
+    """Return the rate of the operations that count, as measured or from the stored time."""
+    if row.get("flops_per_second"):
+        return count_per_second(row["flops_per_second"])
+    flops = case_of_row(row).flops
+    if not row["seconds"] or not flops:
+        return "-"
+    return count_per_second(flops / row["seconds"])
+
+
+def key_value_bytes_per_second(row: Row) -> str:
+    """Return the rate at which keys and values are read, each once."""
+    if not row["seconds"]:
+        return "-"
+    return count_per_second(case_of_row(row).key_value_bytes / row["seconds"])
+
+
+def speed_ratio(row: Row) -> str:
+    """Return how many times as fast as jax.nn the implementation is."""
+    ratio = row["speed_against_jax_nn"]
+    return f"{ratio:.2f}" if ratio else "-"
+
+
+def relative_error(row: Row) -> str:
+    """Return the error against float64 with one digit."""
+    return f"{row['error']:.0e}" if row["error"] else "-"
+
+
+SPEED_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "device": lambda row: row["device"],
+    "tokens": lambda row: tokens(row["length"]),
+    "call": call_title,
+    "implementation": lambda row: row["implementation"],
+    "ms (least)": milliseconds,
+    "FLOP/s": flops_per_second,
+    "key and value B/s": key_value_bytes_per_second,
+    "x jax.nn": speed_ratio,
+    "temporary": lambda row: human(row["temp_bytes"]),
+    "peak": lambda row: human(row["peak_bytes"]),
+    "error": relative_error,
+}
+
+
+def selected_markdown(
+    header: Sequence[str], lines: Sequence[Sequence[str]], columns: Sequence[str]
+) -> str:
+    """Return a table of the columns whose header is in `columns`, in the order of `header`."""
+    for title in columns:
+        if title not in header:
+            raise KeyError(title)
+    kept = [index for index, title in enumerate(header) if title in columns]
+    kept_lines = [[line[index] for index in kept] for line in lines]
+    return markdown([header[index] for index in kept], kept_lines)
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Return the values without repetitions, in their first order."""
+    return list(dict.fromkeys(values))

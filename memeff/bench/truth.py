@@ -1,0 +1,88 @@
+"""Attention in float64 with NumPy, and how far a result is from it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memeff.bench.cases import Case, input_arrays
+from memeff.bench.extras import extra_logits
+
+SAMPLED_ROWS = 32
+
+
+class Truth(NamedTuple):
+    """The results of one call in float64, in the layout B T N H."""
+
+    out: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    tangent: np.ndarray  # of out, along query, key and value themselves
+
+
+def exact_attention(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> Truth:
+    """Compute attention and its derivatives in float64.
+
+    `arrays` are query, key, value and the cotangent of out, and `rows` [T] the queries' positions.
+    """
+    q, k, v, dout = (as_float64(x).swapaxes(1, 2) for x in arrays)  # B N T H
+    B, K, S, H = k.shape
+    group = q.shape[1] // K
+    k = k.repeat(group, axis=1)
+    v = v.repeat(group, axis=1)
+    scale = H**-0.5
+    raw = scale * q @ k.mT
+    s, slope = extra_logits(case.extra, case.heads, case.length, raw, rows)
+    if case.mask == "causal":
+        s = np.where(np.arange(S) <= rows[:, None], s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    out = p @ v
+
+    dp = dout @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    d_raw = scale * slope * ds
+    dq = d_raw @ k
+    dk = (d_raw.mT @ q).reshape(B, K, group, S, H).sum(2)
+    dv = (p.mT @ dout).reshape(B, K, group, S, H).sum(2)
+
+    s_tangent = slope * 2 * raw  # raw is bilinear, and the directions are query and key
+    w = p * s_tangent
+    tangent = w @ v + out - w.sum(-1, keepdims=True) * out
+    return Truth(*(x.swapaxes(1, 2) for x in (out, dq, dk, dv, tangent)))
+
+
+def as_float64(array: Any) -> np.ndarray:
+    """Return a JAX, NumPy or torch array as float64 of NumPy."""
+    if hasattr(array, "cpu"):  # torch, which has no conversion from bfloat16 to NumPy
+        array = array.double().cpu()
+    return np.asarray(array, np.float64)
+
+
+def error_of(result: tuple, case: Case) -> float | None:
+    """Return the largest error of a result, relative to the largest exact entry.
+
+    32 rows of the last head are compared: out and dq, or out's tangent. Return None for modes
+    whose exact result is not computed here.
+    """
+    if case.mode == "grad-of-grad":
+        return None
+    rows = np.unique(np.linspace(0, case.queries - 1, SAMPLED_ROWS).astype(int))
+    query, key, value, dout = input_arrays(case)
+    sample = (query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:])
+    truth = exact_attention(sample, case, case.length - case.queries + rows)
+    if case.mode == "hvp":
+        gradients = result[0]
+        pairs = [(gradients[0], truth.dq)]
+    else:
+        pairs = [(result[0], truth.out)]
+        if case.mode == "gradient":
+            pairs.append((result[1], truth.dq))
+        if case.mode == "jvp":
+            pairs.append((result[1], truth.tangent))
+    errors = []
+    for array, expected in pairs:
+        sampled = as_float64(array[-1:, rows, -1:])
+        errors.append(np.abs(sampled - expected).max() / np.abs(expected).max())
+    return float(max(errors))

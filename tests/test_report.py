@@ -1,0 +1,249 @@
+"""The documentation's tables are those of the committed results, and `report` says where they are not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import memeff.bench.__main__ as command_line
+from memeff.bench import memory_markdown
+from memeff.bench.report import write_report
+from memeff.bench.results import FOLDER, read_lines, read_results, results_markdown
+
+ROOT = Path(__file__).parents[1]
+CELLS = [{"table": "cells"}, {"shape": "8k", "TFLOP/s": "648"}, {"shape": "16k"}]
+CELLS_TABLE = "| shape | TFLOP/s |\n|---|---|\n| 8k | 648 |\n| 16k | |"
+SPEED = {
+    "device": "a CPU",
+    "implementation": "memeff",
+    "length": 1024,
+    "mask": "full",
+    "mode": "forward",
+    "seconds": 0.5,
+    "seconds_min": 0.25,
+    "speed_against_jax_nn": 2.0,
+    "temp_bytes": 2**20,
+    "peak_bytes": None,
+    "error": 1e-7,
+    "note": None,
+}
+
+
+def page(name, table):
+    return f"# Title\n\n<!-- table: {name} -->\n{table}\n<!-- end -->\n\nText.\n"
+
+
+def repository(tmp_path, pages, tables):
+    """Write a README.md and pages of docs/, and files of results; return their folder."""
+    (tmp_path / FOLDER).mkdir(parents=True)
+    for name, text in ({"README.md": "# Title\n"} | pages).items():
+        (tmp_path / name).write_text(text)
+    for name, records in tables.items():
+        lines = [json.dumps(record) + "\n" for record in records]
+        (tmp_path / FOLDER / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def test_the_tables_of_this_repository_are_those_of_its_results():
+    assert write_report(ROOT, check=True) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / FOLDER).glob("*.jsonl")), ids=lambda path: path.stem
+)
+def test_every_result_says_where_it_is_from(path):
+    description, *rows = read_lines(path)
+    sources = [description] if description["table"] == "cells" else rows
+    assert sources or description["rows_from"]
+    for source in sources:
+        assert {"date", "device", "python", "jax", "memeff", "command"} <= set(source)
+        assert "python -m memeff.bench" in source["command"]
+
+
+def test_report_rewrites_a_table_and_check_only_compares(tmp_path, capsys):
+    old = page("kernels", "| old |")
+    root = repository(tmp_path, {"docs/kernels.md": old}, {"kernels": CELLS})
+    options = ["report", "--root", str(root)]
+    for arguments, code, text in (
+        ([*options, "--check"], 1, old),
+        (options, 0, page("kernels", CELLS_TABLE)),
+        ([*options, "--check"], 0, page("kernels", CELLS_TABLE)),
+    ):
+        with pytest.raises(SystemExit) as end:
+            command_line.main(arguments)
+        assert end.value.code == code
+        assert (root / "docs/kernels.md").read_text() == text
+    assert capsys.readouterr().err == "docs/kernels.md: table kernels differs.\n"
+
+
+def test_a_table_without_lines_is_filled(tmp_path):
+    root = repository(
+        tmp_path, {"README.md": "<!-- table: kernels -->\n<!-- end -->\n"}, {"kernels": CELLS}
+    )
+    assert write_report(root, check=False) == []
+    assert (
+        root / "README.md"
+    ).read_text() == f"<!-- table: kernels -->\n{CELLS_TABLE}\n<!-- end -->\n"
+
+
+@pytest.mark.parametrize(
+    ("pages", "tables", "problem"),
+    [
+        ({"README.md": page("lost", "")}, {}, "README.md: table lost: "),
+        ({}, {"unused": CELLS}, "docs/benchmarks/unused.jsonl: no page shows this table."),
+        (
+            {"docs/a.md": "<!-- table: lost -->\n"},
+            {},
+            "docs/a.md: a marker of a table has no partner.",
+        ),
+        ({"docs/a.md": "<!-- end -->\n"}, {}, "docs/a.md: a marker of a table has no partner."),
+        (
+            {"docs/a.md": "<!-- table: x -->\nText.\n" + page("x", CELLS_TABLE)},
+            {"x": CELLS},
+            "docs/a.md: a marker of a table has no partner.",
+        ),
+        ({"README.md": page("x", "")}, {"x": [{"kind": "speed"}]}, "must begin with one of"),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "speed", "columns": ["speed"]}, SPEED]},
+            "table x: no result or column has the name 'speed'.",
+        ),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "memory", "columns": ["peak"]}, SPEED | {"input_bytes": 1}]},
+            "table x: no result or column has the name 'peak'.",
+        ),
+        (
+            {"README.md": page("x", "")},
+            {"x": [{"table": "memory"}, SPEED]},
+            "table x: no result or column has the name 'input_bytes'.",
+        ),
+        ({"README.md": page("x", "")}, {"x": CELLS[:1]}, "x.jsonl has no results."),
+        (
+            {"README.md": page("x", "") + page("y", CELLS_TABLE)},
+            {
+                "x": [{"table": "cells", "rows_from": [{"name": "y", "where": {"shape": ["4k"]}}]}],
+                "y": CELLS,
+            },
+            "table x: y.jsonl lacks a shape of ['4k'].",
+        ),
+    ],
+    ids=[
+        "no results",
+        "no page",
+        "no end",
+        "no beginning",
+        "no end of the first",
+        "no description",
+        "no column of speed",
+        "no column of memory",
+        "no field",
+        "no rows",
+        "no such row",
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_what_does_not_fit_is_a_problem(tmp_path, pages, tables, problem, check):
+    root = repository(tmp_path, pages, tables)
+    before = {path: path.read_text() for path in root.rglob("*.md")}
+    (said,) = write_report(root, check=check)
+    assert problem in said
+    assert before == {path: path.read_text() for path in root.rglob("*.md")}
+
+
+def test_a_broken_line_is_named(tmp_path):
+    root = repository(tmp_path, {"README.md": page("x", "")}, {"x": CELLS})
+    path = root / FOLDER / "x.jsonl"
+    path.write_text(path.read_text() + "{broken\n")
+    (said,) = write_report(root, check=True)
+    assert "x.jsonl, line 4 is no JSON" in said
+
+
+def test_rows_from_other_files_in_the_order_that_is_asked_for(tmp_path):
+    slow = SPEED | {"implementation": "jax.nn", "seconds": 1.0, "seconds_min": 1.0}
+    selection = {
+        "name": "all",
+        "where": {"implementation": ["jax.nn", "memeff"]},
+        "set": {"device": "2 cores"},
+    }
+    columns = ["device", "implementation", "ms (least)"]
+    few = {"table": "speed", "rows_from": [selection], "columns": columns}
+    root = repository(tmp_path, {}, {"all": [{"table": "speed"}, SPEED, slow], "few": [few]})
+    assert results_markdown(read_results(root / FOLDER, "few")).splitlines() == [
+        "|  device | implementation |  ms (least) |",
+        "| ------: | -------------: | ----------: |",
+        "| 2 cores |         jax.nn | 1000 (1000) |",
+        "| 2 cores |         memeff |   500 (250) |",
+    ]
+
+
+def test_flops_come_from_the_time_unless_they_are_stored(tmp_path):
+    stored = SPEED | {"flops_per_second": 7e9}
+    root = repository(
+        tmp_path, {}, {"x": [{"table": "speed", "columns": ["FLOP/s"]}, SPEED, stored]}
+    )
+    lines = results_markdown(read_results(root / FOLDER, "x")).splitlines()
+    operations = 4 * 8 * 1024**2 * 64
+    assert lines[2:] == [f"| {operations / 0.5 / 1e9:.3g} G |", "|    7 G |"]
+
+
+def test_save_replaces_the_results_of_a_table_by_one_command(tmp_path, capsys):
+    description = {"table": "memory", "columns": ["tokens", "jax.nn", "causal forward: memeff"]}
+    root = repository(
+        tmp_path, {"README.md": page("memory", "")}, {"memory": [description, {"old": 1}]}
+    )
+    path = root / FOLDER / "memory.jsonl"
+    sizes = ["--length", "64", "128", "--heads", "2", "--mode", "forward"]
+    command_line.main(
+        ["memory", *sizes, "--implementation", "memeff", "jax.nn", "--save", str(path)]
+    )
+    first, *rows = read_lines(path)
+    assert first == description and len(rows) == 4
+    assert {row["command"] for row in rows} == {
+        "python -m memeff.bench memory --length 64 128 --heads 2 --mode forward --implementation memeff jax.nn"
+    }
+    assert all({"date", "device", "python", "jax", "memeff"} <= set(row) for row in rows)
+    printed = capsys.readouterr().out.strip().partition("\n\n")[2]
+    assert memory_markdown(rows) == printed
+    assert write_report(root, check=False) == []
+    assert memory_markdown(rows, description["columns"]) in (root / "README.md").read_text()
+
+
+def test_saved_times_are_rounded_and_print_the_same_table(tmp_path, capsys):
+    path = tmp_path / "new.jsonl"
+    sizes = [
+        "--length",
+        "64",
+        "--heads",
+        "2",
+        "--mode",
+        "forward",
+        "--mask",
+        "full",
+        "--rounds",
+        "1",
+    ]
+    command_line.main(
+        ["speed", *sizes, "--implementation", "memeff", "jax.nn", "--save", str(path)]
+    )
+    printed = capsys.readouterr().out.strip().partition("\n\n")[2]
+    assert results_markdown(read_results(tmp_path, "new")) == printed
+    for row in read_lines(path)[1:]:
+        assert not {"flops_per_second", "bytes_per_second"} & set(row)
+        assert row["seconds"] == float(f"{row['seconds']:.6g}")
+
+
+@pytest.mark.parametrize(
+    ("description", "sentence"),
+    [
+        ({"table": "speed"}, "describes no table of memory: choose another file."),
+        ({"table": "memory", "rows_from": []}, "takes its rows from other files: save to those."),
+    ],
+)
+def test_save_keeps_what_another_table_has(tmp_path, description, sentence):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(description) + "\n")
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["memory", "--length", "64", "--save", str(path)])
+    assert sentence in str(end.value.code)
+    assert read_lines(path) == [description]

@@ -33,8 +33,31 @@ TABLE = {(name, dtype): ("xla", NO_KERNELS) for name in CALLS for dtype in ("flo
 # a kernel that comes writes here what it can run, and what it says of the rest
 
 
+class Handed(Exception):
+    """Ends a trace once a call has reached dispatch, because the rest takes most of the time."""
+
+
+def handed_to_dispatch(name, dtype):
+    """Return the problem and operands that the call hands to dispatch, and the module that dispatch chose."""
+    args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
+    static, arrays = split(kwargs)
+    select = dispatch.choose_implementation
+
+    def spy(problem, operands, *how):
+        chosen = select(problem, operands, *how)
+        raise Handed(chosen.problem, operands, chosen.module)
+
+    def run(args, arrays):
+        return dot_product_attention(*args, **arrays, **static)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Handed) as handed:
+        patch.setattr(dispatch, "choose_implementation", spy)
+        jax.eval_shape(run, args, arrays)
+    return handed.value.args
+
+
 def traced(name, dtype, implementation=None):
-    """What the call hands to dispatch, and the module that dispatch chose; nothing is computed."""
+    """Trace a call and its gradient. Return what it hands to dispatch, the chosen module and the shapes of its results."""
     args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
     static, arrays = split(kwargs)
     asked = []
@@ -59,17 +82,40 @@ def traced(name, dtype, implementation=None):
     return *seen, shapes
 
 
-@pytest.mark.parametrize(
-    "name, dtype", few(TABLE, [(x, "float32") for x in CALLS] + [("plain", "bfloat16")])
-)
+@pytest.mark.parametrize("name, dtype", TABLE)
 def test_implementation_chosen_and_reasons(name, dtype):
     chosen, against_pallas = TABLE[name, dtype]
-    problem, operands, module, (out, grads) = traced(name, dtype)
+    problem, operands, module = handed_to_dispatch(name, dtype)
     assert module is {"xla": chunked, "reference": reference}[chosen]
     assert implementations.why_not("xla", problem, operands) is None
     assert implementations.why_not("reference", problem, operands) is None
     assert implementations.why_not("pallas", problem, operands) == against_pallas
     assert implementations.why_not("cudnn", problem, operands) == NOT_CUDNN
+
+
+# The numbers of nearly all of these calls are compared elsewhere in the fast set; here are one of
+# each form of arguments.
+FORMS = (
+    "plain",
+    "one_of_each",
+    "no_leads",
+    "three_leads",
+    "multi_query",
+    "bias_row",
+    "mask_heads",
+    "scale_array",
+    "sinks",
+)
+FORMS += ("soft_cap_array", "segments", "q_offset_array", "dropout_each", "everything")
+
+
+@pytest.mark.parametrize(
+    "name, dtype", few(TABLE, [(x, "float32") for x in FORMS] + [("plain", "bfloat16")])
+)
+def test_shapes_and_dtypes_of_results(name, dtype):
+    """Dispatch is asked once, and out and gradients have the shapes and dtypes of their arguments."""
+    _, _, module, (out, grads) = traced(name, dtype)
+    assert module is {"xla": chunked, "reference": reference}[TABLE[name, dtype][0]]
     args = CASES[name].inputs(jnp.dtype(dtype))[0]
     assert (out.shape, out.dtype) == ((*args[0].shape[:-1], args[2].shape[-1]), args[0].dtype)
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in args]
@@ -87,7 +133,7 @@ def test_request_is_met_forward_and_backward(implementation, name):
 @pytest.mark.parametrize("name", implementations.IMPLEMENTATIONS + ("cudnn",))
 def test_a_reason_is_a_piece_of_a_sentence(name):
     """It stands after a colon and before a full stop."""
-    problem, operands, _, _ = traced("plain", "float32")
+    problem, operands, _ = handed_to_dispatch("plain", "float32")
     reason = implementations.why_not(name, problem, operands)
     assert reason is None or (reason and not reason.endswith(".") and "\n" not in reason)
     if reason is None:
@@ -150,7 +196,7 @@ KERNELS = {  # a case's features, in the order in which they are asked for
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_kernels_can_run(name, dtype):
-    problem, operands, _, _ = traced(name, dtype)
+    problem, operands, _ = handed_to_dispatch(name, dtype)
     feature = KERNELS[name]
     reason = TAKE_16_BITS if dtype == "float32" else feature and REFUSED[feature]
     on = lambda *device: hopper.why_not(problem, operands, Device(*device))

@@ -99,14 +99,28 @@ def gradients(walk: str, fused: bool, block=None):
     return jax.jit(run)
 
 
+@functools.cache
+def compiled_forward(p: Problem, lse_for: str = "caller"):
+    """The forward of a problem, compiled once for all draws."""
+    return jax.jit(lambda operands: chunked.forward(p, operands, lse_for))
+
+
+@functools.cache
+def program_of_serves(walk: str):
+    def run(q, k, v, dout):
+        out, _ = chunked.forward(problem(walk), Operands(q, k, v))
+        delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+        halves = gpu_fusion.fp16_scales(
+            problem(walk), Operands(q, k, v), delta, dout.transpose(0, 3, 1, 2, 4)
+        )
+        assert halves is not None
+        return halves.serve.all()
+
+    return jax.jit(run)
+
+
 def serves(walk: str, q, k, v, dout) -> bool:
-    out, _ = chunked.forward(problem(walk), Operands(q, k, v))
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
-    halves = gpu_fusion.fp16_scales(
-        problem(walk), Operands(q, k, v), delta, dout.transpose(0, 3, 1, 2, 4)
-    )
-    assert halves is not None
-    return bool(halves.serve.all())
+    return bool(program_of_serves(walk)(q, k, v, dout))
 
 
 FAST = ("causal joined", "bfloat16"), ("full", "float32")
@@ -174,7 +188,7 @@ def test_block_by_block(dtype, walk, block):
         *arrays[:3], LogitParams(sinks=jnp.linspace(-1.0, 3.0, K * G).reshape(K, G))
     )
     out, lse = (
-        chunked.forward(dataclasses.replace(problem(walk), block=b), operands)
+        compiled_forward(dataclasses.replace(problem(walk), block=b))(operands)
         for b in (block, None)
     )
     for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(lse), strict=True):
@@ -212,26 +226,38 @@ def test_blocks_under_shard_map(monkeypatch):
 def test_lse_for_the_gradient_is_as_good_as_a_probability(name):
     """In bfloat16: off by 2^-9 at most, where one key has all; what the caller gets is exact."""
     q, k, v, _ = draw(name)
-    _, exact = chunked.forward(problem("full", False), Operands(q, k, v))
-    _, for_caller = chunked.forward(problem("full"), Operands(q, k, v), "caller")
-    _, for_gradient = chunked.forward(problem("full"), Operands(q, k, v), "gradient")
+    _, exact = compiled_forward(problem("full", False))(Operands(q, k, v))
+    _, for_caller = compiled_forward(problem("full"))(Operands(q, k, v))
+    _, for_gradient = compiled_forward(problem("full"), "gradient")(Operands(q, k, v))
     np.testing.assert_allclose(for_caller.high, exact.high, rtol=1e-6, atol=1e-6)
     # the logarithm of 1 + 2^-9, and of what float32 adds
     assert abs(for_gradient.high - exact.high).max() <= 2.0**-9 * 1.01
+
+
+@functools.cache
+def forward_and_backward(walk: str):
+    """Return the compiled forward, and the compiled backward by whether it is fused. Operands are not constants, so that all
+    draws share them.
+    """
+
+    @jax.jit
+    def forward(q, k, v):
+        return chunked.forward(problem(walk), Operands(q, k, v), "gradient")
+
+    def backward(fused, q, k, v, results, dout):
+        return chunked.backward(problem(walk, fused), Operands(q, k, v), *results, dout, None)
+
+    return forward, {fused: jax.jit(functools.partial(backward, fused)) for fused in (True, False)}
 
 
 @pytest.mark.parametrize("walk", ["full", "causal joined"])
 @pytest.mark.parametrize("name", FAR)
 def test_what_float16_cannot_hold_goes_the_general_way(name, walk):
     q, k, v, dout = draw(name)
-    operands = Operands(q, k, v)
-    forward = jax.jit(lambda: chunked.forward(problem(walk), operands, "gradient"))()
-    backward = jax.jit(
-        lambda p: chunked.backward(p, operands, *forward, dout, None), static_argnums=0
-    )
-    for x, y in zip(
-        *(jax.tree.leaves(backward(problem(walk, fused))) for fused in (True, False)), strict=True
-    ):
+    forward, backward = forward_and_backward(walk)
+    results = forward(q, k, v)
+    found, general = (backward[fused](q, k, v, results, dout) for fused in (True, False))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(general), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -194,7 +194,6 @@ ALL_WAYS = {
     "Explicit": (EXPLICIT, False),
 }
 FAST_WAYS = "Auto, set", "Explicit"
-EVERY_WAY = pytest.mark.parametrize(NAMES, ALL_WAYS.values(), ids=ALL_WAYS)
 # Equations are traced within the mesh in either case, so one case of each kind of mesh is fast.
 EACH_MESH = pytest.mark.parametrize(
     NAMES,
@@ -265,7 +264,7 @@ def test_second_order_in_shard_map(kind, axis_type, is_set):
     assert_near(run(*args), expected(kind, of=second_order), 2e-5)
 
 
-@EVERY_WAY
+@EACH_MESH
 def test_heads_alone(axis_type, is_set):
     run, args, _ = program("causal", axis_type, is_set, "heads")
     results = run(*args)

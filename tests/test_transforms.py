@@ -296,18 +296,29 @@ POLICIES = {
     [None, *(n if n.startswith("save_") else pytest.param(n, marks=slow) for n in POLICIES)],
 )
 def test_scan_over_layers_with_remat(policy):
-    x, w = layer_inputs()
-    lengths = jnp.array([9, 13])
-    loss = lambda run: lambda x, w: (run(x, w) ** 2).sum()
     wrap = functools.partial(jax.checkpoint, policy=POLICIES[policy]) if policy else lambda f: f
-    for kwargs in ({}, dict(key_value_seq_lengths=lengths)):
-        actual = jax.jit(
-            jax.grad(loss(functools.partial(layers, checkpoint=wrap, **kwargs)), (0, 1))
-        )(x, w)
-        expected = jax.jit(jax.grad(loss(functools.partial(layers_unrolled, **kwargs)), (0, 1)))(
-            x, w
-        )
-        assert_same(actual, expected, 1e-5)
+    actual = gradients_with_and_without_lengths(functools.partial(layers, checkpoint=wrap))
+    for x, y in zip(actual, unrolled_gradients(), strict=True):
+        assert_same(x, y, 1e-5)
+
+
+def gradients_with_and_without_lengths(run):
+    """Gradients of two losses on layers, without lengths and with them, compiled as one program."""
+    lengths = jnp.array([9, 13])
+
+    def gradient(x, w, **kwargs):
+        return jax.grad(lambda x, w: (run(x, w, **kwargs) ** 2).sum(), (0, 1))(x, w)
+
+    def both(x, w):
+        return gradient(x, w), gradient(x, w, key_value_seq_lengths=lengths)
+
+    return jax.jit(both)(*layer_inputs())
+
+
+@functools.cache
+def unrolled_gradients():
+    """The same for every policy."""
+    return gradients_with_and_without_lengths(layers_unrolled)
 
 
 def calls_of_gradient(**remat) -> int:
@@ -371,11 +382,17 @@ def test_export(name):
     floats = {n: arrays.pop(n) for n in ("bias", "logits_soft_cap") if n in arrays}
     call = lambda args, floats, arrays: dot_product_attention(*args, **floats, **arrays, **static)
     there = _exported(call, args, floats, arrays)
-    assert_same(there.call(args, floats, arrays), call(args, floats, arrays), 5e-7)
-    loss = lambda f: jax.grad(lambda args, floats: (f(args, floats, arrays) ** 2).sum(), (0, 1))(
-        args, floats
-    )
-    assert_same(loss(there.call), loss(call), 1e-5)
+
+    def value_and_gradient(f, args, floats):
+        loss = lambda args, floats: (f(args, floats, arrays) ** 2).sum()
+        return f(args, floats, arrays), jax.grad(loss, (0, 1))(args, floats)
+
+    def both(args, floats):
+        return value_and_gradient(there.call, args, floats), value_and_gradient(call, args, floats)
+
+    (out, grads), (expected_out, expected_grads) = jax.jit(both)(args, floats)
+    assert_same(out, expected_out, 5e-7)
+    assert_same(grads, expected_grads, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -394,15 +411,18 @@ def test_export_with_symbolic_lengths(kwargs):
     ]
     call = lambda q, k, v: dot_product_attention(q, k, v, **kwargs)
     there = _exported(call, *shapes)
-    square = lambda f: lambda *args: (f(*args) ** 2).sum()
+
+    def value_and_gradient(f, *args):
+        return f(*args), jax.grad(lambda *args: (f(*args) ** 2).sum(), (0, 1, 2))(*args)
+
+    @jax.jit
+    def both(*args):
+        return value_and_gradient(there.call, *args), value_and_gradient(call, *args)
+
     for B, T, S in ((2, 13, 17), (1, 8, 8), (3, 1, 5), (1, 600, 520)):
-        args = inputs(B, T, S)
-        assert_same(there.call(*args), call(*args))
-        assert_same(
-            jax.grad(square(there.call), (0, 1, 2))(*args),
-            jax.grad(square(call), (0, 1, 2))(*args),
-            1e-5,
-        )
+        (out, grads), (expected_out, expected_grads) = both(*inputs(B, T, S))
+        assert_same(out, expected_out)
+        assert_same(grads, expected_grads, 1e-5)
 
 
 def test_export_symbolic_batch_of_lengths():
@@ -414,7 +434,7 @@ def test_export_symbolic_batch_of_lengths():
     there = _exported(call, x, n)
     for B, T in ((2, 13), (1, 5)):
         x, n = inputs(B, T, K=2, G=1)[0], jnp.arange(3, 3 + B, dtype=jnp.int32)
-        assert_same(there.call(x, n), call(x, n))
+        assert_same(*jax.jit(lambda x, n: (there.call(x, n), call(x, n)))(x, n))
 
 
 @pytest.mark.parametrize("sizes", ["b", "b, 4", "4, b"])
@@ -426,7 +446,7 @@ def test_export_vmap_over_a_symbolic_axis(monkeypatch, sizes):
     mapped = functools.reduce(lambda f, _: jax.vmap(f), range(x.ndim - 3), call)
     there = _exported(mapped, x)
     x = inputs(leads=(4,) * (x.ndim - 3), T=5, K=2, G=1)[0]
-    assert_same(there.call(x), call(x))
+    assert_same(*jax.jit(lambda x: (there.call(x), call(x)))(x))
 
 
 SYMBOLIC = {
@@ -660,24 +680,75 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("extra", WITH)
-@pytest.mark.parametrize("size", ZEROS)
-def test_sizes_of_zero(size, extra, implementation):
-    """out is 0 and lse -inf where no key is; gradients are there, empty or 0."""
+def _of_zero(size, extra, implementation):
+    """out, lse and gradients of a call with a size of 0."""
     q, k, v = inputs(**ZEROS[size])
     *leads, T, N, _ = q.shape
-    S, D = k.shape[-3], v.shape[-1]
-    kwargs = WITH[extra](tuple(leads), T, S, N)
+    kwargs = WITH[extra](tuple(leads), T, k.shape[-3], N)
     call = lambda *args: dot_product_attention(
         *args, **kwargs, implementation=implementation, return_residual=True
     )
     (out, lse), pull = jax.vjp(call, q, k, v)
+    return out, lse, pull((jnp.ones_like(out), jnp.ones_like(lse)))
+
+
+# In jit: every size alone and with causal, and all of WITH with a batch, queries or keys of 0. The
+# slow set has every pair, outside jit.
+IN_JIT = {
+    "xla": {
+        size: [*WITH] if size in ("B", "T", "S", "T and S") else ["plain", "causal"]
+        for size in ZEROS
+    },
+    "reference": {size: [*WITH] if size == "S" else ["plain"] for size in ZEROS},
+}
+
+
+@functools.cache
+def _all_of_zero(size, implementation):
+    """The calls of IN_JIT with this size of 0, compiled as one program."""
+    return jax.jit(
+        lambda: {
+            extra: _of_zero(size, extra, implementation) for extra in IN_JIT[implementation][size]
+        }
+    )()
+
+
+@pytest.mark.parametrize(
+    "size, extra, implementation",
+    [
+        (size, extra, name)
+        for name, sizes in IN_JIT.items()
+        for size, extras in sizes.items()
+        for extra in extras
+    ],
+)
+def test_sizes_of_zero(size, extra, implementation):
+    """out is 0 and lse -inf where no key is; gradients are there, empty or 0."""
+    assert_of_zero(size, *_all_of_zero(size, implementation)[extra])
+
+
+EAGER = [*itertools.product(ZEROS, WITH, ["xla", "reference"])]
+FAST_EAGER = [
+    ("S", "plain", "xla"),
+    ("T", "causal", "xla"),
+    ("B", "lengths", "xla"),
+    ("S", "plain", "reference"),
+]
+
+
+@pytest.mark.parametrize("size, extra, implementation", few(EAGER, FAST_EAGER))
+def test_sizes_of_zero_outside_jit(size, extra, implementation):
+    assert_of_zero(size, *_of_zero(size, extra, implementation))
+
+
+def assert_of_zero(size, out, lse, grads):
+    q, k, v = inputs(**ZEROS[size])
+    *leads, T, N, _ = q.shape
+    S, D = k.shape[-3], v.shape[-1]
     assert out.shape == (*leads, T, N, D) and lse.shape == (*leads, T, N)
     if S == 0:
         np.testing.assert_array_equal(out, 0)
         np.testing.assert_array_equal(lse, -np.inf)
-    grads = pull((jnp.ones_like(out), jnp.ones_like(lse)))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert all(np.isfinite(g).all() for g in grads)
     if 0 in out.shape and D != 0:
@@ -747,7 +818,7 @@ SECOND = {
 
 
 FAST = {mode for mode in FORWARD if not mode.startswith("jit")}
-FAST |= {"grad(jvp)", "grad(grad)", "jvp(grad)", "jvp(grad(scan(remat)))"}
+FAST |= {"grad(jvp)", "jit(grad(grad))", "jvp(grad)", "jvp(grad(scan(remat)))"}
 
 
 @pytest.mark.parametrize("mode", few(FORWARD | SECOND, FAST))
@@ -758,8 +829,8 @@ def test_forward_mode_and_second_order(mode):
         [functools.partial(loss, name) for loss in (_loss, _layers_loss)]
         for name in (None, "reference")
     )
-    actual, plain = ((FORWARD | SECOND)[mode](*both)(q) for both in losses)
-    assert_same(actual, plain, 2e-5)
+    actual, plain = ((FORWARD | SECOND)[mode](*both) for both in losses)
+    assert_same(actual(q), jax.jit(plain)(q), 2e-5)
 
 
 def test_linearize_then_transpose_is_reverse_mode():

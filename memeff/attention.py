@@ -1,44 +1,18 @@
-"""Define `dot_product_attention`, the public function, and its arguments."""
+"""Define `dot_product_attention`, the public function."""
 
-from __future__ import annotations
+from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from memeff.arguments import Arguments, AttentionKwargs, Backward, Implementation
 from memeff.block_mask import BlockMask
 from memeff.call import run_attention
 from memeff.user_functions import Mask, Score, Transform
-
-Implementation = Literal["xla", "reference", "pallas"]
-Backward = Literal["split", "fused", "fastest"]
-
-
-class AttentionKwargs(TypedDict, total=False):
-    """Keywords of `dot_product_attention` that Flax does not know, for functions that hand them on."""
-
-    scale: ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
-    implementation: Implementation | None
-    backward: Backward | None
-    logits_soft_cap: ArrayLike | None
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    q_offset: ArrayLike
-    score_fn: Callable[..., Any] | Score | None
-    score_params: Any
-    mask_fn: Callable[..., Any] | Mask | BlockMask | None
-    mask_params: Any
-    sinks: ArrayLike | None
-    qk_transform: Callable[..., Any] | Transform | None
-    qk_transform_params: Any
-    chunk_size: int | tuple[int, int] | None
-    memory_limit: int | str | None
+from memeff.validate_options import check_flax_hooks
 
 
 @overload
@@ -50,11 +24,7 @@ def dot_product_attention(
     mask: ArrayLike | None = None,
     *,
     return_residual: Literal[False] = ...,
-    precision: lax.PrecisionLike = None,
-    dropout_rng: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    broadcast_dropout: bool = True,
-    **options: Unpack[AttentionKwargs],
+    **kwargs: Unpack[AttentionKwargs],
 ) -> Array: ...
 
 
@@ -67,11 +37,7 @@ def dot_product_attention(
     mask: ArrayLike | None = None,
     *,
     return_residual: Literal[True],
-    precision: lax.PrecisionLike = None,
-    dropout_rng: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    broadcast_dropout: bool = True,
-    **options: Unpack[AttentionKwargs],
+    **kwargs: Unpack[AttentionKwargs],
 ) -> tuple[Array, Array]: ...
 
 
@@ -186,4 +152,37 @@ def dot_product_attention(
 
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
     """
-    return run_attention(locals())
+    check_flax_hooks(deterministic=deterministic, dtype=dtype, module=module)
+    arguments = Arguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        backward=backward,
+        return_residual=return_residual,
+        logits_soft_cap=logits_soft_cap,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        q_offset=q_offset,
+        score_fn=score_fn,
+        score_params=score_params,
+        mask_fn=mask_fn,
+        mask_params=mask_params,
+        sinks=sinks,
+        qk_transform=qk_transform,
+        qk_transform_params=qk_transform_params,
+        chunk_size=chunk_size,
+        memory_limit=memory_limit,
+        precision=precision,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+    )
+    return run_attention(arguments)

@@ -6,7 +6,7 @@ are kept for the next call that is like it.
 
 import contextvars
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from memeff.arguments import Arguments
 from memeff.device import Device
 
 NO_GRADIENT = ("mask", "mask_fn", "mask_params")  # by these arguments nobody differentiates
@@ -27,20 +28,20 @@ class SplitArguments(NamedTuple):
     floats: list[Any]  # arrays by which a gradient is taken
     rest: list[Any]  # other arrays
     # the arguments, with these in the place of those
-    join: Callable[[list[Any], list[Any]], dict[str, Any]]
+    join: Callable[[list[Any], list[Any]], Arguments]
     names: tuple[str, ...]  # where each array was
 
 
-def split_arguments(given: Mapping[str, Any]) -> SplitArguments:
+def split_arguments(arguments: Arguments) -> SplitArguments:
     """Take arguments apart into arrays (any `jax.ShapeDtypeStruct` as well) and what is fixed while tracing."""
-    found, tree = jax.tree.flatten_with_path(dict(given))
+    found, tree = jax.tree.flatten_with_path(arguments._asdict())
     kinds = [_kind(path[0].key, x) for path, x in found]
     of = lambda kind: [x for (_, x), other in zip(found, kinds, strict=True) if other == kind]
     fixed = of("fixed")
 
     def join(floats, rest):
         put = {"floats": iter(floats), "rest": iter(rest), "fixed": iter(fixed)}
-        return jax.tree.unflatten(tree, [next(put[kind]) for kind in kinds])
+        return Arguments(**jax.tree.unflatten(tree, [next(put[kind]) for kind in kinds]))
 
     names = tuple(
         jax.tree_util.keystr(path)
@@ -70,23 +71,23 @@ def local_device_like(device: Device) -> Any:
 
 
 def temp_bytes(
-    run: Callable[..., Any], given: Mapping[str, Any], chosen: Any, device: Any
+    run: Callable[..., Any], arguments: Arguments, chosen: Any, device: Any
 ) -> tuple[int, int]:
     """Return temporary bytes of the forward, and of forward and gradient in one program, as XLA reports them.
 
     Args:
-      run: what is done with the arguments of `dot_product_attention`, a function of `given` and `chosen`.
-      given: those arguments, by name.
+      run: the function of `arguments` and `chosen` that runs the call.
+      arguments: those of the call.
       chosen: the `dispatch.Chosen` in which it is done.
       device: on which. One that is described and not here will do, where JAX can compile for it.
 
     The gradient is by everything that is a float, its cotangents are inputs. Of the programs that return it with the
     forward's results and without them, the larger counts.
     """
-    floats, rest, join, names = split_arguments(given)
+    floats, rest, join, names = split_arguments(arguments)
     shapes = tuple((x.shape, x.dtype) for x in (*floats, *rest))
     config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
-    key = run, chosen, names, shapes, given["return_residual"], device, config
+    key = run, chosen, names, shapes, arguments.return_residual, device, config
     if key not in _kept:
         if len(_kept) >= KEPT:
             _kept.clear()

@@ -1,11 +1,8 @@
 """Choose the implementation that runs a call, and explain why each other one does not."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
 
 from memeff import pallas
 from memeff.chunked import implementation as chunked
@@ -22,6 +19,8 @@ def choose_implementation(
     chunks: tuple[int | None, int | None] = (None, None),
     limit: int | None = None,
     compiled: Compiled | None = None,
+    *,
+    warn: bool = True,
 ) -> Chosen:
     """The implementation that runs this call, and the problem with its tiles.
 
@@ -44,11 +43,7 @@ def choose_implementation(
             if kernels and choose(problem, implementation="pallas")[0] is not None
             else "xla"
         )
-        expected = (
-            operands.query.dtype.itemsize == 2
-            and chunks == (None, None)
-            and _watching.get() is None
-        )
+        expected = operands.query.dtype.itemsize == 2 and chunks == (None, None) and warn
         if against is not None and expected and family.for_device(device) is None:
             _warn_once(against)
     reason = why_not(name, problem, operands, chunks)
@@ -61,24 +56,7 @@ def choose_implementation(
         one = dataclasses.replace(problem, backward="fused")
         problem = one if choose(one, implementation="pallas")[0] is not None else problem
     problem = choose_tiles(problem, operands, chunks, limit, name, compiled)
-    if (calls := _watching.get()) is not None:
-        calls.append((problem, operands, name))
     return Chosen(problem, module_for(name, device))
-
-
-_watching: contextvars.ContextVar[list | None] = contextvars.ContextVar(
-    "memeff_watching", default=None
-)
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[list[tuple[Problem, Operands, str]]]:
-    """The calls that are dispatched meanwhile in this thread: problem, operands (perhaps tracers), implementation."""
-    token = _watching.set(calls := [])
-    try:
-        yield calls
-    finally:
-        _watching.reset(token)
 
 
 def _warn_once(reason: str) -> None:

@@ -27,6 +27,12 @@ class Chosen(NamedTuple):
     problem: Problem  # with its tiles
     module: ModuleType  # the implementation, forward and backward together
 
+    @property
+    def name(self) -> str:
+        """The name of the implementation, as the argument `implementation` takes it."""
+        names: dict[ModuleType, str] = {chunked: "xla", reference: "reference"}
+        return names.get(self.module, "pallas")
+
 
 # Of a choice, on a device that is here: what forward and gradient take, as XLA says.
 Compiled = Callable[[Chosen, jax.Device], tuple[int, int]]

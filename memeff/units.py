@@ -9,6 +9,7 @@ from typing import Any
 from memeff.inputs import kind_of
 
 UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGTP", 1)}
+UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
 
 
 def parse_bytes(name: str, size: Any) -> int | None:

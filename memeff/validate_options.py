@@ -142,10 +142,10 @@ def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
     return Dropout(rate, bool(shared)), rng
 
 
-def check_not_flaxes(**hooks) -> None:
-    """Refuse Flax's hooks. Linen passes those that the signature names, so it names one that Linen always passes."""
-    for name, given in hooks.items():
-        if given is not None:
+def check_flax_hooks(**hooks: Any) -> None:
+    """Refuse Flax's hooks. Linen passes the hooks that a signature names, so it names one that Linen always passes."""
+    for name, hook in hooks.items():
+        if hook is not None:
             raise TypeError(
                 f"{name}= is a hook of Flax's modules, and dot_product_attention takes none of those: give the modules "
                 "attention_fn=memeff.nn.attention_fn. In a call of your own, omit it (dropout_rate=0 drops nothing), and "

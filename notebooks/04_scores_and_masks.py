@@ -291,7 +291,7 @@ print(f"differ by {float(abs(in_tiles - stored).max()):.0e}")
 alike, loud = query + 1, key.at[:, T // 3].set(1.5)  # what all queries have in common, one key has, too
 found = memeff.attention_statistics(alike, loud, value)
 mass = memeff.key_mass(alike, loud)
-titles = {"entropy of a row, nats": found.entropy, "mean distance, tokens": found.distance, "what a key receives": mass}
+titles = {"entropy of a row, nats": found.entropy, "mean distance, tokens": found.mean_distance, "what a key receives": mass}
 figure, panels = plt.subplots(1, 3, figsize=(13, 3), layout="constrained")
 for panel, (title, x) in zip(panels, titles.items(), strict=True):
     panel.plot(x[0])

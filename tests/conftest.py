@@ -5,6 +5,7 @@ for name, result in run_cases(names, dtype).items():            # out, lse and g
     assert_case(result, name, dtype)                            # against the oracle, by the law
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -32,7 +33,7 @@ import pytest  # noqa: E402
 from cases import CASES, accumulator, split  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import tile_sizes  # noqa: E402
+from memeff import dispatch, tile_sizes  # noqa: E402
 
 hypothesis.settings.register_profile(
     "memeff", max_examples=10, deadline=None, derandomize=True, database=None
@@ -408,3 +409,19 @@ def _mix_bwd(saved, cotangents):
 
 _mix_saved = jax.custom_vjp(_mix)
 _mix_saved.defvjp(_mix_fwd, _mix_bwd)
+
+
+@contextlib.contextmanager
+def watch_dispatch():
+    """Collect (problem, operands, name of the implementation) of each call that is dispatched meanwhile."""
+    choose = dispatch.choose_implementation
+    calls = []
+
+    def record(problem, operands, *args, **kwargs):
+        chosen = choose(problem, operands, *args, **kwargs)
+        calls.append((chosen.problem, operands, chosen.name))
+        return chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "choose_implementation", record)
+        yield calls

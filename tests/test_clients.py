@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_as_good
+from conftest import assert_as_good, watch_dispatch
 
-from memeff import dispatch, dot_product_attention, switch_jax_nn, tile_sizes
+from memeff import dot_product_attention, switch_jax_nn, tile_sizes
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -332,11 +332,11 @@ def test_outputs_and_gradients(small_tiles, name):
             found = jax.jit(client.function)(client.params, client.x)
         return jax.tree.leaves(jax.tree.map(np.asarray, found)), switched
 
-    with dispatch.watch() as calls:
+    with watch_dispatch() as calls:
         actual, switched = run("float32", dot_product_attention)
     assert calls if expected_calls is None else len(calls) == expected_calls
     assert switched is None or len(switched) == expected_calls
-    with dispatch.watch() as calls:
+    with watch_dispatch() as calls:
         plain, _ = run("float32", None)
         with jax.enable_x64(True):
             truth, _ = run("float64", written_out)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, MIXES, SINGLES, split
-from conftest import few
+from conftest import few, watch_dispatch
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -43,8 +43,8 @@ def handed_to_dispatch(name, dtype):
     static, arrays = split(kwargs)
     select = dispatch.choose_implementation
 
-    def spy(problem, operands, *how):
-        chosen = select(problem, operands, *how)
+    def spy(problem, operands, *args, **kwargs):
+        chosen = select(problem, operands, *args, **kwargs)
         raise Handed(chosen.problem, operands, chosen.module)
 
     def run(args, arrays):
@@ -63,8 +63,8 @@ def traced(name, dtype, implementation=None):
     asked = []
     select = dispatch.choose_implementation
 
-    def spy(problem, operands, *how):
-        chosen = select(problem, operands, *how)
+    def spy(problem, operands, *args, **kwargs):
+        chosen = select(problem, operands, *args, **kwargs)
         asked.append((chosen.problem, operands, chosen.module))
         return chosen
 
@@ -303,7 +303,7 @@ def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(quer
 
     def form(**more):
         arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, key, key)]
-        with pretend_device("gpu", "9.0"), dispatch.watch() as calls:
+        with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
             jax.eval_shape(lambda *arrays: dot_product_attention(*arrays, **how | more), *arrays)
         return calls[0][0], calls[0][2]
 
@@ -492,7 +492,7 @@ def test_explain_raises_as_the_call_does():
     x = jnp.ones((1, 5, 2, 3))
     with pytest.raises(ValueError, match="key"):
         memeff.explain(x, x[:, :, :, :2], x)
-    with pytest.raises(TypeError, match="leave implementation= away"):
+    with pytest.raises(TypeError, match="Omit `implementation`"):
         memeff.explain(x, x, x, implementation="xla")
     assert "runs this call" in memeff.explain(x, x, x, q_offset=np.array([3]), is_causal=True)
 

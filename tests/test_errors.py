@@ -23,7 +23,7 @@ from test_functions import WRONG as WRONG_FUNCTIONS
 
 import memeff
 from memeff import dot_product_attention, validate
-from memeff.attention import AttentionKwargs
+from memeff.arguments import AttentionOptions
 
 # ---- wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says
 # otherwise.
@@ -628,7 +628,7 @@ def test_the_types_of_the_signature_are_those_of_the_overloads():
     hints = typing.get_type_hints(dot_product_attention)
     overloads = typing.get_overloads(dot_product_attention)
     assert overloads and list(inspect.signature(dot_product_attention).parameters) == [*hints][:-1]
-    options = typing.get_type_hints(AttentionKwargs)
+    options = typing.get_type_hints(AttentionOptions)
     # in no overload, so that a type checker refuses them
     flaxes = {"deterministic", "dtype", "module"}
     for overload in overloads:

@@ -489,14 +489,14 @@ def test_statistics_differentiate():
 def test_the_gradient_of_the_largest_logit_is_shared_by_what_rounding_may_part():
     """The walk finds it in one order of sums and looks for it in another: a logit one rounding below is as large."""
     q, k = jnp.ones((1, 1, 1, 1), f32), jnp.array([1 - 2**-23, 0.5, 1], f32).reshape(1, 3, 1, 1)
-    of = jax.grad(lambda k: memeff.attention_statistics(q, k, k, scale=1.0).largest.sum())(k)
+    of = jax.grad(lambda k: memeff.attention_statistics(q, k, k, scale=1.0).max_logit.sum())(k)
     np.testing.assert_array_equal(of.ravel(), [0.5, 0, 0.5])
 
 
 def test_the_gradient_of_the_largest_logit_is_shared():
     """By keys that are equal."""
     q, k = jnp.ones((1, 1, 1, 3)), jnp.ones((1, 4, 1, 3)).at[:, 2].set(0)
-    of = jax.grad(lambda k: memeff.attention_statistics(q, k, k, scale=1.0).largest.sum())(k)
+    of = jax.grad(lambda k: memeff.attention_statistics(q, k, k, scale=1.0).max_logit.sum())(k)
     np.testing.assert_allclose(of[0, :, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes
-from conftest import assert_as_good, assert_result, cotangents, few, plain_call, true_call
+from conftest import (
+    assert_as_good,
+    assert_result,
+    cotangents,
+    few,
+    plain_call,
+    true_call,
+    watch_dispatch,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_hopper import (
@@ -549,7 +557,7 @@ def test_a_walk_for_params_makes_no_other_products():
 
     case = CASES["t5"]
     args = draw(bf16, case.z)
-    with dispatch.watch() as calls:
+    with watch_dispatch() as calls:
         jax.make_jaxpr(functools.partial(call, case, "xla", case.params))(*args)
     problem, operands, _ = calls[0]
     operands = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), operands)
@@ -566,7 +574,7 @@ def test_a_walk_for_params_makes_no_other_products():
 
 
 def test_room_for_differences_is_counted():
-    with pretend_device("gpu", "9.0"), dispatch.watch() as calls:
+    with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
         jax.eval_shape(
             lambda x: dot_product_attention(
                 x, x, x, score_fn=scores.t5(TABLE[:, :2]), implementation="pallas"
@@ -672,7 +680,7 @@ def test_what_is_made_before(name, fn, before):
     """So many numbers for each head, query, key, and difference of both."""
     from memeff.pallas.user_functions.calls import precomputed_numbers
 
-    with pretend_device("gpu", "9.0"), dispatch.watch() as calls:
+    with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
         jax.eval_shape(
             lambda x: dot_product_attention(x, x, x, implementation="pallas", **{name: fn}), X
         )

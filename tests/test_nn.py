@@ -23,7 +23,7 @@ from flax import serialization
 
 import memeff
 from memeff import masks, nn, scores, transforms
-from memeff.attention import AttentionKwargs
+from memeff.arguments import AttentionOptions
 from memeff.nn import options, switch
 
 B, T, S, N, F = 2, 7, 9, 4, 8
@@ -221,7 +221,7 @@ def test_every_keyword_that_flax_passes_is_ours():
         return query
 
     NNX[1](N, F, attention_fn=record, decode=False, rngs=flax_nnx.Rngs(0))(X)
-    known = {*names, *AttentionKwargs.__annotations__}
+    known = {*names, *AttentionOptions.__annotations__}
     assert {"mask", "dropout_rng", "deterministic", "module", "is_causal"} <= set(recorded) <= known
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import few
+from conftest import few, watch_dispatch
 
 import memeff
-from memeff import dispatch, dot_product_attention, scores, tile_sizes
+from memeff import dot_product_attention, scores, tile_sizes
 from memeff.device import pretend_device
 from memeff.diagnostics import plan
 from memeff.diagnostics.plan import DEVICES
@@ -227,7 +227,7 @@ def test_a_limit_for_the_whole_program_retraces_what_jit_keeps():
 
     @jax.jit
     def f(x):
-        with dispatch.watch() as calls:
+        with watch_dispatch() as calls:
             out = dot_product_attention(x, x, x)
         chosen.append(calls[0][0].chunk_size)
         return out
@@ -447,7 +447,7 @@ def test_kernels_keep_to_a_memory_limit():
         (
             dict(implementation="xla"),
             TypeError,
-            "memeff.plan tells what memeff would choose: leave implementation= away",
+            "memeff.plan tells what memeff would choose. Omit `implementation`",
         ),
         (dict(is_causal=3), TypeError, "is_causal must be True or False"),
     ],

@@ -129,9 +129,9 @@ def test_a_callers_implementation_is_no_request(name, monkeypatch):
     requested = []
     select = dispatch.choose_implementation
 
-    def record(*args):
+    def record(*args, **kwargs):
         requested.append(args[2])
-        return select(*args)
+        return select(*args, **kwargs)
 
     monkeypatch.setattr(dispatch, "choose_implementation", record)
     x = jax.ShapeDtypeStruct((B, T, N, H), f32)

@@ -1,24 +1,25 @@
-"""What a call will take, before it runs: memory, products, tiles, and how long its sequence may become."""
+"""Say what a call will cost before it runs: memory, floating point operations, tiles, and the longest sequence that fits."""
+
+from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from memeff import compiling, dispatch, implementations, memory_model, pallas, tile_sizes
-from memeff.attention import dot_product_attention
+from memeff import compiling, dispatch, memory_model, pallas, tile_sizes
+from memeff.arguments import AttentionKwargs
 from memeff.call import run_attention
 from memeff.chunked import schedule
-from memeff.chunked.implementation import describe
 from memeff.device import Device, current_device, current_platform, pretend_device
-from memeff.diagnostics.arguments import dispatched_call
+from memeff.diagnostics.bind import bind_arguments, prepare_shapes
+from memeff.implementations import module_for
 from memeff.problem import Operands, Problem
 from memeff.units import format_bytes, parse_bytes
 
-# what they are, and bytes of memory as the makers state them
+# Each device with its memory in bytes, as its maker states it.
 DEVICES = {
     "cpu": (Device("cpu"), None),
     "gpu": (Device("gpu"), None),
@@ -29,7 +30,6 @@ DEVICES = {
     "B200": (Device("gpu", "10.0"), 180 * 10**9),
 }
 
-
 # Of 72 random calls of every feature (tests/drawn.py; CPU, jax 0.10.2) XLA reported 0.36 to 2.53
 # times the estimate, of 60 of them 0.59 to 1.6 times; above a MiB at most 1.85 times.
 ABOUT = "Bytes are estimates, mostly between half and twice what is compiled; compile=True makes memeff's exact."
@@ -38,27 +38,28 @@ EXACT = "memeff's bytes are those of the compiled call; the others and the lengt
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `memeff.plan` finds. Its `str` is a table.
+    """The cost of a call, as `memeff.plan` returns it. Its `str` is a table.
 
-    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. Outputs of a gradient are the forward's
-    results and the gradients by everything that is a float; its inputs are the arguments and cotangents. Where `compiled`,
-    bytes are what XLA reports, else estimates; those of plain attention, and `longest`, are always estimates.
-    Floating point operations are those of the products of one forward, and of one gradient without it, on the tiles that
-    are visited; where the walk's bounds are found as it runs, `tiles_visited` is None and all tiles count.
+    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. The outputs of a gradient are the
+    results of the forward and the gradients of every float; its inputs are the arguments and the cotangents. Bytes are
+    those that XLA reports where `compiled`, else estimates; those of plain attention, and `longest`, are always
+    estimates. Floating point operations count the products of one forward, and of one gradient without the forward,
+    on the visited tiles. `tiles_visited` is None, and all tiles count, where bounds are only known at run time.
     """
 
     implementation: str
     platform: str  # "cpu", "gpu", "tpu"
-    # rows and columns of a tile (on GPUs a forward may take larger ones: see the text)
-    chunk_size: tuple[int, int]
+    chunk_size: tuple[
+        int, int
+    ]  # rows and columns of a tile; `how` names larger tiles of a forward on GPUs
     forward_bytes: int
     gradient_bytes: int  # of forward and gradient in one call
-    compiled: bool  # are these two what XLA reports, or estimates?
+    compiled: bool  # True: XLA reported the two; False: they are estimates
     flops: int
     gradient_flops: int
     tiles_visited: int | None  # tiles of rows and columns, the same for all heads
     tiles_total: int
-    plain_forward_bytes: int  # about what plain attention holds: T x S logits and probabilities
+    plain_forward_bytes: int  # an estimate for plain attention, which stores T x S logits
     plain_gradient_bytes: int
     memory: int | None  # bytes of the device, where they are known
     longest: int | None  # T whose forward and gradient fit into it, with inputs and outputs
@@ -66,10 +67,9 @@ class Plan:
     how: str
 
     def __str__(self) -> str:
-        flops = (
-            format_bytes(x, ("", "k", "M", "G", "T", "P", "E"), 1000)
-            for x in (self.flops, self.flops + self.gradient_flops)
-        )
+        def flops(count: int) -> str:
+            return format_bytes(count, ("", "k", "M", "G", "T", "P", "E"), 1000)
+
         rows = [
             ("temporary memory", "forward", "forward + gradient"),
             (
@@ -82,50 +82,59 @@ class Plan:
                 format_bytes(self.plain_forward_bytes),
                 format_bytes(self.plain_gradient_bytes),
             ),
-            ("floating point operations", *flops),
+            (
+                "floating point operations",
+                flops(self.flops),
+                flops(self.flops + self.gradient_flops),
+            ),
         ]
-        lines = [f"{a:26}{b:>12}{c:>22}" for a, b, c in rows]
+        lines = [f'"{self.implementation}" on {self.platform}: {self.how}']
+        lines += [f"{title:26}{forward:>12}{both:>22}" for title, forward, both in rows]
         if self.memory is not None:
             lines.append(
                 f"In {format_bytes(self.memory)} fits the gradient of up to about {self.longest} tokens, "
                 f"of {self.plain_longest} with plain attention."
             )
         lines.append(EXACT if self.compiled else ABOUT)
-        return "\n".join([f'"{self.implementation}" on {self.platform}: {self.how}', *lines])
+        return "\n".join(lines)
 
 
 def check_device(device: Any) -> tuple[Device, int | None]:
-    """What it is, and its memory in bytes where that is known, of None (JAX's default), a name or a `jax.Device`."""
+    """Return the device, and its memory in bytes where it is known, for None (JAX's default), a name or a `jax.Device`."""
     if isinstance(device, str):
-        for name, found in DEVICES.items():
-            if name.lower() == device.lower():
-                return found
+        by_name = {name.lower(): row for name, row in DEVICES.items()}
+        if device.lower() in by_name:
+            return by_name[device.lower()]
         raise ValueError(
             f"device={device!r} is not known: use one of {', '.join(DEVICES)}, or a jax.Device."
         )
-    device = jax.devices()[0] if device is None else device
+    if device is None:
+        device = jax.devices()[0]
     if not isinstance(device, jax.Device):
         raise TypeError(
             f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got {type(device).__name__}."
         )
-    # of one that is described, and not here
+    # A device that is only described calls its platform "cuda" or "rocm".
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    found = Device(platform, getattr(device, "compute_capability", None))
+    known_device = Device(platform, getattr(device, "compute_capability", None))
     stats = device.memory_stats() if device in jax.devices() else None
     if stats and "bytes_limit" in stats:
-        return found, stats["bytes_limit"]
+        return known_device, stats["bytes_limit"]
     if device.platform == "cpu" and hasattr(os, "sysconf"):
-        return found, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return found, None
+        return known_device, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return known_device, None
 
 
-def compile_target(device: Any, found: Device) -> Any:
-    """Return the device for which a plan is compiled, of what `check_device` took and found; refuse where there is none."""
-    target = device if isinstance(device, jax.Device) else compiling.local_device_like(found)
+def compile_target(device: Any, planned_device: Device) -> Any:
+    """Return the device for which to compile, from the argument `device` and what `check_device` made of it."""
+    if isinstance(device, jax.Device):
+        return device
+    target = compiling.local_device_like(planned_device)
     if target is None:
         raise ValueError(
-            f"device={device!r} is not here, and compile=True wants one for which this process can compile: leave compile "
-            "away for estimates, or pass device=jax.experimental.topologies.get_topology_desc(...).devices[0]."
+            f"device={device!r} is not present, and compile=True needs a device for which this process can compile. "
+            "Omit `compile` for estimates, or pass "
+            "device=jax.experimental.topologies.get_topology_desc(...).devices[0]."
         )
     return target
 
@@ -137,18 +146,15 @@ def make_plan(
     device_bytes: int | None,
     compiled: tuple[int, int] | None = None,
 ) -> Plan:
-    """Of what dispatch chose, on `dispatch.platform()`; of `operands` only shapes and dtypes are read.
+    """Plan a call that dispatch has chosen, on the current device. Of `operands` only shapes and dtypes are read.
 
-    `compiled`: bytes of forward and gradient, where they are known.
+    `compiled`: bytes of the forward, and of forward and gradient, if XLA has reported them.
     """
-    (B, T, K, G, H), (_, S, _, D), platform = (
-        operands.query.shape,
-        operands.value.shape,
-        current_platform(),
-    )
-    kernels = name == "pallas"
-    family = pallas.family_for(current_device(operands.query))
-    if kernels:
+    (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
+    platform = current_platform()
+    device = current_device(operands.query)
+    if name == "pallas":
+        family = pallas.family_for(device)
         problem = dataclasses.replace(problem, chunk_size=family.tile_shape(problem, operands))
     visited, total = schedule.count_tiles(problem, operands)
     t, c = problem.chunk_size
@@ -156,19 +162,12 @@ def make_plan(
     forward, gradient = compiled or tile_sizes.temp_bytes(problem, operands, name)
     plain_forward, plain_gradient = memory_model.quadratic_bytes(operands, platform)
 
-    def chunked(there: Operands) -> tuple[int, int]:
-        return tile_sizes.temp_bytes(tile_sizes.choose_tiles(problem, there), there, name)
+    def chunked_bytes(operands: Operands) -> tuple[int, int]:
+        tiled = tile_sizes.choose_tiles(problem, operands)
+        return tile_sizes.temp_bytes(tiled, operands, name)
 
-    def longest(temp_bytes: Callable[[Operands], tuple[int, int]]) -> int | None:
-        if T == 0 or device_bytes is None:
-            return None
-        room = device_bytes
-        return _largest(
-            lambda n: (
-                memory_model.input_output_bytes(there := _at(operands, n)) + max(temp_bytes(there))
-                <= room
-            )
-        )
+    def plain_bytes(operands: Operands) -> tuple[int, int]:
+        return memory_model.quadratic_bytes(operands, platform)
 
     return Plan(
         implementation=name,
@@ -184,56 +183,68 @@ def make_plan(
         plain_forward_bytes=plain_forward,
         plain_gradient_bytes=plain_gradient,
         memory=device_bytes,
-        longest=longest(chunked),
-        plain_longest=longest(lambda there: memory_model.quadratic_bytes(there, platform)),
-        how=family.describe(problem, operands) if kernels else describe(problem, operands),
+        longest=_longest(operands, device_bytes, chunked_bytes),
+        plain_longest=_longest(operands, device_bytes, plain_bytes),
+        how=module_for("pallas" if name == "pallas" else "xla", device).describe(problem, operands),
     )
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest length that fits, below 2^30; 0 if none does."""
-    low, high = 0, 2**30
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _longest(
+    operands: Operands,
+    device_bytes: int | None,
+    temp_bytes: Callable[[Operands], tuple[int, int]],
+) -> int | None:
+    """Return the longest T below 2^30 whose inputs, outputs and temporary bytes fit into the device, 0 if none does."""
+    if operands.query.shape[1] == 0 or device_bytes is None:
+        return None
+    longest = 0
+    too_long = 2**30
+    while too_long - longest > 1:
+        length = (longest + too_long) // 2
+        resized = _resize(operands, length)
+        if memory_model.input_output_bytes(resized) + max(temp_bytes(resized)) <= device_bytes:
+            longest = length
+        else:
+            too_long = length
+    return longest
 
 
-def _at(operands: Operands, T: int) -> Operands:
-    """Shapes of the same call at another length, S in proportion."""
+def _resize(operands: Operands, T: int) -> Operands:
+    """Return the shapes of the same call at T query tokens, with S in proportion."""
     S = max(1, T * operands.key.shape[1] // operands.query.shape[1])
-    along = {
-        "query": {1: T},
-        "key": {1: S},
-        "value": {1: S},
-        "q_segments": {1: T},
-        "kv_segments": {1: S},
-    }
-    both = {3: T, 4: S}
 
-    def resize(x, sizes):
+    def resize(x, sizes: dict[int, int]):
         if x is None:
             return None
-        shape = (size if size == 1 else sizes.get(n, size) for n, size in enumerate(x.shape))
+        shape = [size if size == 1 else sizes.get(dim, size) for dim, size in enumerate(x.shape)]
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    there = operands._replace(
-        **{name: resize(getattr(operands, name), sizes) for name, sizes in along.items()}
-    )
-    return there._replace(
-        mask=resize(there.mask, both),
-        terms=there.terms._replace(bias=resize(there.terms.bias, both)),
+    logit_sizes = {3: T, 4: S}
+    bias = resize(operands.terms.bias, logit_sizes)
+    return operands._replace(
+        query=resize(operands.query, {1: T}),
+        key=resize(operands.key, {1: S}),
+        value=resize(operands.value, {1: S}),
+        q_segments=resize(operands.q_segments, {1: T}),
+        kv_segments=resize(operands.kv_segments, {1: S}),
+        mask=resize(operands.mask, logit_sizes),
+        terms=operands.terms._replace(bias=bias),
     )
 
 
 def explain(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **how: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    **kwargs: Unpack[AttentionKwargs],
 ) -> str:
-    """Which implementation runs this call of `dot_product_attention`, how, and why each other one does not.
+    """Say which implementation runs this call of `dot_product_attention`, how, and why each other one does not.
 
     Nothing is computed.
 
-    Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`.
+    Args: those of `dot_product_attention` without `implementation`. An array may be a `jax.ShapeDtypeStruct`.
 
     Raises: as the call itself does.
 
@@ -243,11 +254,9 @@ def explain(
       >>> "of 64 visited" in explain(x, x, x, is_causal=True)
       True
     """
-    return dispatch.explain_choice(
-        *dispatched_call(
-            "explain", dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)
-        )
-    )
+    arguments = bind_arguments("explain", query, key, value, bias, mask, **kwargs)
+    call = prepare_shapes("explain", arguments)
+    return dispatch.explain_choice(call.problem, call.operands, call.chosen.name)
 
 
 def plan(
@@ -260,21 +269,22 @@ def plan(
     device: Any = None,
     memory: Any = None,
     compile: bool = False,
-    **how: Any,
+    **kwargs: Unpack[AttentionKwargs],
 ) -> Plan:
-    """What this call of `dot_product_attention` will take: memory, floating point operations, tiles; print it for a table.
+    """Plan this call of `dot_product_attention`: its memory, floating point operations and tiles. Print it for a table.
 
-    Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice what XLA reports once
-    the call is compiled; on TPUs they are told by the rule for GPUs, which nobody has checked there. With `compile` the
-    call is compiled, and bytes are what XLA reports.
+    Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice what XLA reports
+    once the call is compiled. On TPUs the estimate is that for GPUs, and nobody has checked it there. With
+    `compile` the call is compiled, and the bytes are those that XLA reports.
 
-    Args: those of `dot_product_attention` but `implementation`; for any array also a `jax.ShapeDtypeStruct`. And:
-      device: a name of `memeff.planning.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`, also one that is described alone
-        (of `jax.experimental.topologies`). Default: JAX's first.
-      memory: bytes, or a text such as "80GiB", in which the longest sequence is to fit. Default: the device's, where known.
-      compile: compile forward and gradient, some seconds; the device must be here, or described.
+    Args: those of `dot_product_attention` without `implementation`. An array may be a `jax.ShapeDtypeStruct`. And:
+      device: a name of `memeff.diagnostics.plan.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`, also one that is
+        only described (by `jax.experimental.topologies`). Default: JAX's first device.
+      memory: bytes, or a text such as "80GiB", into which the longest sequence must fit. Default: the memory of the
+        device, where it is known.
+      compile: compile forward and gradient, which takes some seconds. The device must be present or described.
 
-    Raises: as the call itself does; ValueError for a device that is not known, or for which nothing can be compiled here.
+    Raises: as the call itself does; ValueError for an unknown device, or one for which this process cannot compile.
 
     Example:
       >>> import jax
@@ -282,25 +292,13 @@ def plan(
       >>> plan(x, x, x, is_causal=True, device="cpu").tiles_visited
       36
     """
-    on, has = check_device(device)
-    given = dict(query=query, key=key, value=value, bias=bias, mask=mask, **how)
-    with pretend_device(*on):
-        chosen = dispatched_call("plan", given)
-        found = _bytes_as_compiled(given, chosen, device, on) if compile else None
-        return make_plan(*chosen, parse_bytes("memory", memory) or has, found)
-
-
-def _bytes_as_compiled(
-    given: dict[str, Any], chosen: tuple[Problem, Operands, str], device: Any, on: Device
-):
-    """What XLA says of a call that `_dispatched` found."""
-    problem, _, name = chosen
-    bound = inspect.signature(dot_product_attention).bind(**given)
-    bound.apply_defaults()
-    target = compile_target(device, on)
-    return compiling.temp_bytes(
-        run_attention,
-        bound.arguments,
-        implementations.Chosen(problem, implementations.module_for(name, on)),
-        target,
-    )
+    planned_device, device_bytes = check_device(device)
+    arguments = bind_arguments("plan", query, key, value, bias, mask, **kwargs)
+    with pretend_device(*planned_device):
+        call = prepare_shapes("plan", arguments)
+        compiled = None
+        if compile:
+            target = compile_target(device, planned_device)
+            compiled = compiling.temp_bytes(run_attention, arguments, call.chosen, target)
+        device_bytes = parse_bytes("memory", memory) or device_bytes
+        return make_plan(call.problem, call.operands, call.chosen.name, device_bytes, compiled)

@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from memeff import inputs, validate_options
-from memeff.attention import AttentionKwargs, dot_product_attention
+from memeff.arguments import AttentionOptions
+from memeff.attention import dot_product_attention
 
 
 def attention_fn(
@@ -33,7 +34,7 @@ def attention_fn(
     force_fp32_for_softmax: bool = False,
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
-    **options: Unpack[AttentionKwargs],
+    **options: Unpack[AttentionOptions],
 ) -> Array:
     """Compute exact attention in linear memory for an attention module of Flax, Linen or NNX.
 

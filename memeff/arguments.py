@@ -1,0 +1,84 @@
+"""Name and type the arguments of `dot_product_attention`, for every function that takes or hands on a call."""
+
+from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from jax import lax
+from jax.typing import ArrayLike
+
+from memeff.block_mask import BlockMask
+from memeff.user_functions import Mask, Score, Transform
+
+Implementation = Literal["xla", "reference", "pallas"]
+Backward = Literal["split", "fused", "fastest"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of `dot_product_attention` that Flax's attention functions do not have."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    backward: Backward | None
+    logits_soft_cap: ArrayLike | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    q_offset: ArrayLike
+    score_fn: Callable[..., Any] | Score | None
+    score_params: Any
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None
+    mask_params: Any
+    sinks: ArrayLike | None
+    qk_transform: Callable[..., Any] | Transform | None
+    qk_transform_params: Any
+    chunk_size: int | tuple[int, int] | None
+    memory_limit: int | str | None
+
+
+class AttentionKwargs(AttentionOptions, total=False):
+    """All keywords of `dot_product_attention` but `return_residual`."""
+
+    precision: lax.PrecisionLike
+    dropout_rng: ArrayLike | None
+    dropout_rate: float
+    broadcast_dropout: bool
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call, as the user gave them; `dot_product_attention` describes each."""
+
+    query: ArrayLike
+    key: ArrayLike
+    value: ArrayLike
+    bias: ArrayLike | None = None
+    mask: ArrayLike | None = None
+    scale: ArrayLike | None = None
+    is_causal: bool = False
+    query_seq_lengths: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    implementation: Implementation | None = None
+    backward: Backward | None = None
+    return_residual: bool = False
+    logits_soft_cap: ArrayLike | None = None
+    query_segment_ids: ArrayLike | None = None
+    key_value_segment_ids: ArrayLike | None = None
+    q_offset: ArrayLike = 0
+    score_fn: Callable[..., Any] | Score | None = None
+    score_params: Any = None
+    mask_fn: Callable[..., Any] | Mask | BlockMask | None = None
+    mask_params: Any = None
+    sinks: ArrayLike | None = None
+    qk_transform: Callable[..., Any] | Transform | None = None
+    qk_transform_params: Any = None
+    chunk_size: int | tuple[int, int] | None = None
+    memory_limit: int | str | None = None
+    precision: lax.PrecisionLike = None
+    dropout_rng: ArrayLike | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = True

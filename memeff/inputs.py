@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 
 def check_choice(name: str, choice) -> None:
+    """Refuse a choice that is not True or False."""
     if not isinstance(choice, bool | np.bool_):
         raise TypeError(
             f"{name} must be True or False (it is fixed while tracing), got {kind_of(choice)}."
@@ -15,6 +16,7 @@ def check_choice(name: str, choice) -> None:
 
 
 def to_array(name: str, x) -> Array:
+    """Return `x` as an array; `name` names it in an error."""
     if isinstance(x, jax.Array):
         return x
     if x is None or isinstance(x, str | dict | set) or callable(x):
@@ -26,6 +28,7 @@ def to_array(name: str, x) -> Array:
 
 
 def kind_of(x) -> str:
+    """Describe `x` for an error: its type and value, or its traced type."""
     if isinstance(x, Tracer):
         return f"a traced value ({x.aval})"
     return "None" if x is None else f"{type(x).__name__} {x!r}"[:80]

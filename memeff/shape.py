@@ -8,7 +8,7 @@ from jax import Array
 
 
 class CallShape(NamedTuple):
-    """The letters of one call. `leads` are the leading batch dims, B their product."""
+    """The sizes of one call. `leads` are the leading batch dims, B is their product."""
 
     leads: tuple[int, ...]
     T: Any  # an int, or a symbolic dimension of jax.export
@@ -20,6 +20,7 @@ class CallShape(NamedTuple):
 
     @staticmethod
     def of(query: Array, key: Array, value: Array) -> "CallShape":
+        """Return the sizes of a call with these arrays."""
         *leads, T, N, H = query.shape
         return CallShape(tuple(leads), T, key.shape[-3], N, key.shape[-2], H, value.shape[-1])
 
@@ -33,17 +34,18 @@ class CallShape(NamedTuple):
 
 
 def fold(shape: CallShape, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Leading dims to one B, query heads to K G."""
+    """Fold leading dims into one B, and split query heads into K and G."""
     query, key, value = (fold_leads(shape, x) for x in (query, key, value))
     return query.reshape(*query.shape[:2], shape.K, shape.G, shape.H), key, value  # n = k * G + g
 
 
 def unfold(shape: CallShape, x: Array) -> Array:
-    """B K G T ... to *B T N ..."""
+    """Return x [B, K, G, T, ...] as [*B, T, N, ...]."""
     x = jnp.moveaxis(x, 3, 1)
     x = x.reshape(*x.shape[:2], shape.N, *x.shape[4:])
     return x if len(shape.leads) == 1 else x.reshape(*shape.leads, *x.shape[1:])
 
 
 def fold_leads(shape: CallShape, x: Array) -> Array:
+    """Fold the leading dims of x into one B."""
     return x if len(shape.leads) == 1 else x.reshape(shape.B, *x.shape[len(shape.leads) :])

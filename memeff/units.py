@@ -13,16 +13,16 @@ UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
 
 
 def parse_bytes(name: str, size: Any) -> int | None:
-    """Bytes, of a number of them or a text such as "512MiB"."""
+    """Return the bytes that `size` says: None, an int, or a text such as "512MiB"; `name` names it in an error."""
     if size is None:
         return None
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", size)
-        if not found or found[2] not in UNITS:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", size)
+        if not match or match[2] not in UNITS:
             raise ValueError(
                 f'{name}={size!r}: write bytes as "512MiB" or "2GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).'
             )
-        size = int(float(found[1]) * UNITS[found[2]])
+        size = int(float(match[1]) * UNITS[match[2]])
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise TypeError(
             f'{name} must be bytes, an int or a text such as "512MiB", got {kind_of(size)}.'
@@ -35,6 +35,6 @@ def parse_bytes(name: str, size: Any) -> int | None:
 def format_bytes(
     count: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), base: int = 1024
 ) -> str:
-    """Three digits and a unit."""
+    """Return a count in three digits and a unit."""
     power = min(len(units) - 1, next(n for n in range(99) if count < 999.5 * base**n))
     return f"{count / base**power:.3g} {units[power]}".strip()

@@ -3,7 +3,6 @@
 import math
 import numbers
 import operator
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +13,16 @@ from jax.core import Tracer
 from memeff.inputs import check_choice, kind_of, to_array
 from memeff.problem import LogitParams
 from memeff.shape import CallShape, fold_leads
+from memeff.warn import warn_once
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
 FAR = 2**29  # positions stay below it, so that position + window fits into int32
-_warned: set[str] = set()
 
 
 def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
-    """The three as arrays of one dtype, with shapes that fit."""
-    arrays = {
-        name: to_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    }
+    """Return query, key and value as arrays of one dtype whose shapes fit."""
+    given = {"query": query, "key": key, "value": value}
+    arrays = {name: to_array(name, x) for name, x in given.items()}
     for name, x in arrays.items():
         if x.ndim < 3:
             letters = "[*B, T, N, H]" if name == "query" else "[*B, S, K, H]"
@@ -43,22 +41,24 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
         raise TypeError(
             f"query is {query.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
         )
-    given = key.shape, value.shape
-    key, value = (_same_rank(x, query.ndim) for x in (key, value))
+    key_shape = key.shape  # as the user gave it
+    value_shape = value.shape
+    key = _same_rank(key, query.ndim)
+    value = _same_rank(value, query.ndim)
     *leads, _, N, H = query.shape
     if key.ndim != query.ndim or list(key.shape[:-3]) != leads:
         wanted = ", ".join([*map(str, leads), "S", "K", f"H={H}"])
         raise ValueError(
-            f"key must have shape ({wanted}), with the leading dims of query; got {given[0]}."
+            f"key must have shape ({wanted}), with the leading dims of query; got {key_shape}."
         )
     *_, S, K, _ = key.shape
     if key.shape[-1] != H:
         raise ValueError(
-            f"key must have the head size of query, H={H}; got {key.shape[-1]} (shape {given[0]})."
+            f"key must have the head size of query, H={H}; got {key.shape[-1]} (shape {key_shape})."
         )
     if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
         wanted = ", ".join([*map(str, leads), f"S={S}", f"K={K}", "D"])
-        raise ValueError(f"value must have shape ({wanted}), like key; got {given[1]}.")
+        raise ValueError(f"value must have shape ({wanted}), like key; got {value_shape}.")
     if H == 0:
         raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
     if (K == 0 and N != 0) or (K and N % K):
@@ -71,7 +71,7 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
 def check_logit_params(
     shape: CallShape, bias, scale, soft_cap
 ) -> tuple[LogitParams, tuple[float, float | None]]:
-    """Arrays that get a gradient, and the numbers (scale, soft cap) that stand in where they are none."""
+    """Return the arrays that get a gradient, and the numbers (scale, soft cap) that replace arrays that were not given."""
     bias = _grouped(shape, "bias", bias, "local_window_size, is_causal or segment ids")
     if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):  # as jax.nn
         bias = bias.astype(jnp.float32)
@@ -80,18 +80,21 @@ def check_logit_params(
         raise TypeError(
             f"bias must be floating point (it is added to the logits), got {bias.dtype}. {cure}"
         )
-    scale, scale_array = _number("scale", 1 / math.sqrt(shape.H) if scale is None else scale)
-    cap, cap_array = (None, None) if soft_cap is None else _number("logits_soft_cap", soft_cap)
-    if cap_array is None and cap is not None and not cap > 0:
-        raise ValueError(f"logits_soft_cap={cap:g}: a cap must be > 0; use None for no cap.")
-    return LogitParams(scale_array, cap_array, bias), (scale if scale_array is None else 1.0, cap)
+    if scale is None:
+        scale = 1 / math.sqrt(shape.H)
+    scale, scale_array = _number("scale", scale)
+    cap = cap_array = None
+    if soft_cap is not None:
+        cap, cap_array = _number("logits_soft_cap", soft_cap)
+        if cap_array is None and not cap > 0:
+            raise ValueError(f"logits_soft_cap={cap:g}: a cap must be > 0; use None for no cap.")
+    return LogitParams(scale_array, cap_array, bias), (scale, cap)
 
 
 def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
-    """A Python number stays static; an array stays an array, and gets a gradient."""
-    if isinstance(x, bool | np.bool_ | str) or not (
-        isinstance(x, numbers.Real) or hasattr(x, "dtype")
-    ):
+    """Return a Python number as (number, None), because it stays static, and an array as (1, array)."""
+    is_number = isinstance(x, numbers.Real) or hasattr(x, "dtype")
+    if isinstance(x, bool | np.bool_ | str) or not is_number:
         raise TypeError(f"{name} must be a number or a scalar array, got {kind_of(x)}.")
     if isinstance(x, numbers.Real) and not isinstance(x, jax.Array):
         if not math.isfinite(x):
@@ -110,7 +113,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
 
 
 def check_mask(shape: CallShape, mask) -> Array | None:
-    """Boolean B|1 K|1 G|1 T|1 S|1."""
+    """Return the mask, boolean, as [B|1, K|1, G|1, T|1, S|1]."""
     if mask is None:
         return None
     mask = to_array("mask", mask)
@@ -124,25 +127,25 @@ def check_mask(shape: CallShape, mask) -> Array | None:
 
 
 def _grouped(shape: CallShape, name: str, x, instead: str) -> Array | None:
-    """Checks that `x` broadcasts to [*B, N, T, S] and folds it to B|1 K|1 G|1 T|1 S|1."""
+    """Check that `x` broadcasts to [*B, N, T, S], and fold it to [B|1, K|1, G|1, T|1, S|1]."""
     if x is None:
         return None
-    x, full = to_array(name, x), (*shape.leads, shape.N, shape.T, shape.S)
-    given, x = x.shape, _same_rank(x, len(full))
+    x = to_array(name, x)
+    full = (*shape.leads, shape.N, shape.T, shape.S)
+    given_shape = x.shape
+    x = _same_rank(x, len(full))
     if not _broadcasts(x.shape, full):
         wanted = ", ".join([*map(str, shape.leads), f"N={shape.N}", f"T={shape.T}", f"S={shape.S}"])
-        raise ValueError(f"{name} must be broadcastable to ({wanted}); got {given}.")
+        raise ValueError(f"{name} must be broadcastable to ({wanted}); got {given_shape}.")
     *leads, N, T, S = x.shape
-    bytes_ = (
-        math.prod(x.shape) * x.dtype.itemsize if all(isinstance(d, int) for d in x.shape) else 0
-    )
-    if bytes_ > LARGE and T != 1 and S != 1 and name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"{name} of shape {given} takes {bytes_ / 2**20:.0f} MiB, more than attention itself needs: "
-            f"say it with {instead} where you can.",
-            stacklevel=6,
+    sizes_known = all(isinstance(size, int) for size in x.shape)
+    bytes_ = math.prod(x.shape) * x.dtype.itemsize if sizes_known else 0
+    if bytes_ > LARGE and T != 1 and S != 1:
+        mib = bytes_ / 2**20
+        message = (
+            f"{name} of shape {given_shape} takes {mib:.0f} MiB, more than attention itself needs: "
         )
+        warn_once(name, message + f"say it with {instead} where you can.")
     if all(d == 1 for d in leads):
         leads = [1]
     else:
@@ -153,7 +156,7 @@ def _grouped(shape: CallShape, name: str, x, instead: str) -> Array | None:
 
 
 def check_window(window, is_causal) -> tuple[int | None, int | None]:
-    """(left, right) in tokens; causal is right = 0."""
+    """Return (left, right) in tokens, None for no bound; causal is right = 0."""
     check_choice("is_causal", is_causal)
     if window is None:
         sides = (None, None)
@@ -176,40 +179,41 @@ def check_window(window, is_causal) -> tuple[int | None, int | None]:
             raise ValueError(
                 f"local_window_size={window!r}: sides count tokens and must be >= 0; use None for an unbounded side."
             )
-    # beyond any position: no bound
+    # A side beyond any position is no bound.
     left, right = (None if side is None or side >= 2 * FAR else int(side) for side in sides)
     return left, 0 if is_causal else right
 
 
 def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
-    """(array, 0) or (None, int). Values are checked where they are known."""
+    """Return (array, 0) or (None, int). Check the values where they are known."""
     if q_offset is None or isinstance(q_offset, bool | str):
         raise TypeError(
             f"q_offset must be an int or integers [*B] (positions), got {kind_of(q_offset)}."
         )
     if isinstance(q_offset, numbers.Integral):
-        array, static = None, operator.index(q_offset)
+        array = None
+        static = operator.index(q_offset)
     else:
-        array, static = _per_batch(shape, "q_offset", q_offset, 1 - FAR, FAR - 1), 0
-    if (known := _known(q_offset)) is not None:
-        least, most = int(known.min()), int(known.max())
-        if max(-least, most) >= FAR:
-            raise ValueError(
-                f"q_offset={most if most >= FAR else least}: positions must lie between {1 - FAR} and {FAR - 1}."
-            )
+        array = _per_batch(shape, "q_offset", q_offset, 1 - FAR, FAR - 1)
+        static = 0
+    known = _known(q_offset)
+    if known is not None:
+        for value in (int(known.max()), int(known.min())):
+            if abs(value) >= FAR:
+                raise ValueError(
+                    f"q_offset={value}: positions must lie between {1 - FAR} and {FAR - 1}."
+                )
     return array, static
 
 
 def check_lengths(shape: CallShape, name: str, lengths, letter: str, most) -> Array | None:
-    """int32 [B]. Values are checked where they are known."""
+    """Return lengths as int32 [B], or None. Check the values where they are known."""
     if lengths is None:
         return None
-    array = _per_batch(shape, name, lengths, 0, most if isinstance(most, int) else FAR)
-    if (
-        isinstance(most, int)
-        and (known := _known(lengths)) is not None
-        and (known.min() < 0 or known.max() > most)
-    ):
+    most_is_known = isinstance(most, int)
+    array = _per_batch(shape, name, lengths, 0, most if most_is_known else FAR)
+    known = _known(lengths)
+    if most_is_known and known is not None and (known.min() < 0 or known.max() > most):
         raise ValueError(
             f"{name} must lie between 0 and {letter}={most}; got {known.min()} to {known.max()}."
         )
@@ -217,7 +221,7 @@ def check_lengths(shape: CallShape, name: str, lengths, letter: str, most) -> Ar
 
 
 def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, Array | None]:
-    """Integers [B, T] and [B, S]."""
+    """Return segment ids as integers [B, T] and [B, S] of one dtype, or (None, None)."""
     if query_ids is None and kv_ids is None:
         return None, None
     if query_ids is None:
@@ -247,11 +251,14 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
 
 
 def _segment_ids(shape: CallShape, name: str, ids, letter: str, size) -> Array:
-    ids, full = _integers(name, ids), (*shape.leads, size)
-    given, ids = ids.shape, _same_rank(ids, len(full))
-    if given[-1:] != (size,) or not _broadcasts(ids.shape, full):
+    """Return segment ids [B, size]; `letter` names the size in an error."""
+    ids = _integers(name, ids)
+    full = (*shape.leads, size)
+    given_shape = ids.shape
+    ids = _same_rank(ids, len(full))
+    if given_shape[-1:] != (size,) or not _broadcasts(ids.shape, full):
         wanted = ", ".join([*map(str, shape.leads), f"{letter}={size}"])
-        raise ValueError(f"{name} must have shape ({wanted}); got {given}.")
+        raise ValueError(f"{name} must have shape ({wanted}); got {given_shape}.")
     return fold_leads(shape, jnp.broadcast_to(ids, full))
 
 
@@ -260,10 +267,11 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
     x = _integers(name, x)
     limits = jnp.iinfo(x.dtype)  # clipped before the cast, because int64 and uint32 wrap
     x = jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max)))
-    given, x = x.shape, _same_rank(x, len(shape.leads))
+    given_shape = x.shape
+    x = _same_rank(x, len(shape.leads))
     if not _broadcasts(x.shape, shape.leads):
         raise ValueError(
-            f"{name} must have the leading dims of query, {shape.leads}; got shape {given}."
+            f"{name} must have the leading dims of query, {shape.leads}; got shape {given_shape}."
         )
     if x.size == 1:
         return x.reshape(1).astype(jnp.int32)
@@ -283,7 +291,7 @@ def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
 
 
 def _known(x) -> np.ndarray | None:
-    """The values, if there are any and they are not being traced."""
+    """Return the values, or None if there are none or they are being traced."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
         return None
     values = np.asarray(x)
@@ -291,6 +299,7 @@ def _known(x) -> np.ndarray | None:
 
 
 def _integers(name: str, x) -> Array:
+    """Return `x` as an array of integers."""
     x = to_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}.")
@@ -298,7 +307,7 @@ def _integers(name: str, x) -> Array:
 
 
 def _same_rank(x: Array, ndim: int) -> Array:
-    """Adds or drops leading dims of size 1 (jax.nn takes a 4-dim bias for a 3-dim query)."""
+    """Add or drop leading dims of size 1, because jax.nn takes a 4-dim bias for a 3-dim query."""
     extra = x.ndim - ndim
     if extra < 0:
         return x.reshape((1,) * -extra + x.shape)
@@ -306,6 +315,7 @@ def _same_rank(x: Array, ndim: int) -> Array:
 
 
 def _broadcasts(shape: tuple, full: tuple) -> bool:
-    return len(shape) == len(full) and all(
-        a == 1 or a == b for a, b in zip(shape, full, strict=True)
-    )
+    """Return True if `shape`, of the same rank, broadcasts to `full`."""
+    if len(shape) != len(full):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(shape, full, strict=True))

@@ -16,42 +16,42 @@ from memeff.user_functions import trace_function, trace_transform
 
 
 def check_function(shape: CallShape, name: str, fn, params, dtype):
-    """The function, or None, and the leaves of its params: floats, and others."""
+    """Return the traced function, or None, and the leaves of its params: floats, and others."""
     if fn is None:
         if params is not None:
             raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
         return None, (), ()
-    return trace_function(
-        name, fn, params, dtype, {letter: getattr(shape, letter) for letter in "BNTS"}
-    )
+    sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "S": shape.S}
+    return trace_function(name, fn, params, dtype, sizes)
 
 
 def check_blocks(shape: CallShape, mask_fn, q_offset):
-    """What is known of the tiles that a mask hides, or None, and the mask."""
+    """Return the blocks of a block mask, or None, and the mask itself."""
     if not isinstance(mask_fn, BlockMask):
         return None, mask_fn
-    if mask_fn.blocks.lengths != (shape.T, shape.S):
-        made, here = mask_fn.blocks.lengths, (shape.T, shape.S)
+    blocks = mask_fn.blocks
+    if blocks.lengths != (shape.T, shape.S):
         raise ValueError(
-            f"mask_fn is a block mask of T, S = {made}, and this call has {here}: make one of those lengths."
+            f"mask_fn is a block mask of T, S = {blocks.lengths}, and this call has {(shape.T, shape.S)}: "
+            "make one of those lengths."
         )
-    for name, letter, made, here in (
-        ("batch", "B", mask_fn.blocks.batch, shape.B),
-        ("heads", "N", mask_fn.blocks.heads, shape.N),
-    ):
-        if made not in (None, here):
-            raise ValueError(
-                f"mask_fn is a block mask made with {name}={made}, and here {letter}={here}: make one with that."
-            )
+    if blocks.batch not in (None, shape.B):
+        raise ValueError(
+            f"mask_fn is a block mask made with batch={blocks.batch}, and this call has B={shape.B}: make one with that."
+        )
+    if blocks.heads not in (None, shape.N):
+        raise ValueError(
+            f"mask_fn is a block mask made with heads={blocks.heads}, and this call has N={shape.N}: make one with that."
+        )
     if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
         raise ValueError(
             "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its mask alone."
         )
-    return mask_fn.blocks, mask_fn.mask
+    return blocks, mask_fn.mask
 
 
 def check_transform(fn, params, query):
-    """As `check_function`."""
+    """Return the traced qk_transform, or None, and the leaves of its params: floats, and others."""
     if fn is None and params is None:
         return None, (), ()
     if fn is None:
@@ -60,7 +60,7 @@ def check_transform(fn, params, query):
 
 
 def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
-    """(rows, columns) of a tile, None where the default holds."""
+    """Return (rows, columns) of a tile, None for a default."""
     if chunk_size is None:
         return None, None
     sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
@@ -80,13 +80,13 @@ def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
     return operator.index(sides[0]), operator.index(sides[1])
 
 
-def check_precision(precision):
-    """Hashable, as `jax.lax` understands it."""
+def check_precision(precision: Any) -> lax.PrecisionLike:
+    """Return the precision in a hashable form that `jax.lax` takes."""
     if precision is None:
         return None
     if isinstance(precision, list):
         precision = tuple(precision)
-    try:  # canonicalising is the business of lax
+    try:  # lax knows which values are valid
         jax.eval_shape(
             lambda x: lax.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1,), jnp.float32)
         )
@@ -99,12 +99,14 @@ def check_precision(precision):
 
 
 def check_backward(backward: Any) -> str | None:
+    """Return `backward` if it is a known form."""
     if backward not in (None, "split", "fused", "fastest"):
         raise ValueError(f'backward={backward!r} must be None, "split", "fused" or "fastest".')
     return backward
 
 
 def check_dropout_rate(rate) -> float:
+    """Return the rate as a float in [0, 1)."""
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
         raise TypeError(
             f"dropout_rate must be a number (it is fixed while tracing), got {kind_of(rate)}."
@@ -118,7 +120,7 @@ def check_dropout_rate(rate) -> float:
 
 
 def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
-    """The static choice and the key as two uint32 words; (None, None) where nothing is dropped."""
+    """Return the static choice, and the key as two uint32 words; (None, None) if nothing is dropped."""
     rate = check_dropout_rate(rate)
     check_choice("broadcast_dropout", shared)
     if rate == 0:
@@ -128,7 +130,8 @@ def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
             f"dropout_rate={rate:g} came without dropout_rng: pass a key, or omit dropout_rate."
         )
     if hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        if "threefry2x32" not in (impl := str(jax.random.key_impl(rng))):
+        impl = str(jax.random.key_impl(rng))
+        if "threefry2x32" not in impl:
             raise NotImplementedError(
                 f"dropout_rng is a key of {impl}: memeff draws by coordinates, which needs threefry2x32. "
                 'Make it with jax.random.key(seed, impl="threefry2x32").'

@@ -22,7 +22,7 @@ from conftest import run_calls
 from test_functions import WRONG as WRONG_FUNCTIONS
 
 import memeff
-from memeff import dot_product_attention, validate
+from memeff import dot_product_attention, warn
 from memeff.arguments import AttentionOptions
 
 # ---- wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says
@@ -482,7 +482,7 @@ def test_traced_lengths_and_offsets_need_no_value():
 def test_a_large_dense_array_warns_once_and_names_what_replaces_it(
     name, dtype, instead, monkeypatch
 ):
-    monkeypatch.setattr(validate, "_warned", set())
+    monkeypatch.setattr(warn, "_warned", set())
     x = jax.ShapeDtypeStruct((1, 32_768, 4, 64), jnp.bfloat16)
     dense = jax.ShapeDtypeStruct((1, 1, 32_768, 32_768), dtype)
     trace = lambda dense: jax.eval_shape(
@@ -497,7 +497,7 @@ def test_a_large_dense_array_warns_once_and_names_what_replaces_it(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(dense)
-        validate._warned.clear()
+        warn._warned.clear()
         trace(jax.ShapeDtypeStruct((1, 4, 1, 32_768), dtype))
         trace(jax.ShapeDtypeStruct((32_768, 32_768), dtype).update(shape=(32_768, 1)))
 

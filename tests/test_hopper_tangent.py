@@ -269,7 +269,7 @@ def test_a_tangent_that_is_not_finite_reaches_who_sees_it(what):
 
 def plain_stands_in(monkeypatch):
     """The contracts of the kernels that a jvp runs, in plain JAX, causal."""
-    from memeff.pallas.hopper import tangent
+    from memeff.pallas.hopper import calls
 
     def tangents(problem, lengths, arrays, scalars, tiling, shared):
         (T, S), G = lengths, arrays.query.shape[2] // arrays.key.shape[2]
@@ -293,7 +293,7 @@ def plain_stands_in(monkeypatch):
         return dout.astype(q.dtype), jnp.pad(r, [(0, 0), (0, 0), (0, -T % tiling.own)]).astype(f32)
 
     stand_in(monkeypatch)
-    monkeypatch.setattr(tangent, "tangents", tangents)
+    monkeypatch.setattr(calls, "tangents", tangents)
     monkeypatch.setattr("memeff.pallas.hopper.implementation.why_not", lambda *_: None)
     monkeypatch.setattr("memeff.chunked.implementation.tangent", None)  # not taken
 

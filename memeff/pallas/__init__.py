@@ -8,9 +8,9 @@ measurements found, and `temp_bytes`. It imports no kernel before it runs one. T
 from types import ModuleType
 
 from memeff.device import Device
-from memeff.pallas.hopper import implementation as hopper
+from memeff.pallas.hopper import implementation
 
-FAMILIES: tuple[ModuleType, ...] = (hopper,)
+FAMILIES: tuple[ModuleType, ...] = (implementation,)
 
 
 def family_for(device: Device) -> ModuleType:

@@ -745,7 +745,7 @@ def test_kernels_run_functions_where_they_can(monkeypatch):
         )
         strange = dict(score_fn=lambda s, b, h, i, j, p: jax.lax.erf(s))
         with pytest.warns(
-            UserWarning, match="kernels are for this device.*cannot compute `erf` of the score"
+            UserWarning, match="instead of the GPU's kernels, because .*cannot compute `erf` of the score"
         ):
             jax.eval_shape(lambda x: dot_product_attention(x, x, x, **strange), X)
         jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **strange), X)

@@ -199,8 +199,8 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
     t, c = problem.chunk_size
     b, k = problem.block or (B, K)
     shape: Any = jax.ShapeDtypeStruct
-    sides = [shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,))]
-    indices = PairIndices(*sides, (), ())
+    batch, head, q_pos, k_pos = (shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,)))
+    indices = PairIndices(batch, head, q_pos, k_pos, (), ())
 
     def pull(score, indices, floats, rest):
         return jax.vjp(lambda x, floats: score_fn(x, indices, floats, rest), score, floats)[1]
@@ -223,59 +223,37 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
 # ---- CPU: XLA lends the memory of outputs that are not yet written, to one buffer each
 
 
-class CpuCall(NamedTuple):
+class _CpuCall:
     """The arrays of a call in bytes, and its traits, for XLA:CPU."""
 
-    sizes: Sizes
-    tile: int  # logits
-    saved: int  # out
-    out: int  # its sum
-    row: int
-    sums: list[int]  # of the gradients of query, key, value and bias
-    outputs: list[int]  # these gradients
-    slices: tuple[int, ...]  # query, key, value and dout of a tile
-    shared: list[int]  # buffers of a dropout mask that all heads share
-    masked: bool
-    fixed: bool  # the forward has a precomputed bound on each row's max
-    dropout_each: bool  # each head has a dropout mask
-    grouped: bool  # G > 1
-    old: bool
-    half: bool
-    exact: bool
-    held: bool  # operands are held in float32, whole
+    def __init__(self, problem: Problem, operands: Operands):
+        self.sizes = z = Sizes.of(problem, operands)
+        arrays = z.q, z.k, z.v, z.bias
+        self.sums = [size * z.wide for size in arrays]
+        self.outputs = [size * z.narrow for size in arrays]  # the gradients
+        self.tile = z.logits * z.wide
+        self.out = z.o * z.wide
+        self.saved = z.o * z.narrow
+        self.row = z.row * z.wide
+        self.slices = [size * z.narrow for size in z.slices]  # query, key, value, dout
 
+        self.masked = _masked(problem, operands)
+        self.fixed = eligible.fixed_max_applies(problem, operands)
+        self.grouped = operands.query.shape[3] != 1
+        self.exact = z.wide == z.narrow
+        self.half = operands.query.dtype == jnp.float16
+        self.old = JAX < (0, 11)
+        self.held = self.old and operands.query.dtype == jnp.bfloat16  # whole, in float32
 
-def _cpu_call(problem: Problem, operands: Operands) -> CpuCall:
-    """Return the sizes and traits of a call."""
-    z = Sizes.of(problem, operands)
-    dropout = problem.dropout
-    shares_mask = dropout is not None and dropout.shared
-    old = JAX < (0, 11)
-    arrays = z.q, z.k, z.v, z.bias
-    return CpuCall(
-        sizes=z,
-        tile=z.logits * z.wide,
-        saved=z.o * z.narrow,
-        out=z.o * z.wide,
-        row=z.row * z.wide,
-        sums=[size * z.wide for size in arrays],
-        outputs=[size * z.narrow for size in arrays],
-        slices=tuple(size * z.narrow for size in z.slices),
-        shared=[z.shared * z.wide] * (CPU.shared_dropout if shares_mask else 0),
-        masked=_masked(problem, operands),
-        fixed=eligible.fixed_max_applies(problem, operands),
-        dropout_each=dropout is not None and (not shares_mask or z.shared == z.logits),
-        grouped=operands.query.shape[3] != 1,
-        old=old,
-        half=operands.query.dtype == jnp.float16,
-        exact=z.wide == z.narrow,
-        held=old and operands.query.dtype == jnp.bfloat16,
-    )
+        dropout = problem.dropout
+        shares_mask = dropout is not None and dropout.shared
+        self.shared = [z.shared * z.wide] * (CPU.shared_dropout if shares_mask else 0)
+        self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
 
 def _on_cpu(problem: Problem, operands: Operands) -> tuple[float, float]:
     """Return the bytes of a forward, and of forward and gradient, on a CPU."""
-    call = _cpu_call(problem, operands)
+    call = _CpuCall(problem, operands)
     z = call.sizes
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
@@ -310,7 +288,7 @@ def _on_cpu(problem: Problem, operands: Operands) -> tuple[float, float]:
     return forward, max(phases)
 
 
-def _cpu_forward_tile(call: CpuCall) -> list[float]:
+def _cpu_forward_tile(call: _CpuCall) -> list[float]:
     """Return the buffers that the forward's loop holds for a tile."""
     z = call.sizes
     alone = call.saved < call.tile
@@ -327,7 +305,7 @@ def _cpu_forward_tile(call: CpuCall) -> list[float]:
     return [*_tiles(call.tile, count), *slices, *call.shared, mask]
 
 
-def _cpu_backward_count(call: CpuCall, alone: bool) -> float:
+def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
     """Return how many tiles of logits are live in the backward of a call without `LogitParams`."""
     if call.dropout_each:
         if not call.exact:
@@ -345,7 +323,7 @@ def _cpu_backward_count(call: CpuCall, alone: bool) -> float:
     return CPU.backward + more + (CPU.backward_masked if call.masked else 0)
 
 
-def _cpu_params_count(call: CpuCall, problem: Problem, operands: Operands, alone: bool) -> float:
+def _cpu_params_count(call: _CpuCall, problem: Problem, operands: Operands, alone: bool) -> float:
     """Return how many more tiles the backward of scale, soft cap and bias needs."""
     count = 0.0
     terms = operands.terms
@@ -360,7 +338,7 @@ def _cpu_params_count(call: CpuCall, problem: Problem, operands: Operands, alone
     return count
 
 
-def _cpu_end(call: CpuCall) -> float:
+def _cpu_end(call: _CpuCall) -> float:
     """Return the bytes of the last phase, in which sums become gradients."""
     z = call.sizes
     sums = call.sums

@@ -106,14 +106,13 @@ def choose_tiles(
     )
     if chosen is not None:
         return chosen
-    if implementation == "reference":
-        where, cure = "at once", "omit `implementation`"
-    elif _gradient_in_kernels(operands, implementation):
-        where, cure = "in kernels", "omit `implementation`"
-    else:
-        t, c = smallest.chunk_size
-        where = f"in tiles of {t} x {c} logits"
-        cure = "omit `chunk_size`" if requested != (None, None) else "split the batch or the heads"
+    t, c = smallest.chunk_size
+    where = f"in tiles of {t} x {c} logits"
+    cure = "omit `chunk_size`" if requested != (None, None) else "split the batch or the heads"
+    kernels = _gradient_in_kernels(operands, implementation)
+    if kernels or implementation == "reference":
+        where = "in kernels" if kernels else "at once"
+        cure = "omit `implementation`"
     raise ValueError(
         f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call need "
         f"up to {needed} bytes ({format_bytes(needed)}) beyond inputs and outputs, {where}. Raise "

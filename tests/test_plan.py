@@ -198,7 +198,7 @@ def test_a_quadratic_call_is_held_to_the_limit_too():
     attend = functools.partial(dot_product_attention, implementation="reference")
     with pytest.raises(
         ValueError,
-        match="beyond inputs and outputs, at once. Raise the limit to that, or leave implementa",
+        match="beyond inputs and outputs, at once. Raise the limit to that, or omit `implementation`",
     ):
         jax.eval_shape(functools.partial(attend, memory_limit="4MiB"), x, x, x)
     jax.eval_shape(functools.partial(attend, memory_limit="400MiB"), x, x, x)

@@ -31,15 +31,16 @@ class CpuFit(NamedTuple):
     """Live tiles of logits on CPUs.
 
     A tile is "alone" if no output is large enough to lend it memory. "Exact" means that operands
-    have the dtype of the sums, "half" float16, and "old" jax before 0.11.
+    have the dtype of the sums, "half" float16, and "old" jax before 0.11. "More" marks tiles that
+    are added to the others.
     """
 
     forward: float = 2
     forward_unmasked: float = 1.5  # neither exact nor alone
     forward_half_alone: float = 0.5  # more
     forward_dropout: float = 11
-    fixed_max_spare: float = 1 / 8  # more for the fixed max, and twice this if tiles are masked
-    shared_dropout: int = 10  # tiles of one head, in either direction
+    fixed_max_spare: float = 1 / 8  # for a bound on each row's max; three times this if masked
+    shared_dropout: int = 10  # more, of one head; in forward and backward
 
     backward_exact: float = 2
     backward_exact_old: float = 2.5

@@ -266,7 +266,7 @@ def _gpu_tiles(
     G = max(1, shape.G)
     heads = max(1, shape.B * shape.K * G)
     rows = min(GPU_TILE[0], T)
-    tile = rows, math.prod(GPU_TILE) // max(1, rows)  # few rows: more columns
+    tile = (rows, math.prod(GPU_TILE) // max(1, rows))  # few rows: more columns
     if not plain or G * T < GPU_ROWS:
         logits = (GPU_LOGITS >> halvings) // 2 // heads
         return Tiles(_fit(_shrink(tile, logits), requested, shape))

@@ -1,8 +1,9 @@
-"""The registration with JAX's differentiation, and nothing else: the rules are the plain functions of an implementation.
+"""Register attention with JAX's differentiation; the rules are plain functions of an implementation.
 
-Attention has a rule for its tangent, and that tangent, linear, has a rule for its transpose: the backward of the
-implementation. So one registration serves both modes. The tangent of the backward is that of the tangent's transpose as JAX
-makes it of tiles.py, so orders beyond the first need no formulas and take linear memory as well.
+Attention has a rule for its tangent. The tangent is linear and has a rule for its transpose: the
+implementation's backward. So one registration serves both modes. JAX makes the tangent of the
+backward by transposing `chunked.tangent`, a sum over tiles (autodiff/tile_sum.py). Therefore orders
+beyond the first need no formulas, and they take linear memory as well.
 """
 
 import dataclasses
@@ -27,49 +28,59 @@ RESIDUAL_NAMES = ("memeff_out", "memeff_lse")
 def attend(
     implementation: ModuleType, problem: Problem, want_lse: bool, operands: Operands
 ) -> tuple[Array, Array | None]:
-    """out [B, K, G, T, D] and lse [B, K, G, T] (None unless `want_lse`, so that inference need not store it).
+    """Return out [B, K, G, T, D] and lse [B, K, G, T], or None for lse unless `want_lse`.
 
-    Gradients come from the implementation's `backward`, or from JAX if it has none.
+    Inference need not store lse. Gradients come from the implementation's `backward`, or from JAX
+    if it has none.
     """
     forward = Forward(implementation, problem, "caller" if want_lse else None)
-    own = hasattr(implementation, "backward")
-    out, lse = call(forward, vary_together(operands)) if own else forward(operands)
+    if hasattr(implementation, "backward"):
+        out, lse = call(forward, vary_together(operands))
+    else:
+        out, lse = forward(operands)
     return out, lse and lse.high
 
 
-def _at_once(problem: Problem, axes: Operands) -> int | None:
-    """Return how many calls under vmap work at the same time; all, where they share their logits and so make them once."""
+def _calls_at_once(problem: Problem, axes: Operands) -> int | None:
+    """Return how many calls under vmap run at the same time; None: all.
+
+    Calls that share query and key all run together, because they compute their logits once.
+    """
     return None if (axes.query, axes.key) == (None, None) else problem.at_once
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(implementation, problem, lse_for, operands):
-    operands = _as_one(operands)
+    """Return out and lse of `operands`."""
+    operands = _tie_to_query(operands)
     out, lse = implementation.forward(problem, operands, lse_for)
     return out, lse if lse_for else None
 
 
-def _as_one(operands: Operands) -> Operands:
-    """Ties what depends on layer-independent arrays alone (segments: the masks of all tiles) to the query.
+def _tie_to_query(operands: Operands) -> Operands:
+    """Make segment masks and the like depend on the query.
 
-    Else a scan over layers would compute those masks once, before it, and keep them: T x T. Query, mask and bias go with one
-    dim of heads, which they had at the door: XLA:CPU would copy them for a dim G = 1.
+    Otherwise a scan over layers hoists them out and stores T x T of them. Query, mask and bias pass
+    the barrier with one dim of heads, as the user gave them, because XLA:CPU copies arrays with a
+    dim G = 1.
     """
-    heads = operands.query, operands.mask, operands.terms.bias
-    flat = (lax.collapse(heads[0], 2, 4), *jax.tree.map(lambda x: lax.collapse(x, 1, 3), heads[1:]))
+    arrays = operands.query, operands.mask, operands.terms.bias
+    query = lax.collapse(operands.query, 2, 4)  # b t n h
+    mask, bias = jax.tree.map(lambda x: lax.collapse(x, 1, 3), arrays[1:])  # b n t s
     rest = operands._replace(query=None, mask=None, terms=operands.terms._replace(bias=None))
-    flat, rest = lax.optimization_barrier((flat, rest))
-    query, mask, bias = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, heads)
+    flat, rest = lax.optimization_barrier(((query, mask, bias), rest))
+    query, mask, bias = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, arrays)
     return rest._replace(query=query, mask=mask, terms=rest.terms._replace(bias=bias))
 
 
 def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
+    """Return the sinks, and the operands without them."""
     return operands.terms.sinks, operands._replace(terms=operands.terms._replace(sinks=None))
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """out and lse (None unless it is for somebody) of operands."""
+    """The function from operands to out and lse (None if nobody reads it)."""
 
     implementation: ModuleType
     problem: Problem
@@ -79,14 +90,17 @@ class Forward:
         return _forward(self.implementation, self.problem, self.lse_for, operands)
 
     def at_once(self, axes):
-        return _at_once(self.problem, axes)
+        """Return how many calls under vmap run at the same time."""
+        return _calls_at_once(self.problem, axes)
 
     def jvp(self, primals, tangents):
-        (operands,), (along,) = primals, tangents
+        """Return out and lse, and the tangents of both."""
+        (operands,) = primals
+        (tangents,) = tangents
         if self.problem.together and operands.terms.sinks is None:
-            (out, lse), (dout, dlse) = call(OnePassJvp(self), operands, along)
+            (out, lse), (dout, dlse) = call(OnePassJvp(self), operands, tangents)
         else:
-            (out, lse), (dout, dlse) = TwoPassJvp(self)(operands, along)
+            (out, lse), (dout, dlse) = TwoPassJvp(self)(operands, tangents)
         if self.lse_for is None:
             return (out, None), (dout, None)
         return (out, lse), (dout, Lse(dlse, None if lse.low is None else jnp.zeros_like(lse.low)))
@@ -94,104 +108,132 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class TwoPassJvp:
-    """out and lse, and tangents of both: of a forward, and then from its lse."""
+    """The function from operands and tangents to out, lse and their tangents, in two passes.
 
-    of: Forward
+    The first pass is a forward, and the second starts from its lse.
+    """
 
-    def __call__(self, operands, along):
-        out, lse = call(
-            dataclasses.replace(self.of, lse_for=self.of.lse_for or "gradient"), operands
-        )
+    forward: Forward
+
+    def __call__(self, operands, tangents):
+        lse_for = self.forward.lse_for or "gradient"
+        out, lse = call(dataclasses.replace(self.forward, lse_for=lse_for), operands)
         out = checkpoint_name(out, RESIDUAL_NAMES[0])
         lse = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
-        return (out, lse), call(
-            Tangent(self.of.implementation, self.of.problem), (operands, out, lse), along
-        )
+        tangent = Tangent(self.forward.implementation, self.forward.problem)
+        return (out, lse), call(tangent, (operands, out, lse), tangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class OnePassJvp:
-    """The same from one walk; where JAX wants the tangent later, as in a gradient, from two."""
+    """The same function in one pass.
 
-    of: Forward
+    If JAX needs the tangent later, as in a gradient, it takes two passes (`apart`).
+    """
+
+    forward: Forward
 
     @property
     def apart(self) -> TwoPassJvp:
-        return TwoPassJvp(self.of)
+        """Return the function that JAX may split into forward and tangent."""
+        return TwoPassJvp(self.forward)
 
-    def __call__(self, operands, along):
-        return _together(self.of.problem, operands, along)
+    def __call__(self, operands, tangents):
+        return _one_pass_jvp(self.forward.problem, operands, tangents)
 
-    def at_once(self, operands, along):
-        return _at_once(self.of.problem, operands)
+    def at_once(self, operands, tangents):
+        """Return how many calls under vmap run at the same time."""
+        return _calls_at_once(self.forward.problem, operands)
 
     def jvp(self, primals, tangents):
+        """Return the results and their tangents, as JAX derives them from two passes."""
         return value_and_tangent(self.apart, primals, tangents)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _together(problem, operands, along):
-    return forward_with_tangent(problem, _as_one(operands), along)
+def _one_pass_jvp(problem, operands, tangents):
+    """Return out and lse, and the tangents of both."""
+    return forward_with_tangent(problem, _tie_to_query(operands), tangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """Tangents of out and lse, linear in those of the operands."""
+    """The function from tangents of the operands to those of out and lse; it is linear."""
 
     implementation: ModuleType
     problem: Problem
 
-    def __call__(self, known, along, narrow=True):
+    def __call__(self, known, tangents, narrow=True):
         operands, out, lse = known
         sinks, operands = _without_sinks(operands)
         if sinks is None:
-            return self.of_keys((operands, out, lse), along, narrow)
-        dsinks, along = _without_sinks(along)
+            return self._over_keys((operands, out, lse), tangents, narrow)
+        dsinks, tangents = _without_sinks(tangents)
         total, p = lse_with_sinks(lse, sinks)
-        dout, _ = self.of_keys((operands, out, total), along, narrow)
+        dout, _ = self._over_keys((operands, out, total), tangents, narrow)
         if dsinks is not None:
             dout = (dout - (p * dsinks[..., None])[..., None] * out).astype(out.dtype)
-        # XLA drops the walk whose result nobody wants
-        return dout, self.of_keys((operands, out, lse), along, narrow)[1]
+        # XLA drops either pass if its result is unused
+        _, dlse = self._over_keys((operands, out, lse), tangents, narrow)
+        return dout, dlse
 
-    def of_keys(self, known, along, narrow):
-        """Return tangents where all of the softmax belongs to keys."""
+    def _over_keys(self, known, tangents, narrow):
+        """Return the tangents of a softmax over keys only.
+
+        `narrow`: multiply 16-bit operands in 16 bits. Otherwise JAX can differentiate the result.
+        """
         operands, out, lse = known
+        operands = _tie_to_query(operands)
         if narrow:
-            return self.implementation.tangent(self.problem, _as_one(operands), out, lse, along)
-        # for JAX to differentiate
-        return tangent(self.problem, _as_one(operands), out, lse, along, narrow=False)
+            return self.implementation.tangent(self.problem, operands, out, lse, tangents)
+        return tangent(self.problem, operands, out, lse, tangents, narrow=False)
 
-    def at_once(self, known, along):
-        return _at_once(self.problem, known[0])
+    def at_once(self, known, tangents):
+        """Return how many calls under vmap run at the same time."""
+        return _calls_at_once(self.problem, known[0])
 
-    def types(self, known, along):
+    def types(self, known, tangents):
+        """Return the types of the results without a trace."""
         _, out, lse = known
         return out, lse.high
 
     def jvp(self, primals, tangents):
-        (known, along), (dknown, dalong) = primals, tangents
-        found = call(self, *primals)
-        if not jax.tree.leaves(dknown):
-            still = lambda x, dx: None if x is None else jnp.zeros_like(x) if dx is None else dx
-            return found, call(
-                self, known, jax.tree.map(still, along, dalong, is_leaf=lambda x: x is None)
-            )
-        return found, tangent_of(functools.partial(self, narrow=False), primals, tangents)
+        """Return the tangents of out and lse, and the tangents of these."""
+        known, first_tangents = primals
+        dknown, dtangents = tangents
+        result = call(self, *primals)
+        if jax.tree.leaves(dknown):
+            return result, tangent_of(functools.partial(self, narrow=False), primals, tangents)
+
+        def zero_if_none(x, dx):
+            if x is None:
+                return None
+            return jnp.zeros_like(x) if dx is None else dx
+
+        # linear: the tangent of the result is the same function of the tangent
+        dtangents = jax.tree.map(zero_if_none, first_tangents, dtangents, is_leaf=_is_none)
+        return result, call(self, known, dtangents)
 
     def transposed(self, args, cotangents):
-        (known, along), (dout, dlse) = args, cotangents
+        """Return cotangents of the operands' tangents, from those of out and lse."""
+        known, tangents = args
+        dout, dlse = cotangents
         dout = jnp.zeros_like(known[1]) if dout is None else dout
         gradients = call(Backward(self.implementation, self.problem), *known, dout, dlse)
-        found = along._replace(**gradients._asdict())
+        result = tangents._replace(**gradients._asdict())
         return jax.tree.map(
-            lambda x, g: None if x is None else g, along, found, is_leaf=lambda x: x is None
+            lambda x, g: None if x is None else g, tangents, result, is_leaf=_is_none
         )
+
+
+def _is_none(x) -> bool:
+    """Return True if x is None; None is a leaf of trees then."""
+    return x is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Gradients in the dtypes and layouts of the operands."""
+    """The function from out, lse and their cotangents to gradients like the operands."""
 
     implementation: ModuleType
     problem: Problem
@@ -200,57 +242,67 @@ class Backward:
         return _backward(self.implementation, self.problem, operands, out, lse, dout, dlse)
 
     def at_once(self, operands, *rows):
-        return _at_once(self.problem, operands)
+        """Return how many calls under vmap run at the same time."""
+        return _calls_at_once(self.problem, operands)
 
     def jvp(self, primals, tangents):
+        """Return the gradients, and their tangents as those of the transposed `Tangent`."""
+
         def transposed(operands, out, lse, dout, dlse):
             query, key, value, terms = operands[:4]
-            like = jax.tree.map(lambda x: None, operands)._replace(
-                query=query, key=key, value=value, terms=terms
-            )
-            tangent = functools.partial(
-                Tangent(self.implementation, self.problem), (operands, out, lse), narrow=False
-            )
-            some = tangent if dlse is not None else lambda along: tangent(along)[0]
-            (back,) = jax.linear_transpose(some, like)(dout if dlse is None else (dout, dlse))
-            return Gradients(back.query, back.key, back.value, back.terms)
+            like = jax.tree.map(lambda x: None, operands)
+            like = like._replace(query=query, key=key, value=value, terms=terms)
+
+            def outputs_with_cotangents(tangents):
+                tangent = Tangent(self.implementation, self.problem)
+                results = tangent((operands, out, lse), tangents, narrow=False)
+                return results[0] if dlse is None else results
+
+            transpose = jax.linear_transpose(outputs_with_cotangents, like)
+            (result,) = transpose(dout if dlse is None else (dout, dlse))
+            return Gradients(result.query, result.key, result.value, result.terms)
 
         return call(self, *primals), tangent_of(transposed, primals, tangents)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradients:
-    operands = _as_one(operands)
+    """Return the gradients in the dtypes and layouts of the operands."""
+    operands = _tie_to_query(operands)
     sinks, bare = _without_sinks(operands)
     if sinks is None:
         gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
     else:
         total, p = lse_with_sinks(lse, sinks)
         gradients = implementation.backward(problem, bare, out, total, dout, None)
-        # of the keys alone: a sink far above them must not take their probabilities away
+        # lse is over keys only: a sink far above them must not take their probabilities away
         if dlse is not None:
-            nothing = jnp.zeros_like(out)
-            of_lse = implementation.backward(problem, bare, nothing, lse, nothing, dlse)
-            gradients = jax.tree.map(lambda x, y: x + y, gradients, of_lse)
-        dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))
+            zeros = jnp.zeros_like(out)
+            from_lse = implementation.backward(problem, bare, zeros, lse, zeros, dlse)
+            gradients = jax.tree.map(lambda x, y: x + y, gradients, from_lse)
+        dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
         gradients = gradients._replace(terms=gradients.terms._replace(sinks=dsinks))
     like = Gradients(operands.query, operands.key, operands.value, operands.terms)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
 
 
 def tangent_of(f, primals, tangents):
-    """The tangent of f(*primals) as JAX makes it; None is a tangent of 0."""
+    """Return the tangent of f(*primals) as JAX derives it; a tangent of None is 0."""
     return value_and_tangent(f, primals, tangents)[1]
 
 
 def value_and_tangent(f, primals, tangents):
-    """f(*primals) as well."""
-    at, structure = jax.tree.flatten(primals)
-    along = structure.flatten_up_to(tangents)
-    moving = [n for n, dx in enumerate(along) if dx is not None]
+    """Return f(*primals) and its tangent as JAX derives it; a tangent of None is 0."""
+    arrays, structure = jax.tree.flatten(primals)
+    tangents = structure.flatten_up_to(tangents)
+    active = [n for n, dx in enumerate(tangents) if dx is not None]
 
-    def of(*parts):
-        put = dict(zip(moving, parts, strict=True))
-        return f(*jax.tree.unflatten(structure, [put.get(n, x) for n, x in enumerate(at)]))
+    def f_of_active(*active_arrays):
+        leaves = list(arrays)
+        for n, x in zip(active, active_arrays, strict=True):
+            leaves[n] = x
+        return f(*jax.tree.unflatten(structure, leaves))
 
-    return jax.jvp(of, tuple(at[n] for n in moving), tuple(along[n] for n in moving))
+    return jax.jvp(
+        f_of_active, tuple(arrays[n] for n in active), tuple(tangents[n] for n in active)
+    )

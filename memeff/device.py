@@ -1,4 +1,4 @@
-"""Say on which device calls run, or pretend one."""
+"""Tell on which device calls run, and pretend another one."""
 
 import contextlib
 import contextvars
@@ -10,10 +10,10 @@ from jax.core import Tracer
 
 
 class Device(NamedTuple):
-    """What runs a call."""
+    """The kind of device that runs a call."""
 
     platform: str  # "cpu", "gpu", "tpu"
-    capability: str | None = None  # of a CUDA GPU, "9.0"; None: another kind, or not known
+    capability: str | None = None  # of a CUDA GPU, such as "9.0"; None: another kind, or unknown
 
 
 _pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
@@ -23,7 +23,10 @@ _pretended: contextvars.ContextVar[Device | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def pretend_device(name: str | None, capability: str | None = None) -> Iterator[None]:
-    """As if there were one device, of this platform ("cpu", "gpu", "tpu"; None: as it is) and CUDA compute capability."""
+    """Choose as if there were one device, of platform `name` and CUDA compute `capability`.
+
+    `name` is "cpu", "gpu" or "tpu", or None for the real devices.
+    """
     token = _pretended.set(None if name is None else Device(name, capability))
     try:
         yield
@@ -32,17 +35,19 @@ def pretend_device(name: str | None, capability: str | None = None) -> Iterator[
 
 
 def current_device(query: Any = None) -> Device:
-    """Where calls run; this one, where `query` lies somewhere already."""
-    if (given := _pretended.get()) is not None:
-        return given
-    first = jax.devices()[0]
-    here = jax.config.jax_default_device or first  # type: ignore
+    """Return the device on which calls run, or that of `query` if it is a concrete array."""
+    pretended = _pretended.get()
+    if pretended is not None:
+        return pretended
+    default = jax.devices()[0]
+    device = jax.config.jax_default_device or default  # type: ignore
     if isinstance(query, jax.Array) and not isinstance(query, Tracer):
-        here = next(iter(query.devices()))
-    if not isinstance(here, jax.Device) or here.platform == first.platform:
-        return Device(jax.default_backend(), getattr(first, "compute_capability", None))
-    return Device(here.platform, getattr(here, "compute_capability", None))
+        device = next(iter(query.devices()))
+    if not isinstance(device, jax.Device) or device.platform == default.platform:
+        return Device(jax.default_backend(), getattr(default, "compute_capability", None))
+    return Device(device.platform, getattr(device, "compute_capability", None))
 
 
 def current_platform() -> str:
+    """Return the platform on which calls run: "cpu", "gpu" or "tpu"."""
     return current_device().platform

@@ -8,10 +8,15 @@ from memeff.problem import Operands, Problem
 
 
 def head_numbers(like: Array, K: int, first=(0, 0)) -> Array:
-    """b N + n of each query head, laid out as `like` [B, K, G] is, which begins with batch entry and key head `first`."""
+    """Return the number b N + n of each query head of a tile, [B, K, G].
+
+    `like` [B, K, G] gives the shape and the layout over devices. `first` holds the tile's first
+    batch entry and key head.
+    """
     zero = jnp.zeros_like(like, jnp.uint32)
     b, k, g = (lax.broadcasted_iota(jnp.uint32, like.shape, dim) for dim in range(3))
-    b, k = (x + jnp.uint32(x0) for x, x0 in zip((b, k), first, strict=True))
+    b = b + jnp.uint32(first[0])
+    k = k + jnp.uint32(first[1])
     return zero + ((b * K + k) * like.shape[2] + g)
 
 
@@ -23,27 +28,33 @@ def dropout_keep_mask(
     rows: Array,
     cols: Array,
 ) -> Array:
-    """The keep-mask of a tile, 1|B 1|K 1|G t c, a function of coordinates alone: the same for any chunking.
+    """Return the keep-mask [1|B, 1|K, 1|G, t, c] of a tile.
 
-    It is `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S], shared) with threefry's partitionable counters,
-    which are flat indices: what Flax draws for the same key. `head` are the tile's `number_heads`, `lengths` T and S.
+    It depends on coordinates alone, so it is the same for any tiles. It equals
+    `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S] if shared) with threefry's
+    partitionable counters, which are flat indices. Flax draws the same mask for the same key.
+    `head` are the `head_numbers` of the tile, and `lengths` are T and S.
     """
     assert problem.dropout is not None and operands.dropout_key is not None
     T, S = lengths
     if problem.dropout.shared:
         head = jnp.zeros((1, 1, 1), jnp.uint32)
-    high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))
-    high, low = high[..., None] * jnp.uint32(S), low[..., None]
-    carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))
+    high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))  # b k g t
+    high = high[..., None] * jnp.uint32(S)
+    low = low[..., None]
+    carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))  # b k g t c
     return _uniform_below(operands.dropout_key, high + carry, low, 1.0 - problem.dropout.rate)
 
 
 def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:
-    """x * size + y as 64 bits in two uint32 (x64 may be off), from 16-bit halves; `size` < 2^32."""
+    """Return x * size + y as the high and low 32 bits, because x64 may be off; `size` < 2^32."""
     x, y = jnp.broadcast_arrays(x, y)
-    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
-    s1, s0 = jnp.uint32(size >> 16), jnp.uint32(size & 0xFFFF)
-    x1, x0 = x >> half, x & mask
+    half = jnp.uint32(16)
+    mask = jnp.uint32(0xFFFF)
+    s1 = jnp.uint32(size >> 16)
+    s0 = jnp.uint32(size & 0xFFFF)
+    x1 = x >> half
+    x0 = x & mask
     middle = x1 * s0 + ((x0 * s0) >> half)  # at most 2^32 - 1
     middle0 = (middle & mask) + x0 * s1
     high = x1 * s1 + (middle >> half) + (middle0 >> half)
@@ -53,24 +64,21 @@ def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:
 
 
 def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
-    """bernoulli(p) at the 64-bit counters (high, low), bit for bit as `jax.random.bernoulli` at those flat indices."""
+    """Return bernoulli(p) at the 64-bit counters (high, low), equal to `jax.random.bernoulli`."""
     from jax.extend.random import threefry2x32_p
 
     high, low = jnp.broadcast_arrays(high, low)
     # sharded as `high` is, or XLA gathers `high`
-    k = key[0] + jnp.zeros_like(high), key[1] + jnp.zeros_like(high)
-    bits1, bits2 = threefry2x32_p.bind(*k, high, low)
+    key0 = key[0] + jnp.zeros_like(high)
+    key1 = key[1] + jnp.zeros_like(high)
+    bits1, bits2 = threefry2x32_p.bind(key0, key1, high, low)
+    # the exponent of 1.0 before random bits of the fraction is a float in [1, 2)
     if jax.dtypes.canonicalize_dtype(float) == jnp.float64:  # bernoulli then draws float64
         bits = (bits1.astype(jnp.uint64) << jnp.uint64(32)) | bits2.astype(jnp.uint64)
-        unit = (
-            lax.bitcast_convert_type(
-                (bits >> jnp.uint64(12)) | jnp.uint64(0x3FF << 52), jnp.float64
-            )
-            - 1.0
-        )
+        bits = (bits >> jnp.uint64(12)) | jnp.uint64(0x3FF << 52)
+        unit = lax.bitcast_convert_type(bits, jnp.float64) - 1.0
     else:
         bits = bits1 ^ bits2
-        unit = lax.bitcast_convert_type(
-            (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000), jnp.float32
-        ) - jnp.float32(1)
+        bits = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+        unit = lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(1)
     return unit < jnp.asarray(p, unit.dtype)

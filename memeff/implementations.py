@@ -15,14 +15,14 @@ IMPLEMENTATIONS = ("xla", "reference", "pallas")
 
 
 def module_for(name: str, device: Device) -> ModuleType:
-    """Return the implementation `name`; of kernels, the family for `device`."""
+    """Return the module of implementation `name`; "pallas" is the kernel family for `device`."""
     if name == "pallas":
         return pallas.family_for(device)
     return {"xla": chunked, "reference": reference}[name]
 
 
 class Chosen(NamedTuple):
-    """How a call runs."""
+    """The way in which a call runs."""
 
     problem: Problem  # with its tiles
     module: ModuleType  # the implementation, forward and backward together
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
         return names.get(self.module, "pallas")
 
 
-# Of a choice, on a device that is here: what forward and gradient take, as XLA says.
+# Compile a choice for a local device: temporary bytes of forward and gradient, as XLA reports them
 Compiled = Callable[[Chosen, jax.Device], tuple[int, int]]
 
 
@@ -44,24 +44,19 @@ def why_not(
     operands: Operands,
     chunks: tuple[int | None, int | None] = (None, None),
 ) -> str | None:
-    """None if the implementation `name` can run this call, else the reason."""
+    """Return None if implementation `name` can run this call, or else the reason in words."""
     match name:
         case "xla" | "reference":
-            return (
-                'backward="fused" is a form that only kernels have'
-                if problem.backward == "fused"
-                else None
-            )
+            if problem.backward == "fused":
+                return 'only the kernels support backward="fused"'
+            return None
         case "pallas":
-            own_tiles = (
-                None
-                if chunks == (None, None)
-                else "kernels have their own tiles, and this call gives chunk_size"
-            )
             device = current_device(operands.query)
-            return pallas.family_for(device).why_not(problem, operands, device) or own_tiles
+            reason = pallas.family_for(device).why_not(problem, operands, device)
+            if reason is None and chunks != (None, None):
+                return "the kernels choose their own tiles and do not support chunk_size"
+            return reason
         case "cudnn":
-            return "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
-    raise ValueError(
-        f"implementation={name!r} is not known: use None or one of {', '.join(map(repr, IMPLEMENTATIONS))}."
-    )
+            return "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
+    known = ", ".join(map(repr, IMPLEMENTATIONS))
+    raise ValueError(f"implementation={name!r} is not known: use None or one of {known}.")

@@ -1,8 +1,13 @@
-"""Define the logits of a tile from its dot products."""
+"""Define the logits of a tile from its dot products, and what other files may assume of them.
+
+A new term in `logits_from_dots` must be added to the functions that state its properties.
+"""
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,17 +15,21 @@ from memeff.masking import as_column, query_positions
 from memeff.problem import LogitParams, Operands, Problem
 from memeff.user_functions import PairIndices
 
+LOG2_E = 1 / math.log(2)
+
 
 def transform_query_key(
-    problem: Problem, here: Operands, rows: Array, cols: Array
+    problem: Problem, operands: Operands, rows: Array, cols: Array
 ) -> tuple[Array, Array]:
-    """Queries B K G t H and keys B K c H as the products take them."""
+    """Return queries [B, K, G, t, H] and keys [B, K, c, H] after `qk_transform`."""
     transform = problem.qk_transform
     if transform is None:
-        return here.query, here.key
-    q_pos = query_positions(problem, as_column(here.q_offset), rows)
-    params = here.terms.transform, here.transform_rest
-    return transform("query", here.query, q_pos, *params), transform("key", here.key, cols, *params)
+        return operands.query, operands.key
+    q_pos = query_positions(problem, as_column(operands.q_offset), rows)
+    params = operands.terms.transform, operands.transform_rest
+    query = transform("query", operands.query, q_pos, *params)
+    key = transform("key", operands.key, cols, *params)
+    return query, key
 
 
 def logits_from_dots(
@@ -28,31 +37,67 @@ def logits_from_dots(
     raw: Array,
     terms: LogitParams,
     keep: Array | None,
-    at: PairIndices | None = None,
+    indices: PairIndices | None = None,
 ) -> Array:
-    """Logits B K G t c from dot products: scale, soft cap, the user's function, bias, mask (`keep`; None: all visible), in
-    this order.
+    """Return logits [B, K, G, t, c] from the dot products `raw` of the same shape.
+
+    The order is scale, soft cap, score_fn, bias, mask. If `keep` is None, every pair is visible.
     """
     cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
     if keep is not None and (
         cap is not None or terms.scale is not None or problem.score_fn is not None
     ):
-        raw = jnp.where(keep, raw, 0)  # so that NaN in what nobody sees reaches no gradient
+        raw = jnp.where(keep, raw, 0)  # NaN of a hidden pair must not reach a gradient
     scale = problem.scale if terms.scale is None else terms.scale.astype(raw.dtype)
-    s = raw * scale if cap is None else cap * jnp.tanh(raw * (scale / cap))
+    if cap is None:
+        s = raw * scale
+    else:
+        s = cap * jnp.tanh(raw * (scale / cap))
     if problem.score_fn is not None:
-        assert at is not None
-        s = problem.score_fn(s, at, terms.score, at.of_score)
+        assert indices is not None
+        s = problem.score_fn(s, indices, terms.score, indices.of_score)
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
 
 
-LOG2_E = 1 / math.log(2)
+def logits_linear(problem: Problem) -> bool:
+    """Return True if logits are linear in raw: d_raw = ds times a factor that all pairs share."""
+    return problem.soft_cap is None and problem.score_fn is None
+
+
+def logits_increasing(problem: Problem, terms: LogitParams) -> bool:
+    """Return True if it is known that a larger raw never gives a smaller logit.
+
+    A scale that is an array may be negative, and a score_fn may do anything. Scale and soft cap
+    keep the order. A bias differs from pair to pair, so a caller must exclude it itself.
+    """
+    return terms.scale is None and problem.scale >= 0 and problem.score_fn is None
+
+
+def logits_plain(problem: Problem, operands: Operands) -> bool:
+    """Return True if the logits of all visible pairs are raw times a static scale.
+
+    Sinks do not count, because they are no logits of pairs. Dropout counts, although it changes
+    probabilities only, and so do arrays that hide pairs without a rule on positions. Such logits
+    can be bounded beforehand, by |scale| |q| |k|.
+    """
+    params = operands.terms._replace(sinks=None)
+    extras = (*problem.extras, *jax.tree.leaves(params), operands.mask, operands.q_segments)
+    return all(x is None for x in extras)
+
+
+def allow_approx_math(problem: Problem) -> bool:
+    """Return True if a kernel may compute the logits and their exponentials approximately.
+
+    The backward recomputes nonlinear functions of the logits, so those must be exact.
+    """
+    score_fn: Any = problem.score_fn  # in kernels a TileFunction, which has `curved`
+    return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
 
 
 def base2(problem: Problem) -> Problem:
-    """The problem whose logits are these times log2 e, so that exp(s) is exp2 of them."""
+    """Return the problem whose logits are log2(e) times larger, so exp2 of them is exp(s)."""
     cap = problem.soft_cap
     return dataclasses.replace(
         problem, scale=problem.scale * LOG2_E, soft_cap=None if cap is None else cap * LOG2_E
@@ -64,9 +109,9 @@ def logits_base2(
     raw: Array,
     terms: LogitParams,
     keep: Array | None,
-    at: PairIndices | None = None,
+    indices: PairIndices | None = None,
 ) -> Array:
-    """`finish` times log2 e; a function of the user's has its logits in nats."""
+    """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats."""
     if problem.score_fn is None:
-        return logits_from_dots(base2(problem), raw, terms, keep, at)
-    return logits_from_dots(problem, raw, terms, keep, at) * LOG2_E
+        return logits_from_dots(base2(problem), raw, terms, keep, indices)
+    return logits_from_dots(problem, raw, terms, keep, indices) * LOG2_E

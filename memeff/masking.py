@@ -12,9 +12,12 @@ from memeff.user_functions import PairIndices
 
 
 class MaskInputs(NamedTuple):
-    """What besides the window decides who sees whom; each broadcasts with the positions, None: it hides nobody."""
+    """Arrays that decide, besides the window, who may attend to whom.
 
-    q_offset: Any = None  # in the place of Problem.q_offset
+    Each broadcasts with the positions. None hides no pair.
+    """
+
+    q_offset: Any = None  # takes precedence over Problem.q_offset
     q_lengths: Any = None
     kv_lengths: Any = None
     q_segments: Any = None
@@ -24,94 +27,117 @@ class MaskInputs(NamedTuple):
 
 
 def query_positions(problem: Problem, q_offset, rows):
-    """The positions of queries at `rows` among the keys; `q_offset` as an array, or None where the problem has it."""
+    """Return the positions, among the keys, of the queries at `rows`.
+
+    `q_offset` is an array, or None to take the static offset of the problem.
+    """
     return rows + (problem.q_offset if q_offset is None else q_offset)
 
 
-def mask_pairs(problem: Problem, sight: MaskInputs, rows: Array, cols: Array) -> Array:
-    """May the query at `rows` look at the key at `cols`? Any shapes that broadcast."""
+def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
+    """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
     keep = (rows >= 0) & (cols >= 0)
-    at = query_positions(problem, sight.q_offset, rows)
+    position = query_positions(problem, inputs.q_offset, rows)
     if problem.left is not None:
-        keep &= at - problem.left <= cols
+        keep &= position - problem.left <= cols
     if problem.right is not None:  # causal attention is right = 0: one rule, not two
-        keep &= cols <= at + problem.right
-    if sight.q_lengths is not None:
-        keep &= rows < sight.q_lengths
-    if sight.kv_lengths is not None:
-        keep &= cols < sight.kv_lengths
-    if sight.q_segments is not None and sight.kv_segments is not None:
-        keep &= sight.q_segments == sight.kv_segments
-    if sight.mask is not None:
-        keep &= sight.mask
+        keep &= cols <= position + problem.right
+    if inputs.q_lengths is not None:
+        keep &= rows < inputs.q_lengths
+    if inputs.kv_lengths is not None:
+        keep &= cols < inputs.kv_lengths
+    if inputs.q_segments is not None and inputs.kv_segments is not None:
+        keep &= inputs.q_segments == inputs.kv_segments
+    if inputs.mask is not None:
+        keep &= inputs.mask
     # -inf, or the lowest finite number (a common stand-in for it), hides a key; NaN does not
-    if sight.bias is not None:
-        keep &= ~(sight.bias <= jnp.finfo(sight.bias.dtype).min)
+    if inputs.bias is not None:
+        keep &= ~(inputs.bias <= jnp.finfo(inputs.bias.dtype).min)
     return keep
 
 
 def as_column(x: Array | None) -> Array | None:
+    """Return x [B] as [B, 1], and None as None."""
     return None if x is None else x[:, None]
 
 
 def pair_indices(
-    problem: Problem, here: Operands, like: Array, first, rows: Array, cols: Array
+    problem: Problem, operands: Operands, like: Array, first, rows: Array, cols: Array
 ) -> PairIndices | None:
-    """For functions of the user's: of a tile that begins with batch entry and key head `first`; `like` is B K G, laid out
-    over devices as the tile is.
+    """Return the indices that the user's functions receive for a tile; None without functions.
+
+    `first` holds the first batch entry and key head of the tile. `like` [B, K, G] gives the
+    sharding of the indices.
     """
     if not problem.calls_functions:
         return None
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
-    batch, head = b + first[0], (k + first[1]) * like.shape[2] + g
+    batch = b + first[0]
+    head = (k + first[1]) * like.shape[2] + g
     sharding = jax.typeof(like).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
-        lay = lambda x, spec: reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-        batch, head = lay(batch[:, 0, 0], sharding.spec[:1]), lay(head[0], sharding.spec[1:])
+
+        def shard(x, spec):
+            return reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+        batch = shard(batch[:, 0, 0], sharding.spec[:1])
+        head = shard(head[0], sharding.spec[1:])
     else:
-        zero = jnp.zeros_like(like, jnp.int32)
-        batch, head = (zero + batch)[:, 0, 0], (zero + head)[0]
-    q_pos = query_positions(problem, as_column(here.q_offset), rows)
-    return PairIndices(batch, head, q_pos, cols, here.score_rest, here.mask_params)
+        zero = jnp.zeros_like(like, jnp.int32)  # varies under shard_map as `like` does
+        batch = (zero + batch)[:, 0, 0]
+        head = (zero + head)[0]
+    q_pos = query_positions(problem, as_column(operands.q_offset), rows)
+    return PairIndices(batch, head, q_pos, cols, operands.score_rest, operands.mask_params)
 
 
 def mask_tile(
-    problem: Problem, here: Operands, rows: Array, cols: Array, at: PairIndices | None = None
+    problem: Problem,
+    operands: Operands,
+    rows: Array,
+    cols: Array,
+    indices: PairIndices | None = None,
 ) -> Array:
-    """`sees` for queries at `rows` [t] and keys at `cols` [c]. Broadcasts to B K G t c; `here` is cut to the tile."""
-    mask = here.mask
+    """Apply `mask_pairs` to the queries at `rows` [t] and the keys at `cols` [c] of a tile.
+
+    `operands` are cut to the tile. The result broadcasts to [B, K, G, t, c].
+    """
+    mask = operands.mask
     if problem.mask_fn is not None:
-        assert at is not None
+        assert indices is not None
         floats = sum(problem.mask_fn.floats)
-        of_places = problem.mask_fn(None, at, at.of_mask[:floats], at.of_mask[floats:])
-        mask = of_places if mask is None else mask & of_places
-    every = slice(None)
-    batch, queries, keys = (
-        (every, *[None] * 4),
-        (every, None, None, every, None),
-        (every, None, None, None, every),
-    )
-    of = lambda x, index: None if x is None else x[index]
-    sight = MaskInputs(
-        q_offset=of(here.q_offset, batch),
-        q_lengths=of(here.q_lengths, batch),
-        kv_lengths=of(here.kv_lengths, batch),
-        q_segments=of(here.q_segments, queries),
-        kv_segments=of(here.kv_segments, keys),
+        params = indices.of_mask
+        function_mask = problem.mask_fn(None, indices, params[:floats], params[floats:])
+        mask = function_mask if mask is None else mask & function_mask
+    inputs = MaskInputs(
+        q_offset=_spread(operands.q_offset, "b"),
+        q_lengths=_spread(operands.q_lengths, "b"),
+        kv_lengths=_spread(operands.kv_lengths, "b"),
+        q_segments=_spread(operands.q_segments, "bt"),
+        kv_segments=_spread(operands.kv_segments, "bc"),
         mask=mask,
-        bias=here.terms.bias,
+        bias=operands.terms.bias,
     )
     return mask_pairs(
-        problem, sight, rows[None, None, None, :, None], cols[None, None, None, None, :]
+        problem, inputs, rows[None, None, None, :, None], cols[None, None, None, None, :]
     )
+
+
+def _spread(x: Array | None, dims: str) -> Array | None:
+    """Return `x`, which has the dims named in `dims`, as [B|1, 1, 1, t|1, c|1]."""
+    if x is None:
+        return None
+    return x[tuple(slice(None) if dim in dims else None for dim in "bkgtc")]
 
 
 def key_range(problem: Problem, q_offset, first, last):
-    """Key positions that rows `first` to `last` may see: (some row sees from, to, every row sees from, to), `to` excluded.
+    """Return the key positions that rows `first` to `last` may see inside the window.
 
-    Only the window speaks here, unclipped (None: unbounded); offsets may be ints, NumPy or JAX integers.
+    The result is (start of what any row sees, its end, start of what all rows see, its end). Ends
+    are excluded. Bounds are not clipped to the sequence, and None is no bound. Positions and offset
+    may be ints, NumPy or JAX integers.
     """
-    left, right = problem.left, problem.right
+    left = problem.left
+    right = problem.right
     return (
         None if left is None else first + q_offset - left,
         None if right is None else last + q_offset + right + 1,

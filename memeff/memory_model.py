@@ -1,10 +1,13 @@
-"""What a call holds at its highest point beyond inputs and outputs, told from shapes. Hides how XLA lays out its buffers.
+"""Estimate the bytes that a call holds at its peak, beyond inputs and outputs, from shapes alone.
 
-A call goes through phases: the forward's walk, its division, the backward's walk, and the end, where sums take the layout
-and dtype of the gradients; the highest counts. Live in it are what is as long as the sequence (sums in float32, rows, the
-saved out), what is as large as a tile of logits, and slices of operands. XLA:CPU lends the memory of outputs that are not
-yet written, one buffer each. How many tiles are live was read from what XLA reports (`memory_analysis`) of some 700
-compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an H200; tests/test_plan.py holds the figures to it.
+A call has phases: the loop of the forward, the division by l, the loop of the backward, and the end,
+when sums take the layout and dtype of the gradients. The largest phase counts. It holds arrays as
+long as the sequence (float32 sums, rows, the saved out), arrays as large as a tile of logits, and
+slices of operands. XLA:CPU lends the memory of outputs that are not yet written, one buffer each.
+
+The tables below say how many tiles are live at the same time. They were read from the reports of XLA
+(`memory_analysis`) on some 700 compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an H200.
+tests/test_plan.py compiles calls of every kind and fails where an estimate is off by over a tenth.
 """
 
 import math
@@ -21,6 +24,71 @@ from memeff.user_functions import PairIndices
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
+# ---- the fitted numbers (test_plan_is_within_a_tenth_of_what_is_compiled in tests/test_plan.py)
+
+
+class CpuFit(NamedTuple):
+    """Live tiles of logits on CPUs.
+
+    A tile is "alone" if no output is large enough to lend it memory. "Exact" means that operands
+    have the dtype of the sums, "half" float16, and "old" jax before 0.11. "More" marks tiles that
+    are added to the others.
+    """
+
+    forward: float = 2
+    forward_unmasked: float = 1.5  # neither exact nor alone
+    forward_half_alone: float = 0.5  # more
+    forward_dropout: float = 11
+    fixed_max_spare: float = 1 / 8  # for a bound on each row's max; three times this if masked
+    shared_dropout: int = 10  # more, of one head; in forward and backward
+
+    backward_exact: float = 2
+    backward_exact_old: float = 2.5
+    backward_exact_old_fixed: float = 3
+    backward_half: float = 3
+    backward: float = 2.5  # bfloat16
+    backward_alone: float = 1  # more, except if exact on old jax
+    backward_masked: float = 0.5  # more, not if exact; with half only if alone
+    backward_scalars: float = 1  # more for arrays as scale or soft cap; twice if alone
+    backward_bias: float = 1  # more
+    backward_bias_exact_old: float = 0.5  # more
+    backward_cap_old: float = 1.5  # more for a static soft cap
+    backward_dropout: float = 14
+    backward_dropout_alone: float = 3  # more
+    backward_dropout_exact: float = 16
+    backward_dropout_exact_ungrouped: float = 9.25  # jax 0.12 needs less; the test compares
+
+
+class GpuFit(NamedTuple):
+    """Bytes per element on GPUs, for operands of one width.
+
+    They are rather too high, because copies of whole operands come and go with shapes.
+    """
+
+    forward_logits: float
+    query: float  # in a gradient
+    key: float
+    logits: float
+    fused_logits: float  # in a gradient that XLA fuses into its products
+    bias: float
+
+
+CPU = CpuFit()
+GPU_16_BITS = GpuFit(5.5, query=6.5, key=6, logits=12.2, fused_logits=12, bias=4)
+GPU_32_BITS = GpuFit(8, query=12, key=8, logits=16, fused_logits=16, bias=0)
+GPU_FORWARD_OUT = 4  # bytes per element of out, and of the next two, at any width
+GPU_FORWARD_KEY = 2
+GPU_FORWARD_QUERY_SLICE = 24
+GPU_FUSED_OUT = 4.25  # the same where XLA fuses the gradient into its products
+GPU_FUSED_LOGITS = 6
+GPU_FUSED_QUERY = 1.4  # elements of the query's gradient, if heads are taken in blocks
+GPU_FUSED_MARGIN = 1.05
+
+MARGIN_CPU = 1.2
+MARGIN_GPU_FUSED = 1.15
+MARGIN_GPU = 1.3
+
+
 class Sizes(NamedTuple):
     """Elements of whole arrays, of a tile, and of a tile's slices; bytes of an element."""
 
@@ -33,20 +101,23 @@ class Sizes(NamedTuple):
     logits: int  # of a tile, all its heads
     shared: int  # of a tile, one head
     slices: tuple[int, int, int, int]  # query, key, value, out
-    wide: int  # bytes where sums are gathered
-    narrow: int  # and of an operand
+    wide: int  # bytes of an element of a sum
+    narrow: int  # bytes of an element of an operand
 
     @staticmethod
     def of(problem: Problem, operands: Operands) -> "Sizes":
-        (B, T, K, G, H), (_, S, _, D), (t, c) = (
-            operands.query.shape,
-            operands.value.shape,
-            problem.chunk_size,
-        )
+        """Return the sizes of a call."""
+        B, T, K, G, H = operands.query.shape
+        _, S, _, D = operands.value.shape
+        t, c = problem.chunk_size
         b, k = problem.block or (B, K)
         bias = operands.terms.bias
         return Sizes(
-            *(B * K * G * T * H, B * S * K * H, B * S * K * D, B * K * G * T * D, B * K * G * T),
+            q=B * K * G * T * H,
+            k=B * S * K * H,
+            v=B * S * K * D,
+            o=B * K * G * T * D,
+            row=B * K * G * T,
             bias=0 if bias is None else math.prod(bias.shape),
             logits=b * k * G * t * c,
             shared=t * c,
@@ -57,40 +128,48 @@ class Sizes(NamedTuple):
 
 
 def temp_bytes(problem: Problem, operands: Operands, platform: str) -> tuple[int, int]:
-    """Of the chunked path: of a forward for inference, and of forward and gradient in one call."""
-    find = _on_cpu if platform == "cpu" else _on_gpu
-    forward, gradient = find(problem, operands, eligible.fixed_max_applies(problem, operands))
-    return math.ceil(forward), math.ceil(gradient + _of_score_fn(problem, operands))
+    """Return the bytes of the chunked path: of inference, and of forward and gradient in one call."""
+    estimate = _on_cpu if platform == "cpu" else _on_gpu
+    forward, gradient = estimate(problem, operands)
+    return math.ceil(forward), math.ceil(gradient + _score_fn_bytes(problem, operands))
 
 
 def safety_margin(problem: Problem, operands: Operands, platform: str) -> float:
-    """What is told times this stays below a limit: small tiles, and on GPUs masks and biases, are told less well."""
+    """Return the factor on the estimate when a limit is enforced and nothing can be compiled.
+
+    The estimate is rougher for small tiles and, on GPUs, for masks and biases.
+    """
     if platform == "cpu":
-        return 1.2
-    return 1.15 if eligible.uses_gpu_fusion(problem, operands) else 1.3
+        return MARGIN_CPU
+    return MARGIN_GPU_FUSED if eligible.uses_gpu_fusion(problem, operands) else MARGIN_GPU
 
 
 def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
-    """About what plain attention (`jax.nn`'s XLA path) holds: logits, probabilities, in a gradient their cotangents."""
+    """Return about the bytes of plain attention (`jax.nn`'s XLA path), forward and gradient.
+
+    It holds logits and probabilities, and in a gradient their cotangents.
+    """
     (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
     half = operands.query.dtype.itemsize == 2
-    forward, gradient = (6, 10) if half and platform != "cpu" else (8, 12.5)
+    forward, gradient = (6, 10) if half and platform != "cpu" else (8, 12.5)  # bytes per logit
     return B * K * G * T * S * forward, math.ceil(B * K * G * T * S * gradient)
 
 
 def input_output_bytes(operands: Operands) -> int:
-    """Of inputs and outputs of forward and gradient."""
-    with_gradient = jax.tree.leaves((operands.query, operands.key, operands.value, operands.terms))
+    """Return the bytes of the inputs and outputs of forward and gradient."""
+    with_gradient = operands.query, operands.key, operands.value, operands.terms
     (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
-    out = B * T * K * G * D * operands.query.dtype.itemsize  # and its cotangent
-    return 2 * out + sum(
-        math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(operands), *with_gradient)
-    )
+    out = B * T * K * G * D * operands.query.dtype.itemsize
+    total = 2 * out  # and its cotangent
+    for x in jax.tree.leaves((operands, with_gradient)):
+        total += math.prod(x.shape) * x.dtype.itemsize
+    return total
 
 
 def _masked(problem: Problem, operands: Operands) -> bool:
-    """Does some tile need a mask?"""
-    T, S, (t, c) = operands.query.shape[1], operands.key.shape[1], problem.chunk_size
+    """Return True if some tile needs a mask."""
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    t, c = problem.chunk_size
     arrays = (
         operands.mask,
         operands.q_segments,
@@ -99,9 +178,8 @@ def _masked(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
     )
-    functions = problem.mask_fn is not None
     return (
-        functions
+        problem.mask_fn is not None
         or problem.windowed
         or T % t != 0
         or S % c != 0
@@ -109,161 +187,238 @@ def _masked(problem: Problem, operands: Operands) -> bool:
     )
 
 
-def _of_score_fn(problem: Problem, operands: Operands) -> float:
-    """What its derivative keeps of a tile: the indices by which it read its params, as they are and half of them once more
-    where cotangents are added up; of all floats one tile, for XLA makes them again in the loops that want them.
+def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
+    """Return the bytes that the derivative of score_fn keeps of a tile.
+
+    It keeps the indices by which score_fn read its params, and half of them again while cotangents
+    are added up. Of all floats it keeps one tile, because XLA recomputes them in each loop.
     """
     score_fn = problem.score_fn
     if score_fn is None:
         return 0
-    (B, _, K, G, _), (t, c) = operands.query.shape, problem.chunk_size
+    B, _, K, G, _ = operands.query.shape
+    t, c = problem.chunk_size
     b, k = problem.block or (B, K)
-    of: Any = jax.ShapeDtypeStruct
-    at = PairIndices(
-        of((b,), jnp.int32), of((k, G), jnp.int32), of((t,), jnp.int32), of((c,), jnp.int32), (), ()
-    )
+    shape: Any = jax.ShapeDtypeStruct
+    batch, head, q_pos, k_pos = (shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,)))
+    indices = PairIndices(batch, head, q_pos, k_pos, (), ())
 
-    def pull(score, at, floats, rest):
-        return jax.vjp(lambda score, floats: score_fn(score, at, floats, rest), score, floats)[1]
+    def pull(score, indices, floats, rest):
+        return jax.vjp(lambda x, floats: score_fn(x, indices, floats, rest), score, floats)[1]
 
-    like = of((b, k, G, t, c), accumulator_dtype(operands))
-    floats, rest = (
-        jax.tree.map(lambda x: of(x.shape, x.dtype), x)
-        for x in (operands.terms.score, operands.score_rest)
-    )
-    kept = [
-        x for x in jax.tree.leaves(jax.eval_shape(pull, like, at, floats, rest)) if x.size >= t * c
-    ]
-    size = lambda kind: sum(
-        x.size * x.dtype.itemsize for x in kept if jnp.issubdtype(x.dtype, kind)
-    )
-    return 1.5 * size(jnp.integer) + min(
-        size(jnp.floating), math.prod(like.shape) * like.dtype.itemsize
-    )
+    score = shape((b, k, G, t, c), accumulator_dtype(operands))
+    params = operands.terms.score, operands.score_rest
+    floats, rest = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
+    integer_bytes = 0
+    float_bytes = 0
+    for x in jax.tree.leaves(jax.eval_shape(pull, score, indices, floats, rest)):
+        if x.size < t * c:
+            continue
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            integer_bytes += x.size * x.dtype.itemsize
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            float_bytes += x.size * x.dtype.itemsize
+    return 1.5 * integer_bytes + min(float_bytes, math.prod(score.shape) * score.dtype.itemsize)
 
 
 # ---- CPU: XLA lends the memory of outputs that are not yet written, to one buffer each
 
 
-def _left(buffers: Iterable[float], outputs: Sequence[float]) -> float:
-    """What of `buffers` finds no output to lend it memory, the largest first."""
-    outputs, left = sorted(outputs), 0.0
-    for size in sorted(buffers, reverse=True):
-        host = next((x for x in outputs if x >= size), None)
-        if host is None:
-            left += size
-        else:
-            outputs.remove(host)
-    return left
+class _CpuCall:
+    """The arrays of a call in bytes, and its traits, for XLA:CPU."""
+
+    def __init__(self, problem: Problem, operands: Operands):
+        self.sizes = z = Sizes.of(problem, operands)
+        arrays = z.q, z.k, z.v, z.bias
+        self.sums = [size * z.wide for size in arrays]
+        self.outputs = [size * z.narrow for size in arrays]  # the gradients
+        self.tile = z.logits * z.wide
+        self.out = z.o * z.wide
+        self.saved = z.o * z.narrow
+        self.row = z.row * z.wide
+        self.slices = [size * z.narrow for size in z.slices]  # query, key, value, dout
+
+        self.masked = _masked(problem, operands)
+        self.fixed = eligible.fixed_max_applies(problem, operands)
+        self.grouped = operands.query.shape[3] != 1
+        self.exact = z.wide == z.narrow
+        self.half = operands.query.dtype == jnp.float16
+        self.old = JAX < (0, 11)
+        self.held = self.old and operands.query.dtype == jnp.bfloat16  # whole, in float32
+
+        dropout = problem.dropout
+        shares_mask = dropout is not None and dropout.shared
+        self.shared = [z.shared * z.wide] * (CPU.shared_dropout if shares_mask else 0)
+        self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
 
-def _on_cpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
-    z, masked, terms = Sizes.of(problem, operands), _masked(problem, operands), operands.terms
-    old, half, exact = JAX < (0, 11), operands.query.dtype == jnp.float16, z.wide == z.narrow
-    logits, o, saved, row = z.logits * z.wide, z.o * z.wide, z.o * z.narrow, z.row * z.wide
-    sums, outputs = ([size * n for size in (z.q, z.k, z.v, z.bias)] for n in (z.wide, z.narrow))
-    query, key, value, dout = (size * z.narrow for size in z.slices)
-    shared = (
-        [z.shared * z.wide] * 10 if problem.dropout is not None and problem.dropout.shared else []
-    )
-    each = problem.dropout is not None and (not shared or z.shared == z.logits)
-    held = old and operands.query.dtype == jnp.bfloat16  # operands in float32, whole
+def _on_cpu(problem: Problem, operands: Operands) -> tuple[float, float]:
+    """Return the bytes of a forward, and of forward and gradient, on a CPU."""
+    call = _CpuCall(problem, operands)
+    z = call.sizes
+    forward_tile = _cpu_forward_tile(call)
+    rows = [call.row] * (3 if call.fixed else 2)
+    forward = call.out + sum(rows) + _unlent(forward_tile, [call.saved])
+    if call.held:
+        forward += sum(call.sums) - (call.sums[2] if z.k < z.q else 0)
 
-    def tiles(count: float) -> list[float]:
-        return [logits] * int(count) + [logits * (count % 1)]
-
-    alone = saved < logits
-    count = 11 if each else 2 + alone * half / 2 if exact or masked or alone else 1.5
-    spare = logits * (1 + 2 * masked) / 8 * fixed
-    slices = max([query, key], [value, z.slices[3] * z.wide, spare], key=sum)
-    forward_tile = [*tiles(count), *slices, *shared, z.shared * masked]
-    rows = [row] * (3 if fixed else 2)
-    whole = held * (sum(sums) - sums[2] * (z.k < z.q))
-    forward = o + sum(rows) + whole + _left(forward_tile, [saved])
-
-    alone = max(outputs) < logits
-    if each:
-        count = 16 if exact else 14 + 3 * alone
-        # jax 0.12 needs less; tests/test_plan.py compares
-        if exact and not old and operands.query.shape[3] == 1:
-            count = 9.25
-    elif exact:
-        count = (3 if fixed else 2.5) if old else 2 + alone
-    elif half:
-        count = 3 + alone + masked * alone / 2
-    else:
-        count = 2.5 + masked / 2 + alone
-    scalars = terms.scale is not None or terms.soft_cap is not None
-    count += (1 + alone) * scalars + (1 + old * exact / 2) * (terms.bias is not None)
-    count += 1.5 * old * (problem.soft_cap is not None)
-    backward_tile = [*tiles(count), query, key, value, dout, *shared]
-    if held:
-        end = sums[0] - sums[1] * (z.k < z.q)
-        return forward, 2 * sum(sums) + 2 * o + 3 * row + max(
-            end, (sum(backward_tile) - logits) * alone
-        )
-    division = [o] * (2 + half * (1 + old)) + [sums[1]] * (old and half)
+    sums = call.sums
+    alone = max(call.outputs) < call.tile
+    count = _cpu_backward_count(call, alone) + _cpu_params_count(call, problem, operands, alone)
+    backward_tile = [*_tiles(call.tile, count), *call.slices, *call.shared]
+    if call.held:
+        end = sums[0] - (sums[1] if z.k < z.q else 0)
+        loop = sum(backward_tile) - call.tile if alone else 0
+        return forward, 2 * sum(sums) + 2 * call.out + 3 * call.row + max(end, loop)
+    division = [call.out] * 2
+    if call.half:
+        division += [call.out, call.out, sums[1]] if call.old else [call.out]
+    backward = [call.saved, *sums, *[call.row] * 3, *backward_tile]
     phases = [
-        _left([o, *rows, *forward_tile], outputs),
-        _left([*division, *rows], outputs),
-        _left([saved, *sums, *[row] * 3, *backward_tile], outputs if z.k <= z.q else []),
+        _unlent([call.out, *rows, *forward_tile], call.outputs),
+        _unlent([*division, *rows], call.outputs),
+        _unlent(backward, call.outputs if z.k <= z.q else []),
+        _cpu_end(call),
     ]
-    if not exact:
-        phases.append(sum(sums) + sum(sums[:3]) * (old and half))
-    elif z.slices[0] == z.slices[3] and z.k <= z.q:
-        phases.append(sums[0] + min(sums[1:3]))
-    else:
-        phases.append(sum(sums[:3]))
-    if exact and old:  # the sums' zeros are made before their time
+    if call.exact and call.old:  # the sums' zeros are made before their time
         one_head = z.row == math.prod(operands.query.shape[:2])
-        phases.append(
-            o
-            + sum(rows)
-            + sum(set(sums[:3]))
-            + sum(forward_tile) * (one_head or bool(jax.tree.leaves(terms)))
-        )
+        early = call.out + sum(rows) + sum(set(sums[:3]))
+        if one_head or jax.tree.leaves(operands.terms):
+            early += sum(forward_tile)
+        phases.append(early)
     return forward, max(phases)
+
+
+def _cpu_forward_tile(call: _CpuCall) -> list[float]:
+    """Return the buffers that the forward's loop holds for a tile."""
+    z = call.sizes
+    alone = call.saved < call.tile
+    if call.dropout_each:
+        count = CPU.forward_dropout
+    elif call.exact or call.masked or alone:
+        count = CPU.forward + (CPU.forward_half_alone if alone and call.half else 0)
+    else:
+        count = CPU.forward_unmasked
+    spare = call.tile * (3 if call.masked else 1) * CPU.fixed_max_spare if call.fixed else 0
+    query, key, value, _ = call.slices
+    slices = max([query, key], [value, z.slices[3] * z.wide, spare], key=sum)
+    mask = z.shared if call.masked else 0
+    return [*_tiles(call.tile, count), *slices, *call.shared, mask]
+
+
+def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
+    """Return how many tiles of logits are live in the backward of a call without `LogitParams`."""
+    if call.dropout_each:
+        if not call.exact:
+            return CPU.backward_dropout + (CPU.backward_dropout_alone if alone else 0)
+        if call.grouped or call.old:
+            return CPU.backward_dropout_exact
+        return CPU.backward_dropout_exact_ungrouped
+    more = CPU.backward_alone if alone else 0
+    if call.exact and call.old:
+        return CPU.backward_exact_old_fixed if call.fixed else CPU.backward_exact_old
+    if call.exact:
+        return CPU.backward_exact + more
+    if call.half:
+        return CPU.backward_half + more + (CPU.backward_masked if call.masked and alone else 0)
+    return CPU.backward + more + (CPU.backward_masked if call.masked else 0)
+
+
+def _cpu_params_count(call: _CpuCall, problem: Problem, operands: Operands, alone: bool) -> float:
+    """Return how many more tiles the backward of scale, soft cap and bias needs."""
+    count = 0.0
+    terms = operands.terms
+    if terms.scale is not None or terms.soft_cap is not None:
+        count += CPU.backward_scalars * (2 if alone else 1)
+    if terms.bias is not None:
+        count += CPU.backward_bias
+        if call.old and call.exact:
+            count += CPU.backward_bias_exact_old
+    if call.old and problem.soft_cap is not None:
+        count += CPU.backward_cap_old
+    return count
+
+
+def _cpu_end(call: _CpuCall) -> float:
+    """Return the bytes of the last phase, in which sums become gradients."""
+    z = call.sizes
+    sums = call.sums
+    if not call.exact:
+        return sum(sums) + (sum(sums[:3]) if call.old and call.half else 0)
+    if z.slices[0] == z.slices[3] and z.k <= z.q:
+        return sums[0] + min(sums[1:3])
+    return sum(sums[:3])
+
+
+def _tiles(size: int, count: float) -> list[float]:
+    """Return `count` buffers of `size` bytes, the last one a fraction."""
+    return [size] * int(count) + [size * (count % 1)]
+
+
+def _unlent(buffers: Iterable[float], outputs: Sequence[float]) -> float:
+    """Return the bytes of the buffers that find no output to lend them memory, largest first."""
+    free = sorted(outputs)
+    total = 0.0
+    for size in sorted(buffers, reverse=True):
+        host = next((x for x in free if x >= size), None)
+        if host is None:
+            total += size
+        else:
+            free.remove(host)
+    return total
 
 
 # ---- GPU
 
 
-def _on_gpu(problem: Problem, operands: Operands, fixed: bool) -> tuple[float, float]:
-    """Fitted to compiled calls, rather too much, for copies of whole operands come and go with shapes."""
-    z, half = Sizes.of(problem, operands), operands.query.dtype.itemsize == 2
-    if not eligible.uses_gpu_fusion(problem, operands):
-        forward = 4 * z.o + 2 * z.k + z.logits * (5.5 if half else 8) + 24 * z.slices[0]
-        gradient = (
-            (6.5 if half else 12) * z.q
-            + (6 if half else 8) * z.k
-            + z.logits * (12.2 if half else 16)
-        )
-        return forward, max(forward, gradient + 4 * z.bias * half)
-    B, _, K = operands.query.shape[:3]
+def _on_gpu(problem: Problem, operands: Operands) -> tuple[float, float]:
+    """Return the bytes of a forward, and of forward and gradient, on a GPU."""
+    z = Sizes.of(problem, operands)
+    fit = GPU_16_BITS if operands.query.dtype.itemsize == 2 else GPU_32_BITS
+    if eligible.uses_gpu_fusion(problem, operands):
+        return _with_gpu_fusion(problem, operands, z, fit)
+    forward = GPU_FORWARD_OUT * z.o + GPU_FORWARD_KEY * z.k
+    forward = forward + z.logits * fit.forward_logits + GPU_FORWARD_QUERY_SLICE * z.slices[0]
+    gradient = fit.query * z.q + fit.key * z.k + z.logits * fit.logits + fit.bias * z.bias
+    return forward, max(forward, gradient)
+
+
+def _with_gpu_fusion(
+    problem: Problem, operands: Operands, z: Sizes, fit: GpuFit
+) -> tuple[float, float]:
+    """Return the same where XLA:GPU fuses the gradient into its products."""
+    B, T, K, G, _ = operands.query.shape
+    S = operands.key.shape[1]
     b, k = problem.block or (B, K)
     share = b * k / (B * K)  # of batch entries and heads, in a block
     blocks = share < 1
-    # the largest square in a stair; alone, it is cut in two
-    quarter = operands.query.shape[1] * operands.key.shape[1] // 4
-    joined = (
-        0
-        if problem.left is not None
-        else min(problem.joined, quarter // 2 if quarter <= problem.joined else quarter)
-    )
-    fixed_tile, fused_tile = (
-        z.narrow * b * k * operands.query.shape[3] * max(joined, math.prod(size or (0, 0)))
-        for size in (problem.fixed_chunk_size, problem.fused_chunk_size)
-    )
-    ragged = not problem.windowed and _masked(problem, operands)
+    half = fit is GPU_16_BITS
+
+    merged = 0
+    if problem.left is None:  # the largest square of unmasked tiles
+        merged = T * S // 4
+        if merged <= problem.joined:
+            merged //= 2  # it is the only one, and is cut in two
+        merged = min(problem.joined, merged)
+
+    def tile_bytes(size: tuple[int, int] | None) -> int:
+        return z.narrow * b * k * G * max(merged, math.prod(size or (0, 0)))
+
     copies = z.narrow * (z.q + z.k + z.v + z.o)
+    out = z.narrow * z.o
     forward = (
-        share * (4.25 * z.o + copies - z.narrow * z.o)
-        + max(fixed_tile, 6 * z.logits)
-        + blocks * z.narrow * z.o
+        share * (GPU_FUSED_OUT * z.o + copies - out)
+        + max(tile_bytes(problem.fixed_chunk_size), GPU_FUSED_LOGITS * z.logits)
+        + (out if blocks else 0)
     )
-    sums, halves = 4 * (z.q + z.k + z.v), z.narrow * z.o * half
-    gradient = share * (sums + (copies + halves) * (1 + blocks * half)) + blocks * z.narrow * (
-        1.4 * z.q + z.o
-    )
-    gradient += max((2 + ragged) * fused_tile, z.logits * (12 if half else 16))
-    return 1.05 * forward, 1.05 * max(forward, gradient)
+    sums = 4 * (z.q + z.k + z.v)
+    operands_held = copies + (out if half else 0)
+    if blocks and half:
+        operands_held *= 2
+    gradient = share * (sums + operands_held)
+    if blocks:
+        gradient += z.narrow * (GPU_FUSED_QUERY * z.q + z.o)
+    ragged = not problem.windowed and _masked(problem, operands)
+    tiles = 3 if ragged else 2
+    gradient += max(tiles * tile_bytes(problem.fused_chunk_size), z.logits * fit.fused_logits)
+    return GPU_FUSED_MARGIN * forward, GPU_FUSED_MARGIN * max(forward, gradient)

@@ -12,7 +12,10 @@ from memeff.user_functions import TracedFunction, TracedTransform
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Drop a probability with chance `rate`; `shared`: one T x S mask for all batch entries and heads (Flax's default)."""
+    """Drop each probability with chance `rate`.
+
+    If `shared`, one T x S mask serves all batch entries and heads (Flax's default).
+    """
 
     rate: float
     shared: bool
@@ -20,57 +23,62 @@ class Dropout:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static choices of one call. Each implementation reads every field or refuses it in its `why_not`."""
+    """The static choices of one call.
 
-    left: int | None = None  # tokens that a query sees to its left; None: all
+    Each implementation reads the fields up to `qk_transform` or refuses them in its `why_not`. The
+    later fields say how the gradient and the chunked implementation work.
+    """
+
+    left: int | None = None  # tokens that a query sees to its left; None: no bound
     right: int | None = None  # and to its right; causal attention is right = 0
-    q_offset: int = 0  # position of query row 0, unless Operands.q_offset has it as an array
-    scale: float = 1.0  # unless Terms.scale has it as an array
-    soft_cap: float | None = None  # unless Terms.soft_cap has it as an array
+    q_offset: int = 0  # position of query row 0; Operands.q_offset takes precedence
+    scale: float = 1.0  # LogitParams.scale takes precedence
+    soft_cap: float | None = None  # LogitParams.soft_cap takes precedence
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
     score_fn: TracedFunction | None = None
     mask_fn: TracedFunction | None = None
-    blocks: VisibleBlocks | None = None  # of which mask_fn hides all; None: not known
+    blocks: VisibleBlocks | None = None  # blocks in which mask_fn shows some pair; None: unknown
     qk_transform: TracedTransform | None = None
-    # of kernels: "split" in two, or "fused" in one; None: as "split" ("fastest": see dispatch)
+    # of kernels: "split" into two, or "fused" into one; None is "split" ("fastest": see dispatch)
     backward: str | None = None
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
-    # the same for a forward with a fixed reference; None: without
+    # of a tile in a forward with a precomputed bound on each row's max; None: no such forward
     fixed_chunk_size: tuple[int, int] | None = None
-    # and for a backward fused into its products (GPU); None: without
+    # of a tile in a backward that XLA:GPU fuses into its products; None: no such backward
     fused_chunk_size: tuple[int, int] | None = None
-    # of the last two, whole tiles are joined up to so many logits of a head; 0: never
+    # largest number of logits per head to which these two merge unmasked tiles; 0: never
     joined: int = 0
     # batch entries and key heads of a tile, divisors of B and K; None: all
     block: tuple[int, int] | None = None
-    together: bool = False  # are out and its tangent, where both are wanted, made in one walk?
+    together: bool = False  # True: one pass computes out and its tangent if both are needed
     at_once: int | None = None  # calls under vmap whose tiles exist at the same time; None: all
 
     @property
     def windowed(self) -> bool:
+        """Return True if a window or causal order bounds the keys of a query."""
         return (self.left, self.right) != (None, None)
 
     @property
     def calls_functions(self) -> bool:
-        """Functions of the user's, of pairs."""
+        """Return True if the user gave a function of query-key pairs."""
         return self.score_fn is not None or self.mask_fn is not None
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        """What makes more of logits and probabilities than plain ones; None: nothing."""
+        """Return the choices that change logits or probabilities; all are None in a plain call."""
         return self.soft_cap, self.dropout, self.score_fn, self.mask_fn, self.qk_transform
 
 
 class LogitParams(NamedTuple):
-    """What shapes the logits besides the dot products, and gets a gradient: scalars, and bias [B|1, K|1, G|1, T|1, S|1]."""
+    """Differentiable arrays that shape the logits besides the dot products."""
 
-    scale: Array | None = None
-    soft_cap: Array | None = None
-    bias: Array | None = None
-    score: tuple[Array, ...] = ()  # params of score_fn that are floats, of any shapes
-    transform: tuple[Array, ...] = ()  # and of qk_transform
-    # K G, in nats: a column of the softmax without a key; only forwards see it
+    scale: Array | None = None  # scalar
+    soft_cap: Array | None = None  # scalar
+    bias: Array | None = None  # B|1 K|1 G|1 T|1 S|1
+    score: tuple[Array, ...] = ()  # float params of score_fn, of any shapes
+    transform: tuple[Array, ...] = ()  # float params of qk_transform, of any shapes
+    # K G, in nats: a column of the softmax without a key; only forwards read it
     sinks: Array | None = None
 
 
@@ -90,11 +98,14 @@ class Operands(NamedTuple):
     dropout_key: Array | None = None  # 2, uint32
     score_rest: tuple[Array, ...] = ()  # params of score_fn that are not floats
     mask_params: tuple[Array, ...] = ()
-    transform_rest: tuple[Array, ...] = ()
+    transform_rest: tuple[Array, ...] = ()  # params of qk_transform that are not floats
 
 
 class Gradients(NamedTuple):
-    """Cotangents of `Operands`, in float32 (float64 for float64) and in the layout and shape of what they belong to."""
+    """Cotangents of `Operands`, in the shapes and layouts of their primals.
+
+    They are accumulated in float32, or in float64 for float64 operands.
+    """
 
     query: Array
     key: Array
@@ -103,13 +114,14 @@ class Gradients(NamedTuple):
 
 
 def accumulator_dtype(operands: Operands):
-    """float32, or float64 for float64: of logits, lse, sums and gradients while they are accumulated."""
+    """Return the dtype of logits, lse, sums and accumulated gradients: float32, or float64."""
     return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
 
 
 def check_sizes_known(operands: Operands, what: str) -> None:
-    """Refuse lengths that jax.export leaves symbolic, for `what`."""
-    T, S = operands.query.shape[1], operands.key.shape[1]
+    """Raise an error that names `what` if jax.export leaves the lengths T or S symbolic."""
+    T = operands.query.shape[1]
+    S = operands.key.shape[1]
     if not (isinstance(T, int) and isinstance(S, int)):
         raise NotImplementedError(
             f"{what} does not support lengths that jax.export leaves symbolic (T={T}, S={S}). "

@@ -1,6 +1,6 @@
-"""The quadratic definition, as short as the formula, differentiated by JAX. It hides nothing; it is the truth.
+"""Compute attention by its quadratic definition, as short as the formula, differentiated by JAX.
 
-(1) raw = q k'   (2) s = finish(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
+(1) raw = q k'   (2) s = logits_from_dots(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
 """
 
 import jax
@@ -15,29 +15,29 @@ from memeff.softmax import SEES_NOTHING, Lse, LseFor, log_sum_exp, sink_weights
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
-    """out [B, K, G, T, D] in the query's dtype and lse [B, K, G, T]; differentiable by JAX, to any order, in both modes."""
+    """Return out [B, K, G, T, D] in the query's dtype and lse [B, K, G, T].
+
+    JAX differentiates it to any order, in both modes.
+    """
     del lse_for
     query, key, value = operands[:3]
-    (B, T, K, G, _), S = query.shape, key.shape[1]
-    rows, cols = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
+    B, T, K, G, _ = query.shape
+    S = key.shape[1]
+    rows = jnp.arange(T, dtype=jnp.int32)
+    cols = jnp.arange(S, dtype=jnp.int32)
     dtype = accumulator_dtype(operands)
-    laid_out = operands._replace(query=query.transpose(0, 2, 3, 1, 4), key=key.swapaxes(1, 2))
-    query, key = transform_query_key(problem, laid_out, rows, cols)
-    query, key = query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2)
-    at = pair_indices(
-        problem, operands, query[:, 0, :, :, 0] if T else query.sum((1, 4)), (0, 0), rows, cols
-    )
-    keep = jnp.broadcast_to(mask_tile(problem, operands, rows, cols, at), (B, K, G, T, S))
-    # 0 * NaN is NaN: what nobody sees, and who sees nothing, counts as 0
-    seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
-    key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
-    query = jnp.where(keep.any(-1).transpose(0, 3, 1, 2)[..., None], query, 0)  # b t k g 1
-    raw = _pairs(problem, query, key, dtype)  # (1)
-    s = logits_from_dots(problem, raw, operands.terms, keep, at)  # (2)
+    query, key = _transformed(problem, operands, rows, cols)
+    like = query[:, 0, :, :, 0] if T else query.sum((1, 4))  # b k g
+    indices = pair_indices(problem, operands, like, (0, 0), rows, cols)
+    keep = mask_tile(problem, operands, rows, cols, indices)
+    keep = jnp.broadcast_to(keep, (B, K, G, T, S))
+    query, key, value = _zero_unseen(query, key, value, keep)
+    raw = _dots(problem, query, key, dtype)  # (1)
+    s = logits_from_dots(problem, raw, operands.terms, keep, indices)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
-    m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows that see nothing
+    m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows without a key
     e = jnp.exp(s - m[..., None])
-    l = e.sum(-1)
+    l = e.sum(-1)  # b k g t
     empty = l == 0
     l = jnp.where(empty, 1, l)
     lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
@@ -52,23 +52,43 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
     keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
-    sees_bad = _mix(problem, keep, bad.astype(dtype), dtype) > 0  # b k g t d
-    # For the rows that see it alone, and their derivatives:
+    sees_bad = _weighted_values(problem, keep, bad.astype(dtype), dtype) > 0  # b k g t d
+    # NaN only for the rows that see the bad value, and for their derivatives
     nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0).astype(dtype))
-    p = _times_in_tangent(p, 1 + nan.sum(-1, keepdims=True))
-    out = _mix(problem, p.astype(value.dtype), jnp.where(bad, 0, value), dtype) + nan  # (4)
+    p = _scale_tangent(p, 1 + nan.sum(-1, keepdims=True))
+    p = p.astype(value.dtype)
+    out = _weighted_values(problem, p, jnp.where(bad, 0, value), dtype) + nan  # (4)
     out = jnp.where(empty[..., None], 0, out)  # an empty row's cotangent does not count
     return out.astype(query.dtype), lse
 
 
-def _mix(problem: Problem, p: Array, v: Array, dtype) -> Array:
+def _transformed(problem: Problem, operands: Operands, rows: Array, cols: Array):
+    """Return queries [B, T, K, G, H] and keys [B, S, K, H] after `qk_transform`."""
+    heads_first = operands._replace(
+        query=operands.query.transpose(0, 2, 3, 1, 4), key=operands.key.swapaxes(1, 2)
+    )
+    query, key = transform_query_key(problem, heads_first, rows, cols)
+    return query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2)
+
+
+def _zero_unseen(query: Array, key: Array, value: Array, keep: Array):
+    """Zero queries that see no key, and keys and values that no query sees: 0 * NaN is NaN."""
+    seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
+    key = jnp.where(seen, key, 0)
+    value = jnp.where(seen, value, 0)
+    sees = keep.any(-1).transpose(0, 3, 1, 2)[..., None]  # b t k g 1
+    return jnp.where(sees, query, 0), key, value
+
+
+def _weighted_values(problem: Problem, p: Array, v: Array, dtype) -> Array:
+    """Return p v, [B, K, G, T, D]."""
     return jnp.einsum(
         "bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision
     )
 
 
-def _pairs(problem: Problem, query: Array, key: Array, dtype) -> Array:
-    """Return q k', B K G T S; in its derivatives NaN of a query or key reaches nothing by a product with 0."""
+def _dots(problem: Problem, query: Array, key: Array, dtype) -> Array:
+    """Return q k', [B, K, G, T, S], whose derivatives never multiply NaN of q or k by 0."""
 
     def product(query, key):
         return jnp.einsum(
@@ -84,13 +104,13 @@ def _pairs(problem: Problem, query: Array, key: Array, dtype) -> Array:
 
 
 @jax.custom_jvp
-def _times_in_tangent(x: Array, factor: Array) -> Array:
-    """Return x, whose tangent is multiplied by `factor`."""
+def _scale_tangent(x: Array, factor: Array) -> Array:
+    """Return x, and multiply its tangent by `factor`."""
     del factor
     return x
 
 
-@_times_in_tangent.defjvp
+@_scale_tangent.defjvp
 def _(primals, tangents):
     x, factor = primals
     return x, tangents[0] * factor

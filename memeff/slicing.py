@@ -7,23 +7,33 @@ from jax import Array, lax
 
 
 def slice_dims(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
-    """`x` sliced, {dim: (start, size)}, but for dims in which it is broadcast (size 1)."""
+    """Return `x` sliced by `cuts`, {dim: (start, size)}; broadcast dims (size 1) stay whole."""
     cuts = {dim: cut for dim, cut in cuts.items() if x.shape[dim] not in (1, cut[1])}
-    starts = [jnp.int32(cuts[dim][0] if dim in cuts else 0) for dim in range(x.ndim)]
-    sizes = [cuts[dim][1] if dim in cuts else size for dim, size in enumerate(x.shape)]
-    return lax.dynamic_slice(x, starts, sizes) if cuts else x
+    if not cuts:
+        return x
+    starts = []
+    sizes = []
+    for dim, whole in enumerate(x.shape):
+        start, size = cuts.get(dim, (0, whole))
+        starts.append(jnp.int32(start))
+        sizes.append(size)
+    return lax.dynamic_slice(x, starts, sizes)
 
 
 def write_slice(x: Array, part: Array, starts) -> Array:
-    """`part` at `starts`, 0 in broadcast dims."""
-    starts = (0 if size == 1 else start for start, size in zip(starts, x.shape, strict=False))
-    return lax.dynamic_update_slice(x, part, [jnp.int32(start) for start in starts])
+    """Write `part` into `x` at `starts`; the start is 0 in broadcast dims (size 1)."""
+    indices = []
+    for start, size in zip(starts, x.shape, strict=False):
+        indices.append(jnp.int32(0 if size == 1 else start))
+    return lax.dynamic_update_slice(x, part, indices)
 
 
 def add_slice(total: Array, part: Array, starts) -> Array:
+    """Add `part` to `total` at `starts`, in the dtype of `total`."""
     old = slice_dims(total, dict(enumerate(zip(starts, part.shape, strict=False))))
     return write_slice(total, old + part.astype(total.dtype), starts)
 
 
 def slice_optional(x: Array | None, cuts: dict[int, tuple[Any, int]]) -> Array | None:
+    """Return `slice_dims(x, cuts)`, and None for None."""
     return None if x is None else slice_dims(x, cuts)

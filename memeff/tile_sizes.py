@@ -1,14 +1,15 @@
-"""Choose the sizes of tiles: what measurements found fastest, or the largest that keep to a memory limit."""
+"""Choose tile sizes: what measurements found fastest, or the largest within a memory limit."""
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from memeff import compiling, memory_model, pallas
-from memeff.autodiff.primitives import largest_divisor as _divisor
+from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible
 from memeff.device import _pretended, current_device, current_platform
 from memeff.implementations import Chosen, Compiled, module_for
@@ -17,18 +18,20 @@ from memeff.shape import CallShape
 from memeff.sharding import may_be_sharded
 from memeff.units import format_bytes, parse_bytes
 
-# jit knows of it: another limit, another trace
+# a user context, so that jit traces again under another limit
 memory_limit_of_program = jax.make_user_context(None)
 
 
 def memory_limit(limit: int | str | None):
-    """A context in which every `dot_product_attention` keeps within `limit`, unless the call has its own.
+    """Return a context in which each `dot_product_attention` keeps within `limit`.
+
+    A call's own `memory_limit` takes precedence.
 
     Args:
-      limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call, forward and gradient, beyond
-        its inputs and outputs. None: no limit.
+      limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call, forward
+        and gradient, beyond its inputs and outputs. None: no limit.
 
-    Raises: TypeError and ValueError where `limit` is neither.
+    Raises: TypeError or ValueError if `limit` is neither.
 
     Example:
       >>> x = jnp.ones((1, 2048, 8, 64))
@@ -40,7 +43,7 @@ def memory_limit(limit: int | str | None):
 
 
 class Tiles(NamedTuple):
-    """What `Problem` says of the walk, under the same names."""
+    """The fields of `Problem` that describe tiles, under the same names."""
 
     chunk_size: tuple[int, int]
     fixed_chunk_size: tuple[int, int] | None = None
@@ -51,20 +54,20 @@ class Tiles(NamedTuple):
     at_once: int | None = None
 
 
-# On GPUs each step costs launches, and slices of what it reads and adds to, so tiles are large:
-# 2^27 logits of the heads that are walked together where they leave a product in 16 bits, half of
-# that in general (H200, bfloat16, H = 128, 2 x 8192: forward + gradient 7 to 9 % longer with 2^26).
-# Without a window a forward tile is wide and a backward tile high, and 8 heads at a time were as
-# fast as all 32, in two thirds of the memory. Under a window tiles have an eighth of the keys,
-# which wastes less on a stair, and whole ones are joined; heads go together until a tile has a
-# sixteenth of their logits (half of the heads took 14 % longer); masked tiles are larger where
-# heads are few (1 x 4096, 8 heads: 8 %).
+# On GPUs each step costs launches, and slices of the arrays that it reads and adds to, so tiles are
+# large: 2^27 logits of all heads in a tile if they leave a product in 16 bits, half of that in
+# general (H200, bfloat16, H = 128, 2 x 8192: forward + gradient 7 to 9 % longer with 2^26). Without
+# a window a forward tile is wide and a backward tile high, and 8 heads at a time were as fast as all
+# 32, in two thirds of the memory. Under a window tiles have an eighth of the keys, which wastes less
+# on a stair, and unmasked tiles are merged; all heads form one tile until that has a sixteenth of
+# their logits (half of the heads took 14 % longer); masked tiles are larger where heads are few
+# (1 x 4096, 8 heads: 8 %).
 GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
 GPU_LONG = 8192
 GPU_SIDES = (1024, 2048)
-# with fewer for a key, passes over keys and values for a bound and a check show (decoding: 1.8
-# times longer)
+# with fewer query rows for a key, the passes over keys and values for a bound and a check show
+# (decoding: 1.8 times longer)
 GPU_ROWS = 128
 # On CPUs a tile should stay in the caches: 2^20 logits of as many heads as that allows. 512 a side
 # where a window leaves a stair of tiles to mask, else 1024, were fastest or within 8 % of it (two
@@ -72,11 +75,11 @@ GPU_ROWS = 128
 # and gradient; a side of 256 to 2048, 2^18 to 2^23 logits).
 CPU_LOGITS = 2**20
 CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
-LEAST_SIDE = 64  # smaller tiles save nothing beside what is as long as the sequence
-HALVINGS = 16  # down to that
-# An estimate is taken at its word where so many times as much, and a MiB, keeps to the limit: of
-# random calls of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB)
-# up to 2.6 times (tests/test_memory_limit.py).
+LEAST_SIDE = 64  # smaller tiles save nothing beside arrays as long as the sequence
+HALVINGS = 16  # down to LEAST_SIDE
+# An estimate decides alone if FAR times as much, and SMALL bytes, keep to the limit: of random calls
+# of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB) up to 2.6 times
+# (tests/test_memory_limit.py).
 FAR = 4
 SMALL = 2**20
 HIGH = 1.25  # an estimate that is so many times above the limit may still be too high
@@ -92,24 +95,28 @@ def choose_tiles(
     implementation: str | None = None,
     compiled: Compiled | None = None,
 ) -> Problem:
-    """`problem` with the tiles that are fastest, or else with the largest that keep forward and gradient within `limit`."""
+    """Return `problem` with the fastest tiles or, under a `limit`, the largest that keep to it.
+
+    The limit is for forward and gradient of the call, in bytes.
+
+    Raises: ValueError if nothing keeps to the limit.
+    """
     chosen, needed, smallest = try_tiles(
         problem, operands, requested, limit, implementation, compiled
     )
     if chosen is not None:
         return chosen
+    t, c = smallest.chunk_size
+    where = f"in tiles of {t} x {c} logits"
+    cure = "omit `chunk_size`" if requested != (None, None) else "split the batch or the heads"
     kernels = _gradient_in_kernels(operands, implementation)
-    how, cure = (
-        "in tiles of {} x {} logits".format(*smallest.chunk_size),
-        "split the batch or the heads",
-    )
-    if implementation == "reference" or kernels:
-        how, cure = "in kernels" if kernels else "at once", "leave implementation away"
-    elif requested != (None, None):
-        cure = "leave chunk_size away"
+    if kernels or implementation == "reference":
+        where = "in kernels" if kernels else "at once"
+        cure = "omit `implementation`"
     raise ValueError(
-        f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call need up to {needed} bytes "
-        f"({format_bytes(needed)}) beyond inputs and outputs, {how}. Raise the limit to that, or {cure}."
+        f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call need "
+        f"up to {needed} bytes ({format_bytes(needed)}) beyond inputs and outputs, {where}. Raise "
+        f"the limit to that, or {cure}."
     )
 
 
@@ -121,66 +128,84 @@ def try_tiles(
     implementation: str | None,
     compiled: Compiled | None,
 ) -> tuple[Problem | None, int, Problem]:
-    """Return the choice (None: nothing keeps to the limit), the bytes that a refusal names, and the smallest tiles.
+    """Return the choice, the bytes that an error names, and the problem with the smallest tiles.
 
-    Far below the limit an estimate decides. Near it the call is compiled, and XLA decides. Where nobody can compile it (for
-    a device that is not here), the estimate decides with a margin.
+    The choice is None if nothing keeps to the limit. Far below the limit an estimate decides. Near
+    it the call is compiled, and XLA decides. If nobody can compile it, because the device is not
+    here, the estimate decides with a margin.
     """
-    (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
+    B, T, K, G, H = operands.query.shape
+    _, S, _, D = operands.value.shape
     shape = CallShape((B,), T, S, K * G, K, H, D)
     known = all(isinstance(n, int) for n in (B, T, S))
     plain = known and eligible.max_can_be_bounded(problem, operands)
     chunked = implementation in (None, "xla")
 
     def tiled(halvings: int) -> Problem:
-        tiles = default_tiles(
-            shape, operands.query.dtype, requested, problem.windowed, plain, halvings
-        )
-        tiles = tiles._replace(
-            at_once=_calls_at_once(shape, tiles, limit) if known and chunked else None
-        )
-        return dataclasses.replace(problem, **tiles._asdict())
+        dtype = operands.query.dtype
+        tiles = default_tiles(shape, dtype, requested, problem.windowed, plain, halvings)
+        at_once = _calls_at_once(shape, tiles, limit) if known and chunked else None
+        return dataclasses.replace(problem, **tiles._replace(at_once=at_once)._asdict())
 
     if limit is None:
-        return (fastest := tiled(0)), 0, fastest
+        fastest = tiled(0)
+        return fastest, 0, fastest
     if not known:
         raise ValueError(
-            f"memory_limit wants sizes that are known, and here B={B}, T={T}, S={S}: give chunk_size instead."
+            f"memory_limit does not support sizes that jax.export leaves symbolic (B={B}, T={T}, "
+            f"S={S}). Pass chunk_size instead."
         )
-    in_tiles = implementation != "reference" and not (
-        _gradient_in_kernels(operands, implementation)
-    )
-    options = [*dict.fromkeys(tiled(halvings) for halvings in range(HALVINGS if in_tiles else 1))]
-    estimate = lambda option: max(temp_bytes(option, operands, implementation))
-    here = compiling.local_device_like(current_device(operands.query))
-    if compiled is None or here is None:
-        margin = lambda option: (
-            1 if not in_tiles else memory_model.safety_margin(option, operands, current_platform())
-        )
-        needed = [math.ceil(margin(option) * estimate(option)) for option in options]
-        fits = (option for option, bytes_ in zip(options, needed, strict=True) if bytes_ <= limit)
-        return next(fits, None), min(needed), options[-1]
-    needed, seen, doubt = 0, 1.0, HIGH
+    has_tiles = implementation != "reference" and not _gradient_in_kernels(operands, implementation)
+    options = [tiled(halvings) for halvings in range(HALVINGS if has_tiles else 1)]
+    options = list(dict.fromkeys(options))
+
+    def estimate(option: Problem) -> int:
+        return max(temp_bytes(option, operands, implementation))
+
+    device = current_device(operands.query)
+    local_device = compiling.local_device_like(device)
+    if compiled is None or local_device is None:
+        needed = []
+        for option in options:
+            margin = 1
+            if has_tiles:
+                margin = memory_model.safety_margin(option, operands, current_platform())
+            needed.append(math.ceil(margin * estimate(option)))
+            if needed[-1] <= limit:
+                return option, needed[-1], options[-1]
+        return None, min(needed), options[-1]
+    module = module_for(implementation or "xla", device)
+
+    def compiled_bytes(option: Problem) -> int:
+        return max(compiled(Chosen(option, module), local_device)) + CALLER_MARGIN
+
+    return _first_within(options, limit, estimate, compiled_bytes)
+
+
+def _first_within(
+    options: Sequence[Problem],
+    limit: int,
+    estimate: Callable[[Problem], int],
+    compiled_bytes: Callable[[Problem], int],
+) -> tuple[Problem | None, int, Problem]:
+    """Return the first option within `limit`, and what else `try_tiles` returns.
+
+    Options whose estimates are hopeless are not compiled, except the last.
+    """
+    needed = 0
+    correction = 1.0  # compiled bytes over estimated bytes, of the options so far
+    doubt = HIGH
     for option in options:
-        about = seen * estimate(option)
-        if FAR * about + SMALL <= limit:
+        expected = correction * estimate(option)
+        if FAR * expected + SMALL <= limit:
             return option, 0, option
-        if about <= doubt * limit or option is options[-1]:
-            needed = (
-                max(
-                    compiled(
-                        Chosen(
-                            option,
-                            module_for(implementation or "xla", current_device(operands.query)),
-                        ),
-                        here,
-                    )
-                )
-                + CALLER_MARGIN
-            )
+        if expected <= doubt * limit or option is options[-1]:
+            needed = compiled_bytes(option)
             if needed <= limit:
                 return option, needed, option
-            seen, doubt = seen * needed / max(1, about), 1  # the next ones are likely as far off
+            # the next ones are likely as far off
+            correction = correction * needed / max(1, expected)
+            doubt = 1
     return None, needed, options[-1]
 
 
@@ -191,7 +216,7 @@ def _gradient_in_kernels(operands: Operands, implementation: str | None) -> bool
 
 
 def temp_bytes(problem: Problem, operands: Operands, implementation: str | None) -> tuple[int, int]:
-    """Temporary memory of a forward for inference, and of forward and gradient in one call."""
+    """Return the temporary bytes of inference, and of forward and gradient in one call."""
     if implementation == "reference":
         return memory_model.quadratic_bytes(operands, current_platform())
     chunked = memory_model.temp_bytes(problem, operands, current_platform())
@@ -210,88 +235,152 @@ def default_tiles(
     plain: bool,
     halvings: int = 0,
 ) -> Tiles:
-    """As requested or by default, at most the sequence; with 2^halvings times fewer logits than were fastest.
+    """Return the requested or else the fastest tiles, at most as large as the call.
 
-    Heads are walked in blocks where it is certain that they are not sharded. The fixed reference is None where it does not
-    pay: on CPUs it takes a tenth off the time of a float32 call and nothing off another's, and that is not worth the word
-    that devices would exchange for its check.
+    Tiles have 2^halvings times fewer logits than the fastest ones. `plain`: each row's maximum can
+    be bounded beforehand. If heads may be sharded, tiles take all heads, and on CPUs no maximum is
+    bounded, because the devices would have to exchange a word to check the bounds.
     """
-    B, T, S, K, G = shape.B, shape.T, shape.S, shape.K, max(1, shape.G)
     in_blocks = _pretended.get() is not None or not may_be_sharded()
-    known = all(isinstance(n, int) for n in (B, T, S))
-
-    def shrunk(sides: tuple[int, int], logits: int) -> tuple[int, int]:
-        rows, cols = sides
-        while rows * cols > logits and max(rows, cols) > LEAST_SIDE:
-            rows, cols = (rows // 2, cols) if rows >= cols else (rows, cols // 2)
-        return rows, cols
-
-    def fit(sides: tuple[int, int]) -> tuple[int, int]:
-        sizes = zip((requested[0] or sides[0], requested[1] or sides[1]), (T, S), strict=True)
-        t, c = (max(1, min(size, n)) if isinstance(n, int) else size for size, n in sizes)
-        return t, c  # a symbolic length (jax.export) may be shorter: xla.py pads it
-
     match current_platform():
+        case "gpu" if not all(isinstance(n, int) for n in (shape.B, shape.T, shape.S)):
+            tile = _fit(GPU_TILE, requested, shape)
+            return Tiles(tile, tile, None, tile)
         case "gpu":
-            if not known:
-                general = fit(GPU_TILE)
-                return Tiles(general, general, None, general)
-            heads, block = max(1, B * K * G), None
-            rows = min(GPU_TILE[0], T)  # where there are few, more columns
-            wide = rows, math.prod(GPU_TILE) // max(1, rows)
-            if not plain or G * T < GPU_ROWS:
-                return Tiles(fit(shrunk(wide, (GPU_LOGITS >> halvings) // 2 // heads)))
-            stair = windowed and 8 * T > S
-            if in_blocks:
-                of_head = min(max(T * S // (16 if stair else 4), 2**20), 2**24, max(1, T * S))
-                most = max(1, (GPU_LOGITS // of_head) >> halvings // 2)
-                if heads > most:
-                    k = _divisor(K, max(1, most // (B * G)))
-                    block = _divisor(B, max(1, most // (k * G))), k
-                    heads = block[0] * k * G
-            logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
-            general = fit(shrunk(wide, logits // 4))
-            if requested != (None, None):
-                return Tiles(general, general, block, general)
-            if stair:
-                low, high = GPU_SIDES
-                side = min(max(S // 8 // 128 * 128, low), high)
-                while side * side * heads < GPU_LOGITS // 4 and 4 * side <= S:
-                    side *= 2
-                side, _ = shrunk((side, side), logits)
-                return Tiles(general, fit((side, side)), block, fit((side, side)), joined=logits)
-            long, across = min(max(S, T), GPU_LONG), min(T, 2048)
-            long = max(long, min(S, logits // max(1, across)))
-            while long * across > logits and (long, across) != (LEAST_SIDE, LEAST_SIDE):
-                long, across = (
-                    (long, across // 2) if across > 256 or long <= 1024 else (long // 2, across)
-                )
-            return Tiles(
-                general,
-                fit((across, long)),
-                block,
-                fit((long, across) if T > across else (across, long)),
-            )
+            return _gpu_tiles(shape, requested, windowed, plain, halvings, in_blocks)
         case "cpu" if in_blocks:
-            rows, cols = CPU_SIDES["windowed" if windowed else "full"]
-            logits = CPU_LOGITS >> halvings
-            if known:  # fewer rows for the many heads of a group
-                rows = min(rows, max(128, logits // (G * max(1, min(cols, S)))))
-            t, c = tile = fit(shrunk((rows, cols), logits))
-            block = None
-            if isinstance(B, int) and B * K > 0:
-                heads = max(1, logits // (G * t * c))
-                k = _divisor(K, heads)
-                block = _divisor(B, heads // K) if k == K else 1, k
-            return Tiles(tile, tile if dtype == jnp.float32 else None, block, together=known)
-    return Tiles(fit(shrunk((512, 512), 512 * 512 >> halvings)))
+            return _cpu_tiles(shape, dtype, requested, windowed, halvings)
+    return Tiles(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
+
+
+def _gpu_tiles(
+    shape: CallShape,
+    requested: tuple[int | None, int | None],
+    windowed: bool,
+    plain: bool,
+    halvings: int,
+    in_blocks: bool,
+) -> Tiles:
+    """Return the tiles for a GPU."""
+    T, S = shape.T, shape.S
+    G = max(1, shape.G)
+    heads = max(1, shape.B * shape.K * G)
+    rows = min(GPU_TILE[0], T)
+    tile = (rows, math.prod(GPU_TILE) // max(1, rows))  # few rows: more columns
+    if not plain or G * T < GPU_ROWS:
+        logits = (GPU_LOGITS >> halvings) // 2 // heads
+        return Tiles(_fit(_shrink(tile, logits), requested, shape))
+    stair = windowed and 8 * T > S
+    block = _gpu_block(shape, stair, halvings) if in_blocks else None
+    if block is not None:
+        heads = block[0] * block[1] * G
+    logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
+    masked = _fit(_shrink(tile, logits // 4), requested, shape)
+    if requested != (None, None):
+        return Tiles(masked, masked, block, masked)
+    if stair:
+        square = _fit(_gpu_square(S, heads, logits), requested, shape)
+        return Tiles(masked, square, block, square, joined=logits)
+    long, across = _gpu_oblong(T, S, logits)
+    wide = _fit((across, long), requested, shape)
+    high = _fit((long, across), requested, shape)
+    return Tiles(masked, wide, block, high if T > across else wide)
+
+
+def _gpu_block(shape: CallShape, stair: bool, halvings: int) -> tuple[int, int] | None:
+    """Return the batch entries and key heads of a tile on a GPU; None: all."""
+    B, K = shape.B, shape.K
+    G = max(1, shape.G)
+    pairs = shape.T * shape.S
+    head_logits = min(max(pairs // (16 if stair else 4), 2**20), 2**24, max(1, pairs))
+    most_heads = max(1, (GPU_LOGITS // head_logits) >> halvings // 2)
+    if max(1, B * K * G) <= most_heads:
+        return None
+    k = largest_divisor(K, max(1, most_heads // (B * G)))
+    return largest_divisor(B, max(1, most_heads // (k * G))), k
+
+
+def _gpu_square(S: int, heads: int, logits: int) -> tuple[int, int]:
+    """Return the sides of an unmasked tile under a window, before it is merged with others."""
+    least, most = GPU_SIDES
+    side = min(max(S // 8 // 128 * 128, least), most)
+    while side * side * heads < GPU_LOGITS // 4 and 4 * side <= S:
+        side *= 2
+    side, _ = _shrink((side, side), logits)
+    return side, side
+
+
+def _gpu_oblong(T: int, S: int, logits: int) -> tuple[int, int]:
+    """Return the long and the short side of an unmasked tile without a window."""
+    long = min(max(S, T), GPU_LONG)
+    across = min(T, 2048)
+    long = max(long, min(S, logits // max(1, across)))
+    while long * across > logits and (long, across) != (LEAST_SIDE, LEAST_SIDE):
+        if across > 256 or long <= 1024:
+            across //= 2
+        else:
+            long //= 2
+    return long, across
+
+
+def _cpu_tiles(
+    shape: CallShape,
+    dtype: Any,
+    requested: tuple[int | None, int | None],
+    windowed: bool,
+    halvings: int,
+) -> Tiles:
+    """Return the tiles for a CPU.
+
+    The bound on each row's maximum is for float32 only. It takes a tenth off the time of such a call
+    and nothing off others.
+    """
+    B, S, K = shape.B, shape.S, shape.K
+    G = max(1, shape.G)
+    known = all(isinstance(n, int) for n in (B, shape.T, S))
+    rows, cols = CPU_SIDES["windowed" if windowed else "full"]
+    logits = CPU_LOGITS >> halvings
+    if known:  # fewer rows for the many heads of a group
+        rows = min(rows, max(128, logits // (G * max(1, min(cols, S)))))
+    tile = _fit(_shrink((rows, cols), logits), requested, shape)
+    block = None
+    if isinstance(B, int) and B * K > 0:
+        heads = max(1, logits // (G * math.prod(tile)))
+        k = largest_divisor(K, heads)
+        block = largest_divisor(B, heads // K) if k == K else 1, k
+    return Tiles(tile, tile if dtype == jnp.float32 else None, block, together=known)
+
+
+def _shrink(sides: tuple[int, int], logits: int) -> tuple[int, int]:
+    """Halve the longer side until the tile has at most `logits` or is as small as LEAST_SIDE."""
+    rows, cols = sides
+    while rows * cols > logits and max(rows, cols) > LEAST_SIDE:
+        if rows >= cols:
+            rows //= 2
+        else:
+            cols //= 2
+    return rows, cols
+
+
+def _fit(
+    sides: tuple[int, int], requested: tuple[int | None, int | None], shape: CallShape
+) -> tuple[int, int]:
+    """Return the requested sides, or else `sides`, at most as long as the sequences."""
+    t = requested[0] or sides[0]
+    c = requested[1] or sides[1]
+    # a symbolic length (jax.export) may be shorter: chunked/export.py pads it
+    if isinstance(shape.T, int):
+        t = max(1, min(t, shape.T))
+    if isinstance(shape.S, int):
+        c = max(1, min(c, shape.S))
+    return t, c
 
 
 def _calls_at_once(shape: CallShape, tiles: Tiles, limit: int | None) -> int | None:
-    """Return how many calls under vmap work at the same time: as many as have the logits that were fastest in one call.
+    """Return how many calls under vmap run at the same time: as fill the fastest tile of one call.
 
-    One, if a memory limit holds, because it speaks of one call. None, all of them, where the mapped axis may be
-    sharded, because a loop over it would gather it.
+    Under a memory limit it is one call, because the limit is for one call. It is None (all) if the
+    mapped axis may be sharded, because a loop over it would gather it.
     """
     budget = {"cpu": CPU_LOGITS, "gpu": GPU_LOGITS}.get(current_platform())
     if budget is None or (_pretended.get() is None and may_be_sharded()):

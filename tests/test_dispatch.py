@@ -24,7 +24,7 @@ from memeff.shape import CallShape
 
 f32 = np.float32
 NO_KERNELS = "its kernels run on Hopper GPUs, and this is a cpu"
-NOT_CUDNN = "memeff does not hand over to cuDNN (jax.nn.dot_product_attention does)"
+NOT_CUDNN = "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
 
 # ---- every call by every implementation: None where it can run, else the reason
 
@@ -334,13 +334,14 @@ def test_the_fastest_backward_runs_where_there_are_no_kernels():
 
 @pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
 def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
-    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr("memeff.warn._warned", set())
     x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     with pretend_device("gpu", "9.0"):
         with pytest.warns(
-            UserWarning, match='but implementation="xla" runs: its kernels read no bias'
-        ):
+            UserWarning, match="instead of the GPU's kernels, because its kernels read no bias"
+        ) as record:
             dot_product_attention(x, x, x, bias)
+        assert record[0].filename == __file__
         dot_product_attention(x, x, x, bias)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
         with pytest.raises(
@@ -349,7 +350,7 @@ def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
             dot_product_attention(x, x, x, bias, implementation="pallas")
         with pytest.raises(
             NotImplementedError,
-            match="kernels have their own tiles, and this call gives chunk_size",
+            match="the kernels choose their own tiles and do not support chunk_size",
         ):
             dot_product_attention(x, x, x, chunk_size=8, implementation="pallas")
 
@@ -466,8 +467,8 @@ def test_explain(how, words):
     assert text.startswith('"xla" runs this call on cpu') and words in text
     assert f'"pallas": {NO_KERNELS}.' in text
     assert (
-        '"reference": could, if asked for by name, in quadratic memory (8 x 4096 x 4096 logits).'
-        in text
+        '"reference": available with implementation="reference"; needs quadratic memory '
+        "(8 x 4096 x 4096 logits)." in text
     )
 
 

@@ -325,12 +325,12 @@ WRONG = [
     (
         {"backward": "fused"},
         NotImplementedError,
-        r'backward="fused" cannot run this call: .*\. Leave backward away',
+        r'backward="fused" cannot run this call: .*\. Omit `backward`',
     ),
     (
         {"backward": "fused", "implementation": "xla"},
         NotImplementedError,
-        r'"xla" cannot run this call: backward="fused" is a form that only kernels have\. Leave',
+        r'"xla" cannot run this call: only the kernels support backward="fused"\. Omit',
     ),
     (
         {"implementation": "flash"},

@@ -37,7 +37,7 @@ from test_hopper import (
 )
 
 import memeff
-from memeff import dispatch, dot_product_attention, masks, scores, tile_sizes, transforms
+from memeff import dot_product_attention, masks, scores, tile_sizes, transforms
 from memeff.device import pretend_device
 from memeff.problem import Problem
 from memeff.softmax import Lse
@@ -746,14 +746,15 @@ def test_refusals_say_what_kernels_cannot(reason):
 
 def test_kernels_run_functions_where_they_can(monkeypatch):
     """And else the chunked path, with a warning, once."""
-    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr("memeff.warn._warned", set())
     with pretend_device("gpu", "9.0"):
         assert memeff.explain(X, X, X, score_fn=scores.alibi(np.ones(2, f32))).startswith(
             '"pallas" runs this call'
         )
         strange = dict(score_fn=lambda s, b, h, i, j, p: jax.lax.erf(s))
         with pytest.warns(
-            UserWarning, match="kernels are for this device.*cannot compute `erf` of the score"
+            UserWarning,
+            match="instead of the GPU's kernels, because .*cannot compute `erf` of the score",
         ):
             jax.eval_shape(lambda x: dot_product_attention(x, x, x, **strange), X)
         jax.eval_shape(lambda x: dot_product_attention(x, x, x, scale=2.0, **strange), X)

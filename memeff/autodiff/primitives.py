@@ -156,8 +156,9 @@ def _transpose(cotangents, *args, f, structure, vmaps, **_):
         return jax.tree.leaves(f.transposed(known, cotangents))
 
     cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
+    transposed = rule(vmaps, list(args[:fixed]), cotangents)
     results: list[Any] = [None] * fixed
-    for x, arg in zip(rule(vmaps, list(args[:fixed]), cotangents), args[fixed:], strict=True):
+    for x, arg in zip(transposed, args[fixed:], strict=True):
         results.append(x if ad.is_undefined_primal(arg) else None)
     return results
 

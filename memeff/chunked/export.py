@@ -15,7 +15,7 @@ def has_symbolic_lengths(operands: Operands) -> bool:
 
 
 def pad_lengths(problem: Problem, operands: Operands) -> Operands:
-    """Pad each symbolic length by one tile, and bound the lengths of all batch entries by T and S."""
+    """Pad symbolic lengths by one tile, and bound the lengths of all batch entries by T and S."""
     B, T = operands.query.shape[:2]
     S = operands.key.shape[1]
     t, c = problem.chunk_size

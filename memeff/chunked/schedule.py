@@ -39,8 +39,10 @@ def tile_groups(problem: Problem, operands: Operands, long_axis: int | None):
     groups.append((True, problem.chunk_size, edge * problem.chunk_size))
     pieces = []
     for masked, size, starts in groups:
-        if long_axis is not None and len(starts) == 1 and size[1 - long_axis] % 2 == 0:
-            size, starts = _halve_tiles(size, starts, 1 - long_axis)
+        if long_axis is not None and len(starts) == 1:
+            cut_axis = 1 - long_axis
+            if size[cut_axis] % 2 == 0:
+                size, starts = _halve_tiles(size, starts, cut_axis)
         if len(starts):
             pieces.append(((masked, *size), starts.astype(np.int32)))
     return pieces
@@ -63,7 +65,8 @@ def _join_tiles(
         indices, _ = tiles_by_mask(square, operands)
         return indices[remaining[tuple(n * indices.T)]]
 
-    n = 2 ** max(0, math.ceil(math.log2(problem.joined / math.prod(tile)) / 2))
+    ratio = problem.joined / math.prod(tile)
+    n = 2 ** max(0, math.ceil(math.log2(ratio) / 2))
     squares = whole_squares(n)
     while not len(squares) and n > 1:
         n //= 2

@@ -118,7 +118,7 @@ def forward_with_tangent(
 
 
 def _active_tangents(function: "TileFunction", tangents: Operands):
-    """Return the tangents that are not None, their structure, and the index of each one's primal."""
+    """Return the tangents that are not None, their structure, and the indices of their primals."""
     active, structure = jax.tree.flatten(_merge_heads(tangents))
     all_tangents = function.structure.flatten_up_to(_merge_heads(tangents))
     return active, structure, [n for n, x in enumerate(all_tangents) if x is not None]
@@ -127,7 +127,7 @@ def _active_tangents(function: "TileFunction", tangents: Operands):
 def tile_sum_inputs(
     problem: Problem, operands: Operands, lse: tuple[Array | None, ...], narrow: bool
 ) -> tuple["TileFunction", list[DimNames], list[Array]]:
-    """Return operands and lse as inputs of a `tile_sum`: a function that cuts them, dims, arrays."""
+    """Return operands and lse as inputs of a `tile_sum`: a `TileFunction`, dims, and arrays."""
     operands = _merge_heads(operands)
     inputs = []
     arrays = []

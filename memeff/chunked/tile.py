@@ -142,7 +142,8 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
         precision=problem.precision,
         out_sharding=sharding_of_sum(like),
     )
-    return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
+    _, result_names = names.split("->")
+    return z.reshape(*z.shape[:2], g, t, -1) if "r" in result_names else z
 
 
 def zero_nonfinite(x: Array, masked: bool) -> Array:
@@ -157,9 +158,10 @@ def apply_dropout(problem: Problem, tile: Tile, x: Array) -> Array:
     """Drop entries of x [B, K, G, t, c], and scale the kept ones, with the call's dropout."""
     if problem.dropout is None:
         return x
-    # A reduction of the query has the sharding of its heads.
-    heads = head_numbers(tile.here.query.max((3, 4), initial=0), tile.sizes[0], tile.first)
-    kept = dropout_keep_mask(problem, tile.here, heads, tile.sizes[1:], *tile.at)
+    K, T, S = tile.sizes
+    like = tile.here.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
+    heads = head_numbers(like, K, tile.first)
+    kept = dropout_keep_mask(problem, tile.here, heads, (T, S), *tile.at)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 

@@ -840,6 +840,6 @@ def test_linearize_then_transpose_is_reverse_mode():
     assert_bits(actual, jax.grad(loss)(q))
     _, k, v = inputs()
     with pytest.raises(
-        NotImplementedError, match="jax.linear_transpose of attention itself: use jax.vjp"
+        NotImplementedError, match="jax.linear_transpose of attention itself. Use jax.vjp"
     ):
         jax.linear_transpose(lambda v: dot_product_attention(q, k, v), v)(q[..., :1] * jnp.ones(5))

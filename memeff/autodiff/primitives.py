@@ -1,17 +1,20 @@
-"""Functions that bring their own derivatives, as primitives of JAX's. Hides JAX's interface for those.
+"""Call functions that bring their own derivatives, as primitives of JAX.
 
-`jax.custom_jvp` would do but for partial evaluation, which forgets its rule (jax 0.10: in a scan), and linear functions that
-bring their transpose are not to be had from JAX with batching. A function f is hashable and has
-  f(*args)                         what it computes
-  f.jvp(args, tangents)            the same and its tangent; None is a tangent of 0
+`jax.custom_jvp` would do but for partial evaluation, which forgets its rule (jax 0.10: in a scan).
+Nor does JAX batch linear functions that bring their transpose. A function f is hashable and has
+  f(*args)                         results
+  f.jvp(args, tangents)            results and their tangents; a tangent that is None is 0
 and, if it is linear in its last argument,
-  f.transposed(args, cotangents)   cotangents of what the last argument has, which is given as numbers
-or, if the memory that it works in should not grow with the axis of a vmap,
-  f.at_once(*axes)                 how many calls under a vmap may run at the same time; None: all. `axes` are the arguments
-                                   with 0 in the place of each array that is mapped, and None in that of others
-or, if it makes in one go what may be wanted at different times (a result, and its tangent),
-  f.apart                          the same function, of calls that JAX may take apart; the first half of what they
-                                   return does not depend on the last argument
+  f.transposed(args, cotangents)   cotangents of the last argument; its leaves are replaced by ints
+and optionally
+  f.types(*args)                   types of the results, so that they need no trace
+  f.at_once(*axes)                 how many calls under a vmap may run at the same time, so that
+                                   their memory does not grow with its axis; None: all. `axes` are
+                                   the arguments with 0 for each mapped array, None for each other
+  f.apart                          for a function that computes in one pass what JAX may want at
+                                   different times (a result, and its tangent): the same in two
+                                   passes. The first half of its results does not depend on the
+                                   last argument
 """
 
 import functools
@@ -29,77 +32,80 @@ from jax.interpreters import partial_eval as pe
 
 
 class Vmap(NamedTuple):
-    """One vmap of a call: the length of its axis, and of each array 0 if its first dim is that axis, or None."""
+    """One vmap of a call."""
 
-    size: int
-    axes: tuple[int | None, ...]
+    size: int  # of its axis
+    axes: tuple[int | None, ...]  # of each array: 0 if its first dim is that axis, else None
 
 
 def call(f, *args) -> Any:
-    """f(*args), to be differentiated by f's rules."""
+    """Return f(*args), which JAX differentiates by f's rules."""
     arrays, structure = jax.tree.flatten(args)
-    return jax.tree.unflatten(*_bind(arrays, f, structure, ())[::-1])
+    results, result_structure = _bind(arrays, f, structure, ())
+    return jax.tree.unflatten(result_structure, results)
 
 
 def _bind(arrays, f, structure, vmaps):
-    """The results, and their structure."""
-    avals = [*map(jax.typeof, arrays)]
+    """Return the results of a call under `vmaps` as a list of arrays, and their structure."""
+    avals = [jax.typeof(x) for x in arrays]
     primitive = _joint if hasattr(f, "apart") else _call
-    if not vmaps and hasattr(f, "types"):  # known without a trace
-        found, of_found = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-        return primitive.bind(
-            *arrays, f=f, structure=structure, vmaps=vmaps, jaxpr=None, types=tuple(found)
-        ), of_found
-    run = functools.partial(_called, f=f, structure=structure, vmaps=vmaps)
-    # JAX looks into it for what wants to know of devices, and for effects (of kernels that are
-    # interpreted).
+    params: dict[str, Any] = dict(f=f, structure=structure, vmaps=vmaps)
+    if not vmaps and hasattr(f, "types"):
+        types, result_structure = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
+        params |= dict(jaxpr=None, types=tuple(types))
+        return primitive.bind(*arrays, **params), result_structure
+    run = functools.partial(_run, **params)
+    # JAX searches the jaxpr for primitives that depend on devices, and for effects (of interpreted
+    # kernels).
     jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
-    types = tuple(jaxpr.out_avals)
-    found = primitive.bind(*arrays, f=f, structure=structure, vmaps=vmaps, jaxpr=jaxpr, types=types)
-    return found, jax.tree.structure(shapes)
+    params |= dict(jaxpr=jaxpr, types=tuple(jaxpr.out_avals))
+    return primitive.bind(*arrays, **params), jax.tree.structure(shapes)
 
 
-def _called(*arrays, f, structure, vmaps):
-    """Call `f` under `vmaps`, of which the last is the outermost."""
+def _run(*arrays, f, structure, vmaps):
+    """Call `f` under `vmaps`. The last of them is the outermost."""
     if not vmaps:
         return f(*jax.tree.unflatten(structure, arrays))
     *inner, (size, axes) = vmaps
-    run = functools.partial(_called, f=f, structure=structure, vmaps=tuple(inner))
-    # jax.export: an axis may have any length
-    known = all(isinstance(vmap.size, int) for vmap in vmaps)
-    most = (
-        f.at_once(*jax.tree.unflatten(structure, axes)) if known and hasattr(f, "at_once") else None
-    )
-    if most is not None:
-        most //= math.prod(vmap.size for vmap in inner)
-    if most is None or most >= size:
+    run = functools.partial(_run, f=f, structure=structure, vmaps=tuple(inner))
+    limit = None
+    known = all(isinstance(vmap.size, int) for vmap in vmaps)  # else symbolic, by jax.export
+    if known and hasattr(f, "at_once"):
+        limit = f.at_once(*jax.tree.unflatten(structure, axes))
+    if limit is not None:
+        limit //= math.prod(vmap.size for vmap in inner)
+    if limit is None or limit >= size:
         return jax.vmap(run, in_axes=axes)(*arrays)
-    return _some_at_a_time(run, vmaps[-1], largest_divisor(size, max(1, most)), arrays)
+    return _run_in_groups(run, vmaps[-1], largest_divisor(size, max(1, limit)), arrays)
 
 
-def _some_at_a_time(run, vmap: Vmap, some: int, arrays):
-    """Return what `jax.vmap(run, vmap.axes)(*arrays)` returns, from `some` calls at the same time."""
-    several = () if some == 1 else (some,)
+def _run_in_groups(run, vmap: Vmap, count: int, arrays):
+    """Return `jax.vmap(run, vmap.axes)(*arrays)`, with `count` calls at the same time."""
+    group = () if count == 1 else (count,)
+    axes = vmap.axes
 
-    # without dims of size 1: XLA:CPU copies what a loop reads into a layout of its own if it has
-    # any
     def pack(x, axis):
-        lead, rest = ((), x.shape) if axis is None else ((vmap.size // some, *several), x.shape[1:])
+        # XLA:CPU copies the inputs of a loop into a layout of its own if they have dims of size 1.
+        lead = () if axis is None else (vmap.size // count, *group)
+        rest = x.shape if axis is None else x.shape[1:]
         return x.reshape(*lead, *(size for size in rest if size != 1))
 
     def part(packed, x, axis, n):
         if axis is None:
             return packed.reshape(x.shape)
-        return lax.dynamic_index_in_dim(packed, n, keepdims=False).reshape(*several, *x.shape[1:])
+        packed = lax.dynamic_index_in_dim(packed, n, keepdims=False)
+        return packed.reshape(*group, *x.shape[1:])
 
-    packed = [*map(pack, arrays, vmap.axes)]
+    packed = list(map(pack, arrays, axes))
 
     def step(n):
-        parts = (part(*of, n) for of in zip(packed, arrays, vmap.axes, strict=True))
-        return jax.vmap(run, in_axes=vmap.axes)(*parts) if several else run(*parts)
+        parts = [part(*array, n) for array in zip(packed, arrays, axes, strict=True)]
+        return jax.vmap(run, in_axes=axes)(*parts) if group else run(*parts)
 
-    found = lax.map(step, jnp.arange(vmap.size // some, dtype=jnp.int32))
-    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), found) if several else found
+    results = lax.map(step, jnp.arange(vmap.size // count, dtype=jnp.int32))
+    if not group:
+        return results
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
 def largest_divisor(n: int, limit: int) -> int:
@@ -108,105 +114,122 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 def _jvp(primals, tangents, *, f, structure, vmaps, **_):
-    moving = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
+    """Return the results and their tangents by f.jvp, under `vmaps`."""
+    active = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
 
-    def rule(vmaps, primals, tangents):
+    def rule(vmaps, primals, active_tangents):
         if vmaps:
-            of = vmaps[-1].axes
-            mapped = jax.vmap(
-                functools.partial(rule, vmaps[:-1]), in_axes=(list(of), [of[n] for n in moving])
-            )
-            return mapped(primals, tangents)
-        along = [None] * len(primals)
-        for n, x in zip(moving, tangents, strict=True):
-            along[n] = x
-        return f.jvp(*(jax.tree.unflatten(structure, x) for x in (primals, along)))
+            *inner, (_, axes) = vmaps
+            in_axes = list(axes), [axes[n] for n in active]
+            return jax.vmap(functools.partial(rule, inner), in_axes)(primals, active_tangents)
+        tangents = [None] * len(primals)
+        for n, x in zip(active, active_tangents, strict=True):
+            tangents[n] = x
+        return f.jvp(
+            jax.tree.unflatten(structure, primals), jax.tree.unflatten(structure, tangents)
+        )
 
-    found = rule(vmaps, list(primals), [tangents[n] for n in moving])
-    return tuple(map(jax.tree.leaves, found))
+    results, result_tangents = rule(vmaps, list(primals), [tangents[n] for n in active])
+    return jax.tree.leaves(results), jax.tree.leaves(result_tangents)
 
 
 def _linear(structure) -> int:
-    """Leaves of the last argument."""
+    """Return the number of leaves of the last argument."""
     return structure.children()[-1].num_leaves
 
 
 def _transpose(cotangents, *args, f, structure, vmaps, **_):
+    """Return the cotangents of the last argument by f.transposed, under `vmaps`."""
     if not hasattr(f, "transposed"):
         raise NotImplementedError(
-            "memeff: jax.linear_transpose of attention itself: use jax.vjp, or linearize it first."
+            "memeff does not support jax.linear_transpose of attention itself. "
+            "Use jax.vjp, or transpose the function that jax.linearize returns."
         )
     fixed = len(args) - _linear(structure)
-    cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
 
-    def back(vmaps, arrays, cotangents):
+    def rule(vmaps, arrays, cotangents):
         if vmaps:
-            of = list(vmaps[-1].axes[:fixed])
-            return jax.vmap(functools.partial(back, vmaps[:-1]), in_axes=(of, 0))(
-                arrays, cotangents
-            )
-        given = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
-        return jax.tree.leaves(f.transposed(given, cotangents))
+            *inner, (_, axes) = vmaps
+            in_axes = list(axes[:fixed]), 0
+            return jax.vmap(functools.partial(rule, inner), in_axes)(arrays, cotangents)
+        known = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
+        return jax.tree.leaves(f.transposed(known, cotangents))
 
-    found = back(vmaps, list(args[:fixed]), cotangents)
-    return [None] * fixed + [
-        x if ad.is_undefined_primal(y) else None for x, y in zip(found, args[fixed:], strict=True)
-    ]
+    cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
+    transposed = rule(vmaps, list(args[:fixed]), cotangents)
+    results: list[Any] = [None] * fixed
+    for x, arg in zip(transposed, args[fixed:], strict=True):
+        results.append(x if ad.is_undefined_primal(arg) else None)
+    return results
 
 
-def _batch(axis_data, arrays, dims, *, f, structure, vmaps, **_):
-    if all(axis is None for axis in dims):
-        found, _ = _bind(arrays, f, structure, vmaps)
-        return found, [None] * len(found)
+def _batch(axis_data, arrays, axes, *, f, structure, vmaps, **_):
+    """Call f under one more vmap."""
+    if all(axis is None for axis in axes):
+        results, _ = _bind(arrays, f, structure, vmaps)
+        return results, [None] * len(results)
     fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
-    arrays, dims = batched(axis_data, arrays, dims, fixed)
-    found, of_found = _bind(arrays, f, structure, (*vmaps, Vmap(axis_data.size, dims)))
-    still = 0  # results in which nothing is mapped: jacfwd relies on it
-    if hasattr(f, "apart") and all(
-        axis is None for axis in dims[: len(arrays) - _linear(structure)]
-    ):
-        still = of_found.children()[0].num_leaves
-    return [*(x[0] for x in found[:still]), *found[still:]], [None] * still + [0] * (
-        len(found) - still
-    )
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
+    vmaps = (*vmaps, Vmap(axis_data.size, axes))
+    results, result_structure = _bind(arrays, f, structure, vmaps)
+    unmapped = 0  # results that are the same in all calls: jacfwd relies on it
+    if hasattr(f, "apart"):
+        first_axes = axes[: len(arrays) - _linear(structure)]
+        if all(axis is None for axis in first_axes):
+            unmapped = result_structure.children()[0].num_leaves
+    mapped = results[unmapped:]
+    results = [*(x[0] for x in results[:unmapped]), *mapped]
+    return results, [None] * unmapped + [0] * len(mapped)
 
 
-def batched(axis_data, arrays, axes, fixed: int) -> tuple[list[Array], tuple[int | None, ...]]:
-    """With the mapped dim first, in all arrays behind the first `fixed`: so that cotangents of what has none are summed."""
-    move = lambda x, axis: x if axis is None else jnp.moveaxis(x, axis, 0)
-    spread = lambda x, axis: (
-        jnp.broadcast_to(x, (axis_data.size, *x.shape)) if axis is None else move(x, axis)
-    )
-    arrays = [*map(move, arrays[:fixed], axes[:fixed]), *map(spread, arrays[fixed:], axes[fixed:])]
-    return arrays, (
-        *(None if axis is None else 0 for axis in axes[:fixed]),
-        *[0] * len(arrays[fixed:]),
-    )
+def mapped_axis_first(
+    axis_data, arrays, axes, fixed: int
+) -> tuple[list[Array], tuple[int | None, ...]]:
+    """Move the mapped axis of each array to its front, and return the arrays and their axes.
+
+    Arrays behind the first `fixed` get that axis if they lack it, so that their cotangents are
+    summed.
+    """
+    moved = []
+    new_axes: list[int | None] = []
+    for n, (x, axis) in enumerate(zip(arrays, axes, strict=True)):
+        if axis is not None:
+            x = jnp.moveaxis(x, axis, 0)
+        elif n >= fixed:
+            x = jnp.broadcast_to(x, (axis_data.size, *x.shape))
+        moved.append(x)
+        new_axes.append(None if axis is None and n < fixed else 0)
+    return moved, tuple(new_axes)
 
 
 @functools.lru_cache
 def _jitted(**params):
-    return jax.jit(functools.partial(_called, **params))
+    """Return a compiled call."""
+    return jax.jit(functools.partial(_run, **params))
 
 
-def _run(*arrays, f, structure, vmaps, **_):
+def _run_compiled(*arrays, f, structure, vmaps, **_):
+    """Run a call outside of any trace."""
     return jax.tree.leaves(_jitted(f=f, structure=structure, vmaps=vmaps)(*arrays))
 
 
 def _lowered(*arrays, f, structure, vmaps, jaxpr, **_):
+    """Trace a call for compilation."""
     if jaxpr is not None:
         return jaxpr_as_fun(jaxpr)(*arrays)
-    return jax.tree.leaves(_called(*arrays, f=f, structure=structure, vmaps=vmaps))
+    return jax.tree.leaves(_run(*arrays, f=f, structure=structure, vmaps=vmaps))
 
 
 def _types(*_, jaxpr, types, **__):
+    """Return the types of the results, and their effects."""
     return types, frozenset() if jaxpr is None else jaxpr.effects
 
 
 def _primitive(name: str) -> Primitive:
+    """Return a primitive with all rules but those of partial evaluation."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(_run)
+    primitive.def_impl(_run_compiled)
     primitive.def_effectful_abstract_eval(_types)
     mlir.register_lowering(primitive, mlir.lower_fun(_lowered, multiple_results=True))
     ad.primitive_jvps[primitive] = _jvp
@@ -215,23 +238,23 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-# ---- where JAX knows some arguments now and others later: in a gradient, or under jax.checkpoint
+# ---- partial evaluation: in a gradient, or under jax.checkpoint, JAX knows some arguments earlier
 
 
-def _known_apart(trace, *tracers, f, structure, vmaps, **params):
+def _partial_eval(trace, *tracers, f, structure, vmaps, **params):
+    """Call f in one pass if all arguments are known, and in two passes otherwise."""
     if all(x.is_known() for x in tracers):
-        return trace.default_process_primitive(
-            _joint, tracers, dict(f=f, structure=structure, vmaps=vmaps, **params)
-        )
+        params |= dict(f=f, structure=structure, vmaps=vmaps)
+        return trace.default_process_primitive(_joint, tracers, params)
     with set_current_trace(trace):
-        found = jax.tree.leaves(_called(*tracers, f=f.apart, structure=structure, vmaps=vmaps))
-    return [*map(trace.to_jaxpr_tracer, found)]
+        results = jax.tree.leaves(_run(*tracers, f=f.apart, structure=structure, vmaps=vmaps))
+    return [trace.to_jaxpr_tracer(x) for x in results]
 
 
-def _equation_apart(saveable, unknown, instantiated, equation):
-    """The rule of an equation that calls what `apart` does."""
+def _partial_eval_equation(saveable, unknown, instantiated, equation):
+    """Apply the rule of jit to an equation that calls `f.apart` in the place of f."""
     f, structure, vmaps = (equation.params[name] for name in ("f", "structure", "vmaps"))
-    run = functools.partial(_called, f=f.apart, structure=structure, vmaps=vmaps)
+    run = functools.partial(_run, f=f.apart, structure=structure, vmaps=vmaps)
     (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
     call = call.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
@@ -240,13 +263,15 @@ def _equation_apart(saveable, unknown, instantiated, equation):
 
 
 def _refuse_jet(*_, **__):
+    """Refuse Taylor mode."""
     raise NotImplementedError(
-        "memeff does not support jax.experimental.jet, because attention has no Taylor rule. Nest jax.jvp instead."
+        "memeff does not support jax.experimental.jet, because attention has no Taylor rule. "
+        "Nest jax.jvp instead."
     )
 
 
 _call = _primitive("memeff_call")
 _joint = _primitive("memeff_joint")
 jet.jet_rules.update({_call: _refuse_jet, _joint: _refuse_jet})
-pe.custom_partial_eval_rules[_joint] = _known_apart
-pe.partial_eval_jaxpr_custom_rules[_joint] = _equation_apart
+pe.custom_partial_eval_rules[_joint] = _partial_eval
+pe.partial_eval_jaxpr_custom_rules[_joint] = _partial_eval_equation

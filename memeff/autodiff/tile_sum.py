@@ -1,13 +1,16 @@
-"""Sums over tiles, closed under differentiation and vmap: every order in the memory of its arrays and of one tile.
+"""Sum a function over tiles, with derivatives of every order and vmap, in linear memory.
 
-A sum adds up what a function f makes of each tile that may see something. f is told where the tile lies, and gets the parts
-of the inputs there; what it returns is added to the totals there:
-  (1) parts = inputs cut to the tile     (2) found = f(where, *parts)     (3) totals at the tile += found
-Its derivative is the sum of f's derivative. Its transpose cuts the cotangents of (3) and adds up what (1) transposed gives:
-the sum of f's transpose. So nothing of a tile is ever saved, in no order, and JAX never differentiates a loop.
+A sum evaluates a function f on each tile in which some query sees some key, and adds up the
+results. Besides its arrays, it holds what f needs for one tile.
+  (1) parts = inputs cut to the tile
+  (2) results = f(location, *parts)
+  (3) totals at the tile += results
+Its derivative is the sum of f's derivative. Its transpose is the sum of f's transpose, which cuts
+the cotangents of the totals and adds to those of the inputs. So no order saves anything of a tile,
+and JAX never differentiates a loop.
 
-Dims are letters: b batch, n query heads, k key heads, t queries, s keys are cut (but where they are broadcast, of size 1);
-others, and those of vmap in capitals, are whole.
+Dims are letters. Tiles cut b (batch), n (query heads), k (key heads), t (queries) and s (keys),
+except where a dim is broadcast (size 1). Other letters, and the capitals that vmap adds, are whole.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from memeff.autodiff.primitives import batched
+from memeff.autodiff.primitives import mapped_axis_first
 from memeff.problem import Problem
 from memeff.sharding import vary_together
 from memeff.slicing import slice_dims
@@ -31,58 +34,64 @@ CUT = "bnkts"
 
 
 class DimNames(NamedTuple):
-    """What an input or a total is."""
+    """The dims of an input or a total."""
 
     letters: str
-    # the input whose zeros, laid out over devices as it is, those of this one are made of
-    like: int
-    more: tuple[int, ...] = ()  # sizes of the last letters, which that input does not have
+    like: int  # index of the input whose sharding this array copies
+    extra_sizes: tuple[int, ...] = ()  # sizes of the last letters, if that input lacks them
 
 
 class TileLocation(NamedTuple):
-    """Where a tile lies."""
+    """The position of a tile."""
 
     first: tuple[Any, Any]  # batch entry and key head
-    rows: Array  # absolute positions t, -1 where a tile overhangs
-    cols: Array  # c
-    cuts: dict[str, tuple[Any, int]]  # start and size of each letter that is cut
+    rows: Array  # absolute positions t, -1 where the tile before has them already
+    cols: Array  # absolute positions c
+    cuts: dict[str, tuple[Any, int]]  # start and size of each letter in CUT
     masked: bool  # may a query here not see a key?
 
 
 @dataclasses.dataclass(frozen=True)
 class TileGrid:
-    """Which tiles there are."""
+    """The tiles that a sum visits."""
 
-    lists: Callable[["TileGrid"], list[tuple[bool, np.ndarray]]]  # masked?, [n, 2] i, j
-    problem: Problem  # tiles are of its chunk_size, and of its block of heads
+    lists: Callable[["TileGrid"], list[tuple[bool, np.ndarray]]]  # masked?, indices i, j [n, 2]
+    problem: Problem  # with the chunk_size and the block of heads of a tile
     batch: int
     key_heads: int
     group: int  # query heads of a key head
     lengths: tuple[int, int]  # T, S
-    elementwise: bool  # masks are known by their elements only
+    elementwise: bool  # does more than the window and known blocks hide pairs?
     dtype: Any  # of totals
 
     def starts(self) -> list[tuple[bool, np.ndarray]]:
-        """[masked?, [n, 4] batch entry, key head, query, key]."""
+        """Return (masked, starts [n, 4]) of lists of tiles: batch entry, key head, query, key."""
         if 0 in (self.batch, self.key_heads, self.group, *self.lengths):
             return []
         b, k = self.block
-        first = np.mgrid[0 : self.batch : b, 0 : self.key_heads : k].reshape(2, -1).T  # n 2
-        found = []
-        for masked, tiles in self.lists(self):
-            at = tiles * self.problem.chunk_size
-            pairs = np.concatenate([first.repeat(len(at), 0), np.tile(at, (len(first), 1))], 1)
-            found.append((masked, pairs.astype(np.int32)))
-        return [(masked, pairs) for masked, pairs in found if len(pairs)]
+        heads = np.mgrid[0 : self.batch : b, 0 : self.key_heads : k].reshape(2, -1).T  # n 2
+        lists = []
+        for masked, indices in self.lists(self):
+            tiles = indices * self.problem.chunk_size
+            starts = np.concatenate(
+                [heads.repeat(len(tiles), 0), np.tile(tiles, (len(heads), 1))], 1
+            )
+            if len(starts):
+                lists.append((masked, starts.astype(np.int32)))
+        return lists
 
     @property
     def block(self) -> tuple[int, int]:
+        """Return the batch entries and key heads of a tile."""
         return self.problem.block or (self.batch, self.key_heads)
 
-    def where(self, start, masked: bool) -> TileLocation:
-        (b, k), (T, S) = self.block, self.lengths
+    def locate(self, start, masked: bool) -> TileLocation:
+        """Return the location of the tile at `start` [4], moved so that it fits."""
+        b, k = self.block
+        T, S = self.lengths
         batch, head, row, col = start
-        t, c = (min(size, n) for size, n in zip(self.problem.chunk_size, self.lengths, strict=True))
+        t = min(self.problem.chunk_size[0], T)
+        c = min(self.problem.chunk_size[1], S)
         row, rows = positions(row, t, T)
         col, cols = positions(col, c, S)
         cuts = {
@@ -95,227 +104,255 @@ class TileGrid:
         return TileLocation((batch, head), rows, cols, cuts, masked)
 
 
-def positions(first, size: int, total: int):
-    """Where the tile at `first` starts, so that it fits, and its positions, -1 where the tile before has them already."""
+def positions(first, size: int, total: int) -> tuple[Array, Array]:
+    """Return where the tile at `first` starts, so that it fits, and its positions [size].
+
+    A position is -1 where the tile before has it already.
+    """
     first = jnp.int32(first)
     start = jnp.minimum(first, total - size)
-    at = start + lax.iota(jnp.int32, size)
-    return start, jnp.where(at >= first, at, -1)
+    position = start + lax.iota(jnp.int32, size)
+    return start, jnp.where(position >= first, position, -1)
 
 
-TileFn = Callable[..., tuple[Array, ...]]
+TileFn = Callable[..., tuple[Array, ...]]  # location, *parts -> results
 
 
 def tile_sum(
     f: TileFn,
-    walk: TileGrid,
+    grid: TileGrid,
     inputs: tuple[DimNames, ...],
     totals: tuple[DimNames, ...],
     linear: int,
     *arrays,
 ) -> list[Array]:
-    """Totals in `walk.dtype`, of f(where, *parts), which is linear in the last `linear` inputs, together."""
-    return _sum.bind(*arrays, f=f, walk=walk, inputs=inputs, totals=totals, linear=linear)
+    """Return the totals, in `grid.dtype`, of f(location, *parts) over the tiles of `grid`.
+
+    f is linear in the last `linear` inputs together.
+    """
+    return _sum.bind(*arrays, f=f, grid=grid, inputs=inputs, totals=totals, linear=linear)
 
 
-def _walked(*arrays, f: TileFn, walk: TileGrid, inputs, totals, linear) -> tuple[Array, ...]:
+def _run(*arrays, f: TileFn, grid: TileGrid, inputs, totals, linear) -> tuple[Array, ...]:
+    """Compute a sum tile by tile."""
     del linear
-    start = tuple(_zeros(total, walk.dtype, inputs, arrays) for total in totals)
-    # (2)
-    return fold(
-        lambda where, old, parts: map(jnp.add, old, f(where, *parts)),
-        walk,
-        inputs,
-        totals,
-        start,
-        arrays,
-    )
+
+    def add(location, old, parts):
+        return map(jnp.add, old, f(location, *parts))  # (2)
+
+    start = tuple(_zeros(total, grid.dtype, inputs, arrays) for total in totals)
+    return fold(add, grid, inputs, totals, start, arrays)
 
 
 def fold(
-    step, walk: TileGrid, inputs: tuple[DimNames, ...], totals: tuple[DimNames, ...], start, arrays
+    step, grid: TileGrid, inputs: tuple[DimNames, ...], totals: tuple[DimNames, ...], start, arrays
 ) -> tuple[Array, ...]:
-    """From `start`, the totals that `step(where, old, parts)` makes at one tile after the other of those `old` there.
+    """Update the totals `start` by `step(location, old, parts)` at one tile after the other.
 
-    Not to be differentiated by JAX, which would save all of them: of what is a sum, `tile_sum` is closed.
+    `step` returns the new totals at the tile. JAX must not differentiate this, because it would
+    save the totals of each step; sums go through `tile_sum`.
     """
-    found = vary_together(start, arrays)
-    for masked, starts in walk.starts():
+    results = vary_together(start, arrays)
+    for masked, starts in grid.starts():
 
-        def one(found, start, masked=masked):
-            where = walk.where(start, masked)
-            # (1)
-            parts = [
-                slice_dims(x, _cuts(dims, where)) for x, dims in zip(arrays, inputs, strict=True)
-            ]
-            old = [slice_dims(x, _cuts(dims, where)) for x, dims in zip(found, totals, strict=True)]
-            # (3)
+        def visit(results, start, masked=masked):
+            location = grid.locate(start, masked)
+            parts = _cut(inputs, arrays, location)  # (1)
+            old = _cut(totals, results, location)
+            new = step(location, old, parts)
             return tuple(
-                map(functools.partial(_put, where), totals, found, step(where, old, parts))
-            ), None
+                map(functools.partial(_write, location), totals, results, new)
+            ), None  # (3)
 
-        found, _ = lax.scan(one, found, starts)
-    return found
-
-
-def _cuts(dims: DimNames, where: TileLocation) -> dict[int, tuple[Any, int]]:
-    return {at: where.cuts[letter] for at, letter in enumerate(dims.letters) if letter in CUT}
+        results, _ = lax.scan(visit, results, starts)
+    return results
 
 
-def _put(where: TileLocation, dims: DimNames, total: Array, part: Array) -> Array:
-    cuts = _cuts(dims, where)
-    starts = [
-        jnp.int32(cuts[at][0] if at in cuts and size > 1 else 0)
-        for at, size in enumerate(total.shape)
-    ]
+def _cuts(dims: DimNames, location: TileLocation) -> dict[int, tuple[Any, int]]:
+    """Return {axis: (start, size)} of the axes of an array that a tile cuts."""
+    letters = enumerate(dims.letters)
+    return {axis: location.cuts[letter] for axis, letter in letters if letter in CUT}
+
+
+def _cut(dims: tuple[DimNames, ...], arrays, location: TileLocation) -> list[Array]:
+    """Return the parts of arrays at a tile."""
+    pairs = zip(dims, arrays, strict=True)
+    return [slice_dims(x, _cuts(names, location)) for names, x in pairs]
+
+
+def _write(location: TileLocation, dims: DimNames, total: Array, part: Array) -> Array:
+    """Return `total` with `part` at a tile."""
+    cuts = _cuts(dims, location)
+    starts = []
+    for axis, size in enumerate(total.shape):
+        starts.append(jnp.int32(cuts[axis][0] if axis in cuts and size > 1 else 0))
     return lax.dynamic_update_slice(total, part.astype(total.dtype), starts)
 
 
 def _zeros(dims: DimNames, dtype, inputs: tuple[DimNames, ...], arrays) -> Array:
-    like, letters, sizes = arrays[dims.like], inputs[dims.like].letters, {}
-    for those, x in zip(inputs, arrays, strict=False):  # sizes of what vmap has added
-        sizes |= {
-            letter: size
-            for letter, size in zip(those.letters, x.shape, strict=True)
-            if letter.isupper()
-        }
-    sizes |= dict(zip(letters, like.shape, strict=True))
-    sizes |= dict(zip(dims.letters[len(dims.letters) - len(dims.more) :], dims.more, strict=True))
+    """Return zeros with `dims`, sharded like the input `dims.like`."""
+    like = arrays[dims.like]
+    like_letters = inputs[dims.like].letters
+    sizes = {}
+    for names, x in zip(inputs, arrays, strict=False):
+        for letter, size in zip(names.letters, x.shape, strict=True):
+            if letter.isupper():  # a dim that vmap added
+                sizes[letter] = size
+    sizes.update(zip(like_letters, like.shape, strict=True))
+    extra_letters = dims.letters[len(dims.letters) - len(dims.extra_sizes) :]
+    sizes.update(zip(extra_letters, dims.extra_sizes, strict=True))
     shape = tuple(sizes[letter] for letter in dims.letters)
-    return lax.broadcast_in_dim(
-        jnp.zeros_like(like, dtype), shape, [dims.letters.index(x) for x in letters]
-    )
+    axes = [dims.letters.index(letter) for letter in like_letters]
+    return lax.broadcast_in_dim(jnp.zeros_like(like, dtype), shape, axes)
 
 
-# ---- f's derivative, its transpose, and f of several
+# ---- the derivative of f, its transpose, and f under vmap
 
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """Of f's inputs, and then of tangents of those in `moving`."""
+    """The tangent of f: a function of f's inputs, then of the tangents of those in `active`."""
 
     f: TileFn
-    moving: tuple[int, ...]
+    active: tuple[int, ...]
 
-    def __call__(self, where, *parts):
-        primals, tangents = parts[: -len(self.moving)], parts[-len(self.moving) :]
+    def __call__(self, location, *parts):
+        """Return the tangents of f's results."""
+        count = len(self.active)
+        primals = parts[:-count]
+        tangents = parts[-count:]
 
-        def along(*moving):
-            at = dict(zip(self.moving, moving, strict=True))
-            return self.f(where, *(at.get(n, x) for n, x in enumerate(primals)))
+        def f_of_active(*active):
+            inputs = list(primals)
+            for n, x in zip(self.active, active, strict=True):
+                inputs[n] = x
+            return self.f(location, *inputs)
 
-        return jax.jvp(along, tuple(primals[n] for n in self.moving), tuple(tangents))[1]
+        active = tuple(primals[n] for n in self.active)
+        _, tangents_out = jax.jvp(f_of_active, active, tangents)
+        return tangents_out
 
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """Of f's inputs but those of which are the cotangents that it gives, and then of f's cotangents (not of all)."""
+    """The transpose of f: a function of f's other inputs, then of cotangents of f's results."""
 
     f: TileFn
-    of: tuple[int, ...]
-    what: tuple[tuple[DimNames, Any], ...]  # those are, and their dtypes
-    inputs: tuple[DimNames, ...]  # the others
-    given: tuple[int, ...]
+    unknown: tuple[int, ...]  # inputs of f whose cotangents it returns
+    unknown_types: tuple[tuple[DimNames, Any], ...]  # dims and dtype of each
+    inputs: tuple[DimNames, ...]  # the other inputs
+    given: tuple[int, ...]  # results of f that have a cotangent
 
-    def __call__(self, where, *parts):
-        known, cotangents = parts[: -len(self.given)], parts[-len(self.given) :]
+    def __call__(self, location, *parts):
+        """Return the cotangents of f's inputs in `unknown`."""
+        count = len(self.given)
+        known = parts[:-count]
+        cotangents = parts[-count:]
 
-        def forward(*unknown):
-            at, rest = dict(zip(self.of, unknown, strict=True)), iter(known)
-            found = self.f(
-                where, *(at[n] if n in at else next(rest) for n in range(len(at) + len(known)))
-            )
-            return tuple(found[n] for n in self.given)
+        def f_of_unknown(*unknown):
+            by_index = dict(zip(self.unknown, unknown, strict=True))
+            rest = iter(known)
+            inputs = []
+            for n in range(len(unknown) + len(known)):
+                inputs.append(by_index[n] if n in by_index else next(rest))
+            results = self.f(location, *inputs)
+            return tuple(results[n] for n in self.given)
 
-        zeros = vary_together(
-            [_zeros(dims, dtype, self.inputs, known) for dims, dtype in self.what], parts
-        )
-        found, pull = jax.vjp(forward, *zeros)
-        return pull(tuple(c.astype(x.dtype) for c, x in zip(cotangents, found, strict=True)))
+        zeros = [_zeros(dims, dtype, self.inputs, known) for dims, dtype in self.unknown_types]
+        results, pull = jax.vjp(f_of_unknown, *vary_together(zeros, parts))
+        pairs = zip(cotangents, results, strict=True)
+        return pull(tuple(cotangent.astype(x.dtype) for cotangent, x in pairs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
+    """A vmap of f over `axes` of its parts."""
+
     f: TileFn
     axes: tuple[int | None, ...]
 
-    def __call__(self, where, *parts):
-        return jax.vmap(functools.partial(self.f, where), in_axes=self.axes)(*parts)
+    def __call__(self, location, *parts):
+        """Return f's results with the mapped axis first."""
+        return jax.vmap(functools.partial(self.f, location), in_axes=self.axes)(*parts)
 
 
-# ---- JAX's rules
+# ---- the rules of the primitive
 
 
-def _jvp(primals, tangents, *, f, walk, inputs, totals, linear):
+def _jvp(primals, tangents, *, f, grid, inputs, totals, linear):
+    """Return the totals, and their tangents as another sum."""
     fixed = len(primals) - linear
-    params: dict[str, Any] = dict(walk=walk, totals=totals)
-    found = _sum.bind(*primals, f=f, inputs=inputs, linear=linear, **params)
-    moving = tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
-    if moving[0] >= fixed:
-        along = map(ad.instantiate_zeros, tangents[fixed:])
-        return found, _sum.bind(
-            *primals[:fixed], *along, f=f, inputs=inputs, linear=linear, **params
-        )
-    along, dims = [tangents[n] for n in moving], tuple(inputs[n] for n in moving)
-    return found, _sum.bind(
-        *primals, *along, f=Tangent(f, moving), inputs=inputs + dims, linear=len(moving), **params
-    )
+    params: dict[str, Any] = dict(grid=grid, totals=totals)
+    results = _sum.bind(*primals, f=f, inputs=inputs, linear=linear, **params)
+    active = tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
+    if active[0] >= fixed:  # in linear inputs, f is its own tangent
+        tangents = map(ad.instantiate_zeros, tangents[fixed:])
+        arrays = (*primals[:fixed], *tangents)
+        return results, _sum.bind(*arrays, f=f, inputs=inputs, linear=linear, **params)
+    arrays = (*primals, *(tangents[n] for n in active))
+    inputs = (*inputs, *(inputs[n] for n in active))
+    params |= dict(inputs=inputs, linear=len(active))
+    return results, _sum.bind(*arrays, f=Tangent(f, active), **params)
 
 
-def _transpose(cotangents, *args, f, walk, inputs, totals, linear):
-    of = tuple(n for n, x in enumerate(args) if ad.is_undefined_primal(x))
+def _transpose(cotangents, *args, f, grid, inputs, totals, linear):
+    """Return the cotangents of the inputs that are not known, as another sum."""
+    unknown = tuple(n for n, x in enumerate(args) if ad.is_undefined_primal(x))
+    known = tuple(n for n in range(len(args)) if n not in unknown)
     given = tuple(n for n, x in enumerate(cotangents) if type(x) is not ad.Zero)
-    what = tuple((inputs[n], args[n].aval.dtype) for n in of)
-    known = tuple(n for n in range(len(args)) if n not in of)
-    others = tuple(inputs[n] for n in known)
-    back = _sum.bind(
+    unknown_types = tuple((inputs[n], args[n].aval.dtype) for n in unknown)
+    known_inputs = tuple(inputs[n] for n in known)
+    sums = _sum.bind(
         *(args[n] for n in known),
         *(cotangents[n] for n in given),
-        f=Transposed(f, of, what, others, given),
-        walk=walk,
-        inputs=others + tuple(totals[n] for n in given),
-        totals=tuple(inputs[n] for n in of),
+        f=Transposed(f, unknown, unknown_types, known_inputs, given),
+        grid=grid,
+        inputs=known_inputs + tuple(totals[n] for n in given),
+        totals=tuple(inputs[n] for n in unknown),
         linear=len(given),
     )
-    found: list[Any] = [None] * len(args)
-    for n, x in zip(of, back, strict=True):
-        found[n] = x.astype(args[n].aval.dtype)
-    return found
+    results: list[Any] = [None] * len(args)
+    for n, x in zip(unknown, sums, strict=True):
+        results[n] = x.astype(args[n].aval.dtype)
+    return results
 
 
-def _batch(axis_data, arrays, axes, *, f, walk, inputs, totals, linear):
+def _batch(axis_data, arrays, axes, *, f, grid, inputs, totals, linear):
+    """Return the totals under vmap, as a sum over arrays with one more dim, a capital letter."""
+    params: dict[str, Any] = dict(grid=grid, linear=linear)
     if all(axis is None for axis in axes):
-        found = _sum.bind(*arrays, f=f, walk=walk, inputs=inputs, totals=totals, linear=linear)
-        return found, [None] * len(found)
+        results = _sum.bind(*arrays, f=f, inputs=inputs, totals=totals, **params)
+        return results, [None] * len(results)
     used = "".join(dims.letters for dims in inputs)
-    new = next(chr(n) for n in range(ord("A"), ord("Z") + 1) if chr(n) not in used)
-    arrays, axes = batched(axis_data, arrays, axes, len(arrays) - linear)
-    there = lambda dims: dims._replace(letters=new + dims.letters)
-    inputs = tuple(
-        dims if axis is None else there(dims) for dims, axis in zip(inputs, axes, strict=True)
-    )
-    totals = tuple(map(there, totals))
-    found = _sum.bind(
-        *arrays, f=Mapped(f, axes), walk=walk, inputs=inputs, totals=totals, linear=linear
-    )
-    return found, [0] * len(found)
+    letter = next(x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if x not in used)
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
+
+    def add_letter(dims: DimNames, axis: int | None = 0) -> DimNames:
+        return dims if axis is None else dims._replace(letters=letter + dims.letters)
+
+    inputs = tuple(map(add_letter, inputs, axes))
+    totals = tuple(map(add_letter, totals))
+    results = _sum.bind(*arrays, f=Mapped(f, axes), inputs=inputs, totals=totals, **params)
+    return results, [0] * len(results)
 
 
 @functools.lru_cache
 def _jitted(**params):
-    return jax.jit(functools.partial(_walked, **params))
+    """Return a compiled sum."""
+    return jax.jit(functools.partial(_run, **params))
 
 
 @functools.lru_cache
 def _types(*avals, **params):
-    return jax.make_jaxpr(functools.partial(_walked, **params))(*avals).out_avals
+    """Return the types of the totals."""
+    return jax.make_jaxpr(functools.partial(_run, **params))(*avals).out_avals
 
 
 _sum = Primitive("memeff_tile_sum")
 _sum.multiple_results = True
 _sum.def_impl(lambda *arrays, **params: list(_jitted(**params)(*arrays)))
 _sum.def_abstract_eval(lambda *avals, **params: _types(*avals, **params))
-mlir.register_lowering(_sum, mlir.lower_fun(_walked, multiple_results=True))
+mlir.register_lowering(_sum, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_sum] = _jvp
 ad.primitive_transposes[_sum] = _transpose
 batching.fancy_primitive_batchers[_sum] = _batch

@@ -1,4 +1,7 @@
-"""Fold a step over the visible tiles: a scan over a static list, or a loop between bounds computed at run time."""
+"""Fold a step over the visible tiles.
+
+The fold is a scan over a static list of tiles, or a loop between bounds computed at run time.
+"""
 
 import dataclasses
 import functools
@@ -12,185 +15,252 @@ from jax import Array, lax
 
 from memeff.chunked.schedule import has_traced_bounds, tile_groups
 from memeff.chunked.slicing import cut_tile, pin_layout, slice_batch, slice_shared
+from memeff.chunked.tile import Tile
 from memeff.masking import key_range
 from memeff.problem import LogitParams, Operands, Problem
 from memeff.slicing import slice_dims, slice_optional, write_slice
 
+Fold = Callable[[Any], Any]  # carry -> carry
+CutTile = Callable[..., Tile]  # i, j -> tile
+StepAhead = tuple[tuple[Array, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.ahead
 
-def run_by_blocks(problem: Problem, operands: Operands, call, like_out, heads: int, found):
-    """`call(operands, *like_out)` for one `problem.block` after the other: what is as long as the sequence exists for one.
 
-    `like_out`: arrays B K ...; `heads`: the dim of the key heads in what is `found`, which is written over.
+def run_by_blocks(
+    problem: Problem, operands: Operands, function, like_out, head_axis: int, results
+):
+    """Write `function(operands, *like_out)` of each `problem.block` into `results`.
+
+    So arrays as long as the sequence exist for one block at a time. `like_out`: arrays
+    [B, K, ...]; `head_axis`: the axis of key heads in `results`.
     """
     assert problem.block is not None
     b, k = problem.block
 
-    def step(first, found):
-        def cut(x, dim):
-            return pin_layout(slice_dims(x, {0: (first[0], b), dim: (first[1], k)}))
+    def step(first, results):
+        batch, head = first
 
-        sinks = slice_optional(operands.terms.sinks, {0: (first[1], k)})
-        here = Operands(
+        def cut(x: Array, head_axis: int) -> Array:
+            return pin_layout(slice_dims(x, {0: (batch, b), head_axis: (head, k)}))
+
+        sinks = slice_optional(operands.terms.sinks, {0: (head, k)})
+        block = Operands(
             cut(operands.query, 2),
             cut(operands.key, 2),
             cut(operands.value, 2),
             LogitParams(sinks=sinks),
         )
-        here = call(here, *jax.tree.map(lambda x: cut(x, 1), like_out))
-        starts = [first[0], *[0] * (heads - 1), first[1]]
-        put = lambda x, y: write_slice(
-            x, pin_layout(y.astype(x.dtype)), starts + [0] * (x.ndim - len(starts))
-        )
-        return jax.tree.map(put, found, here)
+        parts = function(block, *jax.tree.map(lambda x: cut(x, 1), like_out))
+        starts = [batch, *[0] * (head_axis - 1), head]
 
-    return visit_blocks(problem, operands, step, found)
+        def write(x: Array, part: Array) -> Array:
+            part = pin_layout(part.astype(x.dtype))
+            return write_slice(x, part, starts + [0] * (x.ndim - len(starts)))
+
+        return jax.tree.map(write, results, parts)
+
+    return visit_blocks(problem, operands, step, results)
 
 
 def visit_tiles(
     problem: Problem,
     operands: Operands,
     rows: tuple[Array, ...],
-    step,
-    like_query=(),
-    beside=False,
-    ahead=None,
-    along=None,
-) -> Callable[[Any], Any]:
-    """A function that folds `step(carry, tile)` over the tiles that may see something, one `problem.block` after the other.
+    step: Callable[[Any, Tile], Any],
+    like_query: tuple[Array, ...] = (),
+    beside: bool = False,
+    ahead: StepAhead | None = None,
+    along: int | None = None,
+) -> Fold:
+    """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
-    What is sliced along with the queries: `rows`, B K G T or B K G T D, and `like_query`, B T K G D. XLA:GPU fuses what
-    follows a product into it only if its other inputs are parameters of the loop, not slices, nor another product. So, with
-    `beside`, what a step puts beside a product (`rows` B K G T, who sees whom) is made in the step before. So is, with
-    `ahead` = (rows, make), `make` of a tile that has those rows. `along`: are large tiles rather high (0) or wide (1)?
+    It visits one `problem.block` after the other. A tile gets its slices of `rows` (B K G T or
+    B K G T D) and of `like_query` (B T K G D). `along`: whether large tiles are rather high (0) or
+    wide (1).
+
+    XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
+    the loop, neither slices nor another product. So, with `beside`, compute the inputs that a step
+    combines with a product (`rows` B K G T, and the mask) in the step before. With
+    `ahead` = (rows, make), also compute `make(tile)` in the step before, of a tile with those rows.
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
-        return lambda carry: carry  # nothing to see, or nobody to see it
-    # With one dim of heads, which they had at the door: for G = 1, XLA:CPU would copy them into a
-    # layout of its own.
-    flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))
-    mask, bias = (
-        None if x is None else lax.collapse(x, 1, 3) for x in (operands.mask, operands.terms.bias)
-    )
+        return lambda carry: carry  # there is no key, or no query
+    # Merge the dims of heads, as the caller's arrays have them: for G = 1, XLA:CPU would otherwise
+    # copy them into a layout of its own.
+    flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))  # B T N ...
+    mask = None if operands.mask is None else lax.collapse(operands.mask, 1, 3)
+    bias = None if operands.terms.bias is None else lax.collapse(operands.terms.bias, 1, 3)
     with_flat = operands._replace(mask=mask, terms=operands.terms._replace(bias=bias))
     lengths = operands.query.shape[1], operands.key.shape[1]
-    pieces = () if has_traced_bounds(operands) else tile_groups(problem, operands, along)
+    traced_bounds = has_traced_bounds(operands)
+    groups = () if traced_bounds else tile_groups(problem, operands, along)
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
 
-    def block(first):
-        if has_traced_bounds(operands):
-            at = lambda carry, i, j: step(
-                carry, cut_tile(with_flat, flat, rows, lengths, problem, True, first, i, j)
-            )
-            return functools.partial(
-                _visit_between_bounds, problem, slice_batch(operands, first[0], b), at
-            )
+    def fold_of_block(first) -> Fold:
+        """Return the fold over the tiles of the block at batch entry and key head `first`."""
+        if traced_bounds:
 
-        def fetching(rows, masked, size, starts):
-            here = (
-                slice_shared(with_flat, flat, rows, size, starts)
-                if problem.joined
-                else (with_flat, flat, rows)
-            )
-            return functools.partial(
-                cut_tile,
-                *here,
-                lengths,
-                dataclasses.replace(problem, chunk_size=size),
-                masked,
-                first,
-            )
-
-        lists = []
-        for (masked, *size), starts in pieces:
-            fetch = functools.partial(fetching, masked=masked, size=tuple(size), starts=starts)
-            lists.append(
-                _visit_list(
-                    fetch(rows), step, starts, beside, ahead and (fetch(ahead[0]), ahead[1])
+            def cut_and_step(carry, i, j):
+                return step(
+                    carry, cut_tile(with_flat, flat, rows, lengths, problem, True, first, i, j)
                 )
-            )
-        return lambda carry: functools.reduce(lambda carry, visit: visit(carry), lists, carry)
+
+            block = slice_batch(operands, first[0], b)
+            return functools.partial(_visit_between_bounds, problem, block, cut_and_step)
+
+        def cutter(rows, masked: bool, size: tuple[int, int], starts: np.ndarray) -> CutTile:
+            sources = with_flat, flat, rows
+            if problem.joined:
+                sources = slice_shared(with_flat, flat, rows, size, starts)
+            sized = dataclasses.replace(problem, chunk_size=size)
+            return functools.partial(cut_tile, *sources, lengths, sized, masked, first)
+
+        folds = []
+        for (masked, t, c), starts in groups:
+            cut = cutter(rows, masked, (t, c), starts)
+            if ahead is not None:
+                rows_ahead, make = ahead
+                cut_ahead = cutter(rows_ahead, masked, (t, c), starts)
+                folds.append(_fold_two_ahead(cut, step, starts, cut_ahead, make))
+            elif beside:
+                folds.append(_fold_one_ahead(cut, step, starts))
+            else:
+                folds.append(_fold_in_order(cut, step, starts))
+
+        def fold(carry):
+            for fold_group in folds:
+                carry = fold_group(carry)
+            return carry
+
+        return fold
 
     if (b, k) == (B, K):
-        return block((0, 0))
-    return functools.partial(
-        visit_blocks, problem, operands, lambda first, carry: block(first)(carry)
-    )
+        return fold_of_block((0, 0))
+
+    def step_block(first, carry):
+        return fold_of_block(first)(carry)
+
+    return functools.partial(visit_blocks, problem, operands, step_block)
 
 
 def visit_blocks(problem: Problem, operands: Operands, step, carry):
-    """Folds `step((batch entry, key head), carry)` over where the blocks begin."""
+    """Fold `step((batch entry, key head), carry)` over the starts of the blocks."""
     assert problem.block is not None
     B, _, K = operands.query.shape[:3]
     b, k = problem.block
-    at = lambda n, carry: step((n // (K // k) * b, n % (K // k) * k), carry)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), at, carry)
+
+    def body(n, carry):
+        return step((n // (K // k) * b, n % (K // k) * k), carry)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(B // b * (K // k)), body, carry)
 
 
-def _visit_list(fetch, step, pairs: np.ndarray, beside: bool, ahead):
-    if not beside and ahead is None:
-        return lambda carry: lax.scan(
-            lambda carry, ij: (step(carry, fetch(*ij)), None), carry, pairs
-        )[0]
+def _fold_in_order(cut: CutTile, step, starts: np.ndarray) -> Fold:
+    """Return a fold over the tiles at `starts` [n, 2] that cuts each tile in its own step."""
 
-    def aside(fetch, ij):
-        tile = fetch(*ij)
-        return tile.rows, tile.keep
+    def body(carry, start):
+        return step(carry, cut(*start)), None
 
-    def known(fetch, ij, aside):
-        rows, keep = aside
-        return fetch(*ij)._replace(rows=rows, keep=keep)
+    return lambda carry: lax.scan(body, carry, starts)[0]
 
-    n = len(pairs)
-    here, following, after = (
-        pairs[np.minimum(np.arange(n) + further, n - 1)] for further in range(3)
-    )
-    if ahead is None:
 
-        def one_ahead(state, of):
-            carry, now = state
-            here, following = of
-            return (step(carry, known(fetch, here, now)), aside(fetch, following)), None
+def _rows_and_mask(cut: CutTile, start) -> tuple[tuple[Array, ...], Array | None]:
+    """Compute the rows and the mask of a tile, one step or more before it is visited."""
+    tile = cut(*start)
+    return tile.rows, tile.keep
 
-        start = aside(fetch, here[0])
-        return lambda carry: lax.scan(one_ahead, (carry, start), (here, following))[0][0]
-    fetch_ahead, make = ahead
 
-    def two_ahead(state, of):
-        carry, now, then, made = state
-        here, following, after = of
-        carry = step(carry, known(fetch, here, now)._replace(ahead=made))
-        tile = known(fetch_ahead, following, then)
-        # Only now, so that it takes the place of what was made before.
+def _with_rows_and_mask(cut: CutTile, start, rows_and_mask) -> Tile:
+    """Cut a tile whose rows and mask are known from an earlier step."""
+    rows, keep = rows_and_mask
+    return cut(*start)._replace(rows=rows, keep=keep)
+
+
+def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
+    """Return, for each tile, the start of the tile `steps` later; the last tile repeats."""
+    n = len(starts)
+    return starts[np.minimum(np.arange(n) + steps, n - 1)]
+
+
+def _fold_one_ahead(cut: CutTile, step, starts: np.ndarray) -> Fold:
+    """Return a fold that computes the rows and mask of a tile in the step before."""
+
+    def body(state, start):
+        carry, prepared = state
+        this, following = start
+        carry = step(carry, _with_rows_and_mask(cut, this, prepared))
+        return (carry, _rows_and_mask(cut, following)), None
+
+    prepared = _rows_and_mask(cut, starts[0])
+
+    def fold(carry):
+        (carry, _), _ = lax.scan(body, (carry, prepared), (starts, _shifted(starts, 1)))
+        return carry
+
+    return fold
+
+
+def _fold_two_ahead(
+    cut: CutTile, step, starts: np.ndarray, cut_ahead: CutTile, make: Callable[[Tile], Array]
+) -> Fold:
+    """Return a fold that also computes `make(tile)` in the step before, for `Tile.ahead`.
+
+    `make` has inputs beside a product of its own. So these are computed two steps before.
+    """
+
+    def body(state, start):
+        carry, prepared, prepared_ahead, made = state
+        this, following, after = start
+        tile = _with_rows_and_mask(cut, this, prepared)
+        carry = step(carry, tile._replace(ahead=made))
+        tile = _with_rows_and_mask(cut_ahead, following, prepared_ahead)
+        # Only now, so that the new result takes the memory of the old one.
         carry, key = lax.optimization_barrier((carry, tile.here.key))
         made = make(tile._replace(here=tile.here._replace(key=key)))
-        return (carry, aside(fetch, following), aside(fetch_ahead, after), made), None
+        prepared = _rows_and_mask(cut, following)
+        prepared_ahead = _rows_and_mask(cut_ahead, after)
+        return (carry, prepared, prepared_ahead, made), None
 
-    first, start = known(fetch_ahead, here[0], aside(fetch_ahead, here[0])), aside(fetch, here[0])
-    then = aside(fetch_ahead, following[0])
-    return lambda carry: lax.scan(
-        two_ahead, (carry, start, then, make(first)), (here, following, after)
-    )[0][0]
+    later = _shifted(starts, 1)
+    first_ahead = _rows_and_mask(cut_ahead, starts[0])
+    first_tile = _with_rows_and_mask(cut_ahead, starts[0], first_ahead)
+    prepared = _rows_and_mask(cut, starts[0])
+    prepared_ahead = _rows_and_mask(cut_ahead, later[0])
+
+    def fold(carry):
+        state = carry, prepared, prepared_ahead, make(first_tile)
+        (carry, *_), _ = lax.scan(body, state, (starts, later, _shifted(starts, 2)))
+        return carry
+
+    return fold
 
 
 def _visit_between_bounds(problem: Problem, operands: Operands, step, carry):
-    """The same where lengths or offsets are arrays: for each query tile, key tiles between bounds computed as it runs."""
-    T, S = operands.query.shape[1], operands.key.shape[1]
+    """Fold `step(carry, i, j)` over key tiles between bounds that lengths and offsets give.
+
+    The bounds of a row of tiles span the keys that its queries see in any batch entry.
+    """
+    T = operands.query.shape[1]
+    S = operands.key.shape[1]
     t, c = problem.chunk_size
     offset = jnp.int32(problem.q_offset) if operands.q_offset is None else operands.q_offset
     q_end = jnp.int32(T) if operands.q_lengths is None else jnp.minimum(operands.q_lengths, T)
     kv_end = jnp.int32(S) if operands.kv_lengths is None else jnp.minimum(operands.kv_lengths, S)
 
-    def row(i, carry):
+    def visit_row(i, carry):
         some_from, some_to, _, _ = key_range(problem, offset, i * t, jnp.minimum(i * t + t, T) - 1)
-        first = jnp.int32(0) if some_from is None else jnp.clip(some_from, 0, kv_end)
+        first = jnp.int32(0) if some_from is None else jnp.clip(some_from, 0, kv_end)  # b|1
         end = kv_end if some_to is None else jnp.clip(some_to, 0, kv_end)
-        some = (first < end) & (i * t < q_end)  # of a batch entry; the loop spans them all
-        lo = jnp.where(some, first, S).min() // c
-        hi = (jnp.where(some, end, 0).max() + c - 1) // c
+        visible = (first < end) & (i * t < q_end)
+        first_tile = jnp.where(visible, first, S).min() // c
+        end_tile = (jnp.where(visible, end, 0).max() + c - 1) // c
+
+        def visit_tile(j, carry):
+            return step(carry, i * t, j * c)
+
         return lax.fori_loop(
-            lo.astype(jnp.int32), hi.astype(jnp.int32), lambda j, x: step(x, i * t, j * c), carry
+            first_tile.astype(jnp.int32), end_tile.astype(jnp.int32), visit_tile, carry
         )
 
-    n = (jnp.max(q_end, initial=0) + t - 1) // t
-    return lax.fori_loop(jnp.int32(0), n.astype(jnp.int32), row, carry)
+    row_count = (jnp.max(q_end, initial=0) + t - 1) // t
+    return lax.fori_loop(jnp.int32(0), row_count.astype(jnp.int32), visit_row, carry)

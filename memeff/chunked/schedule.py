@@ -1,7 +1,8 @@
-"""Decide which tiles of logits are visited, in which groups, from shapes and masks that are known while tracing.
+"""Decide which tiles of logits are visited, in which groups, from shapes and static masks.
 
-Tiles that the window hides are never visited. The last tile of a row or column starts early so that it fits, because XLA
-clamps slices that overhang without a word. Positions that it shares with its neighbour are -1, which `mask_tile` hides.
+Tiles that the window hides are never visited. The last tile of a row or column starts early so
+that it fits, because XLA clamps slices that overhang without a word. Positions that it shares with
+its neighbour are -1, which `mask_tile` hides.
 """
 
 import dataclasses
@@ -15,164 +16,193 @@ from memeff.masking import key_range
 from memeff.problem import Operands, Problem, accumulator_dtype, check_sizes_known
 
 
-def tile_groups(problem: Problem, operands: Operands, along: int | None):
-    """[((masked, rows, columns), where each starts [n, 2])]: the tiles by size, masked ones last.
+def tile_groups(problem: Problem, operands: Operands, long_axis: int | None):
+    """Return ((masked, rows, columns), starts [n, 2]) of each group of tiles, masked ones last.
 
-    Where `problem.joined` allows, whole tiles that form a larger square are one (each step costs launches, and slices of
-    what it reads and adds to), cut across `along` to so many logits, and into two at least: XLA unrolls a loop of one step.
-    Lists are few, for each makes its first probabilities on its own: a few whole tiles that are left go with the masked.
+    Where `problem.joined` allows, whole tiles that form a larger square become one tile, because
+    each step costs launches and slices of what it reads and adds to. `long_axis` (0: rows,
+    1: columns) is the longer axis of such a tile. It also asks for two tiles at least in a group,
+    because XLA unrolls a loop of one step.
+
+    Groups are few, because each makes its first probabilities on its own. So whole tiles that are
+    left over join the masked ones where those are as many.
     """
     whole, edge = tiles_by_mask(problem, operands)
-    found, area, cut = [], math.prod(problem.chunk_size), 1 - (along or 0)
-    if problem.joined and along is not None and len(whole):
-        counts = whole.max(0) + 1
-        left = np.zeros(counts, bool)
-        left[tuple(whole.T)] = True
-        n = 2 ** max(0, math.ceil(math.log2(problem.joined / area) / 2))
-        while True:
-            size = [n * side for side in problem.chunk_size]
-            squares, _ = tiles_by_mask(
-                dataclasses.replace(problem, chunk_size=tuple(size)), operands
-            )
-            squares = squares[left[tuple(n * squares.T)]]
-            if len(squares) or n == 1:
-                break
-            n //= 2
-        starts, thinnest = squares * size, min(128, problem.chunk_size[cut])
-        while size[cut] % 2 == 0 and size[cut] > thinnest and math.prod(size) > problem.joined:
-            size, starts = _halve_tiles(size, starts, cut)
-        if n > 1 or len(squares) > len(edge):
-            taken = np.zeros(-(-counts // n), bool)
-            taken[tuple(squares.T)] = True
-            left &= ~taken.repeat(n, 0).repeat(n, 1)[: counts[0], : counts[1]]
-            found.append((False, size, starts))
-            whole = np.argwhere(left)
+    groups = []
+    if problem.joined and long_axis is not None and len(whole):
+        size, starts, whole = _join_tiles(problem, operands, whole, len(edge), 1 - long_axis)
+        groups.append((False, size, starts))
         if len(whole) <= len(edge):
-            whole, edge = whole[:0], np.concatenate([whole, edge])
-    found += [
-        (masked, problem.chunk_size, at * problem.chunk_size)
-        for masked, at in ((False, whole), (True, edge))
-    ]
+            edge = np.concatenate([whole, edge])
+            whole = whole[:0]
+    groups.append((False, problem.chunk_size, whole * problem.chunk_size))
+    groups.append((True, problem.chunk_size, edge * problem.chunk_size))
     pieces = []
-    for masked, size, starts in found:
-        if along is not None and len(starts) == 1 and size[cut] % 2 == 0:
-            size, starts = _halve_tiles(size, starts, cut)
+    for masked, size, starts in groups:
+        if long_axis is not None and len(starts) == 1:
+            cut_axis = 1 - long_axis
+            if size[cut_axis] % 2 == 0:
+                size, starts = _halve_tiles(size, starts, cut_axis)
         if len(starts):
             pieces.append(((masked, *size), starts.astype(np.int32)))
     return pieces
 
 
-def _halve_tiles(size, starts: np.ndarray, dim: int) -> tuple[list[int], np.ndarray]:
-    """Tiles of half that size along `dim`, twice as many."""
-    size = [n // 2 if at == dim else n for at, n in enumerate(size)]
-    return size, np.concatenate([starts, starts + np.eye(2, dtype=int)[dim] * size[dim]])
+def _join_tiles(
+    problem: Problem, operands: Operands, whole: np.ndarray, masked_count: int, cut_axis: int
+) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
+    """Return the size and starts [n, 2] of joined tiles, and indices [n, 2] of tiles left over.
+
+    A joined tile is a square of n x n tiles, cut across `cut_axis` to `problem.joined` logits.
+    """
+    tile = problem.chunk_size
+    rows, cols = whole.max(0) + 1
+    remaining = np.zeros((rows, cols), bool)  # by indices of tiles
+    remaining[tuple(whole.T)] = True
+
+    def whole_squares(n: int) -> np.ndarray:
+        square = dataclasses.replace(problem, chunk_size=(n * tile[0], n * tile[1]))
+        indices, _ = tiles_by_mask(square, operands)
+        return indices[remaining[tuple(n * indices.T)]]
+
+    ratio = problem.joined / math.prod(tile)
+    n = 2 ** max(0, math.ceil(math.log2(ratio) / 2))
+    squares = whole_squares(n)
+    while not len(squares) and n > 1:
+        n //= 2
+        squares = whole_squares(n)
+    if n == 1 and len(squares) <= masked_count:
+        return tile, whole[:0], whole
+    joined = np.zeros((-(-rows // n), -(-cols // n)), bool)  # by indices of squares
+    joined[tuple(squares.T)] = True
+    remaining &= ~joined.repeat(n, 0).repeat(n, 1)[:rows, :cols]
+    size = (n * tile[0], n * tile[1])
+    starts = squares * size
+    thinnest = min(128, tile[cut_axis])
+    while (
+        math.prod(size) > problem.joined and size[cut_axis] > thinnest and size[cut_axis] % 2 == 0
+    ):
+        size, starts = _halve_tiles(size, starts, cut_axis)
+    return size, starts, np.argwhere(remaining)
 
 
-def key_spans(problem: Problem, lengths: tuple[int, int]):
-    """For each row of tiles: the first that is visited and the one behind the last, and keys that all its queries see."""
+def _halve_tiles(
+    size: tuple[int, int], starts: np.ndarray, axis: int
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Cut each tile into two along `axis`. First come all first halves, then all second ones."""
+    t, c = size
+    if axis == 0:
+        half = (t // 2, c)
+        step = (t // 2, 0)
+    else:
+        half = (t, c // 2)
+        step = (0, c // 2)
+    return half, np.concatenate([starts, starts + np.array(step)])
+
+
+def key_spans(problem: Problem, lengths: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Return first and end of the key tiles that a row of tiles visits, and of those it sees fully.
+
+    Each of the four arrays has one index per row of tiles [ceil(T / t)]. The window alone decides.
+    """
     T, S = lengths
     t, c = problem.chunk_size
-    first = np.arange(-(-T // t)) * t
-    some_from, some_to, all_from, all_to = (
-        None if x is None else np.asarray(x)
-        for x in key_range(problem, problem.q_offset, first, np.minimum(first + t, T) - 1)
-    )
-    nothing, everything = np.zeros(len(first), int), np.full(len(first), S)
-    lo = (
-        nothing
-        if some_from is None
-        else np.where(some_from >= S, -(-S // c), np.maximum(some_from, 0) // c)
-    )
-    hi = -(-np.clip(everything if some_to is None else some_to, 0, S) // c)
-    return (
-        lo,
-        hi,
-        nothing if all_from is None else all_from,
-        everything if all_to is None else all_to,
-    )
+    rows = np.arange(0, T, t)
+    bounds = key_range(problem, problem.q_offset, rows, np.minimum(rows + t, T) - 1)
+
+    def clip(bound, unbounded: int) -> np.ndarray:
+        return np.full(len(rows), unbounded) if bound is None else np.clip(bound, 0, S)
+
+    some_from, some_to, all_from, all_to = map(clip, bounds, (0, S, 0, S))  # keys
+    first = np.where(some_from < S, some_from // c, -(-S // c))
+    end = -(-some_to // c)
+    return first, end, -(-all_from // c), all_to // c
 
 
 def tiles_by_mask(
     problem: Problem, operands: Operands, skip: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (i, j) of tiles whose every query sees every key, and of the others that see something (all, if not `skip`)."""
-    return _tiles_by_mask(
-        problem,
-        (operands.query.shape[1], operands.key.shape[1]),
-        has_elementwise_mask(problem, operands),
-        skip,
-    )
+    """Return indices (i, j) [n, 2] of the tiles that need no mask, and of those that need one.
+
+    A tile needs none if it has full size and each of its queries sees each of its keys. `skip`
+    leaves out tiles in which no query sees any key; otherwise they come last.
+    """
+    lengths = operands.query.shape[1], operands.key.shape[1]
+    return _tiles_by_mask(problem, lengths, has_elementwise_mask(problem, operands), skip)
 
 
 def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
-    """Is who sees whom told by element, not by the window alone?"""
+    """Return True if more than the window and known blocks decides who may attend to whom."""
     mask_fn = None if problem.blocks else problem.mask_fn
-    return any(
-        x is not None for x in (mask_fn, operands.mask, operands.q_segments, operands.terms.bias)
-    )
+    masks = (mask_fn, operands.mask, operands.q_segments, operands.terms.bias)
+    return any(x is not None for x in masks)
 
 
 def _tiles_by_mask(
     problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: bool = True
-):
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `tiles_by_mask` does, from lengths (T, S)."""
     T, S = lengths
     t, c = problem.chunk_size
-    n, k = -(-T // t), -(-S // c)
-    lo, hi, all_from, all_to = key_spans(problem, lengths)
-    full_lo, full_hi = -(-np.clip(all_from, 0, S) // c), np.clip(all_to, 0, S) // c
-    some, every = (
-        (np.ones((n, k), bool),) * 2 if problem.blocks is None else problem.blocks.of_tiles(t, c)
-    )
-    whole, edge, hidden = ([np.zeros((0, 2), int)] for _ in range(3))
-    for a in range(n):
-        fits = (a + 1) * t <= T and not elementwise
-        js = np.arange(lo[a], hi[a]) if skip else np.arange(k)
-        seen = (js >= lo[a]) & (js < hi[a]) & some[a, js]
-        full = (
-            seen
-            & every[a, js]
-            & (js >= full_lo[a])
-            & (js < full_hi[a])
-            & ((js + 1) * c <= S)
-            & fits
-        )
-        for kind, which in ((whole, full), (edge, seen & ~full), (hidden, ~seen & (not skip))):
-            kind.append(np.stack([np.full(which.sum(), a), js[which]], -1))
-    whole, edge = np.concatenate(whole), np.concatenate(edge + hidden)
+    j = np.arange(-(-S // c))
+    first, end, full_first, full_end = (x[:, None] for x in key_spans(problem, lengths))
+    seen = (first <= j) & (j < end)  # by indices of tiles
+    full = (full_first <= j) & (j < full_end)
+    if problem.blocks is not None:
+        any_visible, all_visible = problem.blocks.of_tiles(t, c)
+        seen &= any_visible
+        full &= all_visible
+    full &= seen & (not elementwise)
+    full[T // t :] = False  # the last row of tiles overhangs
+    whole = np.argwhere(full)
+    edge = np.argwhere(seen & ~full)
+    if not skip:
+        edge = np.concatenate([edge, np.argwhere(~seen)])
     return whole.astype(np.int32), edge.astype(np.int32)
 
 
 def tile_grid(problem: Problem, operands: Operands) -> TileGrid:
-    """Over the same tiles, for sums. Lengths and offsets that are arrays hide, and bound nothing."""
+    """Return the grid of the same tiles for `tile_sum`.
+
+    Lengths and offsets that are arrays make every tile masked and bound no list of tiles.
+    """
     check_sizes_known(
-        operands, "What is neither the call nor its gradient (a jvp, a second derivative, key_mass)"
+        operands, "A derivative other than the gradient (a jvp, a second derivative), or key_mass,"
     )
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    B, T, K, G, _ = operands.query.shape
+    S = operands.key.shape[1]
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
     masked = has_elementwise_mask(problem, operands) or has_traced_bounds(operands)
     return TileGrid(_lists_of_tiles, problem, B, K, G, (T, S), masked, accumulator_dtype(operands))
 
 
-def _lists_of_tiles(walk: TileGrid) -> list[tuple[bool, np.ndarray]]:
-    return list(
-        zip(
-            (False, True), _tiles_by_mask(walk.problem, walk.lengths, walk.elementwise), strict=True
-        )
-    )
+def _lists_of_tiles(grid: TileGrid) -> list[tuple[bool, np.ndarray]]:
+    """Return (masked, indices [n, 2]) of tiles without a mask, then of those with one."""
+    whole, edge = _tiles_by_mask(grid.problem, grid.lengths, grid.elementwise)
+    return [(False, whole), (True, edge)]
 
 
 def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
-    """Tiles of rows and columns that are visited (None: known only as it runs), and all there are (0: length unknown)."""
+    """Return how many tiles of a head are visited, and how many there are.
+
+    The first is None where lengths or offsets are arrays; the second is 0 where a length is
+    symbolic.
+    """
     if has_symbolic_lengths(operands):
         return None, 0
-    (t, c), T, S = problem.chunk_size, operands.query.shape[1], operands.key.shape[1]
-    lo, hi, _, _ = key_spans(problem, (T, S))
-    visited = None if has_traced_bounds(operands) else int(np.maximum(hi - lo, 0).sum())
-    if visited is not None and problem.blocks is not None:
-        visited = sum(map(len, tiles_by_mask(problem, operands)))
-    return visited, -(-T // t) * -(-S // c)
+    T = operands.query.shape[1]
+    S = operands.key.shape[1]
+    t, c = problem.chunk_size
+    total = -(-T // t) * -(-S // c)
+    if has_traced_bounds(operands):
+        return None, total
+    if problem.blocks is not None:
+        return sum(map(len, tiles_by_mask(problem, operands))), total
+    first, end, _, _ = key_spans(problem, (T, S))
+    return int(np.maximum(end - first, 0).sum()), total
 
 
 def has_traced_bounds(operands: Operands) -> bool:
+    """Return True if lengths or offsets are arrays, so that the visited tiles are not known yet."""
     return any(x is not None for x in (operands.q_offset, operands.q_lengths, operands.kv_lengths))

@@ -1,6 +1,7 @@
-"""One tile of logits: its products, its logits and their derivative, in plain JAX. Everybody who walks over tiles has these.
+"""Compute one tile of logits in plain JAX: its products, its logits, and their derivative.
 
-Queries are at B K G t H, keys at B K c H, values at B K c D; logits and what is made of them at B K G t c.
+Queries are B K G t H, keys B K c H, values B K c D. Logits and all that has their shape are
+B K G t c.
 """
 
 from typing import Any, NamedTuple
@@ -19,49 +20,53 @@ from memeff.user_functions import PairIndices
 
 
 class Tile(NamedTuple):
-    here: Operands  # sliced to the tile; query B K G t H, key B K c H, value B K c D
-    rows: tuple[Array, ...]  # slices B K G t of what the walk was given for each row
-    wide: tuple[Array, ...]  # and B K G t D, those like the query first
-    # absolute positions t and c, -1 for what the tile before has already done
-    at: tuple[Array, Array]
-    places: PairIndices | None
-    keep: Array | None  # who sees whom; None: all
-    first: tuple[Any, Any]  # where the slices start: batch entry and key head,
-    row: Array
-    col: Array
-    of: tuple[int, int, int]  # K, T and S of the whole
-    ahead: Array | None = None  # what was made of this tile in the step before
+    """The slices of one tile, and its position."""
+
+    here: Operands  # sliced to the tile: query B K G t H, key B K c H, value B K c D
+    rows: tuple[Array, ...]  # slices B K G t of the caller's arrays
+    wide: tuple[Array, ...]  # slices B K G t D of the caller's arrays, those like the query first
+    at: tuple[Array, Array]  # absolute positions t and c, -1 where another tile has them already
+    places: PairIndices | None  # for functions of the user
+    keep: Array | None  # True = may attend; None: all may
+    first: tuple[Any, Any]  # start of the slices: batch entry and key head
+    row: Array  # start of the slices: query
+    col: Array  # start of the slices: key
+    sizes: tuple[int, int, int]  # K, T and S of the whole arrays
+    ahead: Array | None = None  # computed of this tile in the step before
 
 
 def tile_logits(problem: Problem, tile: Tile, apart: bool = True):
-    """(1) and (2) of a tile: raw, s, and the transpose of (2), ds -> draw, dterms.
+    """Return raw, s, and the transpose of (2), which takes ds to d_raw and the params' cotangents.
 
-    `apart`: what follows is not fused into the product. XLA:GPU then makes all that is wanted of it in one kernel.
+    `apart`: keep consumers from fusing into the product. XLA:GPU then computes them in one kernel.
     """
     q, k = transform_query_key(problem, tile.here, *tile.at)
-    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))
+    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))  # (1)
     if apart:
         raw = lax.optimization_barrier(raw)
-    s, pull = jax.vjp(
-        lambda raw, terms: logits_from_dots(problem, raw, terms, tile.keep, tile.places),
-        raw,
-        tile.here.terms,
-    )
+
+    def logits(raw: Array, terms: LogitParams) -> Array:
+        return logits_from_dots(problem, raw, terms, tile.keep, tile.places)
+
+    s, pull = jax.vjp(logits, raw, tile.here.terms)  # (2)
     return raw, s, pull
 
 
 def transform_back(
     problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: LogitParams
 ) -> tuple[Array, Array, LogitParams]:
-    """Cotangents of what the products took, dq B K G t H and dk B K H c, back through `transformed`."""
+    """Pull cotangents of transformed queries (B K G t H) and keys (B K H c) back through it.
 
-    def forward(q, k, terms):
-        return transform_query_key(
-            problem, tile.here._replace(query=q, key=k, terms=terms), *tile.at
-        )
+    Return those of the tile's queries and keys, and `dterms` with those of the transform's params.
+    """
 
-    wide = lambda x: x.astype(dq.dtype)
-    _, pull = jax.vjp(forward, *map(wide, tile.here[:2]), tile.here.terms)
+    def transformed(q, k, terms):
+        operands = tile.here._replace(query=q, key=k, terms=terms)
+        return transform_query_key(problem, operands, *tile.at)
+
+    q = tile.here.query.astype(dq.dtype)
+    k = tile.here.key.astype(dq.dtype)
+    _, pull = jax.vjp(transformed, q, k, tile.here.terms)
     dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
     transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
     return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
@@ -69,33 +74,48 @@ def transform_back(
 
 def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
     """Return p = exp(s - lse), B K G t c; 0 where `keep` hides the pair, also where lse is NaN."""
-    below = s - lse.high[..., None]
-    below = below if lse.low is None else below - lse.low[..., None]
-    return jnp.exp(below if keep is None else jnp.where(keep, below, -jnp.inf))
+    shifted = s - lse.high[..., None]
+    if lse.low is not None:
+        shifted = shifted - lse.low[..., None]
+    if keep is not None:
+        shifted = jnp.where(keep, shifted, -jnp.inf)
+    return jnp.exp(shifted)
 
 
 def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
-    """max s, B K G t; where (2) does not decrease in raw, of its largest raw, so that XLA:CPU need not store s for it."""
-    falls = tile.here.terms.scale is not None or problem.scale < 0 or problem.score_fn is not None
-    if tile.keep is not None or falls:  # a bias makes all tiles masked
+    """Return the row maximum of s, B K G t.
+
+    Where (2) is increasing, compute it from the maximum of raw, so that XLA:CPU need not store s.
+    """
+    if (
+        tile.keep is not None  # also with a bias, because it masks all tiles
+        or problem.score_fn is not None
+        or tile.here.terms.scale is not None
+        or problem.scale < 0
+    ):
         return s.max(-1)
-    # with a dim G = 1 it would copy raw
-    raw = raw[:, :, 0].max(-1)[:, :, None] if raw.shape[2] == 1 else raw.max(-1)
+    if raw.shape[2] == 1:  # XLA:CPU would copy raw for a dim G = 1
+        raw = raw[:, :, 0].max(-1)[:, :, None]
+    else:
+        raw = raw.max(-1)  # b k g t
     return logits_from_dots(problem, raw[..., None], tile.here.terms, None)[..., 0]
 
 
 def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
-    """p v, B K G t D. A value that is not finite makes NaN of the rows that see it, in its columns, and no others."""
-    v, keep = tile.here.value, tile.keep
+    """Return p v, B K G t D, after dropout.
+
+    Rows that may attend to a value that is not finite become NaN in its column, and no other entry.
+    """
+    v = tile.here.value
+    keep = tile.keep
     p = apply_dropout(problem, tile, p).astype(v.dtype)
     if keep is None:
         return dot("bkgtc,bkcd->bkgtd", p, v, problem, dtype)
     bad = ~jnp.isfinite(v)
     bad_key = bad.any(-1)  # b k c
-    if keep.shape[:3] == (1, 1, 1):  # a small product instead of a pass over the tile of every head
-        sees_bad = (
-            jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype)) > 0
-        )[:, :, None]
+    if keep.shape[:3] == (1, 1, 1):  # a small product, not a pass over the tile of every head
+        bad_count = jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype))
+        sees_bad = (bad_count > 0)[:, :, None]  # b k 1 t
     else:
         sees_bad = (keep & bad_key[:, :, None, None, :]).any(-1)  # b k g t
     o = dot("bkgtc,bkcd->bkgtd", p, zero_nonfinite(v, True), problem, dtype)
@@ -103,14 +123,17 @@ def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
 
 
 def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
-    """A product of tiles; `like`: what it is added to, which says how a sum over sharded heads is laid out.
+    """Return the product `spec` of two tiles, laid out over devices as `like`, if given.
 
-    The heads of a group become rows of one matrix (r = g t), in the forward and in the backward: so XLA:CPU neither
-    transposes nor copies a tile, and, unless it is very small, multiplies it in the same way in a batch of any size.
+    `like` is the total that the product is added to. The heads of a group become rows of one
+    matrix (r = g t). So XLA:CPU neither transposes nor copies a tile and, unless it is very small,
+    multiplies it in the same way in a batch of any size.
     """
     g, t = x.shape[2:4]  # x is b k g t ...
     names = spec.replace("gt", "r")
-    x, y = (lax.collapse(z, 2, 4) if z.ndim == 5 else z for z in (x, y))
+    x = lax.collapse(x, 2, 4)
+    if y.ndim == 5:
+        y = lax.collapse(y, 2, 4)
     z = jnp.einsum(
         names,
         x,
@@ -119,26 +142,35 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
         precision=problem.precision,
         out_sharding=sharding_of_sum(like),
     )
-    return z.reshape(*z.shape[:2], g, t, -1) if "r" in names.split("->")[1] else z
+    _, result_names = names.split("->")
+    return z.reshape(*z.shape[:2], g, t, -1) if "r" in result_names else z
 
 
 def zero_nonfinite(x: Array, masked: bool) -> Array:
-    """0 for NaN and Inf where the other factor may be the 0 of a hidden pair; who does see them is NaN by lse or out."""
+    """Zero NaN and Inf in masked tiles, because 0 * NaN is NaN.
+
+    Rows that may attend to them become NaN through lse or out.
+    """
     return jnp.where(jnp.isfinite(x), x, 0) if masked else x
 
 
 def apply_dropout(problem: Problem, tile: Tile, x: Array) -> Array:
+    """Drop entries of x [B, K, G, t, c], and scale the kept ones, with the call's dropout."""
     if problem.dropout is None:
         return x
-    head = head_numbers(tile.here.query.max((3, 4), initial=0), tile.of[0], tile.first)
-    kept = dropout_keep_mask(problem, tile.here, head, tile.of[1:], *tile.at)
+    K, T, S = tile.sizes
+    like = tile.here.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
+    heads = head_numbers(like, K, tile.first)
+    kept = dropout_keep_mask(problem, tile.here, heads, (T, S), *tile.at)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 
 def distances(problem: Problem, tile: Tile) -> Array:
-    """|q_pos - k_pos|, B|1 1 1 t c."""
+    """Return |q_pos - k_pos|, B|1 1 1 t c."""
     rows, cols = tile.at
     offset = tile.here.q_offset
-    q_pos = query_positions(problem, None if offset is None else offset[:, None], rows)
-    away = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
-    return away.reshape(-1, 1, 1, *away.shape[-2:])
+    if offset is not None:
+        offset = offset[:, None]
+    q_pos = query_positions(problem, offset, rows)  # b|1 t
+    distance = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
+    return distance.reshape(-1, 1, 1, *distance.shape[-2:])

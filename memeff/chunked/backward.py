@@ -1,6 +1,6 @@
 """Compute the gradients of attention from its log-sum-exp, one visible tile at a time.
 
-(Dao 2023, algorithm 2.) With s from (1) and (2) of forward.py and delta = rowsum(dout * out) - dlse:
+(Dao 2023, algorithm 2.) With s from (1), (2) of forward.py and delta = rowsum(dout * out) - dlse:
   (5) p  = exp(s - lse)                  dv_j += p' dout_i
   (6) ds = p * (dout_i v_j' - delta)     d_raw, d_params = (2) transposed at ds
   (7) dq_i += d_raw k_j;  dk_j += d_raw' q_i
@@ -46,7 +46,8 @@ def backward(
 ) -> Gradients:
     """Return the gradients of `operands`.
 
-    `out` and `dout` are [B, K, G, T, D], `lse` and `dlse` [B, K, G, T] (None: lse has no cotangent).
+    `out` and `dout` are [B, K, G, T, D], `lse` and `dlse` [B, K, G, T]. If nothing depends on lse,
+    `dlse` is None.
     """
     if has_symbolic_lengths(operands):
         t, _ = problem.chunk_size
@@ -154,7 +155,7 @@ def _fused_loop(
     dout: Array,
     scales: Fp16Scales | None = None,
 ) -> Callable[[], Gradients]:
-    """Return a function that computes the gradients of plain logits, fused into products by XLA:GPU.
+    """Return a function that computes the gradients of plain logits, to be fused by XLA:GPU.
 
     p is computed one step ahead, so that d_raw can go into the epilogue of dout v'. With `scales`,
     p and d_raw / p leave the epilogues as float16.
@@ -200,11 +201,7 @@ def _fused_loop(
         if scales is None:
             dv = dot("bkgtd,bkgtc->bkdc", do, p.astype(v.dtype), problem, dtype, gradients.value)
         else:
-            batch, head = (tile.first[0], q.shape[0]), (tile.first[1], q.shape[1])
-            column = slice_dims(scales.column, {0: batch, 1: head})  # b k d
-            do = tile.wide[1]  # in float16
-            dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)
-            dv = dv / (column * Fp16Scales.P)[..., None]
+            dv = _float16_dv(problem, tile, scales, gradients.value)
         dq = dot("bkgtc,bkch->bkgth", d_raw, k, problem, dtype)  # (7)
         dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
         return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams()), tile)
@@ -212,6 +209,16 @@ def _fused_loop(
     ahead = (tuple(lse), probabilities_ahead)
     visit = visit_tiles(problem, operands, rows, step, (dout,), ahead=ahead, along=0)
     return functools.partial(_sum_tiles, visit, operands, zero)
+
+
+def _float16_dv(problem: Problem, tile: Tile, scales: Fp16Scales, like: Array) -> Array:
+    """Return dv [b, k, d, c] from float16 p and dout, scaled back; `like` is the sum over tiles."""
+    assert tile.ahead is not None
+    batch, head = tile.first
+    b, k = tile.ahead.shape[:2]
+    column = slice_dims(scales.column, {0: (batch, b), 1: (head, k)})  # b k d
+    dv = dot("bkgtd,bkgtc->bkdc", tile.wide[1], tile.ahead, problem, like.dtype, like)
+    return dv / (column * Fp16Scales.P)[..., None]
 
 
 def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
@@ -243,9 +250,9 @@ def _add_tile(gradients: Gradients, parts: Gradients, tile: Tile) -> Gradients:
 
 
 def _zero_after(delta: Array) -> Array:
-    """Return a scalar 0 that waits for delta.
+    """Return a scalar 0 that depends on delta.
 
-    XLA:CPU would make zeros without it before the forward, and keep them through it.
+    Without that XLA:CPU makes zeros for the sums before the forward, and keeps them through it.
     """
     zero, _ = lax.optimization_barrier((jnp.zeros((), delta.dtype), delta))
     return zero
@@ -257,13 +264,14 @@ def _zeros(arrays: Any, zero: Array) -> Any:
 
 
 def _lift_float16(d_raw: Array, dtype) -> tuple[Array, Array | None]:
-    """Return d_raw [b, k, g, t, c] in `dtype`, and the factor [b, k] that float16 was multiplied by.
+    """Return d_raw [b, k, g, t, c] in `dtype`, and the factor [b, k] that float16 is multiplied by.
 
     The factor is a power of two that brings the largest entry near 2^14, because float16 holds
-    nothing below 2^-24; None for other dtypes. Divide the products with d_raw by it.
+    nothing below 2^-24. It is None for other dtypes. Divide the products with d_raw by it.
     """
     if dtype != jnp.float16:
         return d_raw.astype(dtype), None
-    largest = jnp.where(jnp.isfinite(d_raw), abs(d_raw), 0).max((2, 3, 4))
+    size = jnp.where(jnp.isfinite(d_raw), abs(d_raw), 0)
+    largest = size.max((2, 3, 4))  # b k
     lift = power_of_two(2.0**14 / largest)
     return (d_raw * lift[:, :, None, None, None]).astype(dtype), lift

@@ -1,4 +1,4 @@
-"""Run the forward with a precomputed bound on each row's maximum, and find the rows where it fails."""
+"""Run the forward with a precomputed bound on each row's maximum, and find where it fails."""
 
 import dataclasses
 
@@ -49,10 +49,10 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
         else:
             multiplied = round_to(p, dtype)
         v = zero_nonfinite(tile.here.value, tile.keep is not None and not on_gpu)
-        parts = [dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype)]
+        parts = (dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype),)
         if not with_ones:
-            parts += [x.sum(-1, dtype=l.dtype) for x in (p, multiplied)]
-        return tuple(add_rows(x, part, tile) for x, part in zip(sums, parts, strict=True))
+            parts += p.sum(-1, dtype=l.dtype), multiplied.sum(-1, dtype=l.dtype)
+        return add_rows(sums, parts, tile)
 
     visit = visit_tiles(problem, operands, (m,), step, beside=rounded, along=1)
     # o is divided by the sum of the rounded p. A row may hold a single p, and it need not be 1.
@@ -72,7 +72,8 @@ def rows_seeing_nonfinite(problem: Problem, operands: Operands) -> Array:
     bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
     T = operands.query.shape[1]
     S = operands.key.shape[1]
-    start, end, _, _ = key_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    rows = np.arange(T)
+    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
     start = np.zeros(1, int) if start is None else np.clip(start, 0, S)
     end = np.full(1, S) if end is None else np.clip(end, 0, S)
     count = jnp.cumsum(bad, axis=1, dtype=jnp.int32)
@@ -87,11 +88,16 @@ def max_bound(problem: Problem, operands: Operands) -> Array:
     By Cauchy-Schwarz |logit| <= scale |q_i| max_j |k_j|. m is 69 nats less, so p is below 2^100.
     """
     dtype = accumulator_dtype(operands)
-    q_norm = jnp.sqrt(jnp.square(operands.query.astype(dtype)).sum(-1))  # b t k g
-    k_norm = jnp.sqrt(jnp.square(operands.key.astype(dtype)).sum(-1))  # b s k
-    bound = abs(problem.scale) * q_norm.transpose(0, 2, 3, 1)
+    q_norm = _norm(operands.query.astype(dtype))  # b t k g
+    k_norm = _norm(operands.key.astype(dtype))  # b s k
+    bound = abs(problem.scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
     bound = bound * largest_visible(problem, operands, k_norm)
     return jnp.maximum(bound - 69.0, 0)
+
+
+def _norm(x: Array) -> Array:
+    """Return the Euclidean norm of x over its last dim."""
+    return jnp.sqrt(jnp.square(x).sum(-1))
 
 
 def largest_visible(problem: Problem, operands: Operands, x: Array) -> Array:
@@ -102,7 +108,8 @@ def largest_visible(problem: Problem, operands: Operands, x: Array) -> Array:
     """
     T = operands.query.shape[1]
     S = operands.key.shape[1]
-    start, end, _, _ = key_range(problem, problem.q_offset, np.arange(T), np.arange(T))
+    rows = np.arange(T)
+    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
     start = 0 if start is None else int(np.clip(start[0], 0, S - 1))
     x = lax.cummax(x[:, start:], axis=1)
     if end is None:
@@ -138,7 +145,8 @@ def log_sum_exp_wide(m: Array, l: Array) -> Lse:
     With l = f 2^e, log l is e log 2 + log f, because log l alone is rounded to 4e-6 there.
     """
     f, power = split_exponent(l)
-    e = (lax.bitcast_convert_type(power, jnp.int32) >> 23).astype(l.dtype) - 127
+    exponent_bits = lax.bitcast_convert_type(power, jnp.int32) >> 23
+    e = exponent_bits.astype(l.dtype) - 127
     coarse = e * 0.693359375  # log 2 in 9 bits, so that the product is exact
     high = m + coarse
     added = high - m

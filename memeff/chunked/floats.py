@@ -1,4 +1,4 @@
-"""Round floats, split them into mantissa and exponent, and reduce flags to one answer for a batch."""
+"""Round floats, split them into mantissa and exponent, and reduce flags to one answer."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def _all_true_in_batch(size, batched, ok):
 
 
 def power_of_two(x: Array) -> Array:
-    """Return the largest power of two up to x > 0, within 2^-100 and 2^100; 1 if x is not finite."""
+    """Return the largest power of two up to x > 0, from 2^-100 to 2^100; 1 if x is not finite."""
     finite = jnp.isfinite(x)
     _, power = split_exponent(x)
     return jnp.where(finite, jnp.clip(power, 2.0**-100, 2.0**100), 1)

@@ -2,7 +2,7 @@
 
 (Rabe & Staats 2021, section 2; Dao 2023, algorithm 1):
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = exp(m - m')
-  (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum exp(s - m');  o = a o + exp(s - m') v_j
+  (2) s   = logits_from_dots(raw)        (4) p = exp(s - m');  l = a l + rowsum p;  o = a o + p v_j
   at the end: out = o / l, lse = m + log l
 
 Where the maximum can be bounded beforehand, fixed_max.py runs first. Then this loop redoes the rows
@@ -61,8 +61,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
         done, rows = state
         return done | True, online_forward(problem, operands, rows, valid)
 
-    # A loop that runs once or never, because it writes over the failed rows; a cond would hold both
-    # results.
+    # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
     return normalise(operands, rows, log_sum_exp_wide)
 
@@ -87,7 +86,7 @@ def online_forward(
         if valid is not None:
             keep_valid = functools.partial(select_rows, slice_rows(valid, tile))
             new = jax.tree.map(keep_valid, old, new)
-        return tuple(write_rows(x, part, tile) for x, part in zip(sums, new, strict=True))
+        return write_rows(sums, new, tile)
 
     visit = visit_tiles(problem, operands, (), step)
     m, l, o = visit((start.m, start.l, start.o))
@@ -110,8 +109,7 @@ def forward_with_statistics(problem: Problem, operands: Operands) -> tuple[RowSu
         below = jnp.where(s == -jnp.inf, 0, s - shift[..., None])
         e_new = a * (e_old + fall * l_old) + (p * below).sum(-1)
         d_new = a * d_old + (p * distances(problem, tile)).sum(-1)
-        parts = *new, e_new, d_new
-        return tuple(write_rows(x, part, tile) for x, part in zip(sums, parts, strict=True))
+        return write_rows(sums, (*new, e_new, d_new), tile)
 
     visit = visit_tiles(problem, operands, (), step)
     m, l, o, e, d = visit((l - jnp.inf, l, o, l, l))

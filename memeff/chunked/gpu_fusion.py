@@ -13,9 +13,9 @@ from memeff.problem import Operands, Problem
 
 
 class Fp16Scales(NamedTuple):
-    """Power-of-two scales that let p and d_raw / p leave the epilogues of (5) and (6) as float16."""
+    """Power-of-two scales that let p and d_raw / p of (5) and (6) be stored as float16."""
 
-    dout: Array  # B K G T D, float16: dout times `column`, in the layout of its product
+    dout: Array  # B K G T D, float16: dout times `column`, laid out for its product
     column: Array  # B K D, brings the largest entry of a column of dout below 2^16
     row: Array  # B K G T, brings d_raw / p below 2^4
     serve: Array  # B K, True where rows and keys are large enough for float16's exponents
@@ -41,10 +41,13 @@ def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array)
     column = power_of_two(2.0**15 / peak)
     scaled = dout.astype(delta.dtype) * column[:, None, :, None]
     scaled = scaled.astype(jnp.float16)  # b t k g d
-    rows = ~(abs(scaled).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
+    tiny = abs(scaled).max(-1) < 2.0**-14
+    rows = ~tiny | (size.max(-1) == 0)  # b t k g
     # A power of two that was clipped to 2^100 or 2^-100 leaves its product out of float16's range.
-    rows &= ~_out_of_range(bound * row, 2.0**4).transpose(0, 3, 1, 2)
-    rows &= ~_out_of_range(peak * column, 2.0**15).any(-1)[:, None, :, None]
+    outside = _out_of_range(bound * row, 2.0**4)  # b k g t
+    rows &= ~outside.transpose(0, 3, 1, 2)
+    outside = _out_of_range(peak * column, 2.0**15).any(-1)  # b k
+    rows &= ~outside[:, None, :, None]
     keys = _values_within(problem, operands, v, 2.0**-10)
     scaled = pin_layout(scaled.transpose(0, 2, 3, 1, 4), 3)  # b k g t d
     return Fp16Scales(scaled, column, row, rows.all((1, 3)) & keys.all(1))

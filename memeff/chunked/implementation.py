@@ -1,4 +1,4 @@
-"""Name the functions of the chunked implementation, in plain JAX, and describe its tiles in words."""
+"""Collect the functions of the chunked implementation, in plain JAX, and describe it in words."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ __all__ = ["backward", "describe", "forward", "logit_param_gradients", "tangent"
 
 
 def describe(problem: Problem, operands: Operands) -> str:
-    """Return a phrase for users: which tiles are visited, for how many heads at a time, and how."""
+    """Describe the tiles, the heads at a time and the softmax of a call, in words for users."""
     fixed = fixed_max_applies(problem, operands)
     fused = uses_gpu_fusion(problem, operands)
     tiles = _describe_tiles(problem, operands, problem.fixed_chunk_size if fixed else None, 1)
@@ -32,7 +32,7 @@ def describe(problem: Problem, operands: Operands) -> str:
 def _describe_tiles(
     problem: Problem, operands: Operands, size: tuple[int, int] | None, along: int
 ) -> str:
-    """Describe tiles of `size`, which may be merged `along` a dim, or of the default size if None."""
+    """Describe tiles of `size`, merged `along` a dim; None: of the default size, never merged."""
     t, c = size or problem.chunk_size
     problem = dataclasses.replace(problem, chunk_size=(t, c))
     visited, total = count_tiles(problem, operands)

@@ -11,6 +11,8 @@ from memeff.problem import Operands, accumulator_dtype
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import SEES_NOTHING, Lse, sink_weights
 
+Arrays = tuple[Array, ...]
+
 
 class RowSums(NamedTuple):
     """Sums over the keys of each query, from p = exp(s - m)."""
@@ -24,7 +26,10 @@ class RowSums(NamedTuple):
 def normalise(
     operands: Operands, rows: RowSums, log_sum_exp: Callable[[Array, Array], Lse]
 ) -> tuple[Array, Lse]:
-    """Return out [B, K, G, T, D] in the query's dtype, and lse = `log_sum_exp(m, l)` [B, K, G, T]."""
+    """Divide the sums: return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T].
+
+    `log_sum_exp` computes lse = m + log l from m and l.
+    """
     empty = rows.l == 0
     l = jnp.where(empty, 1, rows.l)
     weight = jnp.where(empty, 1, rows.weight)
@@ -37,28 +42,35 @@ def normalise(
 
 
 def empty_rows(operands: Operands) -> tuple[Array, Array]:
-    """Return o [B, K, G, T, D] and l [B, K, G, T] of zeros, sharded as the query that they come from."""
+    """Return o [B, K, G, T, D] and l [B, K, G, T] of zeros, sharded as the query."""
     query = operands.query[..., 0].transpose(0, 2, 3, 1)  # b k g t
     l = jnp.zeros_like(query, accumulator_dtype(operands))
-    return l[..., None] + jnp.zeros((1, 1, 1, 1, operands.value.shape[-1]), l.dtype), l
+    D = operands.value.shape[-1]
+    o = l[..., None] + jnp.zeros((1, 1, 1, 1, D), l.dtype)
+    return o, l
 
 
 def slice_rows(x: Array, tile: Tile) -> Array:
     """Return the tile's part of x [B, K, G, T, ...]."""
     b, k, _, t = tile.here.query.shape[:4]
-    return slice_dims(x, {0: (tile.first[0], b), 1: (tile.first[1], k), 3: (tile.row, t)})
+    batch, head = tile.first
+    return slice_dims(x, {0: (batch, b), 1: (head, k), 3: (tile.row, t)})
 
 
-def write_rows(x: Array, part: Array, tile: Tile) -> Array:
-    """Write `part` over the tile's part of x [B, K, G, T, ...]."""
-    return write_slice(x, part, (*tile.first, 0, tile.row, 0))
+def write_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
+    """Write each of `parts` over the tile's part of its array [B, K, G, T, ...]."""
+    starts = (*tile.first, 0, tile.row, 0)
+    return tuple(write_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
 
 
-def add_rows(x: Array, part: Array, tile: Tile) -> Array:
-    """Add `part` to the tile's part of x [B, K, G, T, ...]."""
-    return add_slice(x, part, (*tile.first, 0, tile.row, 0))
+def add_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
+    """Add each of `parts` to the tile's part of its array [B, K, G, T, ...]."""
+    starts = (*tile.first, 0, tile.row, 0)
+    return tuple(add_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
 
 
 def select_rows(which: Array, x: Array, y: Array) -> Array:
-    """Take x [B, K, G, T] or [B, K, G, T, D] in the rows where `which` [B, K, G, T] is True, else y."""
-    return jnp.where(which if x.ndim == which.ndim else which[..., None], x, y)
+    """Take rows of x [B, K, G, T, ...] where `which` [B, K, G, T] is True, and of y elsewhere."""
+    if x.ndim > which.ndim:
+        which = which[..., None]
+    return jnp.where(which, x, y)

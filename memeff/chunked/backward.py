@@ -108,7 +108,10 @@ def _general_loop(
     dout: Array,
     only_terms: bool = False,
 ) -> Callable[[], Any]:
-    """Return a function that computes the gradients of any call (`only_terms`: of logit params)."""
+    """Return a function that computes the gradients of any call, step by step.
+
+    With `only_terms` it computes those of the logit params, a `LogitParams` instead of `Gradients`.
+    """
     assert lse.low is not None
     dtype = delta.dtype
     zero = _zero_after(delta)
@@ -119,7 +122,7 @@ def _general_loop(
         delta, high, low = tile.rows  # b k g t
         (do,) = tile.wide  # b k g t d
         masked = tile.keep is not None
-        if masked:  # NaN in a row that sees nothing must not meet a 0 of p
+        if masked:  # dout of a row that sees nothing may be NaN, and p is 0 there
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
         _, s, transpose_logits = tile_logits(problem, tile)
         p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
@@ -130,7 +133,7 @@ def _general_loop(
         if only_terms:
             return add_logit_params(gradients, d_params, tile)
         p = apply_dropout(problem, tile, p).astype(v.dtype)
-        dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)
+        dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)  # (5)
         dq = dot("bkgtc,bkch->bkgth", d_raw, zero_nonfinite(k, masked), problem, dtype)  # (7)
         q = zero_nonfinite(q, masked)
         dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
@@ -163,7 +166,7 @@ def _fused_loop(
     assert problem.fused_chunk_size is not None
     problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
     dtype = delta.dtype
-    # Once for all tiles: a row that sees a NaN or Inf of these becomes NaN through lse or out.
+    # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
     rows = (delta,)
@@ -191,12 +194,11 @@ def _fused_loop(
         else:
             delta, *factors = tile.rows
             scale, unscale = (x[..., None] for x in factors)
-        # (6): the derivative of plain logits is the same for every raw, so 0 will do
+        # (6), at raw = 0 because the derivative of plain logits is the same everywhere
         _, transpose_logits = jax.vjp(plain_logits, jnp.zeros_like(dp))
         (d_raw_by_p,) = transpose_logits((dp - delta[..., None]) * scale)
         d_raw = (p * d_raw_by_p.astype(p.dtype)).astype(q.dtype) * unscale
-        # at the end, because p of a row whose lse is NaN is NaN for all keys
-        if tile.keep is not None:
+        if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
             d_raw = jnp.where(tile.keep, d_raw, 0)
         if scales is None:
             dv = dot("bkgtd,bkgtc->bkdc", do, p.astype(v.dtype), problem, dtype, gradients.value)

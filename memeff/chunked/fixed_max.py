@@ -18,12 +18,12 @@ from memeff.softmax import Lse, LseFor
 def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> RowSums:
     """Compute the row sums with m from `max_bound` in place of a running maximum.
 
-    So exp can go into the epilogue of (1), and nothing is rescaled. Rows that see a value that is
-    not finite are wrong.
+    So XLA can put exp into the epilogue of (1), and nothing is rescaled. A row that sees a value
+    that is not finite comes out wrong.
 
-    On GPUs l is the sum of p rounded to 16 bits, as it is multiplied, unless the caller wants lse.
-    All probabilities that the backward computes from it are then wrong by one factor for each row,
-    within 2^-9. Rounding changes each of them as much.
+    On GPUs l sums p after it is rounded to 16 bits for its product, unless the caller wants lse.
+    Then all probabilities that the backward computes for a row are wrong by one factor, within
+    2^-9. The rounding of each probability errs as much.
     """
     assert problem.fixed_chunk_size is not None
     problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
@@ -67,7 +67,7 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
 def rows_seeing_nonfinite(problem: Problem, operands: Operands) -> Array:
     """Return which rows [B, K, 1, T|1] see a value that is not finite.
 
-    It asks the window alone, because a tile of plain logits has no other mask.
+    Only the window is considered, because plain logits have no other mask.
     """
     bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
     T = operands.query.shape[1]

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import memeff
-from memeff import bench, bench
+from memeff import bench
 
 # %% [markdown]
 # The derivation uses one head, NumPy and float64, so that "equal" can mean equal to 12 digits; the sizes are all different

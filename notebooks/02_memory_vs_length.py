@@ -40,7 +40,7 @@ import jax
 import matplotlib.pyplot as plt
 from IPython.display import display
 
-from memeff import bench, bench
+from memeff import bench
 
 # %% [markdown]
 # The machine, and what is installed on it beside memeff and `jax.nn`: all that follows is about this machine.

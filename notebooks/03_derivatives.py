@@ -43,7 +43,7 @@ import optax
 import optax.contrib
 
 import memeff
-from memeff import bench, bench, masks, scores
+from memeff import bench
 
 # %% [markdown]
 # **A derivative along a direction**: `jax.jvp` gives out and its tangent in one forward pass. Here are 300 tokens in 4
@@ -302,11 +302,11 @@ print(f"{length:,} points: {told}: {one['quadratic'] / one['memeff']:.1f} times 
 # for each slope, all under one `vmap`.
 
 # %%
-slopes = scores.alibi_slopes(N)
+slopes = memeff.scores.alibi_slopes(N)
 
 
 def loss(slopes, attend):
-    out = attend(*arrays, score_fn=scores.alibi(slopes))
+    out = attend(*arrays, score_fn=memeff.scores.alibi(slopes))
     return jnp.square(out.sum(2)).mean()  # heads together, so that their slopes meet
 
 
@@ -341,7 +341,7 @@ assert values[-1] < 0.1 * values[0]
 
 # %%
 mask = memeff.block_mask(
-    masks.causal() & (masks.sliding_window(256) | masks.prefix(128)), 1024, block_size=64
+    memeff.masks.causal() & (memeff.masks.sliding_window(256) | memeff.masks.prefix(128)), 1024, block_size=64
 )
 print(mask)
 wide = [jax.random.normal(key, (1, 1024, 2, 8)) for key in keys]

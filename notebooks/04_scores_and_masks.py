@@ -39,7 +39,7 @@ import numpy as np
 import optax
 
 import memeff
-from memeff import Mask, Mask, Score, Score, bench, bench, masks, scores, transforms
+from memeff import Mask, Score, bench, masks, scores, transforms
 
 # %% [markdown]
 # **A score with a parameter that learns**: each head pulls its attention towards the near past with a slope of its own

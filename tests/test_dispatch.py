@@ -442,11 +442,11 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     [
         (
             dict(is_causal=True),
-            ": tiles of 512 x 512 logits, 36 of 64 visited; 4 of 8 heads at a time; softmax with a fixed row",
+            ": tiles of 512 x 512 logits, 36 of 64 visited; 4 of 8 heads at a time; softmax with a precomputed",
         ),
         (
             {},
-            ": tiles of 1024 x 1024 logits, 16 of 16 visited; 1 of 8 heads at a time; softmax with a fixed row reference",
+            ": tiles of 1024 x 1024 logits, 16 of 16 visited; 1 of 8 heads at a time; softmax with a precomputed bound",
         ),
         (dict(local_window_size=(512, 0)), "15 of 64 visited"),
         (dict(chunk_size=64), "4096 of 4096 visited"),
@@ -456,7 +456,7 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
         ),
         (
             dict(key_value_seq_lengths=jax.ShapeDtypeStruct((1,), np.int32)),
-            "visited between bounds that are found as it runs",
+            "visited between bounds that are computed at run time",
         ),
     ],
     ids=str,
@@ -483,7 +483,7 @@ def test_explain_tells_both_tiles_where_they_differ(monkeypatch):
     assert "; 8 of 32 heads at a time;" in text
     text = memeff.explain(x, x, x, is_causal=True)
     assert (
-        "tiles of 1024 x 1024 logits, 36 of 64 visited, joined to 2048 x 2048; 32 of 32 heads"
+        "tiles of 1024 x 1024 logits, 36 of 64 visited, merged into tiles of up to 2048 x 2048; 32 of 32 heads"
         in text
     )
     assert "in the gradient" not in memeff.explain(x, x, x, is_causal=True, chunk_size=512)

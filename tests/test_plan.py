@@ -307,7 +307,7 @@ def test_fields():
 def test_text():
     assert str(memeff.plan(X, X, X, is_causal=True, device="cpu", memory="16GiB")).splitlines() == [
         '"xla" on cpu: tiles of 512 x 512 logits, 36 of 64 visited; 4 of 8 heads at a time; '
-        "softmax with a fixed row reference, checked",
+        "softmax with a precomputed bound on each row's maximum; rows where it fails are redone",
         *ANY_TABLE,
     ]
 

@@ -1,11 +1,14 @@
-"""Compute the gradients of attention from its log-sum-exp, one visible tile at a time (Dao 2023, algorithm 2).
+"""Compute the gradients of attention from its log-sum-exp, one visible tile at a time.
 
-With s from (1) and (2) of forward.py and delta = rowsum(dout * out) - dlse:
+(Dao 2023, algorithm 2.) With s from (1), (2) of forward.py and delta = rowsum(dout * out) - dlse:
   (5) p  = exp(s - lse)                  dv_j += p' dout_i
-  (6) ds = p * (dout_i v_j' - delta)     d_raw, dparams = (2) transposed at ds
+  (6) ds = p * (dout_i v_j' - delta)     d_raw, d_params = (2) transposed at ds
   (7) dq_i += d_raw k_j;  dk_j += d_raw' q_i
-One loop gives all three. Two loops, one for dq and one for dk and dv, would each compute p and d_raw (H200, bfloat16, 2^27
-logits: 460 us of the loop's 790), to save a pass over sums (50 us).
+One loop gives all three. Two loops, one for dq and one for dk and dv, would each compute p and
+d_raw (H200, bfloat16, 2^27 logits: 460 us of the loop's 790), to save a pass over sums (50 us).
+
+`_general_loop` serves every call. For plain logits on GPUs, `_fused_loop` has (5) and (6) in the
+epilogues of their products; 16-bit operands go through float16 there if their range allows it.
 """
 
 import dataclasses
@@ -24,6 +27,7 @@ from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales
 from memeff.chunked.loop import run_by_blocks, visit_tiles
 from memeff.chunked.slicing import add_logit_params
 from memeff.chunked.tile import (
+    Tile,
     apply_dropout,
     dot,
     probabilities,
@@ -40,170 +44,236 @@ from memeff.softmax import SEES_NOTHING, Lse, row_dots
 def backward(
     problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> Gradients:
-    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    """Return the gradients of `operands`.
+
+    `out` and `dout` are [B, K, G, T, D], `lse` and `dlse` [B, K, G, T]. If nothing depends on lse,
+    `dlse` is None.
+    """
     if has_symbolic_lengths(operands):
-        t, like = problem.chunk_size[0], Gradients(*operands[:3], operands.terms)
+        t, _ = problem.chunk_size
         rows = jax.tree.map(lambda x: pad_axis(x, 3, t), (out, lse, dout, dlse))
-        gradients = _backward(problem, pad_lengths(problem, operands), *rows)
-        return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), gradients, like)
+        padded = _backward(problem, pad_lengths(problem, operands), *rows)
+        inputs = Gradients(*operands[:3], operands.terms)
+        return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), padded, inputs)
     if problem.block and uses_gpu_fusion(problem, operands):
         call = functools.partial(_backward, dataclasses.replace(problem, block=None))
         query, key, value = map(jnp.zeros_like, operands[:3])
-        zeros = Gradients(query, key, value, LogitParams())
-        return run_by_blocks(problem, operands, call, (out, lse, dout, dlse), 2, zeros)
+        results = Gradients(query, key, value, LogitParams())
+        return run_by_blocks(problem, operands, call, (out, lse, dout, dlse), 2, results)
     return _backward(problem, operands, out, lse, dout, dlse)
 
 
 def logit_param_gradients(
     problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> LogitParams:
-    """Gradients of terms alone, from the same: two products a tile instead of five."""
-    return _backward(problem, operands, out, lse, dout, dlse, only_terms=True)
+    """Return the gradients of `operands.terms` alone: two products a tile instead of five."""
+    rows = _loop_inputs(operands, out, lse, dout, dlse)
+    return _general_loop(problem, operands, *rows, only_terms=True)()
 
 
 def _backward(
-    problem: Problem,
-    operands: Operands,
-    out: Array,
-    lse: Lse,
-    dout: Array,
-    dlse: Array | None,
-    only_terms: bool = False,
-) -> Any:
-    """Steps (5) to (7)."""
-    dtype = accumulator_dtype(operands)
-    lse = lse if lse.low is not None else Lse(lse.high, jnp.zeros_like(lse.high))
-    delta = row_dots(out, dout, dtype)
-    dout = dout.transpose(0, 3, 1, 2, 4)  # b t k g d, as it came: nothing is copied
-    delta = delta if dlse is None else delta - dlse
-    walk = functools.partial(
-        _backward_loop, problem, operands, lse, delta, dout, only_terms=only_terms
-    )
+    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+) -> Gradients:
+    """Run steps (5) to (7) in the loop that suits the call."""
+    lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
     if not uses_gpu_fusion(problem, operands):
-        return walk(False)()
+        return _general_loop(problem, operands, lse, delta, dout)()
     if operands.query.dtype == jnp.float32:
-        return walk(True)()
-    halves = fp16_scales(problem, operands, delta, dout)
-    return lax.cond(all_true(halves.serve), walk(True, halves), walk(False))
+        return _fused_loop(problem, operands, lse, delta, dout)()
+    scales = fp16_scales(problem, operands, delta, dout)
+    float16_serves = all_true(scales.serve)
+    fused = _fused_loop(problem, operands, lse, delta, dout, scales)
+    general = _general_loop(problem, operands, lse, delta, dout)
+    return lax.cond(float16_serves, fused, general)
 
 
-def _backward_loop(
+def _loop_inputs(
+    operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+) -> tuple[Lse, Array, Array]:
+    """Return lse in two floats, delta [B, K, G, T], and dout [B, T, K, G, D]."""
+    if lse.low is None:
+        lse = Lse(lse.high, jnp.zeros_like(lse.high))
+    delta = row_dots(out, dout, accumulator_dtype(operands))
+    dout = dout.transpose(0, 3, 1, 2, 4)  # b t k g d, as it came: nothing is copied
+    if dlse is not None:
+        delta = delta - dlse
+    return lse, delta, dout
+
+
+def _general_loop(
     problem: Problem,
     operands: Operands,
     lse: Lse,
     delta: Array,
     dout: Array,
-    fused: bool,
-    halves: Fp16Scales | None = None,
     only_terms: bool = False,
 ) -> Callable[[], Any]:
-    """Step by step, or `fused`: p is made one step ahead, so that draw can go into the epilogue of dout v'."""
-    dtype, rows, like_rows = delta.dtype, (delta,), ()
-    if fused:
-        assert problem.fused_chunk_size is not None
-        problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
-        # Once for all tiles: who sees one of these that is not finite is NaN by lse or out.
-        query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
-        operands = operands._replace(query=query, key=key, value=value)
-    else:
-        assert lse.low is not None
-        rows = (delta, lse.high, lse.low)
-    if halves:
-        down = (1 / (halves.row * Fp16Scales.P)).astype(operands.query.dtype)
-        rows, like_rows = (delta, halves.row, down), (halves.dout,)
-    # Zeros that wait for delta: XLA:CPU would make them before the forward, and keep them through
-    # it.
-    zero, delta = lax.optimization_barrier((jnp.zeros((), dtype), delta))
+    """Return a function that computes the gradients of any call, step by step.
 
-    def of_tile(tile, high, low):  # (5)
-        _, s, pull = tile_logits(problem, tile, apart=not fused)
-        return probabilities(s, Lse(high, low), tile.keep), pull
+    With `only_terms` it computes those of the logit params, a `LogitParams` instead of `Gradients`.
+    """
+    assert lse.low is not None
+    dtype = delta.dtype
+    zero = _zero_after(delta)
 
-    def ahead(tile):
-        p, _ = of_tile(tile, *tile.rows)
-        return (p * Fp16Scales.P).astype(jnp.float16) if halves else p
-
-    def step(grads, tile) -> Any:
+    def step(gradients, tile) -> Any:
         v = tile.here.value
         q, k = transform_query_key(problem, tile.here, *tile.at)
-        (delta, *others), (do, *half) = tile.rows, tile.wide
-        masked = tile.keep is not None and not fused
-        if masked:  # what a row that sees nothing brings along must not meet a 0 of p
-            do = jnp.where(others[0][..., None] == SEES_NOTHING, 0, do)
-        p, pull = (tile.ahead, None) if fused else of_tile(tile, *others)
-        lift = None  # a fused walk has no float16 operands
+        delta, high, low = tile.rows  # b k g t
+        (do,) = tile.wide  # b k g t d
+        masked = tile.keep is not None
+        if masked:  # dout of a row that sees nothing may be NaN, and p is 0 there
+            do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
+        _, s, transpose_logits = tile_logits(problem, tile)
+        p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
-        if pull is None:  # (6), where (2) transposed is linear in ds and the same for all logits
-            up, down = (x[..., None] for x in others) if halves else (1, 1)
-            _, pull = jax.vjp(
-                lambda raw: logits_from_dots(problem, raw, LogitParams(), None), jnp.zeros_like(dp)
-            )
-            (draw,), dterms = pull((dp - delta[..., None]) * up), LogitParams()
-            draw = (p * draw.astype(p.dtype)).astype(q.dtype) * down
-            # at the end, for p of a row whose lse is NaN is NaN for all keys
-            if tile.keep is not None:
-                draw = jnp.where(tile.keep, draw, 0)
-        else:
-            dp = apply_dropout(problem, tile, lax.optimization_barrier(dp))
-            draw, dterms = pull(p * (dp - delta[..., None]))
-            draw, lift = _lift_float16(draw, q.dtype)
+        dp = apply_dropout(problem, tile, lax.optimization_barrier(dp))
+        d_raw, d_params = transpose_logits(p * (dp - delta[..., None]))  # (6)
+        d_raw, lift = _lift_float16(d_raw, q.dtype)
         if only_terms:
-            return add_logit_params(grads, dterms, tile)
-        if halves:
-            column = slice_dims(
-                halves.column, {0: (tile.first[0], q.shape[0]), 1: (tile.first[1], q.shape[1])}
-            )
-            dv = (
-                dot("bkgtd,bkgtc->bkdc", half[0], p, problem, dtype, grads.value)
-                / (column * Fp16Scales.P)[..., None]
-            )
-        else:
-            dropped = apply_dropout(problem, tile, p).astype(v.dtype)
-            dv = dot("bkgtd,bkgtc->bkdc", do, dropped, problem, dtype, grads.value)
-        dq = dot("bkgtc,bkch->bkgth", draw, zero_nonfinite(k, masked), problem, dtype)  # (7)
-        dk = dot("bkgth,bkgtc->bkhc", zero_nonfinite(q, masked), draw, problem, dtype, grads.key)
+            return add_logit_params(gradients, d_params, tile)
+        p = apply_dropout(problem, tile, p).astype(v.dtype)
+        dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)  # (5)
+        dq = dot("bkgtc,bkch->bkgth", d_raw, zero_nonfinite(k, masked), problem, dtype)  # (7)
+        q = zero_nonfinite(q, masked)
+        dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
         if lift is not None:
-            dq, dk = dq / lift[:, :, None, None, None], dk / lift[:, :, None, None]
+            dq = dq / lift[:, :, None, None, None]
+            dk = dk / lift[:, :, None, None]
         if problem.qk_transform is not None:
-            dq, dk, dterms = transform_back(problem, tile, dq, dk, dterms)
-        return Gradients(
-            add_slice(grads.query, dq, (*tile.first, 0, tile.row, 0)),
-            add_slice(grads.key, dk, (*tile.first, 0, tile.col)),
-            add_slice(grads.value, dv, (*tile.first, 0, tile.col)),
-            add_logit_params(grads.terms, dterms, tile),
-        )
+            dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
+        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
 
-    how: dict[str, Any] = {"ahead": (tuple(lse), ahead), "along": 0} if fused else {}
-    visit = visit_tiles(problem, operands, (*rows, *like_rows), step, (dout,), **how)
-
-    def walk():
-        terms = jax.tree.map(lambda x: jnp.zeros_like(x, dtype) + zero, operands.terms)
-        if only_terms:
-            return visit(terms)
-        zeros = Gradients(
-            jnp.zeros_like(operands.query.transpose(0, 2, 3, 1, 4), dtype) + zero,
-            jnp.zeros_like(operands.key.transpose(0, 2, 3, 1), dtype) + zero,
-            jnp.zeros_like(operands.value.transpose(0, 2, 3, 1), dtype) + zero,
-            terms,
-        )
-        query, key, value, terms = visit(zeros)
-        return Gradients(
-            query.transpose(0, 3, 1, 2, 4),
-            key.transpose(0, 3, 1, 2),
-            value.transpose(0, 3, 1, 2),
-            terms,
-        )
-
-    return walk
+    visit = visit_tiles(problem, operands, (delta, lse.high, lse.low), step, (dout,))
+    if only_terms:
+        return lambda: visit(_zeros(operands.terms, zero))
+    return functools.partial(_sum_tiles, visit, operands, zero)
 
 
-def _lift_float16(draw: Array, dtype) -> tuple[Array, Array | None]:
-    """Return draw [b, k, g, t, c] in `dtype`, and the factor [b, k] by which float16 entries were multiplied, else None.
+def _fused_loop(
+    problem: Problem,
+    operands: Operands,
+    lse: Lse,
+    delta: Array,
+    dout: Array,
+    scales: Fp16Scales | None = None,
+) -> Callable[[], Gradients]:
+    """Return a function that computes the gradients of plain logits, to be fused by XLA:GPU.
 
-    The factor is a power of two that brings the largest entry near 2^14, because float16 holds nothing below 2^-24.
-    Divide the products with draw by it.
+    p is computed one step ahead, so that d_raw can go into the epilogue of dout v'. With `scales`,
+    p and d_raw / p leave the epilogues as float16.
+    """
+    assert problem.fused_chunk_size is not None
+    problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
+    dtype = delta.dtype
+    # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
+    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
+    operands = operands._replace(query=query, key=key, value=value)
+    rows = (delta,)
+    if scales is not None:
+        unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
+        rows = (delta, scales.row, unscale, scales.dout)
+    zero = _zero_after(delta)
+
+    def probabilities_ahead(tile):  # (5)
+        _, s, _ = tile_logits(problem, tile, apart=False)
+        p = probabilities(s, Lse(*tile.rows), tile.keep)
+        return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
+
+    def plain_logits(raw):
+        return logits_from_dots(problem, raw, LogitParams(), None)
+
+    def step(gradients, tile):
+        q, k, v = tile.here[:3]
+        p = tile.ahead  # b k g t c
+        do = tile.wide[0]  # b k g t d
+        dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
+        if scales is None:
+            (delta,) = tile.rows  # b k g t
+            scale, unscale = 1, 1
+        else:
+            delta, *factors = tile.rows
+            scale, unscale = (x[..., None] for x in factors)
+        # (6), at raw = 0 because the derivative of plain logits is the same everywhere
+        _, transpose_logits = jax.vjp(plain_logits, jnp.zeros_like(dp))
+        (d_raw_by_p,) = transpose_logits((dp - delta[..., None]) * scale)
+        d_raw = (p * d_raw_by_p.astype(p.dtype)).astype(q.dtype) * unscale
+        if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
+            d_raw = jnp.where(tile.keep, d_raw, 0)
+        if scales is None:
+            dv = dot("bkgtd,bkgtc->bkdc", do, p.astype(v.dtype), problem, dtype, gradients.value)
+        else:
+            dv = _float16_dv(problem, tile, scales, gradients.value)
+        dq = dot("bkgtc,bkch->bkgth", d_raw, k, problem, dtype)  # (7)
+        dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
+        return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams()), tile)
+
+    ahead = (tuple(lse), probabilities_ahead)
+    visit = visit_tiles(problem, operands, rows, step, (dout,), ahead=ahead, along=0)
+    return functools.partial(_sum_tiles, visit, operands, zero)
+
+
+def _float16_dv(problem: Problem, tile: Tile, scales: Fp16Scales, like: Array) -> Array:
+    """Return dv [b, k, d, c] from float16 p and dout, scaled back; `like` is the sum over tiles."""
+    assert tile.ahead is not None
+    batch, head = tile.first
+    b, k = tile.ahead.shape[:2]
+    column = slice_dims(scales.column, {0: (batch, b), 1: (head, k)})  # b k d
+    dv = dot("bkgtd,bkgtc->bkdc", tile.wide[1], tile.ahead, problem, like.dtype, like)
+    return dv / (column * Fp16Scales.P)[..., None]
+
+
+def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
+    """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`."""
+    terms = _zeros(operands.terms, zero)
+    zeros = Gradients(
+        _zeros(operands.query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
+        _zeros(operands.key.transpose(0, 2, 3, 1), zero),  # b k h s
+        _zeros(operands.value.transpose(0, 2, 3, 1), zero),  # b k d s
+        terms,
+    )
+    query, key, value, terms = visit(zeros)
+    return Gradients(
+        query.transpose(0, 3, 1, 2, 4),
+        key.transpose(0, 3, 1, 2),
+        value.transpose(0, 3, 1, 2),
+        terms,
+    )
+
+
+def _add_tile(gradients: Gradients, parts: Gradients, tile: Tile) -> Gradients:
+    """Add dq [b, k, g, t, h], dk [b, k, h, c], dv [b, k, d, c] and logit params of one tile."""
+    return Gradients(
+        add_slice(gradients.query, parts.query, (*tile.first, 0, tile.row, 0)),
+        add_slice(gradients.key, parts.key, (*tile.first, 0, tile.col)),
+        add_slice(gradients.value, parts.value, (*tile.first, 0, tile.col)),
+        add_logit_params(gradients.terms, parts.terms, tile),
+    )
+
+
+def _zero_after(delta: Array) -> Array:
+    """Return a scalar 0 that depends on delta.
+
+    Without that XLA:CPU makes zeros for the sums before the forward, and keeps them through it.
+    """
+    zero, _ = lax.optimization_barrier((jnp.zeros((), delta.dtype), delta))
+    return zero
+
+
+def _zeros(arrays: Any, zero: Array) -> Any:
+    """Return a tree of zeros like `arrays`, in the dtype of `zero` and made from it."""
+    return jax.tree.map(lambda x: jnp.zeros_like(x, zero.dtype) + zero, arrays)
+
+
+def _lift_float16(d_raw: Array, dtype) -> tuple[Array, Array | None]:
+    """Return d_raw [b, k, g, t, c] in `dtype`, and the factor [b, k] that float16 is multiplied by.
+
+    The factor is a power of two that brings the largest entry near 2^14, because float16 holds
+    nothing below 2^-24. It is None for other dtypes. Divide the products with d_raw by it.
     """
     if dtype != jnp.float16:
-        return draw.astype(dtype), None
-    lift = power_of_two(2.0**14 / jnp.where(jnp.isfinite(draw), abs(draw), 0).max((2, 3, 4)))
-    return (draw * lift[:, :, None, None, None]).astype(dtype), lift
+        return d_raw.astype(dtype), None
+    size = jnp.where(jnp.isfinite(d_raw), abs(d_raw), 0)
+    largest = size.max((2, 3, 4))  # b k
+    lift = power_of_two(2.0**14 / largest)
+    return (d_raw * lift[:, :, None, None, None]).astype(dtype), lift

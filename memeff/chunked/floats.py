@@ -1,4 +1,4 @@
-"""Round, and split floats into mantissa and exponent."""
+"""Round floats, split them into mantissa and exponent, and reduce flags to one answer."""
 
 import jax
 import jax.numpy as jnp
@@ -6,31 +6,42 @@ from jax import Array, lax
 
 
 def round_to(x: Array, dtype) -> Array:
-    """To `dtype`, for good: XLA may take back a mere astype where what follows is wider (xla_allow_excess_precision)."""
-    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
+    """Round x to `dtype` so that the rounding stays.
+
+    XLA may take back a mere astype where wider arithmetic follows (xla_allow_excess_precision).
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 def split_exponent(x: Array) -> tuple[Array, Array]:
-    """f in [1, 2), NaN or Inf, and a power of two; x = f * power, float32. (XLA gathers frexp on an Explicit mesh.)"""
+    """Split x (float32) into f in [1, 2) and a power of two, x = f * power; NaN and Inf stay in f.
+
+    It works on bits, because XLA gathers the operand of frexp on a mesh with Explicit axes.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    f, power = (
-        lax.bitcast_convert_type(b, x.dtype)
-        for b in (bits & 0x7FFFFF | 0x3F800000, bits & 0x7F800000)
-    )
+    mantissa_bits = bits & 0x7FFFFF | 0x3F800000  # with the exponent of 1
+    exponent_bits = bits & 0x7F800000
+    f = lax.bitcast_convert_type(mantissa_bits, x.dtype)
+    power = lax.bitcast_convert_type(exponent_bits, x.dtype)
     return jnp.where(jnp.isfinite(x), f, x), power
 
 
 @jax.custom_batching.custom_vmap
 def all_true(ok: Array) -> Array:
+    """Return whether all of `ok` is True, under vmap as one answer for the whole batch."""
     return ok.all()
 
 
 @all_true.def_vmap
 def _all_true_in_batch(size, batched, ok):
+    """Reduce over the batch too, because a cond on the answer then stays a cond."""
     del size, batched
-    return all_true(ok), False  # one answer for the whole batch: the cond stays a cond
+    return all_true(ok), False
 
 
 def power_of_two(x: Array) -> Array:
-    """The largest at most x > 0; 1 where that is not finite."""
-    return jnp.where(jnp.isfinite(x), jnp.clip(split_exponent(x)[1], 2.0**-100, 2.0**100), 1)
+    """Return the largest power of two up to x > 0, from 2^-100 to 2^100; 1 if x is not finite."""
+    finite = jnp.isfinite(x)
+    _, power = split_exponent(x)
+    return jnp.where(finite, jnp.clip(power, 2.0**-100, 2.0**100), 1)

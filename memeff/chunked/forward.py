@@ -1,9 +1,12 @@
-"""Compute attention one visible tile of queries i and keys j at a time, with a running maximum of each row.
+"""Compute attention one visible tile of queries i and keys j at a time, with a running row maximum.
 
 (Rabe & Staats 2021, section 2; Dao 2023, algorithm 1):
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = exp(m - m')
-  (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum exp(s - m');  o = a o + exp(s - m') v_j
+  (2) s   = logits_from_dots(raw)        (4) p = exp(s - m');  l = a l + rowsum p;  o = a o + p v_j
   at the end: out = o / l, lse = m + log l
+
+Where the maximum can be bounded beforehand, fixed_max.py runs first. Then this loop redoes the rows
+in which the bound failed.
 """
 
 import dataclasses
@@ -23,91 +26,108 @@ from memeff.chunked.fixed_max import (
 )
 from memeff.chunked.floats import all_true
 from memeff.chunked.loop import run_by_blocks, visit_tiles
-from memeff.chunked.row_sums import RowSums, empty_rows, normalise, put_rows, slice_rows, where_rows
+from memeff.chunked.row_sums import (
+    RowSums,
+    empty_rows,
+    normalise,
+    select_rows,
+    slice_rows,
+    write_rows,
+)
 from memeff.chunked.tile import Tile, distances, row_max, tile_logits, weighted_values
 from memeff.problem import Operands, Problem, check_sizes_known
 from memeff.softmax import Lse, LseFor, log_sum_exp
 
 
 def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
-    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
     if has_symbolic_lengths(operands):
-        rows = normalise(
-            operands, online_forward(problem, pad_lengths(problem, operands)), log_sum_exp
-        )
-        return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, operands.query.shape[1], axis=3), rows)
+        sums = online_forward(problem, pad_lengths(problem, operands))
+        padded = normalise(operands, sums, log_sum_exp)
+        T = operands.query.shape[1]
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, T, axis=3), padded)
     if not fixed_max_applies(problem, operands):
         return normalise(operands, online_forward(problem, operands), log_sum_exp)
     if problem.block and uses_gpu_fusion(problem, operands):
         o, l = empty_rows(operands)
-        call = functools.partial(forward, dataclasses.replace(problem, block=None), lse_for=lse_for)
-        return run_by_blocks(
-            problem, operands, call, (), 1, (o.astype(operands.query.dtype), Lse(l, l))
-        )
+        whole = dataclasses.replace(problem, block=None)
+        call = functools.partial(forward, whole, lse_for=lse_for)
+        results = o.astype(operands.query.dtype), Lse(l, l)
+        return run_by_blocks(problem, operands, call, (), 1, results)
     rows = fixed_max_forward(problem, operands, lse_for)
-    stands = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
+    valid = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
 
-    def again(state):
-        return state[0] | True, online_forward(problem, operands, state[1], stands)
+    def redo(state):
+        done, rows = state
+        return done | True, online_forward(problem, operands, rows, valid)
 
-    # A loop that runs once or never, for it writes over what does not stand; a cond would hold
-    # both.
-    _, rows = lax.while_loop(lambda state: ~state[0], again, (all_true(stands), rows))
+    # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
+    _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
     return normalise(operands, rows, log_sum_exp_wide)
 
 
 def online_forward(
-    problem: Problem, operands: Operands, rows: RowSums | None = None, stands: Array | None = None
+    problem: Problem, operands: Operands, rows: RowSums | None = None, valid: Array | None = None
 ) -> RowSums:
-    """Steps (1) to (4), for every call. Of `rows`, those that stand are left as they are."""
-    o, l = empty_rows(operands)
-    before = RowSums(l - jnp.inf, l, l, o)
-    if rows is not None and stands is not None:
-        before = jax.tree.map(functools.partial(where_rows, stands), rows, before)
+    """Run steps (1) to (4) over all visible tiles, for any call.
 
-    def step(carry, tile):
-        old = tuple(slice_rows(x, tile) for x in carry)
+    Given `rows` and `valid` [B, K, G, T], leave the valid rows as they are.
+    """
+    o, l = empty_rows(operands)
+    start = RowSums(l - jnp.inf, l, l, o)
+    if rows is not None and valid is not None:
+        start = jax.tree.map(functools.partial(select_rows, valid), rows, start)
+
+    def step(sums, tile):
+        old = tuple(slice_rows(x, tile) for x in sums)
         old = lax.optimization_barrier(old)  # else XLA copies all of m
         raw, s, _ = tile_logits(problem, tile)
         new, _ = online_softmax_step(problem, tile, raw, s, old)
-        if stands is not None:
-            new = jax.tree.map(functools.partial(where_rows, slice_rows(stands, tile)), old, new)
-        return tuple(put_rows(x, y, tile) for x, y in zip(carry, new, strict=True))
+        if valid is not None:
+            keep_valid = functools.partial(select_rows, slice_rows(valid, tile))
+            new = jax.tree.map(keep_valid, old, new)
+        return write_rows(sums, new, tile)
 
-    m, l, o = visit_tiles(problem, operands, (), step)((before.m, before.l, before.o))
-    return RowSums(m, l, l if stands is None else jnp.where(stands, before.weight, l), o)
+    visit = visit_tiles(problem, operands, (), step)
+    m, l, o = visit((start.m, start.l, start.o))
+    weight = l if valid is None else jnp.where(valid, start.weight, l)
+    return RowSums(m, l, weight, o)
 
 
 def forward_with_statistics(problem: Problem, operands: Operands) -> tuple[RowSums, Array, Array]:
-    """The same, and of each row sum p (s - m) and sum p |q_pos - k_pos|, B K G T."""
+    """Return the row sums, and sum p (s - m) and sum p |q_pos - k_pos| of each row [B, K, G, T]."""
     check_sizes_known(operands, "memeff.attention_statistics")
     o, l = empty_rows(operands)
 
-    def step(carry, tile):
-        m_old, l_old, o_old, e_old, d_old = (slice_rows(x, tile) for x in carry)
+    def step(sums, tile):
+        m_old, l_old, o_old, e_old, d_old = (slice_rows(x, tile) for x in sums)
         raw, s, _ = tile_logits(problem, tile)
         s = lax.optimization_barrier(s)  # else p and s - m are of logits that differ by a rounding
-        (m_new, l_new, o_new), (shift, a, p) = online_softmax_step(
-            problem, tile, raw, s, (m_old, l_old, o_old)
-        )
-        fall = jnp.where(l_old == 0, 0, m_old - shift)  # of what was gathered before
+        old = m_old, l_old, o_old
+        new, (shift, a, p) = online_softmax_step(problem, tile, raw, s, old)
+        fall = jnp.where(l_old == 0, 0, m_old - shift)  # of s - m in the tiles before
         below = jnp.where(s == -jnp.inf, 0, s - shift[..., None])
         e_new = a * (e_old + fall * l_old) + (p * below).sum(-1)
         d_new = a * d_old + (p * distances(problem, tile)).sum(-1)
-        return tuple(
-            put_rows(x, y, tile)
-            for x, y in zip(carry, (m_new, l_new, o_new, e_new, d_new), strict=True)
-        )
+        return write_rows(sums, (*new, e_new, d_new), tile)
 
-    m, l, o, e, d = visit_tiles(problem, operands, (), step)((l - jnp.inf, l, o, l, l))
+    visit = visit_tiles(problem, operands, (), step)
+    m, l, o, e, d = visit((l - jnp.inf, l, o, l, l))
     return RowSums(m, l, l, o), e, d
 
 
-def online_softmax_step(problem: Problem, tile: Tile, raw: Array, s: Array, old):
-    """(3) and (4) of a tile: m, l and o, and what is taken from s, what o before is multiplied with, and p."""
+def online_softmax_step(
+    problem: Problem, tile: Tile, raw: Array, s: Array, old: tuple[Array, Array, Array]
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
+    """Do (3) and (4) for a tile, with `old` = (m, l, o). Return the new (m, l, o), and (m', a, p).
+
+    m' is 0 in place of -inf, where a row has seen no key yet.
+    """
     m_old, l_old, o_old = old
     m_new = jnp.maximum(m_old, row_max(problem, tile, raw, s))  # (3)
-    shift = jnp.where(m_new == -jnp.inf, 0, m_new) if tile.keep is not None else m_new
+    shift = m_new
+    if tile.keep is not None:
+        shift = jnp.where(m_new == -jnp.inf, 0, m_new)
     a = jnp.exp(m_old - shift)
     p = jnp.exp(s - shift[..., None])
     l_new = a * l_old + p.sum(-1)  # (4)

@@ -13,43 +13,57 @@ from memeff.problem import Operands, Problem
 
 
 class Fp16Scales(NamedTuple):
-    """What (5) and (6) are scaled by, powers of two, where they leave the epilogues of their products in float16."""
+    """Power-of-two scales that let p and d_raw / p of (5) and (6) be stored as float16."""
 
-    # B K G T D, as the products want it; scaled by `column` so that its largest entry is below 2^16
-    dout: Array
-    column: Array  # B K D
-    row: Array  # B K G T, such that draw / p times it is below 2^4
-    serve: Array  # B K, of which the rows and keys are large enough for float16's exponents
+    dout: Array  # B K G T D, float16: dout times `column`, laid out for its product
+    column: Array  # B K D, brings the largest entry of a column of dout below 2^16
+    row: Array  # B K G T, brings d_raw / p below 2^4
+    serve: Array  # B K, True where rows and keys are large enough for float16's exponents
 
     P = 2.0**11  # scales p
 
 
 def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Fp16Scales:
-    """11 bits, three more than bfloat16 has, are kept of what is not far below its bound: 2^29 times for dout, 2^25 for p,
-    2^18 for draw / p. So float16 serves if no row of dout is smaller than that beside others, and no value 2^10 times
-    smaller than another (draw / p is some 2^4 times smaller than its bound anyway).
+    """Return the scales for `delta` [B, K, G, T] and `dout` [B, T, K, G, D].
+
+    float16 keeps 11 bits, three more than bfloat16, of a number that is not far below its bound:
+    2^29 times for dout, 2^25 for p, 2^18 for d_raw / p. So it serves if no row of dout is smaller
+    than that beside other rows, and no value 2^10 times smaller than another. (d_raw / p is some
+    2^4 times smaller than its bound anyway.)
     """
-    size, v = (abs(x.astype(delta.dtype)) for x in (dout, operands.value))
+    size = abs(dout.astype(delta.dtype))
+    v = abs(operands.value.astype(delta.dtype))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
-    largest = size.sum(-1).transpose(0, 2, 3, 1) * largest_visible(problem, operands, v)
-    bound = abs(problem.scale) * (largest + abs(delta))  # b k g t
+    dp_bound = size.sum(-1).transpose(0, 2, 3, 1) * largest_visible(problem, operands, v)
+    bound = abs(problem.scale) * (dp_bound + abs(delta))  # b k g t, of |d_raw / p|
     row = power_of_two(2.0**4 / bound)
     peak = size.max((1, 3), where=jnp.isfinite(size), initial=0)  # b k d
     column = power_of_two(2.0**15 / peak)
-    half = (dout.astype(delta.dtype) * column[:, None, :, None]).astype(jnp.float16)
-    rows = ~(abs(half).max(-1) < 2.0**-14) | (size.max(-1) == 0)  # b t k g
-    # A power of two that stopped at 2^100 or 2^-100 did not bring what it scales into float16's
-    # range.
-    rows &= ~_out_of_range(bound * row, 2.0**4).transpose(0, 3, 1, 2)
-    rows &= ~_out_of_range(peak * column, 2.0**15).any(-1)[:, None, :, None]
-    T, S = operands.query.shape[1], operands.key.shape[1]
-    first, end, _, _ = key_range(problem, problem.q_offset, 0, T - 1)
-    v = v[:, max(0, first or 0) : S if end is None else min(S, end)]
-    keys = (v >= v.max(1, keepdims=True) * 2.0**-10) | (v == 0)
-    return Fp16Scales(
-        pin_layout(half.transpose(0, 2, 3, 1, 4), 3), column, row, rows.all((1, 3)) & keys.all(1)
-    )
+    scaled = dout.astype(delta.dtype) * column[:, None, :, None]
+    scaled = scaled.astype(jnp.float16)  # b t k g d
+    tiny = abs(scaled).max(-1) < 2.0**-14
+    rows = ~tiny | (size.max(-1) == 0)  # b t k g
+    # A power of two that was clipped to 2^100 or 2^-100 leaves its product out of float16's range.
+    outside = _out_of_range(bound * row, 2.0**4)  # b k g t
+    rows &= ~outside.transpose(0, 3, 1, 2)
+    outside = _out_of_range(peak * column, 2.0**15).any(-1)  # b k
+    rows &= ~outside[:, None, :, None]
+    keys = _values_within(problem, operands, v, 2.0**-10)
+    scaled = pin_layout(scaled.transpose(0, 2, 3, 1, 4), 3)  # b k g t d
+    return Fp16Scales(scaled, column, row, rows.all((1, 3)) & keys.all(1))
+
+
+def _values_within(problem: Problem, operands: Operands, v: Array, ratio: float) -> Array:
+    """Return whether v [B, S, K] is 0 or at least `ratio` times the largest, for visible keys."""
+    T = operands.query.shape[1]
+    S = operands.key.shape[1]
+    start, end, _, _ = key_range(problem, problem.q_offset, 0, T - 1)
+    start = max(0, start or 0)
+    end = S if end is None else min(S, end)
+    v = v[:, start:end]
+    return (v >= v.max(1, keepdims=True) * ratio) | (v == 0)
 
 
 def _out_of_range(x: Array, top: float) -> Array:
+    """Return whether x is above `top`, or below half of it and not 0."""
     return (x > top) | ((x < top / 2) & (x > 0))

@@ -1,4 +1,4 @@
-"""The functions of the chunked implementation, in plain JAX, and what it does in words."""
+"""Collect the functions of the chunked implementation, in plain JAX, and describe it in words."""
 
 import dataclasses
 import math
@@ -14,27 +14,34 @@ __all__ = ["backward", "describe", "forward", "logit_param_gradients", "tangent"
 
 
 def describe(problem: Problem, operands: Operands) -> str:
-    """The walk in words."""
+    """Describe the tiles, the heads at a time and the softmax of a call, in words for users."""
     fixed = fixed_max_applies(problem, operands)
-    walks = {"": problem.fixed_chunk_size if fixed else None, "in the gradient ": None}
-    if uses_gpu_fusion(problem, operands):
-        walks["in the gradient "] = problem.fused_chunk_size
-    told = {}
-    for along, (name, special) in zip((1, 0), walks.items(), strict=True):
-        t, c = special or problem.chunk_size
-        this = dataclasses.replace(problem, chunk_size=(t, c))
-        visited, total = count_tiles(this, operands)
-        those = f"tiles of {t} x {c} logits, visited between bounds that are found as it runs"
-        if visited is not None:
-            those = f"tiles of {t} x {c} logits, {visited} of {total} visited"
-            sizes = [
-                size[1:] for size, _ in tile_groups(this, operands, along if special else None)
-            ]
-            rows, cols = max(sizes, key=math.prod, default=(t, c))
-            those += f", joined to {rows} x {cols}" if rows * cols > t * c else ""
-        told.setdefault(those, name)
+    fused = uses_gpu_fusion(problem, operands)
+    tiles = _describe_tiles(problem, operands, problem.fixed_chunk_size if fixed else None, 1)
+    gradient = _describe_tiles(problem, operands, problem.fused_chunk_size if fused else None, 0)
+    if gradient != tiles:
+        tiles += f"; in the gradient {gradient}"
     B, _, K, G, _ = operands.query.shape
     b, k = problem.block or (B, K)
-    form = "a fixed row reference, checked" if fixed else "a running maximum"
-    walk = "; ".join(name + those for those, name in told.items())
-    return f"{walk}; {b * k * G} of {B * K * G} heads at a time; softmax with {form}"
+    softmax = "a running maximum"
+    if fixed:
+        softmax = "a precomputed bound on each row's maximum; rows where it fails are redone"
+    return f"{tiles}; {b * k * G} of {B * K * G} heads at a time; softmax with {softmax}"
+
+
+def _describe_tiles(
+    problem: Problem, operands: Operands, size: tuple[int, int] | None, along: int
+) -> str:
+    """Describe tiles of `size`, merged `along` a dim; None: of the default size, never merged."""
+    t, c = size or problem.chunk_size
+    problem = dataclasses.replace(problem, chunk_size=(t, c))
+    visited, total = count_tiles(problem, operands)
+    if visited is None:
+        return f"tiles of {t} x {c} logits, visited between bounds that are computed at run time"
+    text = f"tiles of {t} x {c} logits, {visited} of {total} visited"
+    groups = tile_groups(problem, operands, along if size else None)
+    sizes = [(rows, cols) for (_, rows, cols), _ in groups]
+    rows, cols = max(sizes, key=math.prod, default=(t, c))
+    if rows * cols > t * c:
+        text += f", merged into tiles of up to {rows} x {cols}"
+    return text

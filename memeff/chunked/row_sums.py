@@ -1,5 +1,6 @@
 """Hold the sums that the forward gathers for each query, and divide them at the end."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,22 +8,32 @@ from jax import Array
 
 from memeff.chunked.tile import Tile
 from memeff.problem import Operands, accumulator_dtype
-from memeff.slicing import slice_dims, write_slice
+from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import SEES_NOTHING, Lse, sink_weights
+
+Arrays = tuple[Array, ...]
 
 
 class RowSums(NamedTuple):
-    """What the forward gathers for each query, B K G T, from p = exp(logit - m)."""
+    """Sums over the keys of each query, from p = exp(s - m)."""
 
-    m: Array
-    l: Array  # sum of p
-    weight: Array  # and of p as it is multiplied with the values
-    o: Array  # sum of p v; B K G T D
+    m: Array  # B K G T, running maximum, or its fixed bound
+    l: Array  # B K G T, sum of p
+    weight: Array  # B K G T, sum of p in the precision in which it multiplies the values
+    o: Array  # B K G T D, sum of p v
 
 
-def normalise(operands: Operands, rows: RowSums, log_sum_exp) -> tuple[Array, Lse]:
+def normalise(
+    operands: Operands, rows: RowSums, log_sum_exp: Callable[[Array, Array], Lse]
+) -> tuple[Array, Lse]:
+    """Divide the sums: return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T].
+
+    `log_sum_exp` computes lse = m + log l from m and l.
+    """
     empty = rows.l == 0
-    l, weight, o = jnp.where(empty, 1, rows.l), jnp.where(empty, 1, rows.weight), rows.o
+    l = jnp.where(empty, 1, rows.l)
+    weight = jnp.where(empty, 1, rows.weight)
+    o = rows.o
     if operands.terms.sinks is not None:
         share, weight = sink_weights(rows.m, rows.weight, operands.terms.sinks)
         o = o * share[..., None]
@@ -30,22 +41,36 @@ def normalise(operands: Operands, rows: RowSums, log_sum_exp) -> tuple[Array, Ls
     return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
 
 
-def slice_rows(x: Array, tile: Tile) -> Array:
-    """The tile's part of x [B, K, G, T, ...]."""
-    b, k, _, t = tile.here.query.shape[:4]
-    return slice_dims(x, {0: (tile.first[0], b), 1: (tile.first[1], k), 3: (tile.row, t)})
-
-
-def where_rows(which: Array, x: Array, y: Array) -> Array:
-    return jnp.where(which if x.ndim == which.ndim else which[..., None], x, y)
-
-
-def put_rows(x: Array, rows: Array, tile: Tile) -> Array:
-    return write_slice(x, rows, (*tile.first, 0, tile.row, 0))
-
-
 def empty_rows(operands: Operands) -> tuple[Array, Array]:
-    """o and l before any key, made from an input so that they are sharded as it is."""
-    # b k g t
-    l = jnp.zeros_like(operands.query[..., 0].transpose(0, 2, 3, 1), accumulator_dtype(operands))
-    return l[..., None] + jnp.zeros((1, 1, 1, 1, operands.value.shape[-1]), l.dtype), l
+    """Return o [B, K, G, T, D] and l [B, K, G, T] of zeros, sharded as the query."""
+    query = operands.query[..., 0].transpose(0, 2, 3, 1)  # b k g t
+    l = jnp.zeros_like(query, accumulator_dtype(operands))
+    D = operands.value.shape[-1]
+    o = l[..., None] + jnp.zeros((1, 1, 1, 1, D), l.dtype)
+    return o, l
+
+
+def slice_rows(x: Array, tile: Tile) -> Array:
+    """Return the tile's part of x [B, K, G, T, ...]."""
+    b, k, _, t = tile.here.query.shape[:4]
+    batch, head = tile.first
+    return slice_dims(x, {0: (batch, b), 1: (head, k), 3: (tile.row, t)})
+
+
+def write_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
+    """Write each of `parts` over the tile's part of its array [B, K, G, T, ...]."""
+    starts = (*tile.first, 0, tile.row, 0)
+    return tuple(write_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
+
+
+def add_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
+    """Add each of `parts` to the tile's part of its array [B, K, G, T, ...]."""
+    starts = (*tile.first, 0, tile.row, 0)
+    return tuple(add_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
+
+
+def select_rows(which: Array, x: Array, y: Array) -> Array:
+    """Take rows of x [B, K, G, T, ...] where `which` [B, K, G, T] is True, and of y elsewhere."""
+    if x.ndim > which.ndim:
+        which = which[..., None]
+    return jnp.where(which, x, y)

@@ -207,6 +207,11 @@ def run_items(
         run_with_retries(items(copy), False, scratch.failed_s, scratch.all_warpgroups, rings)
 
 
+def optional_slot(ref, index) -> Any:
+    """Return a slot of `ref`, or None if there is no `ref`."""
+    return None if ref is None else ref.at[index]
+
+
 def query_rings(tiling: Tiling, scratch: Any) -> Sequence:
     """Return the `rings` of `run_with_retries` where items are queries that visit keys."""
     visits = tiling.stages, True, (scratch.k_used, scratch.v_used)

@@ -16,6 +16,7 @@ from memeff.pallas.hopper.backward_common import (
     float16_lift,
     is_finite,
     not_finite,
+    optional_slot,
     run_items,
     token_vectors,
     transposed_tile,
@@ -248,7 +249,7 @@ def _compute(
     cols = pl.ds(work.col + group * ROWS, ROWS)
     masked = work.visits.masked
     count = hide_from_cse(jnp.int32(work.visits.total))
-    stage = None if scratch.stage is None else scratch.stage.at[group]
+    stage = optional_slot(scratch.stage, group)
 
     def by_query(vector_s):
         return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)

@@ -18,6 +18,7 @@ from memeff.pallas.hopper.backward_common import (
     float16_lift,
     is_finite,
     not_finite,
+    optional_slot,
     query_rings,
     row_sums,
     run_items,
@@ -240,7 +241,7 @@ def _compute(
     out = scratch.out_s.at[item_slot]
     do = scratch.do_s.at[item_slot]
     delta_s = scratch.rows_s.at[1, item_slot]
-    stage = None if scratch.stage is None else scratch.stage.at[group]
+    stage = optional_slot(scratch.stage, group)
     numbers = head_number_refs(work.scalars, work.n)
 
     plgpu.barrier_wait(scratch.item_ready.at[item_slot])
@@ -258,7 +259,7 @@ def _compute(
         slot = lax.rem(state.visits + n, jnp.int32(tiling.stages))
         k = scratch.k_s.at[slot]
         plgpu.barrier_wait(scratch.k_ready.at[slot])
-        if masked and not state.first:
+        if masked and not state.first:  # (1) and (4) read the keys
             clean_operand(k, is_finite, scratch.failed_s.at[group], group, scratch.computing)
         first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
         vectors = token_vectors(scratch.marks, item_slot, slot)

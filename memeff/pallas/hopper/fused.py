@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
+    optional_slot,
     row_sums,
     token_vectors,
     transposed_tile,
@@ -263,7 +264,7 @@ def _compute(
     v = scratch.v_s.at[0, own]
     masked = work.visits.masked
     count = work.visits.total
-    stage = None if scratch.stage is None else scratch.stage.at[group]
+    stage = optional_slot(scratch.stage, group)
     old = None if scratch.old is None else tuple(x.at[group] for x in scratch.old)
     query_gradient = QueryGradient(shape, tiling, scratch, work, count, dq_ref, old)
 

@@ -34,6 +34,7 @@ from memeff.pallas.hopper.backward_common import (
     choose_blocks,
     copy_tiles,
     not_finite,
+    optional_slot,
     query_rings,
     run_items,
     skip_tile,
@@ -295,9 +296,15 @@ def logits_and_tangent(
     return s, lambda d_raw: push(d_raw * (1 / LOG2_E))
 
 
-def _slot(ref, index) -> Any:
-    """Return a slot of `ref`, or None if there is no `ref`."""
-    return None if ref is None else ref.at[index]
+def accumulate_on(u: Array, steps: Callable) -> tuple[Any, Array]:
+    """Return the result of `steps(accumulator)`, and u plus what the steps add."""
+
+    def run_steps(total):
+        add_u = init_accumulator(total, u)
+        result = steps(total)
+        return result, add_u(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+    return accumulators(run_steps, u.shape)
 
 
 def _compute(
@@ -320,8 +327,8 @@ def _compute(
     count = work.visits.total
     item = lax.rem(state.items, jnp.int32(tiling.items))
     item_slot = item * tiling.warpgroups + group
-    q, dq = (_slot(x, item_slot) for x in scratch.queries_s)
-    stage = _slot(scratch.stage, group)
+    q, dq = (optional_slot(x, item_slot) for x in scratch.queries_s)
+    stage = optional_slot(scratch.stage, group)
     numbers = head_number_refs(work.scalars, work.n)
 
     def slot_of(n):
@@ -338,8 +345,8 @@ def _compute(
     def step(n, hides, sums: RowState, u):
         slot = slot_of(n)
         tile = score_tile(n).early()
-        waits = state.first or not hides
-        k, dk, v, dv = (_slot(x, slot) for x in (*scratch.keys_s, *scratch.values_s))
+        waits = state.first or not hides  # `clean_step` has waited before
+        k, dk, v, dv = (optional_slot(x, slot) for x in (*scratch.keys_s, *scratch.values_s))
         if waits:
             plgpu.barrier_wait(scratch.k_ready.at[slot])
         keep = tile.seen() if hides else None
@@ -388,16 +395,6 @@ def _compute(
             if values_s is not None:
                 u = cleaned(values_s.at[slot_of(n)], u, score_tile(n), group, room)
         return accumulate_on(u, functools.partial(step, n, True, sums))
-
-    def accumulate_on(u, steps):
-        """Return the result of `steps(accumulator)`, and u plus what the steps add."""
-
-        def run_steps(total):
-            add_u = init_accumulator(total, u)
-            sums = steps(total)
-            return sums, add_u(plgpu.wgmma_accumulator_load(total, wait_n=0))
-
-        return accumulators(run_steps, u_shape)
 
     def skip(n):
         skip_tile(scratch, slot_of(n))

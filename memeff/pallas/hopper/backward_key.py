@@ -69,8 +69,8 @@ class KeyScratch(NamedTuple):
     rows_s: (
         Any  # [2 * stages + warpgroups, 64]; one array, because each begins at a multiple of 1 KiB
     )
-    stage: Any
-    used: Any
+    stage: Any  # for `multiply` in the interpreter
+    used: Any  # tiles of query and dout
     v_s: Any  # like k_s, but D; dv at the end
 
     @property

@@ -61,7 +61,7 @@ class QueryScratch(NamedTuple):
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # like q_s
-    failed_s: Any
+    failed_s: Any  # [warpgroups, 64]: flags of rows
     k_s: Any  # [stages, tile_size, H]
     k_ready: Any
     k_used: Any
@@ -71,7 +71,7 @@ class QueryScratch(NamedTuple):
     item_used: Any
     q_s: Any  # [items * warpgroups, 64, H]
     rows_s: Any  # [2, items * warpgroups, 64]: lse; dlse, then delta
-    stage: Any
+    stage: Any  # for `multiply` in the interpreter
     sums_s: Any  # [score gradients, warpgroups, 64]
     v_s: Any  # [stages, tile_size, D]
     v_ready: Any

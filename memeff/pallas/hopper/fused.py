@@ -82,8 +82,8 @@ class FusedScratch(NamedTuple):
     part_s: Any  # [2, PART, PART]
     q_s: Any  # [stages, tile_size, H]
     q_ready: Any
-    stage: Any
-    used: Any
+    stage: Any  # for `multiply` in the interpreter
+    used: Any  # tiles of query and dout
     v_s: Any  # [1, 128, H]; dv at the end
 
 

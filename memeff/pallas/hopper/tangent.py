@@ -108,7 +108,7 @@ class TangentScratch(NamedTuple):
     computing: Any  # barrier: the computing warpgroups
     bad_columns_s: Any  # [H]
     bad_keys_s: Any  # [warpgroups, tile_size]
-    failed_s: Any
+    failed_s: Any  # [warpgroups, 64]: flags of rows
     k_ready: Any
     k_used: Any
     keys_s: tuple[Any, ...]  # [stages, tile_size, H] of each of `Arrays.keys`
@@ -118,7 +118,7 @@ class TangentScratch(NamedTuple):
     queries_s: tuple[Any, ...]  # [items * warpgroups, 64, H] of each of `Arrays.queries`
     item_ready: Any
     item_used: Any
-    stage: Any
+    stage: Any  # for `multiply` in the interpreter
     v_ready: Any
     v_used: Any
     values_s: tuple[Any, ...]  # like keys_s

@@ -304,7 +304,8 @@ def accumulate_on(u: Array, steps: Callable) -> tuple[Any, Array]:
         result = steps(total)
         return result, add_u(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-    return accumulators(run_steps, u.shape)
+    rows, cols = u.shape
+    return accumulators(run_steps, (rows, cols))
 
 
 def _compute(

@@ -1,21 +1,28 @@
-"""Backward on Hopper (sm_90a) in two kernels, one for dq and one for dk and dv, so that nothing is added up across blocks
-and the bits repeat. Seven products a tile; logits in bits (times log2 e), as is lse here.
+"""Share the steps of the backward kernels on Hopper (sm_90a), one for dq and one for dk and dv.
 
-dq: a block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j that they see (Dao 2023, alg. 2):
-  (1) raw = q_i k_j'; dp = do_i v_j'      (3) ds = p (dp + delta_i);  draw = finish transposed at ds
-  (2) p = 2^(finish(raw) - lse_i)         (4) dq_i += draw k_j
-dk and dv: a block owns keys j and visits queries i, of all heads that share the keys, on transposed tiles, so that p and
-draw come out of their products in the layout in which the next ones take them from registers:
-  (5) raw' = k_j q_i'; dp' = v_j do_i'    (6) p', draw' as in (2), (3);  dv_j += p' do_i;  dk_j += draw' q_i
-Where draw is ds times a number, that number waits for the end. In masked tiles draw is selected, and what is read twice is
-cleaned of NaN and Inf that nobody sees (0 times NaN is NaN).
-In float16, which holds nothing below 2^-24, ds of many keys would be lost where dq is not: lse comes smaller by `lift`, so
-that p and ds are 2^8 times as large, which the end takes back. Where that makes ds too large for float16, its sums are not
-finite, and the tile is done again, as it is then without lift.
+No gradient is summed across thread blocks, so two runs give the same bits. A tile takes seven
+products. Logits and lse are in bits here (times log2 e).
+
+dq: a thread block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j
+that they see (Dao 2023, algorithm 2):
+  (1) raw = q_i k_j';  dp = do_i v_j'      (3) ds = p (dp + delta_i);  d_raw = (2) transposed at ds
+  (2) p = 2^(logits(raw) - lse_i)          (4) dq_i += d_raw k_j
+dk and dv: a thread block owns keys j and visits queries i of all heads that share the keys. Its
+tiles are transposed, because p and d_raw then leave their products in the layout in which the next
+products take them from registers:
+  (5) raw' = k_j q_i';  dp' = v_j do_i'
+  (6) p', d_raw' as in (2), (3);  dv_j += p' do_i;  dk_j += d_raw' q_i
+If d_raw is ds times a number, that number is applied at the end. In masked tiles d_raw is 0 where
+`keep` is False. Operands of two products are cleaned of hidden NaN and Inf, because 0 times NaN is
+NaN.
+Float16 holds nothing below 2^-24, so ds of a row with many keys would be lost although its dq is
+not. The caller lowers lse by `float16_lift`; p and ds are then 2^8 times as large, and the sums are
+divided by 2^8 at the end. If that makes ds too large for float16, sums are not finite, and the work
+item is done again without lift.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +32,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots
-from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync
-from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, persistent_blocks
+from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync, take_registers
+from memeff.pallas.hopper.persistent import (
+    ROWS,
+    PersistentLoop,
+    WorkState,
+    any_failed,
+    persistent_blocks,
+    run_with_retries,
+    skip_item,
+)
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -35,169 +50,272 @@ from memeff.pallas.hopper.scheduler import (
     balanced_order,
     cache_order,
 )
-from memeff.pallas.hopper.score_tile import ScoreTile, TokenVectors
+from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, TokenVectors
 from memeff.problem import LogitParams, Problem
 
-# positions an item visits at most where blocks stay in causal order; of longer ones, beginnings
-# cost less
-STAYS = 2000
-BEGINS = 2  # tiles that could be visited while a block goes from one item to the next
+# Blocks of causal calls stay while an item visits at most 2,000 positions on average. Starting new
+# blocks costs less with longer items.
+MAX_PERSISTENT_POSITIONS = 2000
+ITEM_START_TILES = 2  # tiles that a block could visit while it goes from one item to the next
 
 
 def float16_lift(dtype) -> float:
-    """Return how many bits larger p and ds are in products than they are."""
+    """Return how many bits larger p and ds are in products than their values."""
     return 8.0 if dtype == jnp.float16 else 0.0
 
 
-def undo_lift(x: Array, dtype, turn: "WorkState | None" = None) -> Array:
-    """Return a sum of them as it is without `lift`, which what is done again has not."""
-    up = float16_lift(dtype) if turn is None or turn.first else 0.0
-    return x * 2.0**-up if up else x
+def undo_lift(x: Array, dtype, state: WorkState | None = None) -> Array:
+    """Divide a sum of p or ds by the lift. Items that are done again have none."""
+    lift = float16_lift(dtype) if state is None or state.first else 0.0
+    return x * 2.0**-lift if lift else x
 
 
 class Tiling(NamedTuple):
+    """Tile sizes of a kernel, in positions, and the number of tiles in shared memory."""
+
     warpgroups: int  # that compute, 64 rows each
-    others: int  # keys, or queries, of a tile that is visited
-    stages: int
-    items: int  # tiles of its own that a block has on their way or in use
+    tile_size: int  # positions of a visited tile
+    stages: int  # visited tiles that are being copied or in use
+    items: int  # work items that are being copied or in use
 
     @property
     def own(self) -> int:
+        """Return how many positions a work item owns."""
         return self.warpgroups * ROWS
 
 
 class Gradient(NamedTuple):
-    """(2) and (3) of a problem, the same in both kernels."""
+    """Steps (2) and (3) for a problem, the same in all kernels."""
 
     problem: Problem
 
     @property
     def linear(self) -> bool:
-        """Is draw = slope ds?"""
+        """Return True if d_raw = slope ds."""
         return self.problem.soft_cap is None and self.problem.score_fn is None
 
     @property
     def slope(self) -> Array:
+        """Return the factor that `probabilities` leaves out of d_raw."""
         if not self.linear:
             return jnp.float32(1)
-        _, pull = jax.vjp(
-            lambda raw: logits_from_dots(self.problem, raw, LogitParams(), None), jnp.float32(0)
-        )
+
+        def logits(raw):
+            return logits_from_dots(self.problem, raw, LogitParams(), None)
+
+        _, pull = jax.vjp(logits, jnp.float32(0))
         return pull(jnp.float32(1))[0]
 
-    def probabilities(self, raw: Array, lse: Array, pairs: ScoreTile, keep: Array | None):
-        """p, and what makes draw (but for its slope) and cotangents of `pairs.terms()` of dp + delta; `lse` is as raw."""
-        at = pairs.places(self.problem.score_fn)
-        s, pull = jax.vjp(
-            lambda raw, terms: logits_base2(self.problem, raw, terms, keep, at), raw, pairs.terms()
-        )
+    def probabilities(
+        self, raw: Array, lse: Array, tile: ScoreTile, keep: Array | None
+    ) -> tuple[Array, Callable]:
+        """Return p and a function of p and dp + delta, all of one shape.
+
+        The function returns d_raw without its slope, and the cotangents of `tile.terms()`.
+        """
+        indices = tile.places(self.problem.score_fn)
+
+        def logits(raw, terms):
+            return logits_base2(self.problem, raw, terms, keep, indices)
+
+        s, pull = jax.vjp(logits, raw, tile.terms())
         p = jnp.exp2(s - lse)
 
-        def draw(p, dp):
-            ds, of_terms = p * dp, LogitParams()
-            if not self.linear:
-                ds, of_terms = pull(ds * (1 / LOG2_E))
-            hide = lambda x: x if keep is None else jnp.where(keep, x, 0.0)
-            return hide(ds), tuple(map(hide, of_terms.score))
+        def select(x):
+            return x if keep is None else jnp.where(keep, x, 0.0)
 
-        return p, draw
+        def cotangents(p, dp):
+            ds = p * dp
+            if self.linear:
+                return select(ds), ()
+            d_raw, d_terms = pull(ds * (1 / LOG2_E))
+            return select(d_raw), tuple(map(select, d_terms.score))
+
+        return p, cotangents
 
 
 def count_score_gradients(problem: Problem) -> int:
-    """How much of what moves `score_fn` has a gradient."""
+    """Return how many inputs of `score_fn` have a gradient."""
     score_fn: Any = problem.score_fn
     return 0 if score_fn is None else len(score_fn.moving)
 
 
-def not_finite(failed_s, turn: WorkState, *sums) -> Array:
-    """1 if, in the first round, some row of these sums is not finite."""
-    if not turn.first:
+def not_finite(failed_s, state: WorkState, *sums) -> Array:
+    """Return 1 if, in the first round, some row of `sums` is not finite."""
+    if not state.first:
         return jnp.int32(0)
-    bad = [jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(axis=1) for x in sums]
-    return any_failed(failed_s, functools.reduce(jnp.maximum, bad))
+    bad_rows = [jnp.where(is_finite(x), 0.0, 1.0).max(axis=1) for x in sums]
+    return any_failed(failed_s, functools.reduce(jnp.maximum, bad_rows))
+
+
+def is_finite(x: Array, _=None) -> Array:
+    """Return True where x is neither NaN nor infinite."""
+    return jnp.abs(x) < jnp.inf
 
 
 def choose_blocks(
     problem: Problem, scalars: Scalars, visited: np.ndarray, size: int, heads: int, bytes_read: int
 ) -> tuple[int, TileOrder]:
-    """How many there are, and in which order they do the items of `heads`, each of which reads so many bytes."""
-    items, causal = heads * visited.size, problem.right is not None
-    # how long items take
-    unknown = any(
-        x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)
-    )
-    if unknown or causal and visited.mean() * size > STAYS:
+    """Return the number of thread blocks and their order of the items of `heads`.
+
+    `visited`: tiles of `size` positions that each item of a head visits. `bytes_read`: by a head.
+    """
+    items = heads * visited.size
+    causal = problem.right is not None
+    runtime_bounds = scalars.q_lengths, scalars.kv_lengths, scalars.q_segments
+    times_unknown = any(x is not None for x in runtime_bounds)
+    if times_unknown or causal and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
         return items, cache_order(heads, bytes_read) if causal else TileOrder()
-    return persistent_blocks(items), balanced_order(
-        heads, BEGINS + visited, persistent_blocks(items)
-    ) if causal else TileOrder()
+    blocks = persistent_blocks(items)
+    if not causal:
+        return blocks, TileOrder()
+    return blocks, balanced_order(heads, ITEM_START_TILES + visited, blocks)
+
+
+def run_items(
+    tiling: Tiling,
+    loop_sizes: tuple[int, int],
+    find_work: Callable,
+    compute: Callable,
+    copy: Callable,
+    scratch: Any,
+    rings: Sequence,
+) -> None:
+    """Do the work items of this thread block: some warpgroups compute, one more copies.
+
+    `loop_sizes`: items and thread blocks. `compute(group, work, state)` and `copy(work, state)`
+    return the tiles visited and 1 if a row failed. `rings`: as in `run_with_retries`.
+    """
+    group = lax.axis_index("warpgroup")
+    block = lax.axis_index("block")
+
+    def items(do_work):
+        def do_item(index, state):
+            return do_work(find_work(index), state)
+
+        return PersistentLoop(*loop_sizes, block, do_item)
+
+    @pl.when(group < tiling.warpgroups)
+    def _():
+        take_registers(tiling.warpgroups, computes=True)
+        loop = items(functools.partial(compute, group))
+        run_with_retries(loop, True, scratch.failed_s, scratch.all_warpgroups)
+
+    @pl.when(group == tiling.warpgroups)
+    def _():
+        take_registers(tiling.warpgroups, computes=False)
+        run_with_retries(items(copy), False, scratch.failed_s, scratch.all_warpgroups, rings)
+
+
+def optional_slot(ref, index) -> Any:
+    """Return a slot of `ref`, or None if there is no `ref`."""
+    return None if ref is None else ref.at[index]
+
+
+def query_rings(tiling: Tiling, scratch: Any) -> Sequence:
+    """Return the `rings` of `run_with_retries` where items are queries that visit keys."""
+    visits = tiling.stages, True, (scratch.k_used, scratch.v_used)
+    items = tiling.items, False, (scratch.item_used,)
+    return visits, items
+
+
+def skip_tile(scratch: Any, slot) -> None:
+    """Wait for the keys and values of a tile that no row sees, and give them back."""
+    k_ring = scratch.k_ready, scratch.k_used
+    v_ring = scratch.v_ready, scratch.v_used
+    skip_item(k_ring, v_ring, at=slot)
+
+
+def wait_for_slot(used, slot, reused) -> None:
+    """Wait until the last tile in `slot` has been used, if the slot is `reused`."""
+
+    @pl.when(reused)
+    def _():
+        plgpu.barrier_wait(used.at[slot])
 
 
 def copy_tiles(
-    own: Callable[[], None],
-    others: Callable[[Any], None],
-    turn: WorkState,
+    copy_item: Callable[[], None],
+    copy_visited: Callable[[Any], None],
+    state: WorkState,
     count: Array,
     tiling: Tiling,
-):
-    """Of what an item of queries has, and of the `count` tiles that it visits; what `Items.do` returns.
+) -> tuple[Array, Array]:
+    """Copy an item of queries and the `count` tiles that it visits. Return `count` and 0.
 
-    Where there is room for one item only, keys come before the next one: they need not wait until the last one is stored.
+    With room for one item only, the first visited tiles are copied before the item, because they
+    need not wait until the previous item is stored.
     """
-    begun = (
-        jnp.where(turn.items > 0, jnp.minimum(count, tiling.stages), 0) if tiling.items == 1 else 0
-    )
-    pl.loop(0, begun)(others)
-    own()
-    pl.loop(begun, count)(others)
+    early = 0
+    if tiling.items == 1:
+        early = jnp.where(state.items > 0, jnp.minimum(count, tiling.stages), 0)
+    pl.loop(0, early)(copy_visited)
+    copy_item()
+    pl.loop(early, count)(copy_visited)
     return count, jnp.int32(0)
 
 
-def row_sums(x, y) -> Array:
-    """Of x times y, tiles in shared memory."""
-    x, y = (plgpu.load(ref, layout=WGMMA).astype(jnp.float32) for ref in (x, y))
+def row_sums(x_s, y_s) -> Array:
+    """Return the sum of x y for each row of two tiles in shared memory."""
+    x = plgpu.load(x_s, layout=WGMMA).astype(jnp.float32)
+    y = plgpu.load(y_s, layout=WGMMA).astype(jnp.float32)
     return (x * y).sum(axis=1)
 
 
-def clean_operands(shared, good, failed_s, group, all_here) -> None:
-    """Zeros where the tile `shared`, which all warpgroups read, is not `good`; 64 x 64 numbers at a time."""
-    rows, cols = (n // ROWS for n in shared.shape)
+def clean_operand(operand, good: Callable, failed_s, group, barrier) -> None:
+    """Zero the numbers of `operand` that are not `good(x, first_row)`, 64 x 64 at a time.
 
-    def part(n, _):
-        at = (
-            pl.multiple_of(lax.div(n, jnp.int32(cols)) * ROWS, ROWS),
-            pl.multiple_of(lax.rem(n, jnp.int32(cols)) * ROWS, ROWS),
-        )
-        here = shared.at[pl.ds(at[0], ROWS), pl.ds(at[1], ROWS)]
-        load = lambda: plgpu.load(here, layout=WGMMA).astype(jnp.float32)
-        bad = jnp.where(good(load(), at[0]), 0.0, 1.0).max(axis=1)
+    All computing warpgroups read this tile; they meet at `barrier`.
+    """
+    row_parts, col_parts = (n // ROWS for n in operand.shape)
+
+    def clean_part(n, _):
+        row = pl.multiple_of(lax.div(n, jnp.int32(col_parts)) * ROWS, ROWS)
+        col = pl.multiple_of(lax.rem(n, jnp.int32(col_parts)) * ROWS, ROWS)
+        part = operand.at[pl.ds(row, ROWS), pl.ds(col, ROWS)]
+
+        def load():
+            return plgpu.load(part, layout=WGMMA).astype(jnp.float32)
+
+        bad = jnp.where(good(load(), row), 0.0, 1.0).max(axis=1)
 
         @pl.when(any_failed(failed_s, bad) > 0)
         def _():
-            sync(all_here)
+            sync(barrier)
 
             @pl.when(group == 0)
             def _():
-                here[...] = jnp.where(good(load(), at[0]), load(), 0.0).astype(shared.dtype)
+                part[...] = jnp.where(good(load(), row), load(), 0.0).astype(operand.dtype)
                 plgpu.commit_smem()
 
-            sync(all_here)
+            sync(barrier)
 
-    lax.fori_loop(0, rows * cols, part, None)
+    lax.fori_loop(0, row_parts * col_parts, clean_part, None)
 
 
-def transposed(
-    problem: Problem, here: KeyWork, tiling: Tiling, n, group, numbers, marks: TokenVectors
+def token_vectors(marks: TokenVectors, query_slot, key_slot) -> TokenVectors:
+    """Return the token vectors of one tile of queries and one tile of keys."""
+    by_query, by_key = marks
+    return tuple(x.at[query_slot] for x in by_query), tuple(x.at[key_slot] for x in by_key)
+
+
+def transposed_tile(
+    problem: Problem,
+    work: KeyWork,
+    tiling: Tiling,
+    n,
+    group,
+    numbers: HeadNumbers,
+    vectors: TokenVectors,
 ) -> ScoreTile:
-    """Of warpgroup `group`'s keys and of the n-th tile of queries that is visited."""
-    first = here.visits.tile(n) * tiling.others, here.col + group * ROWS
-    return ScoreTile(
-        problem, (ROWS, tiling.others), first, here.sight, here.scalars, numbers, marks, query_dim=1
-    )
+    """Return the tile of warpgroup `group`'s keys and the n-th visited tile of queries."""
+    first = work.visits.tile(n) * tiling.tile_size, work.col + group * ROWS
+    shape = ROWS, tiling.tile_size
+    return ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors, query_dim=1)
 
 
-def existing(x: Array, shape: CallSizes, here: KeyWork, group) -> Array:
-    """Return dk or dv of warpgroup `group`'s keys, with 0 for what only pads the last tile: its p may overflow."""
+def zero_padding(x: Array, shape: CallSizes, work: KeyWork, group) -> Array:
+    """Zero the rows of dk or dv of keys that only pad the last tile: their p may overflow."""
     if shape.S % ROWS == 0:
         return x
-    return jnp.where(positions(here.col + group * ROWS, (ROWS, x.shape[1]), 0) < shape.S, x, 0.0)
+    return jnp.where(positions(work.col + group * ROWS, (ROWS, x.shape[1]), 0) < shape.S, x, 0.0)

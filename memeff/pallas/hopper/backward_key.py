@@ -1,4 +1,7 @@
-"""Compute the gradients of key and value on Hopper."""
+"""Compute the gradients of key and value on Hopper, by steps (5) and (6) of `backward_common`."""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,17 @@ from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
     choose_blocks,
-    clean_operands,
-    existing,
+    clean_operand,
     float16_lift,
+    is_finite,
     not_finite,
-    transposed,
+    optional_slot,
+    run_items,
+    token_vectors,
+    transposed_tile,
     undo_lift,
+    wait_for_slot,
+    zero_padding,
 )
 from memeff.pallas.hopper.mosaic import (
     COL,
@@ -26,14 +34,14 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     multiply,
     plgpu,
-    take_registers,
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import ROWS, PersistentLoop, WorkState, run_with_retries
+from memeff.pallas.hopper.persistent import ROWS, WorkState
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, find_key_work, some_whole
 from memeff.pallas.hopper.score_tile import (
+    TokenVectors,
     allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
@@ -45,6 +53,44 @@ from memeff.problem import Problem
 from memeff.softmax import SEES_NOTHING
 
 
+class KeyScratch(NamedTuple):
+    """Shared memory and barriers of the kernel, in the order of their addresses."""
+
+    all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    computing: Any  # barrier: the computing warpgroups
+    do_s: Any  # [stages, 64, D]
+    do_ready: Any
+    k_s: Any  # [items * warpgroups, 64, H]; dk at the end
+    marks: TokenVectors
+    item_ready: Any
+    item_used: Any
+    q_s: Any  # [stages, 64, H]
+    q_ready: Any
+    rows_s: (
+        Any  # [2 * stages + warpgroups, 64]; one array, because each begins at a multiple of 1 KiB
+    )
+    stage: Any  # for `multiply` in the interpreter
+    used: Any  # tiles of query and dout
+    v_s: Any  # like k_s, but D; dv at the end
+
+    @property
+    def lse_s(self):
+        """Return lse of the visited queries [stages, 64]."""
+        return self.rows_s.at[pl.ds(0, self.q_s.shape[0])]
+
+    @property
+    def delta_s(self):
+        """Return delta of the visited queries [stages, 64]."""
+        stages = self.q_s.shape[0]
+        return self.rows_s.at[pl.ds(stages, stages)]
+
+    @property
+    def failed_s(self):
+        """Return the flags of failed rows [warpgroups, 64]."""
+        stages = self.q_s.shape[0]
+        return self.rows_s.at[pl.ds(2 * stages, self.rows_s.shape[0] - 2 * stages)]
+
+
 def key_value_gradient(
     problem: Problem,
     lengths: tuple[int, int],
@@ -52,257 +98,246 @@ def key_value_gradient(
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, Array]:
-    """dk [B, S, K, H] and dv [B, S, K, D], from the same."""
-    query, key, value, dout, lse, _ = arrays
-    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
+    """Return dk [B, S, K, H] and dv [B, S, K, D].
+
+    `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
+    [B, N, T']. `lengths`: T and S without padding.
+    """
+    query, key, value, _, lse, _ = arrays
+    B, _, N, H = query.shape
+    _, _, K, D = value.shape
+    T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    groups, others, stages = tiling.warpgroups, tiling.others, tiling.stages
-    assert lse.shape[-1] % others == 0 and others == ROWS
+    # A step has registers left for lse only because its tiles have 64 queries.
+    assert tiling.tile_size == ROWS and lse.shape[-1] % ROWS == 0
     scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
-    scalars = with_lists(problem, scalars, lengths, (others, tiling.own), keys=True)
-    given, (of_query, of_key) = jax.tree.leaves(scalars), barrier_arrivals(scalars)
+    scalars = with_lists(problem, scalars, lengths, (ROWS, tiling.own), keys=True)
+    operands, structure = jax.tree.flatten((arrays, scalars))
 
-    total = B * K * -(-S // tiling.own)
-    visited = shape.G * tiles_visited(problem, lengths, tiling.own, others, keys=True)
-    blocks, order = choose_blocks(
-        problem, scalars, visited, others, B * K, T * shape.G * (H + D) * 2
-    )
+    tiles = tiles_visited(problem, lengths, tiling.own, ROWS, keys=True)
+    bytes_read = T * shape.G * (H + D) * 2
+    blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
 
-    def body(*refs, rows_s, **scratch):
-        at = dict(lse_s=(0, stages), delta_s=(stages, stages), failed_s=(2 * stages, groups))
-        scratch |= {name: rows_s.at[pl.ds(*part)] for name, part in at.items()}
-        values = scalars.like(iter(refs[6:-2]))
-        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_key_work(problem, shape, values, tiling.own, others, order, index)
-        items = lambda do: PersistentLoop(
-            total, blocks, block, lambda index, turn: do(find(index), turn)
+    def body(*refs, scratch: KeyScratch):
+        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        outputs = refs[len(operands) :]
+        find_work = functools.partial(
+            find_key_work, problem, shape, scalar_refs, tiling.own, ROWS, order
         )
+        compute = functools.partial(_compute, problem, shape, tiling, outputs, scratch)
+        copy = functools.partial(_copy, shape, tiling, array_refs, scratch)
+        rings = (
+            (tiling.stages, True, (scratch.used,)),
+            (tiling.items, False, (scratch.item_used,)),
+        )
+        run_items(tiling, (B * K * tiles.size, blocks), find_work, compute, copy, scratch, rings)
 
-        @pl.when(group < groups)
-        def _():
-            take_registers(tiling.warpgroups, computes=True)
-            compute = lambda *at: _compute_keys(
-                problem, shape, tiling, refs[-2:], group, *at, **scratch
-            )
-            run_with_retries(items(compute), True, scratch["failed_s"], scratch["all_done"])
-
-        @pl.when(group == groups)
-        def _():
-            take_registers(tiling.warpgroups, computes=False)
-            copy = lambda *at: _copy_for_keys(shape, tiling, refs[:6], *at, **scratch)
-            rings = (
-                (stages, True, (scratch["used"],)),
-                (tiling.items, False, (scratch["own_used"],)),
-            )
-            run_with_retries(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
-
-    scratch = dict(
-        k_s=tile_ref(tiling.items * groups, ROWS, H, dtype),
-        v_s=tile_ref(tiling.items * groups, ROWS, D, dtype),
-        q_s=tile_ref(stages, others, H, dtype),
-        do_s=tile_ref(stages, others, D, dtype),
-        # each array begins at a multiple of 1 KiB
-        rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),
-        own_there=plgpu.Barrier(num_arrivals=2 + of_key, num_barriers=tiling.items * groups),
-        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
-        q_there=plgpu.Barrier(num_arrivals=2 + of_query, num_barriers=stages),
-        do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups + 1),
-        **scratch_shapes(scalars, (stages, others), (tiling.items * groups, ROWS)),
-        **interpreter_staging(groups, ROWS, others, dtype),
+    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in (key, value)]
+    kernel = warp_specialized_kernel(
+        body,
+        "memeff_dkdv",
+        types,
+        {"scratch": _scratch_types((H, D), query.dtype, scalars, tiling)},
+        blocks,
+        tiling.warpgroups + 1,
+        allow_approx_math(problem),
     )
-    out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (key, value)]
-    return warp_specialized_kernel(
-        body, "memeff_dkdv", out, scratch, blocks, groups + 1, allow_approx_math(problem)
-    )(*arrays, *given)
+    return kernel(*operands)
+
+
+def _scratch_types(
+    head_dims: tuple[int, int], dtype, scalars: Scalars, tiling: Tiling
+) -> KeyScratch:
+    """Return the types of the kernel's shared memory and barriers."""
+    H, D = head_dims
+    groups, queries, stages = tiling[:3]
+    slots = tiling.items * groups
+    query_vectors, key_vectors = barrier_arrivals(scalars)
+    return KeyScratch(
+        all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        computing=plgpu.Barrier(num_arrivals=groups),
+        do_s=tile_ref(stages, queries, D, dtype),
+        do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        k_s=tile_ref(slots, ROWS, H, dtype),
+        item_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=slots),
+        item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
+        q_s=tile_ref(stages, queries, H, dtype),
+        q_ready=plgpu.Barrier(num_arrivals=2 + query_vectors, num_barriers=stages),
+        rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),
+        stage=interpreter_staging(groups, ROWS, queries, dtype).get("stage"),
+        used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        v_s=tile_ref(slots, ROWS, D, dtype),
+        **scratch_shapes(scalars, (stages, queries), (slots, ROWS)),
+    )
 
 
 def copy_queries(
-    shape,
-    tiling,
-    arrays,
-    here,
-    visits,
-    *,
-    q_s,
-    do_s,
-    lse_s,
-    delta_s,
-    q_there,
-    do_there,
-    used,
-    marks,
-    **_,
-):
-    """Of all heads that share the keys; after `visits` of other tiles."""
+    shape: CallSizes, tiling: Tiling, arrays: tuple, scratch: Any, work: KeyWork, visits
+) -> Array:
+    """Copy the visited queries of all heads that share the keys. Return the number of tiles.
+
+    `arrays`: refs of query, dout, lse and delta. `visits`: tiles that were copied before.
+    """
     query_ref, dout_ref, lse_ref, delta_ref = arrays
-    stages, count = tiling.stages, here.visits.total
+    query_marks, _ = scratch.marks
+    count = work.visits.total
 
-    def one(g, n):
-        at, head = visits + g * count + n, here.k * shape.G + g
-        x, rows = (
-            lax.rem(at, jnp.int32(stages)),
-            pl.ds(here.visits.tile(n) * tiling.others, tiling.others),
-        )
-        pl.when(at >= stages)(lambda: plgpu.barrier_wait(used.at[x]))
-        plgpu.copy_gmem_to_smem(query_ref.at[here.b, rows, head], q_s.at[x], q_there.at[x])
-        plgpu.copy_gmem_to_smem(lse_ref.at[here.b, head, rows], lse_s.at[x], q_there.at[x])
-        copy_token_vectors(here.scalars.by_query, rows, marks[0], x, q_there.at[x])
-        plgpu.copy_gmem_to_smem(dout_ref.at[here.b, rows, head], do_s.at[x], do_there.at[x])
-        plgpu.copy_gmem_to_smem(delta_ref.at[here.b, head, rows], delta_s.at[x], do_there.at[x])
+    def copy_tile(g, n):
+        visit = visits + g * count + n
+        head = work.k * shape.G + g
+        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        rows = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
+        q_ready = scratch.q_ready.at[slot]
+        do_ready = scratch.do_ready.at[slot]
+        tokens = work.b, rows, head
+        vector = work.b, head, rows
+        wait_for_slot(scratch.used, slot, visit >= tiling.stages)
+        plgpu.copy_gmem_to_smem(query_ref.at[tokens], scratch.q_s.at[slot], q_ready)
+        plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
+        copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, q_ready)
+        plgpu.copy_gmem_to_smem(dout_ref.at[tokens], scratch.do_s.at[slot], do_ready)
+        plgpu.copy_gmem_to_smem(delta_ref.at[vector], scratch.delta_s.at[slot], do_ready)
 
-    pl.loop(0, shape.G)(lambda g: pl.loop(0, count)(lambda n: one(g, n)))
+    @pl.loop(0, shape.G)
+    def _(g):
+        pl.loop(0, count)(functools.partial(copy_tile, g))
+
     return shape.G * count
 
 
-def _copy_for_keys(
-    shape,
-    tiling,
-    arrays,
-    here: KeyWork,
-    turn: WorkState,
-    *,
-    k_s,
-    v_s,
-    own_there,
-    own_used,
-    marks,
-    **scratch,
-):
-    query_ref, key_ref, value_ref, *of_rows = arrays
-    y = lax.rem(turn.items, jnp.int32(tiling.items))
-    pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+def _copy(
+    shape: CallSizes,
+    tiling: Tiling,
+    arrays: tuple,
+    scratch: KeyScratch,
+    work: KeyWork,
+    state: WorkState,
+) -> tuple[Array, Array]:
+    """Copy the keys and values of each warpgroup, and the visited queries once for all."""
+    query_ref, key_ref, value_ref, *row_refs = arrays
+    _, key_marks = scratch.marks
+    item = lax.rem(state.items, jnp.int32(tiling.items))
+    wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
     for group in range(tiling.warpgroups):
-        cols, mine = pl.ds(here.col + group * ROWS, ROWS), y * tiling.warpgroups + group
-        for ref, to in ((key_ref, k_s), (value_ref, v_s)):
-            plgpu.copy_gmem_to_smem(ref.at[here.b, cols, here.k], to.at[mine], own_there.at[mine])
-        copy_token_vectors(here.scalars.by_key, cols, marks[1], mine, own_there.at[mine])
-    count = copy_queries(
-        shape, tiling, (query_ref, *of_rows), here, turn.visits, marks=marks, **scratch
-    )
+        cols = pl.ds(work.col + group * ROWS, ROWS)
+        slot = item * tiling.warpgroups + group
+        ready = scratch.item_ready.at[slot]
+        for ref, tile_s in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
+            plgpu.copy_gmem_to_smem(ref.at[work.b, cols, work.k], tile_s.at[slot], ready)
+        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, ready)
+    visits = state.visits
+    count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, visits)
     return count, jnp.int32(0)
 
 
-def _compute_keys(
-    problem,
-    shape,
-    tiling,
-    out,
+def _compute(
+    problem: Problem,
+    shape: CallSizes,
+    tiling: Tiling,
+    outputs: tuple,
+    scratch: KeyScratch,
     group,
-    here: KeyWork,
-    turn: WorkState,
-    *,
-    k_s,
-    v_s,
-    q_s,
-    do_s,
-    lse_s,
-    delta_s,
-    failed_s,
-    own_there,
-    own_used,
-    q_there,
-    do_there,
-    used,
-    all_here,
-    marks,
-    stage=None,
-    **_,
-):
-    dk_ref, dv_ref = out
-    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), k_s.dtype
-    y = lax.rem(turn.items, jnp.int32(tiling.items)) * tiling.warpgroups
-    cols = pl.ds(here.col + group * ROWS, ROWS)
-    masked, count = here.visits.masked, hide_from_cse(jnp.int32(here.visits.total))
-    row = lambda ref: broadcast_vector(plgpu.load(ref, layout=COL), sides, 1)
-    lse_row = lambda x: row(lse_s.at[x]) if turn.first else row(lse_s.at[x]) + float16_lift(dtype)
-    small = tiling.others == ROWS  # then registers are left
+    work: KeyWork,
+    state: WorkState,
+) -> tuple[Array, Array]:
+    """Compute dk and dv of one warpgroup's keys."""
+    dk_ref, dv_ref = outputs
+    gradient = Gradient(problem)
+    tile_shape = ROWS, ROWS
+    dtype = scratch.k_s.dtype
+    group_slot = lax.rem(state.items, jnp.int32(tiling.items)) * tiling.warpgroups
+    cols = pl.ds(work.col + group * ROWS, ROWS)
+    masked = work.visits.masked
+    count = hide_from_cse(jnp.int32(work.visits.total))
+    stage = optional_slot(scratch.stage, group)
 
-    def clean(x):
-        """Queries that see nothing may hold anything, and so may their cotangents."""
-        q, do = q_s.at[x], do_s.at[x]
-        lse = lambda first: broadcast_vector(
-            plgpu.load(lse_s.at[x, pl.ds(first, ROWS)], layout=ROW), (ROWS, ROWS)
-        )
-        clean_operands(q, lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here)
-        clean_operands(
-            do,
-            lambda x, first: (jnp.abs(x) < jnp.inf) | (lse(first) < SEES_NOTHING),
-            failed_s.at[group],
-            group,
-            all_here,
-        )
+    def by_query(vector_s):
+        return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
 
-    def step(start, n, hides, numbers, dk, dv):
-        x = lax.rem(start + n, jnp.int32(tiling.stages))
-        q, do = q_s.at[x], do_s.at[x]
-        plgpu.barrier_wait(q_there.at[x])
+    def clean(slot):
+        """Clean query and dout: where queries see nothing, they may hold anything."""
+        failed_s = scratch.failed_s.at[group]
+
+        def good_do(x, first):
+            finite = is_finite(x)
+            lse = plgpu.load(scratch.lse_s.at[slot, pl.ds(first, ROWS)], layout=ROW)
+            return finite | (broadcast_vector(lse, (ROWS, ROWS)) < SEES_NOTHING)
+
+        clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
+        clean_operand(scratch.do_s.at[slot], good_do, failed_s, group, scratch.computing)
+
+    def step(start, numbers, accumulated, hides, n, _):
+        dk, dv = accumulated
+        slot = lax.rem(start + n, jnp.int32(tiling.stages))
+        q = scratch.q_s.at[slot]
+        do = scratch.do_s.at[slot]
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
         # In a kernel's first loop ptxas waits for raw before it begins dp; in the second, dp may
         # begin while raw runs.
         late = tiling.warpgroups == 2 and not hides and problem.right is not None
         if not late:
-            plgpu.barrier_wait(do_there.at[x])
-        if hides and not turn.first:
-            clean(x)
-        of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[y + group] for ref in marks[1])
-        pairs = transposed(problem, here, tiling, n, group, numbers, of_tile).early()
-        keep = pairs.seen() if hides else None
-        mine = y + (hide_from_cse(group) if small else group)
-        k, v = k_s.at[mine], v_s.at[mine]
-        early = lse_row(x) if small else None  # before products, which keep shared memory busy
+            plgpu.barrier_wait(scratch.do_ready.at[slot])
+        if hides and not state.first:
+            clean(slot)
+        vectors = token_vectors(scratch.marks, slot, group_slot + group)
+        tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors).early()
+        keep = tile.seen() if hides else None
+        key_slot = group_slot + hide_from_cse(group)
+        k = scratch.k_s.at[key_slot]
+        v = scratch.v_s.at[key_slot]
+        lse = by_query(scratch.lse_s.at[slot])  # before products, which keep shared memory busy
+        if not state.first:
+            lse = lse + float16_lift(dtype)
 
         def products(raw, dp):
-            whole = None if late else init_accumulator(dp, row(delta_s.at[x]))
+            add_delta = None
+            if not late:
+                add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
             plgpu.wgmma(raw, k, q.T)  # (5)
-            if whole is None:
-                plgpu.barrier_wait(do_there.at[x])
-                whole = init_accumulator(dp, row(delta_s.at[x]))
+            if add_delta is None:
+                plgpu.barrier_wait(scratch.do_ready.at[slot])
+                add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
             plgpu.wgmma(dp, v, do.T)
-            s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            # (6)
-            p, draw = gradient.probabilities(s, lse_row(x) if early is None else early, pairs, keep)
-            multiply(dv, p.astype(dtype), do, stage and stage.at[group])
-            d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
-            multiply(dk, draw(p, d)[0].astype(dtype), q, stage and stage.at[group])
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
+            multiply(dv, p.astype(dtype), do, stage)
+            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            d_raw, _ = cotangents(p, dp)
+            multiply(dk, d_raw.astype(dtype), q, stage)
             plgpu.wgmma_wait(0)
 
-        accumulators(products, sides, sides)
-        plgpu.barrier_arrive(used.at[x])
+        accumulators(products, tile_shape, tile_shape)
+        plgpu.barrier_arrive(scratch.used.at[slot])
 
-    plgpu.barrier_wait(own_there.at[y + group])
+    plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])
 
-    def walk(dk, dv):
-        def head(g, _):
-            start, numbers = (
-                turn.visits + g * count,
-                head_number_refs(here.scalars, here.k * shape.G + g),
-            )
-            parts = (
-                ((0, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
-            )
-            for first, last, hides in parts:
-                one = lambda n, _, hides=hides: step(start, n, hides, numbers, dk, dv)
-                lax.fori_loop(first, last, one, None) if hides or some_whole(
-                    problem, here.scalars
-                ) else None
+    def visit_tiles(dk, dv):
+        def visit_head(g, _):
+            start = state.visits + g * count
+            numbers = head_number_refs(work.scalars, work.k * shape.G + g)
+            visit = functools.partial(step, start, numbers, (dk, dv))
+            if not state.first:
+                lax.fori_loop(0, count, functools.partial(visit, True), None)
+                return
+            lax.fori_loop(0, masked, functools.partial(visit, True), None)
+            if some_whole(problem, work.scalars):
+                lax.fori_loop(masked, count, functools.partial(visit, False), None)
 
-        lax.fori_loop(0, shape.G, head, None)
-        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(
-            dv, wait_n=0
-        )
+        lax.fori_loop(0, shape.G, visit_head, None)
+        dk_sum = plgpu.wgmma_accumulator_load(dk, wait_n=0)
+        dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
+        return dk_sum, dv_sum
 
-    dk, dv = accumulators(walk, (ROWS, k_s.shape[-1]), (ROWS, v_s.shape[-1]))
-    failed = not_finite(
-        failed_s.at[group], turn, *(existing(x, shape, here, group) for x in (dk, dv))
-    )
-    k, v = k_s.at[y + group], v_s.at[y + group]
-    k[...] = undo_lift(dk * gradient.slope, dtype, turn).astype(dtype)
-    v[...] = undo_lift(dv, dtype, turn).astype(dtype)
+    k = scratch.k_s.at[group_slot + group]
+    v = scratch.v_s.at[group_slot + group]
+    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    without_padding = [zero_padding(x, shape, work, group) for x in (dk, dv)]
+    failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
+    k[...] = undo_lift(dk * gradient.slope, dtype, state).astype(dtype)
+    v[...] = undo_lift(dv, dtype, state).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, dk_ref.at[here.b, cols, here.k])
-    plgpu.copy_smem_to_gmem(v, dv_ref.at[here.b, cols, here.k])
+    plgpu.copy_smem_to_gmem(k, dk_ref.at[work.b, cols, work.k])
+    plgpu.copy_smem_to_gmem(v, dv_ref.at[work.b, cols, work.k])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(own_used.at[lax.rem(turn.items, jnp.int32(tiling.items))])
+    plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items, jnp.int32(tiling.items))])
     return shape.G * count, failed

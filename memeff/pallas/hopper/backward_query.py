@@ -1,6 +1,7 @@
-"""Compute the gradient of the query on Hopper."""
+"""Compute the gradient of the query on Hopper, by steps (1) to (4) of `backward_common`."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,20 @@ from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
     choose_blocks,
-    clean_operands,
+    clean_operand,
     copy_tiles,
     count_score_gradients,
     float16_lift,
+    is_finite,
     not_finite,
+    optional_slot,
+    query_rings,
     row_sums,
+    run_items,
+    skip_tile,
+    token_vectors,
     undo_lift,
+    wait_for_slot,
 )
 from memeff.pallas.hopper.mosaic import (
     ROW,
@@ -28,21 +36,15 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     multiply,
     plgpu,
-    take_registers,
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import (
-    ROWS,
-    PersistentLoop,
-    WorkState,
-    run_with_retries,
-    skip_item,
-)
+from memeff.pallas.hopper.persistent import ROWS, WorkState
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
+    TokenVectors,
     allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
@@ -53,6 +55,29 @@ from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
 
 
+class QueryScratch(NamedTuple):
+    """Shared memory and barriers of the kernel, in the order of their addresses."""
+
+    all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    computing: Any  # barrier: the computing warpgroups
+    do_s: Any  # like q_s
+    failed_s: Any  # [warpgroups, 64]: flags of rows
+    k_s: Any  # [stages, tile_size, H]
+    k_ready: Any
+    k_used: Any
+    marks: TokenVectors
+    out_s: Any  # like q_s; dq at the end
+    item_ready: Any
+    item_used: Any
+    q_s: Any  # [items * warpgroups, 64, H]
+    rows_s: Any  # [2, items * warpgroups, 64]: lse; dlse, then delta
+    stage: Any  # for `multiply` in the interpreter
+    sums_s: Any  # [score gradients, warpgroups, 64]
+    v_s: Any  # [stages, tile_size, D]
+    v_ready: Any
+    v_used: Any
+
+
 def query_gradient(
     problem: Problem,
     lengths: tuple[int, int],
@@ -61,271 +86,233 @@ def query_gradient(
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, ...]:
-    """dq [B, T, N, H], and delta [B, N, T''], from query, key, value, out, dout in the layout of the door; lse (in bits) and
-    dlse are B N T'. Sizes as in `hopper_forward.attend`. Then, like delta, sums over keys of cotangents of what moves
-    `score_fn`.
+    """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each score gradient.
+
+    `arrays`: query, key, value, out and dout, padded as in `forward.attend`, and lse (in bits),
+    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums are those of
+    cotangents of `score_fn`'s inputs over keys.
     """
-    query, key, value, out, _, lse = arrays
-    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
+    query, key, value, _, _, _ = arrays
+    B, _, N, H = query.shape
+    _, _, K, D = value.shape
+    T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
-    scalars = with_lists(
-        problem, with_ranges(scalars, lengths, tiling.own), lengths, (tiling.own, keys)
-    )
-    given, (of_query, of_key) = jax.tree.leaves((dlse, scalars)), barrier_arrivals(scalars)
-    moving = count_score_gradients(problem)
-    outs = 2 + moving
+    scalars = with_ranges(scalars, lengths, tiling.own)
+    scalars = with_lists(problem, scalars, lengths, (tiling.own, tiling.tile_size))
+    operands, structure = jax.tree.flatten((arrays, dlse, scalars))
 
-    total = B * N * -(-T // tiling.own)
-    visited = tiles_visited(problem, lengths, tiling.own, keys)
-    blocks, order = choose_blocks(
-        problem, scalars, visited, keys, B * N, max(1, S * (H + D) * 2 // shape.G)
-    )
+    visited = tiles_visited(problem, lengths, tiling.own, tiling.tile_size)
+    bytes_read = max(1, S * (H + D) * 2 // shape.G)
+    blocks, order = choose_blocks(problem, scalars, visited, tiling.tile_size, B * N, bytes_read)
 
-    def body(*refs, **scratch):
-        of = iter(refs[6:-outs])
-        dlse_ref = None if dlse is None else next(of)
-        values = scalars.like(of)
-        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_query_work(problem, shape, values, tiling.own, keys, order, index)
-        items = lambda do: PersistentLoop(
-            total, blocks, block, lambda index, turn: do(find(index), turn)
+    def body(*refs, scratch: QueryScratch):
+        array_refs, dlse_ref, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        outputs = refs[len(operands) :]
+        find_work = functools.partial(
+            find_query_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
         )
+        has_dlse = dlse is not None
+        compute = functools.partial(_compute, problem, tiling, outputs, has_dlse, scratch)
+        copy = functools.partial(_copy, tiling, (*array_refs, dlse_ref), scratch)
+        rings = query_rings(tiling, scratch)
+        loop_sizes = B * N * visited.size, blocks
+        run_items(tiling, loop_sizes, find_work, compute, copy, scratch, rings)
 
-        @pl.when(group < groups)
-        def _():
-            take_registers(tiling.warpgroups, computes=True)
-            compute = lambda *at: _compute_queries(
-                problem, tiling, refs[-outs:], dlse is not None, group, *at, **scratch
-            )
-            run_with_retries(items(compute), True, scratch["failed_s"], scratch["all_done"])
-
-        @pl.when(group == groups)
-        def _():
-            take_registers(tiling.warpgroups, computes=False)
-            copy = lambda *at: _copy_for_queries(tiling, (*refs[:6], dlse_ref), *at, **scratch)
-            rings = (
-                (stages, True, (scratch["k_used"], scratch["v_used"])),
-                (tiling.items, False, (scratch["own_used"],)),
-            )
-            run_with_retries(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
-
-    scratch = dict(
-        q_s=tile_ref(tiling.items * groups, ROWS, H, dtype),
-        do_s=tile_ref(tiling.items * groups, ROWS, D, dtype),
-        out_s=tile_ref(tiling.items * groups, ROWS, D, dtype),
-        k_s=tile_ref(stages, keys, H, dtype),
-        v_s=tile_ref(stages, keys, D, dtype),
-        rows_s=plgpu.SMEM((2, tiling.items * groups, ROWS), jnp.float32),
-        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        own_there=plgpu.Barrier(
-            num_arrivals=4 + (dlse is not None) + of_query, num_barriers=tiling.items * groups
-        ),
-        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
-        k_there=plgpu.Barrier(num_arrivals=1 + of_key, num_barriers=stages),
-        v_there=plgpu.Barrier(num_barriers=stages),
-        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups + 1),
-        **scratch_shapes(scalars, (tiling.items * groups, ROWS), (stages, keys)),
-        **interpreter_staging(groups, ROWS, keys, dtype),
-    )
-    if moving:
-        scratch["sums_s"] = plgpu.SMEM((moving, groups, ROWS), jnp.float32)
-    # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
-    rows = -(-T // tiling.own) * tiling.own
+    # Rows of whole work items, because stores to a vector are bounded by its array, not by its
+    # head.
+    rows = visited.size * tiling.own
+    sums = count_score_gradients(problem)
     types = [
-        jax.ShapeDtypeStruct(query.shape, dtype),
-        *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + moving),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
     ]
+    scratch = _scratch_types((H, D), query.dtype, dlse is not None, scalars, sums, tiling)
     kernel = warp_specialized_kernel(
-        body, "memeff_dq", types, scratch, blocks, groups + 1, allow_approx_math(problem)
+        body,
+        "memeff_dq",
+        types,
+        {"scratch": scratch},
+        blocks,
+        tiling.warpgroups + 1,
+        allow_approx_math(problem),
     )
-    return tuple(kernel(*arrays, *given))
+    return tuple(kernel(*operands))
 
 
-def _copy_for_queries(
-    tiling,
-    arrays,
-    here: QueryWork,
-    turn: WorkState,
-    *,
-    q_s,
-    do_s,
-    out_s,
-    k_s,
-    v_s,
-    rows_s,
-    own_there,
-    own_used,
-    k_there,
-    v_there,
-    k_used,
-    v_used,
-    marks,
-    **_,
-):
-    """Of queries what each warpgroup has, keys and values once for all."""
+def _scratch_types(
+    head_dims: tuple[int, int], dtype, has_dlse: bool, scalars: Scalars, sums: int, tiling: Tiling
+) -> QueryScratch:
+    """Return the types of the kernel's shared memory and barriers."""
+    H, D = head_dims
+    groups, keys, stages = tiling[:3]
+    slots = tiling.items * groups
+    query_vectors, key_vectors = barrier_arrivals(scalars)
+    return QueryScratch(
+        all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        computing=plgpu.Barrier(num_arrivals=groups),
+        do_s=tile_ref(slots, ROWS, D, dtype),
+        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        k_s=tile_ref(stages, keys, H, dtype),
+        k_ready=plgpu.Barrier(num_arrivals=1 + key_vectors, num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        out_s=tile_ref(slots, ROWS, D, dtype),
+        item_ready=plgpu.Barrier(num_arrivals=4 + has_dlse + query_vectors, num_barriers=slots),
+        item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
+        q_s=tile_ref(slots, ROWS, H, dtype),
+        rows_s=plgpu.SMEM((2, slots, ROWS), jnp.float32),
+        stage=interpreter_staging(groups, ROWS, keys, dtype).get("stage"),
+        sums_s=plgpu.SMEM((sums, groups, ROWS), jnp.float32) if sums else None,
+        v_s=tile_ref(stages, keys, D, dtype),
+        v_ready=plgpu.Barrier(num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        **scratch_shapes(scalars, (slots, ROWS), (stages, keys)),
+    )
+
+
+def _copy(
+    tiling: Tiling, arrays: tuple, scratch: QueryScratch, work: QueryWork, state: WorkState
+) -> tuple[Array, Array]:
+    """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
     query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays
-    stages, count, y = (
-        tiling.stages,
-        here.visits.total,
-        lax.rem(turn.items, jnp.int32(tiling.items)),
-    )
+    query_marks, key_marks = scratch.marks
+    count = work.visits.total
+    item = lax.rem(state.items, jnp.int32(tiling.items))
 
-    def own():
-        pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+    def copy_queries(group):
+        rows = pl.ds(work.row + group * ROWS, ROWS)
+        slot = item * tiling.warpgroups + group
+        ready = scratch.item_ready.at[slot]
+
+        def copy_tile(ref, tile_s):
+            plgpu.copy_gmem_to_smem(ref.at[work.b, rows, work.n], tile_s.at[slot], ready)
+
+        def copy_vector(ref, vector_s):
+            plgpu.copy_gmem_to_smem(ref.at[work.b, work.n, rows], vector_s.at[slot], ready)
+
+        copy_tile(out_ref, scratch.out_s)
+        copy_tile(dout_ref, scratch.do_s)
+        copy_tile(query_ref, scratch.q_s)
+        copy_vector(lse_ref, scratch.rows_s.at[0])
+        if dlse_ref is not None:
+            copy_vector(dlse_ref, scratch.rows_s.at[1])
+        copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, ready)
+
+    def copy_item():
+        wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
         for group in range(tiling.warpgroups):
-            rows, mine = pl.ds(here.row + group * ROWS, ROWS), y * tiling.warpgroups + group
-            pairs = [
-                (ref.at[here.b, rows, here.n], to)
-                for ref, to in ((out_ref, out_s), (dout_ref, do_s), (query_ref, q_s))
-            ]
-            pairs += [(lse_ref.at[here.b, here.n, rows], rows_s.at[0])]
-            if dlse_ref is not None:
-                pairs += [(dlse_ref.at[here.b, here.n, rows], rows_s.at[1])]
-            pairs += [
-                (ref.at[rows], to) for ref, to in zip(here.scalars.by_query, marks[0], strict=True)
-            ]
-            for of, to in pairs:
-                plgpu.copy_gmem_to_smem(of, to.at[mine], own_there.at[mine])
+            copy_queries(group)
 
-    def others(n):
-        at = turn.visits + n
-        x, rows = (
-            lax.rem(at, jnp.int32(stages)),
-            pl.ds(here.visits.tile(n) * tiling.others, tiling.others),
-        )
-        for ref, shared, there, used in (
-            (key_ref, k_s, k_there, k_used),
-            (value_ref, v_s, v_there, v_used),
-        ):
-            pl.when(at >= stages)(lambda used=used: plgpu.barrier_wait(used.at[x]))
-            plgpu.copy_gmem_to_smem(ref.at[here.b, rows, here.k], shared.at[x], there.at[x])
-            if ref is key_ref:
-                copy_token_vectors(here.scalars.by_key, rows, marks[1], x, there.at[x])
+    def copy_keys(n):
+        visit = state.visits + n
+        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
+        tokens = work.b, cols, work.k
+        k_ready = scratch.k_ready.at[slot]
+        wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
+        plgpu.copy_gmem_to_smem(key_ref.at[tokens], scratch.k_s.at[slot], k_ready)
+        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, k_ready)
+        wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
+        v_ready = scratch.v_ready.at[slot]
+        plgpu.copy_gmem_to_smem(value_ref.at[tokens], scratch.v_s.at[slot], v_ready)
 
-    return copy_tiles(own, others, turn, count, tiling)
+    return copy_tiles(copy_item, copy_keys, state, count, tiling)
 
 
-def _compute_queries(
-    problem,
-    tiling,
-    out,
-    has_dlse,
+def _compute(
+    problem: Problem,
+    tiling: Tiling,
+    outputs: tuple,
+    has_dlse: bool,
+    scratch: QueryScratch,
     group,
-    here: QueryWork,
-    turn: WorkState,
-    *,
-    q_s,
-    do_s,
-    out_s,
-    k_s,
-    v_s,
-    rows_s,
-    own_there,
-    own_used,
-    k_there,
-    v_there,
-    k_used,
-    v_used,
-    all_here,
-    failed_s,
-    marks,
-    stage=None,
-    sums_s: Any = None,
-    **_,
-):
-    dq_ref, delta_ref, *sums_refs = out
-    gradient, shape, dtype = Gradient(problem), (ROWS, tiling.others), q_s.dtype
-    rows, count, y = (
-        pl.ds(here.row + group * ROWS, ROWS),
-        here.visits.total,
-        lax.rem(turn.items, jnp.int32(tiling.items)),
-    )
-    mine = y * tiling.warpgroups + group
-    q, o, do = q_s.at[mine], out_s.at[mine], do_s.at[mine]
-    lse_s, delta_s = rows_s.at[0, mine], rows_s.at[1, mine]
-    numbers = head_number_refs(here.scalars, here.n)
+    work: QueryWork,
+    state: WorkState,
+) -> tuple[Array, Array]:
+    """Compute dq, delta and the sums over keys of one warpgroup's queries."""
+    dq_ref, delta_ref, *sums_refs = outputs
+    gradient = Gradient(problem)
+    shape = ROWS, tiling.tile_size
+    dtype = scratch.q_s.dtype
+    rows = pl.ds(work.row + group * ROWS, ROWS)
+    count = work.visits.total
+    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item_slot = item * tiling.warpgroups + group
+    q = scratch.q_s.at[item_slot]
+    out = scratch.out_s.at[item_slot]
+    do = scratch.do_s.at[item_slot]
+    delta_s = scratch.rows_s.at[1, item_slot]
+    stage = optional_slot(scratch.stage, group)
+    numbers = head_number_refs(work.scalars, work.n)
 
-    def step(n, masked, lse, delta, dq, sums):
-        x = lax.rem(turn.visits + n, jnp.int32(tiling.stages))
-        plgpu.barrier_wait(k_there.at[x])
-        if masked and not turn.first:
-            clean_operands(
-                k_s.at[x], lambda x, _: jnp.abs(x) < jnp.inf, failed_s.at[group], group, all_here
-            )
-        first = here.row + group * ROWS, here.visits.tile(n) * tiling.others
-        of_tile = tuple(ref.at[mine] for ref in marks[0]), tuple(ref.at[x] for ref in marks[1])
-        pairs = ScoreTile(problem, shape, first, here.sight, here.scalars, numbers, of_tile).early()
-        keep = pairs.seen() if masked else None
-
-        def products(raw, dp):
-            plgpu.wgmma(raw, q, k_s.at[x].T)  # (1)
-            whole = init_accumulator(dp, broadcast_vector(delta, shape))
-            plgpu.barrier_wait(v_there.at[x])
-            plgpu.wgmma(dp, do, v_s.at[x].T)
-            p, draw = gradient.probabilities(  # (2)
-                plgpu.wgmma_accumulator_load(raw, wait_n=1),
-                broadcast_vector(lse, shape),
-                pairs,
-                keep,
-            )
-            d = whole(plgpu.wgmma_accumulator_load(dp, wait_n=0))
-            plgpu.barrier_arrive(v_used.at[x])
-            of_raw, of_terms = draw(p, d)
-            multiply(dq, of_raw.astype(dtype), k_s.at[x], stage and stage.at[group])  # (3) (4)
-            plgpu.wgmma_wait(0)
-            return tuple(total + x.sum(axis=1) for total, x in zip(sums, of_terms, strict=True))
-
-        sums = accumulators(products, shape, shape)
-        plgpu.barrier_arrive(k_used.at[x])
-        return sums
-
-    plgpu.barrier_wait(own_there.at[mine])
-    delta = -row_sums(o, do)  # and dlse, which the other kernel wants, too
-    delta = delta + plgpu.load(delta_s, layout=ROW) if has_dlse else delta
-    lse = plgpu.load(lse_s, layout=ROW)
-    lse = lse if turn.first else lse + float16_lift(dtype)
+    plgpu.barrier_wait(scratch.item_ready.at[item_slot])
+    delta = -row_sums(out, do)
+    if has_dlse:
+        delta = delta + plgpu.load(delta_s, layout=ROW)
+    lse = plgpu.load(scratch.rows_s.at[0, item_slot], layout=ROW)
+    if not state.first:
+        lse = lse + float16_lift(dtype)
     delta_s[...] = delta
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[here.b, here.n, rows])
+    plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[work.b, work.n, rows])  # for dk and dv
 
-    def pass_one(n):
-        skip_item(
-            (k_there, k_used),
-            (v_there, v_used),
-            at=lax.rem(turn.visits + n, jnp.int32(tiling.stages)),
-        )
+    def step(dq, masked, n, sums):
+        slot = lax.rem(state.visits + n, jnp.int32(tiling.stages))
+        k = scratch.k_s.at[slot]
+        plgpu.barrier_wait(scratch.k_ready.at[slot])
+        if masked and not state.first:  # (1) and (4) read the keys
+            clean_operand(k, is_finite, scratch.failed_s.at[group], group, scratch.computing)
+        first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
+        vectors = token_vectors(scratch.marks, item_slot, slot)
+        tile = ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors).early()
+        keep = tile.seen() if masked else None
 
-    def walk(dq):
-        masked = here.visits.masked
-        hidden = here.hidden(here.row + group * ROWS, ROWS) if turn.first else 0
-        pl.loop(0, hidden)(pass_one)
-        parts = (
-            ((hidden, masked, True), (masked, count, False)) if turn.first else ((0, count, True),)
-        )
+        def products(raw, dp):
+            plgpu.wgmma(raw, q, k.T)  # (1)
+            add_delta = init_accumulator(dp, broadcast_vector(delta, shape))
+            plgpu.barrier_wait(scratch.v_ready.at[slot])
+            plgpu.wgmma(dp, do, scratch.v_s.at[slot].T)
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            lse_tile = broadcast_vector(lse, shape)
+            p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
+            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=0))
+            plgpu.barrier_arrive(scratch.v_used.at[slot])
+            d_raw, d_terms = cotangents(p, dp)  # (3)
+            multiply(dq, d_raw.astype(dtype), k, stage)  # (4)
+            plgpu.wgmma_wait(0)
+            return tuple(total + x.sum(axis=1) for total, x in zip(sums, d_terms, strict=True))
+
+        sums = accumulators(products, shape, shape)
+        plgpu.barrier_arrive(scratch.k_used.at[slot])
+        return sums
+
+    def skip(n):
+        skip_tile(scratch, lax.rem(state.visits + n, jnp.int32(tiling.stages)))
+
+    def visit_tiles(dq):
+        masked = work.visits.masked
+        hidden = work.hidden(work.row + group * ROWS, ROWS) if state.first else 0
+        pl.loop(0, hidden)(skip)
         sums = (full_tile((ROWS,), 0.0),) * len(sums_refs)
-        for first, last, hides in parts:
-            one = lambda n, sums, hides=hides: step(n, hides, lse, delta, dq, sums)
-            sums = (
-                lax.fori_loop(first, last, one, sums)
-                if hides or some_whole(problem, here.scalars)
-                else sums
-            )
+        if not state.first:
+            sums = lax.fori_loop(0, count, functools.partial(step, dq, True), sums)
+        else:
+            sums = lax.fori_loop(hidden, masked, functools.partial(step, dq, True), sums)
+            if some_whole(problem, work.scalars):
+                sums = lax.fori_loop(masked, count, functools.partial(step, dq, False), sums)
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
-    dq, sums = accumulators(walk, (ROWS, q.shape[-1]))
-    dq, *sums = (undo_lift(x, dtype, turn) for x in (dq * gradient.slope, *sums))
-    failed = not_finite(failed_s.at[group], turn, dq)
-    o[...] = dq.astype(dtype)
+    dq, sums = accumulators(visit_tiles, (ROWS, q.shape[-1]))
+    dq = undo_lift(dq * gradient.slope, dtype, state)
+    sums = [undo_lift(x, dtype, state) for x in sums]
+    failed = not_finite(scratch.failed_s.at[group], state, dq)
+    out[...] = dq.astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o, dq_ref.at[here.b, rows, here.n])
+    plgpu.copy_smem_to_gmem(out, dq_ref.at[work.b, rows, work.n])
     for i, (ref, x) in enumerate(zip(sums_refs, sums, strict=True)):
-        sums_s[i, group] = x
+        scratch.sums_s[i, group] = x
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sums_s.at[i, group], ref.at[here.b, here.n, rows])
+        sum_s = scratch.sums_s.at[i, group]
+        plgpu.copy_smem_to_gmem(sum_s, ref.at[work.b, work.n, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(own_used.at[y])
+    plgpu.barrier_arrive(scratch.item_used.at[item])
     return count, failed

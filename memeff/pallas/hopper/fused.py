@@ -1,20 +1,31 @@
-"""Backward on Hopper (sm_90a) in one kernel of five products: what makes dk and dv makes dq as well.
+"""Compute all gradients in one kernel of five products a tile on Hopper (sm_90a).
 
-As (5) and (6) of `hopper_backward` say, on 128 keys j of a block, 64 for each of its two warpgroups; and
-  (7) part = draw_i k_j, one step later, when both warpgroups' draw is in shared memory: each makes a half
+Steps (5) and (6) of `backward_common` on the 128 keys j of a thread block, 64 for each of its two
+computing warpgroups; and one visit later, when d_raw of both warpgroups is in shared memory:
+  (7) part = d_raw_i k_j, of which each warpgroup computes a half
   (8) dq_i += part, in float32 in global memory
-Blocks add as they come, so the bits of dq differ from run to run, and its sums take 4 bytes a number. What nobody sees is
-not cleaned of NaN and Inf: where something was not finite, the two kernels do all again.
+Thread blocks add in any order, so the bits of dq differ from run to run. The sums of dq take 4
+bytes a number. Hidden NaN and Inf are not cleaned here: if a result is not finite, the two kernels
+of `backward_query` and `backward_key` do the whole call again.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper.backward_common import Gradient, Tiling, row_sums, transposed, undo_lift
+from memeff.pallas.hopper.backward_common import (
+    Gradient,
+    Tiling,
+    optional_slot,
+    row_sums,
+    token_vectors,
+    transposed_tile,
+    undo_lift,
+)
 from memeff.pallas.hopper.backward_key import copy_queries
 from memeff.pallas.hopper.mosaic import (
     COL,
@@ -40,6 +51,7 @@ from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, TileOrder, cache_order, find_key_work
 from memeff.pallas.hopper.score_tile import (
     HeadNumbers,
+    TokenVectors,
     allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
@@ -47,9 +59,32 @@ from memeff.pallas.hopper.score_tile import (
 )
 from memeff.problem import Problem
 
-GROUPS = 2
+GROUPS = 2  # computing warpgroups
 PART = 64  # rows and columns of (7)
-DRAWS = 2  # tiles of draw: one is written while the one before is multiplied
+D_RAW_STAGES = 2  # tiles of d_raw: one is written while the previous one is multiplied
+
+
+class FusedScratch(NamedTuple):
+    """Shared memory and barriers of the kernel, in the order of their addresses."""
+
+    computing: Any  # barrier: the computing warpgroups
+    bad_s: Any  # [2, 128]: NaN for keys that are not finite; for keys, dk or dv
+    delta_s: Any  # [stages, tile_size]
+    do_s: Any  # [stages, tile_size, H]
+    do_ready: Any
+    d_raw_s: Any  # [D_RAW_STAGES, 128, tile_size]
+    d_raw_ready: Any
+    k_s: Any  # [1, 128, H]; dk at the end
+    kv_ready: Any
+    lse_s: Any  # [stages, tile_size]
+    marks: TokenVectors
+    old: Any  # for `add_to` in the interpreter: memory like part_s, and a barrier
+    part_s: Any  # [2, PART, PART]
+    q_s: Any  # [stages, tile_size, H]
+    q_ready: Any
+    stage: Any  # for `multiply` in the interpreter
+    used: Any  # tiles of query and dout
+    v_s: Any  # [1, 128, H]; dv at the end
 
 
 def gradients(
@@ -59,83 +94,59 @@ def gradients(
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, Array, Array, Array]:
-    """dq (but for its slope and `lift`) in float32, dk and dv in the layout of the door; and numbers, of which one is NaN if
-    something was not finite. Then NaN and Inf that nobody sees may have come into dq.
+    """Return dq (float32, without slope and with lift), dk and dv, and numbers [blocks, 128].
 
-    Of query, key, value, dout, and, B N T', lse (in bits) and delta; sizes as in `hopper_forward.attend`.
+    A number is NaN if some result is not finite; hidden NaN and Inf may then have reached dq.
+    `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
+    [B, N, T']. `lengths`: T and S without padding.
     """
     query, key, value, _, lse, _ = arrays
-    (B, _, N, H), (_, _, K, D), dtype, (T, S) = query.shape, value.shape, query.dtype, lengths
+    B, _, N, H = query.shape
+    _, _, K, D = value.shape
+    T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    assert D == H and tiling.warpgroups == GROUPS and tiling.others * H == GROUPS * PART * PART
-    assert lse.shape[-1] % tiling.others == 0
+    assert D == H and tiling.warpgroups == GROUPS and tiling.tile_size * H == GROUPS * PART * PART
+    assert lse.shape[-1] % tiling.tile_size == 0
     scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
-    given, (of_query, of_key) = jax.tree.leaves(scalars), barrier_arrivals(scalars)
+    operands, structure = jax.tree.flatten((arrays, scalars))
     blocks = B * K * -(-S // tiling.own)
+    order = TileOrder()
+    if problem.right is not None:
+        order = cache_order(B * K, T * shape.G * (H + D) * 2)
 
-    def body(*refs, **scratch):
-        values = scalars.like(iter(refs[6 : 6 + len(given)]))
-        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        order = (
-            TileOrder() if problem.right is None else cache_order(B * K, T * shape.G * (H + D) * 2)
-        )
-        find = lambda index: find_key_work(
-            problem, shape, values, tiling.own, tiling.others, order, index
+    def body(*refs, scratch: FusedScratch):
+        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        query_ref, key_ref, value_ref, *row_refs = array_refs
+        outputs = refs[len(operands) :]
+        group = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        find_work = functools.partial(
+            find_key_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
         )
 
         @pl.when(group < GROUPS)
         def _():
             take_registers(GROUPS, computes=True)
-            at_end = find(hide_from_cse(block))
+            work_at_end = find_work(hide_from_cse(block))
+            works = find_work(block), work_at_end
             _compute(
-                problem,
-                shape,
-                tiling,
-                refs[1:3],
-                refs[-4:],
-                find(block),
-                at_end,
-                block,
-                group,
-                **scratch,
+                problem, shape, tiling, (key_ref, value_ref), outputs, scratch, works, block, group
             )
 
         @pl.when(group == GROUPS)
         def _():
             take_registers(GROUPS, computes=False)
-            count = copy_queries(shape, tiling, (refs[0], *refs[3:6]), find(block), 0, **scratch)
-            drain(count, tiling.stages, [scratch["used"]])
+            work = find_work(block)
+            count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, 0)
+            drain(count, tiling.stages, [scratch.used])
 
-    others, stages = tiling.others, tiling.stages
-    scratch = dict(
-        k_s=tile_ref(1, tiling.own, H, dtype),
-        v_s=tile_ref(1, tiling.own, H, dtype),
-        q_s=tile_ref(stages, others, H, dtype),
-        do_s=tile_ref(stages, others, H, dtype),
-        lse_s=plgpu.SMEM((stages, others), jnp.float32),
-        delta_s=plgpu.SMEM((stages, others), jnp.float32),
-        draw_s=tile_ref(DRAWS, tiling.own, others, dtype),
-        part_s=plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS),
-        bad_s=plgpu.SMEM((2, GROUPS * ROWS), jnp.float32),  # of the keys; and of all
-        kv_there=plgpu.Barrier(num_arrivals=2 + of_key, num_barriers=GROUPS),
-        q_there=plgpu.Barrier(num_arrivals=2 + of_query, num_barriers=stages),
-        do_there=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-        draw_there=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=DRAWS),
-        all_here=plgpu.Barrier(num_arrivals=GROUPS),
-        **scratch_shapes(scalars, (stages, others), (GROUPS, ROWS)),
-        **interpreter_staging(GROUPS, ROWS, others, dtype),
-    )
-    if interpreting():  # for `add_to`
-        old_s = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
-        scratch["old"] = old_s, plgpu.Barrier(num_barriers=GROUPS)
-    # No barriers of Pallas': what is stored here is read by products and copies, after
-    # `commit_smem`, or after `meet`.
+    # Without Pallas' barriers: products and copies read stored memory after `commit_smem`, and
+    # loads after `sync`.
     kernel = warp_specialized_kernel(
         body,
         "memeff_fused",
         (),
-        scratch,
+        {"scratch": _scratch_types(H, query.dtype, scalars, tiling)},
         blocks,
         GROUPS + 1,
         allow_approx_math(problem),
@@ -143,237 +154,296 @@ def gradients(
     )
     results = (
         jnp.zeros(query.shape, jnp.float32),
-        lax.empty(key.shape, dtype),
-        lax.empty(value.shape, dtype),
+        lax.empty(key.shape, query.dtype),
+        lax.empty(value.shape, query.dtype),
+        lax.empty((blocks, tiling.own), jnp.float32),
     )
-    results += (lax.empty((blocks, tiling.own), jnp.float32),)
-    return pl.run_state(lambda refs: kernel(*arrays, *given, *refs))(results)
+    return pl.run_state(lambda refs: kernel(*operands, *refs))(results)
+
+
+def _scratch_types(H: int, dtype, scalars: Scalars, tiling: Tiling) -> FusedScratch:
+    """Return the types of the kernel's shared memory and barriers."""
+    queries, stages = tiling[1:3]
+    query_vectors, key_vectors = barrier_arrivals(scalars)
+    parts = plgpu.SMEM((GROUPS, PART, PART), jnp.float32, transforms=FLOATS)
+    return FusedScratch(
+        computing=plgpu.Barrier(num_arrivals=GROUPS),
+        bad_s=plgpu.SMEM((2, GROUPS * ROWS), jnp.float32),
+        delta_s=plgpu.SMEM((stages, queries), jnp.float32),
+        do_s=tile_ref(stages, queries, H, dtype),
+        do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        d_raw_s=tile_ref(D_RAW_STAGES, tiling.own, queries, dtype),
+        d_raw_ready=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=D_RAW_STAGES),
+        k_s=tile_ref(1, tiling.own, H, dtype),
+        kv_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=GROUPS),
+        lse_s=plgpu.SMEM((stages, queries), jnp.float32),
+        old=(parts, plgpu.Barrier(num_barriers=GROUPS)) if interpreting() else None,
+        part_s=parts,
+        q_s=tile_ref(stages, queries, H, dtype),
+        q_ready=plgpu.Barrier(num_arrivals=2 + query_vectors, num_barriers=stages),
+        stage=interpreter_staging(GROUPS, ROWS, queries, dtype).get("stage"),
+        used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        v_s=tile_ref(1, tiling.own, H, dtype),
+        **scratch_shapes(scalars, (stages, queries), (GROUPS, ROWS)),
+    )
+
+
+class QueryGradient(NamedTuple):
+    """Steps (7) and (8), which add one warpgroup's half of the products d_raw k to dq."""
+
+    shape: CallSizes
+    tiling: Tiling
+    scratch: FusedScratch
+    work: KeyWork
+    visits: Array  # tiles that each head visits
+    dq_ref: Any
+    old: Any  # of this warpgroup
+
+    @property
+    def halves_columns(self) -> bool:
+        """Return True if a warpgroup computes half the columns of (7), and not half the rows."""
+        return self.tiling.tile_size == PART
+
+    def start(self, part, visit, group) -> None:
+        """Start (7) of the visit."""
+        half = pl.ds(group * PART, PART)
+        stage = lax.rem(visit, jnp.int32(D_RAW_STAGES))
+        k = self.scratch.k_s.at[0]
+        d_raw = self.scratch.d_raw_s.at[stage]
+        plgpu.barrier_wait(self.scratch.d_raw_ready.at[stage])
+        if self.halves_columns:
+            plgpu.wgmma(part, d_raw.T, k.at[:, half])
+        else:
+            plgpu.wgmma(part, d_raw.at[:, half].T, k)
+
+    def add(self, part: Array, g, n, d_raw_ready, group) -> None:
+        """Start (8) of the visit before the n-th of head g. Arrive at `d_raw_ready` if given."""
+        work = self.work
+        previous = jnp.where(n > 0, n, self.visits) - 1
+        first = work.visits.tile(previous) * self.tiling.tile_size
+        head = work.k * self.shape.G + g
+        head = jnp.where(n > 0, head, head - 1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.scratch.part_s[group] = part
+        plgpu.commit_smem()
+        if d_raw_ready is not None:
+            plgpu.barrier_arrive(d_raw_ready)
+        part_s = self.scratch.part_s.at[group]
+        if self.halves_columns:
+            cols = pl.ds(group * PART, PART)
+            total = self.dq_ref.at[work.b, pl.ds(first, PART), head, cols]
+        else:
+            total = self.dq_ref.at[work.b, pl.ds(first + group * PART, PART), head]
+        add_to(part_s, total, self.old)
 
 
 def _compute(
-    problem,
-    shape,
-    tiling,
-    arrays,
-    out,
-    here: KeyWork,
-    at_end: KeyWork,
+    problem: Problem,
+    shape: CallSizes,
+    tiling: Tiling,
+    arrays: tuple,
+    outputs: tuple,
+    scratch: FusedScratch,
+    works: tuple[KeyWork, KeyWork],
     block,
     group,
-    *,
-    k_s,
-    v_s,
-    q_s,
-    do_s,
-    lse_s,
-    delta_s,
-    draw_s,
-    part_s,
-    bad_s,
-    kv_there,
-    q_there,
-    do_there,
-    used,
-    draw_there,
-    all_here,
-    marks,
-    stage=None,
-    old=None,
-):
-    (key_ref, value_ref), (dq_ref, dk_ref, dv_ref, bad_ref) = arrays, out
-    gradient, sides, dtype = Gradient(problem), (ROWS, tiling.others), key_ref.dtype
-    mine = pl.ds(group * ROWS, ROWS)
-    k, v = k_s.at[0, mine], v_s.at[0, mine]
-    masked, count = here.visits.masked, here.visits.total
-    row = lambda ref: broadcast_vector(plgpu.load(ref, layout=COL), sides, 1)
-    to_stage, spare = stage and stage.at[group], old and tuple(x.at[group] for x in old)
-    of_keys = lambda here, ref: ref.at[here.b, pl.ds(here.col + group * ROWS, ROWS), here.k]
-    wide = tiling.others == PART  # a half of (7) is half the columns, or half the rows
+) -> None:
+    """Compute dk and dv of one warpgroup's keys, and their part of dq.
 
-    def start_part(part, at, group=group):
-        """(7) of the visit `at`."""
-        half = pl.ds(group * PART, PART)
-        y, all_k = lax.rem(at, jnp.int32(DRAWS)), k_s.at[0]
-        plgpu.barrier_wait(draw_there.at[y])
-        if wide:
-            plgpu.wgmma(part, draw_s.at[y].T, all_k.at[:, half])
-        else:
-            plgpu.wgmma(part, draw_s.at[y].at[:, half].T, all_k)
+    `works`: the same work twice. The second is hidden from common-subexpression elimination, so
+    that no registers hold it until the end.
+    """
+    key_ref, value_ref = arrays
+    dq_ref, dk_ref, dv_ref, bad_ref = outputs
+    work, work_at_end = works
+    gradient = Gradient(problem)
+    tile_shape = ROWS, tiling.tile_size
+    dtype = key_ref.dtype
+    own = pl.ds(group * ROWS, ROWS)
+    k = scratch.k_s.at[0, own]
+    v = scratch.v_s.at[0, own]
+    masked = work.visits.masked
+    count = work.visits.total
+    stage = optional_slot(scratch.stage, group)
+    old = None if scratch.old is None else tuple(x.at[group] for x in scratch.old)
+    query_gradient = QueryGradient(shape, tiling, scratch, work, count, dq_ref, old)
 
-    def give(part, g, n, there=None, group=group):
-        """(8) of the visit before the n-th of head g."""
-        first, head = (
-            here.visits.tile(jnp.where(n > 0, n, count) - 1) * tiling.others,
-            here.k * shape.G + g,
-        )
-        head = jnp.where(n > 0, head, head - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part_s[group] = part
-        plgpu.commit_smem()
-        if there is not None:
-            plgpu.barrier_arrive(there)
-        if wide:
-            add_to(
-                part_s.at[group],
-                dq_ref.at[here.b, pl.ds(first, PART), head, pl.ds(group * PART, PART)],
-                spare,
-            )
-        else:
-            add_to(
-                part_s.at[group], dq_ref.at[here.b, pl.ds(first + group * PART, PART), head], spare
-            )
+    def by_query(vector_s):
+        return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
 
-    def step(g, n, hides, first, dk, dv):
-        at = g * count + n
-        x, y = lax.rem(at, jnp.int32(tiling.stages)), lax.rem(at, jnp.int32(DRAWS))
-        q, do = q_s.at[x], do_s.at[x]
-        plgpu.barrier_wait(q_there.at[x])
-        of_tile = tuple(ref.at[x] for ref in marks[0]), tuple(ref.at[group] for ref in marks[1])
-        pairs = transposed(problem, here, tiling, n, group, HeadNumbers(), of_tile)
-        keep = pairs.seen() if hides else None
-        opaque = hide_from_cse(group)
-        k, v = k_s.at[0, pl.ds(opaque * ROWS, ROWS)], v_s.at[0, pl.ds(opaque * ROWS, ROWS)]
-        early = row(lse_s.at[x]) if wide else None
-        plgpu.barrier_wait(do_there.at[x])
+    def step(g, accumulated, hides, first, n, _):
+        dk, dv = accumulated
+        visit = g * count + n
+        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        d_raw_stage = lax.rem(visit, jnp.int32(D_RAW_STAGES))
+        q = scratch.q_s.at[slot]
+        do = scratch.do_s.at[slot]
+        d_raw_ready = scratch.d_raw_ready.at[d_raw_stage]
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
+        vectors = token_vectors(scratch.marks, slot, group)
+        tile = transposed_tile(problem, work, tiling, n, group, HeadNumbers(), vectors)
+        keep = tile.seen() if hides else None
+        opaque_group = hide_from_cse(group)
+        k = scratch.k_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
+        v = scratch.v_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
+        # Small tiles leave registers to load lse before the products, which keep shared memory
+        # busy.
+        early_lse = by_query(scratch.lse_s.at[slot]) if tiling.tile_size == PART else None
+        plgpu.barrier_wait(scratch.do_ready.at[slot])
 
         def products(raw, dp):
-            whole = init_accumulator(dp, row(delta_s.at[x]))
+            add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
             plgpu.wgmma(raw, k, q.T)  # (5)
             plgpu.wgmma(dp, v, do.T)
-            s = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            # (6)
-            p, draw = gradient.probabilities(
-                s, row(lse_s.at[x]) if early is None else early, pairs, keep
-            )
-            multiply(dv, p.astype(dtype), do, to_stage)
-            d, _ = draw(p, whole(plgpu.wgmma_accumulator_load(dp, wait_n=1)))  # while dv runs
-            d = d.astype(dtype)
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            lse = by_query(scratch.lse_s.at[slot]) if early_lse is None else early_lse
+            p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
+            multiply(dv, p.astype(dtype), do, stage)
+            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            d_raw, _ = cotangents(p, dp)
+            d_raw = d_raw.astype(dtype)
 
-            def rest():
-                multiply(dk, d, q, to_stage)
-                draw_s[y, mine] = d
+            def multiply_and_store():
+                multiply(dk, d_raw, q, stage)
+                scratch.d_raw_s[d_raw_stage, own] = d_raw
 
             def with_part(part):
-                start_part(part, at - 1, opaque)
-                rest()
-                found = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
-                # Only now: (7) has read the other tile of draw, which the other warpgroup writes
-                # next.
-                give(found, g, n, draw_there.at[y], opaque)
+                query_gradient.start(part, visit - 1, opaque_group)
+                multiply_and_store()
+                part = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
+                # Arrive only now: (7) has read the previous tile of d_raw, which the other
+                # warpgroup overwrites next.
+                query_gradient.add(part, g, n, d_raw_ready, opaque_group)
 
             if first:
-                rest()
+                multiply_and_store()
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(draw_there.at[y])
+                plgpu.barrier_arrive(d_raw_ready)
             else:
                 accumulators(with_part, (PART, PART))
             plgpu.wgmma_wait(0)
 
-        accumulators(products, sides, sides)
-        plgpu.barrier_arrive(used.at[x])
+        accumulators(products, tile_shape, tile_shape)
+        plgpu.barrier_arrive(scratch.used.at[slot])
 
-    for ref, to in ((key_ref, k), (value_ref, v)):
-        plgpu.copy_gmem_to_smem(of_keys(here, ref), to, kv_there.at[group])
-    copy_token_vectors(
-        here.scalars.by_key,
-        pl.ds(here.col + group * ROWS, ROWS),
-        marks[1],
-        group,
-        kv_there.at[group],
-    )
-    plgpu.barrier_wait(kv_there.at[group])
-    # in (7) nothing times NaN is NaN
-    bad_s[0, mine] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))
-    sync(all_here)  # (7) reads both warpgroups' keys
+    def visit_tiles(dk, dv):
+        def visit_head(g, _):
+            start = jnp.where(g == 0, 1, 0)
+            whole_start = jnp.maximum(start, masked)
+            visit = functools.partial(step, g, (dk, dv))
+            lax.fori_loop(start, masked, functools.partial(visit, True, False), None)
+            lax.fori_loop(whole_start, count, functools.partial(visit, False, False), None)
 
-    def walk(dk, dv):
-        def head(g, _):
-            begun = jnp.where(g == 0, 1, 0)
-            for first, last, hides in (
-                (begun, masked, True),
-                (jnp.maximum(begun, masked), count, False),
-            ):
-                body = lambda n, _, hides=hides: step(g, n, hides, False, dk, dv)
-                lax.fori_loop(first, last, body, None)
+        first_visit = functools.partial(step, 0, (dk, dv), True, True)
+        lax.fori_loop(0, jnp.minimum(count, 1), first_visit, None)
+        lax.fori_loop(0, shape.G, visit_head, None)
+        dk_sum = plgpu.wgmma_accumulator_load(dk, wait_n=0)
+        dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
+        return dk_sum, dv_sum
 
-        lax.fori_loop(0, jnp.minimum(count, 1), lambda n, _: step(0, n, True, True, dk, dv), None)
-        lax.fori_loop(0, shape.G, head, None)
-        return plgpu.wgmma_accumulator_load(dk, wait_n=0), plgpu.wgmma_accumulator_load(
-            dv, wait_n=0
-        )
-
-    dk, dv = accumulators(walk, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    _load_keys(arrays, scratch, work, group, own)
+    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
 
     @pl.when(count > 0)
     def _():
-        def flush(part):
-            start_part(part, count * shape.G - 1)
-            give(plgpu.wgmma_accumulator_load(part, wait_n=0), shape.G, 0)
+        def last_part(part):
+            query_gradient.start(part, count * shape.G - 1, group)
+            part = plgpu.wgmma_accumulator_load(part, wait_n=0)
+            query_gradient.add(part, shape.G, 0, None, group)
 
-        accumulators(flush, (PART, PART))
+        accumulators(last_part, (PART, PART))
 
-    # Keys that only pad the tile count here, because draw that overflowed there makes NaN of dq:
+    # Keys that only pad the tile count here, because d_raw that overflowed there makes dq NaN:
     # Inf times a key of 0.
-    bad_s[1, mine] = functools.reduce(
-        jnp.add, map(nan_if_bad, (dk, dv)), plgpu.load(bad_s.at[0, mine], layout=ROW)
-    )
-    sync(all_here)  # nobody reads my keys any more
+    bad = plgpu.load(scratch.bad_s.at[0, own], layout=ROW)
+    scratch.bad_s[1, own] = bad + nan_if_bad(dk) + nan_if_bad(dv)
+    sync(scratch.computing)  # the other warpgroup has read these keys
     k[...] = undo_lift(dk * gradient.slope, dtype).astype(dtype)
     v[...] = undo_lift(dv, dtype).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, of_keys(at_end, dk_ref))
-    plgpu.copy_smem_to_gmem(v, of_keys(at_end, dv_ref))
-    plgpu.copy_smem_to_gmem(bad_s.at[1, mine], bad_ref.at[block, mine])
+    plgpu.copy_smem_to_gmem(k, _of_keys(dk_ref, work_at_end, group))
+    plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end, group))
+    plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, own], bad_ref.at[block, own])
     plgpu.wait_smem_to_gmem(0)
 
 
+def _of_keys(ref, work: KeyWork, group):
+    """Return the rows of `ref` that belong to warpgroup `group`'s keys."""
+    return ref.at[work.b, pl.ds(work.col + group * ROWS, ROWS), work.k]
+
+
+def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, own) -> None:
+    """Copy warpgroup `group`'s keys and values, wait for both warpgroups', and note bad keys."""
+    key_ref, value_ref = arrays
+    _, key_marks = scratch.marks
+    ready = scratch.kv_ready.at[group]
+    k = scratch.k_s.at[0, own]
+    plgpu.copy_gmem_to_smem(_of_keys(key_ref, work, group), k, ready)
+    plgpu.copy_gmem_to_smem(_of_keys(value_ref, work, group), scratch.v_s.at[0, own], ready)
+    cols = pl.ds(work.col + group * ROWS, ROWS)
+    copy_token_vectors(work.scalars.by_key, cols, key_marks, group, ready)
+    plgpu.barrier_wait(ready)
+    # In (7) 0 times NaN is NaN.
+    scratch.bad_s[0, own] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))
+    sync(scratch.computing)  # (7) reads both warpgroups' keys
+
+
 def nan_if_bad(x: Array) -> Array:
-    """Of each row: NaN if a number is not finite, else 0."""
+    """Return NaN for each row that is not finite, and 0 for other rows."""
     return (x * 0.0).sum(axis=1)
 
 
+class DeltaScratch(NamedTuple):
+    """Shared memory and barriers of the kernel of delta, in the order of their addresses."""
+
+    delta_s: Any  # [2, 64]; dlse before
+    do_s: Any  # [2, 64, D]
+    out_s: Any  # [2, 64, D]
+    ready: Any
+
+
 def deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
-    """dlse - rowsum(dout * out), B N T', of arrays in the layout of the door; T' is the next multiple of 128."""
-    (B, _, N, D), dtype, own = out.shape, out.dtype, GROUPS * ROWS
+    """Return dlse - rowsum(dout * out), [B, N, T'].
+
+    `out` and `dout` are [B, T, N, D], padded as in `forward.attend`. T' is the next multiple of
+    128.
+    """
+    B, _, N, D = out.shape
+    own = GROUPS * ROWS
     tiles = -(-lengths[0] // own)
 
-    def body(*refs, out_s, do_s, delta_s, there):
-        (out_ref, dout_ref), group, block = (
-            refs[:2],
-            lax.axis_index("warpgroup"),
-            lax.axis_index("block"),
-        )
-        head, at = lax.div(block, jnp.int32(tiles)), lax.rem(block, jnp.int32(tiles))
-        b, n, rows = (
-            lax.div(head, jnp.int32(N)),
-            lax.rem(head, jnp.int32(N)),
-            pl.ds(at * own + group * ROWS, ROWS),
-        )
-        pairs = [
-            (out_ref.at[b, rows, n], out_s.at[group]),
-            (dout_ref.at[b, rows, n], do_s.at[group]),
-        ]
+    def body(out_ref, dout_ref, *refs, scratch: DeltaScratch):
+        group = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        head = lax.div(block, jnp.int32(tiles))
+        tile = lax.rem(block, jnp.int32(tiles))
+        b = lax.div(head, jnp.int32(N))
+        n = lax.rem(head, jnp.int32(N))
+        rows = pl.ds(tile * own + group * ROWS, ROWS)
+        out_s, do_s, delta_s = (x.at[group] for x in (scratch.out_s, scratch.do_s, scratch.delta_s))
+        ready = scratch.ready.at[group]
+        plgpu.copy_gmem_to_smem(out_ref.at[b, rows, n], out_s, ready)
+        plgpu.copy_gmem_to_smem(dout_ref.at[b, rows, n], do_s, ready)
         if dlse is not None:
-            pairs += [(refs[2].at[b, n, rows], delta_s.at[group])]
-        for of, to in pairs:
-            plgpu.copy_gmem_to_smem(of, to, there.at[group])
-        plgpu.barrier_wait(there.at[group])
-        delta = -row_sums(out_s.at[group], do_s.at[group])
+            plgpu.copy_gmem_to_smem(refs[0].at[b, n, rows], delta_s, ready)
+        plgpu.barrier_wait(ready)
+        delta = -row_sums(out_s, do_s)
         if dlse is not None:
-            delta = delta + plgpu.load(delta_s.at[group], layout=ROW)
-        delta_s[group] = delta
+            delta = delta + plgpu.load(delta_s, layout=ROW)
+        delta_s[...] = delta
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(delta_s.at[group], refs[-1].at[b, n, rows])
+        plgpu.copy_smem_to_gmem(delta_s, refs[-1].at[b, n, rows])
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = dict(
-        out_s=tile_ref(GROUPS, ROWS, D, dtype),
-        do_s=tile_ref(GROUPS, ROWS, D, dtype),
+    operands = jax.tree.leaves((out, dout, dlse))
+    scratch = DeltaScratch(
         delta_s=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-        there=plgpu.Barrier(num_arrivals=2 if dlse is None else 3, num_barriers=GROUPS),
+        do_s=tile_ref(GROUPS, ROWS, D, out.dtype),
+        out_s=tile_ref(GROUPS, ROWS, D, out.dtype),
+        ready=plgpu.Barrier(num_arrivals=len(operands), num_barriers=GROUPS),
     )
     types = [jax.ShapeDtypeStruct((B, N, tiles * own), jnp.float32)]
-    given = [x for x in (out, dout, dlse) if x is not None]
-    return warp_specialized_kernel(body, "memeff_delta", types, scratch, B * N * tiles, GROUPS)(
-        *given
-    )[0]
+    kernel = warp_specialized_kernel(
+        body, "memeff_delta", types, {"scratch": scratch}, B * N * tiles, GROUPS
+    )
+    return kernel(*operands)[0]

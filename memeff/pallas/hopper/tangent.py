@@ -1,15 +1,21 @@
-"""The tangent on Hopper (sm_90a), from lse: five products a tile, two of which are the forward's. With dq, dk, dv for the
-tangents of the operands; logits in bits (times log2 e), as is lse here, but their tangents in nats.
+"""Compute the tangent of attention on Hopper (sm_90a) from lse, with five products a tile.
 
-A block owns queries i, 64 for each computing warpgroup, and visits the tiles of keys j that they see:
-  (1) raw = q_i k_j';  draw = dq_i k_j' + q_i dk_j'      (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
-  (2) s = finish(raw);  ds = its derivative along draw   (4) u_i += p dv_j + w v_j
+Two of the products are the forward's. dq, dk and dv are tangents here. Logits and lse are in bits
+(times log2 e), tangents of logits in nats. A thread block owns queries i, 64 for each computing
+warpgroup, and visits the tiles of keys j that they see:
+  (1) raw = q_i k_j';  d_raw = dq_i k_j' + q_i dk_j'
+  (2) s = logits(raw);  ds = derivative of the logits along d_raw
+  (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
+  (4) u_i += p dv_j + w v_j
   at the end: dout = u - r out, dlse = r + c
-That holds for every c, where p sums to 1; with a sink in lse it sums to l < 1, and dout = u - (r - c (1 - l)) out.
-w is rounded to 16 bits for its product, and what p ds has in common for a whole row, which leaves dout alone, would take
-those: so c is the mean of ds by p over the first tile of which the row sees something, which is among those with masks, or
-else the first one after them; these two kinds are walked in one loop, where c is found.
-What does not move has no products. 0 times NaN is NaN: if u is not finite it is made again, as out is in the forward.
+This holds for every c if p sums to 1. With a sink in lse, p sums to l < 1, and
+dout = u - (r - c (1 - l)) out.
+Products round w to 16 bits. A part of ds that is the same for a whole row does not change dout, but
+would take up those bits. So c is the mean of ds, weighted by p, over the first tile in which the
+row sees something: a masked tile or the first tile without a mask. One loop visits these and finds
+c.
+Operands that do not move have no products. If u is not finite, the item is done again as in the
+forward, because 0 times NaN is NaN.
 """
 
 import functools
@@ -28,6 +34,11 @@ from memeff.pallas.hopper.backward_common import (
     choose_blocks,
     copy_tiles,
     not_finite,
+    optional_slot,
+    query_rings,
+    run_items,
+    skip_tile,
+    wait_for_slot,
 )
 from memeff.pallas.hopper.forward import cleaned
 from memeff.pallas.hopper.mosaic import (
@@ -40,21 +51,15 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     multiply,
     plgpu,
-    take_registers,
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import (
-    ROWS,
-    PersistentLoop,
-    WorkState,
-    run_with_retries,
-    skip_item,
-)
+from memeff.pallas.hopper.persistent import ROWS, WorkState
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
+    TokenVectors,
     allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
@@ -66,16 +71,57 @@ from memeff.problem import LogitParams, Problem
 
 
 class Arrays(NamedTuple):
-    """In the layout of the door, lse (in bits) B N T'; or what a block has of them. None: not read, or it does not move."""
+    """Operands and their tangents, padded as in `forward.attend`; or refs of them.
+
+    None: the kernel does not read the array, or the operand does not move.
+    """
 
     query: Any
     key: Any
-    lse: Any
-    value: Any  # this and out, where logits move
+    lse: Any  # [B, N, T'], in bits
+    value: Any  # value and out only where logits move
     out: Any
     dq: Any
     dk: Any
     dv: Any
+
+    @property
+    def queries(self) -> tuple[Any, Any]:
+        """Return the arrays of which each warpgroup reads its queries."""
+        return self.query, self.dq
+
+    @property
+    def keys(self) -> tuple[Any, Any]:
+        """Return the arrays of keys."""
+        return self.key, self.dk
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        """Return the arrays of values."""
+        return self.value, self.dv
+
+
+class TangentScratch(NamedTuple):
+    """Shared memory and barriers of the kernel, in the order of their addresses."""
+
+    all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    computing: Any  # barrier: the computing warpgroups
+    bad_columns_s: Any  # [H]
+    bad_keys_s: Any  # [warpgroups, tile_size]
+    failed_s: Any  # [warpgroups, 64]: flags of rows
+    k_ready: Any
+    k_used: Any
+    keys_s: tuple[Any, ...]  # [stages, tile_size, H] of each of `Arrays.keys`
+    lse_s: Any  # [items * warpgroups, 64]; dlse at the end
+    marks: TokenVectors
+    out_ready: Any
+    queries_s: tuple[Any, ...]  # [items * warpgroups, 64, H] of each of `Arrays.queries`
+    item_ready: Any
+    item_used: Any
+    stage: Any  # for `multiply` in the interpreter
+    v_ready: Any
+    v_used: Any
+    values_s: tuple[Any, ...]  # like keys_s
 
 
 def tangents(
@@ -84,352 +130,318 @@ def tangents(
     arrays: Arrays,
     scalars: Scalars,
     tiling: Tiling,
-    shared: bool = False,
+    with_sink: bool = False,
 ) -> tuple[Array, Array]:
-    """dout [B, T, N, H], and dlse [B, N, T'']. Sizes as in `hopper_forward.attend`. `shared`: lse has a sink in it; dlse is
-    then of no use.
+    """Return dout [B, T, N, H] and dlse [B, N, T''].
+
+    `lengths`: T and S without padding. `with_sink`: lse includes a sink; dlse is then of no use.
     """
-    (B, _, N, H), K, dtype, (T, S) = (
-        arrays.query.shape,
-        arrays.key.shape[2],
-        arrays.query.dtype,
-        lengths,
-    )
+    B, _, N, H = arrays.query.shape
+    K = arrays.key.shape[2]
+    T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    groups, keys, stages = tiling.warpgroups, tiling.others, tiling.stages
-    scalars = with_lists(
-        problem, with_ranges(scalars, lengths, tiling.own), lengths, (tiling.own, keys)
+    scalars = with_ranges(scalars, lengths, tiling.own)
+    scalars = with_lists(problem, scalars, lengths, (tiling.own, tiling.tile_size))
+    operands, structure = jax.tree.flatten((arrays, scalars))
+
+    visited = tiles_visited(problem, lengths, tiling.own, tiling.tile_size)
+    bytes_read = S * H * 2 * (_count(arrays.keys) + _count(arrays.values))
+    blocks, order = choose_blocks(
+        problem, scalars, visited, tiling.tile_size, B * N, max(1, bytes_read // shape.G)
     )
-    given, structure = jax.tree.flatten((arrays, scalars))
-    of_query, of_key = barrier_arrivals(scalars)
-    own, of_keys, of_values = ("query", "dq"), ("key", "dk"), ("value", "dv")
-    count = lambda names: sum(getattr(arrays, name) is not None for name in names)
 
-    total = B * N * -(-T // tiling.own)
-    visited = tiles_visited(problem, lengths, tiling.own, keys)
-    read = S * H * 2 * (count(of_keys) + count(of_values))
-    blocks, order = choose_blocks(problem, scalars, visited, keys, B * N, max(1, read // shape.G))
-
-    def body(*refs, **scratch):
-        has, values = jax.tree.unflatten(structure, refs[: len(given)])
-        group, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        find = lambda index: find_query_work(problem, shape, values, tiling.own, keys, order, index)
-        items = lambda do: PersistentLoop(
-            total, blocks, block, lambda index, turn: do(find(index), turn)
+    def body(*refs, scratch: TangentScratch):
+        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        outputs = refs[len(operands) :]
+        find_work = functools.partial(
+            find_query_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
         )
-
-        @pl.when(group < groups)
-        def _():
-            take_registers(groups, computes=True)
-            compute = lambda *at: _compute(
-                problem, tiling, shared, has, refs[-2:], group, *at, **scratch
-            )
-            run_with_retries(items(compute), True, scratch["failed_s"], scratch["all_done"])
-
-        @pl.when(group == groups)
-        def _():
-            take_registers(groups, computes=False)
-            copy = lambda *at: _copy(tiling, has, *at, **scratch)
-            rings = (
-                (stages, True, (scratch["k_used"], scratch["v_used"])),
-                (tiling.items, False, (scratch["own_used"],)),
-            )
-            run_with_retries(items(copy), False, scratch["failed_s"], scratch["all_done"], rings)
-
-    def tiles(names, many: int, rows: int):
-        return tuple(
-            None if getattr(arrays, name) is None else tile_ref(many, rows, H, dtype)
-            for name in names
+        compute = functools.partial(
+            _compute, problem, tiling, with_sink, (array_refs, outputs), scratch
         )
+        copy = functools.partial(_copy, tiling, array_refs, scratch)
+        rings = query_rings(tiling, scratch)
+        loop_sizes = B * N * visited.size, blocks
+        run_items(tiling, loop_sizes, find_work, compute, copy, scratch, rings)
 
-    scratch = dict(
-        own_s=tiles(own, tiling.items * groups, ROWS),
-        keys_s=tiles(of_keys, stages, keys),
-        values_s=tiles(of_values, stages, keys),
-        lse_s=plgpu.SMEM((tiling.items * groups, ROWS), jnp.float32),
-        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
-        bad_keys_s=plgpu.SMEM((groups, keys), jnp.float32),
-        bad_columns_s=plgpu.SMEM((H,), jnp.float32),
-        own_there=plgpu.Barrier(
-            num_arrivals=count(own) + 1 + of_query, num_barriers=tiling.items * groups
-        ),
-        own_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
-        k_there=plgpu.Barrier(num_arrivals=count(of_keys) + of_key, num_barriers=stages),
-        v_there=plgpu.Barrier(num_arrivals=count(of_values), num_barriers=stages),
-        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        out_there=plgpu.Barrier(num_barriers=groups),
-        all_here=plgpu.Barrier(num_arrivals=groups),
-        all_done=plgpu.Barrier(num_arrivals=groups + 1),
-        **scratch_shapes(scalars, (tiling.items * groups, ROWS), (stages, keys)),
-        **interpreter_staging(groups, ROWS, keys, dtype),
-    )
-    # Rows of whole blocks: what is stored of a vector is bounded by its array, not by its head.
-    rows = -(-T // tiling.own) * tiling.own
+    # Rows of whole work items, because stores to a vector are bounded by its array, not by its
+    # head.
+    rows = visited.size * tiling.own
     types = (
-        jax.ShapeDtypeStruct(arrays.query.shape, dtype),
+        jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         jax.ShapeDtypeStruct((B, N, rows), jnp.float32),
     )
     kernel = warp_specialized_kernel(
         body,
         "memeff_tangent",
         types,
-        scratch,
+        {"scratch": _scratch_types(arrays, scalars, tiling)},
         blocks,
-        groups + 1,
+        tiling.warpgroups + 1,
         allow_approx_math(problem),
         sums_over_rows=True,
     )
-    dout, dlse = kernel(*given)
+    dout, dlse = kernel(*operands)
     return dout, dlse
 
 
-def _copy(
-    tiling,
-    arrays: Arrays,
-    here: QueryWork,
-    turn: WorkState,
-    *,
-    own_s,
-    keys_s,
-    values_s,
-    lse_s,
-    own_there,
-    own_used,
-    k_there,
-    v_there,
-    k_used,
-    v_used,
-    marks,
-    **_,
-):
-    """Of queries what each warpgroup has, keys and values once for all."""
-    stages, count, y = (
-        tiling.stages,
-        here.visits.total,
-        lax.rem(turn.items, jnp.int32(tiling.items)),
+def _count(arrays: tuple) -> int:
+    """Return how many arrays are not None."""
+    return sum(x is not None for x in arrays)
+
+
+def _scratch_types(arrays: Arrays, scalars: Scalars, tiling: Tiling) -> TangentScratch:
+    """Return the types of the kernel's shared memory and barriers."""
+    H = arrays.query.shape[-1]
+    dtype = arrays.query.dtype
+    groups, keys, stages = tiling[:3]
+    slots = tiling.items * groups
+    query_vectors, key_vectors = barrier_arrivals(scalars)
+
+    def tiles(operands, count: int, rows: int):
+        tile = tile_ref(count, rows, H, dtype)
+        return tuple(None if x is None else tile for x in operands)
+
+    query_copies = _count(arrays.queries) + 1 + query_vectors  # 1: lse
+    key_copies = _count(arrays.keys) + key_vectors
+    value_copies = _count(arrays.values)
+    return TangentScratch(
+        all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        computing=plgpu.Barrier(num_arrivals=groups),
+        bad_columns_s=plgpu.SMEM((H,), jnp.float32),
+        bad_keys_s=plgpu.SMEM((groups, keys), jnp.float32),
+        failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
+        k_ready=plgpu.Barrier(num_arrivals=key_copies, num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        keys_s=tiles(arrays.keys, stages, keys),
+        lse_s=plgpu.SMEM((slots, ROWS), jnp.float32),
+        out_ready=plgpu.Barrier(num_barriers=groups),
+        queries_s=tiles(arrays.queries, slots, ROWS),
+        item_ready=plgpu.Barrier(num_arrivals=query_copies, num_barriers=slots),
+        item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
+        stage=interpreter_staging(groups, ROWS, keys, dtype).get("stage"),
+        v_ready=plgpu.Barrier(num_arrivals=value_copies, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        values_s=tiles(arrays.values, stages, keys),
+        **scratch_shapes(scalars, (slots, ROWS), (stages, keys)),
     )
 
-    def copy(pairs, at, slot, there):
-        for ref, shared in pairs:
+
+def _copy(
+    tiling: Tiling, arrays: Arrays, scratch: TangentScratch, work: QueryWork, state: WorkState
+) -> tuple[Array, Array]:
+    """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
+    query_marks, key_marks = scratch.marks
+    count = work.visits.total
+    item = lax.rem(state.items, jnp.int32(tiling.items))
+
+    def copy_tiles_of(refs, tiles_s, tokens, slot, ready):
+        for ref, tile_s in zip(refs, tiles_s, strict=True):
             if ref is not None:
-                plgpu.copy_gmem_to_smem(ref.at[at], shared.at[slot], there.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[tokens], tile_s.at[slot], ready)
 
-    def own():
-        pl.when(turn.items >= tiling.items)(lambda: plgpu.barrier_wait(own_used.at[y]))
+    def copy_item():
+        wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
         for group in range(tiling.warpgroups):
-            rows, mine = pl.ds(here.row + group * ROWS, ROWS), y * tiling.warpgroups + group
-            copy(
-                zip((arrays.query, arrays.dq), own_s, strict=True),
-                (here.b, rows, here.n),
-                mine,
-                own_there,
-            )
-            copy([(arrays.lse, lse_s)], (here.b, here.n, rows), mine, own_there)
-            copy_token_vectors(here.scalars.by_query, rows, marks[0], mine, own_there.at[mine])
+            rows = pl.ds(work.row + group * ROWS, ROWS)
+            slot = item * tiling.warpgroups + group
+            ready = scratch.item_ready.at[slot]
+            tokens = work.b, rows, work.n
+            copy_tiles_of(arrays.queries, scratch.queries_s, tokens, slot, ready)
+            lse = arrays.lse.at[work.b, work.n, rows]
+            plgpu.copy_gmem_to_smem(lse, scratch.lse_s.at[slot], ready)
+            copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, ready)
 
-    def others(n):
-        at = turn.visits + n
-        x, rows = (
-            lax.rem(at, jnp.int32(stages)),
-            pl.ds(here.visits.tile(n) * tiling.others, tiling.others),
-        )
-        pl.when(at >= stages)(lambda: plgpu.barrier_wait(k_used.at[x]))
-        copy(zip((arrays.key, arrays.dk), keys_s, strict=True), (here.b, rows, here.k), x, k_there)
-        copy_token_vectors(here.scalars.by_key, rows, marks[1], x, k_there.at[x])
-        pl.when(at >= stages)(lambda: plgpu.barrier_wait(v_used.at[x]))
-        copy(
-            zip((arrays.value, arrays.dv), values_s, strict=True),
-            (here.b, rows, here.k),
-            x,
-            v_there,
-        )
+    def copy_keys(n):
+        visit = state.visits + n
+        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
+        tokens = work.b, cols, work.k
+        k_ready = scratch.k_ready.at[slot]
+        wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
+        copy_tiles_of(arrays.keys, scratch.keys_s, tokens, slot, k_ready)
+        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, k_ready)
+        wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
+        copy_tiles_of(arrays.values, scratch.values_s, tokens, slot, scratch.v_ready.at[slot])
 
-    return copy_tiles(own, others, turn, count, tiling)
+    return copy_tiles(copy_item, copy_keys, state, count, tiling)
 
 
-class State(NamedTuple):
-    """Of each row: r and c, and the sum of p: of tiles in which c is found, or, if lse is `shared`, of all."""
+class RowState(NamedTuple):
+    """Sums of each row. `l`: over the tiles in which c is found, or with a sink over all tiles."""
 
     r: Array
     c: Array
     l: Array
 
 
-def logits(
-    problem: Problem, raw: Array, pairs: ScoreTile, keep: Array | None
+def logits_and_tangent(
+    problem: Problem, raw: Array, tile: ScoreTile, keep: Array | None
 ) -> tuple[Array, Callable[[Array], Array]]:
-    """(2): s, in bits, and what makes ds, in nats, of draw."""
+    """Do (2): return s in bits, and the function that makes ds in nats from d_raw."""
     gradient = Gradient(problem)
     if gradient.linear:
-        hide = lambda ds: ds if keep is None else jnp.where(keep, ds, 0.0)
-        return pairs.logits(raw, keep), lambda draw: hide(draw * gradient.slope)
-    at = pairs.places(problem.score_fn)
-    s, along = jax.linearize(lambda raw: logits_base2(problem, raw, LogitParams(), keep, at), raw)
-    return s, lambda draw: along(draw * (1 / LOG2_E))
+
+        def scaled(d_raw):
+            ds = d_raw * gradient.slope
+            return ds if keep is None else jnp.where(keep, ds, 0.0)
+
+        return tile.logits(raw, keep), scaled
+    indices = tile.places(problem.score_fn)
+
+    def logits(raw):
+        return logits_base2(problem, raw, LogitParams(), keep, indices)
+
+    s, push = jax.linearize(logits, raw)
+    return s, lambda d_raw: push(d_raw * (1 / LOG2_E))
+
+
+def accumulate_on(u: Array, steps: Callable) -> tuple[Any, Array]:
+    """Return the result of `steps(accumulator)`, and u plus what the steps add."""
+
+    def run_steps(total):
+        add_u = init_accumulator(total, u)
+        result = steps(total)
+        return result, add_u(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+    rows, cols = u.shape
+    return accumulators(run_steps, (rows, cols))
 
 
 def _compute(
-    problem,
-    tiling,
-    shared,
-    arrays: Arrays,
-    results,
+    problem: Problem,
+    tiling: Tiling,
+    with_sink: bool,
+    refs: tuple[Arrays, tuple],
+    scratch: TangentScratch,
     group,
-    here: QueryWork,
-    turn: WorkState,
-    *,
-    own_s,
-    keys_s,
-    values_s,
-    lse_s,
-    failed_s,
-    bad_keys_s,
-    bad_columns_s,
-    own_there,
-    own_used,
-    k_there,
-    v_there,
-    k_used,
-    v_used,
-    out_there,
-    all_here,
-    marks,
-    stage=None,
-    **_,
-):
-    dout_ref, dlse_ref = results
-    at: Any = lambda ref, i: None if ref is None else ref.at[i]
-    shape, wide, dtype = (ROWS, tiling.others), (ROWS, own_s[0].shape[-1]), own_s[0].dtype
-    rows, count, y = (
-        pl.ds(here.row + group * ROWS, ROWS),
-        here.visits.total,
-        lax.rem(turn.items, jnp.int32(tiling.items)),
-    )
-    mine = y * tiling.warpgroups + group
-    q, dq = (at(ref, mine) for ref in own_s)
-    numbers, slot = (
-        head_number_refs(here.scalars, here.n),
-        lambda n: lax.rem(turn.visits + n, jnp.int32(tiling.stages)),
-    )
+    work: QueryWork,
+    state: WorkState,
+) -> tuple[Array, Array]:
+    """Compute dout and dlse of one warpgroup's queries."""
+    arrays, (dout_ref, dlse_ref) = refs
+    query_s, _ = scratch.queries_s
+    dtype = query_s.dtype
+    shape = ROWS, tiling.tile_size
+    u_shape = ROWS, query_s.shape[-1]
+    rows = pl.ds(work.row + group * ROWS, ROWS)
+    count = work.visits.total
+    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item_slot = item * tiling.warpgroups + group
+    q, dq = (optional_slot(x, item_slot) for x in scratch.queries_s)
+    stage = optional_slot(scratch.stage, group)
+    numbers = head_number_refs(work.scalars, work.n)
 
-    def pairs_of(n):
-        first = here.row + group * ROWS, here.visits.tile(n) * tiling.others
-        of_tile = (
-            tuple(ref.at[mine] for ref in marks[0]),
-            tuple(ref.at[slot(n)] for ref in marks[1]),
-        )
-        return ScoreTile(problem, shape, first, here.sight, here.scalars, numbers, of_tile)
+    def slot_of(n):
+        return lax.rem(state.visits + n, jnp.int32(tiling.stages))
 
-    def step(n, hides, state: State, u):
-        x, pairs, waits = slot(n), pairs_of(n).early(), turn.first or not hides
-        k, dk, v, dv = (at(ref, x) for ref in (*keys_s, *values_s))
+    def score_tile(n):
+        by_query, by_key = scratch.marks
+        first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
+        query_vectors = tuple(x.at[item_slot] for x in by_query)
+        key_vectors = tuple(x.at[slot_of(n)] for x in by_key)
+        vectors = query_vectors, key_vectors
+        return ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors)
+
+    def step(n, hides, sums: RowState, u):
+        slot = slot_of(n)
+        tile = score_tile(n).early()
+        waits = state.first or not hides  # `clean_step` has waited before
+        k, dk, v, dv = (optional_slot(x, slot) for x in (*scratch.keys_s, *scratch.values_s))
         if waits:
-            plgpu.barrier_wait(k_there.at[x])
-        keep = pairs.seen() if hides else None
-        sides = [(a, b) for a, b in ((dq, k), (q, dk)) if a is not None and b is not None]
+            plgpu.barrier_wait(scratch.k_ready.at[slot])
+        keep = tile.seen() if hides else None
+        factors = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
 
-        def products(raw, *draws):
+        def products(raw, d_raw=None):
             plgpu.wgmma(raw, q, k.T)  # (1)
-            for a, b in sides:
-                plgpu.wgmma(*draws, a, b.T)
-            # (2)
-            s, along = logits(
-                problem, plgpu.wgmma_accumulator_load(raw, wait_n=len(sides)), pairs, keep
-            )
+            for x, y in factors:
+                plgpu.wgmma(d_raw, x, y.T)
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=len(factors))
+            s, push = logits_and_tangent(problem, raw, tile, keep)  # (2)
             p = jnp.exp2(s - broadcast_vector(lse, shape))  # (3)
             if waits:
-                plgpu.barrier_wait(v_there.at[x])
+                plgpu.barrier_wait(scratch.v_ready.at[slot])
             if dv is not None:
-                multiply(u, p.astype(dtype), dv, stage and stage.at[group])  # (4)
-            if not sides:
-                return state
-            r, c, l = state
-            ds = along(plgpu.wgmma_accumulator_load(*draws, wait_n=int(dv is not None)))
+                multiply(u, p.astype(dtype), dv, stage)  # (4)
+            if d_raw is None:
+                return sums
+            r, c, l = sums
+            ds = push(plgpu.wgmma_accumulator_load(d_raw, wait_n=int(dv is not None)))
             if hides:
-                l_more = p.sum(axis=1)
-                c = jnp.where(l > 0, c, (p * ds).sum(axis=1) / jnp.where(l_more > 0, l_more, 1.0))
-                l = l + l_more
-            elif shared:
+                l_tile = p.sum(axis=1)
+                has_c = l > 0
+                mean = (p * ds).sum(axis=1) / jnp.where(l_tile > 0, l_tile, 1.0)
+                c = jnp.where(has_c, c, mean)
+                l = l + l_tile
+            elif with_sink:
                 l = l + p.sum(axis=1)
             w = p * (ds - broadcast_vector(c, shape))
-            multiply(u, w.astype(dtype), v, stage and stage.at[group])  # (4)
-            return State(r + w.sum(axis=1), c, l)
+            multiply(u, w.astype(dtype), v, stage)  # (4)
+            return RowState(r + w.sum(axis=1), c, l)
 
-        state = accumulators(products, shape, *[shape] * bool(sides))
-        plgpu.barrier_arrive(k_used.at[x])
+        sums = accumulators(products, shape, *[shape] * bool(factors))
+        plgpu.barrier_arrive(scratch.k_used.at[slot])
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(v_used.at[x])
-        return state
+        plgpu.barrier_arrive(scratch.v_used.at[slot])
+        return sums
 
-    def again(n, state, u):
-        """With u as it is, for NaN may come into it."""
-        for there in (k_there, v_there):
-            plgpu.barrier_wait(there.at[slot(n)])
-        for ref in filter(None, values_s):
-            u = cleaned(
-                ref.at[slot(n)],
-                u,
-                pairs_of(n),
-                group,
-                (bad_keys_s.at[group], bad_columns_s, all_here),
-            )
-        return from_there(u, lambda total: step(n, True, state, total))
+    def clean_step(n, carry):
+        """Do a step with cleaned values; u is kept apart because NaN may come into it."""
+        sums, u = carry
+        plgpu.barrier_wait(scratch.k_ready.at[slot_of(n)])
+        plgpu.barrier_wait(scratch.v_ready.at[slot_of(n)])
+        room = scratch.bad_keys_s.at[group], scratch.bad_columns_s, scratch.computing
+        for values_s in scratch.values_s:
+            if values_s is not None:
+                u = cleaned(values_s.at[slot_of(n)], u, score_tile(n), group, room)
+        return accumulate_on(u, functools.partial(step, n, True, sums))
 
-    def from_there(u, body):
-        """What `body` returns, and u with what it added."""
+    def skip(n):
+        skip_tile(scratch, slot_of(n))
 
-        def more(total):
-            whole = init_accumulator(total, u)
-            found = body(total)
-            return found, whole(plgpu.wgmma_accumulator_load(total, wait_n=0))
+    plgpu.barrier_wait(scratch.item_ready.at[item_slot])
+    lse = plgpu.load(scratch.lse_s.at[item_slot], layout=ROW)
+    visits = work.visits
+    whole = some_whole(problem, work.scalars)
+    c_end = count  # visits before c_end find c
+    if whole:
+        masked = visits.masked
+        uncovered = jnp.where(visits.covers & (visits.right > 0), 0, 1)
+        c_end = jnp.minimum(masked + uncovered, count)
+    zeros = RowState(*[full_tile((ROWS,), 0.0)] * 3)
 
-        return accumulators(more, wide)
-
-    def pass_one(n):
-        skip_item((k_there, k_used), (v_there, v_used), at=slot(n))
-
-    plgpu.barrier_wait(own_there.at[mine])
-    lse = plgpu.load(lse_s.at[mine], layout=ROW)
-    visits, whole = here.visits, some_whole(problem, here.scalars)
-    first = (
-        jnp.minimum(visits.masked + jnp.where(visits.covers & (visits.right > 0), 0, 1), count)
-        if whole
-        else count
-    )
-    nothing = State(*[full_tile((ROWS,), 0.0)] * 3)
-
-    def others(state, u):
-        """Where all rows see what is not finite."""
+    def visit_whole(sums, u):
+        """Visit the tiles without masks, in which every row sees what is not finite."""
         if not whole:
-            return state
-        return lax.fori_loop(first, count, lambda n, state: step(n, False, state, u), state)
+            return sums
+        return lax.fori_loop(c_end, count, lambda n, sums: step(n, False, sums, u), sums)
 
-    def walk(u):
-        hidden = here.hidden(here.row + group * ROWS, ROWS)
-        pl.loop(0, hidden)(pass_one)
-        state = lax.fori_loop(hidden, first, lambda n, state: step(n, True, state, u), nothing)
-        return others(state, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
+    def visit_tiles(u):
+        hidden = work.hidden(work.row + group * ROWS, ROWS)
+        pl.loop(0, hidden)(skip)
+        sums = lax.fori_loop(hidden, c_end, lambda n, sums: step(n, True, sums, u), zeros)
+        return visit_whole(sums, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
 
-    if turn.first:
-        state, u = accumulators(walk, wide)
+    if state.first:
+        sums, u = accumulators(visit_tiles, u_shape)
     else:
-        state, u = lax.fori_loop(
-            0, first, lambda n, of: again(n, *of), (nothing, full_tile(wide, 0.0))
-        )
-        state, u = from_there(u, functools.partial(others, state))
-    r, c, l = state
-    failed = not_finite(failed_s.at[group], turn, u)
-    if arrays.out is not None:  # into the place of queries
-        plgpu.copy_gmem_to_smem(arrays.out.at[here.b, rows, here.n], q, out_there.at[group])
-        plgpu.barrier_wait(out_there.at[group])
-        mean = r - c * (1 - l) if shared else r
-        u = u - broadcast_vector(mean, wide) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+        sums, u = lax.fori_loop(0, c_end, clean_step, (zeros, full_tile(u_shape, 0.0)))
+        sums, u = accumulate_on(u, functools.partial(visit_whole, sums))
+    r, c, l = sums
+    failed = not_finite(scratch.failed_s.at[group], state, u)
+    if arrays.out is not None:  # in the place of the query
+        out_ready = scratch.out_ready.at[group]
+        plgpu.copy_gmem_to_smem(arrays.out.at[work.b, rows, work.n], q, out_ready)
+        plgpu.barrier_wait(out_ready)
+        mean = r - c * (1 - l) if with_sink else r
+        u = u - broadcast_vector(mean, u_shape) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
     q[...] = u.astype(dtype)
-    lse_s[mine] = r + c
+    scratch.lse_s[item_slot] = r + c
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, dout_ref.at[here.b, rows, here.n])
-    plgpu.copy_smem_to_gmem(lse_s.at[mine], dlse_ref.at[here.b, here.n, rows])
+    plgpu.copy_smem_to_gmem(q, dout_ref.at[work.b, rows, work.n])
+    dlse_s = scratch.lse_s.at[item_slot]
+    plgpu.copy_smem_to_gmem(dlse_s, dlse_ref.at[work.b, work.n, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(own_used.at[y])
+    plgpu.barrier_arrive(scratch.item_used.at[item])
     return count, failed

@@ -7,9 +7,10 @@ warpgroup, and visits the tiles of keys j that they see:
   (2) s = logits(raw);  ds = derivative of the logits along d_raw
   (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
   (4) u_i += p dv_j + w v_j
-  at the end: dout = u - r out, dlse = r + c
+  at the end: dout = u - r out, dlse = r / l + c, where l_i = rowsum p
 This holds for every c if p sums to 1. With a sink in lse, p sums to l < 1, and
-dout = u - (r - c (1 - l)) out.
+dout = u - (r - c (1 - l)) out. Without a sink l differs from 1 because lse is rounded, by some
+2^-24 |lse|. For dlse that is too much where r and c nearly cancel.
 Products round w to 16 bits. A part of ds that is the same for a whole row does not change dout, but
 would take up those bits. So c is the mean of ds, weighted by p, over the first tile in which the
 row sees something: a masked tile or the first tile without a mask. One loop visits these and finds
@@ -268,7 +269,7 @@ def _copy(
 
 
 class RowState(NamedTuple):
-    """Sums of each row. `l`: over the tiles in which c is found, or with a sink over all tiles."""
+    """Sums of each row: r, c and l, the sum of p."""
 
     r: Array
     c: Array
@@ -368,17 +369,14 @@ def _compute(
                 return sums
             r, c, l = sums
             ds = push(plgpu.wgmma_accumulator_load(d_raw, wait_n=int(dv is not None)))
+            l_tile = p.sum(axis=1)
             if hides:
-                l_tile = p.sum(axis=1)
                 has_c = l > 0
                 mean = (p * ds).sum(axis=1) / jnp.where(l_tile > 0, l_tile, 1.0)
                 c = jnp.where(has_c, c, mean)
-                l = l + l_tile
-            elif with_sink:
-                l = l + p.sum(axis=1)
             w = p * (ds - broadcast_vector(c, shape))
             multiply(u, w.astype(dtype), v, stage)  # (4)
-            return RowState(r + w.sum(axis=1), c, l)
+            return RowState(r + w.sum(axis=1), c, l + l_tile)
 
         sums = accumulators(products, shape, *[shape] * bool(factors))
         plgpu.barrier_arrive(scratch.k_used.at[slot])
@@ -437,7 +435,8 @@ def _compute(
         mean = r - c * (1 - l) if with_sink else r
         u = u - broadcast_vector(mean, u_shape) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
     q[...] = u.astype(dtype)
-    scratch.lse_s[item_slot] = r + c
+    r_of_lse = r if with_sink else r / jnp.where(l == 0, 1.0, l)
+    scratch.lse_s[item_slot] = r_of_lse + c
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q, dout_ref.at[work.b, rows, work.n])
     dlse_s = scratch.lse_s.at[item_slot]

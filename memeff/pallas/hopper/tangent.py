@@ -29,7 +29,6 @@ from memeff.pallas.hopper.backward_common import (
     copy_tiles,
     not_finite,
 )
-from memeff.pallas.hopper.forward import cleaned
 from memeff.pallas.hopper.mosaic import (
     ROW,
     WGMMA,
@@ -44,6 +43,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
+from memeff.pallas.hopper.nonfinite import cleaned
 from memeff.pallas.hopper.persistent import (
     ROWS,
     PersistentLoop,

@@ -150,7 +150,10 @@ class ForwardKernel(NamedTuple):
 
 
 class KeyTileLoop(NamedTuple):
-    """The loop of one warpgroup over the tiles of keys that its 64 queries visit, for one head."""
+    """The loop of one warpgroup over the tiles of keys that its 64 queries visit, for one head.
+
+    m and l are [64], o is [64, D], and raw, s and p of a visit are [64, c].
+    """
 
     kernel: ForwardKernel
     work: QueryWork
@@ -170,10 +173,10 @@ class KeyTileLoop(NamedTuple):
 
     @property
     def has_fixed_max(self) -> bool:
-        """Return True if some tiles are visited by (5).
+        """Return True if tiles without masks are visited by (5).
 
-        None are if every tile has a mask. A score_fn may fall with the distance; then the first tiles give a good m only
-        where they are the nearest.
+        They are not if a score_fn is present and the nearest tiles do not come first: scores may fall with the distance,
+        so that m of other tiles would be too small.
         """
         problem = self.kernel.problem
         nearest_first = (
@@ -259,6 +262,7 @@ class KeyTileLoop(NamedTuple):
         return lax.rem(self.state.visits + n, jnp.int32(self.kernel.tiling.stages))
 
     def _wait_for_values(self, n):
+        """Wait until the values of visit n are in shared memory."""
         plgpu.barrier_wait(self.kernel.scratch.v_ready.at[self._slot(n)])
 
     def _score_tile(self, n) -> ScoreTile:
@@ -291,13 +295,13 @@ class KeyTileLoop(NamedTuple):
         skip_item((scratch.k_ready, scratch.k_used), (scratch.v_ready, scratch.v_used), at=slot)
 
     def _dot_products(self, n) -> Array:
-        """Return (1) of visit n."""
+        """Return raw of visit n."""
         scratch = self.kernel.scratch
         slot = self._slot(n)
         plgpu.barrier_wait(scratch.k_ready.at[slot])
 
         def product(raw):
-            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)
+            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(product, self.tile_shape)
@@ -380,8 +384,8 @@ class KeyTileLoop(NamedTuple):
         values = scratch.v_s.at[self._slot(n)]
         return cleaned(values, o, self._score_tile(n), warpgroup, shared)
 
-    def _fixed_max_loop(self, total, first, fixed_max, l):
-        """Apply (5) to visit `first` and all later ones, of which there is at least one. Return l."""
+    def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
+        """Apply (5) to visit `first_fixed` and all later ones, at least one. Add p v to `total`, and return l."""
         kernel = self.kernel
         scratch = kernel.scratch
         count = self.work.visits.total
@@ -389,13 +393,13 @@ class KeyTileLoop(NamedTuple):
         needs_vectors = bool(scratch.token_vectors[1]) and kernel.problem.score_fn is not None
 
         def dot_products(n, load: Callable[[Any], Any]):
-            """Start (1) of visit n. Return its tile, and what `load` makes of the accumulator."""
+            """Start (1) of visit n. Return its tile, and `load` of the accumulator."""
             slot = self._slot(n)
             tile = self._score_tile(n).early()
             plgpu.barrier_wait(scratch.k_ready.at[slot])
 
             def product(raw):
-                plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)
+                plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
                 result = load(raw)
                 plgpu.barrier_arrive(scratch.k_used.at[slot])
                 return result
@@ -428,9 +432,11 @@ class KeyTileLoop(NamedTuple):
             finish_values(n)
             return p, l
 
-        tile, raw = dot_products(first, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0))
-        p, l = probabilities(first, tile, raw, l)
-        p, l = lax.fori_loop(first, count - 1, step, (p, l))
+        tile, raw = dot_products(
+            first_fixed, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)
+        )
+        p, l = probabilities(first_fixed, tile, raw, l)
+        p, l = lax.fori_loop(first_fixed, count - 1, step, (p, l))
         start_values(p, count - 1)
         finish_values(count - 1)
         return l

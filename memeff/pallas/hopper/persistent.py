@@ -103,9 +103,10 @@ def run_warp_specialized(
     block = lax.axis_index("block")
 
     def loop(do) -> PersistentLoop:
-        return PersistentLoop(
-            items, blocks, block, lambda index, state: do(find_work(index), state)
-        )
+        def do_item(index, state):
+            return do(find_work(index), state)
+
+        return PersistentLoop(items, blocks, block, do_item)
 
     @pl.when(warpgroup < consumers)
     def _consumer():
@@ -155,7 +156,11 @@ def run_with_retries(
 
     def next_failed(n):
         """Return the index of the first failed item from n on."""
-        return lax.while_loop(lambda n: (n < count) & (failures & bit(n) == 0), lambda n: n + 1, n)
+
+        def has_passed(n):
+            return (n < count) & (failures & bit(n) == 0)
+
+        return lax.while_loop(has_passed, lambda n: n + 1, n)
 
     def redo_item(state):
         n, online, done, visits = state

@@ -1,8 +1,8 @@
 """Run a kernel call under vmap and over devices.
 
-vmap adds its dim to the batch. Batch entries and heads of a call are independent of each other, so each device runs its own
-part and exchanges nothing, except for sums over the query heads that share a key head. Arrays that are sharded along any
-other dim are gathered first.
+vmap adds its dim to the batch. Batch entries and heads of a call are independent of each other, so
+each device runs its own part and exchanges nothing, except for sums over the query heads that share
+a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that sha
 
 
 def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...]) -> Callable:
-    """Return `call`, which maps arrays to a tuple of arrays, as a function for vmap and for any mesh.
+    """Return `call` as a function for vmap and for any mesh.
 
-    `dims_in` and `dims_out` have a letter for each dim of each array, the batch `b` first. The first array has all dims of
-    FREE, and its sharding decides.
+    It maps arrays to a tuple of arrays. `dims_in` and `dims_out` have a letter for each dim of each
+    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
     """
 
     @custom_vmap
@@ -122,7 +122,7 @@ def _spaced(arrays_dims: tuple[str, ...]) -> str:
 
 
 def _sum_over_query_heads(call: Callable, dims_out: tuple[str, ...], axes: dict) -> Callable:
-    """Return `call` with results summed over devices if they have no dim `g` but query heads are sharded."""
+    """Return `call`. It sums results without dim `g` over devices that share a key head."""
     over = axes.get("g")
 
     def run(*arrays):

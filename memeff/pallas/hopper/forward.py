@@ -1,22 +1,24 @@
-"""Compute attention on Hopper (sm_90a), in a persistent kernel whose work items are tiles of queries.
+"""Compute attention on Hopper (sm_90a) in a persistent kernel whose work items are query tiles.
 
-Each consumer warpgroup owns 64 queries i of a tile, and visits the tiles of keys j that the tile's queries see (Dao 2023,
-algorithm 1). Logits are in base 2, that is multiplied by log2 e.
-  Tiles with masks come first, and one without where masks leave a row without a logit. They move a running maximum m:
+Each consumer warpgroup owns 64 queries i of a tile, and visits the tiles of keys j that the tile's
+queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by log2 e.
+  Tiles with masks come first, and one without where these may leave a row without a logit. They
+  move a running maximum m:
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
-  The other tiles keep m, because softmax does not change with the number that is subtracted from its logits. So nothing
-  is rescaled, o stays in one accumulator, and q_i k_{j+1}' runs beside the exponentials of tile j:
+  The other tiles keep m, because softmax does not depend on what is subtracted from its logits.
+  So nothing is rescaled, o stays in one accumulator, and q_i k_{j+1}' runs beside tile j's exp2:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
-  At the end out = o / l and lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
-A row fails if its l leaves the range of float32 in (5) because some later logit exceeds m by 60 bits or more, if its o is
-not finite, or if its m is -inf before (5). Its tile is then done again at the end of the thread block, with NaN and Inf
-removed where nobody sees them; that changes no bit of the other rows. If a row fails again, its tile is done by (1) to (4)
-alone, and only the results of failed rows are replaced.
-A row that passes has lost nothing. Its m is one of its logits, so l >= 1, and each p is at least the softmax probability.
-Where p is rounded to 16 bits, it loses what is below 2^-126 (in float16, 2^-24), as plain attention does: at most S 2^-126.
-Numbers above the range of float32 or float16 (p > 2^16, o > 2^128) make o infinite or NaN, and the row fails. In bfloat16
-the last round takes m 20 bits above the largest logit. Then l <= 1 for S <= 2^20, and o is at most the largest value.
+  At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
+A row fails if its l leaves the range of float32 in (5) because a later logit exceeds m by 60 bits
+or more, if its o is not finite, or if its m is -inf before (5). Its tile is then done again at the
+end of the thread block, with NaN and Inf removed where nobody sees them; that changes no bit of the
+other rows. If a row fails again, its tile is done by (1) to (4) alone, to replace failed rows.
+A row that passes has lost nothing. Its m is one of its logits, so l >= 1, and each p is at least
+the softmax probability. Rounded to 16 bits, p loses what is below 2^-126 (in float16, 2^-24), as in
+plain attention: of a row at most S 2^-126. Numbers above the range of float32 or float16 (p > 2^16,
+o > 2^128) make o infinite or NaN, and the row fails. In bfloat16 the last round takes m 20 bits
+above the largest logit. Then l <= 1 for S <= 2^20, and o is at most the largest value.
 """
 
 import jax
@@ -65,10 +67,11 @@ def attend(
     want_lse: bool,
     tiling: Tiling,
 ) -> tuple[Array, Array | None]:
-    """Return out [B, T, N, D] and lse [B, N, T'], from query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D].
+    """Return out [B, T, N, D] and lse [B, N, T'].
 
-    H and D are multiples of 64. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without padding.
-    T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
+    `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
+    of 64. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
+    padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
     """
     query, key, value = arrays
     B, padded_T, N, H = query.shape
@@ -175,9 +178,9 @@ def _copy_operands(
     work: QueryWork,
     state: WorkState,
 ) -> tuple[Array, Array]:
-    """Copy the queries of a work item for each consumer, and all tiles of keys and values for all of them.
+    """Copy the queries of a work item for each consumer, and its keys and values for all consumers.
 
-    Return how many tiles these are, and 0 because the producer has no rows that could fail.
+    Return how many tiles of keys it visits, and 0 because the producer has no rows that could fail.
     """
     query_ref, key_ref, value_ref = operands
     query_vectors_s, key_vectors_s = scratch.token_vectors

@@ -90,7 +90,7 @@ class ForwardKernel(NamedTuple):
     warpgroup: Array
 
     def run_item(self, work: QueryWork, state: WorkState) -> tuple[Array, Array]:
-        """Compute and store one tile of queries. Return the tiles visited, and 1 if a row failed."""
+        """Compute and store a tile of queries. Return the tiles visited, and 1 if a row failed."""
         scratch = self.scratch
         slot = lax.rem(state.items, jnp.int32(self.tiling.queries))
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
@@ -123,7 +123,8 @@ class ForwardKernel(NamedTuple):
     def _merge_rounds(self, state: WorkState, q: Ref, out: Ref, m, l, o, failed):
         """Keep m, l and failed of round 2 for the next one, and return m, l and o.
 
-        In round 3, return the new m, l and o of rows that failed, and the old ones of all other rows.
+        In round 3, return the new m, l and o of rows that failed, and the old ones of all other
+        rows.
         """
 
         def only_failed():
@@ -175,8 +176,8 @@ class KeyTileLoop(NamedTuple):
     def has_fixed_max(self) -> bool:
         """Return True if tiles without masks are visited by (5).
 
-        They are not if a score_fn is present and the nearest tiles do not come first: scores may fall with the distance,
-        so that m of other tiles would be too small.
+        They are not if a score_fn is present and the nearest tiles do not come first: scores may
+        fall with the distance, so that m of other tiles would be too small.
         """
         problem = self.kernel.problem
         nearest_first = (
@@ -231,7 +232,7 @@ class KeyTileLoop(NamedTuple):
         return m, l, o
 
     def _next_round(self, first_fixed, m, l, o):
-        """Visit all tiles once more, with values cleaned of NaN and Inf in places that no row sees."""
+        """Visit all tiles once more, with values cleaned of NaN and Inf that no row sees."""
         total = self.work.visits.total
 
         def step(n, carry):
@@ -239,14 +240,14 @@ class KeyTileLoop(NamedTuple):
 
         end = first_fixed if interpreting() else total
         m, l, o = lax.fori_loop(0, end, step, (m, l, o))
-        # In the interpreter, `init_accumulator` adds o behind (5). Do so here, too, for the same bits.
+        # The interpreter adds o behind (5), see `init_accumulator`: do the same, for the same bits.
         if interpreting():
             m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, full_tile(self.out_shape, 0.0)))
             o = o + fixed_o
         return m, l, o
 
     def _inverse_sum(self, m, l):
-        """Return 1 / l; with a sink 1 / (l + 2^(sink - m)), in a form that a sink far above m does not overflow."""
+        """Return 1 / l, or 1 / (l + 2^(sink - m)) without overflow if sink is far above m."""
         l = jnp.where(l == 0, 1.0, l)
         sinks = self.work.scalars.sinks
         if sinks is None:
@@ -337,7 +338,7 @@ class KeyTileLoop(NamedTuple):
         return p.astype(dtype), m_new, l, o * broadcast_vector(a, o.shape)
 
     def _redo_step(self, n, first_fixed, m, l, o):
-        """Return m, l and o after visit n, by (1) to (4) before `first_fixed` and by (5) from there on."""
+        """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""
         tile = self._score_tile(n)
         raw = self._dot_products(n)
         self._wait_for_values(n)
@@ -385,7 +386,10 @@ class KeyTileLoop(NamedTuple):
         return cleaned(values, o, self._score_tile(n), warpgroup, shared)
 
     def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
-        """Apply (5) to visit `first_fixed` and all later ones, at least one. Add p v to `total`, and return l."""
+        """Apply (5) to visit `first_fixed` and all later ones, at least one. Return l.
+
+        `total` is the accumulator of o.
+        """
         kernel = self.kernel
         scratch = kernel.scratch
         count = self.work.visits.total

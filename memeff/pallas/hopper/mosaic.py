@@ -1,8 +1,9 @@
 """Wrap the parts of Pallas' Mosaic GPU backend that the Hopper kernels use.
 
-JAX versions and Mosaic's layouts are known to this file alone. It also fills a gap of Mosaic's interpreter, a CPU that
-plays a GPU's warpgroups, barriers and copies and finds races: a product whose first factor is in registers stages that
-factor in shared memory, which only the interpreter allocates.
+JAX versions and Mosaic's layouts are known to this file alone. It also fills a gap of Mosaic's
+interpreter, a CPU that plays a GPU's warpgroups, barriers and copies and finds races: a product
+whose first factor is in registers stages that factor in shared memory, which only the interpreter
+allocates.
 """
 
 import contextlib
@@ -61,9 +62,10 @@ def warp_specialized_kernel(
 ):
     """Return `body` as a kernel of `blocks` thread blocks of `warpgroups` warpgroups each.
 
-    `sums_over_rows` reserves 2 KiB of shared memory for sums and maxima along a tile's columns. `barriers` lets Pallas
-    place its own around each store to shared memory and before each load of stored values. Without them, a thread must
-    synchronize its warpgroup before it reads values that other threads stored.
+    `sums_over_rows` reserves 2 KiB of shared memory for sums and maxima along a tile's columns.
+    `barriers` lets Pallas place its own around each store to shared memory and before each load of
+    stored values. Without them, a thread must synchronize its warpgroup before it reads values that
+    other threads stored.
     """
     return plgpu.kernel(
         body,
@@ -85,8 +87,10 @@ def warp_specialized_kernel(
 
 
 def take_registers(warpgroups: int, computes: bool) -> None:
-    """Set the registers of each thread, in a block of `warpgroups` consumers (`computes`) and one producer."""
-    # A multiprocessor has 65,536.
+    """Set the registers of each thread of a consumer (`computes`), or of the producer.
+
+    A thread block has `warpgroups` consumers and one producer, which share 65,536 registers.
+    """
     consumer, producer = {1: (240, 40), 2: (240, 24), 3: (160, 32)}[warpgroups]
     plgpu.set_max_registers(
         consumer if computes else producer, action="increase" if computes else "decrease"
@@ -104,7 +108,7 @@ def tile_ref(count: int, rows: int, cols: int, dtype):
 
 
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
-    """Return the scratch in which the interpreter stages first factors of `multiply`; empty on a GPU."""
+    """Return the scratch for first factors of `multiply` in the interpreter; none on a GPU."""
     return {"stage": tile_ref(count, rows, cols, dtype)} if interpreting() else {}
 
 
@@ -116,7 +120,8 @@ def accumulators(body: Callable, *shapes: tuple[int, int]) -> Any:
 def multiply(total, x, y, stage=None) -> None:
     """Start total += x y.
 
-    y is in shared memory, and x is there or in registers. The interpreter copies such an x to `stage`.
+    y is in shared memory, and x is there or in registers. The interpreter copies such an x to
+    `stage`.
     """
     if stage is not None and interpreting():
         stage[...] = x
@@ -128,8 +133,8 @@ def multiply(total, x, y, stage=None) -> None:
 def init_accumulator(total, value: Array) -> Callable[[Array], Array]:
     """Set `total` to `value` before any product is added to it.
 
-    Apply the returned function to the final content of `total`: it adds `value` in the interpreter, whose accumulators
-    always start at zero, and changes nothing on a GPU.
+    Apply the returned function to the final content of `total`: it adds `value` in the interpreter,
+    whose accumulators always start at zero, and changes nothing on a GPU.
     """
     if interpreting():
         return lambda result: result + value
@@ -140,7 +145,8 @@ def init_accumulator(total, value: Array) -> Callable[[Array], Array]:
 def hide_from_cse(x):
     """Hide x from common-subexpression elimination.
 
-    Values derived from the result are recomputed, instead of held in registers since their first use.
+    Values derived from the result are recomputed, instead of held in registers since their first
+    use.
     """
     return lax.optimization_barrier(x)
 
@@ -162,10 +168,10 @@ def positions(first, shape: tuple[int, int], dim: int) -> Array:
 
 
 def diagonal_values(ref, first, shape: tuple[int, int], dim: int) -> Array:
-    """Return a tile of `shape` that is constant along each diagonal, from the vector `ref` in global memory.
+    """Return a tile of `shape` that is constant along diagonals, from `ref` [X] in global memory.
 
-    The entry with position x along `dim` and y along the other dim is ref[first + x - y]. A thread therefore holds two
-    distinct values for every 8 columns, and two more.
+    The entry with position x along `dim` and y along the other dim is ref[first + x - y]. A thread
+    therefore holds two distinct values for every 8 columns, and two more.
     """
     if interpreting():
         offset = shape[1 - dim] - 1
@@ -217,7 +223,7 @@ def _mlir_modules() -> tuple[Any, ...]:
 
 
 def any_of(ref) -> Array:
-    """Return True, in all threads alike, if a number of the vector `ref` in shared memory is above 0."""
+    """Return True, in all threads, if a number of the vector `ref` in shared memory is above 0."""
     return plgpu.load(ref, layout=COL).max() > 0
 
 

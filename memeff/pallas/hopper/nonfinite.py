@@ -1,4 +1,4 @@
-"""Keep NaN and Inf of values that a row does not see out of its result, because 0 times NaN is NaN."""
+"""Keep NaN and Inf of values that a row does not see out of its result: 0 times NaN is NaN."""
 
 import functools
 
@@ -21,10 +21,10 @@ from memeff.pallas.hopper.score_tile import ScoreTile
 
 
 def cleaned(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, Ref, Barrier]):
-    """Replace NaN and Inf in `values` [c, D] by 0, because 0 times NaN is NaN. All consumers read them.
+    """Replace NaN and Inf in `values` [c, D], which all consumers read, by 0.
 
-    Return o with NaN in the rows that see such a value, in its column. `shared` is memory for the bad keys [c] of this
-    warpgroup, for the bad columns [D], and a barrier of all consumers.
+    Return o with NaN in the rows that see such a value, in its column. `shared` is memory for the
+    bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
     rows = range(0, values.shape[0], ROWS)

@@ -1,10 +1,11 @@
 """Run a persistent kernel: its thread blocks stay and take work items until none are left.
 
-A work item is a tile of queries, or of keys, together with all tiles that it visits. In each thread block the consumer
-warpgroups compute, and one more warpgroup, the producer, copies operands into shared memory:
+A work item is a tile of queries, or of keys, together with all tiles that it visits. In each thread
+block the consumer warpgroups compute, and one more warpgroup, the producer, copies operands into
+shared memory:
   round 1: every item once
   round 2: once more the items of which a row failed, one by one
-  round 3: right after its second time, an item of which a row failed again, if the kernel has such a round
+  round 3: an item of which a row failed again, right after round 2, if the kernel has this round
 """
 
 import functools
@@ -30,7 +31,7 @@ BITS = 16  # items n, n + BITS, ... share a bit of "failed"; so few that a float
 
 
 def persistent_blocks(items: int) -> int:
-    """Return how many thread blocks stay: one for each multiprocessor, at most one for each item."""
+    """Return how many thread blocks stay: one a multiprocessor, at most one an item."""
     return min(items, multiprocessors())
 
 
@@ -44,9 +45,10 @@ class WorkState(NamedTuple):
 
 
 class PersistentLoop(NamedTuple):
-    """The items of one thread block. The blocks share out items in their order, then in reverse order, and so on.
+    """The items of one thread block.
 
-    That balances the work because items are sorted by the time that they take.
+    Thread blocks take one item each in their own order, then in reverse order, and so on. That
+    balances the work because long items come first.
     """
 
     total: int  # items of the kernel
@@ -94,9 +96,9 @@ def run_warp_specialized(
 ) -> None:
     """Run one warpgroup of a persistent kernel, as a consumer or as the producer.
 
-    `find_work(index)` describes an item. `consume(warpgroup, work, state)` and `produce(work, state)` do their part of it
-    and return how many tiles it visits, and 1 if a row of this warpgroup failed. The other arguments are those of
-    `run_with_retries`.
+    `find_work(index)` describes an item. `consume(warpgroup, work, state)` and `produce(work,
+    state)` do their part of it and return how many tiles it visits, and 1 if a row of this
+    warpgroup failed. The other arguments are those of `run_with_retries`.
     """
     consumers = failed_s.shape[0]
     warpgroup = lax.axis_index("warpgroup")
@@ -130,9 +132,9 @@ def run_with_retries(
 ) -> None:
     """Do all items of a thread block, and those with a failed row once or twice more.
 
-    `failed_s` [consumers, 64] is above 0 where a row failed. All warpgroups meet at `all_done`. `rings` are those of the
-    producer (not `computes`). Round 1 is a loop of its own, because the compiler then sees that its bounds are the same
-    for all threads.
+    `failed_s` [consumers, 64] is above 0 where a row failed. All warpgroups meet at `all_done`.
+    `rings` are those of the producer (not `computes`). Round 1 is a loop of its own, because the
+    compiler then sees that its bounds are the same for all threads.
     """
     count = items.mine
 
@@ -195,7 +197,8 @@ def _some_row_failed(failed_s: Ref) -> Array:
 def skip_item(*rings, at) -> None:
     """Wait for slot `at` of each ring (ready, used), and release it unread.
 
-    A consumer without work in a tile must still wait, because a barrier does not count an arrival before its copy begins.
+    A consumer without work in a tile must still wait, because a barrier does not count an arrival
+    before its copy begins.
     """
     for ready, used in rings:
         plgpu.barrier_wait(ready.at[at])
@@ -203,7 +206,7 @@ def skip_item(*rings, at) -> None:
 
 
 def drain(total, slots: int, used: Sequence[Barrier]) -> None:
-    """Wait until the last of `total` filled slots are used, because no barrier may end in an open phase."""
+    """Wait until the last of `total` filled slots are used: no barrier may end in an open phase."""
 
     @pl.loop(jnp.maximum(total - slots, 0), total)
     def _(n):

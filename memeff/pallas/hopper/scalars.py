@@ -11,9 +11,10 @@ OF_BATCH = "q_offset", "q_lengths", "kv_lengths"
 
 
 class Scalars(NamedTuple):
-    """Offsets, lengths, segments, sinks and precomputed arrays of user functions; None or () where a call has none.
+    """Offsets, lengths, segments, sinks and precomputed arrays of user functions.
 
-    In a kernel the fields are refs. T' and S' are T and S, padded to whole tiles.
+    None or () stands for what a call does not have. In a kernel the fields are refs. T' and S' are
+    T and S, padded to whole tiles.
     """
 
     q_offset: Array | None = None  # [B], int32
@@ -64,10 +65,11 @@ class Scalars(NamedTuple):
 def with_ranges(
     scalars: Scalars, lengths: tuple[int, int], size: int, keys: bool = False
 ) -> Scalars:
-    """Add the range of keys whose segments each tile of `size` queries meets; with `keys`, of queries for tiles of keys.
+    """Add the range of keys whose segments each tile of `size` queries meets.
 
-    The range is from `first` to `behind`, excluded. It holds all tokens unless segments are in order. `alone` is 1 if the
-    tile has one segment and sees all of its range.
+    With `keys`, add ranges of queries for tiles of keys. The range is from `first` to `behind`,
+    excluded. It holds all tokens unless segments are in order. `alone` is 1 if the tile has one
+    segment and sees all of its range.
     """
     if scalars.q_segments is None or scalars.kv_segments is None:
         return scalars

@@ -1,9 +1,9 @@
 """Compute masks and logits of a tile of query-key pairs in registers.
 
-A tile has queries along one dim and keys along the other, either way round. Numbers of queries or of keys become tiles, too,
-each repeated along the other dim. User functions read their precomputed arrays here: a number for each head from global
-memory, a vector for each query and each key from shared memory, and one of each head's position differences from global
-memory.
+A tile has queries along one dim and keys along the other, either way round. Numbers of queries or
+of keys become tiles, too, each repeated along the other dim. User functions read their precomputed
+arrays here: a number for each head from global memory, a vector for each query and each key from
+shared memory, and one of each head's position differences from global memory.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def barrier_arrivals(scalars: Scalars) -> tuple[int, int]:
 def scratch_shapes(
     scalars: Scalars, queries: tuple[int, int], keys: tuple[int, int]
 ) -> dict[str, TokenVectors]:
-    """Return the types of token vectors in shared memory, [slots, tokens] = `queries` and `keys` each."""
+    """Return the types of token vectors in shared memory. `queries`, `keys` are [slots, tokens]."""
 
     def vectors(arrays, shape: tuple[int, int]):
         return tuple(plgpu.SMEM(shape, x.dtype) for x in arrays)
@@ -61,7 +61,8 @@ def copy_token_vectors(
 def allow_approx_math(problem: Problem) -> bool:
     """Return True if exponentials and the like may be approximate.
 
-    They may not where logits are a nonlinear function of dot products, because the backward recomputes them.
+    They may not where logits are a nonlinear function of dot products, because the backward
+    recomputes them.
     """
     score_fn: Any = problem.score_fn
     return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
@@ -75,7 +76,7 @@ class HeadNumbers(NamedTuple):
 
 
 def head_number_refs(scalars: Scalars, n) -> HeadNumbers:
-    """Return the arrays of query head n. Call this before a loop, because every call reads the numbers."""
+    """Return the arrays of query head n. Call this before a loop, because it reads numbers."""
     numbers = tuple(ref[n] for ref in scalars.of_heads)
     differences = tuple(ref.at[n] for ref in scalars.of_differences)
     return HeadNumbers(numbers, differences)
@@ -143,7 +144,7 @@ class ScoreTile(NamedTuple):
         return PairIndices(unused, unused, q_pos, self.cols, of_score=values, of_mask=values)
 
     def terms(self) -> LogitParams:
-        """Return the differentiable precomputed values of score_fn, as tiles: each pair gets a cotangent of its own."""
+        """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""
         score_fn: Any = self.problem.score_fn
         if score_fn is None or not score_fn.moving:
             return LogitParams()

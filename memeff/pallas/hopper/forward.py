@@ -26,14 +26,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper.forward_compute import ForwardKernel, ForwardScratch, Tiling
-from memeff.pallas.hopper.mosaic import (
-    Ref,
-    interpreter_staging,
-    plgpu,
-    tile_ref,
-    warp_specialized_kernel,
-)
+from memeff.pallas.hopper.forward_compute import ForwardKernel
+from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling, forward_scratch
+from memeff.pallas.hopper.mosaic import Ref, plgpu, warp_specialized_kernel
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
@@ -49,12 +44,7 @@ from memeff.pallas.hopper.scheduler import (
     balanced_order,
     find_query_work,
 )
-from memeff.pallas.hopper.score_tile import (
-    allow_approx_math,
-    barrier_arrivals,
-    copy_token_vectors,
-    scratch_shapes,
-)
+from memeff.pallas.hopper.score_tile import allow_approx_math, copy_token_vectors
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
 
@@ -129,7 +119,7 @@ def attend(
         body,
         "memeff_forward",
         results,
-        {"scratch": _scratch(scalars, tiling, H, D, query.dtype)},
+        {"scratch": forward_scratch(scalars, tiling, H, D, query.dtype)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -137,38 +127,6 @@ def attend(
     )
     out, *lse = kernel(query, key, value, *jax.tree.leaves(scalars))
     return out, lse[0] if want_lse else None
-
-
-def _scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> ForwardScratch:
-    """Return the types of a thread block's shared memory."""
-    consumers = tiling.warpgroups
-    stages = tiling.stages
-    keys = tiling.keys
-    slots = tiling.queries * consumers
-    of_queries, of_keys = barrier_arrivals(scalars)
-    vectors = scratch_shapes(scalars, (slots, ROWS), (stages, keys))
-    return ForwardScratch(
-        all_done=plgpu.Barrier(num_arrivals=consumers + 1),
-        all_consumers=plgpu.Barrier(num_arrivals=consumers),
-        bad_columns_s=plgpu.SMEM((D,), jnp.float32),
-        failed_s=plgpu.SMEM((consumers, ROWS), jnp.float32),
-        k_s=tile_ref(stages, keys, H, dtype),
-        k_ready=plgpu.Barrier(num_barriers=stages),
-        k_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        bad_keys_s=plgpu.SMEM((consumers, keys), jnp.float32),
-        token_vectors=vectors["marks"],
-        old_out_ready=plgpu.Barrier(num_barriers=consumers),
-        q_s=tile_ref(slots, ROWS, H, dtype),
-        q_ready=plgpu.Barrier(
-            num_arrivals=consumers * (1 + of_queries), num_barriers=tiling.queries
-        ),
-        q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=tiling.queries),
-        rows_s=plgpu.SMEM((4, consumers * ROWS), jnp.float32),
-        v_s=tile_ref(stages, keys, D, dtype),
-        v_ready=plgpu.Barrier(num_arrivals=1 + of_keys, num_barriers=stages),
-        v_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        **interpreter_staging(consumers, ROWS, keys, dtype),
-    )
 
 
 def _copy_operands(

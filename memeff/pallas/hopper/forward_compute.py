@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E
+from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling
 from memeff.pallas.hopper.mosaic import (
     ROW,
     WGMMA,
-    Barrier,
     Ref,
     accumulators,
     broadcast_vector,
@@ -28,53 +28,13 @@ from memeff.pallas.hopper.mosaic import (
 from memeff.pallas.hopper.nonfinite import cleaned
 from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
 from memeff.pallas.hopper.scheduler import QueryWork, some_whole
-from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, TokenVectors, head_number_refs
+from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.tile_ranges import TileRange
 from memeff.problem import Problem
 from memeff.softmax import SEES_NOTHING
 
 HEADROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
 LARGEST_SUM = 2.0**60  # of (5); a row that exceeds it is done again
-
-
-class Tiling(NamedTuple):
-    """Sizes of the forward's tiles, and how many of them are in shared memory."""
-
-    warpgroups: int  # consumers
-    keys: int  # of a tile
-    stages: int  # slots for tiles of keys, and of values
-    queries: int  # slots for tiles of queries
-
-    @property
-    def rows(self) -> int:
-        """Return the number of queries of a tile, of all consumers."""
-        return self.warpgroups * ROWS
-
-
-class ForwardScratch(NamedTuple):
-    """Shared memory of a thread block, in the order in which it is allocated.
-
-    A barrier `*_ready` is for copies into a slot, `*_used` for the consumers that have read it.
-    """
-
-    all_done: Barrier  # for all warpgroups
-    all_consumers: Barrier
-    bad_columns_s: Ref  # [D] above 0 where a column of a tile of values is not finite
-    failed_s: Ref  # [warpgroups, 64] above 0 where a row failed
-    k_s: Ref  # [stages, c, H]
-    k_ready: Barrier
-    k_used: Barrier
-    bad_keys_s: Ref  # [warpgroups, c] above 0 where a row of a tile of values is not finite
-    token_vectors: TokenVectors  # of queries, which come with q; of keys, which come with v
-    old_out_ready: Barrier
-    q_s: Ref  # [queries * warpgroups, 64, H]; out takes the place of q
-    q_ready: Barrier
-    q_used: Barrier
-    rows_s: Ref  # [4, t]: m, l and failed, kept for the next round; lse
-    v_s: Ref  # [stages, c, D]
-    v_ready: Barrier
-    v_used: Barrier
-    stage: Ref = None  # [warpgroups, 64, c], in the interpreter alone
 
 
 class ForwardKernel(NamedTuple):

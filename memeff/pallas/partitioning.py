@@ -1,7 +1,8 @@
-"""A kernel call under vmap and over devices. Hides that batches become one, and how each kind of mesh is told who has what.
+"""Run a kernel call under vmap and over devices.
 
-Batch and heads of a call are independent of each other, so each device runs its own part, without a word to another but for
-sums over query heads that share their keys. What else is sharded is gathered first (XLA says so to the partitioner).
+vmap adds its dim to the batch. Batch entries and heads of a call are independent of each other, so
+each device runs its own part and exchanges nothing, except for sums over the query heads that share
+a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
 from collections.abc import Callable
@@ -16,53 +17,64 @@ from jax.sharding import PartitionSpec as P
 from memeff.pallas.hopper.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_together
 
-FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads of one
+FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that share a key head
 
 
 def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...]) -> Callable:
-    """`call(*arrays)`, a tuple of arrays; of each, its dims in letters, the batch `b` first. The first has all of FREE."""
+    """Return `call` as a function for vmap and for any mesh.
+
+    It maps arrays to a tuple of arrays. `dims_in` and `dims_out` have a letter for each dim of each
+    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
+    """
 
     @custom_vmap
     def run(*arrays):
         return _partition_over_devices(call, dims_in, dims_out, arrays)
 
     @run.def_vmap
-    def _(size, batched, *arrays):
-        def fold(x, given):
-            x = x if given else lax.broadcast(x, (size,))
+    def _fold_into_batch(size, batched, *arrays):
+        def fold(x, is_batched):
+            x = x if is_batched else lax.broadcast(x, (size,))
             return lax.collapse(x, 0, 2)
 
-        found = run(*map(fold, arrays, batched))
-        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found), (
-            True,
-        ) * len(dims_out)
+        results = run(*map(fold, arrays, batched))
+        unfolded = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
+        return unfolded, (True,) * len(dims_out)
 
     return run
 
 
 def _partition_over_devices(
-    call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]
+    call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...], arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
+    """Run `call` on each device's part of the arrays."""
     if not may_be_sharded() or interpreting():
-        # what a kernel returns has no type of shard_map's
+        # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
-    mesh = jax.typeof(arrays[0]).sharding.mesh
-    if AxisType.Explicit in mesh.axis_types:
-        axes = _axes(jax.typeof(arrays[0]).sharding.spec, dims_in[0])
-        specs = lambda dims: tuple(P(*(axes.get(dim) for dim in x)) for x in dims)
-        whole = jax.shard_map(
-            _summed(call, dims_out, axes),
-            mesh=mesh,
-            in_specs=specs(dims_in),
-            out_specs=specs(dims_out),
-            check_vma=False,
-        )
-        return whole(
-            *(
-                reshard(x, NamedSharding(mesh, spec))
-                for x, spec in zip(arrays, specs(dims_in), strict=True)
-            )
-        )
+    first = jax.typeof(arrays[0]).sharding
+    if AxisType.Explicit in first.mesh.axis_types:
+        return _run_explicit(call, dims_in, dims_out, arrays)
+    return _run_automatic(call, dims_in, dims_out, arrays)
+
+
+def _run_explicit(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):
+    """Run `call` under shard_map, for a mesh with explicit axes."""
+    sharding = jax.typeof(arrays[0]).sharding
+    axes = _axes(sharding.spec, dims_in[0])
+    specs_in = _specs(dims_in, axes)
+    run = jax.shard_map(
+        _sum_over_query_heads(call, dims_out, axes),
+        mesh=sharding.mesh,
+        in_specs=specs_in,
+        out_specs=_specs(dims_out, axes),
+        check_vma=False,
+    )
+    shardings = [NamedSharding(sharding.mesh, spec) for spec in specs_in]
+    return run(*map(reshard, arrays, shardings))
+
+
+def _run_automatic(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):
+    """Run `call` with a rule for XLA's partitioner, which chooses the sharding."""
 
     @custom_partitioning
     def run(*arrays):
@@ -70,42 +82,54 @@ def _partition_over_devices(
 
     def partition(mesh, shapes, results):
         axes = _axes(shapes[0].sharding.spec, dims_in[0])
-        of = lambda dims: tuple(NamedSharding(mesh, P(*(axes.get(dim) for dim in x))) for x in dims)
-        return mesh, _summed(call, dims_out, axes), of(dims_out), of(dims_in)
+        local_call = _sum_over_query_heads(call, dims_out, axes)
+        return mesh, local_call, _shardings(mesh, dims_out, axes), _shardings(mesh, dims_in, axes)
 
-    def infer(mesh, shapes, results):
+    def infer_sharding(mesh, shapes, results):
         axes = _axes(shapes[0].sharding.spec, dims_in[0])
-        return tuple(NamedSharding(mesh, P(*(axes.get(dim) for dim in x))) for x in dims_out)
+        return _shardings(mesh, dims_out, axes)
 
     letters = dict.fromkeys("".join(dims_in + dims_out))
-    spaced = lambda dims: ", ".join(" ".join(x) for x in dims)
     run.def_partition(
         partition,
-        infer,
-        sharding_rule=f"{spaced(dims_in)} -> {spaced(dims_out)}",
+        infer_sharding,
+        sharding_rule=f"{_spaced(dims_in)} -> {_spaced(dims_out)}",
         need_replication_factors=tuple(x for x in letters if x not in FREE),
     )
     return run(*arrays)
 
 
 def _axes(spec, dims: str) -> dict[str, str | tuple[str, ...]]:
-    """Mesh axes of the dims that stay sharded."""
+    """Return the mesh axes of the dims that stay sharded."""
     spec = (*spec, *[None] * (len(dims) - len(spec)))
-    return {
-        dim: axis for dim, axis in zip(dims, spec, strict=True) if axis is not None and dim in FREE
-    }
+    pairs = zip(dims, spec, strict=True)
+    return {dim: axis for dim, axis in pairs if axis is not None and dim in FREE}
 
 
-def _summed(call: Callable, dims_out, axes) -> Callable:
-    """What has no dim of query heads is a sum over them."""
+def _specs(arrays_dims: tuple[str, ...], axes: dict) -> tuple[P, ...]:
+    """Return a PartitionSpec for each array."""
+    return tuple(P(*map(axes.get, dims)) for dims in arrays_dims)
+
+
+def _shardings(mesh, arrays_dims: tuple[str, ...], axes: dict) -> tuple[NamedSharding, ...]:
+    """Return a sharding for each array."""
+    return tuple(NamedSharding(mesh, spec) for spec in _specs(arrays_dims, axes))
+
+
+def _spaced(arrays_dims: tuple[str, ...]) -> str:
+    """Return dims as a sharding rule has them, such as "b t k g h, b s k h"."""
+    return ", ".join(map(" ".join, arrays_dims))
+
+
+def _sum_over_query_heads(call: Callable, dims_out: tuple[str, ...], axes: dict) -> Callable:
+    """Return `call`. It sums results without dim `g` over devices that share a key head."""
     over = axes.get("g")
 
     def run(*arrays):
-        found = call(*arrays)
+        results = call(*arrays)
         if over is None:
-            return found
-        return tuple(
-            x if "g" in dims else lax.psum(x, over) for x, dims in zip(found, dims_out, strict=True)
-        )
+            return results
+        pairs = zip(results, dims_out, strict=True)
+        return tuple(x if "g" in dims else lax.psum(x, over) for x, dims in pairs)
 
     return run

@@ -1,14 +1,16 @@
-"""Pallas' Mosaic GPU backend as the kernels speak to it. Hides versions, layouts, and its interpreter.
+"""Wrap the parts of Pallas' Mosaic GPU backend that the Hopper kernels use.
 
-The interpreter (a CPU that plays a GPU's warpgroups, barriers and copies, and finds races) lacks products whose first factor
-is in registers: there it goes through shared memory, which is allocated for that only.
+JAX versions and Mosaic's layouts are known to this file alone. It also fills a gap of Mosaic's
+interpreter, a CPU that plays a GPU's warpgroups, barriers and copies and finds races: a product
+whose first factor is in registers stages that factor in shared memory, which only the interpreter
+allocates.
 """
 
 import contextlib
 import contextvars
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,15 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-# untyped: it differs between versions
+# Untyped, because the module differs between versions of JAX.
 plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-WGMMA = plgpu.Layout.WGMMA  # of a tile, 64 rows and more, that a product made
-ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # of what belongs to its rows, to its columns
-# 16-bit tiles, as products read them
-SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+Ref: TypeAlias = Any  # a view of shared or global memory
+Barrier: TypeAlias = Any  # one barrier, or an array of them
+
+WGMMA = plgpu.Layout.WGMMA  # of a tile of at least 64 rows in registers, as a product leaves it
+ROW = WGMMA.reduce(1)  # of a vector with one number for each row of such a tile
+COL = WGMMA.reduce(0)  # of a vector with one number for each column
+SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, for products
 FLOATS = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # 32-bit tiles
 
 _interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -31,7 +36,7 @@ _interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def interpreted(detect_races: bool = True) -> Iterator[None]:
-    """Kernels that are traced meanwhile run in the interpreter, on any device."""
+    """Run the kernels that are traced inside this context in the interpreter, on any device."""
     token = _interpreter.set(plgpu.InterpretGPUParams(detect_races=detect_races))
     try:
         yield
@@ -40,6 +45,7 @@ def interpreted(detect_races: bool = True) -> Iterator[None]:
 
 
 def interpreting() -> bool:
+    """Return True inside `interpreted`."""
     return _interpreter.get() is not None
 
 
@@ -48,29 +54,31 @@ def warp_specialized_kernel(
     name: str,
     out: Sequence,
     scratch: dict,
-    grid: int,
-    threads: int,
-    approximate: bool = True,
+    blocks: int,
+    warpgroups: int,
+    approx_math: bool = True,
     barriers: bool = True,
     sums_over_rows: bool = False,
 ):
-    """The kernel `body`, in `grid` blocks of `threads` warpgroups. `sums_over_rows`, or maxima, have 2 KiB of shared memory.
+    """Return `body` as a kernel of `blocks` thread blocks of `warpgroups` warpgroups each.
 
-    `barriers`: Pallas' own around each store to shared memory, and before each load of what is stored. Without them a
-    thread that reads what others of its warpgroup stored must meet them first.
+    `sums_over_rows` reserves 2 KiB of shared memory for sums and maxima along a tile's columns.
+    `barriers` lets Pallas place its own around each store to shared memory and before each load of
+    stored values. Without them, a thread must synchronize its warpgroup before it reads values that
+    other threads stored.
     """
     return plgpu.kernel(
         body,
         out_type=tuple(out),
         scratch_types=scratch,
-        grid=(grid,),
+        grid=(blocks,),
         grid_names=("block",),
-        num_threads=threads,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
         interpret=_interpreter.get() or False,
         compiler_params=plgpu.CompilerParams(
-            approx_math=approximate,
+            approx_math=approx_math,
             unsafe_no_auto_barriers=not barriers,
             reduction_scratch_bytes=2048 if sums_over_rows else 0,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -79,35 +87,42 @@ def warp_specialized_kernel(
 
 
 def take_registers(warpgroups: int, computes: bool) -> None:
-    """Of the 65,536 that are there: for each thread of `warpgroups` that compute, or of the one more that copies."""
-    for_one, for_copies = {1: (240, 40), 2: (240, 24), 3: (160, 32)}[warpgroups]
+    """Set the registers of each thread of a consumer (`computes`), or of the producer.
+
+    A thread block has `warpgroups` consumers and one producer, which share 65,536 registers.
+    """
+    consumer, producer = {1: (240, 40), 2: (240, 24), 3: (160, 32)}[warpgroups]
     plgpu.set_max_registers(
-        for_one if computes else for_copies, action="increase" if computes else "decrease"
+        consumer if computes else producer, action="increase" if computes else "decrease"
     )
 
 
 def multiprocessors() -> int:
-    """Of the device, or of an H200 where there is none."""
+    """Return how many multiprocessors the device has; where it has none, those of an H200."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def tile_ref(count: int, rows: int, cols: int, dtype):
-    """`count` tiles in shared memory."""
+    """Return the type of `count` tiles [rows, cols] in shared memory, laid out for products."""
     return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
 
 
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
-    """Where the interpreter puts the first factors of `multiply`."""
+    """Return the scratch for first factors of `multiply` in the interpreter; none on a GPU."""
     return {"stage": tile_ref(count, rows, cols, dtype)} if interpreting() else {}
 
 
 def accumulators(body: Callable, *shapes: tuple[int, int]) -> Any:
-    """`body(*accumulators)`, float32, zeros at first."""
+    """Return `body(*accumulators)`, where the accumulators are float32 and start at zero."""
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def multiply(total, x, y, stage=None) -> None:
-    """Starts total += x y. y is in shared memory, x there or in registers (`stage` is given: for the interpreter)."""
+    """Start total += x y.
+
+    y is in shared memory, and x is there or in registers. The interpreter copies such an x to
+    `stage`.
+    """
     if stage is not None and interpreting():
         stage[...] = x
         plgpu.commit_smem()
@@ -116,65 +131,77 @@ def multiply(total, x, y, stage=None) -> None:
 
 
 def init_accumulator(total, value: Array) -> Callable[[Array], Array]:
-    """total = value, before a product into it is started. What it returns is to be applied to what is read at the end: the
-    interpreter begins with zeros.
+    """Set `total` to `value` before any product is added to it.
+
+    Apply the returned function to the final content of `total`: it adds `value` in the interpreter,
+    whose accumulators always start at zero, and changes nothing on a GPU.
     """
     if interpreting():
-        return lambda found: found + value
+        return lambda result: result + value
     total[...] = value
-    return lambda found: found
+    return lambda result: result
 
 
 def hide_from_cse(x):
-    """x, which the compiler takes for another: what is made of it is made there, and not kept in registers until then."""
+    """Hide x from common-subexpression elimination.
+
+    Values derived from the result are recomputed, instead of held in registers since their first
+    use.
+    """
     return lax.optimization_barrier(x)
 
 
 def full_tile(shape: tuple[int, ...], value: float) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), WGMMA if len(shape) == 2 else ROW)
+    """Return a tile [rows, cols], or a vector of its rows [rows], that is `value` everywhere."""
+    layout = WGMMA if len(shape) == 2 else ROW
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def broadcast_vector(x: Array, shape: tuple[int, int], dim: int = 0) -> Array:
-    """A vector along `dim` of a tile, repeated."""
+    """Repeat a vector along `dim` over the other dim of a tile of `shape`."""
     return lax.broadcast_in_dim(x, shape, [dim])
 
 
 def positions(first, shape: tuple[int, int], dim: int) -> Array:
-    """first, first + 1, ... along `dim`."""
+    """Return a tile of `shape` that counts first, first + 1, ... along `dim`."""
     return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=WGMMA)
 
 
 def diagonal_values(ref, first, shape: tuple[int, int], dim: int) -> Array:
-    """A tile whose numbers are those of the vector `ref`, in global memory, at `first` plus the position along `dim` minus
-    the one along the other: the same along each diagonal, so a thread has two of them for each 8 columns, and two more.
+    """Return a tile of `shape` that is constant along diagonals, from `ref` [X] in global memory.
+
+    The entry with position x along `dim` and y along the other dim is ref[first + x - y]. A thread
+    therefore holds two distinct values for every 8 columns, and two more.
     """
     if interpreting():
-        below = shape[1 - dim] - 1
-        along, across = (lax.broadcasted_iota(jnp.int32, shape, x) for x in (dim, 1 - dim))
-        return ref[pl.ds(first - below, sum(shape) - 1)][along - across + below]
+        offset = shape[1 - dim] - 1
+        x = lax.broadcasted_iota(jnp.int32, shape, dim)
+        y = lax.broadcasted_iota(jnp.int32, shape, 1 - dim)
+        return ref[pl.ds(first - offset, sum(shape) - 1)][x - y + offset]
     result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=result)
     def load(_, ref, first):
-        mgpu, ir, arith, memref, vector = _mlir()
-        layout, index = mgpu.WGMMA_LAYOUT, ir.IndexType.get()
-        add = lambda x, n: arith.addi(x, arith.constant(index, n))
-        row, col = next(iter(layout.thread_idxs(shape)))
-        along, across = (row, col) if dim == 0 else (col, row)
-        start = arith.addi(
-            arith.index_cast(index, first.registers.item()), arith.subi(along, across)
-        )
-        sides = layout.tiling.tile_strides((shape[1], 1))
-        loaded, registers = {}, np.empty(layout.registers_shape(shape), object)
+        mgpu, ir, arith, memref, vector = _mlir_modules()
+        layout = mgpu.WGMMA_LAYOUT
+        index = ir.IndexType.get()
+        row, col = next(iter(layout.thread_idxs(shape)))  # of the thread's first entry
+        x, y = (row, col) if dim == 0 else (col, row)
+        first = arith.index_cast(index, first.registers.item())
+        start = arith.addi(first, arith.subi(x, y))
+        strides = layout.tiling.tile_strides((shape[1], 1))
+        registers = np.empty(layout.registers_shape(shape), object)
+        loaded = {}  # by distance from `start`
 
-        def at(n):
-            if n not in loaded:
-                loaded[n] = memref.load(ref, [add(start, n)])
-            return loaded[n]
+        def load_once(distance):
+            if distance not in loaded:
+                place = arith.addi(start, arith.constant(index, distance))
+                loaded[distance] = memref.load(ref, [place])
+            return loaded[distance]
 
         for n in np.ndindex(registers.shape):
-            row, col = divmod(int(np.dot(n, sides)), shape[1])
-            pair = [at(row - c if dim == 0 else c - row) for c in (col, col + 1)]
+            row, col = divmod(int(np.dot(n, strides)), shape[1])
+            pair = [load_once(row - c if dim == 0 else c - row) for c in (col, col + 1)]
             registers[n] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         signed = True if jnp.issubdtype(result.dtype, jnp.integer) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
@@ -182,36 +209,41 @@ def diagonal_values(ref, first, shape: tuple[int, int], dim: int) -> Array:
     return load(ref, first)
 
 
-def _mlir() -> tuple[Any, ...]:
-    """What code for single threads is made of."""
+def _mlir_modules() -> tuple[Any, ...]:
+    """Return the modules in which code for single threads is written."""
     dialects = "jax.extend.mlir.dialects"
     names = (
         "jax.experimental.mosaic.gpu",
         "jax.extend.mlir.ir",
-        *(f"{dialects}.{x}" for x in ("arith", "memref", "vector")),
+        f"{dialects}.arith",
+        f"{dialects}.memref",
+        f"{dialects}.vector",
     )
     return tuple(map(importlib.import_module, names))
 
 
 def any_of(ref) -> Array:
-    """Is some number of this vector in shared memory above 0? The same answer for all threads."""
+    """Return True, in all threads, if a number of the vector `ref` in shared memory is above 0."""
     return plgpu.load(ref, layout=COL).max() > 0
 
 
 def sync(barrier) -> None:
-    """All warpgroups that share `barrier` wait for each other."""
+    """Wait until all warpgroups that share `barrier` have come here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
 
 def add_to(shared, total, spare=None) -> None:
-    """Starts total += shared, of float32 in global memory, in no fixed order; by way of `spare` in the interpreter."""
+    """Start total += shared, in float32 in global memory. The order of such sums is not fixed.
+
+    The interpreter needs `spare`, a tile in shared memory and its barrier, to read the old total.
+    """
     if spare is None:
         plgpu.copy_smem_to_gmem(shared, total, reduction_op="add")
         return
-    old, there = spare
-    plgpu.copy_gmem_to_smem(total, old, there)
-    plgpu.barrier_wait(there)
+    old, ready = spare
+    plgpu.copy_gmem_to_smem(total, old, ready)
+    plgpu.barrier_wait(ready)
     shared[...] = shared[...] + old[...]
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(shared, total)

@@ -1,6 +1,11 @@
-"""What a block does that stays: item after item, and once more those of which a row failed.
+"""Run a persistent kernel: its thread blocks stay and take work items until none are left.
 
-An item is a tile of queries, or of keys, with all that it sees.
+A work item is a tile of queries, or of keys, together with all tiles that it visits. In each thread
+block the consumer warpgroups compute, and one more warpgroup, the producer, copies operands into
+shared memory:
+  round 1: every item once
+  round 2: once more the items of which a row failed, one by one
+  round 3: an item of which a row failed again, right after round 2, if the kernel has this round
 """
 
 import functools
@@ -11,116 +16,199 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper.mosaic import any_of, multiprocessors, plgpu, sync
+from memeff.pallas.hopper.mosaic import (
+    Barrier,
+    Ref,
+    any_of,
+    multiprocessors,
+    plgpu,
+    sync,
+    take_registers,
+)
 
-ROWS = 64  # of an item, of each warpgroup that computes
-BITS = 16  # items n, n + BITS, ... are done again together; few enough for a float32
+ROWS = 64  # of an item, for each consumer warpgroup
+BITS = 16  # items n, n + BITS, ... share a bit of "failed"; so few that a float32 holds all bits
 
 
 def persistent_blocks(items: int) -> int:
+    """Return how many thread blocks stay: one a multiprocessor, at most one an item."""
     return min(items, multiprocessors())
 
 
 class WorkState(NamedTuple):
-    """One item that is done."""
+    """The round that an item is in, and what the thread block has done before it."""
 
-    first: bool  # or done again, for a row of it failed
-    online: Any  # done a third time: in the forward, all its keys with a running maximum
-    items: Any  # that were done before
-    visits: Any  # and tiles that they visited
+    first: bool  # round 1
+    online: Any  # round 3, in which the forward takes a running maximum for all keys
+    items: Any  # items done before, in all rounds
+    visits: Any  # tiles that these items visited
 
 
 class PersistentLoop(NamedTuple):
-    """What one of `blocks` does of `total` items: there and back, for those that take longest come first."""
+    """The items of one thread block.
 
-    total: int
+    Thread blocks take one item each in their own order, then in reverse order, and so on. That
+    balances the work because long items come first.
+    """
+
+    total: int  # items of the kernel
     blocks: int
-    block: Array
-    # (an item's index, Turn): tiles visited, and 1 if a row failed
+    block: Array  # index of this thread block
+    # (index of an item, WorkState) -> (tiles visited, 1 if a row failed)
     do: Callable[..., tuple[Array, Array]]
 
     @property
     def mine(self) -> Array:
+        """Return the number of items of this thread block."""
         whole = self.total // self.blocks
-        return whole + (self._place(whole) < self.total - whole * self.blocks).astype(jnp.int32)
+        has_one_more = self._position(whole) < self.total - whole * self.blocks
+        return whole + has_one_more.astype(jnp.int32)
 
-    def _place(self, n) -> Array:
-        return jnp.where(
-            lax.rem(jnp.int32(n), jnp.int32(2)) == 1, self.blocks - 1 - self.block, self.block
-        )
+    def _position(self, n) -> Array:
+        """Return the position of this block's n-th item among the n-th items of all blocks."""
+        odd = lax.rem(jnp.int32(n), jnp.int32(2)) == 1
+        return jnp.where(odd, self.blocks - 1 - self.block, self.block)
 
-    def __call__(self, n, turn: WorkState):
-        return self.do(n * self.blocks + self._place(n), turn)
+    def __call__(self, n, state: WorkState):
+        """Do the n-th item of this thread block."""
+        return self.do(n * self.blocks + self._position(n), state)
 
 
-def any_failed(failed_s, rows: Array) -> Array:
-    """1 if one of `rows` is above 0, which `failed_s` then holds."""
-    failed_s[...] = rows
-    return any_of(failed_s).astype(jnp.int32)
+class Ring(NamedTuple):
+    """Slots of shared memory that the producer fills in turn."""
+
+    slots: int
+    of_visits: bool  # one slot for each visited tile, or for each item
+    used: Sequence[Barrier]  # where consumers report that they have read a slot
+
+
+def run_warp_specialized(
+    find_work: Callable[[Array], Any],
+    consume: Callable[[Array, Any, WorkState], tuple[Array, Array]],
+    produce: Callable[[Any, WorkState], tuple[Array, Array]],
+    *,
+    items: int,
+    blocks: int,
+    failed_s: Ref,
+    all_done: Barrier,
+    rings: Sequence[Ring],
+    third_round: bool = False,
+) -> None:
+    """Run one warpgroup of a persistent kernel, as a consumer or as the producer.
+
+    `find_work(index)` describes an item. `consume(warpgroup, work, state)` and `produce(work,
+    state)` do their part of it and return how many tiles it visits, and 1 if a row of this
+    warpgroup failed. The other arguments are those of `run_with_retries`.
+    """
+    consumers = failed_s.shape[0]
+    warpgroup = lax.axis_index("warpgroup")
+    block = lax.axis_index("block")
+
+    def loop(do) -> PersistentLoop:
+        def do_item(index, state):
+            return do(find_work(index), state)
+
+        return PersistentLoop(items, blocks, block, do_item)
+
+    @pl.when(warpgroup < consumers)
+    def _consumer():
+        take_registers(consumers, computes=True)
+        do = functools.partial(consume, warpgroup)
+        run_with_retries(loop(do), True, failed_s, all_done, third_round=third_round)
+
+    @pl.when(warpgroup == consumers)
+    def _producer():
+        take_registers(consumers, computes=False)
+        run_with_retries(loop(produce), False, failed_s, all_done, rings, third_round)
 
 
 def run_with_retries(
     items: PersistentLoop,
     computes: bool,
-    failed_s,
-    all_done,
+    failed_s: Ref,
+    all_done: Barrier,
     rings: Sequence = (),
-    still: Callable | None = None,
+    third_round: bool = False,
 ) -> None:
-    """All items of a block. Then those of which a row failed, once more; and again, if a row of them is `still()` failing.
+    """Do all items of a thread block, and those with a failed row once or twice more.
 
-    `failed_s`: of each warpgroup that computes its rows that failed. `all_done`: where all meet, and the one that copies.
-    `rings`: for that one, (stages, of visits or of items, the barriers for which it waits). The first round is a loop of its
-    own, for which the compiler sees that all threads do the same.
+    `failed_s` [consumers, 64] is above 0 where a row failed. All warpgroups meet at `all_done`.
+    `rings` are those of the producer (not `computes`). Round 1 is a loop of its own, because the
+    compiler then sees that its bounds are the same for all threads.
     """
-    count, bit = items.mine, lambda n: lax.shift_left(jnp.int32(1), lax.rem(n, jnp.int32(BITS)))
+    count = items.mine
 
-    def one(n, state):
+    def bit(n):
+        return lax.shift_left(jnp.int32(1), lax.rem(n, jnp.int32(BITS)))
+
+    def do_item(n, state):
         done, visits, failures = state
         more, failed = items(n, WorkState(True, False, done, visits))
         return done + 1, visits + more, failures | failed * bit(n)
 
-    done, visits, failures = lax.fori_loop(0, count, one, (jnp.int32(0),) * 3)
+    done, visits, failures = lax.fori_loop(0, count, do_item, (jnp.int32(0),) * 3)
     if computes:
         failed_s[lax.axis_index("warpgroup"), 0] = failures.astype(jnp.float32)
-        plgpu.wait_smem_to_gmem(0)  # what is done again is written again
+        plgpu.wait_smem_to_gmem(0)  # because the next rounds write to the same places
     sync(all_done)
-    of_groups = (failed_s[group, 0].astype(jnp.int32) for group in range(failed_s.shape[0]))
-    failures = functools.reduce(jnp.bitwise_or, of_groups)
+    failures = failed_s[0, 0].astype(jnp.int32)
+    for consumer in range(1, failed_s.shape[0]):
+        failures = failures | failed_s[consumer, 0].astype(jnp.int32)
     sync(all_done)  # all have read them
-    next_failed = lambda n: lax.while_loop(
-        lambda n: (n < count) & (failures & bit(n) == 0), lambda n: n + 1, n
-    )
 
-    def again(state):
+    def next_failed(n):
+        """Return the index of the first failed item from n on."""
+
+        def has_passed(n):
+            return (n < count) & (failures & bit(n) == 0)
+
+        return lax.while_loop(has_passed, lambda n: n + 1, n)
+
+    def redo_item(state):
         n, online, done, visits = state
         more, _ = items(n, WorkState(False, online, done, visits))
         sync(all_done)
-        once_more = jnp.bool_(False) if still is None else ~online & still()
+        once_more = ~online & _some_row_failed(failed_s) if third_round else jnp.bool_(False)
         sync(all_done)
         n = lax.cond(once_more, lambda: n, lambda: next_failed(n + 1))
         return n, once_more, done + 1, visits + more
 
     first = lax.cond(failures > 0, lambda: next_failed(jnp.int32(0)), lambda: count)
     _, _, done, visits = lax.while_loop(
-        lambda state: state[0] < count, again, (first, jnp.bool_(False), done, visits)
+        lambda state: state[0] < count, redo_item, (first, jnp.bool_(False), done, visits)
     )
     if not computes:
-        for stages, of_visits, barriers in rings:
-            drain(visits if of_visits else done, stages, barriers)
+        for slots, of_visits, used in rings:
+            drain(visits if of_visits else done, slots, used)
+
+
+def any_failed(failed_s: Ref, rows: Array) -> Array:
+    """Store `rows`, above 0 where a row failed, to `failed_s`. Return 1 if a row failed."""
+    failed_s[...] = rows
+    return any_of(failed_s).astype(jnp.int32)
+
+
+def _some_row_failed(failed_s: Ref) -> Array:
+    """Return True if `failed_s` of some consumer has a row that failed."""
+    failed = (any_of(failed_s.at[consumer]) for consumer in range(failed_s.shape[0]))
+    return functools.reduce(jnp.logical_or, failed)
 
 
 def skip_item(*rings, at) -> None:
-    """What a warpgroup has no part in, it only waits for: a barrier counts no arrival for a copy that has not begun."""
-    for there, used in rings:
-        plgpu.barrier_wait(there.at[at])
+    """Wait for slot `at` of each ring (ready, used), and release it unread.
+
+    A consumer without work in a tile must still wait, because a barrier does not count an arrival
+    before its copy begins.
+    """
+    for ready, used in rings:
+        plgpu.barrier_wait(ready.at[at])
         plgpu.barrier_arrive(used.at[at])
 
 
-def drain(total, stages: int, barriers) -> None:
-    """Waits for what was used last: else a barrier would end with an open phase."""
+def drain(total, slots: int, used: Sequence[Barrier]) -> None:
+    """Wait until the last of `total` filled slots are used: no barrier may end in an open phase."""
 
-    @pl.loop(jnp.maximum(total - stages, 0), total)
+    @pl.loop(jnp.maximum(total - slots, 0), total)
     def _(n):
-        for barrier in barriers:
-            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
+        for barrier in used:
+            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(slots))])

@@ -1,4 +1,4 @@
-"""Hold the numbers that the kernels read besides query, key and value."""
+"""Hold the arrays that the kernels read besides query, key and value."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,75 +7,88 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+OF_BATCH = "q_offset", "q_lengths", "kv_lengths"
+
 
 class Scalars(NamedTuple):
-    """int32 arrays [B], and of tokens [B, T'] and [B, S']; or what a block has of them. None where the call has none.
+    """Offsets, lengths, segments, sinks and precomputed arrays of user functions.
 
-    Of functions of the user's (see hoisted.py), in int32 and float32: [B, N], [B, T'], [B, S'] and [B, N, X].
+    None or () stands for what a call does not have. In a kernel the fields are refs. T' and S' are
+    T and S, padded to whole tiles.
     """
 
-    q_offset: Array | None = None
-    q_lengths: Array | None = None
-    kv_lengths: Array | None = None
-    q_segments: Any = None
-    kv_segments: Any = None
-    of_heads: tuple[Any, ...] = ()
-    of_queries: tuple[Any, ...] = ()
-    of_keys: tuple[Any, ...] = ()
-    of_differences: tuple[Any, ...] = ()
-    sinks: Any = None  # [B, N], float32, in bits; only the forward has them
-    first: Any = None  # [B, blocks], of `with_ranges`
-    behind: Any = None
-    alone: Any = None
-    listed: Any = None  # of `with_lists`, one for all batch entries and heads
+    q_offset: Array | None = None  # [B], int32
+    q_lengths: Array | None = None  # [B], int32
+    kv_lengths: Array | None = None  # [B], int32
+    q_segments: Any = None  # [B, T'], int32
+    kv_segments: Any = None  # [B, S'], int32
+    # Of user functions, int32 or float32, see user_functions/partition.py:
+    of_heads: tuple[Any, ...] = ()  # [B, N]
+    of_queries: tuple[Any, ...] = ()  # [B, T']
+    of_keys: tuple[Any, ...] = ()  # [B, S']
+    of_differences: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
+    sinks: Any = None  # [B, N], float32, in base 2; only the forward reads them
+    # The range of each tile, see `with_ranges`:
+    first: Any = None  # [B, tiles], int32
+    behind: Any = None  # [B, tiles], int32
+    alone: Any = None  # [B, tiles], 0 or 1
+    listed: Any = None  # tiles that a block mask leaves, for all batch entries and heads
 
     def of(self, b) -> "Scalars":
-        """Of refs: the entries of batch b, and refs of its tokens, heads and blocks."""
-        of_batch = "q_offset", "q_lengths", "kv_lengths"
-        pick = lambda name, x: (
-            x[b]
-            if name in of_batch
-            else x
-            if name == "listed"
-            else jax.tree.map(lambda x: x.at[b], x)
-        )
-        found: dict[str, Any] = {
-            name: x if x is None else pick(name, x) for name, x in self._asdict().items()
-        }
-        return Scalars(**found)
+        """Return batch entry b of refs: values of the fields [B], and refs of the rest."""
+
+        def entry(name: str, ref):
+            if ref is None or name == "listed":
+                return ref
+            if name in OF_BATCH:
+                return ref[b]
+            return jax.tree.map(lambda x: x.at[b], ref)
+
+        entries: dict[str, Any] = {name: entry(name, ref) for name, ref in self._asdict().items()}
+        return Scalars(**entries)
 
     def like(self, refs: Iterator) -> "Scalars":
-        """The next of these in the place of arrays."""
+        """Return the next of `refs` in the place of these arrays."""
         return jax.tree.map(lambda _: next(refs), self)
 
     @property
     def by_query(self) -> tuple[Any, ...]:
-        """What belongs to queries, segments first."""
+        """Return the vectors of queries, segments first."""
         return self.of_queries if self.q_segments is None else (self.q_segments, *self.of_queries)
 
     @property
     def by_key(self) -> tuple[Any, ...]:
+        """Return the vectors of keys, segments first."""
         return self.of_keys if self.kv_segments is None else (self.kv_segments, *self.of_keys)
 
 
 def with_ranges(
     scalars: Scalars, lengths: tuple[int, int], size: int, keys: bool = False
 ) -> Scalars:
-    """Where segments are in order, what a block of `size` queries (or `keys`) may see lies from `first` to `behind`; if its
-    own are `alone`, of one segment, they see all of that.
+    """Add the range of keys whose segments each tile of `size` queries meets.
+
+    With `keys`, add ranges of queries for tiles of keys. The range is from `first` to `behind`,
+    excluded. It holds all tokens unless segments are in order. `alone` is 1 if the tile has one
+    segment and sees all of its range.
     """
     if scalars.q_segments is None or scalars.kv_segments is None:
         return scalars
-    sides = [scalars.q_segments[:, : lengths[0]], scalars.kv_segments[:, : lengths[1]]]
-    own, other = reversed(sides) if keys else sides
-    own = jnp.pad(own, [(0, 0), (0, -own.shape[1] % size)], mode="edge").reshape(
-        own.shape[0], -1, size
-    )
-    lowest, highest = own.min(axis=2), own.max(axis=2)
-    count = lambda which: which.sum(axis=2, dtype=jnp.int32)
-    in_order = (other[:, 1:] >= other[:, :-1]).all(axis=1, keepdims=True)
-    first = jnp.where(in_order, count(other[:, None] < lowest[..., None]), 0)
-    behind = jnp.where(in_order, count(other[:, None] <= highest[..., None]), other.shape[1])
-    return scalars._replace(
-        first=first, behind=behind, alone=(in_order & (lowest == highest)).astype(jnp.int32)
-    )
+    tile_segments = scalars.q_segments[:, : lengths[0]]  # B T
+    visited = scalars.kv_segments[:, : lengths[1]]  # B S
+    if keys:
+        tile_segments, visited = visited, tile_segments
+    padding = -tile_segments.shape[1] % size
+    tile_segments = jnp.pad(tile_segments, [(0, 0), (0, padding)], mode="edge")
+    tile_segments = tile_segments.reshape(tile_segments.shape[0], -1, size)  # B tiles size
+    lowest = tile_segments.min(axis=2)  # B tiles
+    highest = tile_segments.max(axis=2)
+    in_order = (visited[:, 1:] >= visited[:, :-1]).all(axis=1, keepdims=True)
+
+    def count(which: Array) -> Array:
+        return which.sum(axis=2, dtype=jnp.int32)
+
+    first = jnp.where(in_order, count(visited[:, None] < lowest[..., None]), 0)
+    not_behind = count(visited[:, None] <= highest[..., None])
+    behind = jnp.where(in_order, not_behind, visited.shape[1])
+    alone = (in_order & (lowest == highest)).astype(jnp.int32)
+    return scalars._replace(first=first, behind=behind, alone=alone)

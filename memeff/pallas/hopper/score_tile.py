@@ -1,6 +1,9 @@
-"""The pairs of a tile in a kernel: where they are, who sees whom, and their logits. Hides where functions have arrays from.
+"""Compute masks and logits of a tile of query-key pairs in registers.
 
-A tile has queries along one dim and keys along the other, either way round: what belongs to them is a tile here, too.
+A tile has queries along one dim and keys along the other, either way round. Numbers of queries or
+of keys become tiles, too, each repeated along the other dim. User functions read their precomputed
+arrays here: a number for each head from global memory, a vector for each query and each key from
+shared memory, and one of each head's position differences from global memory.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,8 @@ from memeff.masking import MaskInputs, mask_pairs, query_positions
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
+    Barrier,
+    Ref,
     broadcast_vector,
     diagonal_values,
     plgpu,
@@ -25,139 +30,163 @@ from memeff.pallas.user_functions.tile_function import TileFunction
 from memeff.problem import LogitParams, Problem
 from memeff.user_functions import PairIndices
 
-# in shared memory, of queries and of keys; as `by_query` and `by_key`
-TokenVectors = tuple[Sequence[Any], Sequence[Any]]
+# Vectors in shared memory, of queries and of keys, in the order of `Scalars.by_query` and `by_key`.
+TokenVectors = tuple[Sequence[Ref], Sequence[Ref]]
 
 
 def barrier_arrivals(scalars: Scalars) -> tuple[int, int]:
-    """Copies of what belongs to a tile of queries, and of keys."""
+    """Return how many token vectors are copied for a tile of queries, and for a tile of keys."""
     return len(scalars.by_query), len(scalars.by_key)
 
 
 def scratch_shapes(
     scalars: Scalars, queries: tuple[int, int], keys: tuple[int, int]
 ) -> dict[str, TokenVectors]:
-    """Shared memory for it."""
-    of = lambda arrays, shape: tuple(plgpu.SMEM(shape, x.dtype) for x in arrays)
-    return {"marks": (of(scalars.by_query, queries), of(scalars.by_key, keys))}
+    """Return the types of token vectors in shared memory. `queries`, `keys` are [slots, tokens]."""
+
+    def vectors(arrays, shape: tuple[int, int]):
+        return tuple(plgpu.SMEM(shape, x.dtype) for x in arrays)
+
+    return {"marks": (vectors(scalars.by_query, queries), vectors(scalars.by_key, keys))}
 
 
-def copy_token_vectors(vectors: Sequence[Any], at, shared: Sequence[Any], slot, there) -> None:
-    """Of the tokens `at`."""
-    for ref, to in zip(vectors, shared, strict=True):
-        plgpu.copy_gmem_to_smem(ref.at[at], to.at[slot], there)
+def copy_token_vectors(
+    vectors: Sequence[Ref], tokens, shared: Sequence[Ref], slot, ready: Barrier
+) -> None:
+    """Copy the entries of `vectors` at `tokens` to `slot` of shared memory."""
+    for source, target in zip(vectors, shared, strict=True):
+        plgpu.copy_gmem_to_smem(source.at[tokens], target.at[slot], ready)
 
 
 def allow_approx_math(problem: Problem) -> bool:
-    """May exponentials be rough? Of what bends logits, and is made anew from them in the backward, they may not."""
+    """Return True if exponentials and the like may be approximate.
+
+    They may not where logits are a nonlinear function of dot products, because the backward
+    recomputes them.
+    """
     score_fn: Any = problem.score_fn
     return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
 
 
 class HeadNumbers(NamedTuple):
-    """What functions have for a query head."""
+    """The precomputed arrays of user functions that belong to one query head."""
 
-    numbers: tuple[Array, ...] = ()
-    differences: tuple[Any, ...] = ()  # in global memory
+    numbers: tuple[Array, ...] = ()  # of the head
+    differences: tuple[Ref, ...] = ()  # vectors in global memory, of position differences
 
 
 def head_number_refs(scalars: Scalars, n) -> HeadNumbers:
-    """Numbers are read before a loop, for they would be read again in each step."""
-    return HeadNumbers(
-        tuple(ref[n] for ref in scalars.of_heads),
-        tuple(ref.at[n] for ref in scalars.of_differences),
-    )
+    """Return the arrays of query head n. Call this before a loop, because it reads numbers."""
+    numbers = tuple(ref[n] for ref in scalars.of_heads)
+    differences = tuple(ref.at[n] for ref in scalars.of_differences)
+    return HeadNumbers(numbers, differences)
 
 
 class ScoreTile(NamedTuple):
-    """`marks`: of this tile's queries and keys. `query_dim`: along which queries are."""
+    """A tile of query-key pairs: their positions, masks and logits."""
 
-    problem: Problem  # functions in it are OnTiles
+    problem: Problem  # its score_fn and mask_fn are TileFunctions
     shape: tuple[int, int]
-    first: tuple[Any, Any]  # query and key
-    sight: MaskInputs
+    first: tuple[Any, Any]  # positions of the first query and of the first key
+    mask_inputs: MaskInputs
     scalars: Scalars
-    of_head: HeadNumbers
-    marks: TokenVectors
-    query_dim: int = 0
-    differences: dict[int, Array] = {}  # tiles of those that are read
+    head: HeadNumbers
+    token_vectors: TokenVectors  # of this tile
+    query_dim: int = 0  # along which queries are
+    loaded: dict[int, Array] = {}  # tiles of position differences, by their index
 
     @property
     def rows(self) -> Array:
+        """Return the queries' positions as a tile."""
         return positions(self.first[0], self.shape, self.query_dim)
 
     @property
     def cols(self) -> Array:
+        """Return the keys' positions as a tile."""
         return positions(self.first[1], self.shape, 1 - self.query_dim)
 
-    def _mark(self, side: int, n: int) -> Array:
-        """The n-th of queries (0) or of keys."""
-        dim = self.query_dim if side == 0 else 1 - self.query_dim
-        return broadcast_vector(
-            plgpu.load(self.marks[side][n], layout=(ROW, COL)[dim]), self.shape, dim
-        )
-
     def early(self) -> "ScoreTile":
-        """With what logits need of global memory on its way: to be called before the products that it is to come beside."""
+        """Start to load the position differences of score_fn.
+
+        Call this before the products beside which the loads are to arrive.
+        """
         score_fn: Any = self.problem.score_fn
         if score_fn is None:
             return self
-        return self._replace(
-            differences={n: self._difference(score_fn, n) for n in score_fn.indices.of_differences}
-        )
+        indices = score_fn.indices.of_differences
+        return self._replace(loaded={n: self._difference(score_fn, n) for n in indices})
 
-    def _difference(self, function: TileFunction, n: int) -> Array:
-        """Of each pair the n-th."""
-        if n in self.differences:
-            return self.differences[n]
-        first = self.first[0] - self.first[1] + function.behind
-        return diagonal_values(self.of_head.differences[n], first, self.shape, self.query_dim)
+    def seen(self) -> Array:
+        """Return True where the query may attend to the key."""
+        inputs = self.mask_inputs
+        mask_fn = self.problem.mask_fn
+        if self.scalars.q_segments is not None:
+            q_segments = self._query_numbers(0)
+            inputs = inputs._replace(q_segments=q_segments, kv_segments=self._key_numbers(0))
+        if mask_fn is not None:
+            indices = self.places(mask_fn)
+            assert indices is not None
+            inputs = inputs._replace(mask=mask_fn(None, indices, (), indices.of_mask))
+        return mask_pairs(self.problem, inputs, self.rows, self.cols)
 
-    def _made(self, function: TileFunction) -> tuple[Array, ...]:
-        """All that was made for this function before."""
-        behind = lambda vectors, of: len(vectors) - len(of)
-        skip = (
-            behind(self.scalars.by_query, self.scalars.of_queries),
-            behind(self.scalars.by_key, self.scalars.of_keys),
-        )
-        numbers = Numbers(
-            tuple(self.of_head.numbers[n] for n in function.indices.of_heads),
-            tuple(self._mark(0, skip[0] + n) for n in function.indices.of_queries),
-            tuple(self._mark(1, skip[1] + n) for n in function.indices.of_keys),
-            tuple(self._difference(function, n) for n in function.indices.of_differences),
-        )
-        return sum(numbers, ())
+    def logits(self, raw: Array, keep: Array | None) -> Array:
+        """Return logits in base 2 from dot products, -inf where not `keep`."""
+        indices = self.places(self.problem.score_fn)
+        return logits_base2(self.problem, raw, LogitParams(), keep, indices)
 
     def places(self, function: Any) -> PairIndices | None:
-        """For `function`, score_fn or mask_fn."""
+        """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""
         if function is None:
             return None
-        q_pos, none = query_positions(self.problem, self.sight.q_offset, self.rows), jnp.int32(0)
-        made = self._made(function)
-        return PairIndices(none, none, q_pos, self.cols, of_score=made, of_mask=made)
+        q_pos = query_positions(self.problem, self.mask_inputs.q_offset, self.rows)
+        unused = jnp.int32(0)  # batch and head
+        values = self._precomputed(function)
+        return PairIndices(unused, unused, q_pos, self.cols, of_score=values, of_mask=values)
 
     def terms(self) -> LogitParams:
-        """What has a gradient, as tiles, each of whose numbers gets its own."""
+        """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""
         score_fn: Any = self.problem.score_fn
         if score_fn is None or not score_fn.moving:
             return LogitParams()
-        by_name = dict(zip(sum(score_fn.apart.before, ()), self._made(score_fn), strict=True))
-        wide = lambda x: x if x.shape == self.shape else lax.broadcast(x, self.shape)
-        return LogitParams(score=tuple(wide(by_name[x]) for x in score_fn.apart.moving))
+        names = sum(score_fn.apart.before, ())
+        values = dict(zip(names, self._precomputed(score_fn), strict=True))
 
-    def seen(self) -> Array:
-        """Who sees whom."""
-        sight, mask_fn = self.sight, self.problem.mask_fn
-        if self.scalars.q_segments is not None:
-            sight = sight._replace(q_segments=self._mark(0, 0), kv_segments=self._mark(1, 0))
-        if mask_fn is not None:
-            at = self.places(mask_fn)
-            assert at is not None
-            sight = sight._replace(mask=mask_fn(None, at, (), at.of_mask))
-        return mask_pairs(self.problem, sight, self.rows, self.cols)
+        def tile(x: Array) -> Array:
+            return x if x.shape == self.shape else lax.broadcast(x, self.shape)
 
-    def logits(self, raw: Array, keep: Array | None) -> Array:
-        """In bits."""
-        return logits_base2(
-            self.problem, raw, LogitParams(), keep, self.places(self.problem.score_fn)
+        return LogitParams(score=tuple(tile(values[name]) for name in score_fn.apart.moving))
+
+    def _precomputed(self, function: TileFunction) -> tuple[Array, ...]:
+        """Return all precomputed values of `function`: scalars for the head, tiles for all else."""
+        scalars = self.scalars
+        indices = function.indices
+        # Segments come first among the token vectors.
+        skip_queries = len(scalars.by_query) - len(scalars.of_queries)
+        skip_keys = len(scalars.by_key) - len(scalars.of_keys)
+        values = Numbers(
+            tuple(self.head.numbers[n] for n in indices.of_heads),
+            tuple(self._query_numbers(skip_queries + n) for n in indices.of_queries),
+            tuple(self._key_numbers(skip_keys + n) for n in indices.of_keys),
+            tuple(self._difference(function, n) for n in indices.of_differences),
         )
+        return sum(values, ())
+
+    def _query_numbers(self, n: int) -> Array:
+        """Return the n-th vector of queries as a tile."""
+        return self._token_tile(self.token_vectors[0][n], self.query_dim)
+
+    def _key_numbers(self, n: int) -> Array:
+        """Return the n-th vector of keys as a tile."""
+        return self._token_tile(self.token_vectors[1][n], 1 - self.query_dim)
+
+    def _token_tile(self, vector: Ref, dim: int) -> Array:
+        """Load a vector along `dim`, and repeat it along the other one."""
+        layout = (ROW, COL)[dim]
+        return broadcast_vector(plgpu.load(vector, layout=layout), self.shape, dim)
+
+    def _difference(self, function: TileFunction, n: int) -> Array:
+        """Return the n-th vector of position differences as a tile."""
+        if n in self.loaded:
+            return self.loaded[n]
+        first = self.first[0] - self.first[1] + function.behind
+        return diagonal_values(self.head.differences[n], first, self.shape, self.query_dim)

@@ -41,7 +41,6 @@ from memeff.pallas.hopper.backward_common import (
     skip_tile,
     wait_for_slot,
 )
-from memeff.pallas.hopper.forward import cleaned
 from memeff.pallas.hopper.mosaic import (
     ROW,
     WGMMA,
@@ -55,6 +54,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
+from memeff.pallas.hopper.nonfinite import cleaned
 from memeff.pallas.hopper.persistent import ROWS, WorkState
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole

@@ -1,0 +1,406 @@
+"""Compute attention of one tile of queries in a consumer warpgroup of the forward kernel.
+
+forward.py has the algorithm, whose steps (1) to (5) are numbered here as well.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import LOG2_E
+from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling
+from memeff.pallas.hopper.mosaic import (
+    ROW,
+    WGMMA,
+    Ref,
+    accumulators,
+    broadcast_vector,
+    full_tile,
+    init_accumulator,
+    interpreting,
+    multiply,
+    plgpu,
+)
+from memeff.pallas.hopper.nonfinite import cleaned
+from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
+from memeff.pallas.hopper.scheduler import QueryWork, some_whole
+from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
+from memeff.pallas.hopper.tile_ranges import TileRange
+from memeff.problem import Problem
+from memeff.softmax import SEES_NOTHING
+
+HEADROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
+LARGEST_SUM = 2.0**60  # of (5); a row that exceeds it is done again
+
+
+class ForwardKernel(NamedTuple):
+    """A consumer warpgroup, which computes 64 rows of each tile of queries."""
+
+    problem: Problem
+    tiling: Tiling
+    query_ref: Ref  # [B, T, N, H]
+    value_ref: Ref  # [B, S, K, D]
+    out_ref: Ref  # [B, T, N, D]
+    lse_ref: Ref | None  # [B, N, T']
+    scratch: ForwardScratch
+    warpgroup: Array
+
+    def run_item(self, work: QueryWork, state: WorkState) -> tuple[Array, Array]:
+        """Compute and store a tile of queries. Return the tiles visited, and 1 if a row failed."""
+        scratch = self.scratch
+        slot = lax.rem(state.items, jnp.int32(self.tiling.queries))
+        rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
+        q = scratch.q_s.at[slot * self.tiling.warpgroups + self.warpgroup]
+        out = self.out_ref.at[work.b, rows, work.n]
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
+        loop = KeyTileLoop(self, work, state, q, head_number_refs(work.scalars, work.n))
+        m, l, o, failed = loop.run()
+        if not state.first:
+            m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
+        item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
+        q[...] = o.astype(q.dtype)
+        if self.lse_ref is not None:
+            sees_nothing = l == 0
+            lse = (m + jnp.log2(l)) * (1 / LOG2_E)
+            self._row_vector(3)[...] = jnp.where(sees_nothing, SEES_NOTHING, lse)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q, out)
+        if self.lse_ref is not None:
+            plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
+        # The next round may read out, so it must have been written by then.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=state.first)
+        plgpu.barrier_arrive(scratch.q_used.at[slot])
+        return work.visits.total, item_failed
+
+    def _row_vector(self, n: int) -> Ref:
+        """Return this warpgroup's part of `rows_s[n]`."""
+        return self.scratch.rows_s.at[n, pl.ds(self.warpgroup * ROWS, ROWS)]
+
+    def _merge_rounds(self, state: WorkState, q: Ref, out: Ref, m, l, o, failed):
+        """Keep m, l and failed of round 2 for the next one, and return m, l and o.
+
+        In round 3, return the new m, l and o of rows that failed, and the old ones of all other
+        rows.
+        """
+
+        def only_failed():
+            ready = self.scratch.old_out_ready.at[self.warpgroup]
+            plgpu.copy_gmem_to_smem(out, q, ready)
+            plgpu.barrier_wait(ready)
+            old_m, old_l, had_failed = [
+                plgpu.load(self._row_vector(n), layout=ROW) for n in range(3)
+            ]
+            redone = had_failed > 0
+            old_o = plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+            new_m = jnp.where(redone, m, old_m)
+            new_l = jnp.where(redone, l, old_l)
+            return new_m, new_l, jnp.where(broadcast_vector(had_failed, o.shape) > 0, o, old_o)
+
+        m, l, o = lax.cond(state.online, only_failed, lambda: (m, l, o))
+
+        @pl.when(~state.online)
+        def _keep():
+            for n, x in enumerate((m, l, failed)):
+                self._row_vector(n)[...] = x
+
+        return m, l, o
+
+
+class KeyTileLoop(NamedTuple):
+    """The loop of one warpgroup over the tiles of keys that its 64 queries visit, for one head.
+
+    m and l are [64], o is [64, D], and raw, s and p of a visit are [64, c].
+    """
+
+    kernel: ForwardKernel
+    work: QueryWork
+    state: WorkState
+    q: Ref  # [64, H]
+    head_numbers: HeadNumbers
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Return the shape of this warpgroup's tile of logits."""
+        return ROWS, self.kernel.tiling.keys
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Return the shape of o."""
+        return ROWS, self.kernel.value_ref.shape[-1]
+
+    @property
+    def has_fixed_max(self) -> bool:
+        """Return True if tiles without masks are visited by (5).
+
+        They are not if a score_fn is present and the nearest tiles do not come first: scores may
+        fall with the distance, so that m of other tiles would be too small.
+        """
+        problem = self.kernel.problem
+        nearest_first = (
+            problem.score_fn is None
+            or problem.right is not None
+            or isinstance(self.work.visits, TileRange)
+        )
+        return some_whole(problem, self.work.scalars) and nearest_first
+
+    def run(self):
+        """Return m, l, o = out, and 1 for each row that failed."""
+        visits = self.work.visits
+        masked = visits.masked
+        masks_suffice = visits.covers & (visits.right > 0)
+        first_fixed = jnp.minimum(masked + jnp.where(masks_suffice, 0, 1), visits.total)
+        if not self.has_fixed_max:
+            first_fixed = visits.total
+        m = full_tile((ROWS,), -jnp.inf)
+        l = full_tile((ROWS,), 0.0)
+        o = full_tile(self.out_shape, 0.0)
+        if self.state.first:
+            m, l, o = self._first_round(first_fixed, m, l, o)
+        else:  # the same numbers in the same order, or all with a running maximum
+            first_fixed = jnp.where(self.state.online, visits.total, first_fixed)
+            m, l, o = self._next_round(first_fixed, m, l, o)
+        sum_failed = jnp.where(l < LARGEST_SUM, 0.0, 1.0)
+        failed = jnp.maximum(sum_failed, jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
+        if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
+            failed = jnp.where((m == -jnp.inf) & (first_fixed < visits.total), 1.0, failed)
+        return m, l, o * broadcast_vector(self._inverse_sum(m, l), o.shape), failed
+
+    def _first_round(self, first_fixed, m, l, o):
+        """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5)."""
+        visits = self.work.visits
+        hidden = self.work.hidden(self.work.row + self.kernel.warpgroup * ROWS, ROWS)
+        pl.loop(0, hidden)(self._skip)
+        m, l, o = lax.fori_loop(hidden, first_fixed, self._online_step, (m, l, o))
+        fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
+
+        def fixed_part(total):
+            finish = init_accumulator(total, o)
+            new_l = lax.cond(
+                first_fixed < visits.total,
+                lambda l: self._fixed_max_loop(total, first_fixed, fixed_max, l),
+                lambda l: l,
+                l,
+            )
+            return new_l, finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        if self.has_fixed_max:
+            l, o = accumulators(fixed_part, o.shape)
+        return m, l, o
+
+    def _next_round(self, first_fixed, m, l, o):
+        """Visit all tiles once more, with values cleaned of NaN and Inf that no row sees."""
+        total = self.work.visits.total
+
+        def step(n, carry):
+            return self._redo_step(n, first_fixed, *carry)
+
+        end = first_fixed if interpreting() else total
+        m, l, o = lax.fori_loop(0, end, step, (m, l, o))
+        # The interpreter adds o behind (5), see `init_accumulator`: do the same, for the same bits.
+        if interpreting():
+            m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, full_tile(self.out_shape, 0.0)))
+            o = o + fixed_o
+        return m, l, o
+
+    def _inverse_sum(self, m, l):
+        """Return 1 / l, or 1 / (l + 2^(sink - m)) without overflow if sink is far above m."""
+        l = jnp.where(l == 0, 1.0, l)
+        sinks = self.work.scalars.sinks
+        if sinks is None:
+            return 1 / l
+        sink = lax.broadcast(sinks[self.work.n], l.shape)
+        m = jnp.where(m == -jnp.inf, 0.0, m)
+        top = jnp.maximum(m, sink)
+        share = jnp.exp2(m - top)
+        return share / (l * share + jnp.exp2(sink - top))
+
+    def _slot(self, n):
+        """Return the slot of keys and values of visit n."""
+        return lax.rem(self.state.visits + n, jnp.int32(self.kernel.tiling.stages))
+
+    def _wait_for_values(self, n):
+        """Wait until the values of visit n are in shared memory."""
+        plgpu.barrier_wait(self.kernel.scratch.v_ready.at[self._slot(n)])
+
+    def _score_tile(self, n) -> ScoreTile:
+        """Return the positions, masks and functions of the tile of visit n."""
+        kernel = self.kernel
+        work = self.work
+        row = work.row + kernel.warpgroup * ROWS
+        col = work.visits.tile(n) * kernel.tiling.keys
+        slot = lax.rem(self.state.items, jnp.int32(kernel.tiling.queries))
+        first_slot = slot * kernel.tiling.warpgroups
+        of_queries, of_keys = kernel.scratch.token_vectors
+        vectors = (
+            tuple(ref.at[first_slot + kernel.warpgroup] for ref in of_queries),
+            tuple(ref.at[self._slot(n)] for ref in of_keys),
+        )
+        return ScoreTile(
+            kernel.problem,
+            self.tile_shape,
+            (row, col),
+            work.sight,
+            work.scalars,
+            self.head_numbers,
+            vectors,
+        )
+
+    def _skip(self, n):
+        """Release the keys and values of visit n unread."""
+        scratch = self.kernel.scratch
+        slot = self._slot(n)
+        skip_item((scratch.k_ready, scratch.k_used), (scratch.v_ready, scratch.v_used), at=slot)
+
+    def _dot_products(self, n) -> Array:
+        """Return raw of visit n."""
+        scratch = self.kernel.scratch
+        slot = self._slot(n)
+        plgpu.barrier_wait(scratch.k_ready.at[slot])
+
+        def product(raw):
+            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(product, self.tile_shape)
+        plgpu.barrier_arrive(scratch.k_used.at[slot])
+        return raw
+
+    def _online_step(self, n, carry):
+        """Return m, l and o after visit n, by (1) to (4)."""
+        scratch = self.kernel.scratch
+        slot = self._slot(n)
+        tile = self._score_tile(n).early()
+        raw = self._dot_products(n)
+        _, of_keys = scratch.token_vectors
+        if of_keys:  # they are copied with the values
+            plgpu.barrier_wait(scratch.v_ready.at[slot])
+        p, m, l, o = self._move_max(tile, raw, *carry)
+        if not of_keys:
+            plgpu.barrier_wait(scratch.v_ready.at[slot])
+        return m, l, self._add_values(o, p, n)
+
+    def _move_max(self, tile: ScoreTile, raw, m, l, o):
+        """Apply (2) to (4), but for the product. Return p of (4), and the new m, l and a o."""
+        dtype = self.kernel.scratch.v_s.dtype
+        s = tile.logits(raw, tile.seen())  # (2)
+        top = s.max(axis=1)
+        if not self.state.first and dtype == jnp.bfloat16:
+            top = top + jnp.where(self.state.online, HEADROOM, 0.0)
+        m_new = jnp.maximum(m, top)  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
+        l = a * l + p.sum(axis=1)  # (4)
+        return p.astype(dtype), m_new, l, o * broadcast_vector(a, o.shape)
+
+    def _redo_step(self, n, first_fixed, m, l, o):
+        """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""
+        tile = self._score_tile(n)
+        raw = self._dot_products(n)
+        self._wait_for_values(n)
+
+        def keep_max(m, l, o):
+            p, l = self._probabilities(tile, raw, jnp.where(m == -jnp.inf, 0.0, m), l)
+            return p, m, l, o
+
+        move_max = functools.partial(self._move_max, tile, raw)
+        if self.has_fixed_max:
+            p, m, l, o = lax.cond(n < first_fixed, move_max, keep_max, m, l, o)
+        else:
+            p, m, l, o = move_max(m, l, o)
+        return m, l, self._add_values(self._clean_values(o, n), p, n)
+
+    def _probabilities(self, tile: ScoreTile, raw, fixed_max, l):
+        """Return p and l of (5)."""
+        p = jnp.exp2(tile.logits(raw, None) - broadcast_vector(fixed_max, self.tile_shape))
+        return p.astype(self.kernel.scratch.v_s.dtype), l + p.sum(axis=1)
+
+    def _add_values(self, o, p, n):
+        """Return o + p v, with v of visit n in shared memory."""
+
+        def product(total):
+            finish = init_accumulator(total, o)
+            self._start_product(total, p, n)
+            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        o = accumulators(product, o.shape)
+        plgpu.barrier_arrive(self.kernel.scratch.v_used.at[self._slot(n)])
+        return o
+
+    def _start_product(self, total, p, n):
+        """Start total += p v, with v of visit n."""
+        scratch = self.kernel.scratch
+        stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
+        multiply(total, p, scratch.v_s.at[self._slot(n)], stage)
+
+    def _clean_values(self, o, n):
+        """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
+        scratch = self.kernel.scratch
+        warpgroup = self.kernel.warpgroup
+        shared = scratch.bad_keys_s.at[warpgroup], scratch.bad_columns_s, scratch.all_consumers
+        values = scratch.v_s.at[self._slot(n)]
+        return cleaned(values, o, self._score_tile(n), warpgroup, shared)
+
+    def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
+        """Apply (5) to visit `first_fixed` and all later ones, at least one. Return l.
+
+        `total` is the accumulator of o.
+        """
+        kernel = self.kernel
+        scratch = kernel.scratch
+        count = self.work.visits.total
+        # A score_fn may read vectors of keys, which are copied with the values.
+        needs_vectors = bool(scratch.token_vectors[1]) and kernel.problem.score_fn is not None
+
+        def dot_products(n, load: Callable[[Any], Any]):
+            """Start (1) of visit n. Return its tile, and `load` of the accumulator."""
+            slot = self._slot(n)
+            tile = self._score_tile(n).early()
+            plgpu.barrier_wait(scratch.k_ready.at[slot])
+
+            def product(raw):
+                plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+                result = load(raw)
+                plgpu.barrier_arrive(scratch.k_used.at[slot])
+                return result
+
+            return tile, accumulators(product, self.tile_shape)
+
+        def start_values(p, n):
+            if not needs_vectors:
+                self._wait_for_values(n)
+            self._start_product(total, p, n)
+
+        def finish_values(n):
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch.v_used.at[self._slot(n)])
+
+        def probabilities(n, tile, raw, l):
+            if needs_vectors:
+                self._wait_for_values(n)
+            return self._probabilities(tile, raw, fixed_max, l)
+
+        def step(n, carry):
+            """Multiply p and v of visit n, and compute p of visit n + 1."""
+            p, l = carry
+
+            def load(raw):
+                start_values(p, n)
+                return plgpu.wgmma_accumulator_load(raw, wait_n=1)
+
+            p, l = probabilities(n + 1, *dot_products(n + 1, load), l)
+            finish_values(n)
+            return p, l
+
+        tile, raw = dot_products(
+            first_fixed, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)
+        )
+        p, l = probabilities(first_fixed, tile, raw, l)
+        p, l = lax.fori_loop(first_fixed, count - 1, step, (p, l))
+        start_values(p, count - 1)
+        finish_values(count - 1)
+        return l

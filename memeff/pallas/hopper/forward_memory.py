@@ -1,0 +1,82 @@
+"""Describe the tiles of the forward kernel and their shared memory."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from memeff.pallas.hopper.mosaic import Barrier, Ref, interpreter_staging, plgpu, tile_ref
+from memeff.pallas.hopper.persistent import ROWS
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.score_tile import TokenVectors, barrier_arrivals, scratch_shapes
+
+
+class Tiling(NamedTuple):
+    """Sizes of the forward's tiles, and how many of them are in shared memory."""
+
+    warpgroups: int  # consumers
+    keys: int  # of a tile
+    stages: int  # slots for tiles of keys, and of values
+    queries: int  # slots for tiles of queries
+
+    @property
+    def rows(self) -> int:
+        """Return the number of queries of a tile, of all consumers."""
+        return self.warpgroups * ROWS
+
+
+class ForwardScratch(NamedTuple):
+    """Shared memory of a thread block, in the order in which it is allocated.
+
+    A barrier `*_ready` is for copies into a slot, `*_used` for the consumers that have read it.
+    """
+
+    all_done: Barrier  # for all warpgroups
+    all_consumers: Barrier
+    bad_columns_s: Ref  # [D] above 0 where a column of a tile of values is not finite
+    failed_s: Ref  # [warpgroups, 64] above 0 where a row failed
+    k_s: Ref  # [stages, c, H]
+    k_ready: Barrier
+    k_used: Barrier
+    bad_keys_s: Ref  # [warpgroups, c] above 0 where a row of a tile of values is not finite
+    token_vectors: TokenVectors  # of queries, which come with q; of keys, which come with v
+    old_out_ready: Barrier
+    q_s: Ref  # [queries * warpgroups, 64, H]; out takes the place of q
+    q_ready: Barrier
+    q_used: Barrier
+    rows_s: Ref  # [4, t]: m, l and failed, kept for the next round; lse
+    v_s: Ref  # [stages, c, D]
+    v_ready: Barrier
+    v_used: Barrier
+    stage: Ref = None  # [warpgroups, 64, c], in the interpreter alone
+
+
+def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> ForwardScratch:
+    """Return the types of a thread block's shared memory."""
+    consumers = tiling.warpgroups
+    stages = tiling.stages
+    keys = tiling.keys
+    slots = tiling.queries * consumers
+    of_queries, of_keys = barrier_arrivals(scalars)
+    vectors = scratch_shapes(scalars, (slots, ROWS), (stages, keys))
+    return ForwardScratch(
+        all_done=plgpu.Barrier(num_arrivals=consumers + 1),
+        all_consumers=plgpu.Barrier(num_arrivals=consumers),
+        bad_columns_s=plgpu.SMEM((D,), jnp.float32),
+        failed_s=plgpu.SMEM((consumers, ROWS), jnp.float32),
+        k_s=tile_ref(stages, keys, H, dtype),
+        k_ready=plgpu.Barrier(num_barriers=stages),
+        k_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        bad_keys_s=plgpu.SMEM((consumers, keys), jnp.float32),
+        token_vectors=vectors["marks"],
+        old_out_ready=plgpu.Barrier(num_barriers=consumers),
+        q_s=tile_ref(slots, ROWS, H, dtype),
+        q_ready=plgpu.Barrier(
+            num_arrivals=consumers * (1 + of_queries), num_barriers=tiling.queries
+        ),
+        q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=tiling.queries),
+        rows_s=plgpu.SMEM((4, consumers * ROWS), jnp.float32),
+        v_s=tile_ref(stages, keys, D, dtype),
+        v_ready=plgpu.Barrier(num_arrivals=1 + of_keys, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        **interpreter_staging(consumers, ROWS, keys, dtype),
+    )

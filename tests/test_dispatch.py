@@ -240,7 +240,8 @@ def test_the_form_of_the_backward_is_what_is_asked_for():
             == memeff.explain(x, x, x).split(".")[0]
         )
         with pytest.raises(
-            NotImplementedError, match='backward="fused" supports heads of up to 128, and this call has H=192'
+            NotImplementedError,
+            match='backward="fused" supports heads of up to 128, and this call has H=192',
         ):
             memeff.explain(heads, heads, heads, backward="fused")
         sums = 4 * 256 * 2 * 64
@@ -334,13 +335,15 @@ def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
     x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     with pretend_device("gpu", "9.0"):
         with pytest.warns(
-            UserWarning, match='but implementation="xla" runs: the Hopper kernels do not support `bias`'
+            UserWarning,
+            match='but implementation="xla" runs: the Hopper kernels do not support `bias`',
         ):
             dot_product_attention(x, x, x, bias)
         dot_product_attention(x, x, x, bias)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
         with pytest.raises(
-            NotImplementedError, match='"pallas" cannot run this call: the Hopper kernels do not support `bias`'
+            NotImplementedError,
+            match='"pallas" cannot run this call: the Hopper kernels do not support `bias`',
         ):
             dot_product_attention(x, x, x, bias, implementation="pallas")
         with pytest.raises(

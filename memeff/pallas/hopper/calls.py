@@ -401,8 +401,7 @@ def tangent(
     `along` holds the tangents of query, key and value; None stands for 0.
     """
     operands = _mask_as_segments(operands)
-    scalars = _scalars(problem, operands)
-    leaves, structure = jax.tree.flatten((along[:3], scalars))
+    leaves, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
     on_tiles = calls.tile_functions(problem, operands, "score")
     moves_logits = along.query is not None or along.key is not None
     # True with a sink, because lse then differs from that of these kernels' forward.
@@ -426,6 +425,6 @@ def tangent(
         return dout, dlse[..., :T].reshape(B, K, G, T)
 
     active = [dims for dims, x in zip(DIMS, along[:3], strict=True) if x is not None]
-    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(scalars)
+    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(_scalars(problem, operands))
     run = partitioned(call, dims_in, ("bkgtd", "bkgt"))
     return run(*operands[:3], out, lse.high * LOG2_E, *leaves)

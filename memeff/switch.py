@@ -1,7 +1,7 @@
-"""A switch by which code that calls `jax.nn.dot_product_attention` computes with memeff.
+"""Switch code that calls `jax.nn.dot_product_attention` to memeff.
 
-A context is part of the key of JAX's caches (`jax.make_user_context`): a jitted function that was
-traced before is traced again inside, and what was traced inside is not used outside.
+A context is part of the key of JAX's caches (`jax.make_user_context`). So a function that was jitted
+before is traced again inside, and programs traced inside are not used outside.
 """
 
 import contextlib
@@ -25,29 +25,30 @@ Choice = tuple[Implementation | None]  # a tuple, because None is a choice too
 
 # The `implementation` of the innermost switch of this thread, as a Choice; None outside.
 _choice = jax.make_user_context(None)
-_ran: set[Choice] = set()  # JAX's cache may hold programs that were traced under these
+_ran: set[Choice] = set()  # choices under which JAX's cache may hold programs
 
 
 @dataclasses.dataclass
 class _Switch:
-    """What one switch saw."""
+    """Calls that one switch saw."""
 
-    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    called: bool = False  # here or in an inner switch
-    ran: bool = False  # here or in an inner switch
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)  # of `query`
+    called: bool = False  # something called JAX's function, in this switch or in an inner one
+    ran: bool = False  # memeff ran such a call
 
 
 class _Switches(threading.local):
     """The switches that this thread is in, the innermost last."""
 
-    def __init__(self):
+    def __init__(self):  # once for each thread
         self.stack: list[_Switch] = []
 
 
 _switches = _Switches()
 _lock = threading.Lock()
-_inside = 0  # the switches that all threads together are in
-_replaced = _replacement = jax.nn.dot_product_attention  # by the first of them
+_inside = 0  # number of switches that all threads together are in
+# JAX's function, and the one by which the first of these switches replaced it.
+_replaced = _replacement = jax.nn.dot_product_attention
 
 
 @contextlib.contextmanager
@@ -56,36 +57,39 @@ def switch_jax_nn(
 ) -> Iterator[list[tuple[int, ...]]]:
     """Make `jax.nn.dot_product_attention` compute with memeff, whichever library calls it.
 
-    It needs no Flax, and reaches Keras, Equinox, Haiku, Flax NNX and plain JAX. Inside, the
-    function takes what JAX's own takes, with the same meaning, except that:
+    Inside, the function takes the same arguments as JAX's, with the same meaning, except that:
 
     * A query that sees no key gives 0, where JAX gives the mean of the values; its residual is
       -inf.
     * The caller's `implementation=` ("xla", "cudnn", "triton") is ignored, because it chooses among
       JAX's implementations.
 
+    The switch reaches every call by the full name, for example by Keras, and needs no Flax. It does
+    not reach:
+
+    * Code that has said `from jax.nn import dot_product_attention`.
+    * Flax NNX's attention with dropout; `memeff.nn.switch_nnx` reaches it.
+    * `equinox.nn.MultiheadAttention` and `haiku.MultiHeadAttention`, because they write their
+      attention out. `docs/adopting.md` has subclasses of both that call memeff.
+
     The switch holds for this thread. The name is replaced for the whole process, and calls from
     other threads reach JAX's function as before. Switches may be nested. The last to leave restores
     the name, also after an exception. Functions jitted earlier are traced again inside.
 
-    The switch reaches every call by the full name. It does not reach code that has said
-    `from jax.nn import dot_product_attention`. Of Flax NNX's attention it reaches the calls without
-    dropout; `memeff.nn.switch_nnx` reaches all.
-
     Args:
-      implementation: as `memeff.dot_product_attention` takes it: None (memeff chooses), "xla",
+      implementation: as in `memeff.dot_product_attention`: None (memeff chooses), "xla",
         "reference" or "pallas".
-      strict: raise where memeff ran no call, instead of a warning.
+      strict: raise an error, instead of a warning, if memeff ran no call.
 
     Returns:
       A list of the shapes of `query` in the calls that memeff ran, filled as they are traced. Calls
-      inside an inner switch stand in the inner list. A function that was compiled in an earlier
+      inside an inner switch appear in the inner list. A function that was compiled in an earlier
       switch is not traced again, and its calls are not listed.
 
     Raises:
-      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. Where an
-        earlier switch of this process ran some, JAX's cache may hold the calls. Then there is
-        neither an error nor a warning.
+      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. If an earlier
+        switch of this process ran calls, JAX's cache may hold them. Then there is neither an error
+        nor a warning.
 
     Example:
       >>> x = jax.numpy.ones((2, 7, 4, 8))
@@ -131,7 +135,10 @@ def switch_jax_nn(
 
 
 def tell_nothing_switched(reason: str, strict: bool, stacklevel: int = 4) -> None:
-    """Warn where the `with` statement stands (behind the switch and contextlib), or raise."""
+    """Warn at the line of the `with` statement, or raise if `strict`.
+
+    `stacklevel` counts the frames of the switch and of contextlib.
+    """
     if strict:
         raise ValueError(reason)
     warnings.warn(reason, stacklevel=stacklevel)
@@ -140,13 +147,14 @@ def tell_nothing_switched(reason: str, strict: bool, stacklevel: int = 4) -> Non
 def _routed(replaced: Callable) -> Callable:
     """Return the function that stands in for `replaced`.
 
-    Others may wrap it and keep it beyond the switch, so it holds `replaced` itself.
+    It holds `replaced` itself, because other code may wrap it and keep it beyond the switch.
     """
 
     @functools.wraps(replaced)
     def route(*args, **kwargs):
-        outside = _choice.value is None  # also a call from another thread
-        return replaced(*args, **kwargs) if outside else _as_jax_nn(*args, **kwargs)
+        if _choice.value is None:  # outside, or in another thread
+            return replaced(*args, **kwargs)
+        return _as_jax_nn(*args, **kwargs)
 
     return route
 
@@ -166,12 +174,12 @@ def _as_jax_nn(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Compute with memeff what JAX's function takes, and return it in JAX's shapes and dtypes."""
-    del implementation  # a choice among JAX's own
+    """Compute with memeff a call of JAX's function, and return it in JAX's shapes and dtypes."""
+    del implementation  # it chooses among JAX's implementations
     for switch in _switches.stack:
         switch.called = True
     choice: Choice = _choice.value
-    given = jnp.asarray(query).shape
+    shape = jnp.asarray(query).shape
     query, key, value = (_at_least_3d(x) for x in (query, key, value))
     if bias is not None and jnp.asarray(bias).dtype == bool:  # JAX adds it, as 0 and 1
         bias = jnp.asarray(bias, jnp.float32)
@@ -184,35 +192,36 @@ def _as_jax_nn(
         mask,
         scale=scale,
         is_causal=bool(is_causal),
-        query_seq_lengths=_within(query_seq_lengths, query.shape[-3]),
-        key_value_seq_lengths=_within(key_value_seq_lengths, key.shape[-3]),
+        query_seq_lengths=_clip_lengths(query_seq_lengths, query.shape[-3]),
+        key_value_seq_lengths=_clip_lengths(key_value_seq_lengths, key.shape[-3]),
         local_window_size=local_window_size,
         implementation=choice[0],
     )
     if return_residual:
         out, residual = run(return_residual=True)
         residual = lax.stop_gradient(residual.astype(out.dtype))  # as JAX's
-        result = out.reshape(*given[:-1], out.shape[-1]), residual.reshape(given[:-1])
+        result = out.reshape(*shape[:-1], out.shape[-1]), residual.reshape(shape[:-1])
     else:
         out = run()
-        result = out.reshape(*given[:-1], out.shape[-1])
+        result = out.reshape(*shape[:-1], out.shape[-1])
     _ran.add(choice)
-    _switches.stack[-1].shapes.append(given)
+    _switches.stack[-1].shapes.append(shape)
     for switch in _switches.stack:
         switch.ran = True
     return result
 
 
 def _at_least_3d(x: ArrayLike) -> Array:
+    """Return x with leading dims of size 1, so that it has at least 3 dims."""
     x = jnp.asarray(x)
     return x.reshape((1,) * (3 - x.ndim) + x.shape)
 
 
-def _within(lengths: ArrayLike | None, most: int) -> ArrayLike | None:
-    """Count known lengths above `most` as `most` and below 0 as 0, as JAX does.
+def _clip_lengths(lengths: ArrayLike | None, size: int) -> ArrayLike | None:
+    """Clip known lengths to 0 and `size`, as JAX does.
 
-    `dot_product_attention` counts traced lengths so, and refuses known ones.
+    `dot_product_attention` clips traced lengths itself, and refuses known ones.
     """
-    if lengths is None or isinstance(lengths, Tracer) or not isinstance(most, int):
+    if lengths is None or isinstance(lengths, Tracer) or not isinstance(size, int):
         return lengths
-    return np.clip(np.asarray(lengths), 0, most)
+    return np.clip(np.asarray(lengths), 0, size)

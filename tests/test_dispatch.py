@@ -23,7 +23,7 @@ from memeff.pallas.hopper import implementation as hopper
 from memeff.shape import CallShape
 
 f32 = np.float32
-NO_KERNELS = "its kernels run on Hopper GPUs, and this is a cpu"
+NO_KERNELS = "the Hopper kernels need a Hopper GPU, and this device is a cpu"
 NOT_CUDNN = "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
 
 # ---- every call by every implementation: None where it can run, else the reason
@@ -158,13 +158,14 @@ def test_an_implementation_has_its_three_functions():
 # ---- kernels: what they run on a device that has them, and what they say of the rest
 
 OLD = jax.__version__.startswith("0.10.")
-TAKE_16_BITS = "its kernels take bfloat16 and float16, and this is float32"
+TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
 REFUSED = {
-    "bias": "its kernels read no bias",
-    "mask": "its kernels read masks of keys or of queries, [B, 1, 1, S] or [B, 1, T, 1], no others",
-    "scale_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
-    "soft_cap_array": "its kernels take scale and logits_soft_cap as numbers, not as arrays",
-    "dropout": "its kernels have no dropout",
+    "bias": "the Hopper kernels do not support `bias`",
+    "mask": "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
+    "and no other",
+    "scale_array": "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays",
+    "soft_cap_array": "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays",
+    "dropout": "the Hopper kernels do not support dropout",
 }
 KERNELS = {  # a case's features, in the order in which they are asked for
     "plain": None,
@@ -201,17 +202,12 @@ def test_what_kernels_can_run(name, dtype):
     reason = TAKE_16_BITS if dtype == "float32" else feature and REFUSED[feature]
     on = lambda *device: hopper.why_not(problem, operands, Device(*device))
     if OLD:
-        reason = f"its kernels need jax 0.11, and this is {jax.__version__}"
+        reason = f"the Hopper kernels need jax 0.11 or later, and this is jax {jax.__version__}"
     assert on("gpu", "9.0") == reason
-    assert (
-        on("gpu", "8.0")
-        == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is 8.0"
-    )
-    assert (
-        on("gpu")
-        == "its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is None"
-    )
-    assert on("tpu") == "its kernels run on Hopper GPUs, and this is a tpu"
+    needs = "the Hopper kernels need a GPU of compute capability 9.0 (H100, H200), and this one has"
+    assert on("gpu", "8.0") == f"{needs} 8.0"
+    assert on("gpu") == f"{needs} None"
+    assert on("tpu") == "the Hopper kernels need a Hopper GPU, and this device is a tpu"
 
 
 def chosen(shape=(1, 256, 2, 64), dtype=jnp.bfloat16, **how):
@@ -244,7 +240,8 @@ def test_the_form_of_the_backward_is_what_is_asked_for():
             == memeff.explain(x, x, x).split(".")[0]
         )
         with pytest.raises(
-            NotImplementedError, match='backward="fused" takes heads of up to 128, and here H=192'
+            NotImplementedError,
+            match='backward="fused" supports heads of up to 128, and this call has H=192',
         ):
             memeff.explain(heads, heads, heads, backward="fused")
         sums = 4 * 256 * 2 * 64
@@ -338,14 +335,16 @@ def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
     x, bias = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     with pretend_device("gpu", "9.0"):
         with pytest.warns(
-            UserWarning, match="instead of the GPU's kernels, because its kernels read no bias"
+            UserWarning,
+            match="instead of the GPU's kernels, because the Hopper kernels do not support `bias`",
         ) as record:
             dot_product_attention(x, x, x, bias)
         assert record[0].filename == __file__
         dot_product_attention(x, x, x, bias)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
         with pytest.raises(
-            NotImplementedError, match='"pallas" cannot run this call: its kernels read no bias'
+            NotImplementedError,
+            match='"pallas" cannot run this call: the Hopper kernels do not support `bias`',
         ):
             dot_product_attention(x, x, x, bias, implementation="pallas")
         with pytest.raises(

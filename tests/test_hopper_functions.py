@@ -729,13 +729,13 @@ REFUSED = {
     "`eq` in int8 of query and key positions together (mask_fn)": dict(
         mask_fn=masks.documents(np.zeros(512, np.int8))
     ),
-    'backward="fused" calls no score_fn and no mask_fn': dict(
+    'backward="fused" does not support `score_fn` and `mask_fn`': dict(
         mask_fn=masks.causal(), backward="fused"
     ),
     "have room for 16 numbers for each token, and these functions have 18": dict(
         mask_fn=functools.reduce(Mask.__and__, [masks.documents(np.zeros(512, np.int32))] * 9)
     ),
-    "call no qk_transform": dict(qk_transform=transforms.rotary()),
+    "do not support `qk_transform`": dict(qk_transform=transforms.rotary()),
 }
 
 

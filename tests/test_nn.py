@@ -777,12 +777,12 @@ WRONG = [  # what the core refuses is quoted no further than the argument: test_
     (
         {"score_fn": ALIBI, "score_init": lambda key: ALIBI},
         ValueError,
-        "score_init came beside score_fn: give the one that learns, or the one that does not",
+        "score_init and score_fn were both given: pass score_init, which learns, or score_fn",
     ),
     (
         {"score_init": ALIBI},
         TypeError,
-        "score_init must be a function of a key that returns a memeff.Score, got Score: lambda key: ... makes it one",
+        "score_init must be a function of a key that returns a memeff.Score, got Score: write lambda key: ...",
     ),
     (
         {"score_init": lambda key: jnp.ones(4)},

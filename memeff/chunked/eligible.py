@@ -1,10 +1,10 @@
 """Decide whether a call can bound each row's maximum beforehand, and fuse its gradient on GPUs."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from memeff.chunked.schedule import has_traced_bounds
+from memeff.logits import logits_plain
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem
 
@@ -19,9 +19,7 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 
     This takes plain logits, a dtype with 8 bits of exponent, and a key for every row.
     """
-    terms = operands.terms._replace(sinks=None)
-    extras = (*problem.extras, *jax.tree.leaves(terms), operands.mask, operands.q_segments)
-    if any(x is not None for x in extras) or has_traced_bounds(operands):
+    if not logits_plain(problem, operands) or has_traced_bounds(operands):
         return False
     if operands.query.dtype not in (jnp.bfloat16, jnp.float32):
         return False

@@ -22,7 +22,7 @@ from memeff.slicing import slice_dims, slice_optional, write_slice
 
 Fold = Callable[[Any], Any]  # carry -> carry
 CutTile = Callable[..., Tile]  # i, j -> tile
-StepAhead = tuple[tuple[Array, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.ahead
+StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.ahead
 
 
 def run_by_blocks(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.dropout import dropout_keep_mask, head_numbers
-from memeff.logits import logits_from_dots, transform_query_key
+from memeff.logits import logits_from_dots, logits_increasing, transform_query_key
 from memeff.masking import query_positions
 from memeff.problem import LogitParams, Operands, Problem, accumulator_dtype
 from memeff.sharding import sharding_of_sum
@@ -87,12 +87,8 @@ def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
 
     Where (2) is increasing, compute it from the maximum of raw, so that XLA:CPU need not store s.
     """
-    if (
-        tile.keep is not None  # also with a bias, because it masks all tiles
-        or problem.score_fn is not None
-        or tile.here.terms.scale is not None
-        or problem.scale < 0
-    ):
+    # A tile with a bias has a mask, too.
+    if tile.keep is not None or not logits_increasing(problem, tile.here.terms):
         return s.max(-1)
     if raw.shape[2] == 1:  # XLA:CPU would copy raw for a dim G = 1
         raw = raw[:, :, 0].max(-1)[:, :, None]

@@ -1,22 +1,27 @@
-"""Attention for Flax, Linen and NNX: modules with memeff inside, and switches for models that exist already.
+"""Attention for Flax, Linen and NNX: modules with memeff inside, and switches for existing models.
 
-`memeff.nn.linen` has `MultiHeadDotProductAttention` and `MultiHeadAttention`, `memeff.nn.nnx` has `MultiHeadAttention`:
-subclasses of Flax's own under the same names. Parameters, their initial values, checkpoints and the decode cache are Flax's.
-New are `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`; and scores, masks and
-transforms of your own, with sinks: `score_fn`, `mask_fn` and `qk_transform` as they are, `score_init`, `qk_transform_init`
-and `sinks_init` for those whose arrays are to be parameters of the module and learn.
+`memeff.nn.linen` has `MultiHeadDotProductAttention` and `MultiHeadAttention`, and `memeff.nn.nnx` has
+`MultiHeadAttention`. They are subclasses of Flax's modules under the same names, with Flax's
+parameters, initial values, checkpoints and decode cache. They add:
 
-A model that exists already is switched in two lines:
+* `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`.
+* `score_fn`, `mask_fn` and `qk_transform`: functions of the user, whose params do not learn.
+* `score_init`, `qk_transform_init` and `sinks_init`: their arrays are parameters of the module.
+
+Two lines switch a model that exists already:
 
   `with switch_linen():`    Linen's attention modules called inside compute with memeff
   `switch_nnx(model)`       NNX's attention modules in `model` compute with memeff from now on
-  `with switch_jax_nn():`   whatever calls `jax.nn.dot_product_attention` inside (also NNX, where nothing is dropped);
-                            it is `memeff.switch_jax_nn`, which needs no Flax
+  `with switch_jax_nn():`   calls of `jax.nn.dot_product_attention` inside compute with memeff, also
+                            those of NNX without dropout; it is `memeff.switch_jax_nn`, which needs
+                            no Flax
 
-Or hand `memeff.nn.attention_fn` to Flax's modules as `attention_fn=`: `memeff.dot_product_attention` with Flax's hooks.
+Flax's own modules also take `attention_fn=memeff.nn.attention_fn`, which is
+`memeff.dot_product_attention` with Flax's hooks.
 
-What differs from Flax: a query that sees no key gives 0, where Flax gives the mean of the values; `sow_weights=True` is
-refused, since the weights are what memeff never stores; the softmax is always in float32 or better.
+Differences from Flax: a query that sees no key gives 0, where Flax gives the mean of the values.
+`sow_weights=True` is refused, because memeff never stores the weights. The softmax is always in
+float32 or better.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What Flax's attention modules call: memeff's attention with the hooks and the habits of Flax."""
+"""Give memeff's attention the hooks and the habits that Flax's attention modules expect."""
 
 import math
 from collections.abc import Callable
@@ -38,15 +38,15 @@ def attention_fn(
 ) -> Array:
     """Compute exact attention in linear memory for an attention module of Flax, Linen or NNX.
 
-    It is `memeff.dot_product_attention` with what Flax's own `dot_product_attention` has besides:
-    hooks, promotion of dtypes, and masks that are not boolean. `functools.partial` of it fixes
-    chunk_size and the like.
+    It adds to `memeff.dot_product_attention` what Flax's `dot_product_attention` has: hooks,
+    promotion of dtypes, and masks that are not boolean. Use `functools.partial` of it to fix
+    chunk_size and other keywords.
 
     Args:
       query, key, value, bias: as in `memeff.dot_product_attention`; dtypes that differ are promoted.
       mask: broadcastable to [*B, N, T, S]. Nonzero = may attend. An additive mask (0 and -1e9) would
-        mean the inverse, so values that are negative or no whole numbers are refused where they are
-        known: not under jit, where they mean what they mean to Flax. Additive terms go into `bias`.
+        mean the inverse, so known values that are negative or not whole numbers are refused. Under
+        jit they are not known, and mean what they mean to Flax. Additive terms go into `bias`.
       dropout_rng, dropout_rate, broadcast_dropout: as in Flax, with Flax's mask for the same key.
       deterministic: drop nothing.
       dtype: cast query, key and value to it first.
@@ -54,7 +54,7 @@ def attention_fn(
       module: Flax's request to sow the attention weights. Refused, because they are never stored.
       force_fp32_for_softmax: True and Flax's default, False, are the same here, because the softmax
         is always in float32 (float64 for float64).
-      qk_attn_weights_einsum, attn_weights_value_einsum: for quantised products. Refused.
+      qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products. Refused.
       options: keywords of `memeff.dot_product_attention`.
 
     Returns:
@@ -62,13 +62,13 @@ def attention_fn(
       gives the mean of the values.
 
     Raises:
-      NotImplementedError: a hook asks for what memeff cannot give.
+      NotImplementedError: `module` or an einsum hook is given.
       TypeError, ValueError: as in `memeff.dot_product_attention`.
 
     Example:
       >>> from flax import nnx
-      >>> of = dict(attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
-      >>> nnx.MultiHeadAttention(2, 8, **of)(jnp.ones((1, 7, 8))).shape
+      >>> options = dict(attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))
+      >>> nnx.MultiHeadAttention(2, 8, **options)(jnp.ones((1, 7, 8))).shape
       (1, 7, 8)
     """
     del force_fp32_for_softmax
@@ -80,7 +80,7 @@ def attention_fn(
     ):
         if hook is not None:
             raise NotImplementedError(
-                f"{name} is not supported: memeff makes its products tile by tile. Leave it None."
+                f"{name} is not supported, because memeff computes its products tile by tile. Omit it."
             )
     inputs.check_choice("deterministic", deterministic)
     dropout_rate = validate_options.check_dropout_rate(dropout_rate)
@@ -89,7 +89,7 @@ def attention_fn(
         key,
         value,
         bias,
-        _boolean(mask),
+        _as_boolean(mask),
         dropout_rng=dropout_rng,
         dropout_rate=0.0 if deterministic else dropout_rate,
         broadcast_dropout=broadcast_dropout,
@@ -99,37 +99,37 @@ def attention_fn(
 
 
 def _refuse_weights(query: ArrayLike, key: ArrayLike, module: Any) -> None:
-    """Refuse to sow the attention weights, and name their size."""
+    """Raise if Flax's `module` asks for the attention weights, and name their size."""
     if module is None:
         return
-    *leads, T, N, _ = jnp.shape(query)
-    weights = (*leads, N, T, jnp.shape(key)[-3])
-    mib = math.prod(weights) * 4 / 2**20
+    *batch, T, N, _ = jnp.shape(query)
+    shape = (*batch, N, T, jnp.shape(key)[-3])
+    mib = math.prod(shape) * 4 / 2**20
     raise NotImplementedError(
-        f"sow_weights=True asks for the attention weights, {weights} or {mib:.1f} MiB in float32: "
+        f"sow_weights=True asks for the attention weights, {shape} or {mib:.1f} MiB in float32, and "
         "memeff never stores them. Use Flax's own module for this call, at a length where they fit."
     )
 
 
-def _boolean(mask: ArrayLike | None) -> ArrayLike | None:
-    """Return a mask of Flax's as a boolean one: nonzero = may attend."""
+def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
+    """Convert Flax's mask to a boolean one: nonzero = may attend."""
     if mask is None:
         return None
     mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
     dtype = jnp.result_type(mask)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-        return mask  # boolean, or what dot_product_attention refuses
+        return mask  # boolean, or of a dtype that dot_product_attention refuses
     if not isinstance(mask, Tracer) and _looks_additive(mask):
         raise TypeError(
-            f"mask is {dtype} with values that are negative or no whole numbers: it looks additive, "
-            "and to Flax every nonzero value means may attend. Pass an additive term as bias=, or a "
+            f"mask is {dtype} with values that are negative or not whole numbers: it looks additive, "
+            "but to Flax every nonzero value means may attend. Pass an additive term as bias=, or a "
             "boolean mask (True = may attend)."
         )
     return jnp.asarray(mask) != 0
 
 
 def _looks_additive(mask: ArrayLike) -> bool:
-    """Return whether a known mask has values that are negative, NaN or no whole numbers."""
+    """Return whether a known mask has values that are negative, NaN or not whole numbers."""
     with jax.ensure_compile_time_eval():
         mask = jnp.asarray(mask)
         wrong = mask < 0

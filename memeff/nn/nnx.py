@@ -1,4 +1,4 @@
-"""Flax NNX's attention module with memeff inside. Hides how positions reach the attention when it decodes from a cache."""
+"""Add memeff's attention and its options to Flax NNX's attention module."""
 
 import copy
 from collections.abc import Callable
@@ -22,39 +22,50 @@ from memeff.user_functions import Mask, Score, Transform
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`flax.nnx.MultiHeadAttention` in memory that grows with the sequence, not with its square.
+    """`flax.nnx.MultiHeadAttention` in memory that grows linearly with the sequence.
 
-    A subclass that calls Flax's own: the same arguments, parameters, initial values, dropout masks and decode cache.
-    Where it differs:
+    This subclass calls Flax's `__call__`, with the same arguments, parameters, initial values, dropout
+    masks and decode cache. Differences:
 
-    * A query that sees no key (by `mask`) gives 0 before the output projection; Flax gives the mean of the values.
+    * A query that sees no key (by `mask`) gives 0 before the output projection, where Flax gives the
+      mean of the values.
     * `sow_weights=True` is refused with the size that the weights would need.
-    * `is_causal=True` and `decode=True` may be asked for together: the cache is causal by itself (Flax 0.12.8 saw one key).
+    * `is_causal=True` and `decode=True` work together, because the cache is causal by itself (Flax
+      0.12.8 saw one key).
 
     Args beyond Flax's:
-      is_causal: row i sees keys up to i; the `is_causal` of a call, where given, takes precedence.
-      local_window_size: (left, right) in tokens, None for no bound, both sides inclusive; an int means both.
+      is_causal: True: row i sees keys up to i. The `is_causal` of a call takes precedence.
+      local_window_size: (left, right) in tokens, both sides inclusive; None is no bound, and an int
+        means both sides.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
-      score_fn, mask_fn, qk_transform: as `memeff.dot_product_attention` takes them, functions without params or a
-        `memeff.Score`, `Mask` (or a `memeff.block_mask`) and `Transform`, whose arrays do not learn: `nnx.Variable`s.
-      score_init, qk_transform_init: (key) -> `memeff.Score` or `Transform`, in the place of score_fn and qk_transform: the
-        arrays of what it returns are `nnx.Param`s, in `layer.score_fn.params` and `layer.qk_transform.params`.
-      sinks_init: (key, shape, dtype), an initializer of Flax's: a logit for each head that takes probability and gives
-        nothing is the `nnx.Param` `layer.sinks`. None: none.
-      attention_fn: default `memeff.nn.attention_fn`; `functools.partial` of it fixes chunk_size and the like.
+      score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without params,
+        or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`. Their arrays become
+        `nnx.Variable`s, which do not learn.
+      score_init, qk_transform_init: functions (key) -> `memeff.Score` or `Transform`, in place of
+        score_fn and qk_transform. The arrays of the result are the `nnx.Param`s in
+        `layer.score_fn.params` and `layer.qk_transform.params`.
+      sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: a logit for
+        each head that takes probability and gives nothing. None: no sinks.
+      attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix chunk_size
+        and other keywords.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> layer = MultiHeadAttention(4, 8, num_kv_heads=2, local_window_size=(3, 0), decode=False, rngs=nnx.Rngs(0))
+      >>> options = dict(decode=False, rngs=nnx.Rngs(0))
+      >>> layer = MultiHeadAttention(4, 8, num_kv_heads=2, local_window_size=(3, 0), **options)
       >>> layer(jnp.ones((2, 7, 8)), is_causal=True).shape
       (2, 7, 8)
 
       Slopes that learn, and rotary embeddings:
 
       >>> from memeff import scores, transforms
-      >>> of = dict(score_init=lambda key: scores.alibi(scores.alibi_slopes(4)), qk_transform=transforms.rotary())
-      >>> layer = MultiHeadAttention(4, 8, **of, decode=False, rngs=nnx.Rngs(0))
-      >>> gradient = nnx.grad(lambda layer: layer(jnp.ones((2, 7, 8)), is_causal=True).sum())(layer)
+      >>> def slopes(key):
+      ...     return scores.alibi(scores.alibi_slopes(4))
+      >>> rotary = transforms.rotary()
+      >>> layer = MultiHeadAttention(4, 8, score_init=slopes, qk_transform=rotary, **options)
+      >>> def loss(layer):
+      ...     return layer(jnp.ones((2, 7, 8)), is_causal=True).sum()
+      >>> gradient = nnx.grad(loss)(layer)
       >>> layer.score_fn.params.shape, gradient["score_fn"]["params"].shape
       ((4,), (4,))
     """
@@ -105,22 +116,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             **flax,
         )
         self.is_causal = is_causal
-        self.local_window_size = (
-            tuple(local_window_size) if isinstance(local_window_size, list) else local_window_size
-        )
+        if isinstance(local_window_size, list):
+            self.local_window_size = tuple(local_window_size)
+        else:
+            self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
-        self.score_fn = (
-            _kept(score_fn) if score_init is None else _learnt(score_init(rngs.params()))
-        )
-        self.mask_fn = _kept(mask_fn)
-        self.qk_transform = (
-            _kept(qk_transform)
-            if qk_transform_init is None
-            else _learnt(qk_transform_init(rngs.params()))
-        )
-        self.sinks = nnx.data(
-            sinks_init and nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
-        )
+        if score_init is None:
+            self.score_fn = _constants(score_fn)
+        else:
+            self.score_fn = _params(score_init(rngs.params()))
+        self.mask_fn = _constants(mask_fn)
+        if qk_transform_init is None:
+            self.qk_transform = _constants(qk_transform)
+        else:
+            self.qk_transform = _params(qk_transform_init(rngs.params()))
+        sinks = None
+        if sinks_init is not None:
+            sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
+        self.sinks = nnx.data(sinks)
 
     def __call__(
         self,
@@ -132,34 +145,35 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool | None = None,
         **flax: Any,  # Flax's own keywords, which differ from version to version
     ) -> Array:
-        """[*B, T, out_features] from inputs_q [*B, T, F], inputs_k and inputs_v [*B, S, F']; arguments as in Flax."""
+        """Return [*B, T, out_features] from inputs_q [*B, T, F], inputs_k and inputs_v [*B, S, F'].
+
+        The arguments are Flax's.
+        """
         decode = self.decode if decode is None else decode
         is_causal = self.is_causal if is_causal is None else is_causal
-        mask_fn = without_blocks(self.mask_fn) if decode else self.mask_fn
         functions = {
             "score_fn": self.score_fn,
-            "mask_fn": mask_fn,
+            "mask_fn": without_blocks(self.mask_fn) if decode else self.mask_fn,
             "qk_transform": self.qk_transform,
             "sinks": self.sinks,
         }
-        of_positions = {
-            "local_window_size": self.local_window_size,
-            **jax.tree.map(_value, functions, is_leaf=_is_variable),
-        }
-        said: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, **of_positions}
-        quiet: dict[str, Any] = {}
-        # the one row stands here; Flax's mask hides what is not written yet
+        functions = jax.tree.map(_value, functions, is_leaf=_is_variable)
+        needs_positions = {"local_window_size": self.local_window_size, **functions}
+        required: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, **needs_positions}
+        optional: dict[str, Any] = {}
+        # The one new row has this position; Flax's mask hides the entries that are not written yet.
         if decode and self.cache_index is not None:
-            needed = any(x is not None for x in of_positions.values())
-            (said if needed else quiet)["q_offset"] = self.cache_index[...]
-        attention = bind(self.attention_fn, said, quiet)
-        view = self
-        # the same variables and submodules; `self` is not touched
+            is_required = any(x is not None for x in needs_positions.values())
+            keywords = required if is_required else optional
+            keywords["q_offset"] = self.cache_index[...]
+        attention = bind(self.attention_fn, required, optional)
+        module = self
         if attention is not self.attention_fn:
-            view = copy.copy(self)
-            vars(view)["attention_fn"] = attention
+            # A copy that shares variables and submodules, so that `self` keeps its attention_fn.
+            module = copy.copy(self)
+            vars(module)["attention_fn"] = attention
         return nnx.MultiHeadAttention.__call__(
-            view,
+            module,
             inputs_q,
             inputs_k,
             inputs_v,
@@ -169,20 +183,23 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
 
 
-def _learnt(made: Any) -> Any:
-    """A pytree of `nnx.Param`s."""
-    return nnx.data(jax.tree.map(nnx.Param, made))
+def _params(function: Any) -> Any:
+    """Return a Score or Transform whose arrays are `nnx.Param`s."""
+    return nnx.data(jax.tree.map(nnx.Param, function))
 
 
-def _kept(given: Any) -> Any:
-    """A pytree of variables that no gradient is taken of; or the function, as it came."""
-    is_tree = isinstance(given, Score | Mask | BlockMask | Transform)
-    return nnx.data(jax.tree.map(nnx.Variable, given)) if is_tree else given
+def _constants(function: Any) -> Any:
+    """Return a user function whose arrays, if it has any, are `nnx.Variable`s without a gradient."""
+    if isinstance(function, Score | Mask | BlockMask | Transform):
+        return nnx.data(jax.tree.map(nnx.Variable, function))
+    return function
 
 
 def _is_variable(x: Any) -> bool:
+    """Return whether x is a variable of NNX."""
     return isinstance(x, nnx.Variable)
 
 
 def _value(x: Any) -> Any:
+    """Return the array of a variable, or else x itself."""
     return x[...] if isinstance(x, nnx.Variable) else x

@@ -31,15 +31,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import LOG2_E, logits_base2, logits_from_dots
-from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync, take_registers
+from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
+from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync
 from memeff.pallas.hopper.persistent import (
     ROWS,
-    PersistentLoop,
     WorkState,
     any_failed,
     persistent_blocks,
-    run_with_retries,
     skip_item,
 )
 from memeff.pallas.hopper.scalars import Scalars
@@ -92,7 +90,7 @@ class Gradient(NamedTuple):
     @property
     def linear(self) -> bool:
         """Return True if d_raw = slope ds."""
-        return self.problem.soft_cap is None and self.problem.score_fn is None
+        return logits_linear(self.problem)
 
     @property
     def slope(self) -> Array:
@@ -170,41 +168,6 @@ def choose_blocks(
     if not causal:
         return blocks, TileOrder()
     return blocks, balanced_order(heads, ITEM_START_TILES + visited, blocks)
-
-
-def run_items(
-    tiling: Tiling,
-    loop_sizes: tuple[int, int],
-    find_work: Callable,
-    compute: Callable,
-    copy: Callable,
-    scratch: Any,
-    rings: Sequence,
-) -> None:
-    """Do the work items of this thread block: some warpgroups compute, one more copies.
-
-    `loop_sizes`: items and thread blocks. `compute(group, work, state)` and `copy(work, state)`
-    return the tiles visited and 1 if a row failed. `rings`: as in `run_with_retries`.
-    """
-    group = lax.axis_index("warpgroup")
-    block = lax.axis_index("block")
-
-    def items(do_work):
-        def do_item(index, state):
-            return do_work(find_work(index), state)
-
-        return PersistentLoop(*loop_sizes, block, do_item)
-
-    @pl.when(group < tiling.warpgroups)
-    def _():
-        take_registers(tiling.warpgroups, computes=True)
-        loop = items(functools.partial(compute, group))
-        run_with_retries(loop, True, scratch.failed_s, scratch.all_warpgroups)
-
-    @pl.when(group == tiling.warpgroups)
-    def _():
-        take_registers(tiling.warpgroups, computes=False)
-        run_with_retries(items(copy), False, scratch.failed_s, scratch.all_warpgroups, rings)
 
 
 def optional_slot(ref, index) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -17,7 +18,6 @@ from memeff.pallas.hopper.backward_common import (
     is_finite,
     not_finite,
     optional_slot,
-    run_items,
     token_vectors,
     transposed_tile,
     undo_lift,
@@ -37,12 +37,11 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState
+from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, find_key_work, some_whole
 from memeff.pallas.hopper.score_tile import (
     TokenVectors,
-    allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
     head_number_refs,
@@ -130,7 +129,16 @@ def key_value_gradient(
             (tiling.stages, True, (scratch.used,)),
             (tiling.items, False, (scratch.item_used,)),
         )
-        run_items(tiling, (B * K * tiles.size, blocks), find_work, compute, copy, scratch, rings)
+        run_warp_specialized(
+            find_work,
+            compute,
+            copy,
+            items=B * K * tiles.size,
+            blocks=blocks,
+            failed_s=scratch.failed_s,
+            all_done=scratch.all_warpgroups,
+            rings=rings,
+        )
 
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in (key, value)]
     kernel = warp_specialized_kernel(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -21,7 +22,6 @@ from memeff.pallas.hopper.backward_common import (
     optional_slot,
     query_rings,
     row_sums,
-    run_items,
     skip_tile,
     token_vectors,
     undo_lift,
@@ -39,13 +39,12 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState
+from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
     TokenVectors,
-    allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
     head_number_refs,
@@ -115,8 +114,16 @@ def query_gradient(
         compute = functools.partial(_compute, problem, tiling, outputs, has_dlse, scratch)
         copy = functools.partial(_copy, tiling, (*array_refs, dlse_ref), scratch)
         rings = query_rings(tiling, scratch)
-        loop_sizes = B * N * visited.size, blocks
-        run_items(tiling, loop_sizes, find_work, compute, copy, scratch, rings)
+        run_warp_specialized(
+            find_work,
+            compute,
+            copy,
+            items=B * N * visited.size,
+            blocks=blocks,
+            failed_s=scratch.failed_s,
+            all_done=scratch.all_warpgroups,
+            rings=rings,
+        )
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.

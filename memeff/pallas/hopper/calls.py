@@ -1,11 +1,12 @@
-"""Attention on Hopper (H100, H200) by Pallas' Mosaic GPU kernels. Hides how they want arrays, and in which tiles.
+"""Bring the arrays of a call into the layout of the Hopper kernels (H100, H200), and call the kernels.
 
-Heads, those of values as well, are padded to one multiple of 64, lengths to multiples of 8.
+The kernels are written in Pallas with its Mosaic GPU backend. All head dims, also that of the values,
+are padded to one multiple of 64, and lengths to multiples of 8.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,285 +26,405 @@ from memeff.problem import Gradients, LogitParams, Operands, Problem
 from memeff.sharding import sharding_of_sum, vary_together
 from memeff.softmax import Lse, LseFor
 
-MULTIPLE = 64  # of head dims
-ROWS_MULTIPLE = 128  # of lse and delta: what a block reads of them is there
-TWO_THIRDS_DO = 0.8  # of the logits a second that three warpgroups do
+HEAD_MULTIPLE = 64  # of padded head dims
+ROWS_MULTIPLE = 128  # of padded rows and token vectors, because a thread block reads whole tiles
+TWO_WARPGROUPS_SPEED = 0.8  # logits a second of two computing warpgroups, relative to three
+
+# Dims of query, key and value, in letters.
 DIMS = "btkgh", "bskh", "bskd"
+# Dims of the fields of `Scalars`; fields without an entry are [B].
+SCALAR_DIMS = {
+    "q_segments": "bt",
+    "kv_segments": "bs",
+    "of_heads": "bkg",
+    "sinks": "bkg",
+    "of_queries": "bt",
+    "of_keys": "bs",
+    "of_differences": "bkgx",
+}
+# Dims of B K G T over which the cotangents of per-head and per-query numbers are summed.
+SUMMED_DIMS = {"of_heads": 3, "of_queries": (1, 2)}
 
 
 def describe(problem: Problem, operands: Operands) -> str:
-    """The kernels in words."""
+    """Return a phrase that names the kernels and their tiles."""
     tiling = forward_tiling(problem, operands)
     form = ", the gradient fused into one" if problem.backward == "fused" else ""
     return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits{form}"
 
 
+# ---- tilings
+
+
 def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
-    """The fastest of those that README.md beside this file tells of, at head dims 64 and 128."""
-    largest = _width(operands)
-    if largest > MULTIPLE:
-        return Tiling(2, 128, 2, 2) if largest == 128 else Tiling(2, 64, 2, 1)
-    three, two = (Tiling(warpgroups, 128, 3, 2) for warpgroups in (3, 2))
-    lengths = operands.query.shape[1], operands.key.shape[1]
-    if problem.calls_functions:  # three have 160 registers a thread, and would spill
+    """Return the fastest tiling of the forward that docs/kernels-log.md has for this head dim."""
+    width = _width(operands)
+    if width > 128:
+        return Tiling(2, 64, 2, 1)
+    if width > 64:
+        return Tiling(2, 128, 2, 2)
+    two = Tiling(2, 128, 3, 2)
+    if problem.calls_functions:  # three warpgroups have 160 registers a thread, and would spill
         return two
-    logits = lambda tiling: (
-        tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
-    )
-    return two if logits(two) < TWO_THIRDS_DO * logits(three) else three
+    three = Tiling(3, 128, 3, 2)
+    lengths = operands.query.shape[1], operands.key.shape[1]
+
+    def logits(tiling: Tiling) -> int:
+        return tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
+
+    return two if logits(two) < TWO_WARPGROUPS_SPEED * logits(three) else three
 
 
 def backward_tilings(
     problem: Problem, operands: Operands
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
-    """For dq, and for dk and dv."""
-    largest = _width(operands)
-    if largest == 64:
-        both = backward_common.Tiling(2 if problem.calls_functions else 3, 64, 4, 2)
-        return both, both
-    # What belongs to tokens wants some room, a soft cap and functions want registers.
-    marked = operands.q_segments is not None or problem.calls_functions
-    of_queries = (2, 64, 3, 1) if marked or problem.soft_cap is not None else (2, 128, 2, 1)
-    return backward_common.Tiling(*of_queries), backward_common.Tiling(2, 64, 3, 1 if marked else 2)
+    """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
+    if _width(operands) == 64:
+        tiling = backward_common.Tiling(2 if problem.calls_functions else 3, 64, 4, 2)
+        return tiling, tiling
+    # Token vectors take shared memory. A soft cap and functions take registers.
+    has_vectors = operands.q_segments is not None or problem.calls_functions
+    if has_vectors or problem.soft_cap is not None:
+        query_tiling = backward_common.Tiling(2, 64, 3, 1)
+    else:
+        query_tiling = backward_common.Tiling(2, 128, 2, 1)
+    return query_tiling, backward_common.Tiling(2, 64, 3, 1 if has_vectors else 2)
 
 
 def fused_tiling(operands: Operands) -> backward_common.Tiling:
+    """Return the tiling of the gradient in one kernel."""
     return backward_common.Tiling(2, 128 if _width(operands) == 64 else 64, 2, 1)
 
 
 def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tiling:
-    if _width(operands) == 64:
-        return (
-            backward_common.Tiling(2, 64, 4, 2)
-            if problem.calls_functions
-            else backward_common.Tiling(3, 64, 3, 2)
-        )
-    return backward_common.Tiling(2, 64, 2, 1)
+    """Return the tiling of the kernel for tangents."""
+    if _width(operands) > 64:
+        return backward_common.Tiling(2, 64, 2, 1)
+    if problem.calls_functions:
+        return backward_common.Tiling(2, 64, 4, 2)
+    return backward_common.Tiling(3, 64, 3, 2)
+
+
+# ---- layout
 
 
 def _width(operands: Operands) -> int:
-    """Of all heads, of values as well, in the kernels."""
+    """Return the padded head dim, which the kernels use for queries, keys and values alike."""
     largest = max(operands.query.shape[-1], operands.value.shape[-1])
-    return -(-largest // MULTIPLE) * MULTIPLE
+    return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
 def _padded(x: Array, width: int) -> Array:
-    """B T N H with zeros, up to `width`, and to the next multiple of 8 tokens."""
-    more = [(0, 0), (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[-1])]
-    return jnp.pad(x, more) if any(map(any, more)) else x
+    """Pad x [B, T, N, H] with zeros to head dim `width` and to the next multiple of 8 tokens."""
+    _, T, _, H = x.shape
+    if T % 8 == 0 and H == width:
+        return x
+    return jnp.pad(x, [(0, 0), (0, -T % 8), (0, 0), (0, width - H)])
+
+
+def _padded_rows(x: Array) -> Array:
+    """Merge the heads of row sums x [B, K, G, T], and pad them to whole tiles: [B, N, T']."""
+    B, K, G, T = x.shape
+    return jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)])
+
+
+def _fold_heads(x: Array) -> Array:
+    """Return x [B, K, G, T, D] as [B, T, N, D]."""
+    B, K, G, T, D = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
+
+
+def _unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
+    """Return x [B, T', N, D'] without its padding as [B, K, G, T, D]; `shape` is B T K G."""
+    B, T, K, G = shape
+    return x[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
 
 
 def _mask_as_segments(operands: Operands) -> Operands:
-    """A mask of keys or queries as segments: 0 may attend; hidden keys are -1 before the first of those and 1 behind it, so
-    that padding leaves them in order, and hidden queries 2.
+    """Replace a mask of keys or of queries by segment ids.
+
+    Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that padding
+    leaves the ids of keys in order. Hidden queries get 2.
     """
     if operands.mask is None:
         return operands
-    # B|1 T|1 S|1
-    (B, T), S, mask = operands.query.shape[:2], operands.key.shape[1], operands.mask[:, 0, 0]
-    queries = keys = jnp.int32(0)
+    B, T = operands.query.shape[:2]
+    S = operands.key.shape[1]
+    mask = operands.mask[:, 0, 0]  # B|1 T|1 S|1
+    q_segments = kv_segments = jnp.int32(0)
     if mask.shape[1] == 1:
-        seen = mask[:, 0]
-        before = jnp.arange(seen.shape[1]) < seen.argmax(axis=1, keepdims=True)
-        keys = jnp.where(seen, 0, jnp.where(before, -1, 1))
+        visible = mask[:, 0]  # B|1 S
+        before = jnp.arange(visible.shape[1]) < visible.argmax(axis=1, keepdims=True)
+        kv_segments = jnp.where(visible, 0, jnp.where(before, -1, 1))
     else:
-        queries = jnp.where(mask[:, :, 0], 0, 2)
-    of = lambda x, length: jnp.broadcast_to(x, (B, length))
-    return operands._replace(mask=None, q_segments=of(queries, T), kv_segments=of(keys, S))
+        q_segments = jnp.where(mask[:, :, 0], 0, 2)
+    return operands._replace(
+        mask=None,
+        q_segments=jnp.broadcast_to(q_segments, (B, T)),
+        kv_segments=jnp.broadcast_to(kv_segments, (B, S)),
+    )
 
 
 def _scalars(problem: Problem, operands: Operands) -> Scalars:
-    """As operands have them: heads are still B K G."""
-    B, given = operands.query.shape[0], operands._asdict()
-    of_batch = {
-        name: given[name]
-        for name in ("q_offset", "q_lengths", "kv_lengths")
-        if given[name] is not None
-    }
-    of_batch = {name: jnp.broadcast_to(x, (B,)) for name, x in of_batch.items()}
+    """Return the numbers that the kernels read besides query, key and value; heads are K G."""
+    B = operands.query.shape[0]
+
+    def for_each_batch_entry(x: Array | None) -> Array | None:
+        return None if x is None else jnp.broadcast_to(x, (B,))
+
+    q_offset = for_each_batch_entry(operands.q_offset)
+    q_lengths = for_each_batch_entry(operands.q_lengths)
+    kv_lengths = for_each_batch_entry(operands.kv_lengths)
     numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
-    segments = dict(q_segments=operands.q_segments, kv_segments=operands.kv_segments)
     sinks = operands.terms.sinks
     if sinks is not None:
         sinks = vary_together(jnp.broadcast_to(sinks * LOG2_E, (B, *sinks.shape)), operands.query)
-    return Scalars(**of_batch, **segments, **numbers._asdict(), sinks=sinks)
+    return Scalars(
+        q_offset=q_offset,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        q_segments=operands.q_segments,
+        kv_segments=operands.kv_segments,
+        **numbers._asdict(),
+        sinks=sinks,
+    )
 
 
 def _dims(scalars: Scalars) -> tuple[str, ...]:
-    """Of each array of it."""
-    of = dict(
-        q_segments="bt",
-        kv_segments="bs",
-        of_heads="bkg",
-        sinks="bkg",
-        of_queries="bt",
-        of_keys="bs",
-    )
-    of |= dict(of_differences="bkgx")
-    return tuple(
-        of.get(name, "b") for name, x in scalars._asdict().items() for _ in jax.tree.leaves(x)
-    )
+    """Return the dims, in letters, of each array in `scalars`."""
+    dims = []
+    for name, arrays in scalars._asdict().items():
+        dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
+    return tuple(dims)
 
 
 def _pad_scalars(scalars: Scalars) -> Scalars:
-    """What belongs to tokens as whole tiles want it, and heads in one dim."""
-    pad = lambda x: (
-        jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge") if x.ndim == 2 else x
-    )
-    return jax.tree.map(lambda x: lax.collapse(x, 1, 3) if x.ndim > 2 else pad(x), scalars)
+    """Pad token vectors to whole tiles, and merge the dims of heads into one."""
+
+    def pad(x: Array) -> Array:
+        if x.ndim > 2:
+            return lax.collapse(x, 1, 3)  # B N, or B N X
+        if x.ndim == 2:
+            return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge")
+        return x
+
+    return jax.tree.map(pad, scalars)
+
+
+# ---- calls
 
 
 def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse | None]:
-    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
     operands = _mask_as_segments(operands)
-    given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
+    scalars = _scalars(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
 
-    def call(query, key, value, *more):
-        (B, T, K, G, H), D = query.shape, value.shape[-1]
-        arrays, lengths = (query.reshape(B, T, K * G, H), key, value), (T, key.shape[1])
+    def call(query, key, value, *leaves):
+        B, T, K, G, H = query.shape
+        arrays = query.reshape(B, T, K * G, H), key, value
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
-        scalars = _pad_scalars(jax.tree.unflatten(structure, more))
+        padded_scalars = _pad_scalars(jax.tree.unflatten(structure, leaves))
         tiling = forward_tiling(problem, operands)
-        out, lse = attend(on_tiles, lengths, arrays, scalars, lse_for is not None, tiling)
-        out = out[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
-        return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
+        lengths = T, key.shape[1]
+        out, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
+        out = _unfold_heads(out, (B, T, K, G), value.shape[-1])
+        if lse is None:
+            return (out,)
+        return out, lse[..., :T].reshape(B, K, G, T)
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
-    found = partitioned(call, (*DIMS, *_dims(scalars)), dims_out)(*operands[:3], *given)
-    return found[0], Lse(found[1], None) if lse_for else None
+    run = partitioned(call, (*DIMS, *_dims(scalars)), dims_out)
+    out, *lse = run(*operands[:3], *leaves)
+    return out, Lse(lse[0], None) if lse else None
+
+
+class _GradientInputs(NamedTuple):
+    """The arrays that the kernels of the gradient read, padded."""
+
+    query: Array  # B T' N H'
+    key: Array  # B S' K H'
+    value: Array  # B S' K H'
+    out: Array  # B T' N H'
+    dout: Array  # B T' N H'
+    lse: Array  # B N T', in base 2 and minus float16's lift
+    dlse: Array | None  # B N T'
 
 
 def backward(
     problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> Gradients:
-    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
-    as_given, operands = operands, _mask_as_segments(operands)
-    given, structure = jax.tree.flatten(scalars := _scalars(problem, operands))
-    of_queries, of_keys = (
-        calls.tile_functions(problem, operands, slopes) for slopes in ("all", "score")
-    )
-    moving = backward_common.count_score_gradients(of_queries)
-    of_rows = [lse.high * LOG2_E - backward_common.float16_lift(operands.query.dtype)] + (
-        [] if dlse is None else [dlse]
-    )
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    `dlse` is None if lse has no cotangent.
+    """
+    original = operands
+    operands = _mask_as_segments(operands)
+    scalars = _scalars(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
+    query_functions = calls.tile_functions(problem, operands, "all")
+    key_functions = calls.tile_functions(problem, operands, "score")
+    rows = [lse.high * LOG2_E - backward_common.float16_lift(operands.query.dtype)]
+    if dlse is not None:
+        rows.append(dlse)
 
     def call(query, key, value, out, dout, *more):
-        (B, T, K, G, H), (_, S, _, D) = query.shape, value.shape
-        rows, scalars = (
-            more[: len(of_rows)],
-            _pad_scalars(jax.tree.unflatten(structure, more[len(of_rows) :])),
+        B, T, K, G, H = query.shape
+        _, S, _, D = value.shape
+        padded_scalars = _pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
+        padded_rows = [_padded_rows(x) for x in more[: len(rows)]]
+        arrays = query.reshape(B, T, K * G, H), key, value, _fold_heads(out), _fold_heads(dout)
+        arrays = (_padded(x, _width(operands)) for x in arrays)
+        inputs = _GradientInputs(
+            *arrays, padded_rows[0], padded_rows[1] if dlse is not None else None
         )
-        lse, *dlse = (
-            jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]) for x in rows
+        split = functools.partial(
+            _split_gradient,
+            query_functions,
+            key_functions,
+            (T, S),
+            inputs,
+            padded_scalars,
+            backward_tilings(problem, operands),
         )
-        heads = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
-        arrays = (query.reshape(B, T, K * G, H), key, value, heads(out), heads(dout))
-        query_, key_, value_, out_, dout_ = (_padded(x, _width(operands)) for x in arrays)
-        (dlse,) = dlse or (None,)
+        if problem.backward == "fused":
+            tiling = fused_tiling(operands)
+            dq, dk, dv = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
+            sums = []
+        else:
+            dq, dk, dv, *sums = split()
+        dq = dq[:, :T, :, :H].reshape(query.shape)
+        dk = dk[:, :S, :, :H]
+        dv = dv[:, :S, :, :D]
+        return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums]
 
-        def split():
-            tilings = backward_tilings(problem, operands)
-            arrays = (query_, key_, value_, out_, dout_, lse)
-            dq, delta, *sums = backward_query.query_gradient(
-                of_queries, (T, S), arrays, dlse, scalars, tilings[0]
-            )
-            arrays = (query_, key_, value_, dout_, lse, delta)
-            return (
-                dq,
-                *backward_key.key_value_gradient(of_keys, (T, S), arrays, scalars, tilings[1]),
-                *sums,
-            )
-
-        def fused():
-            delta = deltas((T, S), out_, dout_, dlse)
-            arrays = (query_, key_, value_, dout_, lse, delta)
-            dq, dk, dv, nan_if_bad = gradients(
-                problem, (T, S), arrays, scalars, fused_tiling(operands)
-            )
-            dq = backward_common.undo_lift(
-                dq * backward_common.Gradient(problem).slope, query.dtype
-            )
-            found = dq.astype(query.dtype), dk, dv
-            # A loop that runs once or never, for it writes over what is bad; a cond would hold
-            # both.
-            bad = jnp.isnan(nan_if_bad).any()
-            return lax.while_loop(
-                lambda state: state[0], lambda _: (jnp.bool_(False), split()), (bad, found)
-            )[1]
-
-        dq, dk, dv, *sums = fused() if problem.backward == "fused" else split()
-        sums = (x[..., :T].reshape(B, K, G, T) for x in sums)
-        return dq[:, :T, :, :H].reshape(query.shape), dk[:, :S, :, :H], dv[:, :S, :, :D], *sums
-
-    dims = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(of_rows), *_dims(scalars)
-    found = partitioned(call, dims, (*DIMS, *["bkgt"] * moving))(
-        *operands[:3], out, dout, *of_rows, *given
+    dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *_dims(scalars)
+    sum_count = backward_common.count_score_gradients(query_functions)
+    run = partitioned(call, dims_in, (*DIMS, *["bkgt"] * sum_count))
+    dq, dk, dv, *sums = run(*operands[:3], out, dout, *rows, *leaves)
+    extra_pass = functools.partial(
+        extra_gradients.extra_cotangents, problem, original, out, lse, dout, dlse
     )
-    query, key, value, *sums = found
-    walk = functools.partial(
-        extra_gradients.extra_cotangents, problem, as_given, out, lse, dout, dlse
+    score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
+    return Gradients(dq, dk, dv, LogitParams(score=score))
+
+
+def _split_gradient(
+    query_functions: Problem,
+    key_functions: Problem,
+    lengths: tuple[int, int],
+    inputs: _GradientInputs,
+    scalars: Scalars,
+    tilings: tuple[backward_common.Tiling, backward_common.Tiling],
+) -> tuple[Array, ...]:
+    """Return padded dq, dk and dv of two kernels, and sums over keys of cotangents of numbers."""
+    query, key, value, out, dout, lse, dlse = inputs
+    dq, delta, *sums = backward_query.query_gradient(
+        query_functions, lengths, (query, key, value, out, dout, lse), dlse, scalars, tilings[0]
     )
-    return Gradients(
-        query, key, value, LogitParams(score=_of_params(problem, operands, of_queries, sums, walk))
+    dk, dv = backward_key.key_value_gradient(
+        key_functions, lengths, (query, key, value, dout, lse, delta), scalars, tilings[1]
     )
+    return dq, dk, dv, *sums
+
+
+def _fused_gradient(
+    problem: Problem,
+    lengths: tuple[int, int],
+    inputs: _GradientInputs,
+    scalars: Scalars,
+    tiling: backward_common.Tiling,
+    split: Callable[[], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
+    query, key, value, out, dout, lse, dlse = inputs
+    delta = deltas(lengths, out, dout, dlse)
+    dq, dk, dv, nan_if_bad = gradients(
+        problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
+    )
+    dq *= backward_common.Gradient(problem).slope
+    dq = backward_common.undo_lift(dq, query.dtype).astype(query.dtype)
+    bad = jnp.isnan(nan_if_bad).any()
+
+    def is_bad(state):
+        return state[0]
+
+    def redo(state):
+        return jnp.bool_(False), split()
+
+    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
+    return lax.while_loop(is_bad, redo, (bad, (dq, dk, dv)))[1]
+
+
+def _score_gradients(
+    problem: Problem,
+    operands: Operands,
+    on_tiles: Problem,
+    sums: Sequence[Array],
+    extra_pass: Callable[[], Sequence[Array]],
+) -> tuple[Array, ...]:
+    """Return the gradients of the float params of `score_fn`.
+
+    `sums` [B, K, G, T] are sums over keys of the cotangents of precomputed numbers. `extra_pass`
+    returns the cotangents that the kernels do not sum. XLA drops that pass if nobody reads them.
+    """
+    if problem.score_fn is None:
+        return ()
+
+    def numbers_of(floats):
+        terms = operands.terms._replace(score=floats)
+        return calls.differentiable_numbers(problem, operands._replace(terms=terms))
+
+    def lay_like(x, number):
+        sharding = sharding_of_sum(number)
+        return x if sharding is None else reshard(x, sharding)
+
+    numbers, pull = jax.vjp(numbers_of, operands.terms.score)
+    score_fn: Any = on_tiles.score_fn
+    cotangents = [
+        x.sum(SUMMED_DIMS[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True)
+    ]
+    if calls.needs_extra_pass(problem, operands):
+        cotangents += extra_pass()
+    (score,) = pull(tuple(map(lay_like, cotangents, numbers)))
+    return score
 
 
 def tangent(
     problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands
 ) -> tuple[Array, Array]:
-    """Tangents of out [B, K, G, T, D] and lse [B, K, G, T] along those of query, key and value (None: 0)."""
+    """Return the tangents of out [B, K, G, T, D] and lse [B, K, G, T].
+
+    `along` holds the tangents of query, key and value; None stands for 0.
+    """
     operands = _mask_as_segments(operands)
-    given, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
+    leaves, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
     on_tiles = calls.tile_functions(problem, operands, "score")
     moves_logits = along.query is not None or along.key is not None
-    # with a sink, whose lse is not what a forward of these kernels found
+    # True with a sink, because lse then differs from that of these kernels' forward.
     shared = lse.low is not None
 
-    def call(query, key, value, out, lse, *more):
-        (B, T, K, G, _), S, D = query.shape, key.shape[1], value.shape[-1]
-        (dq, dk, dv), scalars = jax.tree.unflatten(structure, more)
-        heads = lambda x: None if x is None else x.reshape(B, T, K * G, x.shape[-1])
-        by_head = lse.reshape(B, K * G, T)
-        rest = (value, heads(out.transpose(0, 3, 1, 2, 4))) if moves_logits else (None, None)
-        arrays = heads(query), key, None, *rest, heads(dq), dk, dv
-        arrays = Arrays(*(None if x is None else _padded(x, _width(operands)) for x in arrays))
-        arrays = arrays._replace(lse=jnp.pad(by_head, [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]))
+    def call(query, key, value, out, lse, *leaves):
+        B, T, K, G, H = query.shape
+        (dq, dk, dv), scalars = jax.tree.unflatten(structure, leaves)
+        lse = lse.reshape(B, K * G, T)
+        out = _fold_heads(out) if moves_logits else None
+        query = query.reshape(B, T, K * G, H)
+        dq = None if dq is None else dq.reshape(B, T, K * G, H)
+        arrays = query, key, None, value if moves_logits else None, out, dq, dk, dv
+        arrays = (None if x is None else _padded(x, _width(operands)) for x in arrays)
+        lse_padding = [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]
+        inputs = Arrays(*arrays)._replace(lse=jnp.pad(lse, lse_padding))
         tiling = tangent_tiling(problem, operands)
-        dout, dlse = tangents(on_tiles, (T, S), arrays, _pad_scalars(scalars), tiling, shared)
-        dout = dout[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
+        lengths = T, key.shape[1]
+        dout, dlse = tangents(on_tiles, lengths, inputs, _pad_scalars(scalars), tiling, shared)
+        dout = _unfold_heads(dout, (B, T, K, G), value.shape[-1])
         return dout, dlse[..., :T].reshape(B, K, G, T)
 
-    moving = (dims for dims, x in zip(DIMS, along[:3], strict=True) if x is not None)
-    dims = *DIMS, "bkgtd", "bkgt", *moving, *_dims(_scalars(problem, operands))
-    dout, dlse = partitioned(call, dims, ("bkgtd", "bkgt"))(
-        *operands[:3], out, lse.high * LOG2_E, *given
-    )
-    return dout, dlse
-
-
-def _of_params(
-    problem: Problem,
-    operands: Operands,
-    on_tiles: Problem,
-    sums: Sequence[Array],
-    walk: Callable[[], Sequence[Array]],
-) -> tuple[Array, ...]:
-    """Gradients of floats of score_params, from sums over keys, B K G T, of cotangents of what was made of those, and from a
-    walk for those that kernels do not sum. XLA drops it where nobody wants what it makes.
-    """
-    if problem.score_fn is None:
-        return ()
-    of: Any = lambda floats: calls.differentiable_numbers(
-        problem, operands._replace(terms=operands.terms._replace(score=floats))
-    )
-    made, pull = jax.vjp(of, operands.terms.score)
-    over = {"of_heads": 3, "of_queries": (1, 2)}
-    score_fn: Any = on_tiles.score_fn
-    totals = [x.sum(over[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True)]
-    totals += walk() if calls.needs_extra_pass(problem, operands) else ()
-    lay = lambda x, like: x if (there := sharding_of_sum(like)) is None else reshard(x, there)
-    (found,) = pull(tuple(map(lay, totals, made)))
-    return found
+    active = [dims for dims, x in zip(DIMS, along[:3], strict=True) if x is not None]
+    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(_scalars(problem, operands))
+    run = partitioned(call, dims_in, ("bkgtd", "bkgt"))
+    return run(*operands[:3], out, lse.high * LOG2_E, *leaves)

@@ -1,4 +1,7 @@
-"""Decide which calls the Hopper kernels can run, and where they are faster."""
+"""Decide which calls the Hopper kernels can run, and where they are faster.
+
+Each reason is a clause that stands behind "because": no capital letter, no period.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,109 +12,155 @@ from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 
 LARGEST_HEAD = 256
-# beyond it the chunked path takes the gradient, from the kernel's out and lse
+# For larger heads the chunked path computes the gradient, from the kernel's out and lse.
 LARGEST_HEAD_BACKWARD = 128
-# where kernels were seen to be faster; below, most of a tile of theirs is empty
+# Kernels were measured to be faster from 64 queries on; with fewer, most of a tile is empty.
 FEWEST_QUERIES = 64
 
 
 def for_device(device: Device) -> str | None:
-    """None if there are kernels for `device`, else the reason."""
+    """Return why the kernels do not run on `device`; None if they do."""
     if device.platform != "gpu":
-        return f"its kernels run on Hopper GPUs, and this is a {device.platform}"
+        return f"the Hopper kernels need a Hopper GPU, and this device is a {device.platform}"
     if device.capability != "9.0":
-        return f"its kernels run on GPUs of compute capability 9.0 (H100, H200), and this one's is {device.capability}"
-    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
-        return f"its kernels need jax 0.11, and this is {jax.__version__}"
+        return (
+            "the Hopper kernels need a GPU of compute capability 9.0 (H100, H200), and this one has "
+            f"{device.capability}"
+        )
+    major, minor = jax.__version__.split(".")[:2]
+    if (int(major), int(minor)) < (0, 11):
+        return f"the Hopper kernels need jax 0.11 or later, and this is jax {jax.__version__}"
     return None
 
 
 def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
-    """None if kernels can run this call on `device`, forward and gradient, else the reason."""
-    if (reason := for_device(device)) is not None:
-        return reason
+    """Return why the kernels cannot run this call on `device`, forward and gradient; None if they can."""
+    return (
+        for_device(device)
+        or _unsupported_shape(operands)
+        or _unsupported_option(problem, operands)
+        or _unsupported_by_fused(problem, operands)
+        or _empty(operands)
+        or calls.why_not(problem, operands)
+    )
+
+
+def _unsupported_shape(operands: Operands) -> str | None:
+    """Return a reason if the kernels do not support the lengths, the dtype or the head dims."""
     query, key, value = operands[:3]
-    H, D, terms = query.shape[-1], value.shape[-1], operands.terms
-    if not all(isinstance(n, int) for n in (*query.shape, *key.shape)):
-        return "its kernels want sizes that are known"
-    reasons = {
-        f"its kernels take bfloat16 and float16, and this is {query.dtype}": query.dtype
-        not in (jnp.bfloat16, jnp.float16),
-        f"its kernels take heads of up to {LARGEST_HEAD}, and here H={H}, D={D}": max(H, D)
-        > LARGEST_HEAD,
-        "its kernels have no dropout": problem.dropout is not None,
-        "its kernels read masks of keys or of queries, [B, 1, 1, S] or [B, 1, T, 1], no others": operands.mask
-        is not None
-        and not mask_is_of_tokens(operands.mask),
-        "its kernels read a mask or segments, not both": operands.mask is not None
-        and operands.q_segments is not None,
-        "its kernels read no bias": terms.bias is not None,
-        "its kernels call no qk_transform": problem.qk_transform is not None,
-        "its kernels take scale and logits_soft_cap as numbers, not as arrays": terms.scale
-        is not None
-        or terms.soft_cap is not None,
-        f'backward="fused" takes heads of up to {LARGEST_HEAD_BACKWARD}, and here H={H}, D={D}': problem.backward
-        == "fused"
-        and max(H, D) > LARGEST_HEAD_BACKWARD,
-        'backward="fused" calls no score_fn and no mask_fn': problem.backward == "fused"
-        and problem.calls_functions,
-        "a size is 0": 0 in (*query.shape, *key.shape, *value.shape),
-    }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return calls.why_not(problem, operands) if found is None else found
+    H, D = query.shape[-1], value.shape[-1]
+    if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
+        return "the Hopper kernels do not support symbolic sizes"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Hopper kernels support bfloat16 and float16, and this call has {query.dtype}"
+    if max(H, D) > LARGEST_HEAD:
+        return f"the Hopper kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, D={D}"
+    return None
+
+
+def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
+    """Return a reason if the call has an argument that the kernels do not support."""
+    terms = operands.terms
+    if problem.dropout is not None:
+        return "the Hopper kernels do not support dropout"
+    if operands.mask is not None and not mask_is_of_tokens(operands.mask):
+        return (
+            "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
+            "and no other"
+        )
+    if operands.mask is not None and operands.q_segments is not None:
+        return "the Hopper kernels do not support a mask together with segment ids"
+    if terms.bias is not None:
+        return "the Hopper kernels do not support `bias`"
+    if problem.qk_transform is not None:
+        return "the Hopper kernels do not support `qk_transform`"
+    if terms.scale is not None or terms.soft_cap is not None:
+        return "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
+    return None
+
+
+def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
+    """Return a reason if `backward="fused"` is requested and cannot be met."""
+    if problem.backward != "fused":
+        return None
+    H, D = operands.query.shape[-1], operands.value.shape[-1]
+    if max(H, D) > LARGEST_HEAD_BACKWARD:
+        return (
+            f'backward="fused" supports heads of up to {LARGEST_HEAD_BACKWARD}, and this call has '
+            f"H={H}, D={D}"
+        )
+    if problem.calls_functions:
+        return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    return None
+
+
+def _empty(operands: Operands) -> str | None:
+    """Return a reason if a size is 0."""
+    query, key, value = operands[:3]
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "the Hopper kernels do not support sizes of 0"
+    return None
 
 
 def mask_is_of_tokens(mask: Array) -> bool:
-    """Does the mask, B|1 K|1 G|1 T|1 S|1, hide whole keys or whole queries?"""
+    """Return whether the mask [B|1, K|1, G|1, T|1, S|1] hides whole keys or whole queries."""
     _, K, G, T, S = mask.shape
     return K == G == 1 and 1 in (T, S)
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:
-    """Why the chunked path is taken where both can run; None: it is not."""
+    """Return why the chunked path is faster where both can run; None if it is not."""
     T = operands.query.shape[1]
-    return (
-        f"with {T} queries a tile of theirs would be nearly empty" if T < FEWEST_QUERIES else None
-    )
+    if T < FEWEST_QUERIES:
+        return f"a tile of the Hopper kernels would be mostly empty with {T} queries"
+    return None
 
 
 def backward_is_kernel(operands: Operands) -> bool:
+    """Return whether the heads are small enough for the kernels of the gradient."""
     return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
 
 
-# Forward + gradient, H200, bfloat16 (README.md beside this has the cases): in all that were
-# measured from these bounds on, one kernel was 1 to 37 % faster than two. With half the keys it was
-# between 5 % slower and 6 % faster, with fewer mostly slower; with half the logits between 9 %
-# slower and 7 % faster; with half the blocks 9 % slower. Of the whole call:
-FUSED_KEYS = 4096  # that a query sees, on average
-FUSED_LOGITS = 2**30  # that are seen, of all heads
-FUSED_BLOCKS = 512  # of FUSED_OWN keys
-FUSED_OWN = 128
+# Forward + gradient, H200, bfloat16 (docs/kernels.md has the cases): in all that were measured from
+# these bounds on, one kernel was 1 to 37 % faster than two. With half the keys it was between 5 %
+# slower and 6 % faster, with fewer mostly slower; with half the logits between 9 % slower and 7 %
+# faster; with half the blocks 9 % slower.
+FUSED_KEYS = 4096  # keys that a query sees on average
+FUSED_LOGITS = 2**30  # visible logits of all heads
+FUSED_BLOCKS = 512  # thread blocks of the whole call
+FUSED_BLOCK_KEYS = 128  # keys that a thread block owns
 
 
 def fused_is_faster(problem: Problem, operands: Operands) -> bool:
-    """Was the gradient in one kernel measured to be faster than in two? Of what was not measured: no."""
-    (B, T, K, G, H), (_, S, _, D), causal = (
-        operands.query.shape,
-        operands.value.shape,
-        problem.right == 0,
-    )
-    given = (
+    """Return whether the gradient in one kernel was measured to be faster than in two.
+
+    Return False for what was not measured.
+    """
+    if not _fused_was_measured(problem, operands):
+        return False
+    B, T, K, G, _ = operands.query.shape
+    S = operands.key.shape[1]
+    keys = S / 2 if problem.right == 0 else S
+    blocks = B * K * -(-S // FUSED_BLOCK_KEYS)
+    logits = B * K * G * T * keys
+    return keys >= FUSED_KEYS and logits >= FUSED_LOGITS and blocks >= FUSED_BLOCKS
+
+
+def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
+    """Return whether calls of this kind, of any size, were measured with the gradient in one kernel."""
+    arrays = (
         operands.mask,
         operands.q_lengths,
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
     )
-    measured = not problem.calls_functions
-    measured &= problem.left is None and problem.right in (None, 0) and problem.q_offset == 0
-    measured &= all(x is None for x in given)
-    measured &= (
-        H == D
-        and H in (64, 128)
-        and (T == S or not causal)
-        and (problem.soft_cap is None or H == 128)
-    )
-    keys, blocks = S / 2 if causal else S, B * K * -(-S // FUSED_OWN)
-    enough = keys >= FUSED_KEYS and B * K * G * T * keys >= FUSED_LOGITS and blocks >= FUSED_BLOCKS
-    return measured and enough
+    if problem.calls_functions or any(x is not None for x in arrays):
+        return False
+    if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
+        return False
+    _, T, _, _, H = operands.query.shape
+    _, S, _, D = operands.value.shape
+    if problem.right == 0 and T != S:
+        return False
+    return H == D and (H == 128 or H == 64 and problem.soft_cap is None)

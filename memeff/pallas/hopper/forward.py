@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.forward_compute import ForwardKernel
 from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling, forward_scratch
 from memeff.pallas.hopper.mosaic import Ref, plgpu, warp_specialized_kernel
@@ -44,7 +45,7 @@ from memeff.pallas.hopper.scheduler import (
     balanced_order,
     find_query_work,
 )
-from memeff.pallas.hopper.score_tile import allow_approx_math, copy_token_vectors
+from memeff.pallas.hopper.score_tile import copy_token_vectors
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -52,7 +53,6 @@ from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, TileOrder, cache_
 from memeff.pallas.hopper.score_tile import (
     HeadNumbers,
     TokenVectors,
-    allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
     scratch_shapes,

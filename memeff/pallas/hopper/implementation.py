@@ -1,4 +1,4 @@
-"""The functions of the Hopper kernels as an implementation; imports a kernel only when it runs one."""
+"""Present the Hopper kernels as an implementation, which imports a kernel only to run it."""
 
 import jax
 from jax import Array
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
-    """Rows and columns of the forward's tiles."""
+    """Return the rows and columns of the forward's tiles."""
     from memeff.pallas.hopper import calls
 
     tiling = calls.forward_tiling(problem, operands)
@@ -38,7 +38,7 @@ def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
 
 
 def describe(problem: Problem, operands: Operands) -> str:
-    """The kernels in words."""
+    """Return a phrase that names the kernels and their tiles."""
     from memeff.pallas.hopper import calls
 
     return calls.describe(problem, operands)
@@ -47,7 +47,7 @@ def describe(problem: Problem, operands: Operands) -> str:
 def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse | None]:
-    """out [B, K, G, T, D] in the query's dtype, lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
     from memeff.pallas.hopper import calls
 
     return calls.forward(problem, operands, lse_for)
@@ -56,7 +56,10 @@ def forward(
 def backward(
     problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> Gradients:
-    """Gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T] (None: no cotangent)."""
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    `dlse` is None if lse has no cotangent. The chunked path computes the gradient of larger heads.
+    """
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls
 
@@ -67,11 +70,16 @@ def backward(
 def tangent(
     problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands
 ) -> tuple[Array, Array]:
-    """Tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T] along those of operands, `along` (None: 0)."""
+    """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
+
+    `along` holds the tangents of the operands; None stands for 0. The chunked path computes the
+    tangents of larger heads and those along `LogitParams`.
+    """
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls
 
-    of_terms, moving = jax.tree.leaves(along.terms), jax.tree.leaves(along[:3])
-    if of_terms or not moving or not backward_is_kernel(operands):
+    term_tangents = jax.tree.leaves(along.terms)
+    array_tangents = jax.tree.leaves(along[:3])
+    if term_tangents or not array_tangents or not backward_is_kernel(operands):
         return chunked.tangent(problem, operands, out, lse, along, narrow=True)
     return calls.tangent(problem, operands, out, lse, along)

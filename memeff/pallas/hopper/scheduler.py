@@ -1,5 +1,6 @@
 """Assign tiles to thread blocks, in an order that shares the L2 cache and balances the work."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from memeff.problem import Problem
 
 
 class CallSizes(NamedTuple):
+    """The sizes of one call, without padding."""
+
     B: int
     T: int
     S: int
@@ -22,147 +25,175 @@ class CallSizes(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """Of all tiles of all heads: the heads of a `section` tile by tile, then those of the next; but the last `rest` tiles of
-    each, the short ones in causal order, when all others are done.
+    """Order of work items: heads in groups of `section`, tile-major inside a group.
+
+    The last `rest` tiles of every head run at the end. In causal order these are the short ones.
     """
 
     section: int = 1
     rest: int = 0
 
 
-L2 = 32 * 2**20  # bytes that stay in the cache of 50 MiB that H100 and H200 have
-BALANCED = 0.98  # of the time that blocks have, what they work
+L2_BYTES = 32 * 2**20  # bytes that stay in the L2 cache of H100 and H200, which has 50 MiB
+BALANCED = 0.98  # mean work of the thread blocks, relative to the most, that is good enough
+LARGEST_SECTION = 64  # heads
 
 
 def work_item(count: int, tiles: int, order: TileOrder, late: bool, index) -> tuple[Any, Any]:
-    """Which of `count` heads, and which of its `tiles`, is done at `index`; the first is the last if `late`."""
+    """Return the head, of `count`, and the tile, of `tiles`, of work item `index`.
+
+    If `late`, the last tile comes first.
+    """
     section, rest = (jnp.int32(n) for n in order)
     done = count * (tiles - order.rest)
-    of_section, head = lax.div(index, section), lax.rem(index, section)
-    of_section, tile = lax.div(of_section, tiles - rest), lax.rem(of_section, tiles - rest)
-    head = of_section * section + head
+    item = lax.div(index, section)
+    head_in_section = lax.rem(index, section)
+    section_index = lax.div(item, tiles - rest)
+    tile = lax.rem(item, tiles - rest)
+    head = section_index * section + head_in_section
     if order.rest:
-        behind = index - done
-        head = jnp.where(behind < 0, head, lax.rem(behind, jnp.int32(count)))
-        tile = jnp.where(behind < 0, tile, tiles - rest + lax.div(behind, jnp.int32(count)))
+        rest_index = index - done
+        head = jnp.where(rest_index < 0, head, lax.rem(rest_index, jnp.int32(count)))
+        rest_tile = tiles - rest + lax.div(rest_index, jnp.int32(count))
+        tile = jnp.where(rest_index < 0, tile, rest_tile)
     return head, tiles - 1 - tile if late else tile
 
 
 def cache_order(count: int, bytes_read: int) -> TileOrder:
-    """As many heads together as fit into the cache, if each reads so many bytes: for blocks that begin when others end."""
-    return TileOrder(
-        max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * bytes_read <= L2))
-    )
+    """Return the order with the largest section whose heads, of `bytes_read` each, fit into L2.
+
+    This suits thread blocks that each do one item and begin when others end.
+    """
+    sections = (n for n in range(1, count + 1) if count % n == 0 and n * bytes_read <= L2_BYTES)
+    return TileOrder(max(sections, default=1))
 
 
 def balanced_order(count: int, times: np.ndarray, blocks: int) -> TileOrder:
-    """With which `blocks` that stay have equally much to do; of those, the one with the fewest heads together, which share
-    what they read. `times` of the tiles of a head, in the order of `place`; blocks take them there and back.
+    """Return an order in which `blocks` persistent thread blocks have equally much to do.
+
+    `times` are those of the tiles of one head, in the order of `work_item`. Small sections are
+    tried first, because the tiles of one head read the same keys.
     """
-
-    def worked(section: int, rest: int) -> float:
-        tiles = times.size - rest
-        load = np.concatenate(
-            [
-                np.tile(np.repeat(times[:tiles], section), count // section),
-                np.repeat(times[tiles:], count),
-            ]
-        )
-        turn, block = np.divmod(np.arange(load.size), blocks)
-        found = np.bincount(np.where(turn % 2 == 1, blocks - 1 - block, block), load, blocks)
-        return found.mean() / found.max()
-
-    best = 0.0, TileOrder()
-    for section in (n for n in range(1, min(count, 64) + 1) if count % n == 0):
-        for rest in sorted({times.size * n // 16 for n in range(16)}):
-            best = max(
-                best, (worked(section, rest), TileOrder(section, rest)), key=lambda found: found[0]
-            )
-            if best[0] >= BALANCED:
-                return best[1]
-    return best[1]
+    sections = [n for n in range(1, min(count, LARGEST_SECTION) + 1) if count % n == 0]
+    rests = sorted({times.size * n // 16 for n in range(16)})
+    best = TileOrder()
+    best_balance = 0.0
+    for section, rest in itertools.product(sections, rests):
+        order = TileOrder(section, rest)
+        balance = _balance(count, times, blocks, order)
+        if balance > best_balance:
+            best = order
+            best_balance = balance
+        if best_balance >= BALANCED:
+            break
+    return best
 
 
-def ends(shape: CallSizes, scalars: Scalars, keys: int) -> tuple[tuple[Any, Any], MaskInputs]:
-    """How many queries and keys there are, and who sees whom where tiles have `keys` keys."""
-    q_end = shape.T if scalars.q_lengths is None else jnp.minimum(scalars.q_lengths, shape.T)
-    kv_end = shape.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, shape.S)
-    hides = scalars.kv_lengths is not None or shape.S % keys != 0
-    return (q_end, kv_end), MaskInputs(
-        scalars.q_offset, scalars.q_lengths, kv_end if hides else None
-    )
+def _balance(count: int, times: np.ndarray, blocks: int, order: TileOrder) -> float:
+    """Return the mean work of persistent thread blocks relative to the most, in boustrophedon order."""
+    tiles = times.size - order.rest
+    early = np.tile(np.repeat(times[:tiles], order.section), count // order.section)
+    late = np.repeat(times[tiles:], count)
+    load = np.concatenate([early, late])
+    turn, block = np.divmod(np.arange(load.size), blocks)
+    block = np.where(turn % 2 == 1, blocks - 1 - block, block)
+    work = np.bincount(block, load, blocks)
+    return work.mean() / work.max()
+
+
+def _ends_and_mask(
+    sizes: CallSizes, scalars: Scalars, keys: int
+) -> tuple[tuple[Any, Any], MaskInputs]:
+    """Return the numbers of queries and keys, and what masks pairs in tiles of `keys` keys."""
+    q_end = sizes.T if scalars.q_lengths is None else jnp.minimum(scalars.q_lengths, sizes.T)
+    kv_end = sizes.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, sizes.S)
+    hides_keys = scalars.kv_lengths is not None or sizes.S % keys != 0
+    sight = MaskInputs(scalars.q_offset, scalars.q_lengths, kv_end if hides_keys else None)
+    return (q_end, kv_end), sight
 
 
 class QueryWork(NamedTuple):
+    """A tile of queries of one head, and the tiles of keys that it visits."""
+
     b: Array
     n: Array  # query head
     k: Array  # key head
-    row: Array  # the first query
+    row: Array  # first query
     sight: MaskInputs
     visits: TileRange | TileList
     scalars: Scalars
-    # so many of the first visits, of which `count` queries from `first` on see nothing
+    # hidden(first, count): how many of the first visits the `count` queries from `first` do not see
     hidden: Callable[[Any, int], Any]
 
 
 def find_query_work(
     problem: Problem,
-    shape: CallSizes,
+    sizes: CallSizes,
     scalars: Scalars,
     rows: int,
     keys: int,
     order: TileOrder,
     index,
 ) -> QueryWork:
-    """Of the `index`-th tile of `rows` queries; heads of a group, which share keys, are neighbours."""
+    """Return the work item `index`, a tile of `rows` queries that visits tiles of `keys` keys.
+
+    The heads of a group are neighbours, because they share keys.
+    """
     late = problem.right is not None
-    head, tile = work_item(shape.B * shape.K * shape.G, -(-shape.T // rows), order, late, index)
-    b, n = lax.div(head, jnp.int32(shape.K * shape.G)), lax.rem(head, jnp.int32(shape.K * shape.G))
+    N = sizes.K * sizes.G
+    head, tile = work_item(sizes.B * N, -(-sizes.T // rows), order, late, index)
+    b = lax.div(head, jnp.int32(N))
+    n = lax.rem(head, jnp.int32(N))
     scalars = scalars.of(b)
-    all_ends, sight = ends(shape, scalars, keys)
+    ends, sight = _ends_and_mask(sizes, scalars, keys)
     row = tile * rows
-    # Rows behind the last query see what they like: nobody stores them.
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    seen = lambda first, last: keys_seen(
-        problem, offset, first, jnp.minimum(last, shape.T - 1), all_ends, keys
-    )
-    visits = seen(row, row + rows - 1)
+
+    def keys_seen_by(first, last) -> TileRange:
+        # Rows behind the last query may see anything, because nobody stores them.
+        last = jnp.minimum(last, sizes.T - 1)
+        return keys_seen(problem, offset, first, last, ends, keys)
+
+    window = keys_seen_by(row, row + rows - 1)
+    visits = _without_hidden_tiles(problem, scalars, tile, window, keys)
+    is_range = isinstance(visits, TileRange)
+    if is_range and problem.score_fn is not None and problem.mask_fn is None:
+        if problem.right is None:
+            visits = visits.nearest_first(row + rows // 2 + offset, keys)
+
+    def hidden(first, count: int):
+        if keys >= rows or scalars.q_segments is not None or not isinstance(visits, TileRange):
+            return 0
+        return visits.hidden(keys_seen_by(first, first + count - 1))
+
+    k = lax.div(n, jnp.int32(sizes.G))
+    return QueryWork(b, n, k, row, sight, visits, scalars, hidden)
+
+
+def _without_hidden_tiles(
+    problem: Problem, scalars: Scalars, tile, window: TileRange, size: int
+) -> TileRange | TileList:
+    """Return those of the `window`'s tiles, of `size`, that segments and mask_fn leave to `tile`."""
+    visits = window
     if scalars.q_segments is not None:
-        visits = visits.within(scalars.first[tile], scalars.behind[tile], scalars.alone[tile], keys)
-    visits = _of_mask(problem, scalars, tile, visits)
-    if (
-        problem.score_fn is not None
-        and problem.right is None
-        and isinstance(visits, TileRange)
-        and problem.mask_fn is None
-    ):
-        visits = visits.nearest_first(row + rows // 2 + offset, keys)
-    may = (
-        visits
-        if keys < rows and scalars.q_segments is None and isinstance(visits, TileRange)
-        else None
-    )
-    hidden = lambda first, count: (
-        may.hidden(seen(first, first + count - 1)) if may is not None else 0
-    )
-    return QueryWork(b, n, lax.div(n, jnp.int32(shape.G)), row, sight, visits, scalars, hidden)
-
-
-def _of_mask(problem: Problem, scalars: Scalars, own, visits: TileRange) -> TileRange | TileList:
+        first, behind, alone = scalars.first[tile], scalars.behind[tile], scalars.alone[tile]
+        visits = visits.within(first, behind, alone, size)
     if scalars.listed is not None:
-        return TileList.of(scalars.listed, own)
+        return TileList.of(scalars.listed, tile)
     return visits if problem.mask_fn is None else visits.all_masked()
 
 
 def some_whole(problem: Problem, scalars: Scalars) -> bool:
-    """May there be tiles without masks?"""
+    """Return whether there may be tiles without masks."""
     return problem.mask_fn is None or scalars.listed is not None
 
 
 class KeyWork(NamedTuple):
+    """A tile of keys of one head, and the tiles of queries that see it."""
+
     b: Array
     k: Array
-    col: Array  # the first key
+    col: Array  # first key
     sight: MaskInputs
     visits: TileRange | TileList  # of one query head
     scalars: Scalars
@@ -170,29 +201,27 @@ class KeyWork(NamedTuple):
 
 def find_key_work(
     problem: Problem,
-    shape: CallSizes,
+    sizes: CallSizes,
     scalars: Scalars,
     cols: int,
     queries: int,
     order: TileOrder,
     index,
 ) -> KeyWork:
-    """Of the `index`-th tile of `cols` keys."""
-    head, tile = work_item(shape.B * shape.K, -(-shape.S // cols), order, False, index)
-    b, k = lax.div(head, jnp.int32(shape.K)), lax.rem(head, jnp.int32(shape.K))
+    """Return the work item `index`, a tile of `cols` keys that visits tiles of `queries` queries."""
+    head, tile = work_item(sizes.B * sizes.K, -(-sizes.S // cols), order, False, index)
+    b = lax.div(head, jnp.int32(sizes.K))
+    k = lax.rem(head, jnp.int32(sizes.K))
     scalars = scalars.of(b)
-    all_ends, sight = ends(shape, scalars, 1)  # keys behind the last are not stored
-    # rows that only pad the last tile of queries see nothing: NaN in a key would reach its dk and
-    # dv
-    if shape.T % queries:
-        sight = sight._replace(q_lengths=all_ends[0])
+    # Keys behind the last need no mask, because nobody stores them.
+    ends, sight = _ends_and_mask(sizes, scalars, 1)
+    # Rows that only pad the last tile of queries must see nothing: NaN in a key would reach its dk
+    # and dv.
+    if sizes.T % queries:
+        sight = sight._replace(q_lengths=ends[0])
     col = tile * cols
-    last = jnp.minimum(col + cols, shape.S) - 1
+    last = jnp.minimum(col + cols, sizes.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    visits = queries_seeing(problem, offset, col, last, all_ends, queries)
-    if scalars.q_segments is not None:
-        visits = visits.within(
-            scalars.first[tile], scalars.behind[tile], scalars.alone[tile], queries
-        )
-    visits = _of_mask(problem, scalars, tile, visits)
+    window = queries_seeing(problem, offset, col, last, ends, queries)
+    visits = _without_hidden_tiles(problem, scalars, tile, window, queries)
     return KeyWork(b, k, col, sight, visits, scalars)

@@ -58,16 +58,6 @@ def copy_token_vectors(
         plgpu.copy_gmem_to_smem(source.at[tokens], target.at[slot], ready)
 
 
-def allow_approx_math(problem: Problem) -> bool:
-    """Return True if exponentials and the like may be approximate.
-
-    They may not where logits are a nonlinear function of dot products, because the backward
-    recomputes them.
-    """
-    score_fn: Any = problem.score_fn
-    return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
-
-
 class HeadNumbers(NamedTuple):
     """The precomputed arrays of user functions that belong to one query head."""
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import LOG2_E, logits_base2
+from memeff.logits import LOG2_E, allow_approx_math, logits_base2
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -37,7 +37,6 @@ from memeff.pallas.hopper.backward_common import (
     not_finite,
     optional_slot,
     query_rings,
-    run_items,
     skip_tile,
     wait_for_slot,
 )
@@ -55,13 +54,12 @@ from memeff.pallas.hopper.mosaic import (
     warp_specialized_kernel,
 )
 from memeff.pallas.hopper.nonfinite import cleaned
-from memeff.pallas.hopper.persistent import ROWS, WorkState
+from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
     TokenVectors,
-    allow_approx_math,
     barrier_arrivals,
     copy_token_vectors,
     head_number_refs,
@@ -162,8 +160,16 @@ def tangents(
         )
         copy = functools.partial(_copy, tiling, array_refs, scratch)
         rings = query_rings(tiling, scratch)
-        loop_sizes = B * N * visited.size, blocks
-        run_items(tiling, loop_sizes, find_work, compute, copy, scratch, rings)
+        run_warp_specialized(
+            find_work,
+            compute,
+            copy,
+            items=B * N * visited.size,
+            blocks=blocks,
+            failed_s=scratch.failed_s,
+            all_done=scratch.all_warpgroups,
+            rings=rings,
+        )
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.

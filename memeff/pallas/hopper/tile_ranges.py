@@ -1,6 +1,6 @@
-"""Find the tiles that a thread block visits, and their order: masked ones first.
+"""Find the tiles that a thread block visits, and their order: masked tiles come first.
 
-Tiles of queries that see keys are the mirror image of tiles of keys that queries see.
+The tiles of queries that see keys are the mirror image of the tiles of keys that queries see.
 """
 
 import dataclasses
@@ -16,54 +16,62 @@ from memeff.problem import Problem
 
 
 class TileRange(NamedTuple):
-    """Of `size` positions each; tiles of which some pair is hidden come first."""
+    """A range of tiles; those with a hidden pair lie at its ends and are visited first."""
 
-    low: Array  # the first tile
-    high: Array  # behind the last
-    left: Array  # so many masked ones begin the range,
-    right: Array  # and so many end it
-    covers: Array  # does each row that sees something see some of the last masked ones?
-    # of those without a mask the one that comes first, before what is on its left; None: the last
-    near: Array | None = None
+    low: Array  # first tile
+    high: Array  # behind the last tile
+    left: Array  # number of masked tiles that begin the range
+    right: Array  # number of masked tiles that end it
+    covers: Array  # True if each row that sees a key sees one in the masked tiles on the right
+    near: Array | None = None  # tile without a mask that is visited first; None: the last one
 
     def within(self, first, behind, alone, size: int) -> "TileRange":
-        """Of tiles of `size`, those from position `first` to `behind`; all with masks, unless what sees them is `alone`."""
+        """Keep the tiles, of `size` positions, that hold positions `first` to `behind`.
+
+        All of them are masked, unless the tokens that see them are `alone`, of one segment.
+        """
         low = jnp.maximum(self.low, lax.div(first, jnp.int32(size)))
-        high = jnp.maximum(low, jnp.minimum(self.high, _up(behind, size)))
-        whole_low = jnp.clip(jnp.maximum(self.low + self.left, _up(first, size)), low, high)
-        whole_high = jnp.clip(
-            jnp.minimum(self.high - self.right, lax.div(behind, jnp.int32(size))), whole_low, high
-        )
-        whole_low, whole_high = (jnp.where(alone > 0, x, low) for x in (whole_low, whole_high))
+        high = jnp.maximum(low, jnp.minimum(self.high, _tiles(behind, size)))
+        whole_low = jnp.clip(jnp.maximum(self.low + self.left, _tiles(first, size)), low, high)
+        whole_high = jnp.minimum(self.high - self.right, lax.div(behind, jnp.int32(size)))
+        whole_high = jnp.clip(whole_high, whole_low, high)
+        whole_low = jnp.where(alone > 0, whole_low, low)
+        whole_high = jnp.where(alone > 0, whole_high, low)
         return TileRange(low, high, whole_low - low, high - whole_high, jnp.bool_(False))
 
     def all_masked(self) -> "TileRange":
-        """With a mask of which no more is known: from the last, for queries before it see the others."""
+        """Mark every tile as masked. Tiles are visited from the last to the first."""
         return self._replace(left=jnp.int32(0), right=self.total, covers=jnp.bool_(False))
 
     def nearest_first(self, position, size: int) -> "TileRange":
-        """Of those without a mask, the one of `size` that has `position`, or is the next to it."""
-        of_position = lax.div(jnp.maximum(position, 0), jnp.int32(size))
-        near = jnp.clip(of_position, self.low + self.left, self.high - self.right - 1)
+        """Begin the tiles without a mask, of `size`, with the one nearest to `position`."""
+        tile = lax.div(jnp.maximum(position, 0), jnp.int32(size))
+        near = jnp.clip(tile, self.low + self.left, self.high - self.right - 1)
         return self._replace(near=near, covers=jnp.bool_(False))
 
     def hidden(self, part: "TileRange") -> Array:
-        """So many of the first visits `part`, of some of these rows, does not see."""
-        none = jnp.where(
+        """Return how many of the first visits lie outside `part`, the range of some of the rows."""
+        outside = jnp.where(
             part.high <= part.low, self.masked, jnp.clip(self.high - part.high, 0, self.masked)
         )
-        return jnp.where(self.left > 0, 0, none)
+        return jnp.where(self.left > 0, 0, outside)
 
     @property
     def total(self) -> Array:
+        """The number of tiles."""
         return self.high - self.low
 
     @property
     def masked(self) -> Array:
+        """The number of masked tiles."""
         return self.left + self.right
 
     def tile(self, n: Array) -> Array:
-        """The n-th that is visited: what is masked on the right, from there, then on the left, then the others."""
+        """Return the n-th tile to visit.
+
+        Masked tiles on the right come first, from the last one, then masked tiles on the left, then
+        tiles without a mask, from the last one or from `near` downwards.
+        """
         whole = self.high - 1 - (n - self.left)
         if self.near is not None:
             whole = self.near - (n - self.masked)
@@ -76,83 +84,105 @@ class TileRange(NamedTuple):
 
 
 class TileList(NamedTuple):
-    """Tiles that a block mask leaves, one by one, in the place of `Visits`: masked ones first, too."""
+    """The tiles that a block mask leaves, listed in place of a `TileRange`; masked tiles come first."""
 
-    table: Any  # of `with_lists`
+    table: Any  # see `_table`
     start: Array
     masked: Array
     total: Array
 
     @classmethod
-    def of(cls, table, own) -> "TileList":
-        return cls(table, *(table[3 * own + i] for i in range(3)))
+    def of(cls, table, tile) -> "TileList":
+        """Return the list of `tile`."""
+        start, masked, total = (table[3 * tile + i] for i in range(3))
+        return cls(table, start, masked, total)
 
     @property
     def right(self) -> Array:
+        """0, because masked tiles are not known to lie on the right."""
         return jnp.int32(0)
 
     @property
     def covers(self) -> Array:
+        """False, because a row may see no key in the masked tiles."""
         return jnp.bool_(False)
 
     def tile(self, n: Array) -> Array:
+        """Return the n-th tile to visit."""
         return self.table[self.start + n]
 
 
-LARGEST_TABLE = 2**24  # numbers; of more tiles the mask alone decides
+LARGEST_TABLE = 2**24  # numbers; with a larger table every tile would be masked instead
 
 
 def with_lists(
-    problem: Problem, scalars: "Scalars", lengths, sides: tuple[int, int], keys: bool = False
-) -> "Scalars":
-    """With the tiles of `sides` that each tile of queries (or of `keys`) visits, if there is a block mask."""
+    problem: Problem, scalars: Scalars, lengths, sides: tuple[int, int], keys: bool = False
+) -> Scalars:
+    """Add the lists of tiles that a block mask leaves to each tile of queries, or of `keys`.
+
+    `sides` are the rows and columns of a tile. Without a block mask return `scalars`.
+    """
     if problem.blocks is None:
         return scalars
-    some, every = problem.blocks.of_tiles(*sides)
+    any_visible, all_visible = problem.blocks.of_tiles(*sides)
     (T, S), (t, c) = lengths, sides
-    row, col = np.arange(0, T, t)[:, None], np.arange(0, S, c)
-    last, end = np.minimum(row + t, T) - 1, np.minimum(col + c, S) - 1
-    some_from, some_to, all_from, all_to = key_range(problem, problem.q_offset, row, last)
+    row = np.arange(0, T, t)[:, None]
+    col = np.arange(0, S, c)
+    last_row = np.minimum(row + t, T) - 1
+    last_col = np.minimum(col + c, S) - 1
+    some_from, some_to, all_from, all_to = key_range(problem, problem.q_offset, row, last_row)
     if some_from is not None:
-        some, every = some & (some_from <= end), every & (all_from <= col)
+        any_visible = any_visible & (some_from <= last_col)
+        all_visible = all_visible & (all_from <= col)
     if some_to is not None:
-        some, every = some & (col < some_to), every & (end < all_to)
-    # Behind the end of what is visited nothing is seen; nor do blocks know of lengths and segments.
-    every = every & ((row + t <= T) if keys else (col + c <= S))
+        any_visible = any_visible & (col < some_to)
+        all_visible = all_visible & (last_col < all_to)
+    # Visited positions that only pad a tile are hidden. Blocks know no lengths and no segments.
+    all_visible = all_visible & ((row + t <= T) if keys else (col + c <= S))
     if any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)):
-        every = np.zeros_like(every)
-    return scalars._replace(listed=_table(some, every, keys))
+        all_visible = np.zeros_like(all_visible)
+    if keys:
+        return scalars._replace(listed=_table(any_visible.T, all_visible.T))
+    return scalars._replace(listed=_table(any_visible, all_visible))
 
 
-def _table(some: np.ndarray, every: np.ndarray, keys: bool) -> Array | None:
-    """For each tile where its list begins, how many of it are masked, and how many there are; then the lists."""
-    some, every = (x.T if keys else x for x in (some, every))
-    lists = [
-        np.concatenate([np.flatnonzero(x & ~y), np.flatnonzero(x & y)])
-        for x, y in zip(some, every, strict=True)
-    ]
-    counts = np.array([len(x) for x in lists], np.int64)
-    if 3 * len(lists) + counts.sum() > LARGEST_TABLE:
+def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
+    """Return the lists of visible tiles [tiles, visited tiles] as one int32 array; None if too long.
+
+    For each tile it has the start of its list, the number of masked tiles in it, and its length.
+    Then the lists follow, masked tiles first.
+    """
+    masked = any_visible & ~all_visible
+    whole = any_visible & all_visible
+    counts = any_visible.sum(1)
+    head_size = 3 * len(any_visible)
+    if head_size + counts.sum() > LARGEST_TABLE:
         return None
-    starts = 3 * len(lists) + np.cumsum(counts) - counts
-    head = np.stack([starts, (some & ~every).sum(1), counts], 1)
+    starts = head_size + np.cumsum(counts) - counts
+    head = np.stack([starts, masked.sum(1), counts], 1)
+    lists = []
+    for masked_tiles, whole_tiles in zip(masked, whole, strict=True):
+        lists += [np.flatnonzero(masked_tiles), np.flatnonzero(whole_tiles)]
     return jnp.asarray(np.concatenate([head.ravel(), *lists]).astype(np.int32))
 
 
 def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> TileRange:
-    """Tiles of keys that queries `first` to `last` see; `ends`: how many queries and keys there are."""
-    return _visits(key_range(problem, offset, first, last), first, last, ends, size)
+    """Return the tiles of `size` keys that queries `first` to `last` see.
+
+    `ends` are the numbers of queries and keys.
+    """
+    return _tile_range(key_range(problem, offset, first, last), first, last, ends, size)
 
 
 def queries_seeing(problem: Problem, offset, first, last, ends, size: int) -> TileRange:
-    """Tiles of queries that see keys `first` to `last`: the window mirrored."""
+    """Return the tiles of `size` queries that see keys `first` to `last`: the window mirrored."""
     q_end, kv_end = ends
-    return _visits(
-        key_range(_mirrored(problem), -offset, first, last), first, last, (kv_end, q_end), size
-    )
+    window = key_range(_mirrored(problem), -offset, first, last)
+    return _tile_range(window, first, last, (kv_end, q_end), size)
 
 
 def _mirrored(problem: Problem) -> Problem:
+    """Return the problem in which queries and keys have changed places."""
     return dataclasses.replace(
         problem, left=problem.right, right=problem.left, q_offset=-problem.q_offset
     )
@@ -161,31 +191,48 @@ def _mirrored(problem: Problem) -> Problem:
 def tiles_visited(
     problem: Problem, lengths: tuple[int, int], own: int, size: int, keys: bool = False
 ) -> np.ndarray:
-    """Of `size` keys by each tile of `own` queries, the last first; or of queries by each tile of keys, the first first. As
-    far as it is known before offsets, lengths and segments are.
+    """Return how many tiles of `size` keys each tile of `own` queries visits, the last tile first.
+
+    With `keys`, return how many tiles of queries each tile of keys visits, the first tile first.
+    Only the window counts, because arrays of offsets, lengths and segments are not known yet.
     """
-    (length, other), problem = (lengths[::-1], _mirrored(problem)) if keys else (lengths, problem)
+    if keys:
+        problem = _mirrored(problem)
+    length, visited_length = lengths[::-1] if keys else lengths
     first = np.arange(-(-length // own)) * own + problem.q_offset
-    start = np.zeros_like(first) if problem.left is None else first - problem.left
-    end = np.full_like(first, other) if problem.right is None else first + own + problem.right
-    found = np.maximum(-(-np.clip(end, 0, other) // size) - np.clip(start, 0, other) // size, 0)
-    return found if keys else found[::-1]
+    start = np.zeros_like(first)
+    if problem.left is not None:
+        start = np.clip(first - problem.left, 0, visited_length)
+    end = np.full_like(first, visited_length)
+    if problem.right is not None:
+        end = np.clip(first + own + problem.right, 0, visited_length)
+    counts = np.maximum(-(-end // size) - start // size, 0)
+    return counts if keys else counts[::-1]
 
 
-def _visits(window, first, last, ends, size: int) -> TileRange:
+def _tile_range(window, first, last, ends, size: int) -> TileRange:
+    """Return the tiles of `size` in `window`, the result of `key_range` of `first` to `last`.
+
+    `ends` are the numbers of positions on the side of `first`, and on the visited side.
+    """
     some_from, some_to, all_from, all_to = window
     own_end, end = (jnp.asarray(x, jnp.int32) for x in ends)
-    clip = lambda x, default: default if x is None else jnp.clip(x, 0, end)
     zero = jnp.int32(0)
-    low, high = lax.div(clip(some_from, zero), jnp.int32(size)), _up(clip(some_to, end), size)
+
+    def clip(position, default):
+        return default if position is None else jnp.clip(position, 0, end)
+
+    low = lax.div(clip(some_from, zero), jnp.int32(size))
+    high = _tiles(clip(some_to, end), size)
     high = jnp.where((first < own_end) & (clip(some_from, zero) < end), jnp.maximum(low, high), low)
-    whole_low = jnp.clip(_up(clip(all_from, zero), size), low, high)
-    until = clip(all_to, end)
-    whole_high = jnp.clip(lax.div(until, jnp.int32(size)), whole_low, high)
-    whole_low, whole_high = (jnp.where(last >= own_end, low, x) for x in (whole_low, whole_high))
-    return TileRange(low, high, whole_low - low, high - whole_high, until > whole_high * size)
+    whole_low = jnp.clip(_tiles(clip(all_from, zero), size), low, high)
+    all_to = clip(all_to, end)
+    whole_high = jnp.clip(lax.div(all_to, jnp.int32(size)), whole_low, high)
+    whole_low = jnp.where(last >= own_end, low, whole_low)
+    whole_high = jnp.where(last >= own_end, low, whole_high)
+    return TileRange(low, high, whole_low - low, high - whole_high, all_to > whole_high * size)
 
 
-def _up(x, size: int) -> Array:
-    """How many tiles hold `x`."""
-    return lax.div(x + (size - 1), jnp.int32(size))
+def _tiles(length, size: int) -> Array:
+    """Return how many tiles of `size` hold `length` positions."""
+    return lax.div(length + (size - 1), jnp.int32(size))

@@ -50,10 +50,10 @@ class VisibleBlocks:
 
         def count(blocks):
             """Count the blocks of each tile that are True, by differences of prefix sums."""
-            sums = np.pad(blocks.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-            before_end = sums[row_ends][:, col_ends] - sums[row_ends][:, col_starts]
-            before_start = sums[row_starts][:, col_ends] - sums[row_starts][:, col_starts]
-            return before_end - before_start
+            sums = blocks.astype(np.int64).cumsum(0).cumsum(1)
+            sums = np.pad(sums, ((1, 0), (1, 0)))
+            rows = sums[row_ends] - sums[row_starts]
+            return rows[:, col_ends] - rows[:, col_starts]
 
         total = (row_ends - row_starts)[:, None] * (col_ends - col_starts)
         return count(self.some) > 0, count(self.every) == total

@@ -130,9 +130,11 @@ def merge_leaves(is_float: Iterable[bool], floats: Iterable[Any], rest: Iterable
 
 def _split_leaves(leaves, is_float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Return the float leaves and the rest."""
-    floats = tuple(x for x, flag in zip(leaves, is_float, strict=True) if flag)
-    rest = tuple(x for x, flag in zip(leaves, is_float, strict=True) if not flag)
-    return floats, rest
+    floats = []
+    rest = []
+    for leaf, flag in zip(leaves, is_float, strict=True):
+        (floats if flag else rest).append(leaf)
+    return tuple(floats), tuple(rest)
 
 
 @dataclasses.dataclass(frozen=True)

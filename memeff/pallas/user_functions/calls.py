@@ -122,18 +122,20 @@ def precomputed_numbers(problem: Problem, operands: Operands) -> Numbers:
     return total
 
 
-def score_numbers(problem: Problem, operands: Operands) -> tuple[PartitionedFunction, Numbers]:
-    """Return score_fn partitioned, and its precomputed numbers."""
+def score_numbers(
+    problem: Problem, operands: Operands
+) -> tuple[PartitionedFunction, dict[int, Array]]:
+    """Return score_fn partitioned, and its precomputed numbers by name."""
     function, params = _functions(problem, operands)["score_fn"]
     apart = partition_function("score_fn", function, params)
-    return apart, _evaluate_numbers(apart, params, problem, operands)
+    numbers = _evaluate_numbers(apart, params, problem, operands)
+    return apart, dict(zip(apart.precomputed, sum(numbers, ()), strict=True))
 
 
 def differentiable_numbers(problem: Problem, operands: Operands) -> tuple[Array, ...]:
     """Return score_fn's differentiable numbers: those in `moving`, then in `needs_extra_pass`."""
     apart, numbers = score_numbers(problem, operands)
-    by_name: dict[int, Array] = dict(zip(apart.precomputed, sum(numbers, ()), strict=True))
-    return tuple(by_name[x] for x in (*apart.moving, *apart.needs_extra_pass))
+    return tuple(numbers[x] for x in (*apart.moving, *apart.needs_extra_pass))
 
 
 def _evaluate_numbers(

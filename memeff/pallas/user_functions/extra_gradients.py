@@ -25,12 +25,16 @@ from memeff.user_functions import PairIndices
 
 
 def extra_cotangents(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Sequence[Array]:
     """Return the cotangents of score_fn's numbers in `needs_extra_pass`, in their order."""
-    apart, arrays = calls.score_numbers(problem, operands)
-    by_name: dict[int, Array] = dict(zip(apart.precomputed, sum(arrays, ()), strict=True))
-    floats = tuple(by_name.pop(x) for x in apart.needs_extra_pass)
+    apart, numbers = calls.score_numbers(problem, operands)
+    floats = tuple(numbers.pop(x) for x in apart.needs_extra_pass)
     B, _, _, G, _ = operands.query.shape
     S = operands.key.shape[1]
     offset = problem.q_offset if operands.q_offset is None else operands.q_offset
@@ -38,7 +42,7 @@ def extra_cotangents(
     function: Any = ChunkedFunction(apart, G, calls.diagonal_offset(S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.terms._replace(score=floats)
-    operands = operands._replace(terms=terms, score_rest=(offset, *by_name.values()))
+    operands = operands._replace(terms=terms, score_rest=(offset, *numbers.values()))
     return chunked.logit_param_gradients(problem, operands, out, lse, dout, dlse).score
 
 
@@ -80,7 +84,9 @@ class ChunkedFunction:
                 return slice_dims(x, {0: batch, 1: cols})[:, None, None, None]
             return spread_diagonals(slice_dims(x, heads | {3: window}), t, c)
 
-        axes = {x: axis for axis in Numbers._fields for x in getattr(self.apart.before, axis)}
+        axes = {}
+        for axis in Numbers._fields:
+            axes |= dict.fromkeys(getattr(self.apart.before, axis), axis)
         needs_extra_pass = self.apart.needs_extra_pass
         names = [x for x in self.apart.precomputed if x not in needs_extra_pass]
         jaxpr = self.apart.jaxpr
@@ -90,8 +96,8 @@ class ChunkedFunction:
             env[x] = tile_function.to_tile(tile, jaxpr.types[x].dtype, shape)
         q_tile = jnp.broadcast_to(q_pos[:, None, None, :, None], shape)
         k_tile = jnp.broadcast_to(indices.k_pos, shape)
-        pair = zip(tile_function.pair_inputs(jaxpr, True), (score, q_tile, k_tile), strict=True)
-        env |= dict(pair)
+        score_name, q_name, k_name = tile_function.pair_inputs(jaxpr, True)
+        env |= {score_name: score, q_name: q_tile, k_name: k_tile}
 
         def match_types(values):
             return vary_together(values, score)
@@ -103,7 +109,8 @@ def spread_diagonals(w: Array, t: int, c: int) -> Array:
     """Spread w [..., t + c - 1] along the diagonals of a tile [..., t, c]."""
     width = t + c
     lead = w.shape[:-1]
-    row = jnp.pad(w[..., ::-1], [(0, 0)] * len(lead) + [(0, 1)])  # ... t+c
+    padding = [(0, 0)] * len(lead) + [(0, 1)]
+    row = jnp.pad(w[..., ::-1], padding)  # ... t+c
     rows = jnp.broadcast_to(row[..., None, :], (*lead, t, width))
     # In rows of length width - 1, each begins one entry later than the one above.
     flat = lax.collapse(rows, len(lead))

@@ -109,9 +109,8 @@ def flatten_jaxpr(f, *like) -> FlatJaxpr:
         for x, value in zip(jaxpr.constvars, consts, strict=True):
             env[x] = Const(value, x.aval.dtype)
 
-        def read(x: Any) -> int | Const:
-            is_literal = isinstance(x, core.Literal)
-            return Const(x.val, x.aval.dtype) if is_literal else env[x]
+        def read(x) -> int | Const:
+            return _literal(x) if isinstance(x, core.Literal) else env[x]
 
         for eqn in jaxpr.eqns:
             inputs = [read(x) for x in eqn.invars]
@@ -130,6 +129,11 @@ def flatten_jaxpr(f, *like) -> FlatJaxpr:
     inputs = [new_name(x) for x in traced.jaxpr.invars]
     outputs = inline(traced.jaxpr, traced.consts, inputs)
     return FlatJaxpr(tuple(eqns), tuple(inputs), tuple(outputs), types)
+
+
+def _literal(x: Any) -> Const:
+    """Return the constant of a literal in a jaxpr."""
+    return Const(x.val, x.aval.dtype)
 
 
 def needed_eqns(eqns: Iterable[Eqn], outputs: Iterable[int]) -> list[Eqn]:

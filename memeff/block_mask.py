@@ -1,4 +1,4 @@
-"""What a mask hides, found once before anything runs, so that its tiles are skipped. Hides who sees which block."""
+"""Evaluate a mask once, before a call runs, so that tiles without any visible pair are skipped."""
 
 import dataclasses
 import functools
@@ -11,19 +11,19 @@ from jax.core import Tracer
 
 from memeff.user_functions import Mask, PairIndices, TracedFunction, trace_function
 
-PAIRS = 2**24  # that are evaluated at a time
+PAIRS_AT_A_TIME = 2**24  # evaluated in one jitted step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VisibleBlocks:
-    """Of which blocks of `size` x `size` pairs some may attend, in some batch entry and head, and all in all; [n, m]."""
+    """Boolean grids [n, m] over blocks of `size` x `size` pairs: partly visible, fully visible."""
 
     size: int
-    lengths: tuple[int, int]
-    some: np.ndarray
-    every: np.ndarray
-    batch: int | None = None  # B and N of the mask, None where it does not depend on them
-    heads: int | None = None
+    lengths: tuple[int, int]  # T, S
+    some: np.ndarray  # a pair is visible in some batch entry and head
+    every: np.ndarray  # all pairs are visible in all batch entries and heads
+    batch: int | None = None  # B of the mask; None where it does not depend on the batch entry
+    heads: int | None = None  # N of the mask; None where it does not depend on the head
 
     @functools.cached_property
     def _key(self):
@@ -43,28 +43,34 @@ class VisibleBlocks:
         return hash(self._key)
 
     def of_tiles(self, t: int, c: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of tiles of t x c: of which some pair may attend, and of which all in their blocks."""
-        (T, S), size = self.lengths, self.size
+        """Return which tiles of t x c have a visible block, and which have visible blocks alone."""
+        T, S = self.lengths
+        row_starts, row_ends = self._block_ranges(T, t)
+        col_starts, col_ends = self._block_ranges(S, c)
 
-        def ends(total, side):
-            first = np.arange(0, total, side)
-            return first // size, -(-np.minimum(first + side, total) // size)
+        def count(blocks):
+            """Count the blocks of each tile that are True, by differences of prefix sums."""
+            sums = blocks.astype(np.int64).cumsum(0).cumsum(1)
+            sums = np.pad(sums, ((1, 0), (1, 0)))
+            rows = sums[row_ends] - sums[row_starts]
+            return rows[:, col_ends] - rows[:, col_starts]
 
-        (a0, a1), (b0, b1) = ends(T, t), ends(S, c)
+        total = (row_ends - row_starts)[:, None] * (col_ends - col_starts)
+        return count(self.some) > 0, count(self.every) == total
 
-        def count(x):
-            x = np.pad(x.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-            return x[a1][:, b1] - x[a0][:, b1] - x[a1][:, b0] + x[a0][:, b0]
-
-        return count(self.some) > 0, count(self.every) == (a1 - a0)[:, None] * (b1 - b0)
+    def _block_ranges(self, length: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first block and the end of the blocks of each tile along one dim."""
+        starts = np.arange(0, length, side)
+        ends = np.minimum(starts + side, length)
+        return starts // self.size, -(-ends // self.size)
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """A mask and the blocks that it hides; what `memeff.block_mask` makes, and `mask_fn` takes.
+    """A mask and the blocks that it hides: the result of `memeff.block_mask`, passed as `mask_fn`.
 
-    Its `str` is a picture: # all of a block may attend, + some, . none.
+    Its `str` is a picture: `#` is a block with all pairs visible, `+` with some, `.` with none.
     """
 
     mask: Mask
@@ -72,25 +78,32 @@ class BlockMask:
 
     @property
     def sparsity(self) -> float:
-        """Which part of all blocks is hidden."""
+        """Return the hidden part of all blocks, from 0 to 1."""
         return 1 - float(self.blocks.some.mean()) if self.blocks.some.size else 0.0
 
     def __str__(self) -> str:
-        some = self.blocks.some
-        (T, S), size = self.blocks.lengths, self.blocks.size
-        side = max(1, -(-max(some.shape) // 64)) * size  # of what a sign stands for
-        shade = np.add(*(x.astype(int) for x in self.blocks.of_tiles(side, side)))
+        blocks = self.blocks
+        T, S = blocks.lengths
+        visited = int(blocks.some.sum())
+        masked = int((blocks.some & ~blocks.every).sum())
+        title = (
+            f"block mask of {T} x {S} tokens in blocks of {blocks.size}: "
+            f"{visited} of {blocks.some.size} visited ({masked} of them with a mask), "
+            f"{100 * self.sparsity:.1f} % hidden"
+        )
+        side = max(1, -(-max(blocks.some.shape) // 64)) * blocks.size  # tokens of one sign
+        some, every = blocks.of_tiles(side, side)
+        shade = some.astype(int) + every
         rows = ["".join(".+#"[x] for x in row) for row in shade]
-        told = f"block mask of {T} x {S} tokens in blocks of {size}: {int(some.sum())} of {some.size} visited "
-        told += f"({int((some & ~self.blocks.every).sum())} of them with a mask), {100 * self.sparsity:.1f} % hidden"
-        return "\n".join([told, *rows])
+        return "\n".join([title, *rows])
 
     def plot(self, ax: Any = None) -> Any:
-        """The picture, on matplotlib axes: dark all, light some, white none."""
+        """Draw the blocks on matplotlib axes: dark if all pairs are visible, light if some are."""
         import matplotlib.pyplot as plt
 
         ax = plt.gca() if ax is None else ax
-        (T, S), shade = self.blocks.lengths, self.blocks.some.astype(int) + self.blocks.every
+        T, S = self.blocks.lengths
+        shade = self.blocks.some.astype(int) + self.blocks.every
         ax.imshow(shade, cmap="Blues", vmin=0, vmax=2, extent=(0, S, T, 0), interpolation="nearest")
         ax.set(xlabel="key", ylabel="query", title=f"{100 * self.sparsity:.0f} % hidden")
         return ax
@@ -113,56 +126,80 @@ def block_mask(
     heads: int = 1,
     block_size: int = 128,
 ) -> BlockMask:
-    """Finds once what a mask hides: `dot_product_attention(..., mask_fn=block_mask(...))` skips those tiles.
+    """Evaluate a mask once, so that attention skips the tiles that it hides.
 
-    A tile is visited where some batch entry and head sees something in it, and needs no mask where all see everything.
+    Pass the result as `mask_fn`. A tile is skipped if no pair in it is visible in any batch entry
+    and head. It needs no mask if all of its pairs are visible in all of them.
 
     Args:
       mask_fn: a `memeff.Mask`, or a function (batch, head, q_pos, k_pos, params) -> bool.
-      query_length, key_length: T and S, tokens; the first alone serves both. Positions begin at 0.
-      params: of the function; known numbers, for what is skipped is fixed while tracing.
-      batch, heads: B and N, where the mask depends on them.
-      block_size: tokens; tiles are made of blocks, so smaller ones say more and take longer to find.
+      query_length, key_length: T and S in tokens; S is T if omitted. Positions begin at 0.
+      params: params of the function. They must be known numbers, because the tiles to skip are
+        fixed while tracing.
+      batch, heads: B and N, if the mask depends on them.
+      block_size: side of a block in tokens. Smaller blocks are more exact and take longer here.
 
-    Raises: ValueError where params are traced, TypeError where the function cannot be a mask.
+    Returns: a `BlockMask` for calls with these T and S.
+
+    Raises: ValueError if params are traced, TypeError if the function cannot be a mask.
 
     Example:
       >>> from memeff import masks
       >>> print(block_mask(masks.sliding_window(100), 512, block_size=128).sparsity)
       0.5625
     """
-    T, S = query_length, query_length if key_length is None else key_length
-    if isinstance(mask_fn, Mask):
-        mask_fn, params = (mask_fn.fn, mask_fn.params) if params is None else (mask_fn, params)
+    T = query_length
+    S = query_length if key_length is None else key_length
+    fn: Any = mask_fn
+    if isinstance(mask_fn, Mask) and params is None:
+        fn = mask_fn.fn
+        params = mask_fn.params
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
-        cure = "call it outside jit, or with NumPy arrays"
         raise ValueError(
-            f"block_mask: params are traced, and what is skipped must be known before: {cure}."
+            "block_mask: params are traced, and the tiles to skip must be known before: "
+            "call it outside jit, or with NumPy arrays."
         )
-    given, *of_mask = trace_function(
-        "mask_fn", mask_fn, params, jnp.float32, {"B": batch, "N": heads, "T": T, "S": S}
-    )
-    b, n = batch if given.uses[0] else 1, heads if given.uses[1] else 1
-    across, down = -(-S // block_size), -(-T // block_size)
-    rows = max(1, min(down, PAIRS // max(1, b * n * block_size * S)))  # of blocks
-    found = [np.zeros((2, 0, across), bool)]
+    sizes = {"B": batch, "N": heads, "T": T, "S": S}
+    function, *leaves = trace_function("mask_fn", fn, params, jnp.float32, sizes)
+    uses_batch, uses_head, *_ = function.uses
+    b = batch if uses_batch else 1
+    n = heads if uses_head else 1
+    across = -(-S // block_size)
+    down = -(-T // block_size)
+    rows = max(1, min(down, PAIRS_AT_A_TIME // max(1, b * n * block_size * S)))  # of blocks
+    parts = [np.zeros((2, 0, across), bool)]
     for first in range(0, down, rows):
         with jax.ensure_compile_time_eval():
-            found.append(np.stack(_find(given, of_mask, (b, n), (T, S), block_size, rows, first)))
-    some, every = np.concatenate(found, 1)[:, :down]
-    of = [size if uses else None for size, uses in zip((batch, heads), given.uses, strict=False)]
-    return BlockMask(Mask(mask_fn, params), VisibleBlocks(block_size, (T, S), some, every, *of))
+            part = _visible_blocks(function, leaves, (b, n), (T, S), block_size, rows, first)
+            parts.append(np.stack(part))
+    some, every = np.concatenate(parts, 1)[:, :down]
+    blocks = VisibleBlocks(
+        block_size,
+        (T, S),
+        some,
+        every,
+        batch=batch if uses_batch else None,
+        heads=heads if uses_head else None,
+    )
+    return BlockMask(Mask(fn, params), blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
-def _find(given: TracedFunction, of_mask, sizes, lengths, size: int, rows: int, first):
-    (b, n), (T, S) = sizes, lengths
+def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int, rows: int, first):
+    """Return some and every [rows, m] for the rows of blocks from `first` on; `heads` is (B, N)."""
+    b, n = heads
+    T, S = lengths
     across = -(-S // size)
-    q_pos, k_pos = first * size + jnp.arange(rows * size), jnp.arange(across * size)
-    at = PairIndices(jnp.arange(b), jnp.arange(n)[:, None], q_pos, k_pos, (), ())
-    may = given(None, at, *of_mask)  # b n 1 t c, or 1
+    q_pos = first * size + jnp.arange(rows * size)
+    k_pos = jnp.arange(across * size)
+    indices = PairIndices(jnp.arange(b), jnp.arange(n)[:, None], q_pos, k_pos, (), ())
+    visible = function(None, indices, *leaves)  # b|1 n|1 1 t|1 c|1
     inside = (q_pos < T)[:, None] & (k_pos < S)
-    cut = lambda x: jnp.broadcast_to(x, (b, n, 1, *inside.shape)).reshape(
-        b, n, rows, size, across, size
-    )
-    return cut(may & inside).any((0, 1, 3, 5)), cut(may | ~inside).all((0, 1, 3, 5))
+
+    def in_blocks(pairs):
+        pairs = jnp.broadcast_to(pairs, (b, n, 1, *inside.shape))
+        return pairs.reshape(b, n, rows, size, across, size)
+
+    some = in_blocks(visible & inside).any((0, 1, 3, 5))
+    every = in_blocks(visible | ~inside).all((0, 1, 3, 5))
+    return some, every

@@ -1,11 +1,10 @@
-"""What XLA says of a call: its temporary bytes, once it has compiled it. Hides how a call is compiled inside another trace.
+"""Compile a call inside the trace of another program, and read its temporary bytes from XLA.
 
-Nothing is run or allocated. A call is compiled alone, for one device, from the shapes and dtypes of its arrays. Its figures
-are kept for the next call that is like it.
+Nothing is run or allocated. A call is compiled alone, for one device, from the shapes and dtypes of
+its arrays. Its figures are kept for the next call with the same shapes and choices.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,95 +17,99 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from memeff.arguments import Arguments
 from memeff.device import Device
 
-NO_GRADIENT = ("mask", "mask_fn", "mask_params")  # by these arguments nobody differentiates
-KEPT = 4096  # figures
+NO_GRADIENT = ("mask", "mask_fn", "mask_params")  # arguments that have no gradient
+MOST_KEPT = 4096  # figures
 
 
 class SplitArguments(NamedTuple):
-    """Arguments by name, taken apart."""
+    """The arrays of named arguments, and a function that puts arrays in their places."""
 
-    floats: list[Any]  # arrays by which a gradient is taken
+    floats: list[Any]  # arrays that have a gradient
     rest: list[Any]  # other arrays
-    # the arguments, with these in the place of those
-    join: Callable[[list[Any], list[Any]], Arguments]
-    names: tuple[str, ...]  # where each array was
+    join: Callable[[list[Any], list[Any]], Arguments]  # (floats, rest) -> arguments
+    names: tuple[str, ...]  # path of each array in the arguments, in their order
 
 
 def split_arguments(arguments: Arguments) -> SplitArguments:
-    """Take arguments apart into arrays (any `jax.ShapeDtypeStruct` as well) and what is fixed while tracing."""
-    found, tree = jax.tree.flatten_with_path(arguments._asdict())
-    kinds = [_kind(path[0].key, x) for path, x in found]
-    of = lambda kind: [x for (_, x), other in zip(found, kinds, strict=True) if other == kind]
-    fixed = of("fixed")
+    """Separate the arrays of named arguments, or their shapes, from what is fixed while tracing."""
+    paths_and_leaves, structure = jax.tree.flatten_with_path(arguments._asdict())
+    leaves: dict[str, list[Any]] = {"floats": [], "rest": [], "fixed": []}
+    kinds = []
+    names = []
+    for path, leaf in paths_and_leaves:
+        kind = _kind(path[0].key, leaf)
+        leaves[kind].append(leaf)
+        kinds.append(kind)
+        if kind != "fixed":
+            names.append(jax.tree_util.keystr(path))
 
     def join(floats, rest):
-        put = {"floats": iter(floats), "rest": iter(rest), "fixed": iter(fixed)}
-        return Arguments(**jax.tree.unflatten(tree, [next(put[kind]) for kind in kinds]))
+        parts = {"floats": iter(floats), "rest": iter(rest), "fixed": iter(leaves["fixed"])}
+        return Arguments(**jax.tree.unflatten(structure, [next(parts[kind]) for kind in kinds]))
 
-    names = tuple(
-        jax.tree_util.keystr(path)
-        for (path, _), kind in zip(found, kinds, strict=True)
-        if kind != "fixed"
-    )
-    return SplitArguments(of("floats"), of("rest"), join, names)
+    return SplitArguments(leaves["floats"], leaves["rest"], join, tuple(names))
 
 
 def _kind(name: str, x: Any) -> str:
+    """Return "floats", "rest" or "fixed" for a leaf of the argument `name`."""
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return "fixed"
-    return "floats" if jnp.issubdtype(x.dtype, jnp.floating) and name not in NO_GRADIENT else "rest"
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return "floats" if is_float and name not in NO_GRADIENT else "rest"
 
 
 def local_device_like(device: Device) -> Any:
-    """Return a device of this kind for which this process can compile, or None."""
+    """Return a device of this process that is of the same kind as `device`, or None."""
     candidates = jax.local_devices()
     if device.platform == "cpu" and candidates[0].platform != "cpu":
         candidates = jax.local_devices(backend="cpu")
-    like = (
-        x
-        for x in candidates
-        if Device(x.platform, getattr(x, "compute_capability", None)) == device
-    )
-    return next(like, None)
+    for candidate in candidates:
+        capability = getattr(candidate, "compute_capability", None)
+        if Device(candidate.platform, capability) == device:
+            return candidate
+    return None
 
 
 def temp_bytes(
     run: Callable[..., Any], arguments: Arguments, chosen: Any, device: Any
 ) -> tuple[int, int]:
-    """Return temporary bytes of the forward, and of forward and gradient in one program, as XLA reports them.
+    """Return temporary bytes of the forward, and of forward and gradient together, from XLA.
+
+    The gradient is by all floats, and its cotangents are inputs. It is compiled with the forward's
+    results and without them; the larger figure counts.
 
     Args:
-      run: the function of `arguments` and `chosen` that runs the call.
-      arguments: those of the call.
-      chosen: the `dispatch.Chosen` in which it is done.
-      device: on which. One that is described and not here will do, where JAX can compile for it.
-
-    The gradient is by everything that is a float, its cotangents are inputs. Of the programs that return it with the
-    forward's results and without them, the larger counts.
+      run: computes attention from `arguments` and `chosen`.
+      arguments: those of `dot_product_attention`.
+      chosen: the `implementations.Chosen` to compile.
+      device: a device, or the description of one for which JAX can compile.
     """
     floats, rest, join, names = split_arguments(arguments)
     shapes = tuple((x.shape, x.dtype) for x in (*floats, *rest))
     config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
     key = run, chosen, names, shapes, arguments.return_residual, device, config
+
+    def forward(floats, rest):
+        return run(join(floats, rest), chosen)
+
     if key not in _kept:
-        if len(_kept) >= KEPT:
+        if len(_kept) >= MOST_KEPT:
             _kept.clear()
-        _kept[key] = _call_in_thread(
-            _compiled, lambda floats, rest: run(join(floats, rest), chosen), floats, rest, device
-        )
+        _kept[key] = _call_in_thread(_compiled, forward, floats, rest, device)
     return _kept[key]
 
 
 _kept: dict[Any, tuple[int, int]] = {}
 
 
-def _call_in_thread(f: Callable[..., Any], *args: Any) -> Any:
-    """Return f(*args), called in a thread of its own: JAX's traces, meshes and mapped axes stay in the caller's."""
-    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
+def _call_in_thread(f: Callable[..., Any], *arguments: Any) -> Any:
+    """Return f(*arguments), called in a thread that does not see the caller's traces and meshes."""
+    x64 = jax.config.jax_enable_x64  # type: ignore
+    precision = jax.config.jax_default_matmul_precision  # type: ignore
 
     def call():
         with jax.enable_x64(x64), jax.default_matmul_precision(precision):
-            return f(*args)
+            return f(*arguments)
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, call).result()
@@ -115,23 +118,30 @@ def _call_in_thread(f: Callable[..., Any], *args: Any) -> Any:
 def _compiled(
     forward: Callable[..., Any], floats: list[Any], rest: list[Any], device: Any
 ) -> tuple[int, int]:
+    """Compile forward and gradient for `device`, and return the temporary bytes of each."""
     sharding = NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
-    like = functools.partial(
-        jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    )
 
-    def both(floats, rest, cotangents):
-        found, pull = jax.vjp(lambda floats: forward(floats, rest), floats)
-        return found, pull(cotangents)
+    def on_device(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def forward_and_gradient(floats, rest, cotangents):
+        results, pull = jax.vjp(lambda floats: forward(floats, rest), floats)
+        return results, pull(cotangents)
+
+    def gradient(floats, rest, cotangents):
+        return forward_and_gradient(floats, rest, cotangents)[1]
 
     # LLVM's optimisations change no buffer and take most of the time.
     options: Any = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
 
-    def bytes_of(function, *shapes):
+    def compile_and_read(function, *shapes):
         program: Any = jax.jit(function).lower(*shapes).compile(compiler_options=options)
         return program.memory_analysis().temp_size_in_bytes
 
-    floats, rest = like((floats, rest))
-    cotangents = like(jax.eval_shape(forward, floats, rest))
-    gradients = (bytes_of(f, floats, rest, cotangents) for f in (both, lambda *x: both(*x)[1]))
-    return bytes_of(forward, floats, rest), max(gradients)
+    floats, rest = jax.tree.map(on_device, (floats, rest))
+    cotangents = jax.tree.map(on_device, jax.eval_shape(forward, floats, rest))
+    forward_bytes = compile_and_read(forward, floats, rest)
+    gradient_bytes = (
+        compile_and_read(f, floats, rest, cotangents) for f in (forward_and_gradient, gradient)
+    )
+    return forward_bytes, max(gradient_bytes)

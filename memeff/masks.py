@@ -1,4 +1,7 @@
-"""Ready-made masks, `memeff.Mask`: `&`, `|` and `~` make others of them, `memeff.block_mask` skips what they hide.
+"""Ready-made masks.
+
+Each is a `memeff.Mask`: combine them with `&`, `|` and `~`. `memeff.block_mask` finds the tiles
+that a mask hides, so that calls skip them.
 
 >>> import memeff
 >>> x = jnp.ones((1, 8, 2, 4))
@@ -27,7 +30,7 @@ from memeff.user_functions import Mask, with_sizes
 
 
 def causal() -> Mask:
-    """Keys up to the query's position."""
+    """Show each query the keys up to its own position."""
     return Mask(_causal)
 
 
@@ -36,7 +39,7 @@ def _causal(batch, head, q_pos, k_pos, params):
 
 
 def sliding_window(left: int | None, right: int | None = 0) -> Mask:
-    """Keys from q_pos - left to q_pos + right, both included; None: no bound."""
+    """Show the keys from q_pos - left to q_pos + right, both included; None is no bound."""
     return Mask(_Window(left, right))
 
 
@@ -46,51 +49,68 @@ class _Window:
     right: int | None
 
     def __call__(self, batch, head, q_pos, k_pos, params):
-        near = q_pos == q_pos
+        keep = q_pos == q_pos  # True
         if self.left is not None:
-            near &= q_pos - self.left <= k_pos
+            keep &= q_pos - self.left <= k_pos
         if self.right is not None:
-            near &= k_pos <= q_pos + self.right
-        return near
+            keep &= k_pos <= q_pos + self.right
+        return keep
 
 
 def prefix(length: ArrayLike) -> Mask:
-    """Keys before `length`, a number or [B]: `causal() | prefix(n)` is a prefix language model."""
+    """Show the keys before position `length`, a number or [B].
+
+    `causal() | prefix(n)` is the mask of a prefix language model.
+    """
     return Mask(_prefix, _array(length))
 
 
-@with_sizes(lambda length: {"B": length.shape[0]} if length.ndim else {})
+def _prefix_sizes(length):
+    return {"B": length.shape[0]} if length.ndim else {}
+
+
+@with_sizes(_prefix_sizes)
 def _prefix(batch, head, q_pos, k_pos, length):
     return k_pos < (length[batch] if length.ndim else length)
 
 
 def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
-    """Keys of the query's own document: ids [T] or [B, T] and [S] or [B, S], by position; the first alone serves both.
+    """Show the keys whose document id is the query's.
 
-    With `q_offset`, a query's id is read at its position among the keys. Give `query_ids` an id for each such position.
+    Args:
+      query_ids: [T] or [B, T], by position.
+      key_ids: [S] or [B, S], by position; `query_ids` if omitted.
+
+    With `q_offset`, a query's id is read at its position among the keys: `query_ids` needs an id
+    for each of these positions.
     """
     query_ids = _array(query_ids)
-    return Mask(_documents, (query_ids, query_ids if key_ids is None else _array(key_ids)))
+    key_ids = query_ids if key_ids is None else _array(key_ids)
+    return Mask(_documents, (query_ids, key_ids))
 
 
-def _sizes(ids):
-    batch = {x.shape[0] for x in ids if x.ndim == 2}
-    if len(batch) > 1:
+def _documents_sizes(ids):
+    query_ids, key_ids = ids
+    batches = {x.shape[0] for x in ids if x.ndim == 2}
+    if len(batches) > 1:
         raise ValueError(
-            f"masks.documents has ids of queries {ids[0].shape} and of keys {ids[1].shape}: give one batch."
+            f"masks.documents got query_ids of shape {query_ids.shape} and key_ids of shape "
+            f"{key_ids.shape}: their batch sizes must be equal."
         )
-    sizes = {"T": ids[0].shape[-1], "S": ids[1].shape[-1]}
-    return sizes | {"B": batch.pop()} if batch else sizes
+    sizes = {"T": query_ids.shape[-1], "S": key_ids.shape[-1]}
+    return sizes | {"B": batches.pop()} if batches else sizes
 
 
-@with_sizes(_sizes)
+@with_sizes(_documents_sizes)
 def _documents(batch, head, q_pos, k_pos, ids):
-    of = lambda ids, at: ids[batch, at] if ids.ndim == 2 else ids[at]
-    return of(ids[0], q_pos) == of(ids[1], k_pos)
+    query_ids, key_ids = ids
+    query_id = query_ids[batch, q_pos] if query_ids.ndim == 2 else query_ids[q_pos]
+    key_id = key_ids[batch, k_pos] if key_ids.ndim == 2 else key_ids[k_pos]
+    return query_id == key_id
 
 
 def dilated(step: int) -> Mask:
-    """Every `step`-th key, counted from the query."""
+    """Show every `step`-th key, counted from the query's position."""
     return Mask(_Dilated(step))
 
 
@@ -103,7 +123,7 @@ class _Dilated:
 
 
 def block_causal(size: int) -> Mask:
-    """Keys of the query's own block of `size` tokens and of those before it."""
+    """Show the keys of the query's own block of `size` tokens and of earlier blocks."""
     return Mask(_BlockCausal(size))
 
 
@@ -116,6 +136,6 @@ class _BlockCausal:
 
 
 def _array(x: ArrayLike) -> jax.Array:
-    """Numbers that are known stay so inside jit: `block_mask` reads them."""
+    """Return x as an array whose values stay known inside jit, because `block_mask` reads them."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(x)

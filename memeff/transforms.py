@@ -1,8 +1,12 @@
-"""Ready-made transforms of queries and keys: `memeff.Transform`, made of each tile and again in the backward, never stored.
+"""Ready-made transforms of queries and keys.
+
+Each is a `memeff.Transform`. Its result is computed for each tile, again in the backward, and
+never stored for all tokens.
 
 >>> import memeff
 >>> x = jnp.ones((1, 5, 2, 4))
->>> memeff.dot_product_attention(x, x, x, qk_transform=rms_norm(jnp.ones(4), jnp.ones(4)).then(rotary())).shape
+>>> transform = rms_norm(jnp.ones(4), jnp.ones(4)).then(rotary())
+>>> memeff.dot_product_attention(x, x, x, qk_transform=transform).shape
 (1, 5, 2, 4)
 """
 
@@ -16,9 +20,9 @@ from memeff.user_functions import Transform
 
 
 def rotary(base: float = 10000.0) -> Transform:
-    """Turns pairs (x[i], x[i + H/2]) by position * base^(-2 i / H), in float32. H must be even.
+    """Rotate pairs (x[i], x[i + H/2]) by position * base^(-2 i / H), in float32. H must be even.
 
-    Source: Su et al. 2021 (arXiv:2104.09864), section 3.2, with halves for neighbours.
+    Source: Su et al. 2021 (arXiv:2104.09864), section 3.2, whose pairs are neighbours instead.
     """
     return Transform(_Rotary(base))
 
@@ -30,24 +34,27 @@ class _Rotary:
     def __call__(self, x, position, which, params):
         if x.shape[0] % 2:
             raise ValueError(
-                f"transforms.rotary turns pairs: heads must be of an even size, and here H={x.shape[0]}."
+                "transforms.rotary rotates pairs of features: H must be even, "
+                f"but this call has H={x.shape[0]}."
             )
         half = x.shape[0] // 2
         angle = position * self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-        cos, sin = (f(angle).astype(wide) for f in (jnp.cos, jnp.sin))
-        a, b = x[:half].astype(cos.dtype), x[half:].astype(cos.dtype)
+        dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        cos = jnp.cos(angle).astype(dtype)
+        sin = jnp.sin(angle).astype(dtype)
+        a = x[:half].astype(dtype)
+        b = x[half:].astype(dtype)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin]).astype(x.dtype)
 
 
 def rms_norm(query_scale: ArrayLike, key_scale: ArrayLike, epsilon: float = 1e-6) -> Transform:
-    """x / sqrt(mean x^2 + epsilon) * scale, scales [H], in float32 (query/key normalisation).
+    """Return x / sqrt(mean(x^2) + epsilon) * scale, with scales [H], in float32.
 
-    Source: Zhang & Sennrich 2019 (arXiv:1910.07467); Henry et al. 2020 (arXiv:2010.04245) of queries and keys.
+    Source: Zhang & Sennrich 2019 (arXiv:1910.07467); for queries and keys, Henry et al. 2020
+    (arXiv:2010.04245).
     """
-    return Transform(
-        _RmsNorm(epsilon), {"query": jnp.asarray(query_scale), "key": jnp.asarray(key_scale)}
-    )
+    scales = {"query": jnp.asarray(query_scale), "key": jnp.asarray(key_scale)}
+    return Transform(_RmsNorm(epsilon), scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,5 +63,5 @@ class _RmsNorm:
 
     def __call__(self, x, position, which, params):
         wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-        size = lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
-        return (wide * size * params[which].astype(wide.dtype)).astype(x.dtype)
+        normalised = wide * lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
+        return (normalised * params[which].astype(wide.dtype)).astype(x.dtype)

@@ -1,12 +1,12 @@
-"""Scores and masks of the user's own: element-wise functions with arrays of their own. Hides how they meet a tile.
+"""Trace the user's functions of one query-key pair (or one row), and map them over tiles.
 
-A function is called with scalars, as the user writes it, and mapped over the dims of a tile on which it depends: a mask that
-looks at positions alone is computed once for all heads.
+A function receives scalars, as the user writes it. It is mapped over those dims of a tile on
+which it depends, so that a mask of positions alone is computed once for all heads.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,11 @@ ARGUMENTS = {
     "mask_fn": ("batch", "head", "q_pos", "k_pos", "params"),
     "qk_transform": ("x", "position", "which", "params"),
 }
+COUNTED = {"B": "batch entries", "N": "heads", "T": "query positions", "S": "key positions"}
 
 
 class PairIndices(NamedTuple):
-    """Where the pairs of a tile are, absolute numbers in int32, and the arrays of functions that have no gradient."""
+    """Absolute indices (int32) of the pairs of a tile, and params that have no gradient."""
 
     batch: Array  # B
     head: Array  # K G
@@ -36,6 +37,8 @@ class PairIndices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WithParams:
+    """A function and its params: a pytree whose leaves are those of the params."""
+
     fn: Callable[..., Any]
     params: Any = None
 
@@ -49,23 +52,28 @@ class _WithParams:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Score(_WithParams):
-    """A `score_fn` with its params; a pytree of those. `then` calls another one with the result."""
+    """A `score_fn` with its params: a pytree whose leaves are those of the params."""
 
     def then(self, other: "Score") -> "Score":
+        """Return the score that applies `other` to the result of this one."""
         return Score(_Then(self.fn, other.fn), (self.params, other.params))
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Transform(_WithParams):
-    """A `qk_transform` with its params; a pytree of those. `then` calls another one with the result."""
+    """A `qk_transform` with its params: a pytree whose leaves are those of the params."""
 
     def then(self, other: "Transform") -> "Transform":
+        """Return the transform that applies `other` to the result of this one."""
         return Transform(_Then(self.fn, other.fn), (self.params, other.params))
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Mask(_WithParams):
-    """A `mask_fn` with its params; a pytree of those. `&`, `|` and `~` make others of them."""
+    """A `mask_fn` with its params: a pytree whose leaves are those of the params.
+
+    The operators `&`, `|` and `~` combine masks.
+    """
 
     def __and__(self, other: "Mask") -> "Mask":
         return Mask(_Both(self.fn, other.fn), (self.params, other.params))
@@ -82,9 +90,10 @@ class _Then:
     first: Callable[..., Any]
     second: Callable[..., Any]
 
-    def __call__(self, score, *at):
-        *places, params = at
-        return self.second(self.first(score, *places, params[0]), *places, params[1])
+    def __call__(self, score, *arguments):
+        *indices, (first_params, second_params) = arguments
+        score = self.first(score, *indices, first_params)
+        return self.second(score, *indices, second_params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,144 +101,208 @@ class _Both:
     first: Callable[..., Any]
     second: Callable[..., Any]
 
-    def __call__(self, *at):
-        *places, params = at
-        return self.first(*places, params[0]) & self.second(*places, params[1])
+    def __call__(self, *arguments):
+        *indices, (first_params, second_params) = arguments
+        return self.first(*indices, first_params) & self.second(*indices, second_params)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Either(_Both):
-    def __call__(self, *at):
-        *places, params = at
-        return self.first(*places, params[0]) | self.second(*places, params[1])
+    def __call__(self, *arguments):
+        *indices, (first_params, second_params) = arguments
+        return self.first(*indices, first_params) | self.second(*indices, second_params)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Not:
     fn: Callable[..., Any]
 
-    def __call__(self, *at):
-        return ~self.fn(*at)
+    def __call__(self, *arguments):
+        return ~self.fn(*arguments)
+
+
+def merge_leaves(is_float: Iterable[bool], floats: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
+    """Return the leaves of params in their order, from the float leaves and the rest."""
+    floats = iter(floats)
+    rest = iter(rest)
+    return [next(floats if flag else rest) for flag in is_float]
+
+
+def _split_leaves(leaves, is_float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return the float leaves and the rest."""
+    floats = []
+    rest = []
+    for leaf, flag in zip(leaves, is_float, strict=True):
+        (floats if flag else rest).append(leaf)
+    return tuple(floats), tuple(rest)
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedFunction:
-    """A function of the user's, of the leaves of its params, as a static choice of a call."""
+    """A checked `score_fn` or `mask_fn`: a static choice of a call, without its params."""
 
     fn: Callable[..., Any]
     structure: Any  # of params
-    floats: tuple[bool, ...]  # which of their leaves are floats
-    uses: tuple[bool, ...]  # on which of batch, head, q_pos and k_pos it depends
+    floats: tuple[bool, ...]  # for each leaf of params: is it a float?
+    uses: tuple[bool, ...]  # does it depend on batch, head, q_pos, k_pos?
 
-    def __call__(self, score: Array | None, at: PairIndices, floats, rest) -> Array:
-        """Of scores B K G t c the same of new ones; of None who may attend, B|1 K|1 G|1 t|1 c|1."""
-        both = iter(floats), iter(rest)
-        params = jax.tree.unflatten(
-            self.structure, [next(both[0 if x else 1]) for x in self.floats]
-        )
-        at = at._replace(q_pos=_of_all(at.q_pos))
-        dims = ["b", "kg", "bt" if at.q_pos.ndim == 2 else "t", "c"]
-        given = [
-            (x, d) if use else (jnp.int32(0), "")
-            for x, d, use in zip(at[:4], dims, self.uses, strict=True)
-        ]
-        given = given if score is None else [(score, "bkgtc"), *given]
-        run = lambda params, *x: self.fn(*x, params)
-        # dims are in this order, so the one that is mapped is the first left
+    def __call__(self, score: Array | None, indices: PairIndices, floats, rest) -> Array:
+        """Apply a score_fn to scores [B, K, G, t, c], or evaluate a mask_fn (`score` is None).
+
+        A mask is [B|1, K|1, G|1, t|1, c|1]: a dim on which it does not depend has size 1.
+        """
+        params = jax.tree.unflatten(self.structure, merge_leaves(self.floats, floats, rest))
+        indices = indices._replace(q_pos=_without_batch_of_one(indices.q_pos))
+        q_dims = "bt" if indices.q_pos.ndim == 2 else "t"
+        arrays = [] if score is None else [score]
+        dims = [] if score is None else ["bkgtc"]
+        index_dims = ("b", "kg", q_dims, "c")
+        for array, letters, used in zip(indices[:4], index_dims, self.uses, strict=True):
+            arrays.append(array if used else jnp.int32(0))
+            dims.append(letters if used else "")
+
+        def of_pair(params, *arguments):
+            return self.fn(*arguments, params)
+
+        mapped = of_pair
+        # The innermost vmap is over c, so each vmap maps the first dim that is left.
         for letter in reversed("bkgtc"):
-            axes = tuple(0 if letter in d else None for _, d in given)
-            run = jax.vmap(run, (None, *axes)) if 0 in axes else _with_one(run)
-        arrays, dims = zip(*given, strict=True)
-        mesh = jax.typeof(at.batch).sharding.mesh
+            axes = tuple(0 if letter in letters else None for letters in dims)
+            mapped = jax.vmap(mapped, (None, *axes)) if 0 in axes else _with_leading_dim(mapped)
+        mesh = jax.typeof(indices.batch).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
-            run = _on_each_device(run, mesh, at, dims)
-        return run(params, *arrays)
+            mapped = _shard_mapped(mapped, mesh, indices, dims)
+        return mapped(params, *arrays)
 
 
-def _on_each_device(run: Callable, mesh: Any, at: PairIndices, dims: Sequence[str]) -> Callable:
-    """On an Explicit mesh, `run` of what each device has: JAX wants to be told how what is read at sharded places lies."""
-    axes = dict(
-        zip(
-            "bkg",
-            (*jax.typeof(at.batch).sharding.spec, *jax.typeof(at.head).sharding.spec),
-            strict=True,
-        )
-    )
-    spec = lambda letters: PartitionSpec(*(axes.get(x) for x in letters))
-    out = PartitionSpec(*(axes.get(x) if any(x in d for d in dims) else None for x in "bkgtc"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    whole = jax.shard_map(
-        run, mesh=mesh, in_specs=(PartitionSpec(), *map(spec, dims)), out_specs=out
-    )
-    return lambda params, *arrays: whole(
-        jax.tree.map(lambda x: reshard(x, everywhere), params), *arrays
-    )
+def _shard_mapped(f: Callable, mesh: Any, indices: PairIndices, dims: Sequence[str]) -> Callable:
+    """Return f under shard_map: gathers at sharded indices need an explicit output sharding."""
+    batch_spec = jax.typeof(indices.batch).sharding.spec
+    head_spec = jax.typeof(indices.head).sharding.spec
+    axes = dict(zip("bkg", (*batch_spec, *head_spec), strict=True))
+    in_specs = [PartitionSpec(*map(axes.get, letters)) for letters in dims]
+    used = "".join(dims)
+    out_spec = PartitionSpec(*(axes.get(x) if x in used else None for x in "bkgtc"))
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(PartitionSpec(), *in_specs), out_specs=out_spec)
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def call(params, *arrays):
+        params = jax.tree.map(lambda x: reshard(x, replicated), params)
+        return sharded(params, *arrays)
+
+    return call
 
 
-def _of_all(position: Array) -> Array:
-    """B t as it is, 1 t as t."""
+def _without_batch_of_one(position: Array) -> Array:
+    """Return positions [1, t] as [t], and others unchanged."""
     return position[0] if position.ndim == 2 and position.shape[0] == 1 else position
 
 
-def _with_one(f):
-    return lambda *x: f(*x)[None]
+def _with_leading_dim(f: Callable) -> Callable:
+    """Return f with a dim of size 1 before the dims of its result."""
+
+    def call(*arguments):
+        return f(*arguments)[None]
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedTransform:
-    """The same of queries or keys, row by row."""
+    """A checked `qk_transform`: a static choice of a call, without its params."""
 
     fn: Callable[..., Any]
-    structure: Any
-    floats: tuple[bool, ...]
+    structure: Any  # of params
+    floats: tuple[bool, ...]  # for each leaf of params: is it a float?
 
     def __call__(self, which: str, x: Array, position: Array, floats, rest) -> Array:
-        """Of rows B K (G) t H, at positions t or B t."""
-        both = iter(floats), iter(rest)
-        params = jax.tree.unflatten(
-            self.structure, [next(both[0 if x else 1]) for x in self.floats]
-        )
-        position = _of_all(position)
-        run = jax.vmap(lambda x, position: self.fn(x, position, which, params))
+        """Transform rows x [B, K, (G,) t, H] at positions [t] or [B, t]."""
+        params = jax.tree.unflatten(self.structure, merge_leaves(self.floats, floats, rest))
+        position = _without_batch_of_one(position)
+
+        def of_row(row, position):
+            return self.fn(row, position, which, params)
+
+        mapped = jax.vmap(of_row)
         for _ in range(x.ndim - 3):
-            run = jax.vmap(run, (0, None))
-        return jax.vmap(run, (0, 0 if position.ndim == 2 else None))(x, position)
+            mapped = jax.vmap(mapped, (0, None))
+        return jax.vmap(mapped, (0, 0 if position.ndim == 2 else None))(x, position)
 
 
 def trace_function(
-    name: str, fn: Any, params: Any, dtype, here: dict[str, Any]
+    name: str, fn: Any, params: Any, dtype, sizes: dict[str, Any]
 ) -> tuple[TracedFunction, tuple[Array, ...], tuple[Array, ...]]:
-    """The function, leaves of its params that are floats, and the others. Refuses what cannot be one.
+    """Check a `score_fn` or `mask_fn`, and return it with its float params and its other params.
 
-    `dtype`: of scores; `here`: the call's sizes B, N, T and S, as far as they are known.
+    Args:
+      name: "score_fn" or "mask_fn".
+      dtype: of the scores.
+      sizes: the call's B, N, T and S, as far as they are known.
     """
-    if isinstance(fn, Score | Mask):
-        if params is not None:
-            raise ValueError(
-                f"{name.removesuffix('_fn')}_params came beside a {name} that has its own: leave them away."
-            )
-        fn, params = fn.fn, fn.params
-    check_sizes(name, fn, params, here)
+    fn, params = _unwrap(name, fn, params, Score | Mask)
+    check_sizes(name, fn, params, sizes)
     fn, leaves, structure, floats = check_result(name, fn, params)
+
+    def call(arguments, leaves):
+        return fn(*arguments, jax.tree.unflatten(structure, leaves))
+
     score = [jax.ShapeDtypeStruct((), dtype)] if name == "score_fn" else []
-    at = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
-    traced = _traced(
-        name, lambda at, params: fn(*at, jax.tree.unflatten(structure, params)), at, leaves
-    )
-    wanted = jnp.dtype(dtype) if score else jnp.dtype(bool)
-    found = traced.out_avals
-    if len(found) != 1 or found[0].shape != () or found[0].dtype != wanted:
-        got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found) or "nothing"
+    arguments = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    traced = _traced(name, call, arguments, leaves)
+    results = traced.out_avals
+    result_dtype = jnp.dtype(dtype) if score else jnp.dtype(bool)
+    if len(results) != 1 or results[0].shape != () or results[0].dtype != result_dtype:
         raise TypeError(
-            f"{name} is called with scalars, for one pair, and must return one {wanted} then; got {got}."
+            f"{name} is called with scalars, for one pair, and must return one {result_dtype}; "
+            f"got {_describe(results)}."
         )
-    uses = _uses(traced.jaxpr)[len(score) : len(at)]
-    return TracedFunction(fn, structure, floats, tuple(uses)), *_split(leaves, floats)
+    uses = _uses(traced.jaxpr)[len(score) : len(arguments)]
+    return TracedFunction(fn, structure, floats, tuple(uses)), *_split_leaves(leaves, floats)
 
 
-def with_sizes(sizes: Callable[[Any], dict[str, int]]):
-    """Marks a function whose params are numbers for so many heads (N), batch entries (B) or positions (T, S): beyond the end
-    of an array JAX reads its last number, without a word.
+def trace_transform(
+    fn: Any, params: Any, like: jax.ShapeDtypeStruct
+) -> tuple[TracedTransform, tuple[Array, ...], tuple[Array, ...]]:
+    """Check a `qk_transform` of rows like `like`, and return it with its float and other params."""
+    fn, params = _unwrap("qk_transform", fn, params, Transform)
+    fn, leaves, structure, floats = check_result("qk_transform", fn, params)
+    arguments = [like, jax.ShapeDtypeStruct((), jnp.int32)]
+    for which in ("query", "key"):
+
+        def call(arguments, leaves, which=which):
+            return fn(*arguments, which, jax.tree.unflatten(structure, leaves))
+
+        results = _traced("qk_transform", call, arguments, leaves).out_avals
+        if len(results) != 1 or (results[0].shape, results[0].dtype) != (like.shape, like.dtype):
+            raise TypeError(
+                f"qk_transform must return a row like that of a {which}, "
+                f"{like.dtype}{list(like.shape)}; got {_describe(results)}."
+            )
+    return TracedTransform(fn, structure, floats), *_split_leaves(leaves, floats)
+
+
+def _unwrap(name: str, fn: Any, params: Any, kinds: Any) -> tuple[Any, Any]:
+    """Return the function and the params of a Score, Mask or Transform; others unchanged."""
+    if not isinstance(fn, kinds):
+        return fn, params
+    if params is not None:
+        raise ValueError(
+            f"Pass either {name.removesuffix('_fn')}_params or a `memeff.{type(fn).__name__}`, "
+            "which carries its own params, not both."
+        )
+    return fn.fn, fn.params
+
+
+def _describe(results: Sequence[Any]) -> str:
+    """Return dtypes and shapes in words for an error."""
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in results) or "nothing"
+
+
+def with_sizes(sizes: Callable[[Any], dict[str, int]]) -> Callable[[Callable], Callable]:
+    """Mark a function with the sizes (B, N, T, S) that its params are made for.
+
+    `check_sizes` compares them with the call's, because JAX reads the last entry of an array where
+    an index lies beyond its end.
     """
 
     def mark(fn):
@@ -239,23 +312,30 @@ def with_sizes(sizes: Callable[[Any], dict[str, int]]):
     return mark
 
 
-def check_sizes(name: str, fn: Any, params: Any, here: dict[str, Any]) -> None:
-    """Refuses params for other heads or batch entries, or for fewer positions, where the function knows."""
+def check_sizes(name: str, fn: Any, params: Any, sizes: dict[str, Any]) -> None:
+    """Refuse params for other heads or batch entries than the call's, or for fewer positions."""
     if isinstance(fn, _Then | _Both):
-        for part, of in zip((fn.first, fn.second), params, strict=True):
-            check_sizes(name, part, of, here)
+        for part, part_params in zip((fn.first, fn.second), params, strict=True):
+            check_sizes(name, part, part_params, sizes)
     elif isinstance(fn, _Not):
-        check_sizes(name, fn.fn, params, here)
-    for letter, size in getattr(fn, "sizes", lambda _: {})(params).items():
-        wanted = here.get(letter)
-        if isinstance(wanted, int) and (size < wanted if letter in "TS" else size != wanted):
+        check_sizes(name, fn.fn, params, sizes)
+    sizes_of_params = getattr(fn, "sizes", None)
+    if sizes_of_params is None:
+        return
+    for letter, size in sizes_of_params(params).items():
+        expected = sizes.get(letter)
+        if not isinstance(expected, int):
+            continue  # symbolic, or not known yet
+        fits = size >= expected if letter in "TS" else size == expected
+        if not fits:
             raise ValueError(
-                f"{name} has numbers for {letter}={size}, and here {letter}={wanted}: give it as many."
+                f"{name} has params for {letter}={size} {COUNTED[letter]}, "
+                f"but this call has {letter}={expected}."
             )
 
 
-def check_result(name: str, fn: Any, params: Any):
-    """The function, leaves of its params, their structure, and which are floats."""
+def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any, tuple[bool, ...]]:
+    """Check what a function takes; return it with leaves, structure and floats of its params."""
     arguments = ARGUMENTS[name]
     if not callable(fn):
         raise TypeError(
@@ -270,13 +350,14 @@ def check_result(name: str, fn: Any, params: Any):
         ) from None
     params = jax.tree.map(jnp.asarray, params)
     if any(_is_complex(x) for x in jax.tree.leaves(params)):
-        fn, params = _OfComplex(fn), jax.tree.map(_in_parts, params)
+        fn = _WithComplexParams(fn)
+        params = jax.tree.map(_in_parts, params)
     leaves, structure = jax.tree.flatten(params)
     return fn, leaves, structure, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
 
 
 class _Parts(NamedTuple):
-    """A complex array as two of floats, which have gradients as all floats have."""
+    """A complex array as two arrays of floats, which have gradients as all floats have."""
 
     real: Array
     imag: Array
@@ -290,74 +371,46 @@ def _in_parts(x: Array) -> Array | _Parts:
     return _Parts(x.real, x.imag) if _is_complex(x) else x
 
 
+def _is_parts(x: Any) -> bool:
+    return isinstance(x, _Parts)
+
+
 @dataclasses.dataclass(frozen=True)
-class _OfComplex:
-    """A function whose params hold complex arrays, as a function of their parts."""
+class _WithComplexParams:
+    """A function of complex params that receives them as their parts."""
 
     fn: Callable[..., Any]
 
-    def __call__(self, *args):
-        def whole(x):
-            return lax.complex(*x) if isinstance(x, _Parts) else x
+    def __call__(self, *arguments):
+        def join(x):
+            return lax.complex(*x) if _is_parts(x) else x
 
-        *others, params = args
-        return self.fn(
-            *others, jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, _Parts))
-        )
+        *arguments, params = arguments
+        return self.fn(*arguments, jax.tree.map(join, params, is_leaf=_is_parts))
 
 
-def _split(leaves, floats) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    of = lambda which: tuple(
-        x for x, is_float in zip(leaves, floats, strict=True) if is_float == which
-    )
-    return of(True), of(False)
-
-
-def _traced(name: str, f, at, leaves):
+def _traced(name: str, f: Callable, arguments: Sequence[Any], leaves: Sequence[Any]):
+    """Return the jaxpr of f; refuse branches on traced values and closed-over tracers."""
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     try:
-        traced = jax.make_jaxpr(f)(at, like)
+        traced = jax.make_jaxpr(f)(arguments, like)
     except jax.errors.ConcretizationTypeError as e:
+        first_sentence = str(e).split(".")[0] + "."
         raise TypeError(
-            f"{name} wants the value of what is known only when it runs: use jnp.where, not if. {_first(e)}"
+            f"{name} needs the value of a traced array: use jnp.where instead of if. "
+            f"{first_sentence}"
         ) from e
     for x in traced.consts:
         if isinstance(x, Tracer):
             params = name.removesuffix("_fn") + "_params"
             raise ValueError(
-                f"{name} closes over a traced array of shape {x.shape}: hand it over in {params}."
+                f"{name} closes over a traced array of shape {x.shape}: pass it in {params}."
             )
     return traced
 
 
-def trace_transform(fn: Any, params: Any, like: jax.ShapeDtypeStruct):
-    """The same for `qk_transform`, of rows that are like that."""
-    if isinstance(fn, Transform):
-        if params is not None:
-            raise ValueError(
-                "qk_transform_params came beside a qk_transform that has its own: leave them away."
-            )
-        fn, params = fn.fn, fn.params
-    fn, leaves, structure, floats = check_result("qk_transform", fn, params)
-    for which in ("query", "key"):
-        f = lambda at, params, which=which: fn(*at, which, jax.tree.unflatten(structure, params))
-        found = _traced(
-            "qk_transform", f, [like, jax.ShapeDtypeStruct((), jnp.int32)], leaves
-        ).out_avals
-        if len(found) != 1 or (found[0].shape, found[0].dtype) != (like.shape, like.dtype):
-            got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found) or "nothing"
-            raise TypeError(
-                f"qk_transform must return a row like that of a {which}, {like.dtype}{list(like.shape)}; got {got}."
-            )
-    return TracedTransform(fn, structure, floats), *_split(leaves, floats)
-
-
-def _first(e: Exception) -> str:
-    return str(e).split(".")[0] + "."
-
-
 def _uses(jaxpr) -> list[bool]:
-    """On which arguments the results depend."""
+    """Return, for each argument, whether the results depend on it."""
     needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     for eqn in reversed(jaxpr.eqns):
         if needed & set(eqn.outvars):

@@ -599,21 +599,21 @@ WRONG = [
         TypeError,
         r"score_fn must be hashable and take \(score, batch, head, q_pos, k_pos",
     ),
-    (dict(score_fn=_if), TypeError, r"score_fn wants the value .* use jnp\.where, not if"),
+    (dict(score_fn=_if), TypeError, r"score_fn needs the value .* use jnp\.where instead of if"),
     (
         dict(score_fn=lambda s, *at: s[None]),
         TypeError,
-        r"must return one float32 then; got float32\[1\]",
+        r"must return one float32; got float32\[1\]",
     ),
     (
         dict(score_fn=lambda s, *at: at[2]),
         TypeError,
-        r"must return one float32 then; got int32\[\]",
+        r"must return one float32; got int32\[\]",
     ),
     (
         dict(score_fn=lambda s, *at: (s, s)),
         TypeError,
-        r"must return one float32 then; got float32\[\], float32\[\]",
+        r"must return one float32; got float32\[\], float32\[\]",
     ),
     (
         dict(score_fn=lambda s, *at: s * jnp.ones(3)),
@@ -623,23 +623,27 @@ WRONG = [
     (
         dict(score_fn=scores.alibi(np.ones(3))),
         ValueError,
-        r"score_fn has numbers for N=3, and here N=4: give it as many",
+        r"score_fn has params for N=3 heads, but this call has N=4",
     ),
     (
         dict(score_fn=scores.soft_cap(1.0).then(scores.t5(np.ones((8, 2))))),
         ValueError,
-        r"score_fn has numbers for N=2",
+        r"score_fn has params for N=2 heads",
     ),
-    (dict(score_fn=scores.relative(np.ones((5, 9)))), ValueError, r"score_fn has numbers for N=5"),
+    (
+        dict(score_fn=scores.relative(np.ones((5, 9)))),
+        ValueError,
+        r"score_fn has params for N=5 heads",
+    ),
     (
         dict(mask_fn=masks.causal() | masks.prefix(np.ones(3, int))),
         ValueError,
-        r"mask_fn has numbers for B=3, and here B=2",
+        r"mask_fn has params for B=3 batch entries, but this call has B=2",
     ),
     (
         dict(mask_fn=~masks.documents(np.zeros(7, int), np.zeros(6, int))),
         ValueError,
-        r"mask_fn has numbers for S=6, and here S=7",
+        r"mask_fn has params for S=6 key positions, but this call has S=7",
     ),
     (
         dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > b, 5, 7)),
@@ -655,12 +659,12 @@ WRONG = [
     (
         dict(score_fn=scores.alibi(np.ones(4)), score_params=1),
         ValueError,
-        r"score_params came beside a score_fn that has its own",
+        r"Pass either score_params or a `memeff\.Score`, which carries its own params",
     ),
     (
         dict(mask_fn=lambda *at: at[2] - at[3]),
         TypeError,
-        r"mask_fn is called with scalars.* one bool then; got int32\[\]",
+        r"mask_fn is called with scalars.* one bool; got int32\[\]",
     ),
     (dict(mask_params=1), ValueError, r"mask_params came without mask_fn: pass both"),
     (
@@ -708,7 +712,7 @@ def test_a_function_that_closes_over_a_tracer_is_refused():
     x = jnp.ones((1, 5, 1, 4))
     with pytest.raises(
         ValueError,
-        match=r"score_fn closes over a traced array of shape \(\): hand it over in score_params",
+        match=r"score_fn closes over a traced array of shape \(\): pass it in score_params",
     ):
         jax.jit(lambda w: dot_product_attention(x, x, x, score_fn=lambda s, *at: s * w))(2.0)
     kept = dot_product_attention(x, x, x, score_fn=lambda s, b, h, i, j, w: s * w, score_params=2.0)

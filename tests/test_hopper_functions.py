@@ -711,14 +711,14 @@ def why_not(**how):
 
 
 REFUSED = {
-    "read no array at query and key positions together (score_fn)": dict(
+    "cannot read an array at query and key positions together (score_fn)": dict(
         score_fn=Score(lambda s, b, h, i, j, p: s + p[i - j, j], TABLE)
     ),
-    "read no array at query and key positions together (mask_fn)": dict(
+    "cannot read an array at query and key positions together (mask_fn)": dict(
         mask_fn=Mask(lambda b, h, i, j, p: p[i, j], np.ones((512, 512), bool))
     ),
     "`erf` of the score (score_fn)": dict(score_fn=lambda s, b, h, i, j, p: jax.lax.erf(s)),
-    "have room for 4 numbers for each difference of positions, and these functions have 5": dict(
+    "support 4 numbers for each difference of positions, and these functions need 5": dict(
         score_fn=Score(
             lambda s, b, h, i, j, p: s * sum(jnp.cos(p[i - j + n]) for n in range(5)), TABLE[0]
         )
@@ -732,7 +732,7 @@ REFUSED = {
     'backward="fused" does not support `score_fn` and `mask_fn`': dict(
         mask_fn=masks.causal(), backward="fused"
     ),
-    "have room for 16 numbers for each token, and these functions have 18": dict(
+    "support 16 numbers for each token, and these functions need 18": dict(
         mask_fn=functools.reduce(Mask.__and__, [masks.documents(np.zeros(512, np.int32))] * 9)
     ),
     "do not support `qk_transform`": dict(qk_transform=transforms.rotary()),

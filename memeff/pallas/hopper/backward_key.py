@@ -37,7 +37,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
+from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, find_key_work, some_whole
 from memeff.pallas.hopper.score_tile import (
@@ -126,8 +126,8 @@ def key_value_gradient(
         compute = functools.partial(_compute, problem, shape, tiling, outputs, scratch)
         copy = functools.partial(_copy, shape, tiling, array_refs, scratch)
         rings = (
-            (tiling.stages, True, (scratch.used,)),
-            (tiling.items, False, (scratch.item_used,)),
+            Ring(tiling.stages, True, (scratch.used,)),
+            Ring(tiling.items, False, (scratch.item_used,)),
         )
         run_warp_specialized(
             find_work,

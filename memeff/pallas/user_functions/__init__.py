@@ -1,1 +1,1 @@
-"""Split a user's function between XLA and a kernel."""
+"""Split the user's functions between XLA, before a kernel, and the tiles inside it."""

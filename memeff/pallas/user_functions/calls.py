@@ -1,4 +1,4 @@
-"""Evaluate the precomputed numbers of a call's functions, and bind the rest to tiles."""
+"""Evaluate the precomputed numbers of a call's functions, and bind the functions to tiles."""
 
 import dataclasses
 from typing import Any, Literal
@@ -20,178 +20,224 @@ from memeff.pallas.user_functions.partition import (
 )
 from memeff.pallas.user_functions.tile_function import TileFunction, slope_jaxpr
 from memeff.problem import Operands, Problem
-from memeff.user_functions import TracedFunction
+from memeff.user_functions import TracedFunction, merge_leaves
 
 
 def why_not(problem: Problem, operands: Operands) -> str | None:
-    """Why kernels cannot run the functions of this call; None: they can."""
-    vectors = differences = 0
-    for name, (given, params) in _functions(problem, operands).items():
-        apart = partition_function(name, given, params)
+    """Return why kernels cannot run the functions of this call; None if they can."""
+    vectors = 0
+    differences = 0
+    for name, apart in _partitioned(problem, operands).items():
         if apart.reason is not None:
             return apart.reason
         vectors += len(apart.before.of_queries) + len(apart.before.of_keys)
         differences += len(apart.before.of_differences)
-        if name == "score_fn":
-            slopes = slope_jaxpr(apart)
-            for step in slopes.steps:
-                if (cannot := why_not_lowered(step, slopes.types)) is not None:
-                    return (
-                        f"its kernels cannot compute {cannot}, which the gradient of score_fn needs"
-                    )
+        if name != "score_fn":
+            continue
+        slopes = slope_jaxpr(apart)
+        for eqn in slopes.eqns:
+            unsupported = why_not_lowered(eqn, slopes.types)
+            if unsupported is not None:
+                return (
+                    f"the Hopper kernels cannot compute {unsupported}, "
+                    "which the gradient of score_fn needs"
+                )
     if vectors > MOST_VECTORS:
-        return f"its kernels have room for {MOST_VECTORS} numbers for each token, and these functions have {vectors}"
+        return (
+            f"the Hopper kernels support {MOST_VECTORS} numbers for each token, "
+            f"and these functions need {vectors}"
+        )
     if differences > MOST_DIFFERENCES:
-        room = f"{MOST_DIFFERENCES} numbers for each difference of positions"
-        return f"its kernels have room for {room}, and these functions have {differences}"
+        return (
+            f"the Hopper kernels support {MOST_DIFFERENCES} numbers for each difference of "
+            f"positions, and these functions need {differences}"
+        )
     return None
 
 
 def count_numbers(problem: Problem, operands: Operands) -> tuple[tuple[int, int], int, int]:
-    """Of how many there is a number for each query, and for each key; for each difference and head; and how many sums of
-    cotangents.
+    """Count the precomputed numbers of a call's functions.
+
+    Returns: ((numbers for each query, numbers for each key), numbers for each head and difference,
+    sums of cotangents that the kernel for dq returns).
     """
-    found = [partition_function(name, *of) for name, of in _functions(problem, operands).items()]
-    total = lambda of: sum(map(of, found))
-    of_tokens = total(lambda x: len(x.before.of_queries)), total(lambda x: len(x.before.of_keys))
-    return of_tokens, total(lambda x: len(x.before.of_differences)), total(lambda x: len(x.moving))
+    queries = keys = differences = sums = 0
+    for apart in _partitioned(problem, operands).values():
+        queries += len(apart.before.of_queries)
+        keys += len(apart.before.of_keys)
+        differences += len(apart.before.of_differences)
+        sums += len(apart.moving)
+    return (queries, keys), differences, sums
 
 
 def needs_extra_pass(problem: Problem, operands: Operands) -> bool:
-    """Has score_fn numbers that move, and of which kernels do not sum the cotangents?"""
-    given = _functions(problem, operands).get("score_fn")
-    return given is not None and bool(partition_function("score_fn", *given).walked)
+    """Return True if score_fn has differentiable numbers whose cotangents no kernel sums."""
+    apart = _partitioned(problem, operands).get("score_fn")
+    return apart is not None and bool(apart.needs_extra_pass)
 
 
 def _functions(
     problem: Problem, operands: Operands
 ) -> dict[str, tuple[TracedFunction, tuple[Array, ...]]]:
-    """{name: function and all its params}, floats in float32."""
-    floats = sum(problem.mask_fn.floats) if problem.mask_fn is not None else 0
-    masks = operands.mask_params[:floats], operands.mask_params[floats:]
-    given = {
-        "score_fn": (problem.score_fn, (operands.terms.score, operands.score_rest)),
-        "mask_fn": (problem.mask_fn, masks),
+    """Return {name: (function, leaves of its params)}, with floats in float32."""
+    functions: dict[str, tuple[TracedFunction, Any, Any]] = {}
+    if problem.score_fn is not None:
+        floats, rest = operands.terms.score, operands.score_rest
+        functions["score_fn"] = problem.score_fn, floats, rest
+    if problem.mask_fn is not None:
+        count = sum(problem.mask_fn.floats)
+        floats, rest = operands.mask_params[:count], operands.mask_params[count:]
+        functions["mask_fn"] = problem.mask_fn, floats, rest
+    return {
+        name: (function, tuple(map(_as_float32, merge_leaves(function.floats, floats, rest))))
+        for name, (function, floats, rest) in functions.items()
     }
-    found = {}
-    for name, (fn, params) in given.items():
-        if fn is not None:
-            both = iter(params[0]), iter(params[1])
-            leaves = (next(both[0 if is_float else 1]) for is_float in fn.floats)
-            narrow = lambda x: (
-                _astype(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            )
-            found[name] = fn, tuple(map(narrow, leaves))
-    return found
 
 
-def _astype(x, dtype):
-    """Of arrays, and of their shapes."""
-    return (
-        jax.ShapeDtypeStruct(x.shape, dtype)
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else x.astype(dtype)
-    )
+def _as_float32(x: Any) -> Any:
+    """Cast arrays of floats, or their shapes, to float32."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def _partitioned(problem: Problem, operands: Operands) -> dict[str, PartitionedFunction]:
+    """Return the call's functions partitioned, by name."""
+    functions = _functions(problem, operands)
+    return {
+        name: partition_function(name, function, params)
+        for name, (function, params) in functions.items()
+    }
 
 
 def precomputed_numbers(problem: Problem, operands: Operands) -> Numbers:
-    """What is made before, of both functions, that of score_fn first."""
-    found = []
-    for name, (given, params) in _functions(problem, operands).items():
-        found.append(_numbers(partition_function(name, given, params), params, problem, operands))
-    return Numbers(*(sum(x, ()) for x in zip(*found, strict=True))) if found else Numbers()
+    """Evaluate the precomputed numbers of all functions, those of score_fn first."""
+    total = Numbers()
+    for name, (function, params) in _functions(problem, operands).items():
+        apart = partition_function(name, function, params)
+        numbers = _evaluate_numbers(apart, params, problem, operands)
+        total = Numbers(*(old + new for old, new in zip(total, numbers, strict=True)))
+    return total
 
 
-def score_numbers(problem: Problem, operands: Operands) -> tuple[PartitionedFunction, Numbers]:
-    """score_fn taken apart, and what is made before of it."""
-    given, params = _functions(problem, operands)["score_fn"]
-    apart = partition_function("score_fn", given, params)
-    return apart, _numbers(apart, params, problem, operands)
+def score_numbers(
+    problem: Problem, operands: Operands
+) -> tuple[PartitionedFunction, dict[int, Array]]:
+    """Return score_fn partitioned, and its precomputed numbers by name."""
+    function, params = _functions(problem, operands)["score_fn"]
+    apart = partition_function("score_fn", function, params)
+    numbers = _evaluate_numbers(apart, params, problem, operands)
+    return apart, dict(zip(apart.precomputed, sum(numbers, ()), strict=True))
 
 
 def differentiable_numbers(problem: Problem, operands: Operands) -> tuple[Array, ...]:
-    """Of those of score_fn, what has a gradient: in the order of `OnTiles.moving`, then what is `walked`."""
-    apart, found = score_numbers(problem, operands)
-    by_name: dict[int, Array] = dict(zip(sum(apart.before, ()), sum(found, ()), strict=True))
-    return tuple(by_name[x] for x in (*apart.moving, *apart.walked))
+    """Return score_fn's differentiable numbers: those in `moving`, then in `needs_extra_pass`."""
+    apart, numbers = score_numbers(problem, operands)
+    return tuple(numbers[x] for x in (*apart.moving, *apart.needs_extra_pass))
 
 
-def _numbers(apart: PartitionedFunction, params, problem: Problem, operands: Operands) -> Numbers:
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
-    first = jnp.arange(max(B, K * G, T, S), dtype=jnp.int32)
-    batch, head, each = first[:B], first[: K * G].reshape(K, G), jnp.zeros((B, 1), jnp.int32)
+def _evaluate_numbers(
+    apart: PartitionedFunction, params, problem: Problem, operands: Operands
+) -> Numbers:
+    """Run the equations of the precomputed numbers for each head, query, key and difference."""
+    B, T, K, G, _ = operands.query.shape
+    S = operands.key.shape[1]
+    positions = jnp.arange(max(B, K * G, T, S), dtype=jnp.int32)
+    batch = positions[:B]
+    head = positions[: K * G].reshape(K, G)
+    each_batch = jnp.zeros((B, 1), jnp.int32)
     offset = None if operands.q_offset is None else operands.q_offset[:, None]
-    q_pos, k_pos = query_positions(problem, offset, first[None, :T]) + each, first[None, :S] + each
-    # X, or B|1 X
-    differences = query_positions(
-        problem, offset, jnp.arange(_up(T) + _up(S), dtype=jnp.int32) - diagonal_offset(S)
-    )
+    q_pos = query_positions(problem, offset, positions[None, :T]) + each_batch  # B T
+    k_pos = positions[None, :S] + each_batch  # B S
+    differences = jnp.arange(_round_up(T) + _round_up(S), dtype=jnp.int32) - diagonal_offset(S)
+    differences = query_positions(problem, offset, differences)  # X, or B|1 X
 
-    def made(names, batch, head, q_pos, k_pos):
-        pair = dict(zip(ARGUMENTS[1:], (batch, head, q_pos, k_pos), strict=True))
-        count = len(apart.whole.inputs) - len(params)
-        env: dict[int, Any] = dict(zip(apart.whole.inputs[count:], params, strict=True))
-        env |= {
-            x: pair[at]
-            for x, at in zip(apart.whole.inputs[:count], ARGUMENTS[-count:], strict=True)
-            if at in pair
-        }
-        env = run_eqns(needed_eqns(apart.whole.steps, names), env)
-        return tuple(_stored(env[x]) for x in names)
+    jaxpr = apart.jaxpr
+    count = len(jaxpr.inputs) - len(params)
+    known: dict[int, Any] = dict(zip(jaxpr.inputs[count:], params, strict=True))
+    arguments = dict(zip(ARGUMENTS[-count:], jaxpr.inputs[:count], strict=True))
+    before = apart.before
+    unused = jnp.int32(0)
 
-    none = jnp.int32(0)
-    of_head = jax.vmap(
-        jax.vmap(lambda b, n: made(apart.before.of_heads, b, n, none, none), (None, 0)), (None, 0)
-    )
-    of_head = jax.vmap(of_head, (0, None))
-    of_query = jax.vmap(
-        jax.vmap(lambda b, i: made(apart.before.of_queries, b, none, i, none), (None, 0))
-    )
-    of_key = jax.vmap(
-        jax.vmap(lambda b, j: made(apart.before.of_keys, b, none, none, j), (None, 0))
-    )
-    of_difference = jax.vmap(
-        lambda b, n, x: made(apart.before.of_differences, b, n, x, none), (None, None, 0)
-    )
-    of_difference = jax.vmap(jax.vmap(of_difference, (None, 0, None)), (None, 0, None))
-    of_difference = jax.vmap(of_difference, (0, None, None if offset is None else 0))
-    differences = differences if offset is None else differences + each
+    def compute(names, batch, head, q_pos, k_pos):
+        env = dict(known)
+        for argument, value in zip(ARGUMENTS[1:], (batch, head, q_pos, k_pos), strict=True):
+            env[arguments[argument]] = value
+        env = run_eqns(needed_eqns(jaxpr.eqns, names), env)
+        return tuple(_as_stored(env[x]) for x in names)
+
+    def of_head(b, n):
+        return compute(before.of_heads, b, n, unused, unused)
+
+    def of_query(b, i):
+        return compute(before.of_queries, b, unused, i, unused)
+
+    def of_key(b, j):
+        return compute(before.of_keys, b, unused, unused, j)
+
+    def of_difference(b, n, x):
+        # k_pos is 0, so q_pos is the difference
+        return compute(before.of_differences, b, n, x, unused)
+
+    of_heads = jax.vmap(jax.vmap(of_head, (None, 0)), (None, 0))
+    of_heads = jax.vmap(of_heads, (0, None))
+    of_queries = jax.vmap(jax.vmap(of_query, (None, 0)))
+    of_keys = jax.vmap(jax.vmap(of_key, (None, 0)))
+    of_differences = jax.vmap(of_difference, (None, None, 0))
+    of_differences = jax.vmap(jax.vmap(of_differences, (None, 0, None)), (None, 0, None))
+    of_differences = jax.vmap(of_differences, (0, None, None if offset is None else 0))
+    if offset is not None:
+        differences = differences + each_batch  # B X
     return Numbers(
-        of_head(batch, head),
-        of_query(batch, q_pos),
-        of_key(batch, k_pos),
-        of_difference(batch, head, differences),
+        of_heads(batch, head),
+        of_queries(batch, q_pos),
+        of_keys(batch, k_pos),
+        of_differences(batch, head, differences),
     )
 
 
 def diagonal_offset(S: int) -> int:
-    """The index of 0 among the differences of rows and columns, which begin with the lowest that a tile has."""
-    return _up(S) - 1
+    """Return the index of 0 among the differences of rows and columns.
+
+    The differences begin with the lowest in any tile.
+    """
+    return _round_up(S) - 1
 
 
-def _up(length: int) -> int:
+def _round_up(length: int) -> int:
+    """Return the next multiple of SIDE."""
     return -(-length // SIDE) * SIDE
 
 
-def _stored(x: Array) -> Array:
+def _as_stored(x: Array) -> Array:
+    """Return x in float32 or int32, the dtypes that kernels read."""
     return x if x.dtype == jnp.float32 else x.astype(jnp.int32)
 
 
 def tile_functions(
     problem: Problem, operands: Operands, slopes: Literal["score", "all"] | None = None
 ) -> Problem:
-    """`problem` with its functions as kernels run them; with the score's derivative, by score alone or by params as well."""
-    found, counts, none = {}, [0] * len(Numbers._fields), diagonal_offset(operands.key.shape[1])
-    for name, (given, params) in _functions(problem, operands).items():
-        apart = partition_function(name, given, params)
+    """Return `problem` with its functions as kernels run them.
+
+    `slopes` adds score_fn's derivatives: by the score alone, or also by differentiable numbers.
+    """
+    functions = {}
+    starts = [0] * len(Numbers._fields)
+    for name, apart in _partitioned(problem, operands).items():
         assert apart.reason is None
-        indices = Numbers(
-            *(tuple(range(n, n + len(x))) for n, x in zip(counts, apart.before, strict=True))
+        ends = [start + len(names) for start, names in zip(starts, apart.before, strict=True)]
+        ranges = map(range, starts, ends)
+        indices = Numbers(*map(tuple, ranges))
+        starts = ends
+        if slopes != "all":
+            apart = apart._replace(moving=())
+        with_slopes = name == "score_fn" and slopes is not None
+        functions[name] = TileFunction(
+            apart,
+            indices,
+            diagonal_offset(operands.key.shape[1]),
+            slope_jaxpr(apart) if with_slopes else None,
         )
-        counts = [n + len(x) for n, x in zip(counts, apart.before, strict=True)]
-        if name == "score_fn" and slopes is not None:
-            apart = apart if slopes == "all" else apart._replace(moving=())
-            found[name] = TileFunction(apart, indices, none, slope_jaxpr(apart))
-        else:
-            found[name] = TileFunction(apart._replace(moving=()), indices, none)
-    return dataclasses.replace(problem, **found)
+    return dataclasses.replace(problem, **functions)

@@ -1,8 +1,10 @@
-"""Cotangents of what a score_fn has for each key, or each difference of positions, over whose pairs no kernel sums.
+"""Cotangents of the precomputed numbers of a score_fn that no kernel sums: of keys and differences.
 
-One more walk of the chunked path makes them, from out and lse of a kernel, with what was made before in the place of the
-user's function. Of a vector of differences a tile reads a window, w, and spreads it along its diagonals:
-  tile_rc = w_(r - c + C - 1)      as rows of w backwards, each shifted by one against the next; the transpose sums diagonals
+They take one more pass of the chunked path, from out and lse of a kernel. In it, the precomputed
+numbers stand for the user's function. A tile reads a window w of a vector of differences, and
+spreads it along its diagonals:
+  tile[r, c] = w[r - c + C - 1]    for a tile with C columns
+Its rows are w reversed, each shifted by one against the next. The transpose sums diagonals.
 """
 
 import dataclasses
@@ -23,68 +25,94 @@ from memeff.user_functions import PairIndices
 
 
 def extra_cotangents(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Sequence[Array]:
-    """Of the numbers of score_fn that are `walked` (see `Apart`), in their order and shapes."""
-    apart, found = calls.score_numbers(problem, operands)
-    by_name: dict[int, Array] = dict(zip(sum(apart.before, ()), sum(found, ()), strict=True))
-    floats = tuple(by_name.pop(x) for x in apart.walked)
-    (B, _, _, G, _), S = operands.query.shape, operands.key.shape[1]
-    offset = jnp.broadcast_to(
-        problem.q_offset if operands.q_offset is None else operands.q_offset, (B,)
-    )
+    """Return the cotangents of score_fn's numbers in `needs_extra_pass`, in their order."""
+    apart, numbers = calls.score_numbers(problem, operands)
+    floats = tuple(numbers.pop(x) for x in apart.needs_extra_pass)
+    B, _, _, G, _ = operands.query.shape
+    S = operands.key.shape[1]
+    offset = problem.q_offset if operands.q_offset is None else operands.q_offset
+    offset = jnp.broadcast_to(offset, (B,)).astype(jnp.int32)
     function: Any = ChunkedFunction(apart, G, calls.diagonal_offset(S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.terms._replace(score=floats)
-    operands = operands._replace(
-        terms=terms, score_rest=(offset.astype(jnp.int32), *by_name.values())
-    )
+    operands = operands._replace(terms=terms, score_rest=(offset, *numbers.values()))
     return chunked.logit_param_gradients(problem, operands, out, lse, dout, dlse).score
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChunkedFunction:
-    """In the place of a `Given`: the same function, of the chunked path's tiles, by what was made before."""
+    """A score_fn as the chunked path calls it: on its tiles, from precomputed numbers."""
 
     apart: PartitionedFunction
     G: int
-    behind: int
+    diagonal_offset: int
 
-    def __call__(self, score: Array, at: PairIndices, floats, rest) -> Array:
-        """`floats`: of `apart.walked`; `rest`: the offset of each batch entry, and the other numbers."""
-        shape, (offset, *others) = score.shape, rest
+    def __call__(self, score: Array, indices: PairIndices, floats, rest) -> Array:
+        """Return the new score [B, K, G, t, c].
+
+        `floats` are the numbers in `needs_extra_pass`. `rest` is the offset of each batch entry,
+        and then the other numbers.
+        """
+        shape = score.shape
         b, k, _, t, c = shape
-        q_pos = at.q_pos if at.q_pos.ndim == 2 else at.q_pos[None]
-        batch = at.batch[0], b
-        rows = q_pos[0, -1] - (t - 1) - offset[batch[0]], t  # the first may be hidden
-        cols = at.k_pos[-1] - (c - 1), c
-        window = rows[0] - cols[0] - (c - 1) + self.behind, t + c - 1
-        heads = {0: batch, 1: (at.head[0, 0] // self.G, k)}
-        part: dict[str, Any] = {
-            "of_heads": lambda x: slice_dims(x, heads)[..., None, None],
-            "of_queries": lambda x: slice_dims(x, {0: batch, 1: rows})[:, None, None, :, None],
-            "of_keys": lambda x: slice_dims(x, {0: batch, 1: cols})[:, None, None, None],
-            "of_differences": lambda x: spread(slice_dims(x, heads | {3: window}), t, c),
-        }
-        apart, types = self.apart, self.apart.whole.types
-        names = [x for x in sum(apart.before, ()) if x not in apart.walked]
-        given = dict(zip((*apart.walked, *names), (*floats, *others), strict=True))
-        side = {x: side for side in Numbers._fields for x in getattr(apart.before, side)}
-        wide = lambda x: jnp.broadcast_to(x, shape)
-        env = {
-            x: tile_function.loaded(wide(part[side[x]](y)), types[x].dtype, shape)
-            for x, y in given.items()
-        }
-        pair = score, wide(q_pos[:, None, None, :, None]), wide(at.k_pos)
-        env |= dict(zip(tile_function.of_pair(apart.whole, True), pair, strict=True))
-        return tile_function.result(apart, env, shape, lambda values: vary_together(values, score))
+        offset, *others = rest
+        q_pos = indices.q_pos if indices.q_pos.ndim == 2 else indices.q_pos[None]  # B|1 t
+        first_batch = indices.batch[0]
+        # counted from the last row, because the first may be hidden
+        first_row = q_pos[0, -1] - (t - 1) - offset[first_batch]
+        first_col = indices.k_pos[-1] - (c - 1)
+        window = first_row - first_col - (c - 1) + self.diagonal_offset, t + c - 1
+        batch = first_batch, b
+        rows = first_row, t
+        cols = first_col, c
+        heads = {0: batch, 1: (indices.head[0, 0] // self.G, k)}
+
+        def on_tile(axis, x):
+            """Return a tile's part of a number, with dims that broadcast to B K G t c."""
+            if axis == "of_heads":
+                return slice_dims(x, heads)[..., None, None]
+            if axis == "of_queries":
+                return slice_dims(x, {0: batch, 1: rows})[:, None, None, :, None]
+            if axis == "of_keys":
+                return slice_dims(x, {0: batch, 1: cols})[:, None, None, None]
+            return spread_diagonals(slice_dims(x, heads | {3: window}), t, c)
+
+        axes = {}
+        for axis in Numbers._fields:
+            axes |= dict.fromkeys(getattr(self.apart.before, axis), axis)
+        needs_extra_pass = self.apart.needs_extra_pass
+        names = [x for x in self.apart.precomputed if x not in needs_extra_pass]
+        jaxpr = self.apart.jaxpr
+        env = {}
+        for x, number in zip((*needs_extra_pass, *names), (*floats, *others), strict=True):
+            tile = jnp.broadcast_to(on_tile(axes[x], number), shape)
+            env[x] = tile_function.to_tile(tile, jaxpr.types[x].dtype, shape)
+        q_tile = jnp.broadcast_to(q_pos[:, None, None, :, None], shape)
+        k_tile = jnp.broadcast_to(indices.k_pos, shape)
+        score_name, q_name, k_name = tile_function.pair_inputs(jaxpr, True)
+        env |= {score_name: score, q_name: q_tile, k_name: k_tile}
+
+        def match_types(values):
+            return vary_together(values, score)
+
+        return tile_function.run_tile_eqns(self.apart, env, shape, match_types)
 
 
-def spread(w: Array, t: int, c: int) -> Array:
-    """w [..., t + c - 1] along the diagonals of [..., t, c]."""
-    width, lead = t + c, w.shape[:-1]
-    rows = jnp.broadcast_to(
-        jnp.pad(w[..., ::-1], [(0, 0)] * len(lead) + [(0, 1)])[..., None, :], (*lead, t, width)
-    )
-    flat = lax.slice_in_dim(lax.collapse(rows, len(lead)), t - 1, t - 1 + t * (width - 1), axis=-1)
+def spread_diagonals(w: Array, t: int, c: int) -> Array:
+    """Spread w [..., t + c - 1] along the diagonals of a tile [..., t, c]."""
+    width = t + c
+    lead = w.shape[:-1]
+    padding = [(0, 0)] * len(lead) + [(0, 1)]
+    row = jnp.pad(w[..., ::-1], padding)  # ... t+c
+    rows = jnp.broadcast_to(row[..., None, :], (*lead, t, width))
+    # In rows of length width - 1, each begins one entry later than the one above.
+    flat = lax.collapse(rows, len(lead))
+    flat = lax.slice_in_dim(flat, t - 1, t - 1 + t * (width - 1), axis=-1)
     return flat.reshape(*lead, t, width - 1)[..., :c]

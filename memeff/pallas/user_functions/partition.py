@@ -1,11 +1,14 @@
-"""Split a user's function of scalars: what XLA computes before a kernel, and what the kernel computes on its tiles.
+"""Partition a user's function of scalars into what XLA precomputes and what tiles compute.
 
-The function's jaxpr, its calls inlined, is a list of steps. Each depends on some of score, batch, head, q_pos and k_pos:
-  on batch and head at most: a number for each head, made before and read as a scalar
-  besides on one of q_pos and k_pos: made on the tile if that is cheap, else before, as a vector that travels with its tokens
-  besides on q_pos - k_pos alone: made on the tile if it can be, else before, for each head and each difference there is
-  on others: made on the tile, if it is element-wise and Mosaic lowers it; nothing else can be
-Nothing here knows of Mosaic. What the kernel computes is the same steps, bound to tiles in the place of scalars.
+The function's jaxpr, its calls inlined, is a list of equations. Each depends on some of score,
+batch, head, q_pos and k_pos:
+  (1) on batch and head at most: a number for each head, precomputed and read as a scalar
+  (2) also on one of q_pos and k_pos: computed on the tile if that is cheap, else precomputed as a
+      vector that is copied with its tokens
+  (3) also on q_pos - k_pos alone: computed on the tile if possible, else precomputed for each head
+      and each difference
+  (4) on anything else: computed on the tile, if Mosaic lowers it; otherwise the kernels cannot run
+This file does not import Mosaic. The kernel runs the same equations on tiles instead of scalars.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ from memeff.pallas.user_functions.jaxpr import (
 from memeff.user_functions import TracedFunction
 
 ARGUMENTS = "score", "batch", "head", "q_pos", "k_pos"
+POSITIONS = {"q_pos", "k_pos"}
 COMPARES = {"eq", "ge", "gt", "le", "lt", "ne"}
 LINEAR = {
     "add",
@@ -38,179 +42,227 @@ LINEAR = {
     "stop_gradient",
     "sub",
 }
-MOST_VECTORS = 16  # numbers for tokens that travel with tiles: each takes 1 KiB of shared memory
-# numbers for differences: of each a thread holds as many registers as half a tile
+MOST_VECTORS = 16  # vectors that are copied with their tokens: each takes 1 KiB of shared memory
+# vectors of differences: for each, a thread holds as many registers as for half a tile
 MOST_DIFFERENCES = 4
-SIDE = 128  # tokens; all tiles' sides divide it
-READS = {"dynamic_slice", "gather"}  # a number of an array
+SIDE = 128  # tokens; a multiple of the sides of all tiles
+READS = {"dynamic_slice", "gather"}  # primitives that read an array at computed indices
 
 
 class Numbers(NamedTuple):
-    """What is made before: for each head B K G, for each query B T, for each key B S, for each head and difference of rows
-    and columns B K G X (see `behind`); in float32 and int32.
+    """Precomputed arrays of functions, float32 or int32, by the axis that they vary along.
+
+    X runs over the differences of rows and columns; 0 is at `calls.diagonal_offset`.
     """
 
-    of_heads: tuple[Any, ...] = ()
-    of_queries: tuple[Any, ...] = ()
-    of_keys: tuple[Any, ...] = ()
-    of_differences: tuple[Any, ...] = ()
+    of_heads: tuple[Any, ...] = ()  # B K G
+    of_queries: tuple[Any, ...] = ()  # B T
+    of_keys: tuple[Any, ...] = ()  # B S
+    of_differences: tuple[Any, ...] = ()  # B K G X
 
 
 class PartitionedFunction(NamedTuple):
-    """A function taken apart."""
+    """A function's jaxpr, its precomputed names, and the equations that remain for tiles."""
 
-    whole: FlatJaxpr
-    before: Numbers  # names
-    # names of those that are floats and made of params that are: they have gradients,
-    moving: tuple[int, ...]
-    # of which the kernel for dq sums the cotangents, and of which it does not
-    walked: tuple[int, ...]
-    steps: tuple[Eqn, ...]  # of the tile
-    reason: str | None  # why it cannot be; None: it can
+    jaxpr: FlatJaxpr
+    before: Numbers  # names of the precomputed numbers
+    # Precomputed floats that depend on float params have gradients.
+    moving: tuple[int, ...]  # their cotangents are summed by the kernel for dq
+    needs_extra_pass: tuple[int, ...]  # their cotangents are not summed by any kernel
+    tile_eqns: tuple[Eqn, ...]
+    reason: str | None  # why kernels cannot run the function; None if they can
+
+    @property
+    def precomputed(self) -> tuple[int, ...]:
+        """Return the names of all precomputed numbers."""
+        return sum(self.before, ())
 
 
 def partition_function(
-    name: str, given: TracedFunction, params: tuple[Array, ...]
+    name: str, function: TracedFunction, params: tuple[Array, ...]
 ) -> PartitionedFunction:
-    """Of a function (`name`: score_fn or mask_fn) and all its params, floats in float32."""
+    """Partition a function (`name`: score_fn or mask_fn); `params` are all its leaves in order."""
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params]
-    of_pair = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    arguments = ARGUMENTS if name == "score_fn" else ARGUMENTS[1:]
-    score = [jax.ShapeDtypeStruct((), jnp.float32)] if name == "score_fn" else []
+    pair = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    arguments = ARGUMENTS[1:]
+    if name == "score_fn":
+        pair = [jax.ShapeDtypeStruct((), jnp.float32), *pair]
+        arguments = ARGUMENTS
 
-    def of_leaves(pair, leaves):
-        return given.fn(*pair, jax.tree.unflatten(given.structure, leaves))
+    def call(pair, leaves):
+        return function.fn(*pair, jax.tree.unflatten(function.structure, leaves))
 
-    whole = flatten_jaxpr(of_leaves, [*score, *of_pair], like)
-    return _partition(name, whole, dict(zip(whole.inputs, arguments, strict=False)))
+    jaxpr = flatten_jaxpr(call, pair, like)
+    return _partition(name, jaxpr, dict(zip(jaxpr.inputs, arguments, strict=False)))
 
 
 class _Facts(NamedTuple):
-    """Of each name."""
+    """Properties of a name that decide where it is computed."""
 
-    of: dict[int, frozenset[str]]  # on what it depends
-    cheap: dict[int, bool]  # can it be made on a tile with no thought?
-    can: dict[int, bool]  # or at all, of what is made before?
-    moves: dict[int, bool]  # is it a float, made of params that are?
-    # is it made of numbers in the function's text alone? A compiler knows those.
-    fixed: dict[int, bool]
+    depends_on: frozenset[str]  # ARGUMENTS, or "difference" for q_pos - k_pos
+    cheap: bool  # is it worth computing on each tile again?
+    computable: bool  # can a tile compute it, or read it as a number of a head?
+    differentiable: bool  # is it a float that depends on float params?
+    constant: bool  # does it depend on nothing but literals, which a compiler folds?
+    slopes: tuple[int, int] | None  # by q_pos and k_pos; None: unknown
 
-    def before(self, x: int) -> bool:
-        """Has it to be made before?"""
-        side = _side(self.of[x])
-        if self.can[x] and (self.fixed[x] or side == "of_differences"):
+    @property
+    def precomputed(self) -> bool:
+        """Return True if XLA has to compute the value before the kernel."""
+        axis = _axis(self.depends_on)
+        if self.computable and (self.constant or axis == "of_differences"):
             return False
-        return (
-            side == "of_heads"
-            or side is not None
-            and not self.cheap[x]
-            and not ("head" in self.of[x] and self.can[x])
-        )
+        if axis == "of_heads":
+            return True
+        if axis is None or self.cheap:
+            return False
+        return not ("head" in self.depends_on and self.computable)
 
 
-def _facts(whole: FlatJaxpr, arguments: dict[int, str]) -> _Facts:
-    is_float = lambda x: jnp.issubdtype(whole.types[x].dtype, jnp.floating)
-    of = {x: frozenset([arguments[x]] if x in arguments else []) for x in whole.inputs}
-    cheap = {x: x in arguments for x in whole.inputs}
-    can, moves = dict(cheap), {x: x not in arguments and is_float(x) for x in whole.inputs}
-    fixed = dict.fromkeys(whole.inputs, False)
-    slopes = {
-        x: (int(arguments.get(x) == "q_pos"), int(arguments.get(x) == "k_pos"))
-        for x in whole.inputs
-    }
-    for step in whole.steps:
-        inputs = _names(step)
-        depends = frozenset().union(*(of[x] for x in inputs))
-        for x in step.outputs:
-            if (found := _linear(step, whole.types, of, slopes)) is not None:
-                slopes[x] = found
-                if found[0] == -found[1] != 0:
-                    depends = depends - {"q_pos", "k_pos"} | {"difference"}
-        lowers, first = why_not_lowered(step, whole.types) is None, _side(depends) == "of_heads"
-        moving = step.primitive.name != "stop_gradient" and any(moves[x] for x in inputs)
-        for x in step.outputs:
-            of[x], fixed[x] = depends, all(fixed[y] for y in inputs)
-            cheap[x] = (
-                first or lowers and step.primitive.name in CHEAP and all(cheap[y] for y in inputs)
-            )
-            can[x] = (
-                first
-                and not fixed[x]
-                or lowers
-                and all(can[y] or "head" not in of[y] for y in inputs)
-            )
-            moves[x] = moving and is_float(x)
-    return _Facts(of, cheap, can, moves, fixed)
-
-
-def _linear(step: Eqn, types, of, slopes: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
-    """How many times q_pos and k_pos the step's result is, or what it compares with 0, but for what depends on neither.
-
-    None: not known.
-    """
-    names, name = _names(step), step.primitive.name
-    known = all(
-        x in slopes if of[x] & {"q_pos", "k_pos"} else _side(of[x]) == "of_heads" for x in names
-    )
-    dtypes = {
-        jnp.dtype(types[x].dtype).name for x in (*names, *(step.outputs if name in LINEAR else ()))
-    }
-    exact = dtypes <= {"int32", "float32"}
-    if name not in LINEAR | COMPARES or not (known and exact):
+def _axis(depends_on: frozenset[str]) -> str | None:
+    """Return the field of `Numbers` for a value with these dependencies; None for pairs."""
+    position = depends_on - {"batch", "head"}
+    if not position:
+        return "of_heads"
+    if len(position) > 1:
         return None
-    parts = [(0, 0) if isinstance(x, Const) else slopes.get(x, (0, 0)) for x in step.inputs]
-    signs = (-1,) if name == "neg" else (1, -1) if name in COMPARES | {"sub"} else (1,) * len(parts)
-    q, k = (sum(sign * part[n] for sign, part in zip(signs, parts, strict=True)) for n in range(2))
-    return q, k
+    axes = {"q_pos": "of_queries", "k_pos": "of_keys", "difference": "of_differences"}
+    return axes.get(*position)
 
 
-def _names(step: Eqn) -> list[int]:
-    return [x for x in step.inputs if not isinstance(x, Const)]
+def _collect_facts(jaxpr: FlatJaxpr, arguments: dict[int, str]) -> dict[int, _Facts]:
+    """Return the facts of each name, in the order of the equations."""
+
+    def is_float(x):
+        return jnp.issubdtype(jaxpr.types[x].dtype, jnp.floating)
+
+    facts = {}
+    for x in jaxpr.inputs:
+        argument = arguments.get(x)
+        facts[x] = _Facts(
+            depends_on=frozenset([argument] if argument else []),
+            cheap=argument is not None,
+            computable=argument is not None,
+            differentiable=argument is None and is_float(x),
+            constant=False,
+            slopes=(int(argument == "q_pos"), int(argument == "k_pos")),
+        )
+    for eqn in jaxpr.eqns:
+        inputs = [facts[x] for x in eqn.input_names]
+        depends_on = frozenset().union(*(x.depends_on for x in inputs))
+        slopes = _position_slopes(eqn, jaxpr.types, facts)
+        if slopes is not None and slopes[0] == -slopes[1] != 0:
+            depends_on = depends_on - POSITIONS | {"difference"}
+        per_head = _axis(depends_on) == "of_heads"
+        lowered = why_not_lowered(eqn, jaxpr.types) is None
+        constant = all(x.constant for x in inputs)
+        cheap = lowered and eqn.primitive.name in CHEAP and all(x.cheap for x in inputs)
+        on_tile = lowered and all(x.computable or "head" not in x.depends_on for x in inputs)
+        differentiable = any(x.differentiable for x in inputs)
+        differentiable &= eqn.primitive.name != "stop_gradient"
+        for x in eqn.outputs:
+            facts[x] = _Facts(
+                depends_on=depends_on,
+                cheap=per_head or cheap,
+                computable=per_head and not constant or on_tile,
+                differentiable=differentiable and is_float(x),
+                constant=constant,
+                slopes=slopes,
+            )
+    return facts
 
 
-def _partition(name: str, whole: FlatJaxpr, arguments: dict[int, str]) -> PartitionedFunction:
-    facts = _facts(whole, arguments)
-    wanted, tile, reason = {x for x in whole.outputs if not isinstance(x, Const)}, [], None
-    for step in reversed(whole.steps):
-        if wanted & set(step.outputs) and not any(map(facts.before, step.outputs)):
-            tile.append(step)
-            wanted |= set(_names(step))
-            if (cannot := why_not_lowered(step, whole.types)) is not None:
-                what = (
-                    "the score"
-                    if "score" in facts.of[step.outputs[0]]
-                    else "query and key positions together"
-                )
-                reads = step.primitive.name in READS
-                reason = (
-                    f"read no array at {what}" if reads else f"cannot compute {cannot} of {what}"
-                )
-                reason = f"its kernels {reason} ({name})"
-    made: dict[str, list[int]] = {side: [] for side in Numbers._fields}
-    for x in sorted(filter(facts.before, wanted)):
-        side = _side(facts.of[x]) or ""
-        made[side].append(x)
-        reason = reason or _cannot_travel(name, side, whole.types[x], "head" in facts.of[x])
-    numbers = Numbers(*map(tuple, made.values()))
-    moves = lambda parts: tuple(x for x in sum(parts, ()) if name == "score_fn" and facts.moves[x])
+def _position_slopes(eqn: Eqn, types, facts: dict[int, _Facts]) -> tuple[int, int] | None:
+    """Return the slopes by q_pos and k_pos of a linear result, or of a comparison's difference.
+
+    None: they are not known.
+    """
+    name = eqn.primitive.name
+    if name not in LINEAR | COMPARES:
+        return None
+    for x in eqn.input_names:
+        depends_on = facts[x].depends_on
+        by_position = depends_on & POSITIONS
+        if by_position and facts[x].slopes is None:
+            return None
+        if not by_position and _axis(depends_on) != "of_heads":
+            return None
+    rounded = (*eqn.input_names, *(eqn.outputs if name in LINEAR else ()))
+    if not {jnp.dtype(types[x].dtype).name for x in rounded} <= {"int32", "float32"}:
+        return None
+    signs = [1] * len(eqn.inputs)
+    if name == "neg":
+        signs = [-1]
+    elif name in COMPARES | {"sub"}:
+        signs = [1, -1]
+    q_slope = 0
+    k_slope = 0
+    for sign, x in zip(signs, eqn.inputs, strict=True):
+        slopes = None if isinstance(x, Const) else facts[x].slopes
+        if slopes is not None:
+            q_slope += sign * slopes[0]
+            k_slope += sign * slopes[1]
+    return q_slope, k_slope
+
+
+def _partition(name: str, jaxpr: FlatJaxpr, arguments: dict[int, str]) -> PartitionedFunction:
+    """Choose backwards from the outputs which equations run on tiles."""
+    facts = _collect_facts(jaxpr, arguments)
+    needed = {x for x in jaxpr.outputs if not isinstance(x, Const)}
+    tile_eqns = []
+    reason = None
+    for eqn in reversed(jaxpr.eqns):
+        precomputed = any(facts[x].precomputed for x in eqn.outputs)
+        if precomputed or not needed & set(eqn.outputs):
+            continue
+        tile_eqns.append(eqn)
+        needed |= set(eqn.input_names)
+        unsupported = why_not_lowered(eqn, jaxpr.types)
+        if unsupported is not None:
+            scored = "score" in facts[eqn.outputs[0]].depends_on
+            operand = "the score" if scored else "query and key positions together"
+            cannot = f"cannot compute {unsupported} of {operand}"
+            if eqn.primitive.name in READS:
+                cannot = f"cannot read an array at {operand}"
+            reason = f"the Hopper kernels {cannot} ({name})"
+    by_axis: dict[str, list[int]] = {axis: [] for axis in Numbers._fields}
+    for x in sorted(x for x in needed if facts[x].precomputed):
+        depends_on = facts[x].depends_on
+        axis = _axis(depends_on)
+        assert axis is not None  # values of pairs are never precomputed
+        by_axis[axis].append(x)
+        reason = reason or _why_not_precomputed(name, axis, jaxpr.types[x], "head" in depends_on)
+    before = Numbers(*map(tuple, by_axis.values()))
+
+    def differentiable(names):
+        return tuple(x for x in names if name == "score_fn" and facts[x].differentiable)
+
     return PartitionedFunction(
-        whole, numbers, moves(numbers[:2]), moves(numbers[2:]), tuple(reversed(tile)), reason
+        jaxpr=jaxpr,
+        before=before,
+        moving=differentiable(before.of_heads + before.of_queries),
+        needs_extra_pass=differentiable(before.of_keys + before.of_differences),
+        tile_eqns=tuple(reversed(tile_eqns)),
+        reason=reason,
     )
 
 
-def _side(depends: frozenset[str]) -> str | None:
-    """Of what there is a number for each; None: of pairs."""
-    by = depends - {"batch", "head"}
-    sides = {"q_pos": "of_queries", "k_pos": "of_keys", "difference": "of_differences"}
-    return "of_heads" if not by else sides.get(next(iter(by))) if len(by) == 1 else None
-
-
-def _cannot_travel(name: str, side: str, like, of_head: bool) -> str | None:
-    tokens = {"of_queries": "query", "of_keys": "key"}.get(side)
+def _why_not_precomputed(name: str, axis: str, like, per_head: bool) -> str | None:
+    """Return why kernels cannot read a value such as `like` for each index of an axis, or None."""
     if like.shape != ():
-        return f"its kernels read numbers, and {name} makes arrays of shape {like.shape} for a pair"
+        return (
+            f"the Hopper kernels read numbers, but {name} makes arrays of shape {like.shape} "
+            "for each pair"
+        )
     if jnp.dtype(like.dtype).name not in NUMBERS | {"bool"}:
-        return f"its kernels compute functions in float32 and int32, and {name} has {like.dtype}"
-    if tokens and of_head:
-        return f"its kernels read numbers of {name} for each {tokens}, and not for each {tokens} and head"
+        return (
+            "the Hopper kernels compute functions in float32 and int32, "
+            f"but {name} uses {like.dtype}"
+        )
+    token = {"of_queries": "query", "of_keys": "key"}.get(axis)
+    if token and per_head:
+        return (
+            f"the Hopper kernels read numbers of {name} for each {token}, "
+            f"and not for each {token} and head"
+        )
     return None

@@ -12,9 +12,9 @@ from memeff.pallas.user_functions.jaxpr import (
     NONLINEAR,
     Const,
     FlatJaxpr,
-    as_tile,
     flatten_jaxpr,
     is_bool,
+    read_tile,
     run_eqns,
     run_eqns_on_tiles,
 )
@@ -24,126 +24,128 @@ from memeff.user_functions import PairIndices
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """In the place of a `Given`: the same function, of tiles, by what was made before (`indices` of all that there is)."""
+    """A `TracedFunction` as kernels call it: on tiles, from precomputed numbers."""
 
     apart: PartitionedFunction
-    indices: Numbers
-    behind: int  # `behind(S)`
-    slopes: FlatJaxpr | None = None  # value and derivatives; None: nobody wants those
+    indices: Numbers  # of its numbers among those of all functions of the call
+    behind: int  # `calls.diagonal_offset(S)`
+    slopes: FlatJaxpr | None = None  # value and derivatives; None: without derivatives
 
     @property
     def moving(self) -> tuple[tuple[str, int], ...]:
-        """What has a gradient: of which kind, and the how manyth of these."""
-        of = {
-            x: (side, i)
-            for side in Numbers._fields
-            for x, i in zip(*(getattr(y, side) for y in self._both), strict=True)
-        }
-        return tuple(of[x] for x in self.apart.moving)
-
-    @property
-    def _both(self):
-        return self.apart.before, self.indices
+        """Return (axis, index) of each differentiable number."""
+        where = {}
+        for axis in Numbers._fields:
+            names = getattr(self.apart.before, axis)
+            indices = getattr(self.indices, axis)
+            where |= {x: (axis, index) for x, index in zip(names, indices, strict=True)}
+        return tuple(where[x] for x in self.apart.moving)
 
     @property
     def curved(self) -> bool:
-        """Does it compute what a kernel could compute roughly?"""
-        steps = (*self.apart.steps, *(self.slopes.steps if self.slopes else ()))
-        return any(step.primitive.name in NONLINEAR | {"div"} for step in steps)
+        """Return True if the function has operations that a kernel could approximate."""
+        eqns = self.apart.tile_eqns
+        if self.slopes is not None:
+            eqns += self.slopes.eqns
+        return any(eqn.primitive.name in NONLINEAR | {"div"} for eqn in eqns)
 
-    def __call__(self, score: Array | None, at: PairIndices, floats, rest) -> Array:
-        """`rest`: all that was made before, `floats`: `moving` of those as tiles; positions of `at` are tiles."""
-        names, shape = sum(self.apart.before, ()), at.q_pos.shape
+    def __call__(self, score: Array | None, indices: PairIndices, floats, rest) -> Array:
+        """Return the new score, or the mask if `score` is None.
+
+        `rest` holds all precomputed numbers, and `floats` the differentiable ones as tiles.
+        Positions in `indices` are tiles.
+        """
+        jaxpr = self.apart.jaxpr
+        shape = indices.q_pos.shape
         env = {
-            x: loaded(y, self.apart.whole.types[x].dtype, shape)
-            for x, y in zip(names, rest, strict=True)
+            x: to_tile(number, jaxpr.types[x].dtype, shape)
+            for x, number in zip(self.apart.precomputed, rest, strict=True)
         }
         env |= dict(zip(self.apart.moving, floats, strict=False))
-        pair = [at.q_pos, at.k_pos] if score is None else [score, at.q_pos, at.k_pos]
-        env |= dict(zip(of_pair(self.apart.whole, score is not None), pair, strict=True))
+        pair = [] if score is None else [score]
+        pair += [indices.q_pos, indices.k_pos]
+        env |= dict(zip(pair_inputs(jaxpr, score is not None), pair, strict=True))
         if self.slopes is None:
-            return result(self.apart, env, shape)
-        return by_slope_jaxpr(self, env, shape)
+            return run_tile_eqns(self.apart, env, shape)
+        return run_slope_jaxpr(self, env, shape)
 
 
-def result(apart: PartitionedFunction, env: dict[int, Array], shape, *alike: Callable) -> Array:
-    """Of the steps of the tile."""
-    env, (out,) = run_eqns_on_tiles(apart.steps, env, shape, *alike), apart.whole.outputs
-    return as_tile(out.value, out.dtype, shape) if isinstance(out, Const) else env[out]
+def run_tile_eqns(
+    apart: PartitionedFunction, env: dict[int, Array], shape, *match_types: Callable
+) -> Array:
+    """Return the result of the equations of the tile."""
+    env = run_eqns_on_tiles(apart.tile_eqns, env, shape, *match_types)
+    (output,) = apart.jaxpr.outputs
+    return read_tile(output, env, shape)
 
 
-def of_pair(whole: FlatJaxpr, scored: bool) -> tuple[int, ...]:
-    """Names of score (if there is one), q_pos and k_pos."""
-    return (whole.inputs[0], *whole.inputs[3:5]) if scored else whole.inputs[2:4]
+def pair_inputs(jaxpr: FlatJaxpr, scored: bool) -> tuple[int, ...]:
+    """Return the names of score (if `scored`), q_pos and k_pos."""
+    return (jaxpr.inputs[0], *jaxpr.inputs[3:5]) if scored else jaxpr.inputs[2:4]
 
 
-def loaded(x: Array, dtype, shape) -> Array:
-    """A number, or a tile of them, as `_stored` has it, as a tile of `dtype`."""
+def to_tile(x: Array, dtype, shape) -> Array:
+    """Return a precomputed number, or a tile of them, as a tile of `dtype`."""
     x = x if x.shape == shape else lax.broadcast(x, shape)
-    return (
-        lax.ne(x, lax.full(shape, 0, x.dtype))
-        if is_bool(dtype)
-        else lax.convert_element_type(x, dtype)
-    )
+    if is_bool(dtype):  # stored as int32
+        return lax.ne(x, lax.full(shape, 0, x.dtype))
+    return lax.convert_element_type(x, dtype)
 
 
 def known_inputs(apart: PartitionedFunction) -> tuple[int, ...]:
-    """Names that the steps of the tile begin with, those of which there are derivatives first."""
-    names = apart.whole.inputs[0], *apart.moving
-    return *names, *(
-        x for x in (*of_pair(apart.whole, True), *sum(apart.before, ())) if x not in names
-    )
+    """Return the names known before the tile's equations run, the differentiable ones first."""
+    first = apart.jaxpr.inputs[0], *apart.moving
+    others = (*pair_inputs(apart.jaxpr, True), *apart.precomputed)
+    return *first, *(x for x in others if x not in first)
 
 
 def slope_jaxpr(apart: PartitionedFunction) -> FlatJaxpr:
-    """Of the steps of the tile of a score: their value, and its derivative by the score and by what else moves.
+    """Return the equations of a score's value and of its derivatives on tiles.
 
-    Taken of scalars, for what JAX makes of tiles Mosaic does not lower (sums of cotangents, `add_any`).
+    The derivatives are by the score and by each differentiable number. They are taken of scalars,
+    because Mosaic does not lower what JAX makes of tiles (sums of cotangents, `add_any`).
     """
     names = known_inputs(apart)
-    by = 1 + len(apart.moving)
+    count = 1 + len(apart.moving)
+    (output,) = apart.jaxpr.outputs
 
     def value_and_slopes(*values):
-        def value(*first):
-            env, (out,) = (
-                run_eqns(apart.steps, dict(zip(names, (*first, *values[by:]), strict=True))),
-                apart.whole.outputs,
-            )
-            return jnp.asarray(out.value, out.dtype) if isinstance(out, Const) else env[out]
+        def value(*differentiable):
+            env = dict(zip(names, (*differentiable, *values[count:]), strict=True))
+            env = run_eqns(apart.tile_eqns, env)
+            if isinstance(output, Const):
+                return jnp.asarray(output.value, output.dtype)
+            return env[output]
 
-        y, pull = jax.vjp(value, *values[:by])
+        y, pull = jax.vjp(value, *values[:count])
         return y, *pull(jnp.ones_like(y))
 
-    return flatten_jaxpr(
-        value_and_slopes, *(jax.ShapeDtypeStruct((), apart.whole.types[x].dtype) for x in names)
-    )
+    like = (jax.ShapeDtypeStruct((), apart.jaxpr.types[x].dtype) for x in names)
+    return flatten_jaxpr(value_and_slopes, *like)
 
 
-def by_slope_jaxpr(function: TileFunction, env: dict[int, Array], shape) -> Array:
-    names, slopes = known_inputs(function.apart), function.slopes
+def run_slope_jaxpr(function: TileFunction, env: dict[int, Array], shape) -> Array:
+    """Return the new score, with a jvp that uses the slopes."""
+    slopes = function.slopes
     assert slopes is not None
-    by = 1 + len(function.apart.moving)
-    # no arguments of `value`: Mosaic lowers no tangents of integers
-    rest = [env[x] for x in names[by:]]
+    names = known_inputs(function.apart)
+    count = 1 + len(function.apart.moving)
+    # These are no arguments of `value`, because Mosaic lowers no tangents of integers.
+    rest = [env[x] for x in names[count:]]
 
-    def all_of(first):
-        env = run_eqns_on_tiles(
-            slopes.steps, dict(zip(slopes.inputs, (*first, *rest), strict=True)), shape
-        )
-        return [
-            as_tile(x.value, x.dtype, shape) if isinstance(x, Const) else env[x]
-            for x in slopes.outputs
-        ]
+    def value_and_slopes(differentiable):
+        inputs = dict(zip(slopes.inputs, (*differentiable, *rest), strict=True))
+        results = run_eqns_on_tiles(slopes.eqns, inputs, shape)
+        return [read_tile(x, results, shape) for x in slopes.outputs]
 
     @jax.custom_jvp
-    def value(*first):
-        return all_of(first)[0]
+    def value(*differentiable):
+        return value_and_slopes(differentiable)[0]
 
     @value.defjvp
     def _(primals, tangents):
-        y, *of = all_of(primals)
-        return y, functools.reduce(
-            lax.add, (lax.mul(x, dx) for x, dx in zip(of, tangents, strict=True))
-        )
+        y, *derivatives = value_and_slopes(primals)
+        products = (lax.mul(x, dx) for x, dx in zip(derivatives, tangents, strict=True))
+        return y, functools.reduce(lax.add, products)
 
-    return value(*(env[x] for x in names[:by]))
+    return value(*(env[x] for x in names[:count]))

@@ -35,6 +35,7 @@ from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
 from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync
 from memeff.pallas.hopper.persistent import (
     ROWS,
+    Ring,
     WorkState,
     any_failed,
     persistent_blocks,
@@ -175,10 +176,10 @@ def optional_slot(ref, index) -> Any:
     return None if ref is None else ref.at[index]
 
 
-def query_rings(tiling: Tiling, scratch: Any) -> Sequence:
+def query_rings(tiling: Tiling, scratch: Any) -> Sequence[Ring]:
     """Return the `rings` of `run_with_retries` where items are queries that visit keys."""
-    visits = tiling.stages, True, (scratch.k_used, scratch.v_used)
-    items = tiling.items, False, (scratch.item_used,)
+    visits = Ring(tiling.stages, True, (scratch.k_used, scratch.v_used))
+    items = Ring(tiling.items, False, (scratch.item_used,))
     return visits, items
 
 

@@ -152,7 +152,7 @@ def find_text(name: str) -> list[Path]:
 
 
 def python_library() -> list[Path]:
-    """The sources and prose of Python's standard library: some ten million bytes, on every machine that runs this."""
+    """Collect the sources and prose of Python's standard library, some ten million bytes on every machine."""
     folder = Path(sysconfig.get_path("stdlib"))
     names = (".py", ".txt", ".rst")
     found = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names]
@@ -258,7 +258,7 @@ OPERATORS = {
 
 
 def expression(rng: random.Random, text: list[str], longest: int, depth: int) -> int:
-    """Appends a random expression to `text` and gives its value; past `longest` tokens it only comes to an end."""
+    """Append a random expression to `text` and return its value; past `longest` tokens, only end it."""
     if depth > 1 and (depth >= 10 or rng.random() > 0.25 or len(text) > longest):
         value = rng.randint(0, 9)
         text.append(str(value))

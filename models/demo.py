@@ -64,7 +64,7 @@ def demonstrate() -> None:
 
 
 def plot(rows: list[bench.Row]) -> Path:
-    """The table as a picture; where it was written."""
+    """Draw the table as a picture, and return where it was written."""
     path = FOLDER / "memory_vs_length.png"
     bench.figure(rows, "temp_bytes").savefig(path, dpi=150)
     return path

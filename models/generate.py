@@ -67,7 +67,7 @@ def write(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """The text that follows `prompt`: `length` bytes, or fewer where the model ends the document."""
+    """Return the text that follows `prompt`: `length` bytes, or fewer where the model ends the document."""
     if length < 1:
         raise Refused(f"length={length}: it must be at least 1 byte.")
     if temperature < 0:

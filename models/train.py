@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train(settings: Settings) -> bool:
-    """Runs or resumes; False if it was stopped (signal, `minutes`) before its last step."""
+    """Run or resume; return False if a signal or `minutes` stopped it before its last step."""
     task = open_task(settings)
     record = check_same_run(settings, str(task))
     model = Transformer(settings, rngs=nnx.Rngs(settings.seed))
@@ -167,7 +167,7 @@ def make_optimiser(settings: Settings) -> optax.GradientTransformation:
 def train_step(
     settings: Settings, graphdef: Any, state: tuple, batch: Batch
 ) -> tuple[tuple, dict[str, Array]]:
-    """The state (parameters, optimiser's) after one more batch, and what was measured on the way."""
+    """Return the state (parameters and the optimiser's) after one more batch, and the measurements."""
     params, optimiser_state = state
     (loss, accuracy), gradient = loss_and_gradient(graphdef, params, batch, settings.accumulate)
     updates, optimiser_state = make_optimiser(settings).update(gradient, optimiser_state, params)
@@ -195,7 +195,7 @@ def loss_and_gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def loss_sum(graphdef: Any, params: Any, batch: Batch, total: Array | float) -> tuple[Array, Array]:
-    """What the batch adds to the mean loss (nats per predicted token) and to the accuracy of a whole of weight `total`."""
+    """Return what the batch adds to the mean loss (nats per predicted token) and the accuracy, for a total weight `total`."""
     tokens = batch.tokens.astype(jnp.int32)  # B T+1
     seen, wanted = tokens[:, :-1], tokens[:, 1:]
     segment_ids = jnp.cumsum(seen == 0, axis=1)  # byte 0 starts a document
@@ -217,7 +217,7 @@ def evaluate(settings: Settings, graphdef: Any, params: Any, task: Task) -> dict
 
 
 def parse(arguments: list[str] | None) -> Settings:
-    """Settings from the command line: a flag for each field, its type and its default."""
+    """Read the settings from the command line: a flag for each field, its type and its default."""
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
         description=__doc__,

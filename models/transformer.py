@@ -161,7 +161,7 @@ class Layer(nnx.Module):
         self.head_dim = H
 
     def project(self, x: Array, turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Queries [B, T, N, H], keys and values [B, T, K, H] of `x` [B, T, C]; the first two turned."""
+        """Return queries [B, T, N, H], keys and values [B, T, K, H] of `x` [B, T, C]; the first two are rotated."""
         x = self.attention_norm(x)
         q, k, v = (
             f(x).reshape(*x.shape[:2], -1, self.head_dim)
@@ -170,7 +170,7 @@ class Layer(nnx.Module):
         return rotate(q, *turn), rotate(k, *turn), v
 
     def combine(self, x: Array, attended: Array) -> Array:
-        """The layer's result from its input `x` [B, T, C] and what attention gave [B, T, N, H]."""
+        """Return the layer's result from its input `x` [B, T, C] and the attention's [B, T, N, H]."""
         x = x + self.out(attended.reshape(*x.shape[:2], -1))
         y = self.feed_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
@@ -201,7 +201,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
 
 
 def attend_cached(config: Config, q: Array, key: Array, value: Array, length: Array) -> Array:
-    """The same for queries that follow `length` cached keys; always by memeff, since all names mean the same function."""
+    """Attend from queries that follow `length` cached keys, always by memeff, because all names mean the same function."""
     window = None if config.window is None else (config.window, 0)
     return memeff.dot_product_attention(
         q, key, value, is_causal=True, local_window_size=window, q_offset=length
@@ -216,7 +216,7 @@ def rotation(config: Config, positions: Array) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Turns the pairs (x[h], x[h + H/2]) of `x` [B, T, N, H]."""
+    """Rotate the pairs (x[h], x[h + H/2]) of `x` [B, T, N, H]."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 

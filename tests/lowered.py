@@ -2,13 +2,12 @@
 
     python tests/lowered.py before && git switch new && python tests/lowered.py after && diff -r before after
 
-If a change leaves every file as it was, it has not changed what XLA compiles, and so neither bits nor speed nor memory. With
-JAX's CUDA plugin (see the Makefile's `sm90a`) the programs of the Hopper kernels are written too.
+If a change leaves every file as it was, it has not changed what XLA compiles, and so neither bits nor speed nor memory.
+tests/lowered_kernels.py does the same for the Hopper kernels.
 """
 
 import contextlib
 import hashlib
-import importlib.util
 import re
 import sys
 import warnings
@@ -23,6 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from cases import CASES, SINGLES, Sizes, split  # noqa: E402
 from conftest import GRADIENTS  # noqa: E402
+from without_names import without_names  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff import masks, scores, tile_sizes, transforms  # noqa: E402
@@ -104,11 +104,6 @@ def programs() -> Iterator[tuple[str, str]]:
             for dtype in ("float32", "bfloat16", "float16"):
                 cast = tuple(x.astype(jnp.dtype(dtype)) for x in args)
                 yield from lowered(f"{platform} {dtype} large {name}", platform, cast, kwargs)
-    if importlib.util.find_spec("jax_cuda13_plugin"):
-        import sm90a
-
-        for name, how in sm90a.CASES.items():
-            yield f"kernel {name}", sm90a.lowered(**how).as_text()
 
 
 def lowered(
@@ -121,15 +116,6 @@ def lowered(
     for derivative, function in derivatives(kwargs).items():
         with pretend_device("gpu") if platform == "gpu" else contextlib.nullcontext():
             yield f"{name} {derivative}", jax.jit(function).lower(args, floats, rest).as_text()
-
-
-def without_names(text: str) -> str:
-    """Number functions in the order in which they appear, and drop what else is named after Python code."""
-    text = re.sub(r"module @\S+", "module", text)
-    text = re.sub(r'jax\.result_info = "[^"]*"', "", text)
-    numbers: dict[str, str] = {}
-    number = lambda match: numbers.setdefault(match[0], f"@{len(numbers)}")
-    return re.sub(r"(?<!custom_call )@[\w.$-]+", number, text)
 
 
 def main(folder: Path) -> None:

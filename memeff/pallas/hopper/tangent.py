@@ -1,8 +1,7 @@
 """Compute the tangent of attention on Hopper (sm_90a) from lse, with five products a tile.
 
-Two of the products are the forward's. dq, dk and dv are tangents here. Logits and lse are in bits
-(times log2 e), tangents of logits in nats. A thread block owns queries i, 64 for each computing
-warpgroup, and visits the tiles of keys j that they see:
+dq, dk and dv are tangents here. Logits and lse are in bits (times log2 e), tangents of logits in
+nats. A thread block owns queries i, 64 for each computing warpgroup, and visits their keys j:
   (1) raw = q_i k_j';  d_raw = dq_i k_j' + q_i dk_j'
   (2) s = logits(raw);  ds = derivative of the logits along d_raw
   (3) p = 2^(s - lse_i);  w = p (ds - c_i);  r_i += rowsum w
@@ -13,8 +12,7 @@ dout = u - (r - c (1 - l)) out. Without a sink l differs from 1 because lse is r
 2^-24 |lse|. For dlse that is too much where r and c nearly cancel.
 Products round w to 16 bits. A part of ds that is the same for a whole row does not change dout, but
 would take up those bits. So c is the mean of ds, weighted by p, over the first tile in which the
-row sees something: a masked tile or the first tile without a mask. One loop visits these and finds
-c.
+row sees something: a masked tile, or the first tile without a mask. One loop finds c.
 Operands that do not move have no products. If u is not finite, the item is done again as in the
 forward, because 0 times NaN is NaN.
 """

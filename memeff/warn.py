@@ -16,7 +16,7 @@ def warn_once(cause: str, message: str) -> None:
     while frame is not None and _is_memeffs(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
         stacklevel += 1
-    warnings.warn(message, stacklevel=stacklevel - 1)
+    warnings.warn(message, stacklevel=stacklevel)
 
 
 def _is_memeffs(module: str) -> bool:

@@ -195,7 +195,7 @@ def loss_and_gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def loss_sum(graphdef: Any, params: Any, batch: Batch, total: Array | float) -> tuple[Array, Array]:
-    """Return what the batch adds to the mean loss (nats per predicted token) and the accuracy, for a total weight `total`."""
+    """Return what the batch adds to the mean loss (nats per predicted token) and the accuracy, for a weight of `total`."""
     tokens = batch.tokens.astype(jnp.int32)  # B T+1
     seen, wanted = tokens[:, :-1], tokens[:, 1:]
     segment_ids = jnp.cumsum(seen == 0, axis=1)  # byte 0 starts a document

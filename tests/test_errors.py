@@ -23,7 +23,7 @@ from test_functions import WRONG as WRONG_FUNCTIONS
 
 import memeff
 from memeff import dot_product_attention, warn
-from memeff.arguments import AttentionOptions
+from memeff.arguments import Arguments, AttentionKwargs
 
 # ---- wrong calls. q, k, v are [2, 5, 4, 8], [2, 7, 2, 8], [2, 7, 2, 6] unless the call says
 # otherwise.
@@ -624,25 +624,30 @@ def test_every_combination_of_jax_nns_arguments_gives_jax_nns_result():
 
 
 def test_the_types_of_the_signature_are_those_of_the_overloads():
-    """Written twice: once for help(), once for those that hand keywords on."""
+    """The signature is for help(); Arguments and AttentionKwargs are for functions that hand a call on."""
     hints = typing.get_type_hints(dot_product_attention)
+    parameters = inspect.signature(dot_product_attention).parameters
     overloads = typing.get_overloads(dot_product_attention)
-    assert overloads and list(inspect.signature(dot_product_attention).parameters) == [*hints][:-1]
-    options = typing.get_type_hints(AttentionOptions)
-    # in no overload, so that a type checker refuses them
-    flaxes = {"deterministic", "dtype", "module"}
+    assert overloads and list(parameters) == [*hints][:-1]
+    flaxes = {
+        "deterministic",
+        "dtype",
+        "module",
+    }  # in no overload, so that a type checker refuses them
+    keywords = typing.get_type_hints(AttentionKwargs)
     for overload in overloads:
         named = typing.get_type_hints(overload)
-        assert named.keys() - {"options"} | options.keys() == hints.keys() - flaxes
-        for name in named.keys() - {"options", "return", "return_residual"}:
-            assert named[name] == hints[name], name
+        assert named.keys() - {"kwargs"} | keywords.keys() == hints.keys() - flaxes
         defaults = inspect.signature(overload).parameters
-        for name in named.keys() - {"options", "return", "return_residual"}:
-            assert (
-                defaults[name].default
-                == inspect.signature(dot_product_attention).parameters[name].default
-            )
-    assert options.items() <= hints.items()
+        for name in named.keys() - {"kwargs", "return", "return_residual"}:
+            assert named[name] == hints[name], name
+            assert defaults[name].default == parameters[name].default
+    assert keywords.items() <= hints.items()
+    arguments = typing.get_type_hints(Arguments)
+    assert arguments.keys() == parameters.keys() - flaxes
+    for name, default in Arguments._field_defaults.items():
+        assert default == parameters[name].default, name
+    assert arguments.items() <= hints.items()
 
 
 def test_help_shows_types():

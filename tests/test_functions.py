@@ -648,12 +648,12 @@ WRONG = [
     (
         dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > b, 5, 7)),
         ValueError,
-        r"made with batch=1, and here B=2",
+        r"made with batch=1, and this call has B=2",
     ),
     (
         dict(mask_fn=memeff.block_mask(lambda b, h, i, j, p: i > h, 5, 7, heads=2)),
         ValueError,
-        r"made with heads=2, and here N=4",
+        r"made with heads=2, and this call has N=4",
     ),
     (dict(score_params=1), ValueError, r"score_params came without score_fn: pass both"),
     (

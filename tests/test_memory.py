@@ -20,8 +20,8 @@ from jax.ad_checkpoint import print_saved_residuals
 
 import memeff
 from memeff import dot_product_attention
-from memeff.chunked import forward as forward_module
-from memeff.chunked import schedule
+from memeff.chunked import fixed_max, forward, schedule
+from memeff.chunked.tile import tile_logits
 from memeff.masking import mask_tile
 from memeff.problem import LogitParams, Operands, Problem
 
@@ -606,14 +606,14 @@ def _picture_of(T, S, kwargs):
 def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
     """(i, j) of every tile of logits that the forward makes, as it runs."""
     seen = []
-    logits = forward_module.tile_logits
 
     def spy(problem, tile, **how):
         jax.debug.callback(lambda row, col: seen.append((int(row), int(col))), tile.row, tile.col)
-        return logits(problem, tile, **how)
+        return tile_logits(problem, tile, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_module, "tile_logits", spy)
+        for module in (forward, fixed_max):
+            patch.setattr(module, "tile_logits", spy)
         jax.clear_caches()
         ones = lambda n: jnp.ones((2, n, 1, 2))
         arrays = {n: x for n, x in kwargs.items() if isinstance(x, np.ndarray)}

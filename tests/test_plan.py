@@ -139,7 +139,7 @@ def test_a_compiled_plan_says_so():
 def test_what_cannot_be_compiled_here_is_refused():
     with pytest.raises(
         ValueError,
-        match="device='H200' is not here, and compile=True wants one for which this process can",
+        match="device='H200' is not present, and compile=True needs a device for which this process can",
     ):
         memeff.plan(X, X, X, device="H200", compile=True)
 

@@ -64,18 +64,22 @@ def _tie_to_query(operands: Operands) -> Operands:
     the barrier with one dim of heads, as the user gave them, because XLA:CPU copies arrays with a
     dim G = 1.
     """
-    arrays = operands.query, operands.mask, operands.terms.bias
+    arrays = operands.query, operands.mask, operands.logit_params.bias
     query = lax.collapse(operands.query, 2, 4)  # b t n h
     mask, bias = jax.tree.map(lambda x: lax.collapse(x, 1, 3), arrays[1:])  # b n t s
-    rest = operands._replace(query=None, mask=None, terms=operands.terms._replace(bias=None))
+    rest = operands._replace(
+        query=None, mask=None, logit_params=operands.logit_params._replace(bias=None)
+    )
     flat, rest = lax.optimization_barrier(((query, mask, bias), rest))
     query, mask, bias = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, arrays)
-    return rest._replace(query=query, mask=mask, terms=rest.terms._replace(bias=bias))
+    return rest._replace(query=query, mask=mask, logit_params=rest.logit_params._replace(bias=bias))
 
 
 def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
     """Return the sinks, and the operands without them."""
-    return operands.terms.sinks, operands._replace(terms=operands.terms._replace(sinks=None))
+    return operands.logit_params.sinks, operands._replace(
+        logit_params=operands.logit_params._replace(sinks=None)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Forward:
         """Return out and lse, and the tangents of both."""
         (operands,) = primals
         (tangents,) = tangents
-        if self.problem.together and operands.terms.sinks is None:
+        if self.problem.together and operands.logit_params.sinks is None:
             (out, lse), (dout, dlse) = call(OnePassJvp(self), operands, tangents)
         else:
             (out, lse), (dout, dlse) = TwoPassJvp(self)(operands, tangents)
@@ -251,7 +255,7 @@ class Backward:
         def transposed(operands, out, lse, dout, dlse):
             query, key, value, terms = operands[:4]
             like = jax.tree.map(lambda x: None, operands)
-            like = like._replace(query=query, key=key, value=value, terms=terms)
+            like = like._replace(query=query, key=key, value=value, logit_params=terms)
 
             def outputs_with_cotangents(tangents):
                 tangent = Tangent(self.implementation, self.problem)
@@ -260,7 +264,7 @@ class Backward:
 
             transpose = jax.linear_transpose(outputs_with_cotangents, like)
             (result,) = transpose(dout if dlse is None else (dout, dlse))
-            return Gradients(result.query, result.key, result.value, result.terms)
+            return Gradients(result.query, result.key, result.value, result.logit_params)
 
         return call(self, *primals), tangent_of(transposed, primals, tangents)
 
@@ -281,8 +285,8 @@ def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradie
             from_lse = implementation.backward(problem, bare, zeros, lse, zeros, dlse)
             gradients = jax.tree.map(lambda x, y: x + y, gradients, from_lse)
         dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
-        gradients = gradients._replace(terms=gradients.terms._replace(sinks=dsinks))
-    like = Gradients(operands.query, operands.key, operands.value, operands.terms)
+        gradients = gradients._replace(logit_params=gradients.logit_params._replace(sinks=dsinks))
+    like = Gradients(operands.query, operands.key, operands.value, operands.logit_params)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
 
 

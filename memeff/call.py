@@ -116,7 +116,9 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
     )
     operands = Operands(
         *fold(shape, query, key, value),
-        terms=logit_params._replace(score=score_floats, transform=transform_floats, sinks=sinks),
+        logit_params=logit_params._replace(
+            score=score_floats, transform=transform_floats, sinks=sinks
+        ),
         mask=validate.check_mask(shape, a.mask),
         q_lengths=validate.check_lengths(
             shape, "query_seq_lengths", a.query_seq_lengths, "T", shape.T

@@ -26,7 +26,7 @@ def transform_query_key(
     if transform is None:
         return operands.query, operands.key
     q_pos = query_positions(problem, as_column(operands.q_offset), rows)
-    params = operands.terms.transform, operands.transform_rest
+    params = operands.logit_params.transform, operands.transform_rest
     query = transform("query", operands.query, q_pos, *params)
     key = transform("key", operands.key, cols, *params)
     return query, key
@@ -82,7 +82,7 @@ def logits_plain(problem: Problem, operands: Operands) -> bool:
     probabilities only, and so do arrays that hide pairs without a rule on positions. Such logits
     can be bounded beforehand, by |scale| |q| |k|.
     """
-    params = operands.terms._replace(sinks=None)
+    params = operands.logit_params._replace(sinks=None)
     extras = (*problem.extras, *jax.tree.leaves(params), operands.mask, operands.q_segments)
     return all(x is None for x in extras)
 

@@ -115,7 +115,7 @@ def mask_tile(
         q_segments=_spread(operands.q_segments, "bt"),
         kv_segments=_spread(operands.kv_segments, "bc"),
         mask=mask,
-        bias=operands.terms.bias,
+        bias=operands.logit_params.bias,
     )
     return mask_pairs(
         problem, inputs, rows[None, None, None, :, None], cols[None, None, None, None, :]

@@ -111,7 +111,7 @@ class Sizes(NamedTuple):
         _, S, _, D = operands.value.shape
         t, c = problem.chunk_size
         b, k = problem.block or (B, K)
-        bias = operands.terms.bias
+        bias = operands.logit_params.bias
         return Sizes(
             q=B * K * G * T * H,
             k=B * S * K * H,
@@ -157,7 +157,7 @@ def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
 
 def input_output_bytes(operands: Operands) -> int:
     """Return the bytes of the inputs and outputs of forward and gradient."""
-    with_gradient = operands.query, operands.key, operands.value, operands.terms
+    with_gradient = operands.query, operands.key, operands.value, operands.logit_params
     (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
     out = B * T * K * G * D * operands.query.dtype.itemsize
     total = 2 * out  # and its cotangent
@@ -173,7 +173,7 @@ def _masked(problem: Problem, operands: Operands) -> bool:
     arrays = (
         operands.mask,
         operands.q_segments,
-        operands.terms.bias,
+        operands.logit_params.bias,
         operands.q_lengths,
         operands.kv_lengths,
         operands.q_offset,
@@ -207,7 +207,7 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
         return jax.vjp(lambda x, floats: score_fn(x, indices, floats, rest), score, floats)[1]
 
     score = shape((b, k, G, t, c), accumulator_dtype(operands))
-    params = operands.terms.score, operands.score_rest
+    params = operands.logit_params.score, operands.score_rest
     floats, rest = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
     integer_bytes = 0
     float_bytes = 0
@@ -283,7 +283,7 @@ def _on_cpu(problem: Problem, operands: Operands) -> tuple[float, float]:
     if call.exact and call.old:  # the sums' zeros are made before their time
         one_head = z.row == math.prod(operands.query.shape[:2])
         early = call.out + sum(rows) + sum(set(sums[:3]))
-        if one_head or jax.tree.leaves(operands.terms):
+        if one_head or jax.tree.leaves(operands.logit_params):
             early += sum(forward_tile)
         phases.append(early)
     return forward, max(phases)
@@ -327,7 +327,7 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
 def _cpu_params_count(call: _CpuCall, problem: Problem, operands: Operands, alone: bool) -> float:
     """Return how many more tiles the backward of scale, soft cap and bias needs."""
     count = 0.0
-    terms = operands.terms
+    terms = operands.logit_params
     if terms.scale is not None or terms.soft_cap is not None:
         count += CPU.backward_scalars * (2 if alone else 1)
     if terms.bias is not None:

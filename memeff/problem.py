@@ -88,7 +88,7 @@ class Operands(NamedTuple):
     query: Array  # B T K G H; query head n = k * G + g
     key: Array  # B S K H
     value: Array  # B S K D
-    terms: LogitParams = LogitParams()
+    logit_params: LogitParams = LogitParams()
     mask: Array | None = None  # B|1 K|1 G|1 T|1 S|1, True = may attend
     q_lengths: Array | None = None  # B, int32, tokens
     kv_lengths: Array | None = None  # B
@@ -110,7 +110,7 @@ class Gradients(NamedTuple):
     query: Array
     key: Array
     value: Array
-    terms: LogitParams
+    logit_params: LogitParams
 
 
 def accumulator_dtype(operands: Operands):

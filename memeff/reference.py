@@ -33,7 +33,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     keep = jnp.broadcast_to(keep, (B, K, G, T, S))
     query, key, value = _zero_unseen(query, key, value, keep)
     raw = _dots(problem, query, key, dtype)  # (1)
-    s = logits_from_dots(problem, raw, operands.terms, keep, indices)  # (2)
+    s = logits_from_dots(problem, raw, operands.logit_params, keep, indices)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows without a key
     e = jnp.exp(s - m[..., None])
@@ -42,8 +42,8 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     l = jnp.where(empty, 1, l)
     lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
     p = e / l[..., None]
-    if operands.terms.sinks is not None:
-        share, total = sink_weights(m, jnp.where(empty, 0, l), operands.terms.sinks)
+    if operands.logit_params.sinks is not None:
+        share, total = sink_weights(m, jnp.where(empty, 0, l), operands.logit_params.sinks)
         p = e * (share / total)[..., None]
     p = jnp.where(keep, p, 0)  # also in a row that is NaN
     if problem.dropout is not None:

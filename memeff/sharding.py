@@ -69,11 +69,11 @@ def _like_query(operands: Operands) -> Operands:
         spec = PartitionSpec(*(axis if size > 1 else None for axis, size in axes))
         return reshard(x, NamedSharding(mesh, spec))
 
-    sinks = operands.terms.sinks
+    sinks = operands.logit_params.sinks
     if sinks is not None:
         sinks = reshard(sinks, NamedSharding(mesh, PartitionSpec(K, G)))
-    terms = operands.terms._replace(bias=shard(operands.terms.bias), sinks=sinks)
-    return operands._replace(mask=shard(operands.mask), terms=terms)
+    terms = operands.logit_params._replace(bias=shard(operands.logit_params.bias), sinks=sinks)
+    return operands._replace(mask=shard(operands.mask), logit_params=terms)
 
 
 def on_their_mesh(f: Callable, static: tuple, operands: Operands) -> Any:

@@ -224,9 +224,9 @@ def test_fixed_reference_serves_plain_calls_only():
     assert not eligible.fixed_max_applies(dataclasses.replace(p, fixed_chunk_size=None), plain)
     ids, n = jnp.zeros((B, T), jnp.int32), jnp.full((B,), 5, jnp.int32)
     for refused in (
-        plain._replace(terms=LogitParams(bias=jnp.zeros((1, 1, 1, 1, S)))),
-        plain._replace(terms=LogitParams(scale=jnp.float32(1))),
-        plain._replace(terms=LogitParams(soft_cap=jnp.float32(1))),
+        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, 1, S)))),
+        plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
+        plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
         plain._replace(mask=jnp.ones((1, 1, 1, 1, S), bool)),
         plain._replace(q_lengths=n),
         plain._replace(kv_lengths=n),

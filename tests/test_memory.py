@@ -474,7 +474,7 @@ def test_no_tile_goes_unmasked_where_elements_decide(term):
     extra = {
         "mask": dict(mask=jnp.ones((1, 1, 1, T, S), bool)),
         "segments": dict(q_segments=jnp.zeros((1, T), int), kv_segments=jnp.zeros((1, S), int)),
-        "bias": dict(terms=LogitParams(bias=jnp.zeros((1, 1, 1, T, S)))),
+        "bias": dict(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, T, S)))),
     }[term]
     problem, operands = Problem(right=0, chunk_size=(16, 24)), operands_of(T, S, **extra)
     whole, edge = schedule.tiles_by_mask(problem, operands)
@@ -608,7 +608,9 @@ def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
     seen = []
 
     def spy(problem, tile, **how):
-        jax.debug.callback(lambda row, col: seen.append((int(row), int(col))), tile.row, tile.col)
+        jax.debug.callback(
+            lambda row, col: seen.append((int(row), int(col))), tile.row_start, tile.col_start
+        )
         return tile_logits(problem, tile, **how)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -53,7 +53,7 @@ def backward(
         t, _ = problem.chunk_size
         rows = jax.tree.map(lambda x: pad_axis(x, 3, t), (out, lse, dout, dlse))
         padded = _backward(problem, pad_lengths(problem, operands), *rows)
-        inputs = Gradients(*operands[:3], operands.terms)
+        inputs = Gradients(*operands[:3], operands.logit_params)
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), padded, inputs)
     if problem.block and uses_gpu_fusion(problem, operands):
         call = functools.partial(_backward, dataclasses.replace(problem, block=None))
@@ -66,7 +66,7 @@ def backward(
 def logit_param_gradients(
     problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> LogitParams:
-    """Return the gradients of `operands.terms` alone: two products a tile instead of five."""
+    """Return the gradients of `operands.logit_params` alone: two products a tile instead of five."""
     rows = _loop_inputs(operands, out, lse, dout, dlse)
     return _general_loop(problem, operands, *rows, only_terms=True)()
 
@@ -117,10 +117,10 @@ def _general_loop(
     zero = _zero_after(delta)
 
     def step(gradients, tile) -> Any:
-        v = tile.here.value
-        q, k = transform_query_key(problem, tile.here, *tile.at)
-        delta, high, low = tile.rows  # b k g t
-        (do,) = tile.wide  # b k g t d
+        v = tile.operands.value
+        q, k = transform_query_key(problem, tile.operands, *tile.positions)
+        delta, high, low = tile.row_scalars  # b k g t
+        (do,) = tile.row_vectors  # b k g t d
         masked = tile.keep is not None
         if masked:  # dout of a row that sees nothing may be NaN, and p is 0 there
             do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
@@ -146,7 +146,7 @@ def _general_loop(
 
     visit = visit_tiles(problem, operands, (delta, lse.high, lse.low), step, (dout,))
     if only_terms:
-        return lambda: visit(_zeros(operands.terms, zero))
+        return lambda: visit(_zeros(operands.logit_params, zero))
     return functools.partial(_sum_tiles, visit, operands, zero)
 
 
@@ -177,22 +177,22 @@ def _fused_loop(
 
     def probabilities_ahead(tile):  # (5)
         _, s, _ = tile_logits(problem, tile, apart=False)
-        p = probabilities(s, Lse(*tile.rows), tile.keep)
+        p = probabilities(s, Lse(*tile.row_scalars), tile.keep)
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
     def plain_logits(raw):
         return logits_from_dots(problem, raw, LogitParams(), None)
 
     def step(gradients, tile):
-        q, k, v = tile.here[:3]
-        p = tile.ahead  # b k g t c
-        do = tile.wide[0]  # b k g t d
+        q, k, v = tile.operands[:3]
+        p = tile.prefetched  # b k g t c
+        do = tile.row_vectors[0]  # b k g t d
         dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
         if scales is None:
-            (delta,) = tile.rows  # b k g t
+            (delta,) = tile.row_scalars  # b k g t
             scale, unscale = 1, 1
         else:
-            delta, *factors = tile.rows
+            delta, *factors = tile.row_scalars
             scale, unscale = (x[..., None] for x in factors)
         # (6), at raw = 0 because the derivative of plain logits is the same everywhere
         _, transpose_logits = jax.vjp(plain_logits, jnp.zeros_like(dp))
@@ -215,17 +215,17 @@ def _fused_loop(
 
 def _float16_dv(problem: Problem, tile: Tile, scales: Fp16Scales, like: Array) -> Array:
     """Return dv [b, k, d, c] from float16 p and dout, scaled back; `like` is the sum over tiles."""
-    assert tile.ahead is not None
-    batch, head = tile.first
-    b, k = tile.ahead.shape[:2]
+    assert tile.prefetched is not None
+    batch, head = tile.head_start
+    b, k = tile.prefetched.shape[:2]
     column = slice_dims(scales.column, {0: (batch, b), 1: (head, k)})  # b k d
-    dv = dot("bkgtd,bkgtc->bkdc", tile.wide[1], tile.ahead, problem, like.dtype, like)
+    dv = dot("bkgtd,bkgtc->bkdc", tile.row_vectors[1], tile.prefetched, problem, like.dtype, like)
     return dv / (column * Fp16Scales.P)[..., None]
 
 
 def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
     """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`."""
-    terms = _zeros(operands.terms, zero)
+    terms = _zeros(operands.logit_params, zero)
     zeros = Gradients(
         _zeros(operands.query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
         _zeros(operands.key.transpose(0, 2, 3, 1), zero),  # b k h s
@@ -244,10 +244,10 @@ def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> 
 def _add_tile(gradients: Gradients, parts: Gradients, tile: Tile) -> Gradients:
     """Add dq [b, k, g, t, h], dk [b, k, h, c], dv [b, k, d, c] and logit params of one tile."""
     return Gradients(
-        add_slice(gradients.query, parts.query, (*tile.first, 0, tile.row, 0)),
-        add_slice(gradients.key, parts.key, (*tile.first, 0, tile.col)),
-        add_slice(gradients.value, parts.value, (*tile.first, 0, tile.col)),
-        add_logit_params(gradients.terms, parts.terms, tile),
+        add_slice(gradients.query, parts.query, (*tile.head_start, 0, tile.row_start, 0)),
+        add_slice(gradients.key, parts.key, (*tile.head_start, 0, tile.col_start)),
+        add_slice(gradients.value, parts.value, (*tile.head_start, 0, tile.col_start)),
+        add_logit_params(gradients.logit_params, parts.logit_params, tile),
     )
 
 

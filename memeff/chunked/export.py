@@ -34,7 +34,7 @@ def pad_lengths(problem: Problem, operands: Operands) -> Operands:
         query=pad_axis(operands.query, 1, t),
         key=pad_axis(operands.key, 1, c),
         value=pad_axis(operands.value, 1, c),
-        terms=operands.terms._replace(bias=pad_pairs(operands.terms.bias)),
+        logit_params=operands.logit_params._replace(bias=pad_pairs(operands.logit_params.bias)),
         mask=pad_pairs(operands.mask),
         q_lengths=bound(operands.q_lengths, T),
         kv_lengths=bound(operands.kv_lengths, S),

@@ -42,13 +42,13 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
 
     def step(sums, tile):
         _, s, _ = tile_logits(problem, tile, apart=not rounded)
-        p = jnp.exp(s - tile.rows[0][..., None])
+        p = jnp.exp(s - tile.row_scalars[0][..., None])
         if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
             p = p.astype(dtype)
             multiplied = p
         else:
             multiplied = round_to(p, dtype)
-        v = zero_nonfinite(tile.here.value, tile.keep is not None and not on_gpu)
+        v = zero_nonfinite(tile.operands.value, tile.keep is not None and not on_gpu)
         parts = (dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype),)
         if not with_ones:
             parts += p.sum(-1, dtype=l.dtype), multiplied.sum(-1, dtype=l.dtype)

@@ -42,7 +42,7 @@ def run_by_blocks(
         def cut(x: Array, head_axis: int) -> Array:
             return pin_layout(slice_dims(x, {0: (batch, b), head_axis: (head, k)}))
 
-        sinks = slice_optional(operands.terms.sinks, {0: (head, k)})
+        sinks = slice_optional(operands.logit_params.sinks, {0: (head, k)})
         block = Operands(
             cut(operands.query, 2),
             cut(operands.key, 2),
@@ -88,8 +88,12 @@ def visit_tiles(
     # copy them into a layout of its own.
     flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))  # B T N ...
     mask = None if operands.mask is None else lax.collapse(operands.mask, 1, 3)
-    bias = None if operands.terms.bias is None else lax.collapse(operands.terms.bias, 1, 3)
-    with_flat = operands._replace(mask=mask, terms=operands.terms._replace(bias=bias))
+    bias = (
+        None
+        if operands.logit_params.bias is None
+        else lax.collapse(operands.logit_params.bias, 1, 3)
+    )
+    with_flat = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     lengths = operands.query.shape[1], operands.key.shape[1]
     traced_bounds = has_traced_bounds(operands)
     groups = () if traced_bounds else tile_groups(problem, operands, along)
@@ -167,13 +171,13 @@ def _fold_in_order(cut: CutTile, step, starts: np.ndarray) -> Fold:
 def _rows_and_mask(cut: CutTile, start) -> tuple[tuple[Array, ...], Array | None]:
     """Compute the rows and the mask of a tile, one step or more before it is visited."""
     tile = cut(*start)
-    return tile.rows, tile.keep
+    return tile.row_scalars, tile.keep
 
 
 def _with_rows_and_mask(cut: CutTile, start, rows_and_mask) -> Tile:
     """Cut a tile whose rows and mask are known from an earlier step."""
     rows, keep = rows_and_mask
-    return cut(*start)._replace(rows=rows, keep=keep)
+    return cut(*start)._replace(row_scalars=rows, keep=keep)
 
 
 def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
@@ -212,11 +216,11 @@ def _fold_two_ahead(
         carry, prepared, prepared_ahead, made = state
         this, following, after = start
         tile = _with_rows_and_mask(cut, this, prepared)
-        carry = step(carry, tile._replace(ahead=made))
+        carry = step(carry, tile._replace(prefetched=made))
         tile = _with_rows_and_mask(cut_ahead, following, prepared_ahead)
         # Only now, so that the new result takes the memory of the old one.
-        carry, key = lax.optimization_barrier((carry, tile.here.key))
-        made = make(tile._replace(here=tile.here._replace(key=key)))
+        carry, key = lax.optimization_barrier((carry, tile.operands.key))
+        made = make(tile._replace(operands=tile.operands._replace(key=key)))
         prepared = _rows_and_mask(cut, following)
         prepared_ahead = _rows_and_mask(cut_ahead, after)
         return (carry, prepared, prepared_ahead, made), None

@@ -34,8 +34,8 @@ def normalise(
     l = jnp.where(empty, 1, rows.l)
     weight = jnp.where(empty, 1, rows.weight)
     o = rows.o
-    if operands.terms.sinks is not None:
-        share, weight = sink_weights(rows.m, rows.weight, operands.terms.sinks)
+    if operands.logit_params.sinks is not None:
+        share, weight = sink_weights(rows.m, rows.weight, operands.logit_params.sinks)
         o = o * share[..., None]
     out = (o / weight[..., None]).astype(operands.query.dtype)
     return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
@@ -52,20 +52,20 @@ def empty_rows(operands: Operands) -> tuple[Array, Array]:
 
 def slice_rows(x: Array, tile: Tile) -> Array:
     """Return the tile's part of x [B, K, G, T, ...]."""
-    b, k, _, t = tile.here.query.shape[:4]
-    batch, head = tile.first
-    return slice_dims(x, {0: (batch, b), 1: (head, k), 3: (tile.row, t)})
+    b, k, _, t = tile.operands.query.shape[:4]
+    batch, head = tile.head_start
+    return slice_dims(x, {0: (batch, b), 1: (head, k), 3: (tile.row_start, t)})
 
 
 def write_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
     """Write each of `parts` over the tile's part of its array [B, K, G, T, ...]."""
-    starts = (*tile.first, 0, tile.row, 0)
+    starts = (*tile.head_start, 0, tile.row_start, 0)
     return tuple(write_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
 
 
 def add_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
     """Add each of `parts` to the tile's part of its array [B, K, G, T, ...]."""
-    starts = (*tile.first, 0, tile.row, 0)
+    starts = (*tile.head_start, 0, tile.row_start, 0)
     return tuple(add_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
 
 

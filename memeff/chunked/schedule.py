@@ -134,7 +134,7 @@ def tiles_by_mask(
 def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
     """Return True if more than the window and known blocks decides who may attend to whom."""
     mask_fn = None if problem.blocks else problem.mask_fn
-    masks = (mask_fn, operands.mask, operands.q_segments, operands.terms.bias)
+    masks = (mask_fn, operands.mask, operands.q_segments, operands.logit_params.bias)
     return any(x is not None for x in masks)
 
 

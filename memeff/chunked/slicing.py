@@ -65,7 +65,7 @@ def cut_tile(
         key=cut_keys(operands.key),
         value=cut_keys(operands.value),
         mask=cut_pairs(operands.mask),
-        terms=operands.terms._replace(bias=cut_pairs(operands.terms.bias)),
+        logit_params=operands.logit_params._replace(bias=cut_pairs(operands.logit_params.bias)),
         q_segments=slice_optional(here.q_segments, {1: (row, t)}),
         kv_segments=slice_optional(here.kv_segments, {1: (col, c)}),
     )
@@ -75,15 +75,15 @@ def cut_tile(
     if masked:
         keep = mask_tile(problem, here, row_positions, col_positions, indices)
     return Tile(
-        here=here,
-        rows=tuple(x for x in row_slices if x.ndim == 4),  # b k g t
-        wide=(*like_query, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
-        at=(row_positions, col_positions),
-        places=indices,
+        operands=here,
+        row_scalars=tuple(x for x in row_slices if x.ndim == 4),  # b k g t
+        row_vectors=(*like_query, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
+        positions=(row_positions, col_positions),
+        indices=indices,
         keep=keep,
-        first=first,
-        row=row,
-        col=col,
+        head_start=first,
+        row_start=row,
+        col_start=col,
         sizes=(K, *lengths),
     )
 
@@ -99,7 +99,8 @@ def add_logit_params(total: LogitParams, part: LogitParams, tile: Tile) -> Logit
 
     bias = None
     if total.bias is not None and part.bias is not None:
-        bias = add_slice(total.bias, part.bias, (*tile.first, 0, tile.row, tile.col))
+        start = (*tile.head_start, 0, tile.row_start, tile.col_start)
+        bias = add_slice(total.bias, part.bias, start)
     return LogitParams(
         scale=add_optional(total.scale, part.scale),
         soft_cap=add_optional(total.soft_cap, part.soft_cap),

@@ -33,7 +33,7 @@ OPERAND_DIMS = {
     ".query": "btnh",
     ".key": "bskh",
     ".value": "bskd",
-    ".terms.bias": "bnts",
+    ".logit_params.bias": "bnts",
     ".mask": "bnts",
     ".q_lengths": "b",
     ".kv_lengths": "b",
@@ -91,7 +91,7 @@ def forward_with_tangent(
         tile, _ = tile_tangent.tile(location, parts)
         tile_tangents = tile_tangent.tangents(location, parts)
         old = lax.optimization_barrier(old)
-        m, l, o, n, r = (x.reshape(*tile.here.query.shape[:4], *x.shape[3:]) for x in old)
+        m, l, o, n, r = (x.reshape(*tile.operands.query.shape[:4], *x.shape[3:]) for x in old)
         raw, s, ds = tile_tangent.logits(tile, tile_tangents)
         (m, l, o), (_, a, p) = online_softmax_step(problem, tile, raw, s, (m, l, o))
         n_part, r_part = tile_tangent.sums(tile, tile_tangents, p, ds)
@@ -150,9 +150,9 @@ def _merge_heads(operands: Operands) -> Operands:
     def merge(x: Array | None, axis: int) -> Array | None:
         return None if x is None else lax.collapse(x, axis, axis + 2)
 
-    terms = operands.terms._replace(bias=merge(operands.terms.bias, 1))
+    terms = operands.logit_params._replace(bias=merge(operands.logit_params.bias, 1))
     query = merge(operands.query, 2)
-    return operands._replace(query=query, mask=merge(operands.mask, 1), terms=terms)
+    return operands._replace(query=query, mask=merge(operands.mask, 1), logit_params=terms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,15 +176,15 @@ class TileFunction:
             self.problem, here, here.query[..., 0, 0], location.first, rows, cols
         )
         tile = Tile(
-            here=here,
-            rows=(),
-            wide=(),
-            at=(rows, cols),
-            places=indices,
+            operands=here,
+            row_scalars=(),
+            row_vectors=(),
+            positions=(rows, cols),
+            indices=indices,
             keep=mask_tile(self.problem, here, rows, cols, indices) if location.masked else None,
-            first=location.first,
-            row=location.cuts["t"][0],
-            col=location.cuts["s"][0],
+            head_start=location.first,
+            row_start=location.cuts["t"][0],
+            col_start=location.cuts["s"][0],
             sizes=self.sizes,
         )
         return tile, Lse(*lse, *[None] * (2 - self.lse_count))
@@ -216,7 +216,9 @@ class TileFunction:
             query = query.transpose(0, 2, 3, 1, 4)  # b k g t h
         return operands._replace(
             query=query,
-            terms=operands.terms._replace(bias=split_heads(operands.terms.bias)),
+            logit_params=operands.logit_params._replace(
+                bias=split_heads(operands.logit_params.bias)
+            ),
             key=keys(operands.key),
             value=keys(operands.value),
             mask=split_heads(operands.mask),
@@ -250,26 +252,26 @@ class TileTangent(TileFunction):
     def logits(self, tile: Tile, tangents: Operands) -> tuple[Array, Array, Array]:
         """Return raw, s and ds of (1) to (4), B K G t c."""
         problem = self.problem
-        here = tile.here
+        here = tile.operands
         masked = tile.keep is not None
 
         def product(x: Array, y: Array) -> Array:
             return dot("bkgth,bkch->bkgtc", x, y, problem, accumulator_dtype(here))
 
         def logits(raw: Array, terms: LogitParams) -> Array:
-            return logits_from_dots(problem, raw, terms, tile.keep, tile.places)
+            return logits_from_dots(problem, raw, terms, tile.keep, tile.indices)
 
         q, k, dq, dk = here.query, here.key, tangents.query, tangents.key
-        dterms = jax.tree.map(_or_zeros, here.terms, tangents.terms)
+        dterms = jax.tree.map(_or_zeros, here.logit_params, tangents.logit_params)
         if problem.qk_transform is not None:
 
             def transform(q, k, terms):
-                operands = here._replace(query=q, key=k, terms=terms)
-                return transform_query_key(problem, operands, *tile.at)
+                operands = here._replace(query=q, key=k, logit_params=terms)
+                return transform_query_key(problem, operands, *tile.positions)
 
             dq = _or_zeros(q, dq)
             dk = _or_zeros(k, dk)
-            (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.terms), (dq, dk, dterms))
+            (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))
         q = zero_nonfinite(q, masked)
         k = zero_nonfinite(k, masked)
         raw = product(q, k)  # (1)
@@ -278,7 +280,7 @@ class TileTangent(TileFunction):
         if factors:  # (3), as one product
             left, right = zip(*factors, strict=True)
             d_raw = product(jnp.concatenate(left, -1), jnp.concatenate(right, -1))
-        s, ds = jax.jvp(logits, (raw, here.terms), (d_raw, dterms))  # (2) (4)
+        s, ds = jax.jvp(logits, (raw, here.logit_params), (d_raw, dterms))  # (2) (4)
         return raw, s, ds
 
     def sums(self, tile: Tile, tangents: Operands, p: Array, ds: Array) -> tuple[Array, Array]:
@@ -287,7 +289,7 @@ class TileTangent(TileFunction):
         n = weighted_values(self.problem, tile, w, w.dtype)
         r = w.sum(-1)
         if tangents.value is not None:
-            with_dv = tile._replace(here=tile.here._replace(value=tangents.value))
+            with_dv = tile._replace(operands=tile.operands._replace(value=tangents.value))
             n += weighted_values(self.problem, with_dv, p, w.dtype)
         return n, r
 

@@ -22,17 +22,21 @@ from memeff.user_functions import PairIndices
 class Tile(NamedTuple):
     """The slices of one tile, and its position."""
 
-    here: Operands  # sliced to the tile: query B K G t H, key B K c H, value B K c D
-    rows: tuple[Array, ...]  # slices B K G t of the caller's arrays
-    wide: tuple[Array, ...]  # slices B K G t D of the caller's arrays, those like the query first
-    at: tuple[Array, Array]  # absolute positions t and c, -1 where another tile has them already
-    places: PairIndices | None  # for functions of the user
+    operands: Operands  # sliced to the tile: query B K G t H, key B K c H, value B K c D
+    row_scalars: tuple[Array, ...]  # slices B K G t of the caller's arrays
+    row_vectors: tuple[
+        Array, ...
+    ]  # slices B K G t D of the caller's arrays, those like the query first
+    positions: tuple[
+        Array, Array
+    ]  # absolute positions t and c, -1 where another tile has them already
+    indices: PairIndices | None  # for functions of the user
     keep: Array | None  # True = may attend; None: all may
-    first: tuple[Any, Any]  # start of the slices: batch entry and key head
-    row: Array  # start of the slices: query
-    col: Array  # start of the slices: key
+    head_start: tuple[Any, Any]  # start of the slices: batch entry and key head
+    row_start: Array  # start of the slices: query
+    col_start: Array  # start of the slices: key
     sizes: tuple[int, int, int]  # K, T and S of the whole arrays
-    ahead: Array | None = None  # computed of this tile in the step before
+    prefetched: Array | None = None  # computed of this tile in the step before
 
 
 def tile_logits(problem: Problem, tile: Tile, apart: bool = True):
@@ -40,15 +44,15 @@ def tile_logits(problem: Problem, tile: Tile, apart: bool = True):
 
     `apart`: keep consumers from fusing into the product. XLA:GPU then computes them in one kernel.
     """
-    q, k = transform_query_key(problem, tile.here, *tile.at)
-    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.here))  # (1)
+    q, k = transform_query_key(problem, tile.operands, *tile.positions)
+    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))  # (1)
     if apart:
         raw = lax.optimization_barrier(raw)
 
     def logits(raw: Array, terms: LogitParams) -> Array:
-        return logits_from_dots(problem, raw, terms, tile.keep, tile.places)
+        return logits_from_dots(problem, raw, terms, tile.keep, tile.indices)
 
-    s, pull = jax.vjp(logits, raw, tile.here.terms)  # (2)
+    s, pull = jax.vjp(logits, raw, tile.operands.logit_params)  # (2)
     return raw, s, pull
 
 
@@ -61,12 +65,12 @@ def transform_back(
     """
 
     def transformed(q, k, terms):
-        operands = tile.here._replace(query=q, key=k, terms=terms)
-        return transform_query_key(problem, operands, *tile.at)
+        operands = tile.operands._replace(query=q, key=k, logit_params=terms)
+        return transform_query_key(problem, operands, *tile.positions)
 
-    q = tile.here.query.astype(dq.dtype)
-    k = tile.here.key.astype(dq.dtype)
-    _, pull = jax.vjp(transformed, q, k, tile.here.terms)
+    q = tile.operands.query.astype(dq.dtype)
+    k = tile.operands.key.astype(dq.dtype)
+    _, pull = jax.vjp(transformed, q, k, tile.operands.logit_params)
     dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
     transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
     return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
@@ -88,13 +92,13 @@ def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
     Where (2) is increasing, compute it from the maximum of raw, so that XLA:CPU need not store s.
     """
     # A tile with a bias has a mask, too.
-    if tile.keep is not None or not logits_increasing(problem, tile.here.terms):
+    if tile.keep is not None or not logits_increasing(problem, tile.operands.logit_params):
         return s.max(-1)
     if raw.shape[2] == 1:  # XLA:CPU would copy raw for a dim G = 1
         raw = raw[:, :, 0].max(-1)[:, :, None]
     else:
         raw = raw.max(-1)  # b k g t
-    return logits_from_dots(problem, raw[..., None], tile.here.terms, None)[..., 0]
+    return logits_from_dots(problem, raw[..., None], tile.operands.logit_params, None)[..., 0]
 
 
 def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
@@ -102,7 +106,7 @@ def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
 
     Rows that may attend to a value that is not finite become NaN in its column, and no other entry.
     """
-    v = tile.here.value
+    v = tile.operands.value
     keep = tile.keep
     p = apply_dropout(problem, tile, p).astype(v.dtype)
     if keep is None:
@@ -155,18 +159,18 @@ def apply_dropout(problem: Problem, tile: Tile, x: Array) -> Array:
     if problem.dropout is None:
         return x
     K, T, S = tile.sizes
-    like = tile.here.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
-    heads = head_numbers(like, K, tile.first)
-    kept = dropout_keep_mask(problem, tile.here, heads, (T, S), *tile.at)
+    like = tile.operands.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
+    heads = head_numbers(like, K, tile.head_start)
+    kept = dropout_keep_mask(problem, tile.operands, heads, (T, S), *tile.positions)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 
 def distances(problem: Problem, tile: Tile) -> Array:
     """Return |q_pos - k_pos|, B|1 1 1 t c."""
-    rows, cols = tile.at
-    offset = tile.here.q_offset
+    rows, cols = tile.positions
+    offset = tile.operands.q_offset
     if offset is not None:
         offset = offset[:, None]
     q_pos = query_positions(problem, offset, rows)  # b|1 t
-    distance = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.here))
+    distance = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.operands))
     return distance.reshape(-1, 1, 1, *distance.shape[-2:])

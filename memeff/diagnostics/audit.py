@@ -197,8 +197,8 @@ def rows_of(problem: Problem, operands: Operands, dout: Array, samples: Array):
         m = jnp.where(m == -jnp.inf, 0, m)
         l = jnp.exp(s - m).sum(-1, keepdims=True)
         p = jnp.exp(s - m) / jnp.where(l == 0, 1, l)
-        v = tile.here.value[0, 0]
-        do = tile.wide[0][0, 0]
+        v = tile.operands.value[0, 0]
+        do = tile.row_vectors[0][0, 0]
         out = p @ v
         dp = do @ v.T
         delta = (do * out).sum(-1, keepdims=True)
@@ -223,10 +223,10 @@ def columns_of(
         size = (operands.query.shape[1], 1)
         tile = _cut_sample(problem, operands, sample, size, (lse,), (dout, out))
         s, pull = _logits(problem, tile)  # g t 1
-        do, o = (x[0, 0] for x in tile.wide)
-        row_lse = tile.rows[0][0, 0, :, :, None]
+        do, o = (x[0, 0] for x in tile.row_vectors)
+        row_lse = tile.row_scalars[0][0, 0, :, :, None]
         p = jnp.where(row_lse == -jnp.inf, 0, jnp.exp(s - row_lse))
-        v = tile.here.value[0, 0]
+        v = tile.operands.value[0, 0]
         dp = do @ v.T
         delta = (do * o).sum(-1, keepdims=True)
         dk = pull(p * (dp - delta))[1]
@@ -255,8 +255,8 @@ def _cut_sample(
     flat = [lax.collapse(operands.query, 2, 4)]  # B T N H
     flat += [lax.collapse(x.transpose(0, 3, 1, 2, 4), 2, 4) for x in like_query]
     mask = merge_heads(operands.mask)
-    bias = merge_heads(operands.terms.bias)
-    operands = operands._replace(mask=mask, terms=operands.terms._replace(bias=bias))
+    bias = merge_heads(operands.logit_params.bias)
+    operands = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     b, k, token = sample
     start = (token, 0) if size[0] == 1 else (0, token)
     tile = cut_tile(operands, tuple(flat), rows, lengths, problem, True, (b, k), *start)
@@ -267,21 +267,25 @@ def _cut_sample(
     def clean(x):
         return jnp.where(jnp.isfinite(x), x, 0)
 
-    tile_operands, rows, wide = jax.tree.map(widen, (tile.here, tile.rows, tile.wide))
+    tile_operands, rows, wide = jax.tree.map(
+        widen, (tile.operands, tile.row_scalars, tile.row_vectors)
+    )
     query, key, value = map(clean, tile_operands[:3])
     tile_operands = tile_operands._replace(query=query, key=key, value=value)
-    return tile._replace(here=tile_operands, rows=rows, wide=tuple(map(clean, wide)))
+    return tile._replace(
+        operands=tile_operands, row_scalars=rows, row_vectors=tuple(map(clean, wide))
+    )
 
 
 def _logits(problem: Problem, tile: Tile):
     """Return the logits G t c of the tile's head, and the pullback from their cotangents to its queries and keys."""
 
     def logits(query, key):
-        operands = tile.here._replace(query=query, key=key)
-        _, s, _ = tile_logits(problem, tile._replace(here=operands))
+        operands = tile.operands._replace(query=query, key=key)
+        _, s, _ = tile_logits(problem, tile._replace(operands=operands))
         return s[0, 0]
 
-    return jax.vjp(logits, *tile.here[:2])
+    return jax.vjp(logits, *tile.operands[:2])
 
 
 def report(

@@ -220,7 +220,7 @@ def _resize(operands: Operands, T: int) -> Operands:
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     logit_sizes = {3: T, 4: S}
-    bias = resize(operands.terms.bias, logit_sizes)
+    bias = resize(operands.logit_params.bias, logit_sizes)
     return operands._replace(
         query=resize(operands.query, {1: T}),
         key=resize(operands.key, {1: S}),
@@ -228,7 +228,7 @@ def _resize(operands: Operands, T: int) -> Operands:
         q_segments=resize(operands.q_segments, {1: T}),
         kv_segments=resize(operands.kv_segments, {1: S}),
         mask=resize(operands.mask, logit_sizes),
-        terms=operands.terms._replace(bias=bias),
+        logit_params=operands.logit_params._replace(bias=bias),
     )
 
 

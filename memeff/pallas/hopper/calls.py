@@ -176,7 +176,7 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
     q_lengths = for_each_batch_entry(operands.q_lengths)
     kv_lengths = for_each_batch_entry(operands.kv_lengths)
     numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
-    sinks = operands.terms.sinks
+    sinks = operands.logit_params.sinks
     if sinks is not None:
         sinks = vary_together(jnp.broadcast_to(sinks * LOG2_E, (B, *sinks.shape)), operands.query)
     return Scalars(
@@ -375,14 +375,14 @@ def _score_gradients(
         return ()
 
     def numbers_of(floats):
-        terms = operands.terms._replace(score=floats)
-        return calls.differentiable_numbers(problem, operands._replace(terms=terms))
+        terms = operands.logit_params._replace(score=floats)
+        return calls.differentiable_numbers(problem, operands._replace(logit_params=terms))
 
     def lay_like(x, number):
         sharding = sharding_of_sum(number)
         return x if sharding is None else reshard(x, sharding)
 
-    numbers, pull = jax.vjp(numbers_of, operands.terms.score)
+    numbers, pull = jax.vjp(numbers_of, operands.logit_params.score)
     score_fn: Any = on_tiles.score_fn
     cotangents = [
         x.sum(SUMMED_DIMS[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True)

@@ -60,7 +60,7 @@ def _unsupported_shape(operands: Operands) -> str | None:
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
-    terms = operands.terms
+    terms = operands.logit_params
     if problem.dropout is not None:
         return "the Hopper kernels do not support dropout"
     if operands.mask is not None and not mask_is_of_tokens(operands.mask):

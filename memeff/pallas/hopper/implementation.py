@@ -78,7 +78,7 @@ def tangent(
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls
 
-    term_tangents = jax.tree.leaves(along.terms)
+    term_tangents = jax.tree.leaves(along.logit_params)
     array_tangents = jax.tree.leaves(along[:3])
     if term_tangents or not array_tangents or not backward_is_kernel(operands):
         return chunked.tangent(problem, operands, out, lse, along, narrow=True)

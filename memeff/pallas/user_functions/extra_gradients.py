@@ -41,8 +41,8 @@ def extra_cotangents(
     offset = jnp.broadcast_to(offset, (B,)).astype(jnp.int32)
     function: Any = ChunkedFunction(apart, G, calls.diagonal_offset(S))
     problem = dataclasses.replace(problem, score_fn=function)
-    terms = operands.terms._replace(score=floats)
-    operands = operands._replace(terms=terms, score_rest=(offset, *numbers.values()))
+    terms = operands.logit_params._replace(score=floats)
+    operands = operands._replace(logit_params=terms, score_rest=(offset, *numbers.values()))
     return chunked.logit_param_gradients(problem, operands, out, lse, dout, dlse).score
 
 

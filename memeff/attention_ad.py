@@ -46,7 +46,7 @@ def _calls_at_once(problem: Problem, axes: Operands) -> int | None:
 
     Calls that share query and key all run together, because they compute their logits once.
     """
-    return None if (axes.query, axes.key) == (None, None) else problem.at_once
+    return None if (axes.query, axes.key) == (None, None) else problem.calls_at_once
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -93,7 +93,7 @@ class Forward:
     def __call__(self, operands):
         return _forward(self.implementation, self.problem, self.lse_for, operands)
 
-    def at_once(self, axes):
+    def calls_at_once(self, axes):
         """Return how many calls under vmap run at the same time."""
         return _calls_at_once(self.problem, axes)
 
@@ -132,26 +132,26 @@ class TwoPassJvp:
 class OnePassJvp:
     """The same function in one pass.
 
-    If JAX needs the tangent later, as in a gradient, it takes two passes (`apart`).
+    If JAX needs the tangent later, as in a gradient, it takes two passes (`two_pass`).
     """
 
     forward: Forward
 
     @property
-    def apart(self) -> TwoPassJvp:
+    def two_pass(self) -> TwoPassJvp:
         """Return the function that JAX may split into forward and tangent."""
         return TwoPassJvp(self.forward)
 
     def __call__(self, operands, tangents):
         return _one_pass_jvp(self.forward.problem, operands, tangents)
 
-    def at_once(self, operands, tangents):
+    def calls_at_once(self, operands, tangents):
         """Return how many calls under vmap run at the same time."""
         return _calls_at_once(self.forward.problem, operands)
 
     def jvp(self, primals, tangents):
         """Return the results and their tangents, as JAX derives them from two passes."""
-        return value_and_tangent(self.apart, primals, tangents)
+        return value_and_tangent(self.two_pass, primals, tangents)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -192,7 +192,7 @@ class Tangent:
             return self.implementation.tangent(self.problem, operands, out, lse, tangents)
         return tangent(self.problem, operands, out, lse, tangents, narrow=False)
 
-    def at_once(self, known, tangents):
+    def calls_at_once(self, known, tangents):
         """Return how many calls under vmap run at the same time."""
         return _calls_at_once(self.problem, known[0])
 
@@ -245,7 +245,7 @@ class Backward:
     def __call__(self, operands, out, lse, dout, dlse):
         return _backward(self.implementation, self.problem, operands, out, lse, dout, dlse)
 
-    def at_once(self, operands, *rows):
+    def calls_at_once(self, operands, *rows):
         """Return how many calls under vmap run at the same time."""
         return _calls_at_once(self.problem, operands)
 

@@ -20,8 +20,8 @@ class VisibleBlocks:
 
     size: int
     lengths: tuple[int, int]  # T, S
-    some: np.ndarray  # a pair is visible in some batch entry and head
-    every: np.ndarray  # all pairs are visible in all batch entries and heads
+    any_visible: np.ndarray  # a pair is visible in some batch entry and head
+    all_visible: np.ndarray  # all pairs are visible in all batch entries and heads
     batch: int | None = None  # B of the mask; None where it does not depend on the batch entry
     heads: int | None = None  # N of the mask; None where it does not depend on the head
 
@@ -32,8 +32,8 @@ class VisibleBlocks:
             self.lengths,
             self.batch,
             self.heads,
-            self.some.tobytes(),
-            self.every.tobytes(),
+            self.any_visible.tobytes(),
+            self.all_visible.tobytes(),
         )
 
     def __eq__(self, other):
@@ -42,7 +42,7 @@ class VisibleBlocks:
     def __hash__(self):
         return hash(self._key)
 
-    def of_tiles(self, t: int, c: int) -> tuple[np.ndarray, np.ndarray]:
+    def visible_tiles(self, t: int, c: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which tiles of t x c have a visible block, and which have visible blocks alone."""
         T, S = self.lengths
         row_starts, row_ends = self._block_ranges(T, t)
@@ -56,7 +56,7 @@ class VisibleBlocks:
             return rows[:, col_ends] - rows[:, col_starts]
 
         total = (row_ends - row_starts)[:, None] * (col_ends - col_starts)
-        return count(self.some) > 0, count(self.every) == total
+        return count(self.any_visible) > 0, count(self.all_visible) == total
 
     def _block_ranges(self, length: int, side: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first block and the end of the blocks of each tile along one dim."""
@@ -79,20 +79,20 @@ class BlockMask:
     @property
     def sparsity(self) -> float:
         """Return the hidden part of all blocks, from 0 to 1."""
-        return 1 - float(self.blocks.some.mean()) if self.blocks.some.size else 0.0
+        return 1 - float(self.blocks.any_visible.mean()) if self.blocks.any_visible.size else 0.0
 
     def __str__(self) -> str:
         blocks = self.blocks
         T, S = blocks.lengths
-        visited = int(blocks.some.sum())
-        masked = int((blocks.some & ~blocks.every).sum())
+        visited = int(blocks.any_visible.sum())
+        masked = int((blocks.any_visible & ~blocks.all_visible).sum())
         title = (
             f"block mask of {T} x {S} tokens in blocks of {blocks.size}: "
-            f"{visited} of {blocks.some.size} visited ({masked} of them with a mask), "
+            f"{visited} of {blocks.any_visible.size} visited ({masked} of them with a mask), "
             f"{100 * self.sparsity:.1f} % hidden"
         )
-        side = max(1, -(-max(blocks.some.shape) // 64)) * blocks.size  # tokens of one sign
-        some, every = blocks.of_tiles(side, side)
+        side = max(1, -(-max(blocks.any_visible.shape) // 64)) * blocks.size  # tokens of one sign
+        some, every = blocks.visible_tiles(side, side)
         shade = some.astype(int) + every
         rows = ["".join(".+#"[x] for x in row) for row in shade]
         return "\n".join([title, *rows])
@@ -103,7 +103,7 @@ class BlockMask:
 
         ax = plt.gca() if ax is None else ax
         T, S = self.blocks.lengths
-        shade = self.blocks.some.astype(int) + self.blocks.every
+        shade = self.blocks.any_visible.astype(int) + self.blocks.all_visible
         ax.imshow(shade, cmap="Blues", vmin=0, vmax=2, extent=(0, S, T, 0), interpolation="nearest")
         ax.set(xlabel="key", ylabel="query", title=f"{100 * self.sparsity:.0f} % hidden")
         return ax

@@ -55,7 +55,7 @@ def logits_from_dots(
         s = cap * jnp.tanh(raw * (scale / cap))
     if problem.score_fn is not None:
         assert indices is not None
-        s = problem.score_fn(s, indices, terms.score, indices.of_score)
+        s = problem.score_fn(s, indices, terms.score, indices.score_params)
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)

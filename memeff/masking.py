@@ -104,8 +104,8 @@ def mask_tile(
     mask = operands.mask
     if problem.mask_fn is not None:
         assert indices is not None
-        floats = sum(problem.mask_fn.floats)
-        params = indices.of_mask
+        floats = sum(problem.mask_fn.is_float)
+        params = indices.mask_params
         function_mask = problem.mask_fn(None, indices, params[:floats], params[floats:])
         mask = function_mask if mask is None else mask & function_mask
     inputs = MaskInputs(

@@ -52,7 +52,9 @@ class Problem:
     # batch entries and key heads of a tile, divisors of B and K; None: all
     block: tuple[int, int] | None = None
     together: bool = False  # True: one pass computes out and its tangent if both are needed
-    at_once: int | None = None  # calls under vmap whose tiles exist at the same time; None: all
+    calls_at_once: int | None = (
+        None  # calls under vmap whose tiles exist at the same time; None: all
+    )
 
     @property
     def windowed(self) -> bool:

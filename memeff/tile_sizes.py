@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     fused_chunk_size: tuple[int, int] | None = None
     joined: int = 0
     together: bool = False
-    at_once: int | None = None
+    calls_at_once: int | None = None
 
 
 # On GPUs each step costs launches, and slices of the arrays that it reads and adds to, so tiles are
@@ -144,8 +144,8 @@ def try_tiles(
     def tiled(halvings: int) -> Problem:
         dtype = operands.query.dtype
         tiles = default_tiles(shape, dtype, requested, problem.windowed, plain, halvings)
-        at_once = _calls_at_once(shape, tiles, limit) if known and chunked else None
-        return dataclasses.replace(problem, **tiles._replace(at_once=at_once)._asdict())
+        calls_at_once = _calls_at_once(shape, tiles, limit) if known and chunked else None
+        return dataclasses.replace(problem, **tiles._replace(calls_at_once=calls_at_once)._asdict())
 
     if limit is None:
         fastest = tiled(0)

@@ -31,8 +31,8 @@ class PairIndices(NamedTuple):
     head: Array  # K G
     q_pos: Array  # t, or B t
     k_pos: Array  # c
-    of_score: tuple[Array, ...]
-    of_mask: tuple[Array, ...]
+    score_params: tuple[Array, ...]
+    mask_params: tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TracedFunction:
 
     fn: Callable[..., Any]
     structure: Any  # of params
-    floats: tuple[bool, ...]  # for each leaf of params: is it a float?
+    is_float: tuple[bool, ...]  # for each leaf of params: is it a float?
     uses: tuple[bool, ...]  # does it depend on batch, head, q_pos, k_pos?
 
     def __call__(self, score: Array | None, indices: PairIndices, floats, rest) -> Array:
@@ -151,7 +151,7 @@ class TracedFunction:
 
         A mask is [B|1, K|1, G|1, t|1, c|1]: a dim on which it does not depend has size 1.
         """
-        params = jax.tree.unflatten(self.structure, merge_leaves(self.floats, floats, rest))
+        params = jax.tree.unflatten(self.structure, merge_leaves(self.is_float, floats, rest))
         indices = indices._replace(q_pos=_without_batch_of_one(indices.q_pos))
         q_dims = "bt" if indices.q_pos.ndim == 2 else "t"
         arrays = [] if score is None else [score]
@@ -213,11 +213,11 @@ class TracedTransform:
 
     fn: Callable[..., Any]
     structure: Any  # of params
-    floats: tuple[bool, ...]  # for each leaf of params: is it a float?
+    is_float: tuple[bool, ...]  # for each leaf of params: is it a float?
 
     def __call__(self, which: str, x: Array, position: Array, floats, rest) -> Array:
         """Transform rows x [B, K, (G,) t, H] at positions [t] or [B, t]."""
-        params = jax.tree.unflatten(self.structure, merge_leaves(self.floats, floats, rest))
+        params = jax.tree.unflatten(self.structure, merge_leaves(self.is_float, floats, rest))
         position = _without_batch_of_one(position)
 
         def of_row(row, position):

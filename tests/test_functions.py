@@ -314,7 +314,7 @@ def test_block_mask_skips_the_tiles_that_its_picture_hides():
     block = memeff.block_mask(mask, 53, block_size=4)
     whole = (ids[:, None] == ids) & np.tril(np.ones((53, 53), bool))
     for t, c in ((4, 4), (8, 12), (16, 4), (53, 53), (7, 13)):
-        some, every = block.blocks.of_tiles(t, c)
+        some, every = block.blocks.visible_tiles(t, c)
         for i, j in np.ndindex(some.shape):
             tile = whole[i * t : (i + 1) * t, j * c : (j + 1) * c]
             assert some[i, j] >= tile.any() and every[i, j] <= tile.all()
@@ -335,16 +335,19 @@ def test_block_mask_skips_the_tiles_that_its_picture_hides():
         .split(" of 35 visited")[0]
         .split()[-1]
     )
-    assert visited == block.blocks.of_tiles(8, 12)[0].sum() < 35
+    assert visited == block.blocks.visible_tiles(8, 12)[0].sum() < 35
 
 
 def test_block_mask_of_batch_and_heads():
     """Visited where some batch entry and head sees something."""
     lengths = jnp.array([3, 30])
     block = memeff.block_mask(masks.prefix(lengths), 8, 64, batch=2, block_size=8)
-    assert block.blocks.some.tolist() == [[True] * 4 + [False] * 4] and not block.blocks.every.any()
+    assert (
+        block.blocks.any_visible.tolist() == [[True] * 4 + [False] * 4]
+        and not block.blocks.all_visible.any()
+    )
     per_head = memeff.block_mask(lambda b, h, q, k, p: k >= 8 * h, 8, 32, heads=3, block_size=8)
-    assert per_head.blocks.some.all() and per_head.blocks.every.tolist() == [
+    assert per_head.blocks.any_visible.all() and per_head.blocks.all_visible.tolist() == [
         [False, False, True, True]
     ]
     assert per_head.sparsity == 0
@@ -718,7 +721,7 @@ def test_a_function_that_closes_over_a_tracer_is_refused():
     kept = dot_product_attention(x, x, x, score_fn=lambda s, b, h, i, j, w: s * w, score_params=2.0)
     np.testing.assert_allclose(kept, x)
     with pytest.raises(ValueError, match="block_mask: params are traced"):
-        jax.jit(lambda n: memeff.block_mask(masks.prefix(n), 8).blocks.some)(3)
+        jax.jit(lambda n: memeff.block_mask(masks.prefix(n), 8).blocks.any_visible)(3)
 
 
 def test_a_block_mask_of_numpy_arrays_is_made_inside_jit():
@@ -727,8 +730,8 @@ def test_a_block_mask_of_numpy_arrays_is_made_inside_jit():
             masks.causal() & masks.documents(np.arange(8) // 3), 8, block_size=2
         ).blocks
     )
-    inside = jax.jit(lambda x: x + make().some)(0)
-    np.testing.assert_array_equal(inside, make().some)
+    inside = jax.jit(lambda x: x + make().any_visible)(0)
+    np.testing.assert_array_equal(inside, make().any_visible)
 
 
 def test_statistics_and_audit_refuse():

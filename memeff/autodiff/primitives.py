@@ -8,10 +8,10 @@ and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of the last argument; its leaves are replaced by ints
 and optionally
   f.types(*args)                   types of the results, so that they need no trace
-  f.at_once(*axes)                 how many calls under a vmap may run at the same time, so that
+  f.calls_at_once(*axes)                 how many calls under a vmap may run at the same time, so that
                                    their memory does not grow with its axis; None: all. `axes` are
                                    the arguments with 0 for each mapped array, None for each other
-  f.apart                          for a function that computes in one pass what JAX may want at
+  f.two_pass                          for a function that computes in one pass what JAX may want at
                                    different times (a result, and its tangent): the same in two
                                    passes. The first half of its results does not depend on the
                                    last argument
@@ -48,7 +48,7 @@ def call(f, *args) -> Any:
 def _bind(arrays, f, structure, vmaps):
     """Return the results of a call under `vmaps` as a list of arrays, and their structure."""
     avals = [jax.typeof(x) for x in arrays]
-    primitive = _joint if hasattr(f, "apart") else _call
+    primitive = _joint if hasattr(f, "two_pass") else _call
     params: dict[str, Any] = dict(f=f, structure=structure, vmaps=vmaps)
     if not vmaps and hasattr(f, "types"):
         types, result_structure = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
@@ -70,8 +70,8 @@ def _run(*arrays, f, structure, vmaps):
     run = functools.partial(_run, f=f, structure=structure, vmaps=tuple(inner))
     limit = None
     known = all(isinstance(vmap.size, int) for vmap in vmaps)  # else symbolic, by jax.export
-    if known and hasattr(f, "at_once"):
-        limit = f.at_once(*jax.tree.unflatten(structure, axes))
+    if known and hasattr(f, "calls_at_once"):
+        limit = f.calls_at_once(*jax.tree.unflatten(structure, axes))
     if limit is not None:
         limit //= math.prod(vmap.size for vmap in inner)
     if limit is None or limit >= size:
@@ -173,7 +173,7 @@ def _batch(axis_data, arrays, axes, *, f, structure, vmaps, **_):
     vmaps = (*vmaps, Vmap(axis_data.size, axes))
     results, result_structure = _bind(arrays, f, structure, vmaps)
     unmapped = 0  # results that are the same in all calls: jacfwd relies on it
-    if hasattr(f, "apart"):
+    if hasattr(f, "two_pass"):
         first_axes = axes[: len(arrays) - _linear(structure)]
         if all(axis is None for axis in first_axes):
             unmapped = result_structure.children()[0].num_leaves
@@ -247,14 +247,14 @@ def _partial_eval(trace, *tracers, f, structure, vmaps, **params):
         params |= dict(f=f, structure=structure, vmaps=vmaps)
         return trace.default_process_primitive(_joint, tracers, params)
     with set_current_trace(trace):
-        results = jax.tree.leaves(_run(*tracers, f=f.apart, structure=structure, vmaps=vmaps))
+        results = jax.tree.leaves(_run(*tracers, f=f.two_pass, structure=structure, vmaps=vmaps))
     return [trace.to_jaxpr_tracer(x) for x in results]
 
 
 def _partial_eval_equation(saveable, unknown, instantiated, equation):
-    """Apply the rule of jit to an equation that calls `f.apart` in the place of f."""
+    """Apply the rule of jit to an equation that calls `f.two_pass` in the place of f."""
     f, structure, vmaps = (equation.params[name] for name in ("f", "structure", "vmaps"))
-    run = functools.partial(_run, f=f.apart, structure=structure, vmaps=vmaps)
+    run = functools.partial(_run, f=f.two_pass, structure=structure, vmaps=vmaps)
     (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
     call = call.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info

@@ -176,7 +176,7 @@ def _fused_loop(
     zero = _zero_after(delta)
 
     def probabilities_ahead(tile):  # (5)
-        _, s, _ = tile_logits(problem, tile, apart=False)
+        _, s, _ = tile_logits(problem, tile, materialize_raw=False)
         p = probabilities(s, Lse(*tile.row_scalars), tile.keep)
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
@@ -209,7 +209,7 @@ def _fused_loop(
         return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams()), tile)
 
     ahead = (tuple(lse), probabilities_ahead)
-    visit = visit_tiles(problem, operands, rows, step, (dout,), ahead=ahead, along=0)
+    visit = visit_tiles(problem, operands, rows, step, (dout,), prefetch=ahead, long_axis=0)
     return functools.partial(_sum_tiles, visit, operands, zero)
 
 

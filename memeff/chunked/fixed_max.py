@@ -41,7 +41,7 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
     o, l = empty_rows(operands)
 
     def step(sums, tile):
-        _, s, _ = tile_logits(problem, tile, apart=not rounded)
+        _, s, _ = tile_logits(problem, tile, materialize_raw=not rounded)
         p = jnp.exp(s - tile.row_scalars[0][..., None])
         if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
             p = p.astype(dtype)
@@ -54,7 +54,7 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
             parts += p.sum(-1, dtype=l.dtype), multiplied.sum(-1, dtype=l.dtype)
         return add_rows(sums, parts, tile)
 
-    visit = visit_tiles(problem, operands, (m,), step, beside=rounded, along=1)
+    visit = visit_tiles(problem, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
     # o is divided by the sum of the rounded p. A row may hold a single p, and it need not be 1.
     if with_ones:
         (o,) = visit((o,))

@@ -22,7 +22,7 @@ from memeff.slicing import slice_dims, slice_optional, write_slice
 
 Fold = Callable[[Any], Any]  # carry -> carry
 CutTile = Callable[..., Tile]  # i, j -> tile
-StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.ahead
+StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.prefetched
 
 
 def run_by_blocks(
@@ -67,20 +67,20 @@ def visit_tiles(
     rows: tuple[Array, ...],
     step: Callable[[Any, Tile], Any],
     like_query: tuple[Array, ...] = (),
-    beside: bool = False,
-    ahead: StepAhead | None = None,
-    along: int | None = None,
+    prefetch_rows: bool = False,
+    prefetch: StepAhead | None = None,
+    long_axis: int | None = None,
 ) -> Fold:
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
     It visits one `problem.block` after the other. A tile gets its slices of `rows` (B K G T or
-    B K G T D) and of `like_query` (B T K G D). `along`: whether large tiles are rather high (0) or
-    wide (1).
+    B K G T D) and of `like_query` (B T K G D). `long_axis`: whether large tiles are rather high
+    (0) or wide (1).
 
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
-    the loop, neither slices nor another product. So, with `beside`, compute the inputs that a step
+    the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that a step
     combines with a product (`rows` B K G T, and the mask) in the step before. With
-    `ahead` = (rows, make), also compute `make(tile)` in the step before, of a tile with those rows.
+    `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those rows.
     """
     if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
         return lambda carry: carry  # there is no key, or no query
@@ -96,7 +96,7 @@ def visit_tiles(
     with_flat = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     lengths = operands.query.shape[1], operands.key.shape[1]
     traced_bounds = has_traced_bounds(operands)
-    groups = () if traced_bounds else tile_groups(problem, operands, along)
+    groups = () if traced_bounds else tile_groups(problem, operands, long_axis)
     B, _, K = operands.query.shape[:3]
     b, k = problem.block or (B, K)
 
@@ -122,11 +122,11 @@ def visit_tiles(
         folds = []
         for (masked, t, c), starts in groups:
             cut = cutter(rows, masked, (t, c), starts)
-            if ahead is not None:
-                rows_ahead, make = ahead
+            if prefetch is not None:
+                rows_ahead, make = prefetch
                 cut_ahead = cutter(rows_ahead, masked, (t, c), starts)
                 folds.append(_fold_two_ahead(cut, step, starts, cut_ahead, make))
-            elif beside:
+            elif prefetch_rows:
                 folds.append(_fold_one_ahead(cut, step, starts))
             else:
                 folds.append(_fold_in_order(cut, step, starts))

@@ -149,7 +149,7 @@ def _tiles_by_mask(
     seen = (first <= j) & (j < end)  # by indices of tiles
     full = (full_first <= j) & (j < full_end)
     if problem.blocks is not None:
-        any_visible, all_visible = problem.blocks.of_tiles(t, c)
+        any_visible, all_visible = problem.blocks.visible_tiles(t, c)
         seen &= any_visible
         full &= all_visible
     full &= seen & (not elementwise)

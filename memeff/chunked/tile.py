@@ -39,14 +39,14 @@ class Tile(NamedTuple):
     prefetched: Array | None = None  # computed of this tile in the step before
 
 
-def tile_logits(problem: Problem, tile: Tile, apart: bool = True):
+def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
     """Return raw, s, and the transpose of (2), which takes ds to d_raw and the params' cotangents.
 
-    `apart`: keep consumers from fusing into the product. XLA:GPU then computes them in one kernel.
+    `materialize_raw`: store the product before its consumers, which XLA:GPU then puts in one kernel.
     """
     q, k = transform_query_key(problem, tile.operands, *tile.positions)
     raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))  # (1)
-    if apart:
+    if materialize_raw:
         raw = lax.optimization_barrier(raw)
 
     def logits(raw: Array, terms: LogitParams) -> Array:

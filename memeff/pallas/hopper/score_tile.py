@@ -116,7 +116,7 @@ class ScoreTile(NamedTuple):
         if mask_fn is not None:
             indices = self.places(mask_fn)
             assert indices is not None
-            inputs = inputs._replace(mask=mask_fn(None, indices, (), indices.of_mask))
+            inputs = inputs._replace(mask=mask_fn(None, indices, (), indices.mask_params))
         return mask_pairs(self.problem, inputs, self.rows, self.cols)
 
     def logits(self, raw: Array, keep: Array | None) -> Array:
@@ -131,7 +131,9 @@ class ScoreTile(NamedTuple):
         q_pos = query_positions(self.problem, self.mask_inputs.q_offset, self.rows)
         unused = jnp.int32(0)  # batch and head
         values = self._precomputed(function)
-        return PairIndices(unused, unused, q_pos, self.cols, of_score=values, of_mask=values)
+        return PairIndices(
+            unused, unused, q_pos, self.cols, score_params=values, mask_params=values
+        )
 
     def terms(self) -> LogitParams:
         """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""

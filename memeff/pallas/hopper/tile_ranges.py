@@ -124,7 +124,7 @@ def with_lists(
     """
     if problem.blocks is None:
         return scalars
-    any_visible, all_visible = problem.blocks.of_tiles(*sides)
+    any_visible, all_visible = problem.blocks.visible_tiles(*sides)
     (T, S), (t, c) = lengths, sides
     row = np.arange(0, T, t)[:, None]
     col = np.arange(0, S, c)

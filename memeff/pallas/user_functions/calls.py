@@ -85,11 +85,11 @@ def _functions(
         floats, rest = operands.logit_params.score, operands.score_rest
         functions["score_fn"] = problem.score_fn, floats, rest
     if problem.mask_fn is not None:
-        count = sum(problem.mask_fn.floats)
+        count = sum(problem.mask_fn.is_float)
         floats, rest = operands.mask_params[:count], operands.mask_params[count:]
         functions["mask_fn"] = problem.mask_fn, floats, rest
     return {
-        name: (function, tuple(map(_as_float32, merge_leaves(function.floats, floats, rest))))
+        name: (function, tuple(map(_as_float32, merge_leaves(function.is_float, floats, rest))))
         for name, (function, floats, rest) in functions.items()
     }
 

@@ -413,12 +413,12 @@ _mix_saved.defvjp(_mix_fwd, _mix_bwd)
 
 @contextlib.contextmanager
 def watch_dispatch():
-    """Collect (problem, operands, name of the implementation) of each call that is dispatched meanwhile."""
+    """Collect (problem, operands, name of the implementation) of each call that is dispatched, and do not warn."""
     choose = dispatch.choose_implementation
     calls = []
 
     def record(problem, operands, *args, **kwargs):
-        chosen = choose(problem, operands, *args, **kwargs)
+        chosen = choose(problem, operands, *args, **kwargs | {"warn": False})
         calls.append((chosen.problem, operands, chosen.name))
         return chosen
 

@@ -8,7 +8,6 @@ beyond the first need no formulas, and they take linear memory as well.
 
 import dataclasses
 import functools
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from memeff.autodiff.primitives import call
 from memeff.chunked.tangent import forward_with_tangent, tangent
-from memeff.problem import Gradients, Operands, Problem
+from memeff.implementations import Chosen
+from memeff.problem import Gradients, Operands
 from memeff.sharding import vary_together
 from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots
 
@@ -25,35 +25,33 @@ from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")
 
 
-def attend(
-    implementation: ModuleType, problem: Problem, want_lse: bool, operands: Operands
-) -> tuple[Array, Array | None]:
+def attend(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T], or None for lse unless `want_lse`.
 
     Inference need not store lse. Gradients come from the implementation's `backward`, or from JAX
     if it has none.
     """
-    forward = Forward(implementation, problem, "caller" if want_lse else None)
-    if hasattr(implementation, "backward"):
+    forward = Forward(chosen, "caller" if want_lse else None)
+    if hasattr(chosen.module, "backward"):
         out, lse = call(forward, vary_together(operands))
     else:
         out, lse = forward(operands)
     return out, lse and lse.high
 
 
-def _calls_at_once(problem: Problem, axes: Operands) -> int | None:
+def _calls_at_once(chosen: Chosen, axes: Operands) -> int | None:
     """Return how many calls under vmap run at the same time; None: all.
 
     Calls that share query and key all run together, because they compute their logits once.
     """
-    return None if (axes.query, axes.key) == (None, None) else problem.calls_at_once
+    return None if (axes.query, axes.key) == (None, None) else chosen.schedule.calls_at_once
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _forward(implementation, problem, lse_for, operands):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(chosen, lse_for, operands):
     """Return out and lse of `operands`."""
     operands = _tie_to_query(operands)
-    out, lse = implementation.forward(problem, operands, lse_for)
+    out, lse = chosen.module.forward(chosen.problem, chosen.schedule, operands, lse_for)
     return out, lse if lse_for else None
 
 
@@ -86,22 +84,21 @@ def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
 class Forward:
     """The function from operands to out and lse (None if nobody reads it)."""
 
-    implementation: ModuleType
-    problem: Problem
+    chosen: Chosen
     lse_for: LseFor
 
     def __call__(self, operands):
-        return _forward(self.implementation, self.problem, self.lse_for, operands)
+        return _forward(self.chosen, self.lse_for, operands)
 
     def calls_at_once(self, axes):
         """Return how many calls under vmap run at the same time."""
-        return _calls_at_once(self.problem, axes)
+        return _calls_at_once(self.chosen, axes)
 
     def jvp(self, primals, tangents):
         """Return out and lse, and the tangents of both."""
         (operands,) = primals
         (tangents,) = tangents
-        if self.problem.together and operands.logit_params.sinks is None:
+        if self.chosen.schedule.one_pass_jvp and operands.logit_params.sinks is None:
             (out, lse), (dout, dlse) = call(OnePassJvp(self), operands, tangents)
         else:
             (out, lse), (dout, dlse) = TwoPassJvp(self)(operands, tangents)
@@ -124,7 +121,7 @@ class TwoPassJvp:
         out, lse = call(dataclasses.replace(self.forward, lse_for=lse_for), operands)
         out = checkpoint_name(out, RESIDUAL_NAMES[0])
         lse = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAMES[1]), lse)
-        tangent = Tangent(self.forward.implementation, self.forward.problem)
+        tangent = Tangent(self.forward.chosen)
         return (out, lse), call(tangent, (operands, out, lse), tangents)
 
 
@@ -143,11 +140,11 @@ class OnePassJvp:
         return TwoPassJvp(self.forward)
 
     def __call__(self, operands, tangents):
-        return _one_pass_jvp(self.forward.problem, operands, tangents)
+        return _one_pass_jvp(self.forward.chosen, operands, tangents)
 
     def calls_at_once(self, operands, tangents):
         """Return how many calls under vmap run at the same time."""
-        return _calls_at_once(self.forward.problem, operands)
+        return _calls_at_once(self.forward.chosen, operands)
 
     def jvp(self, primals, tangents):
         """Return the results and their tangents, as JAX derives them from two passes."""
@@ -155,17 +152,17 @@ class OnePassJvp:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _one_pass_jvp(problem, operands, tangents):
+def _one_pass_jvp(chosen, operands, tangents):
     """Return out and lse, and the tangents of both."""
-    return forward_with_tangent(problem, _tie_to_query(operands), tangents)
+    operands = _tie_to_query(operands)
+    return forward_with_tangent(chosen.problem, chosen.schedule, operands, tangents)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
     """The function from tangents of the operands to those of out and lse; it is linear."""
 
-    implementation: ModuleType
-    problem: Problem
+    chosen: Chosen
 
     def __call__(self, known, tangents, narrow=True):
         operands, out, lse = known
@@ -188,13 +185,14 @@ class Tangent:
         """
         operands, out, lse = known
         operands = _tie_to_query(operands)
+        problem, schedule, module = self.chosen
         if narrow:
-            return self.implementation.tangent(self.problem, operands, out, lse, tangents)
-        return tangent(self.problem, operands, out, lse, tangents, narrow=False)
+            return module.tangent(problem, schedule, operands, out, lse, tangents)
+        return tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
 
     def calls_at_once(self, known, tangents):
         """Return how many calls under vmap run at the same time."""
-        return _calls_at_once(self.problem, known[0])
+        return _calls_at_once(self.chosen, known[0])
 
     def types(self, known, tangents):
         """Return the types of the results without a trace."""
@@ -223,7 +221,7 @@ class Tangent:
         known, tangents = args
         dout, dlse = cotangents
         dout = jnp.zeros_like(known[1]) if dout is None else dout
-        gradients = call(Backward(self.implementation, self.problem), *known, dout, dlse)
+        gradients = call(Backward(self.chosen), *known, dout, dlse)
         result = tangents._replace(**gradients._asdict())
         return jax.tree.map(
             lambda x, g: None if x is None else g, tangents, result, is_leaf=_is_none
@@ -239,15 +237,14 @@ def _is_none(x) -> bool:
 class Backward:
     """The function from out, lse and their cotangents to gradients like the operands."""
 
-    implementation: ModuleType
-    problem: Problem
+    chosen: Chosen
 
     def __call__(self, operands, out, lse, dout, dlse):
-        return _backward(self.implementation, self.problem, operands, out, lse, dout, dlse)
+        return _backward(self.chosen, operands, out, lse, dout, dlse)
 
     def calls_at_once(self, operands, *rows):
         """Return how many calls under vmap run at the same time."""
-        return _calls_at_once(self.problem, operands)
+        return _calls_at_once(self.chosen, operands)
 
     def jvp(self, primals, tangents):
         """Return the gradients, and their tangents as those of the transposed `Tangent`."""
@@ -258,7 +255,7 @@ class Backward:
             like = like._replace(query=query, key=key, value=value, logit_params=terms)
 
             def outputs_with_cotangents(tangents):
-                tangent = Tangent(self.implementation, self.problem)
+                tangent = Tangent(self.chosen)
                 results = tangent((operands, out, lse), tangents, narrow=False)
                 return results[0] if dlse is None else results
 
@@ -269,20 +266,21 @@ class Backward:
         return call(self, *primals), tangent_of(transposed, primals, tangents)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(implementation, problem, operands, out, lse, dout, dlse) -> Gradients:
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
     """Return the gradients in the dtypes and layouts of the operands."""
     operands = _tie_to_query(operands)
     sinks, bare = _without_sinks(operands)
+    backward = functools.partial(chosen.module.backward, chosen.problem, chosen.schedule)
     if sinks is None:
-        gradients = implementation.backward(problem, operands, out, lse, dout, dlse)
+        gradients = backward(operands, out, lse, dout, dlse)
     else:
         total, p = lse_with_sinks(lse, sinks)
-        gradients = implementation.backward(problem, bare, out, total, dout, None)
+        gradients = backward(bare, out, total, dout, None)
         # lse is over keys only: a sink far above them must not take their probabilities away
         if dlse is not None:
             zeros = jnp.zeros_like(out)
-            from_lse = implementation.backward(problem, bare, zeros, lse, zeros, dlse)
+            from_lse = backward(bare, zeros, lse, zeros, dlse)
             gradients = jax.tree.map(lambda x, y: x + y, gradients, from_lse)
         dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
         gradients = gradients._replace(logit_params=gradients.logit_params._replace(sinks=dsinks))

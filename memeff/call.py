@@ -12,10 +12,10 @@ from jax import Array, lax
 from memeff import compiling, dispatch, sharding, tile_sizes, validate, validate_options
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
-from memeff.implementations import Chosen
+from memeff.implementations import Chosen, Request
 from memeff.problem import Operands, Problem, check_sizes_known
 from memeff.shape import CallShape, fold, unfold
-from memeff.softmax import SEES_NOTHING
+from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
 
 
@@ -36,8 +36,8 @@ def run_attention(
     With `chosen`, run in that implementation and its tiles.
     """
     call = prepare(arguments, run_attention, chosen)
-    static = call.chosen.module, call.chosen.problem, bool(arguments.return_residual)
-    out, lse = sharding.on_their_mesh(attend, static, call.operands)
+    static = call.chosen, bool(arguments.return_residual)
+    out, lse = sharding.on_mesh_of_operands(attend, static, call.operands)
     out = unfold(call.shape, out)
     if lse is None:
         return out
@@ -62,13 +62,16 @@ def prepare(
         chosen = dispatch.choose_implementation(
             problem,
             operands,
-            arguments.implementation,
-            validate_options.check_chunk_size(arguments.chunk_size),
-            limit or tile_sizes.memory_limit_of_program.value,
+            Request(
+                arguments.implementation,
+                validate_options.check_backward(arguments.backward),
+                validate_options.check_chunk_size(arguments.chunk_size),
+                limit or tile_sizes.memory_limit_of_program.value,
+            ),
             functools.partial(compiling.temp_bytes, run, arguments),
             warn=warn,
         )
-    return Call(shape, chosen.problem, operands, chosen)
+    return Call(shape, problem, operands, chosen)
 
 
 def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
@@ -86,14 +89,14 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         shape, a.query_segment_ids, a.key_value_segment_ids
     )
     float_dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    score_fn, score_floats, score_rest = validate_options.check_function(
+    score_fn, score_floats, score_nonfloat_params = validate_options.check_function(
         shape, "score_fn", a.score_fn, a.score_params, float_dtype
     )
     blocks, mask_fn = validate_options.check_blocks(shape, a.mask_fn, a.q_offset)
     mask_fn, *mask_params = validate_options.check_function(
         shape, "mask_fn", mask_fn, a.mask_params, float_dtype
     )
-    transform, transform_floats, transform_rest = validate_options.check_transform(
+    transform, transform_floats, transform_nonfloat_params = validate_options.check_transform(
         a.qk_transform, a.qk_transform_params, query
     )
     sinks = validate.check_sinks(shape, a.sinks, float_dtype)
@@ -112,7 +115,6 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         mask_fn=mask_fn,
         blocks=blocks,
         qk_transform=transform,
-        backward=validate_options.check_backward(a.backward),
     )
     operands = Operands(
         *fold(shape, query, key, value),
@@ -130,9 +132,9 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         q_segments=q_segments,
         kv_segments=kv_segments,
         dropout_key=dropout_key,
-        score_rest=score_rest,
+        score_nonfloat_params=score_nonfloat_params,
         mask_params=tuple(lax.stop_gradient(x) for kind in mask_params for x in kind),
-        transform_rest=transform_rest,
+        transform_nonfloat_params=transform_nonfloat_params,
     )
     if dropout is not None:
         check_sizes_known(operands, "Dropout")
@@ -142,4 +144,4 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
 def to_public_rows(shape: CallShape, rows: Array) -> Array:
     """Return rows [B, K, G, T], such as lse, as [*B, T, N], with -inf for queries that see no key."""
     rows = unfold(shape, rows)
-    return jnp.where(rows == SEES_NOTHING, -jnp.inf, rows)
+    return jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)

@@ -9,7 +9,7 @@ import jax
 from memeff import pallas, reference
 from memeff.chunked import implementation as chunked
 from memeff.device import Device, current_device
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 IMPLEMENTATIONS = ("xla", "reference", "pallas")
 
@@ -21,10 +21,23 @@ def module_for(name: str, device: Device) -> ModuleType:
     return {"xla": chunked, "reference": reference}[name]
 
 
+class Request(NamedTuple):
+    """What the user asks of how a call runs; None: memeff chooses."""
+
+    implementation: str | None = None
+    backward: str | None = None  # of kernels: "split" (so is None), "fused" or "fastest"
+    chunk_size: tuple[int | None, int | None] = (None, None)  # tokens
+    memory_limit: int | None = None  # bytes
+
+
+NO_REQUEST = Request()
+
+
 class Chosen(NamedTuple):
     """The way in which a call runs."""
 
-    problem: Problem  # with its tiles
+    problem: Problem
+    schedule: Schedule
     module: ModuleType  # the implementation, forward and backward together
 
     @property
@@ -39,21 +52,20 @@ Compiled = Callable[[Chosen, jax.Device], tuple[int, int]]
 
 
 def why_not(
-    name: str,
-    problem: Problem,
-    operands: Operands,
-    chunks: tuple[int | None, int | None] = (None, None),
+    name: str, problem: Problem, operands: Operands, request: Request = NO_REQUEST
 ) -> str | None:
     """Return None if implementation `name` can run this call, or else the reason in words."""
     match name:
         case "xla" | "reference":
-            if problem.backward == "fused":
+            if request.backward == "fused":
                 return 'only the kernels support backward="fused"'
             return None
         case "pallas":
             device = current_device(operands.query)
-            reason = pallas.family_for(device).why_not(problem, operands, device)
-            if reason is None and chunks != (None, None):
+            reason = pallas.family_for(device).why_not(
+                problem, operands, device, request.backward == "fused"
+            )
+            if reason is None and request.chunk_size != (None, None):
                 return "the kernels choose their own tiles and do not support chunk_size"
             return reason
         case "cudnn":

@@ -26,7 +26,7 @@ def transform_query_key(
     if transform is None:
         return operands.query, operands.key
     q_pos = query_positions(problem, as_column(operands.q_offset), rows)
-    params = operands.logit_params.transform, operands.transform_rest
+    params = operands.logit_params.transform, operands.transform_nonfloat_params
     query = transform("query", operands.query, q_pos, *params)
     key = transform("key", operands.key, cols, *params)
     return query, key

@@ -69,7 +69,7 @@ def pair_indices(
     `first` holds the first batch entry and key head of the tile. `like` [B, K, G] gives the
     sharding of the indices.
     """
-    if not problem.calls_functions:
+    if not problem.has_pair_functions:
         return None
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
     batch = b + first[0]
@@ -87,7 +87,9 @@ def pair_indices(
         batch = (zero + batch)[:, 0, 0]
         head = (zero + head)[0]
     q_pos = query_positions(problem, as_column(operands.q_offset), rows)
-    return PairIndices(batch, head, q_pos, cols, operands.score_rest, operands.mask_params)
+    return PairIndices(
+        batch, head, q_pos, cols, operands.score_nonfloat_params, operands.mask_params
+    )
 
 
 def mask_tile(

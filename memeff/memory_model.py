@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from memeff.chunked import eligible
-from memeff.problem import Operands, Problem, accumulator_dtype
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.user_functions import PairIndices
 
 JAX = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -105,12 +105,12 @@ class Sizes(NamedTuple):
     narrow: int  # bytes of an element of an operand
 
     @staticmethod
-    def of(problem: Problem, operands: Operands) -> "Sizes":
+    def of(schedule: Schedule, operands: Operands) -> "Sizes":
         """Return the sizes of a call."""
         B, T, K, G, H = operands.query.shape
         _, S, _, D = operands.value.shape
-        t, c = problem.chunk_size
-        b, k = problem.block or (B, K)
+        t, c = schedule.chunk_size
+        b, k = schedule.heads_of_tile(B, K)
         bias = operands.logit_params.bias
         return Sizes(
             q=B * K * G * T * H,
@@ -127,21 +127,25 @@ class Sizes(NamedTuple):
         )
 
 
-def temp_bytes(problem: Problem, operands: Operands, platform: str) -> tuple[int, int]:
+def temp_bytes(
+    problem: Problem, schedule: Schedule, operands: Operands, platform: str
+) -> tuple[int, int]:
     """Return the bytes of the chunked path: of inference, and of forward and gradient in one call."""
     estimate = _on_cpu if platform == "cpu" else _on_gpu
-    forward, gradient = estimate(problem, operands)
-    return math.ceil(forward), math.ceil(gradient + _score_fn_bytes(problem, operands))
+    forward, gradient = estimate(problem, schedule, operands)
+    score_fn_bytes = _score_fn_bytes(problem, schedule, operands)
+    return math.ceil(forward), math.ceil(gradient + score_fn_bytes)
 
 
-def safety_margin(problem: Problem, operands: Operands, platform: str) -> float:
+def safety_margin(problem: Problem, schedule: Schedule, operands: Operands, platform: str) -> float:
     """Return the factor on the estimate when a limit is enforced and nothing can be compiled.
 
     The estimate is rougher for small tiles and, on GPUs, for masks and biases.
     """
     if platform == "cpu":
         return MARGIN_CPU
-    return MARGIN_GPU_FUSED if eligible.uses_gpu_fusion(problem, operands) else MARGIN_GPU
+    fused = eligible.uses_gpu_fusion(problem, schedule, operands)
+    return MARGIN_GPU_FUSED if fused else MARGIN_GPU
 
 
 def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
@@ -166,10 +170,10 @@ def input_output_bytes(operands: Operands) -> int:
     return total
 
 
-def _masked(problem: Problem, operands: Operands) -> bool:
+def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return True if some tile needs a mask."""
     T, S = operands.query.shape[1], operands.key.shape[1]
-    t, c = problem.chunk_size
+    t, c = schedule.chunk_size
     arrays = (
         operands.mask,
         operands.q_segments,
@@ -180,14 +184,14 @@ def _masked(problem: Problem, operands: Operands) -> bool:
     )
     return (
         problem.mask_fn is not None
-        or problem.windowed
+        or problem.has_window
         or T % t != 0
         or S % c != 0
         or any(x is not None for x in arrays)
     )
 
 
-def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
+def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> float:
     """Return the bytes that the derivative of score_fn keeps of a tile.
 
     It keeps the indices by which score_fn read its params, and half of them again while cotangents
@@ -197,8 +201,8 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
     if score_fn is None:
         return 0
     B, _, K, G, _ = operands.query.shape
-    t, c = problem.chunk_size
-    b, k = problem.block or (B, K)
+    t, c = schedule.chunk_size
+    b, k = schedule.heads_of_tile(B, K)
     shape: Any = jax.ShapeDtypeStruct
     batch, head, q_pos, k_pos = (shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,)))
     indices = PairIndices(batch, head, q_pos, k_pos, (), ())
@@ -207,7 +211,7 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
         return jax.vjp(lambda x, floats: score_fn(x, indices, floats, rest), score, floats)[1]
 
     score = shape((b, k, G, t, c), accumulator_dtype(operands))
-    params = operands.logit_params.score, operands.score_rest
+    params = operands.logit_params.score, operands.score_nonfloat_params
     floats, rest = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
     integer_bytes = 0
     float_bytes = 0
@@ -227,8 +231,8 @@ def _score_fn_bytes(problem: Problem, operands: Operands) -> float:
 class _CpuCall:
     """The arrays of a call in bytes, and its traits, for XLA:CPU."""
 
-    def __init__(self, problem: Problem, operands: Operands):
-        self.sizes = z = Sizes.of(problem, operands)
+    def __init__(self, problem: Problem, schedule: Schedule, operands: Operands):
+        self.sizes = z = Sizes.of(schedule, operands)
         arrays = z.q, z.k, z.v, z.bias
         self.sums = [size * z.wide for size in arrays]
         self.outputs = [size * z.narrow for size in arrays]  # the gradients
@@ -238,8 +242,8 @@ class _CpuCall:
         self.row = z.row * z.wide
         self.slices = [size * z.narrow for size in z.slices]  # query, key, value, dout
 
-        self.masked = _masked(problem, operands)
-        self.fixed = eligible.fixed_max_applies(problem, operands)
+        self.masked = _masked(problem, schedule, operands)
+        self.fixed = eligible.fixed_max_applies(problem, schedule, operands)
         self.grouped = operands.query.shape[3] != 1
         self.exact = z.wide == z.narrow
         self.half = operands.query.dtype == jnp.float16
@@ -252,9 +256,9 @@ class _CpuCall:
         self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
 
-def _on_cpu(problem: Problem, operands: Operands) -> tuple[float, float]:
+def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[float, float]:
     """Return the bytes of a forward, and of forward and gradient, on a CPU."""
-    call = _CpuCall(problem, operands)
+    call = _CpuCall(problem, schedule, operands)
     z = call.sizes
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
@@ -371,12 +375,12 @@ def _unlent(buffers: Iterable[float], outputs: Sequence[float]) -> float:
 # ---- GPU
 
 
-def _on_gpu(problem: Problem, operands: Operands) -> tuple[float, float]:
+def _on_gpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[float, float]:
     """Return the bytes of a forward, and of forward and gradient, on a GPU."""
-    z = Sizes.of(problem, operands)
+    z = Sizes.of(schedule, operands)
     fit = GPU_16_BITS if operands.query.dtype.itemsize == 2 else GPU_32_BITS
-    if eligible.uses_gpu_fusion(problem, operands):
-        return _with_gpu_fusion(problem, operands, z, fit)
+    if eligible.uses_gpu_fusion(problem, schedule, operands):
+        return _with_gpu_fusion(problem, schedule, operands, z, fit)
     forward = GPU_FORWARD_OUT * z.o + GPU_FORWARD_KEY * z.k
     forward = forward + z.logits * fit.forward_logits + GPU_FORWARD_QUERY_SLICE * z.slices[0]
     gradient = fit.query * z.q + fit.key * z.k + z.logits * fit.logits + fit.bias * z.bias
@@ -384,12 +388,12 @@ def _on_gpu(problem: Problem, operands: Operands) -> tuple[float, float]:
 
 
 def _with_gpu_fusion(
-    problem: Problem, operands: Operands, z: Sizes, fit: GpuFit
+    problem: Problem, schedule: Schedule, operands: Operands, z: Sizes, fit: GpuFit
 ) -> tuple[float, float]:
     """Return the same where XLA:GPU fuses the gradient into its products."""
     B, T, K, G, _ = operands.query.shape
     S = operands.key.shape[1]
-    b, k = problem.block or (B, K)
+    b, k = schedule.heads_of_tile(B, K)
     share = b * k / (B * K)  # of batch entries and heads, in a block
     blocks = share < 1
     half = fit is GPU_16_BITS
@@ -397,9 +401,9 @@ def _with_gpu_fusion(
     merged = 0
     if problem.left is None:  # the largest square of unmasked tiles
         merged = T * S // 4
-        if merged <= problem.joined:
+        if merged <= schedule.max_merged_logits:
             merged //= 2  # it is the only one, and is cut in two
-        merged = min(problem.joined, merged)
+        merged = min(schedule.max_merged_logits, merged)
 
     def tile_bytes(size: tuple[int, int] | None) -> int:
         return z.narrow * b * k * G * max(merged, math.prod(size or (0, 0)))
@@ -408,7 +412,7 @@ def _with_gpu_fusion(
     out = z.narrow * z.o
     forward = (
         share * (GPU_FUSED_OUT * z.o + copies - out)
-        + max(tile_bytes(problem.fixed_chunk_size), GPU_FUSED_LOGITS * z.logits)
+        + max(tile_bytes(schedule.fixed_max_chunk_size), GPU_FUSED_LOGITS * z.logits)
         + (out if blocks else 0)
     )
     sums = 4 * (z.q + z.k + z.v)
@@ -418,7 +422,7 @@ def _with_gpu_fusion(
     gradient = share * (sums + operands_held)
     if blocks:
         gradient += z.narrow * (GPU_FUSED_QUERY * z.q + z.o)
-    ragged = not problem.windowed and _masked(problem, operands)
+    ragged = not problem.has_window and _masked(problem, schedule, operands)
     tiles = 3 if ragged else 2
-    gradient += max(tiles * tile_bytes(problem.fused_chunk_size), z.logits * fit.fused_logits)
+    gradient += max(tiles * tile_bytes(schedule.gpu_fused_chunk_size), z.logits * fit.fused_logits)
     return GPU_FUSED_MARGIN * forward, GPU_FUSED_MARGIN * max(forward, gradient)

@@ -1,4 +1,4 @@
-"""Hold what one call computes: its static choices (`Problem`) and its arrays (`Operands`)."""
+"""Hold one call: what it computes (`Problem`), how (`Schedule`), and its arrays (`Operands`)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -23,10 +23,9 @@ class Dropout:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static choices of one call.
+    """The static choices of what one call computes.
 
-    Each implementation reads the fields up to `qk_transform` or refuses them in its `why_not`. The
-    later fields say how the gradient and the chunked implementation work.
+    Each implementation reads every field or refuses it in its `why_not`.
     """
 
     left: int | None = None  # tokens that a query sees to its left; None: no bound
@@ -40,29 +39,14 @@ class Problem:
     mask_fn: TracedFunction | None = None
     blocks: VisibleBlocks | None = None  # blocks in which mask_fn shows some pair; None: unknown
     qk_transform: TracedTransform | None = None
-    # of kernels: "split" into two, or "fused" into one; None is "split" ("fastest": see dispatch)
-    backward: str | None = None
-    chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
-    # of a tile in a forward with a precomputed bound on each row's max; None: no such forward
-    fixed_chunk_size: tuple[int, int] | None = None
-    # of a tile in a backward that XLA:GPU fuses into its products; None: no such backward
-    fused_chunk_size: tuple[int, int] | None = None
-    # largest number of logits per head to which these two merge unmasked tiles; 0: never
-    joined: int = 0
-    # batch entries and key heads of a tile, divisors of B and K; None: all
-    block: tuple[int, int] | None = None
-    together: bool = False  # True: one pass computes out and its tangent if both are needed
-    calls_at_once: int | None = (
-        None  # calls under vmap whose tiles exist at the same time; None: all
-    )
 
     @property
-    def windowed(self) -> bool:
+    def has_window(self) -> bool:
         """Return True if a window or causal order bounds the keys of a query."""
         return (self.left, self.right) != (None, None)
 
     @property
-    def calls_functions(self) -> bool:
+    def has_pair_functions(self) -> bool:
         """Return True if the user gave a function of query-key pairs."""
         return self.score_fn is not None or self.mask_fn is not None
 
@@ -70,6 +54,29 @@ class Problem:
     def extras(self) -> tuple[Any, ...]:
         """Return the choices that change logits or probabilities; all are None in a plain call."""
         return self.soft_cap, self.dropout, self.score_fn, self.mask_fn, self.qk_transform
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The static choices of how one call is computed."""
+
+    chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
+    # of a tile in a forward with a precomputed bound on each row's max; None: no such forward
+    fixed_max_chunk_size: tuple[int, int] | None = None
+    # of a tile in a backward that XLA:GPU fuses into its products; None: no such backward
+    gpu_fused_chunk_size: tuple[int, int] | None = None
+    # largest number of logits per head to which these two merge unmasked tiles; 0: never
+    max_merged_logits: int = 0
+    # batch entries and key heads of a tile, divisors of B and K; None: all
+    head_block: tuple[int, int] | None = None
+    one_pass_jvp: bool = False  # compute out and its tangent in one pass if both are needed
+    # calls under vmap whose tiles exist at the same time; None: all
+    calls_at_once: int | None = None
+    fused_backward: bool = False  # one kernel for the whole gradient instead of two
+
+    def heads_of_tile(self, B: int, K: int) -> tuple[int, int]:
+        """Return the batch entries and key heads of a tile, of B and K."""
+        return self.head_block or (B, K)
 
 
 class LogitParams(NamedTuple):
@@ -98,9 +105,9 @@ class Operands(NamedTuple):
     q_segments: Array | None = None  # B T
     kv_segments: Array | None = None  # B S
     dropout_key: Array | None = None  # 2, uint32
-    score_rest: tuple[Array, ...] = ()  # params of score_fn that are not floats
+    score_nonfloat_params: tuple[Array, ...] = ()  # params of score_fn that are not floats
     mask_params: tuple[Array, ...] = ()
-    transform_rest: tuple[Array, ...] = ()  # params of qk_transform that are not floats
+    transform_nonfloat_params: tuple[Array, ...] = ()  # params of qk_transform that are not floats
 
 
 class Gradients(NamedTuple):

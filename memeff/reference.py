@@ -10,16 +10,18 @@ from jax import Array
 from memeff.dropout import dropout_keep_mask, head_numbers
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import Operands, Problem, accumulator_dtype
-from memeff.softmax import SEES_NOTHING, Lse, LseFor, log_sum_exp, sink_weights
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, LseFor, log_sum_exp, sink_weights
 
 
-def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
+def forward(
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse]:
     """Return out [B, K, G, T, D] in the query's dtype and lse [B, K, G, T].
 
     JAX differentiates it to any order, in both modes.
     """
-    del lse_for
+    del schedule, lse_for
     query, key, value = operands[:3]
     B, T, K, G, _ = query.shape
     S = key.shape[1]
@@ -40,7 +42,7 @@ def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") ->
     l = e.sum(-1)  # b k g t
     empty = l == 0
     l = jnp.where(empty, 1, l)
-    lse = log_sum_exp(jnp.where(empty, SEES_NOTHING, m), l)  # (3)
+    lse = log_sum_exp(jnp.where(empty, LSE_OF_EMPTY_ROW, m), l)  # (3)
     p = e / l[..., None]
     if operands.logit_params.sinks is not None:
         share, total = sink_weights(m, jnp.where(empty, 0, l), operands.logit_params.sinks)

@@ -76,7 +76,7 @@ def _like_query(operands: Operands) -> Operands:
     return operands._replace(mask=shard(operands.mask), logit_params=terms)
 
 
-def on_their_mesh(f: Callable, static: tuple, operands: Operands) -> Any:
+def on_mesh_of_operands(f: Callable, static: tuple, operands: Operands) -> Any:
     """Return f(*static, operands), traced within the mesh of the operands' types.
 
     A mesh that `jax.set_mesh` has set takes precedence. Without a mesh, new arrays (also those of

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 # lse, inside memeff, of a row that sees no key: it is finite, and exp(s - lse) is 0. The public API
 # returns -inf instead.
-SEES_NOTHING = float(np.finfo(np.float32).max)
+LSE_OF_EMPTY_ROW = float(np.finfo(np.float32).max)
 # The reader of lse: nobody (inference), our own backward, or the caller, who needs float32 accuracy
 LseFor = Literal["gradient", "caller"] | None
 
@@ -21,7 +21,7 @@ class Lse(NamedTuple):
     recomputes from it.
     """
 
-    high: Array  # lse itself; SEES_NOTHING for a row without a key
+    high: Array  # lse itself; LSE_OF_EMPTY_ROW for a row without a key
     low: Array | None  # None: 0
 
 
@@ -50,11 +50,11 @@ def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     """Return a row's log-sum-exp over keys and sink, and the sink's probability, [B, K, G, T].
 
-    A row that sees no key keeps `SEES_NOTHING`. Its sink has probability 0, because it takes nothing
+    A row that sees no key keeps `LSE_OF_EMPTY_ROW`. Its sink has probability 0, because it takes nothing
     from any key.
     """
     sink = sinks.astype(lse.high.dtype)[..., None]  # k g 1
-    empty = lse.high == SEES_NOTHING
+    empty = lse.high == LSE_OF_EMPTY_ROW
     keys = jnp.where(empty, 0, lse.high)
     sink = jnp.where(empty, 0, sink)  # b k g t
     high = jnp.logaddexp(keys, sink)
@@ -63,7 +63,7 @@ def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     if lse.low is not None:
         low += lse.low * jax.nn.sigmoid(keys - sink)
     p = jnp.exp((sink - high) - low)
-    total = Lse(jnp.where(empty, SEES_NOTHING, high), jnp.where(empty, 0, low))
+    total = Lse(jnp.where(empty, LSE_OF_EMPTY_ROW, high), jnp.where(empty, 0, low))
     return total, jnp.where(empty, 0, p)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible
 from memeff.device import _pretended, current_device, current_platform
-from memeff.implementations import Chosen, Compiled, module_for
-from memeff.problem import Operands, Problem
+from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
+from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import CallShape
 from memeff.sharding import may_be_sharded
 from memeff.units import format_bytes, parse_bytes
@@ -40,18 +40,6 @@ def memory_limit(limit: int | str | None):
       (1, 2048, 8, 64)
     """
     return memory_limit_of_program(parse_bytes("memory_limit", limit))
-
-
-class Tiles(NamedTuple):
-    """The fields of `Problem` that describe tiles, under the same names."""
-
-    chunk_size: tuple[int, int]
-    fixed_chunk_size: tuple[int, int] | None = None
-    block: tuple[int, int] | None = None
-    fused_chunk_size: tuple[int, int] | None = None
-    joined: int = 0
-    together: bool = False
-    calls_at_once: int | None = None
 
 
 # On GPUs each step costs launches, and slices of the arrays that it reads and adds to, so tiles are
@@ -87,28 +75,29 @@ HIGH = 1.25  # an estimate that is so many times above the limit may still be to
 CALLER_MARGIN = 4096
 
 
-def choose_tiles(
+def choose_schedule(
     problem: Problem,
     operands: Operands,
-    requested: tuple[int | None, int | None] = (None, None),
-    limit: int | None = None,
+    request: Request = NO_REQUEST,
     implementation: str | None = None,
     compiled: Compiled | None = None,
-) -> Problem:
-    """Return `problem` with the fastest tiles or, under a `limit`, the largest that keep to it.
+) -> Schedule:
+    """Return the fastest schedule or, under a memory limit, that with the largest tiles within it.
 
-    The limit is for forward and gradient of the call, in bytes.
+    The limit is for forward and gradient of the call. `request.backward` is "fused" or counts as
+    "split".
 
     Raises: ValueError if nothing keeps to the limit.
     """
-    chosen, needed, smallest = try_tiles(
-        problem, operands, requested, limit, implementation, compiled
-    )
+    chosen, needed, smallest = try_schedules(problem, operands, request, implementation, compiled)
     if chosen is not None:
         return chosen
     t, c = smallest.chunk_size
+    limit = request.memory_limit
     where = f"in tiles of {t} x {c} logits"
-    cure = "omit `chunk_size`" if requested != (None, None) else "split the batch or the heads"
+    cure = "split the batch or the heads"
+    if request.chunk_size != (None, None):
+        cure = "omit `chunk_size`"
     kernels = _gradient_in_kernels(operands, implementation)
     if kernels or implementation == "reference":
         where = "in kernels" if kernels else "at once"
@@ -120,15 +109,14 @@ def choose_tiles(
     )
 
 
-def try_tiles(
+def try_schedules(
     problem: Problem,
     operands: Operands,
-    requested: tuple[int | None, int | None],
-    limit: int | None,
+    request: Request,
     implementation: str | None,
     compiled: Compiled | None,
-) -> tuple[Problem | None, int, Problem]:
-    """Return the choice, the bytes that an error names, and the problem with the smallest tiles.
+) -> tuple[Schedule | None, int, Schedule]:
+    """Return the choice, the bytes that an error names, and the schedule with the smallest tiles.
 
     The choice is None if nothing keeps to the limit. Far below the limit an estimate decides. Near
     it the call is compiled, and XLA decides. If nobody can compile it, because the device is not
@@ -140,15 +128,20 @@ def try_tiles(
     known = all(isinstance(n, int) for n in (B, T, S))
     plain = known and eligible.max_can_be_bounded(problem, operands)
     chunked = implementation in (None, "xla")
+    limit = request.memory_limit
 
-    def tiled(halvings: int) -> Problem:
+    def with_tiles(halvings: int) -> Schedule:
         dtype = operands.query.dtype
-        tiles = default_tiles(shape, dtype, requested, problem.windowed, plain, halvings)
-        calls_at_once = _calls_at_once(shape, tiles, limit) if known and chunked else None
-        return dataclasses.replace(problem, **tiles._replace(calls_at_once=calls_at_once)._asdict())
+        schedule = default_schedule(
+            shape, dtype, request.chunk_size, problem.has_window, plain, halvings
+        )
+        calls_at_once = _calls_at_once(shape, schedule, limit) if known and chunked else None
+        return dataclasses.replace(
+            schedule, calls_at_once=calls_at_once, fused_backward=request.backward == "fused"
+        )
 
     if limit is None:
-        fastest = tiled(0)
+        fastest = with_tiles(0)
         return fastest, 0, fastest
     if not known:
         raise ValueError(
@@ -156,11 +149,11 @@ def try_tiles(
             f"S={S}). Pass chunk_size instead."
         )
     has_tiles = implementation != "reference" and not _gradient_in_kernels(operands, implementation)
-    options = [tiled(halvings) for halvings in range(HALVINGS if has_tiles else 1)]
+    options = [with_tiles(halvings) for halvings in range(HALVINGS if has_tiles else 1)]
     options = list(dict.fromkeys(options))
 
-    def estimate(option: Problem) -> int:
-        return max(temp_bytes(option, operands, implementation))
+    def estimate(option: Schedule) -> int:
+        return max(temp_bytes(problem, option, operands, implementation))
 
     device = current_device(operands.query)
     local_device = compiling.local_device_like(device)
@@ -169,26 +162,27 @@ def try_tiles(
         for option in options:
             margin = 1
             if has_tiles:
-                margin = memory_model.safety_margin(option, operands, current_platform())
+                platform = current_platform()
+                margin = memory_model.safety_margin(problem, option, operands, platform)
             needed.append(math.ceil(margin * estimate(option)))
             if needed[-1] <= limit:
                 return option, needed[-1], options[-1]
         return None, min(needed), options[-1]
     module = module_for(implementation or "xla", device)
 
-    def compiled_bytes(option: Problem) -> int:
-        return max(compiled(Chosen(option, module), local_device)) + CALLER_MARGIN
+    def compiled_bytes(option: Schedule) -> int:
+        return max(compiled(Chosen(problem, option, module), local_device)) + CALLER_MARGIN
 
     return _first_within(options, limit, estimate, compiled_bytes)
 
 
 def _first_within(
-    options: Sequence[Problem],
+    options: Sequence[Schedule],
     limit: int,
-    estimate: Callable[[Problem], int],
-    compiled_bytes: Callable[[Problem], int],
-) -> tuple[Problem | None, int, Problem]:
-    """Return the first option within `limit`, and what else `try_tiles` returns.
+    estimate: Callable[[Schedule], int],
+    compiled_bytes: Callable[[Schedule], int],
+) -> tuple[Schedule | None, int, Schedule]:
+    """Return the first option within `limit`, and what else `try_schedules` returns.
 
     Options whose estimates are hopeless are not compiled, except the last.
     """
@@ -215,27 +209,29 @@ def _gradient_in_kernels(operands: Operands, implementation: str | None) -> bool
     return implementation == "pallas" and family.backward_is_kernel(operands)
 
 
-def temp_bytes(problem: Problem, operands: Operands, implementation: str | None) -> tuple[int, int]:
+def temp_bytes(
+    problem: Problem, schedule: Schedule, operands: Operands, implementation: str | None
+) -> tuple[int, int]:
     """Return the temporary bytes of inference, and of forward and gradient in one call."""
     if implementation == "reference":
         return memory_model.quadratic_bytes(operands, current_platform())
-    chunked = memory_model.temp_bytes(problem, operands, current_platform())
+    chunked = memory_model.temp_bytes(problem, schedule, operands, current_platform())
     if implementation != "pallas":
         return chunked
     family = pallas.family_for(current_device(operands.query))
-    forward, gradient = family.temp_bytes(problem, operands)
+    forward, gradient = family.temp_bytes(problem, schedule, operands)
     return forward, gradient if family.backward_is_kernel(operands) else max(gradient, chunked[1])
 
 
-def default_tiles(
+def default_schedule(
     shape: CallShape,
     dtype: Any,
     requested: tuple[int | None, int | None],
     windowed: bool,
     plain: bool,
     halvings: int = 0,
-) -> Tiles:
-    """Return the requested or else the fastest tiles, at most as large as the call.
+) -> Schedule:
+    """Return the schedule with the requested or else the fastest tiles, at most as large as the call.
 
     Tiles have 2^halvings times fewer logits than the fastest ones. `plain`: each row's maximum can
     be bounded beforehand. If heads may be sharded, tiles take all heads, and on CPUs no maximum is
@@ -245,12 +241,12 @@ def default_tiles(
     match current_platform():
         case "gpu" if not all(isinstance(n, int) for n in (shape.B, shape.T, shape.S)):
             tile = _fit(GPU_TILE, requested, shape)
-            return Tiles(tile, tile, None, tile)
+            return Schedule(tile, tile, tile)
         case "gpu":
             return _gpu_tiles(shape, requested, windowed, plain, halvings, in_blocks)
         case "cpu" if in_blocks:
             return _cpu_tiles(shape, dtype, requested, windowed, halvings)
-    return Tiles(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
+    return Schedule(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
 
 
 def _gpu_tiles(
@@ -260,8 +256,8 @@ def _gpu_tiles(
     plain: bool,
     halvings: int,
     in_blocks: bool,
-) -> Tiles:
-    """Return the tiles for a GPU."""
+) -> Schedule:
+    """Return the schedule for a GPU."""
     T, S = shape.T, shape.S
     G = max(1, shape.G)
     heads = max(1, shape.B * shape.K * G)
@@ -269,7 +265,7 @@ def _gpu_tiles(
     tile = (rows, math.prod(GPU_TILE) // max(1, rows))  # few rows: more columns
     if not plain or G * T < GPU_ROWS:
         logits = (GPU_LOGITS >> halvings) // 2 // heads
-        return Tiles(_fit(_shrink(tile, logits), requested, shape))
+        return Schedule(_fit(_shrink(tile, logits), requested, shape))
     stair = windowed and 8 * T > S
     block = _gpu_block(shape, stair, halvings) if in_blocks else None
     if block is not None:
@@ -277,14 +273,14 @@ def _gpu_tiles(
     logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
     masked = _fit(_shrink(tile, logits // 4), requested, shape)
     if requested != (None, None):
-        return Tiles(masked, masked, block, masked)
+        return Schedule(masked, masked, masked, head_block=block)
     if stair:
         square = _fit(_gpu_square(S, heads, logits), requested, shape)
-        return Tiles(masked, square, block, square, joined=logits)
+        return Schedule(masked, square, square, logits, block)
     long, across = _gpu_oblong(T, S, logits)
     wide = _fit((across, long), requested, shape)
     high = _fit((long, across), requested, shape)
-    return Tiles(masked, wide, block, high if T > across else wide)
+    return Schedule(masked, wide, high if T > across else wide, head_block=block)
 
 
 def _gpu_block(shape: CallShape, stair: bool, halvings: int) -> tuple[int, int] | None:
@@ -329,8 +325,8 @@ def _cpu_tiles(
     requested: tuple[int | None, int | None],
     windowed: bool,
     halvings: int,
-) -> Tiles:
-    """Return the tiles for a CPU.
+) -> Schedule:
+    """Return the schedule for a CPU.
 
     The bound on each row's maximum is for float32 only. It takes a tenth off the time of such a call
     and nothing off others.
@@ -348,7 +344,8 @@ def _cpu_tiles(
         heads = max(1, logits // (G * math.prod(tile)))
         k = largest_divisor(K, heads)
         block = largest_divisor(B, heads // K) if k == K else 1, k
-    return Tiles(tile, tile if dtype == jnp.float32 else None, block, together=known)
+    fixed_max = tile if dtype == jnp.float32 else None
+    return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=known)
 
 
 def _shrink(sides: tuple[int, int], logits: int) -> tuple[int, int]:
@@ -376,7 +373,7 @@ def _fit(
     return t, c
 
 
-def _calls_at_once(shape: CallShape, tiles: Tiles, limit: int | None) -> int | None:
+def _calls_at_once(shape: CallShape, schedule: Schedule, limit: int | None) -> int | None:
     """Return how many calls under vmap run at the same time: as fill the fastest tile of one call.
 
     Under a memory limit it is one call, because the limit is for one call. It is None (all) if the
@@ -387,6 +384,6 @@ def _calls_at_once(shape: CallShape, tiles: Tiles, limit: int | None) -> int | N
         return None
     if limit is not None:
         return 1
-    b, k = tiles.block or (shape.B, shape.K)
-    logits = b * k * max(1, shape.G) * math.prod(tiles.chunk_size)
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
+    logits = b * k * max(1, shape.G) * math.prod(schedule.chunk_size)
     return max(1, budget // max(1, logits))

@@ -56,23 +56,24 @@ class TileGrid:
     """The tiles that a sum visits."""
 
     lists: Callable[["TileGrid"], list[tuple[bool, np.ndarray]]]  # masked?, indices i, j [n, 2]
-    problem: Problem  # with the chunk_size and the block of heads of a tile
-    batch: int
-    key_heads: int
-    group: int  # query heads of a key head
+    problem: Problem
+    chunk_size: tuple[int, int]  # rows and columns of a tile
+    head_block: tuple[int, int]  # batch entries and key heads of a tile
+    heads: tuple[int, int, int]  # B, K, G
     lengths: tuple[int, int]  # T, S
     elementwise: bool  # does more than the window and known blocks hide pairs?
     dtype: Any  # of totals
 
     def starts(self) -> list[tuple[bool, np.ndarray]]:
         """Return (masked, starts [n, 4]) of lists of tiles: batch entry, key head, query, key."""
-        if 0 in (self.batch, self.key_heads, self.group, *self.lengths):
+        if 0 in (*self.heads, *self.lengths):
             return []
-        b, k = self.block
-        heads = np.mgrid[0 : self.batch : b, 0 : self.key_heads : k].reshape(2, -1).T  # n 2
+        B, K, _ = self.heads
+        b, k = self.head_block
+        heads = np.mgrid[0:B:b, 0:K:k].reshape(2, -1).T  # n 2
         lists = []
         for masked, indices in self.lists(self):
-            tiles = indices * self.problem.chunk_size
+            tiles = indices * self.chunk_size
             starts = np.concatenate(
                 [heads.repeat(len(tiles), 0), np.tile(tiles, (len(heads), 1))], 1
             )
@@ -80,24 +81,20 @@ class TileGrid:
                 lists.append((masked, starts.astype(np.int32)))
         return lists
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """Return the batch entries and key heads of a tile."""
-        return self.problem.block or (self.batch, self.key_heads)
-
     def locate(self, start, masked: bool) -> TileLocation:
         """Return the location of the tile at `start` [4], moved so that it fits."""
-        b, k = self.block
+        b, k = self.head_block
+        _, _, G = self.heads
         T, S = self.lengths
         batch, head, row, col = start
-        t = min(self.problem.chunk_size[0], T)
-        c = min(self.problem.chunk_size[1], S)
+        t = min(self.chunk_size[0], T)
+        c = min(self.chunk_size[1], S)
         row, rows = positions(row, t, T)
         col, cols = positions(col, c, S)
         cuts = {
             "b": (batch, b),
             "k": (head, k),
-            "n": (head * self.group, k * self.group),
+            "n": (head * G, k * G),
             "t": (row, t),
             "s": (col, c),
         }

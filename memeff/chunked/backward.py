@@ -36,13 +36,26 @@ from memeff.chunked.tile import (
     zero_nonfinite,
 )
 from memeff.logits import logits_from_dots, transform_query_key
-from memeff.problem import Gradients, LogitParams, Operands, Problem, accumulator_dtype
+from memeff.problem import (
+    Gradients,
+    LogitParams,
+    Operands,
+    Problem,
+    Schedule,
+    accumulator_dtype,
+)
 from memeff.slicing import add_slice, slice_dims
-from memeff.softmax import SEES_NOTHING, Lse, row_dots
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, row_dots
 
 
 def backward(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Gradients:
     """Return the gradients of `operands`.
 
@@ -50,41 +63,55 @@ def backward(
     `dlse` is None.
     """
     if has_symbolic_lengths(operands):
-        t, _ = problem.chunk_size
+        t, _ = schedule.chunk_size
         rows = jax.tree.map(lambda x: pad_axis(x, 3, t), (out, lse, dout, dlse))
-        padded = _backward(problem, pad_lengths(problem, operands), *rows)
+        padded_operands = pad_lengths(schedule.chunk_size, operands)
+        padded = _backward(problem, schedule, padded_operands, *rows)
         inputs = Gradients(*operands[:3], operands.logit_params)
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), padded, inputs)
-    if problem.block and uses_gpu_fusion(problem, operands):
-        call = functools.partial(_backward, dataclasses.replace(problem, block=None))
+    if schedule.head_block and uses_gpu_fusion(problem, schedule, operands):
+        whole = dataclasses.replace(schedule, head_block=None)
+        call = functools.partial(_backward, problem, whole)
         query, key, value = map(jnp.zeros_like, operands[:3])
         results = Gradients(query, key, value, LogitParams())
-        return run_by_blocks(problem, operands, call, (out, lse, dout, dlse), 2, results)
-    return _backward(problem, operands, out, lse, dout, dlse)
+        return run_by_blocks(schedule, operands, call, (out, lse, dout, dlse), 2, results)
+    return _backward(problem, schedule, operands, out, lse, dout, dlse)
 
 
 def logit_param_gradients(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> LogitParams:
     """Return the gradients of `operands.logit_params` alone: two products a tile instead of five."""
     rows = _loop_inputs(operands, out, lse, dout, dlse)
-    return _general_loop(problem, operands, *rows, only_terms=True)()
+    return _general_loop(problem, schedule, operands, *rows, only_terms=True)()
 
 
 def _backward(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Gradients:
     """Run steps (5) to (7) in the loop that suits the call."""
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
-    if not uses_gpu_fusion(problem, operands):
-        return _general_loop(problem, operands, lse, delta, dout)()
+    if not uses_gpu_fusion(problem, schedule, operands):
+        return _general_loop(problem, schedule, operands, lse, delta, dout)()
     if operands.query.dtype == jnp.float32:
-        return _fused_loop(problem, operands, lse, delta, dout)()
+        return _fused_loop(problem, schedule, operands, lse, delta, dout)()
     scales = fp16_scales(problem, operands, delta, dout)
-    float16_serves = all_true(scales.serve)
-    fused = _fused_loop(problem, operands, lse, delta, dout, scales)
-    general = _general_loop(problem, operands, lse, delta, dout)
-    return lax.cond(float16_serves, fused, general)
+    in_range = all_true(scales.in_range)
+    fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
+    general = _general_loop(problem, schedule, operands, lse, delta, dout)
+    return lax.cond(in_range, fused, general)
 
 
 def _loop_inputs(
@@ -102,6 +129,7 @@ def _loop_inputs(
 
 def _general_loop(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     lse: Lse,
     delta: Array,
@@ -123,7 +151,7 @@ def _general_loop(
         (do,) = tile.row_vectors  # b k g t d
         masked = tile.keep is not None
         if masked:  # dout of a row that sees nothing may be NaN, and p is 0 there
-            do = jnp.where(high[..., None] == SEES_NOTHING, 0, do)
+            do = jnp.where(high[..., None] == LSE_OF_EMPTY_ROW, 0, do)
         _, s, transpose_logits = tile_logits(problem, tile)
         p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
@@ -144,7 +172,7 @@ def _general_loop(
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
 
-    visit = visit_tiles(problem, operands, (delta, lse.high, lse.low), step, (dout,))
+    visit = visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
     if only_terms:
         return lambda: visit(_zeros(operands.logit_params, zero))
     return functools.partial(_sum_tiles, visit, operands, zero)
@@ -152,6 +180,7 @@ def _general_loop(
 
 def _fused_loop(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     lse: Lse,
     delta: Array,
@@ -163,8 +192,8 @@ def _fused_loop(
     p is computed one step ahead, so that d_raw can go into the epilogue of dout v'. With `scales`,
     p and d_raw / p leave the epilogues as float16.
     """
-    assert problem.fused_chunk_size is not None
-    problem = dataclasses.replace(problem, chunk_size=problem.fused_chunk_size)
+    assert schedule.gpu_fused_chunk_size is not None
+    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
     dtype = delta.dtype
     # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
@@ -209,7 +238,9 @@ def _fused_loop(
         return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams()), tile)
 
     ahead = (tuple(lse), probabilities_ahead)
-    visit = visit_tiles(problem, operands, rows, step, (dout,), prefetch=ahead, long_axis=0)
+    visit = visit_tiles(
+        problem, schedule, operands, rows, step, (dout,), prefetch=ahead, long_axis=0
+    )
     return functools.partial(_sum_tiles, visit, operands, zero)
 
 

@@ -3,15 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 
-from memeff.chunked.schedule import has_traced_bounds
+from memeff.chunked.schedule import has_array_bounds
 from memeff.logits import logits_plain
 from memeff.masking import key_range
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 
-def fixed_max_applies(problem: Problem, operands: Operands) -> bool:
+def fixed_max_applies(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return whether the forward with a bound on each row's maximum is enabled and possible."""
-    return problem.fixed_chunk_size is not None and max_can_be_bounded(problem, operands)
+    return schedule.fixed_max_chunk_size is not None and max_can_be_bounded(problem, operands)
 
 
 def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
@@ -19,7 +19,7 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 
     This takes plain logits, a dtype with 8 bits of exponent, and a key for every row.
     """
-    if not logits_plain(problem, operands) or has_traced_bounds(operands):
+    if not logits_plain(problem, operands) or has_array_bounds(operands):
         return False
     if operands.query.dtype not in (jnp.bfloat16, jnp.float32):
         return False
@@ -34,6 +34,7 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     return bool(np.all(start < end))
 
 
-def uses_gpu_fusion(problem: Problem, operands: Operands) -> bool:
+def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return whether the gradient is fused into its products: on GPUs, with plain logits."""
-    return problem.fused_chunk_size is not None and fixed_max_applies(problem, operands)
+    fused = schedule.gpu_fused_chunk_size is not None
+    return fused and fixed_max_applies(problem, schedule, operands)

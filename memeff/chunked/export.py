@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands
 
 
 def has_symbolic_lengths(operands: Operands) -> bool:
@@ -14,11 +14,11 @@ def has_symbolic_lengths(operands: Operands) -> bool:
     return not (isinstance(operands.query.shape[1], int) and isinstance(operands.key.shape[1], int))
 
 
-def pad_lengths(problem: Problem, operands: Operands) -> Operands:
+def pad_lengths(chunk_size: tuple[int, int], operands: Operands) -> Operands:
     """Pad symbolic lengths by one tile, and bound the lengths of all batch entries by T and S."""
     B, T = operands.query.shape[:2]
     S = operands.key.shape[1]
-    t, c = problem.chunk_size
+    t, c = chunk_size
 
     def bound(lengths: Array | None, total) -> Array:
         if lengths is None:

@@ -11,11 +11,13 @@ from memeff.chunked.loop import visit_tiles
 from memeff.chunked.row_sums import RowSums, add_rows, empty_rows
 from memeff.chunked.tile import dot, tile_logits, zero_nonfinite
 from memeff.masking import key_range
-from memeff.problem import Operands, Problem, accumulator_dtype
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.softmax import Lse, LseFor
 
 
-def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> RowSums:
+def fixed_max_forward(
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor
+) -> RowSums:
     """Compute the row sums with m from `max_bound` in place of a running maximum.
 
     So XLA can put exp into the epilogue of (1), and nothing is rescaled. A row that sees a value
@@ -25,12 +27,12 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
     Then all probabilities that the backward computes for a row are wrong by one factor, within
     2^-9. The rounding of each probability errs as much.
     """
-    assert problem.fixed_chunk_size is not None
-    problem = dataclasses.replace(problem, chunk_size=problem.fixed_chunk_size)
+    assert schedule.fixed_max_chunk_size is not None
+    schedule = dataclasses.replace(schedule, chunk_size=schedule.fixed_max_chunk_size)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
     m = max_bound(problem, operands)
-    on_gpu = problem.fused_chunk_size is not None
+    on_gpu = schedule.gpu_fused_chunk_size is not None
     if on_gpu:
         operands = operands._replace(value=zero_nonfinite(operands.value, True))
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
@@ -54,7 +56,7 @@ def fixed_max_forward(problem: Problem, operands: Operands, lse_for: LseFor) -> 
             parts += p.sum(-1, dtype=l.dtype), multiplied.sum(-1, dtype=l.dtype)
         return add_rows(sums, parts, tile)
 
-    visit = visit_tiles(problem, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
+    visit = visit_tiles(problem, schedule, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
     # o is divided by the sum of the rounded p. A row may hold a single p, and it need not be 1.
     if with_ones:
         (o,) = visit((o,))

@@ -28,46 +28,53 @@ from memeff.chunked.floats import all_true
 from memeff.chunked.loop import run_by_blocks, visit_tiles
 from memeff.chunked.row_sums import (
     RowSums,
+    divide_sums,
     empty_rows,
-    normalise,
     select_rows,
     slice_rows,
     write_rows,
 )
 from memeff.chunked.tile import Tile, distances, row_max, tile_logits, weighted_values
-from memeff.problem import Operands, Problem, check_sizes_known
+from memeff.problem import Operands, Problem, Schedule, check_sizes_known
 from memeff.softmax import Lse, LseFor, log_sum_exp
 
 
-def forward(problem: Problem, operands: Operands, lse_for: LseFor = "caller") -> tuple[Array, Lse]:
+def forward(
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse]:
     """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
     if has_symbolic_lengths(operands):
-        sums = online_forward(problem, pad_lengths(problem, operands))
-        padded = normalise(operands, sums, log_sum_exp)
+        padded_operands = pad_lengths(schedule.chunk_size, operands)
+        sums = online_forward(problem, schedule, padded_operands)
+        padded = divide_sums(operands, sums, log_sum_exp)
         T = operands.query.shape[1]
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, T, axis=3), padded)
-    if not fixed_max_applies(problem, operands):
-        return normalise(operands, online_forward(problem, operands), log_sum_exp)
-    if problem.block and uses_gpu_fusion(problem, operands):
+    if not fixed_max_applies(problem, schedule, operands):
+        return divide_sums(operands, online_forward(problem, schedule, operands), log_sum_exp)
+    if schedule.head_block and uses_gpu_fusion(problem, schedule, operands):
         o, l = empty_rows(operands)
-        whole = dataclasses.replace(problem, block=None)
-        call = functools.partial(forward, whole, lse_for=lse_for)
+        whole = dataclasses.replace(schedule, head_block=None)
+        call = functools.partial(forward, problem, whole, lse_for=lse_for)
         results = o.astype(operands.query.dtype), Lse(l, l)
-        return run_by_blocks(problem, operands, call, (), 1, results)
-    rows = fixed_max_forward(problem, operands, lse_for)
+        return run_by_blocks(schedule, operands, call, (), 1, results)
+    rows = fixed_max_forward(problem, schedule, operands, lse_for)
     valid = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
 
     def redo(state):
         done, rows = state
-        return done | True, online_forward(problem, operands, rows, valid)
+        return done | True, online_forward(problem, schedule, operands, rows, valid)
 
     # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
-    return normalise(operands, rows, log_sum_exp_wide)
+    return divide_sums(operands, rows, log_sum_exp_wide)
 
 
 def online_forward(
-    problem: Problem, operands: Operands, rows: RowSums | None = None, valid: Array | None = None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    rows: RowSums | None = None,
+    valid: Array | None = None,
 ) -> RowSums:
     """Run steps (1) to (4) over all visible tiles, for any call.
 
@@ -88,13 +95,15 @@ def online_forward(
             new = jax.tree.map(keep_valid, old, new)
         return write_rows(sums, new, tile)
 
-    visit = visit_tiles(problem, operands, (), step)
+    visit = visit_tiles(problem, schedule, operands, (), step)
     m, l, o = visit((start.m, start.l, start.o))
     weight = l if valid is None else jnp.where(valid, start.weight, l)
     return RowSums(m, l, weight, o)
 
 
-def forward_with_statistics(problem: Problem, operands: Operands) -> tuple[RowSums, Array, Array]:
+def forward_with_statistics(
+    problem: Problem, schedule: Schedule, operands: Operands
+) -> tuple[RowSums, Array, Array]:
     """Return the row sums, and sum p (s - m) and sum p |q_pos - k_pos| of each row [B, K, G, T]."""
     check_sizes_known(operands, "memeff.attention_statistics")
     o, l = empty_rows(operands)
@@ -111,7 +120,7 @@ def forward_with_statistics(problem: Problem, operands: Operands) -> tuple[RowSu
         d_new = a * d_old + (p * distances(problem, tile)).sum(-1)
         return write_rows(sums, (*new, e_new, d_new), tile)
 
-    visit = visit_tiles(problem, operands, (), step)
+    visit = visit_tiles(problem, schedule, operands, (), step)
     m, l, o, e, d = visit((l - jnp.inf, l, o, l, l))
     return RowSums(m, l, l, o), e, d
 

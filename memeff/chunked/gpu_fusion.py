@@ -18,7 +18,7 @@ class Fp16Scales(NamedTuple):
     dout: Array  # B K G T D, float16: dout times `column`, laid out for its product
     column: Array  # B K D, brings the largest entry of a column of dout below 2^16
     row: Array  # B K G T, brings d_raw / p below 2^4
-    serve: Array  # B K, True where rows and keys are large enough for float16's exponents
+    in_range: Array  # B K, True where rows and keys are large enough for float16's exponents
 
     P = 2.0**11  # scales p
 

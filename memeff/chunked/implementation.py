@@ -8,21 +8,23 @@ from memeff.chunked.eligible import fixed_max_applies, uses_gpu_fusion
 from memeff.chunked.forward import forward
 from memeff.chunked.schedule import count_tiles, tile_groups
 from memeff.chunked.tangent import tangent
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 __all__ = ["backward", "describe", "forward", "logit_param_gradients", "tangent"]
 
 
-def describe(problem: Problem, operands: Operands) -> str:
+def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Describe the tiles, the heads at a time and the softmax of a call, in words for users."""
-    fixed = fixed_max_applies(problem, operands)
-    fused = uses_gpu_fusion(problem, operands)
-    tiles = _describe_tiles(problem, operands, problem.fixed_chunk_size if fixed else None, 1)
-    gradient = _describe_tiles(problem, operands, problem.fused_chunk_size if fused else None, 0)
+    fixed = fixed_max_applies(problem, schedule, operands)
+    fused = uses_gpu_fusion(problem, schedule, operands)
+    forward_size = schedule.fixed_max_chunk_size if fixed else None
+    gradient_size = schedule.gpu_fused_chunk_size if fused else None
+    tiles = _describe_tiles(problem, schedule, operands, forward_size, 1)
+    gradient = _describe_tiles(problem, schedule, operands, gradient_size, 0)
     if gradient != tiles:
         tiles += f"; in the gradient {gradient}"
     B, _, K, G, _ = operands.query.shape
-    b, k = problem.block or (B, K)
+    b, k = schedule.heads_of_tile(B, K)
     softmax = "a running maximum"
     if fixed:
         softmax = "a precomputed bound on each row's maximum; rows where it fails are redone"
@@ -30,16 +32,20 @@ def describe(problem: Problem, operands: Operands) -> str:
 
 
 def _describe_tiles(
-    problem: Problem, operands: Operands, size: tuple[int, int] | None, along: int
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    size: tuple[int, int] | None,
+    long_axis: int,
 ) -> str:
-    """Describe tiles of `size`, merged `along` a dim; None: of the default size, never merged."""
-    t, c = size or problem.chunk_size
-    problem = dataclasses.replace(problem, chunk_size=(t, c))
-    visited, total = count_tiles(problem, operands)
+    """Describe tiles of `size`, merged along a dim; None: of the default size, never merged."""
+    t, c = size or schedule.chunk_size
+    schedule = dataclasses.replace(schedule, chunk_size=(t, c))
+    visited, total = count_tiles(problem, (t, c), operands)
     if visited is None:
         return f"tiles of {t} x {c} logits, visited between bounds that are computed at run time"
     text = f"tiles of {t} x {c} logits, {visited} of {total} visited"
-    groups = tile_groups(problem, operands, along if size else None)
+    groups = tile_groups(problem, schedule, operands, long_axis if size else None)
     sizes = [(rows, cols) for (_, rows, cols), _ in groups]
     rows, cols = max(sizes, key=math.prod, default=(t, c))
     if rows * cols > t * c:

@@ -3,7 +3,6 @@
 The fold is a scan over a static list of tiles, or a loop between bounds computed at run time.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from memeff.chunked.schedule import has_traced_bounds, tile_groups
-from memeff.chunked.slicing import cut_tile, pin_layout, slice_batch, slice_shared
+from memeff.chunked.schedule import has_array_bounds, tile_groups
+from memeff.chunked.slicing import (
+    TileSize,
+    TileSources,
+    cut_tile,
+    pin_layout,
+    slice_batch,
+    slice_shared,
+)
 from memeff.chunked.tile import Tile
 from memeff.masking import key_range
-from memeff.problem import LogitParams, Operands, Problem
+from memeff.problem import LogitParams, Operands, Problem, Schedule
 from memeff.slicing import slice_dims, slice_optional, write_slice
 
 Fold = Callable[[Any], Any]  # carry -> carry
@@ -26,15 +32,15 @@ StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what ma
 
 
 def run_by_blocks(
-    problem: Problem, operands: Operands, function, like_out, head_axis: int, results
+    schedule: Schedule, operands: Operands, function, like_out, head_axis: int, results
 ):
-    """Write `function(operands, *like_out)` of each `problem.block` into `results`.
+    """Write `function(operands, *like_out)` of each `schedule.head_block` into `results`.
 
     So arrays as long as the sequence exist for one block at a time. `like_out`: arrays
     [B, K, ...]; `head_axis`: the axis of key heads in `results`.
     """
-    assert problem.block is not None
-    b, k = problem.block
+    assert schedule.head_block is not None
+    b, k = schedule.head_block
 
     def step(first, results):
         batch, head = first
@@ -58,11 +64,12 @@ def run_by_blocks(
 
         return jax.tree.map(write, results, parts)
 
-    return visit_blocks(problem, operands, step, results)
+    return visit_blocks(schedule, operands, step, results)
 
 
 def visit_tiles(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     rows: tuple[Array, ...],
     step: Callable[[Any, Tile], Any],
@@ -73,7 +80,7 @@ def visit_tiles(
 ) -> Fold:
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
-    It visits one `problem.block` after the other. A tile gets its slices of `rows` (B K G T or
+    It visits one `schedule.head_block` after the other. A tile gets its slices of `rows` (B K G T or
     B K G T D) and of `like_query` (B T K G D). `long_axis`: whether large tiles are rather high
     (0) or wide (1).
 
@@ -95,36 +102,38 @@ def visit_tiles(
     )
     with_flat = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     lengths = operands.query.shape[1], operands.key.shape[1]
-    traced_bounds = has_traced_bounds(operands)
-    groups = () if traced_bounds else tile_groups(problem, operands, long_axis)
+    traced_bounds = has_array_bounds(operands)
+    groups = () if traced_bounds else tile_groups(problem, schedule, operands, long_axis)
     B, _, K = operands.query.shape[:3]
-    b, k = problem.block or (B, K)
+    b, k = schedule.heads_of_tile(B, K)
 
     def fold_of_block(first) -> Fold:
         """Return the fold over the tiles of the block at batch entry and key head `first`."""
         if traced_bounds:
 
             def cut_and_step(carry, i, j):
-                return step(
-                    carry, cut_tile(with_flat, flat, rows, lengths, problem, True, first, i, j)
-                )
+                sources = TileSources(with_flat, flat, rows, lengths)
+                size = TileSize(b, k, *schedule.chunk_size)
+                return step(carry, cut_tile(problem, sources, size, True, first, i, j))
 
             block = slice_batch(operands, first[0], b)
-            return functools.partial(_visit_between_bounds, problem, block, cut_and_step)
+            return functools.partial(
+                _visit_between_bounds, problem, schedule.chunk_size, block, cut_and_step
+            )
 
-        def cutter(rows, masked: bool, size: tuple[int, int], starts: np.ndarray) -> CutTile:
-            sources = with_flat, flat, rows
-            if problem.joined:
-                sources = slice_shared(with_flat, flat, rows, size, starts)
-            sized = dataclasses.replace(problem, chunk_size=size)
-            return functools.partial(cut_tile, *sources, lengths, sized, masked, first)
+        def cutter(rows, masked: bool, size: TileSize, starts: np.ndarray) -> CutTile:
+            sources = TileSources(with_flat, flat, rows, lengths)
+            if schedule.max_merged_logits:
+                sources = slice_shared(sources, size, starts)
+            return functools.partial(cut_tile, problem, sources, size, masked, first)
 
         folds = []
         for (masked, t, c), starts in groups:
-            cut = cutter(rows, masked, (t, c), starts)
+            size = TileSize(b, k, t, c)
+            cut = cutter(rows, masked, size, starts)
             if prefetch is not None:
                 rows_ahead, make = prefetch
-                cut_ahead = cutter(rows_ahead, masked, (t, c), starts)
+                cut_ahead = cutter(rows_ahead, masked, size, starts)
                 folds.append(_fold_two_ahead(cut, step, starts, cut_ahead, make))
             elif prefetch_rows:
                 folds.append(_fold_one_ahead(cut, step, starts))
@@ -144,14 +153,14 @@ def visit_tiles(
     def step_block(first, carry):
         return fold_of_block(first)(carry)
 
-    return functools.partial(visit_blocks, problem, operands, step_block)
+    return functools.partial(visit_blocks, schedule, operands, step_block)
 
 
-def visit_blocks(problem: Problem, operands: Operands, step, carry):
+def visit_blocks(schedule: Schedule, operands: Operands, step, carry):
     """Fold `step((batch entry, key head), carry)` over the starts of the blocks."""
-    assert problem.block is not None
+    assert schedule.head_block is not None
     B, _, K = operands.query.shape[:3]
-    b, k = problem.block
+    b, k = schedule.head_block
 
     def body(n, carry):
         return step((n // (K // k) * b, n % (K // k) * k), carry)
@@ -239,14 +248,16 @@ def _fold_two_ahead(
     return fold
 
 
-def _visit_between_bounds(problem: Problem, operands: Operands, step, carry):
+def _visit_between_bounds(
+    problem: Problem, chunk_size: tuple[int, int], operands: Operands, step, carry
+):
     """Fold `step(carry, i, j)` over key tiles between bounds that lengths and offsets give.
 
     The bounds of a row of tiles span the keys that its queries see in any batch entry.
     """
     T = operands.query.shape[1]
     S = operands.key.shape[1]
-    t, c = problem.chunk_size
+    t, c = chunk_size
     offset = jnp.int32(problem.q_offset) if operands.q_offset is None else operands.q_offset
     q_end = jnp.int32(T) if operands.q_lengths is None else jnp.minimum(operands.q_lengths, T)
     kv_end = jnp.int32(S) if operands.kv_lengths is None else jnp.minimum(operands.kv_lengths, S)

@@ -9,7 +9,7 @@ from jax import Array
 from memeff.chunked.tile import Tile
 from memeff.problem import Operands, accumulator_dtype
 from memeff.slicing import add_slice, slice_dims, write_slice
-from memeff.softmax import SEES_NOTHING, Lse, sink_weights
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, sink_weights
 
 Arrays = tuple[Array, ...]
 
@@ -23,7 +23,7 @@ class RowSums(NamedTuple):
     o: Array  # B K G T D, sum of p v
 
 
-def normalise(
+def divide_sums(
     operands: Operands, rows: RowSums, log_sum_exp: Callable[[Array, Array], Lse]
 ) -> tuple[Array, Lse]:
     """Divide the sums: return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T].
@@ -38,7 +38,7 @@ def normalise(
         share, weight = sink_weights(rows.m, rows.weight, operands.logit_params.sinks)
         o = o * share[..., None]
     out = (o / weight[..., None]).astype(operands.query.dtype)
-    return out, log_sum_exp(jnp.where(empty, SEES_NOTHING, rows.m), l)
+    return out, log_sum_exp(jnp.where(empty, LSE_OF_EMPTY_ROW, rows.m), l)
 
 
 def empty_rows(operands: Operands) -> tuple[Array, Array]:

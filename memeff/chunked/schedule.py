@@ -13,13 +13,13 @@ import numpy as np
 from memeff.autodiff.tile_sum import TileGrid
 from memeff.chunked.export import has_symbolic_lengths
 from memeff.masking import key_range
-from memeff.problem import Operands, Problem, accumulator_dtype, check_sizes_known
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, check_sizes_known
 
 
-def tile_groups(problem: Problem, operands: Operands, long_axis: int | None):
+def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_axis: int | None):
     """Return ((masked, rows, columns), starts [n, 2]) of each group of tiles, masked ones last.
 
-    Where `problem.joined` allows, whole tiles that form a larger square become one tile, because
+    Where `schedule.max_merged_logits` allows, whole tiles that form a larger square become one tile, because
     each step costs launches and slices of what it reads and adds to. `long_axis` (0: rows,
     1: columns) is the longer axis of such a tile. It also asks for two tiles at least in a group,
     because XLA unrolls a loop of one step.
@@ -27,16 +27,19 @@ def tile_groups(problem: Problem, operands: Operands, long_axis: int | None):
     Groups are few, because each makes its first probabilities on its own. So whole tiles that are
     left over join the masked ones where those are as many.
     """
-    whole, edge = tiles_by_mask(problem, operands)
+    tile = schedule.chunk_size
+    whole, edge = tiles_by_mask(problem, tile, operands)
     groups = []
-    if problem.joined and long_axis is not None and len(whole):
-        size, starts, whole = _join_tiles(problem, operands, whole, len(edge), 1 - long_axis)
+    if schedule.max_merged_logits and long_axis is not None and len(whole):
+        size, starts, whole = _merge_tiles(
+            problem, schedule, operands, whole, len(edge), 1 - long_axis
+        )
         groups.append((False, size, starts))
         if len(whole) <= len(edge):
             edge = np.concatenate([whole, edge])
             whole = whole[:0]
-    groups.append((False, problem.chunk_size, whole * problem.chunk_size))
-    groups.append((True, problem.chunk_size, edge * problem.chunk_size))
+    groups.append((False, tile, whole * tile))
+    groups.append((True, tile, edge * tile))
     pieces = []
     for masked, size, starts in groups:
         if long_axis is not None and len(starts) == 1:
@@ -48,24 +51,30 @@ def tile_groups(problem: Problem, operands: Operands, long_axis: int | None):
     return pieces
 
 
-def _join_tiles(
-    problem: Problem, operands: Operands, whole: np.ndarray, masked_count: int, cut_axis: int
+def _merge_tiles(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    whole: np.ndarray,
+    masked_count: int,
+    cut_axis: int,
 ) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
-    """Return the size and starts [n, 2] of joined tiles, and indices [n, 2] of tiles left over.
+    """Return the size and starts [n, 2] of merged tiles, and indices [n, 2] of tiles left over.
 
-    A joined tile is a square of n x n tiles, cut across `cut_axis` to `problem.joined` logits.
+    A merged tile is a square of n x n tiles, cut across `cut_axis` to
+    `schedule.max_merged_logits`.
     """
-    tile = problem.chunk_size
+    tile = schedule.chunk_size
+    most = schedule.max_merged_logits
     rows, cols = whole.max(0) + 1
     remaining = np.zeros((rows, cols), bool)  # by indices of tiles
     remaining[tuple(whole.T)] = True
 
     def whole_squares(n: int) -> np.ndarray:
-        square = dataclasses.replace(problem, chunk_size=(n * tile[0], n * tile[1]))
-        indices, _ = tiles_by_mask(square, operands)
+        indices, _ = tiles_by_mask(problem, (n * tile[0], n * tile[1]), operands)
         return indices[remaining[tuple(n * indices.T)]]
 
-    ratio = problem.joined / math.prod(tile)
+    ratio = most / math.prod(tile)
     n = 2 ** max(0, math.ceil(math.log2(ratio) / 2))
     squares = whole_squares(n)
     while not len(squares) and n > 1:
@@ -73,15 +82,13 @@ def _join_tiles(
         squares = whole_squares(n)
     if n == 1 and len(squares) <= masked_count:
         return tile, whole[:0], whole
-    joined = np.zeros((-(-rows // n), -(-cols // n)), bool)  # by indices of squares
-    joined[tuple(squares.T)] = True
-    remaining &= ~joined.repeat(n, 0).repeat(n, 1)[:rows, :cols]
+    merged = np.zeros((-(-rows // n), -(-cols // n)), bool)  # by indices of squares
+    merged[tuple(squares.T)] = True
+    remaining &= ~merged.repeat(n, 0).repeat(n, 1)[:rows, :cols]
     size = (n * tile[0], n * tile[1])
     starts = squares * size
     thinnest = min(128, tile[cut_axis])
-    while (
-        math.prod(size) > problem.joined and size[cut_axis] > thinnest and size[cut_axis] % 2 == 0
-    ):
+    while math.prod(size) > most and size[cut_axis] > thinnest and size[cut_axis] % 2 == 0:
         size, starts = _halve_tiles(size, starts, cut_axis)
     return size, starts, np.argwhere(remaining)
 
@@ -100,13 +107,15 @@ def _halve_tiles(
     return half, np.concatenate([starts, starts + np.array(step)])
 
 
-def key_spans(problem: Problem, lengths: tuple[int, int]) -> tuple[np.ndarray, ...]:
+def tile_spans(
+    problem: Problem, chunk_size: tuple[int, int], lengths: tuple[int, int]
+) -> tuple[np.ndarray, ...]:
     """Return first and end of the key tiles that a row of tiles visits, and of those it sees fully.
 
     Each of the four arrays has one index per row of tiles [ceil(T / t)]. The window alone decides.
     """
     T, S = lengths
-    t, c = problem.chunk_size
+    t, c = chunk_size
     rows = np.arange(0, T, t)
     bounds = key_range(problem, problem.q_offset, rows, np.minimum(rows + t, T) - 1)
 
@@ -120,7 +129,7 @@ def key_spans(problem: Problem, lengths: tuple[int, int]) -> tuple[np.ndarray, .
 
 
 def tiles_by_mask(
-    problem: Problem, operands: Operands, skip: bool = True
+    problem: Problem, chunk_size: tuple[int, int], operands: Operands, skip: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return indices (i, j) [n, 2] of the tiles that need no mask, and of those that need one.
 
@@ -128,7 +137,8 @@ def tiles_by_mask(
     leaves out tiles in which no query sees any key; otherwise they come last.
     """
     lengths = operands.query.shape[1], operands.key.shape[1]
-    return _tiles_by_mask(problem, lengths, has_elementwise_mask(problem, operands), skip)
+    elementwise = has_elementwise_mask(problem, operands)
+    return _tiles_by_mask(problem, chunk_size, lengths, elementwise, skip)
 
 
 def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
@@ -139,13 +149,18 @@ def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
 
 
 def _tiles_by_mask(
-    problem: Problem, lengths: tuple[int, int], elementwise: bool, skip: bool = True
+    problem: Problem,
+    chunk_size: tuple[int, int],
+    lengths: tuple[int, int],
+    elementwise: bool,
+    skip: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `tiles_by_mask` does, from lengths (T, S)."""
     T, S = lengths
-    t, c = problem.chunk_size
+    t, c = chunk_size
     j = np.arange(-(-S // c))
-    first, end, full_first, full_end = (x[:, None] for x in key_spans(problem, lengths))
+    spans = tile_spans(problem, chunk_size, lengths)
+    first, end, full_first, full_end = (x[:, None] for x in spans)
     seen = (first <= j) & (j < end)  # by indices of tiles
     full = (full_first <= j) & (j < full_end)
     if problem.blocks is not None:
@@ -161,7 +176,7 @@ def _tiles_by_mask(
     return whole.astype(np.int32), edge.astype(np.int32)
 
 
-def tile_grid(problem: Problem, operands: Operands) -> TileGrid:
+def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileGrid:
     """Return the grid of the same tiles for `tile_sum`.
 
     Lengths and offsets that are arrays make every tile masked and bound no list of tiles.
@@ -173,17 +188,27 @@ def tile_grid(problem: Problem, operands: Operands) -> TileGrid:
     S = operands.key.shape[1]
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
-    masked = has_elementwise_mask(problem, operands) or has_traced_bounds(operands)
-    return TileGrid(_lists_of_tiles, problem, B, K, G, (T, S), masked, accumulator_dtype(operands))
+    return TileGrid(
+        _lists_of_tiles,
+        problem,
+        schedule.chunk_size,
+        schedule.heads_of_tile(B, K),
+        (B, K, G),
+        (T, S),
+        has_elementwise_mask(problem, operands) or has_array_bounds(operands),
+        accumulator_dtype(operands),
+    )
 
 
 def _lists_of_tiles(grid: TileGrid) -> list[tuple[bool, np.ndarray]]:
     """Return (masked, indices [n, 2]) of tiles without a mask, then of those with one."""
-    whole, edge = _tiles_by_mask(grid.problem, grid.lengths, grid.elementwise)
+    whole, edge = _tiles_by_mask(grid.problem, grid.chunk_size, grid.lengths, grid.elementwise)
     return [(False, whole), (True, edge)]
 
 
-def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
+def count_tiles(
+    problem: Problem, chunk_size: tuple[int, int], operands: Operands
+) -> tuple[int | None, int]:
     """Return how many tiles of a head are visited, and how many there are.
 
     The first is None where lengths or offsets are arrays; the second is 0 where a length is
@@ -193,16 +218,16 @@ def count_tiles(problem: Problem, operands: Operands) -> tuple[int | None, int]:
         return None, 0
     T = operands.query.shape[1]
     S = operands.key.shape[1]
-    t, c = problem.chunk_size
+    t, c = chunk_size
     total = -(-T // t) * -(-S // c)
-    if has_traced_bounds(operands):
+    if has_array_bounds(operands):
         return None, total
     if problem.blocks is not None:
-        return sum(map(len, tiles_by_mask(problem, operands))), total
-    first, end, _, _ = key_spans(problem, (T, S))
+        return sum(map(len, tiles_by_mask(problem, chunk_size, operands))), total
+    first, end, _, _ = tile_spans(problem, chunk_size, (T, S))
     return int(np.maximum(end - first, 0).sum()), total
 
 
-def has_traced_bounds(operands: Operands) -> bool:
+def has_array_bounds(operands: Operands) -> bool:
     """Return True if lengths or offsets are arrays, so that the visited tiles are not known yet."""
     return any(x is not None for x in (operands.q_offset, operands.q_lengths, operands.kv_lengths))

@@ -1,5 +1,7 @@
 """Cut the operands to one tile, and write the results of a tile back into whole arrays."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jax import Array, lax
@@ -20,25 +22,31 @@ def pin_layout(x: Array, dim: int = 2) -> Array:
     return lax.optimization_barrier(lax.collapse(x, dim)).reshape(x.shape)
 
 
-def cut_tile(
-    operands: Operands,
-    flat: tuple[Array, ...],
-    rows: tuple[Array, ...],
-    lengths: tuple[int, int],
-    problem: Problem,
-    masked: bool,
-    first,
-    i,
-    j,
-) -> Tile:
-    """Return the tile at query `i` and key `j` of the block at batch entry and key head `first`.
+class TileSources(NamedTuple):
+    """The arrays that tiles are cut from."""
 
-    `flat`: arrays B T N ..., the query first. `rows`: arrays B K G T or B K G T D. Mask and bias
-    are B|1 N|1 T|1 S|1. `lengths` are T and S of the whole arrays.
-    """
-    t, c = problem.chunk_size
-    B, _, K, G, _ = operands.query.shape
-    b, k = problem.block or (B, K)
+    operands: Operands  # mask and bias B|1 N|1 T|1 S|1
+    like_query: tuple[Array, ...]  # B T N ..., the query first
+    rows: tuple[Array, ...]  # B K G T or B K G T D
+    lengths: tuple[int, int]  # T and S of the whole arrays
+
+
+class TileSize(NamedTuple):
+    """The batch entries, key heads, rows and columns of a tile."""
+
+    b: int
+    k: int
+    t: int
+    c: int
+
+
+def cut_tile(
+    problem: Problem, sources: TileSources, size: TileSize, masked: bool, first, i, j
+) -> Tile:
+    """Return the tile at query `i` and key `j` of the block at batch entry and key head `first`."""
+    operands, flat, rows, lengths = sources
+    b, k, t, c = size
+    _, _, K, G, _ = operands.query.shape
     row, row_positions = positions(i, t, lengths[0])
     col, col_positions = positions(j, c, lengths[1])
     batch = (first[0], b)
@@ -117,26 +125,21 @@ def slice_batch(operands: Operands, first, size: int) -> Operands:
     return operands._replace(**cut)
 
 
-def slice_shared(
-    operands: Operands,
-    flat: tuple[Array, ...],
-    rows: tuple[Array, ...],
-    size: tuple[int, int],
-    starts: np.ndarray,
-) -> tuple[Operands, tuple[Array, ...], tuple[Array, ...]]:
+def slice_shared(sources: TileSources, size: TileSize, starts: np.ndarray) -> TileSources:
     """Cut arrays to the queries, or the keys, that all tiles at `starts` [n, 2] share.
 
-    `cut_tile` then need not slice these in each step. The arguments are the same as there.
+    `cut_tile` then need not slice these in each step.
     """
+    operands, flat, rows, lengths = sources
     row, col = starts[0].tolist()
     same_rows, same_cols = (starts == starts[0]).all(0)
     if same_rows:
-        row = min(row, flat[0].shape[1] - size[0])
-        flat = tuple(lax.slice_in_dim(x, row, row + size[0], axis=1) for x in flat)
-        rows = tuple(lax.slice_in_dim(x, row, row + size[0], axis=3) for x in rows)
+        row = min(row, flat[0].shape[1] - size.t)
+        flat = tuple(lax.slice_in_dim(x, row, row + size.t, axis=1) for x in flat)
+        rows = tuple(lax.slice_in_dim(x, row, row + size.t, axis=3) for x in rows)
     if same_cols:
-        col = min(col, operands.key.shape[1] - size[1])
-        key = lax.slice_in_dim(operands.key, col, col + size[1], axis=1)
-        value = lax.slice_in_dim(operands.value, col, col + size[1], axis=1)
+        col = min(col, operands.key.shape[1] - size.c)
+        key = lax.slice_in_dim(operands.key, col, col + size.c, axis=1)
+        value = lax.slice_in_dim(operands.value, col, col + size.c, axis=1)
         operands = operands._replace(key=key, value=value)
-    return operands, flat, rows
+    return TileSources(operands, flat, rows, lengths)

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.autodiff.tile_sum import DimNames, TileLocation, fold, tile_sum
-from memeff.chunked import row_sums, schedule
+from memeff.chunked import row_sums
 from memeff.chunked.forward import online_softmax_step
+from memeff.chunked.schedule import tile_grid
 from memeff.chunked.tile import Tile, dot, probabilities, weighted_values, zero_nonfinite
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import LogitParams, Operands, Problem, accumulator_dtype
-from memeff.softmax import SEES_NOTHING, Lse, log_sum_exp
+from memeff.problem import LogitParams, Operands, Problem, Schedule, accumulator_dtype
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
 # Names of the dims of operands. All other operands are whole in each tile.
 OPERAND_DIMS = {
@@ -46,6 +47,7 @@ WHOLE = "acdefghijlmopqruvwxyz"  # names of dims that are not cut
 
 def tangent(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     out: Array,
     lse: Lse,
@@ -64,7 +66,7 @@ def tangent(
     active, structure, primal_indices = _active_tangents(function, tangents)
     totals = tile_sum(
         TileTangent(**vars(function), tangent_structure=structure),
-        schedule.tile_grid(problem, operands),
+        tile_grid(problem, schedule, operands),
         (*inputs, *(inputs[n] for n in primal_indices)),
         (DimNames("bntd", first_lse, (D,)), DimNames("bnt", first_lse)),
         len(active),
@@ -76,7 +78,7 @@ def tangent(
 
 
 def forward_with_tangent(
-    problem: Problem, operands: Operands, tangents: Operands
+    problem: Problem, schedule: Schedule, operands: Operands, tangents: Operands
 ) -> tuple[tuple[Array, Lse], tuple[Array, Array]]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T], and the tangents of both, from one pass."""
     function, inputs, arrays = tile_sum_inputs(problem, operands, (), True)
@@ -101,7 +103,7 @@ def forward_with_tangent(
 
     m, l, o, n, r = fold(
         step,
-        schedule.tile_grid(problem, operands),
+        tile_grid(problem, schedule, operands),
         (*inputs, *(inputs[n] for n in primal_indices)),
         (scalars, scalars, vectors, vectors, scalars),
         start,
@@ -111,7 +113,7 @@ def forward_with_tangent(
     m, l, o, n, r = (x.reshape(x.shape[0], *heads, *x.shape[2:]) for x in (m, l, o, n, r))
     visible = l != 0
     divisor = jnp.where(visible, l, 1)
-    out, lse = row_sums.normalise(operands, row_sums.RowSums(m, l, l, o), log_sum_exp)
+    out, lse = row_sums.divide_sums(operands, row_sums.RowSums(m, l, l, o), log_sum_exp)
     r = jnp.where(visible, r / divisor, 0)
     dout = jnp.where(visible[..., None], (n - r[..., None] * o) / divisor[..., None], 0)
     return (out, lse), (dout.astype(out.dtype), r)
@@ -239,7 +241,7 @@ class TileTangent(TileFunction):
         p = probabilities(s, lse, tile.keep)  # (3)
         n, r = self.sums(tile, tangents, p, ds)
         if location.masked:  # tangents of a row that sees nothing must not meet a 0 of p
-            visible = lse.high != SEES_NOTHING
+            visible = lse.high != LSE_OF_EMPTY_ROW
             n = jnp.where(visible[..., None], n, 0)
             r = jnp.where(visible, r, 0)
         return lax.collapse(n, 1, 3), lax.collapse(r, 1, 3)

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from memeff import sharding
 from memeff.attention import dot_product_attention
 from memeff.call import Call, prepare, run_attention
-from memeff.chunked.slicing import cut_tile
+from memeff.chunked.slicing import TileSize, TileSources, cut_tile
 from memeff.chunked.tile import Tile, tile_logits
 from memeff.diagnostics.bind import chunked_arguments
 from memeff.problem import Operands, Problem
@@ -246,7 +246,6 @@ def _cut_sample(
     problem: Problem, operands: Operands, sample: Array, size: tuple[int, int], rows, like_query
 ) -> Tile:
     """Cut one row, or one column, of one key head, in float64; what is not finite becomes 0, because nobody may see it."""
-    problem = dataclasses.replace(problem, chunk_size=size, block=(1, 1))
     lengths = operands.query.shape[1], operands.key.shape[1]
 
     def merge_heads(x):  # B K G T S to B N T S
@@ -259,7 +258,8 @@ def _cut_sample(
     operands = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     b, k, token = sample
     start = (token, 0) if size[0] == 1 else (0, token)
-    tile = cut_tile(operands, tuple(flat), rows, lengths, problem, True, (b, k), *start)
+    sources = TileSources(operands, tuple(flat), rows, lengths)
+    tile = cut_tile(problem, sources, TileSize(1, 1, *size), True, (b, k), *start)
 
     def widen(x):
         return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -12,11 +12,11 @@ import jax
 from memeff import compiling, dispatch, memory_model, pallas, tile_sizes
 from memeff.arguments import AttentionKwargs
 from memeff.call import run_attention
-from memeff.chunked import schedule
+from memeff.chunked.schedule import count_tiles
 from memeff.device import Device, current_device, current_platform, pretend_device
 from memeff.diagnostics.bind import bind_arguments, prepare_shapes
-from memeff.implementations import module_for
-from memeff.problem import Operands, Problem
+from memeff.implementations import Chosen, Request, module_for
+from memeff.problem import Operands
 from memeff.units import format_bytes, parse_bytes
 
 # Each device with its memory in bytes, as its maker states it.
@@ -140,9 +140,8 @@ def compile_target(device: Any, planned_device: Device) -> Any:
 
 
 def make_plan(
-    problem: Problem,
+    chosen: Chosen,
     operands: Operands,
-    name: str,
     device_bytes: int | None,
     compiled: tuple[int, int] | None = None,
 ) -> Plan:
@@ -153,18 +152,21 @@ def make_plan(
     (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
     platform = current_platform()
     device = current_device(operands.query)
+    problem, schedule, _ = chosen
+    name = chosen.name
     if name == "pallas":
         family = pallas.family_for(device)
-        problem = dataclasses.replace(problem, chunk_size=family.tile_shape(problem, operands))
-    visited, total = schedule.count_tiles(problem, operands)
-    t, c = problem.chunk_size
+        schedule = dataclasses.replace(schedule, chunk_size=family.tile_shape(problem, operands))
+    visited, total = count_tiles(problem, schedule.chunk_size, operands)
+    t, c = schedule.chunk_size
     logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))
-    forward, gradient = compiled or tile_sizes.temp_bytes(problem, operands, name)
+    forward, gradient = compiled or tile_sizes.temp_bytes(problem, schedule, operands, name)
     plain_forward, plain_gradient = memory_model.quadratic_bytes(operands, platform)
 
     def chunked_bytes(operands: Operands) -> tuple[int, int]:
-        tiled = tile_sizes.choose_tiles(problem, operands)
-        return tile_sizes.temp_bytes(tiled, operands, name)
+        backward = "fused" if schedule.fused_backward else None
+        resized = tile_sizes.choose_schedule(problem, operands, Request(backward=backward))
+        return tile_sizes.temp_bytes(problem, resized, operands, name)
 
     def plain_bytes(operands: Operands) -> tuple[int, int]:
         return memory_model.quadratic_bytes(operands, platform)
@@ -172,7 +174,7 @@ def make_plan(
     return Plan(
         implementation=name,
         platform=platform,
-        chunk_size=problem.chunk_size,
+        chunk_size=schedule.chunk_size,
         forward_bytes=forward,
         gradient_bytes=gradient,
         compiled=compiled is not None,
@@ -185,7 +187,9 @@ def make_plan(
         memory=device_bytes,
         longest=_longest(operands, device_bytes, chunked_bytes),
         plain_longest=_longest(operands, device_bytes, plain_bytes),
-        how=module_for("pallas" if name == "pallas" else "xla", device).describe(problem, operands),
+        how=module_for("pallas" if name == "pallas" else "xla", device).describe(
+            problem, schedule, operands
+        ),
     )
 
 
@@ -256,7 +260,7 @@ def explain(
     """
     arguments = bind_arguments("explain", query, key, value, bias, mask, **kwargs)
     call = prepare_shapes("explain", arguments)
-    return dispatch.explain_choice(call.problem, call.operands, call.chosen.name)
+    return dispatch.explain_choice(call.chosen, call.operands)
 
 
 def plan(
@@ -301,4 +305,4 @@ def plan(
             target = compile_target(device, planned_device)
             compiled = compiling.temp_bytes(run_attention, arguments, call.chosen, target)
         device_bytes = parse_bytes("memory", memory) or device_bytes
-        return make_plan(call.problem, call.operands, call.chosen.name, device_bytes, compiled)
+        return make_plan(call.chosen, call.operands, device_bytes, compiled)

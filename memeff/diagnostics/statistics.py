@@ -20,9 +20,9 @@ from memeff.attention_ad import Forward, tangent_of
 from memeff.autodiff.primitives import call
 from memeff.autodiff.tile_sum import DimNames, TileLocation, tile_sum
 from memeff.call import prepare, to_public_rows
-from memeff.chunked import implementation as chunked
-from memeff.chunked import row_sums, schedule
+from memeff.chunked import row_sums
 from memeff.chunked.forward import forward_with_statistics
+from memeff.chunked.schedule import tile_grid
 from memeff.chunked.tangent import TileFunction, tile_sum_inputs
 from memeff.chunked.tile import Tile, distances, probabilities, tile_logits
 from memeff.diagnostics.bind import chunked_arguments
@@ -30,7 +30,7 @@ from memeff.implementations import Chosen
 from memeff.problem import Operands, Problem
 from memeff.shape import unfold
 from memeff.sharding import vary_together
-from memeff.softmax import SEES_NOTHING, Lse, log_sum_exp
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
 
 class Statistics(NamedTuple):
@@ -50,11 +50,12 @@ class Statistics(NamedTuple):
 class RowStatistics:
     """The function from operands to out [B, K, G, T, D] and lse, entropy, max_logit, mean_distance [B, K, G, T]."""
 
-    problem: Problem
+    chosen: Chosen
 
     def __call__(self, operands: Operands) -> tuple[Array, ...]:
-        sums, sum_below, sum_distance = forward_with_statistics(self.problem, operands)
-        out, lse = row_sums.normalise(operands, sums, log_sum_exp)
+        problem, schedule, _ = self.chosen
+        sums, sum_below, sum_distance = forward_with_statistics(problem, schedule, operands)
+        out, lse = row_sums.divide_sums(operands, sums, log_sum_exp)
         l = jnp.where(sums.l == 0, 1, sums.l)
         entropy = jnp.maximum(
             jnp.log(l) - sum_below / l, 0
@@ -73,12 +74,13 @@ class RowStatistics:
 
     def _from_lse(self, operands: Operands, max_logit: Array) -> tuple[Array, ...]:
         """Return the statistics as sums over tiles, which can be differentiated; `max_logit` finds the largest logit."""
-        out, lse = call(Forward(chunked, self.problem, "caller"), operands)
-        function, inputs, arrays = tile_sum_inputs(self.problem, operands, lse, False)
+        problem, schedule, _ = self.chosen
+        out, lse = call(Forward(self.chosen, "caller"), operands)
+        function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
         rows = DimNames("bnt", len(inputs))
         sums = tile_sum(
             _RowSumsOfTile(**vars(function)),
-            schedule.tile_grid(self.problem, operands),
+            tile_grid(problem, schedule, operands),
             (*inputs, rows),
             (rows,) * 4,
             0,
@@ -90,15 +92,16 @@ class RowStatistics:
         return out, lse.high, entropy, mean_of_largest, distance
 
 
-def row_statistics(problem: Problem, operands: Operands) -> tuple[Array, ...]:
+def row_statistics(chosen: Chosen, operands: Operands) -> tuple[Array, ...]:
     """Return out [B, K, G, T, D] and lse, entropy, max_logit, mean_distance [B, K, G, T]."""
-    return call(RowStatistics(problem), vary_together(operands))
+    return call(RowStatistics(chosen), vary_together(operands))
 
 
-def sum_probabilities_by_key(problem: Problem, operands: Operands) -> Array:
+def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
     """Return the sum of each key's probabilities over all queries, [B, K, G, S]."""
     operands = vary_together(operands)
-    _, lse = call(Forward(chunked, problem, "caller"), operands)
+    problem, schedule, _ = chosen
+    _, lse = call(Forward(chosen, "caller"), operands)
     function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
     (B, _, K, G, _), S = operands.query.shape, operands.key.shape[1]
     keys = jnp.zeros_like(operands.key[..., 0].swapaxes(1, 2))[:, :, None]  # B K 1 S
@@ -106,7 +109,7 @@ def sum_probabilities_by_key(problem: Problem, operands: Operands) -> Array:
     dims = DimNames("bns", len(inputs))
     (mass,) = tile_sum(
         _KeySumsOfTile(**vars(function)),
-        schedule.tile_grid(problem, operands),
+        tile_grid(problem, schedule, operands),
         (*inputs, dims),
         (dims,),
         0,
@@ -126,7 +129,7 @@ class _RowSumsOfTile(TileFunction):
         max_logit = parts[-1].reshape(lse.high.shape)[..., None]
         # The same sum in another order may differ by so much.
         close = 8 * jnp.finfo(s.dtype).eps * jnp.abs(max_logit)
-        is_largest = (s >= max_logit - close) & (lse.high != SEES_NOTHING)[..., None]
+        is_largest = (s >= max_logit - close) & (lse.high != LSE_OF_EMPTY_ROW)[..., None]
         if tile.keep is not None:
             is_largest = is_largest & tile.keep
         entropy = -p * (s - lse.high[..., None])
@@ -185,8 +188,7 @@ def attention_statistics(
 def _run_statistics(arguments: Arguments, chosen: Chosen | None = None) -> Statistics:
     """Return the statistics of a call, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_statistics, chosen)
-    static = (call.problem,)
-    out, *rows = sharding.on_their_mesh(row_statistics, static, call.operands)
+    out, *rows = sharding.on_mesh_of_operands(row_statistics, (call.chosen,), call.operands)
     public_rows = [to_public_rows(call.shape, x) for x in rows]
     return Statistics(unfold(call.shape, out), *public_rows)
 
@@ -218,6 +220,5 @@ def key_mass(
 def _run_key_mass(arguments: Arguments, chosen: Chosen | None = None) -> Array:
     """Return the mass of each key of a call, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_key_mass, chosen)
-    static = (call.problem,)
-    mass = sharding.on_their_mesh(sum_probabilities_by_key, static, call.operands)
+    mass = sharding.on_mesh_of_operands(sum_probabilities_by_key, (call.chosen,), call.operands)
     return unfold(call.shape, mass)

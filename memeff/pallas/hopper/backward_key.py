@@ -49,7 +49,7 @@ from memeff.pallas.hopper.score_tile import (
 )
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
-from memeff.softmax import SEES_NOTHING
+from memeff.softmax import LSE_OF_EMPTY_ROW
 
 
 class KeyScratch(NamedTuple):
@@ -269,7 +269,7 @@ def _compute(
         def good_do(x, first):
             finite = is_finite(x)
             lse = plgpu.load(scratch.lse_s.at[slot, pl.ds(first, ROWS)], layout=ROW)
-            return finite | (broadcast_vector(lse, (ROWS, ROWS)) < SEES_NOTHING)
+            return finite | (broadcast_vector(lse, (ROWS, ROWS)) < LSE_OF_EMPTY_ROW)
 
         clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
         clean_operand(scratch.do_s.at[slot], good_do, failed_s, group, scratch.computing)

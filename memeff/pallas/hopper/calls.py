@@ -22,7 +22,7 @@ from memeff.pallas.hopper.tangent import Arrays, tangents
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients
-from memeff.problem import Gradients, LogitParams, Operands, Problem
+from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule
 from memeff.sharding import sharding_of_sum, vary_together
 from memeff.softmax import Lse, LseFor
 
@@ -46,10 +46,10 @@ SCALAR_DIMS = {
 SUMMED_DIMS = {"of_heads": 3, "of_queries": (1, 2)}
 
 
-def describe(problem: Problem, operands: Operands) -> str:
+def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     tiling = forward_tiling(problem, operands)
-    form = ", the gradient fused into one" if problem.backward == "fused" else ""
+    form = ", the gradient fused into one" if schedule.fused_backward else ""
     return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits{form}"
 
 
@@ -64,7 +64,7 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     if width > 64:
         return Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
-    if problem.calls_functions:  # three warpgroups have 160 registers a thread, and would spill
+    if problem.has_pair_functions:  # three warpgroups have 160 registers a thread, and would spill
         return two
     three = Tiling(3, 128, 3, 2)
     lengths = operands.query.shape[1], operands.key.shape[1]
@@ -80,10 +80,10 @@ def backward_tilings(
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
     """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
     if _width(operands) == 64:
-        tiling = backward_common.Tiling(2 if problem.calls_functions else 3, 64, 4, 2)
+        tiling = backward_common.Tiling(2 if problem.has_pair_functions else 3, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap and functions take registers.
-    has_vectors = operands.q_segments is not None or problem.calls_functions
+    has_vectors = operands.q_segments is not None or problem.has_pair_functions
     if has_vectors or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)
     else:
@@ -100,7 +100,7 @@ def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tili
     """Return the tiling of the kernel for tangents."""
     if _width(operands) > 64:
         return backward_common.Tiling(2, 64, 2, 1)
-    if problem.calls_functions:
+    if problem.has_pair_functions:
         return backward_common.Tiling(2, 64, 4, 2)
     return backward_common.Tiling(3, 64, 3, 2)
 
@@ -255,7 +255,13 @@ class _GradientInputs(NamedTuple):
 
 
 def backward(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Gradients:
     """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
 
@@ -290,7 +296,7 @@ def backward(
             padded_scalars,
             backward_tilings(problem, operands),
         )
-        if problem.backward == "fused":
+        if schedule.fused_backward:
             tiling = fused_tiling(operands)
             dq, dk, dv = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
             sums = []
@@ -306,7 +312,7 @@ def backward(
     run = partitioned(call, dims_in, (*DIMS, *["bkgt"] * sum_count))
     dq, dk, dv, *sums = run(*operands[:3], out, dout, *rows, *leaves)
     extra_pass = functools.partial(
-        extra_gradients.extra_cotangents, problem, original, out, lse, dout, dlse
+        extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
     score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
     return Gradients(dq, dk, dv, LogitParams(score=score))

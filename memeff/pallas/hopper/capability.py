@@ -33,13 +33,15 @@ def for_device(device: Device) -> str | None:
     return None
 
 
-def why_not(problem: Problem, operands: Operands, device: Device) -> str | None:
+def why_not(
+    problem: Problem, operands: Operands, device: Device, fused: bool = False
+) -> str | None:
     """Return why the kernels cannot run this call on `device`, forward and gradient; None if they can."""
     return (
         for_device(device)
         or _unsupported_shape(operands)
         or _unsupported_option(problem, operands)
-        or _unsupported_by_fused(problem, operands)
+        or (_unsupported_by_fused(problem, operands) if fused else None)
         or _empty(operands)
         or calls.why_not(problem, operands)
     )
@@ -80,16 +82,14 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
 
 
 def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
-    """Return a reason if `backward="fused"` is requested and cannot be met."""
-    if problem.backward != "fused":
-        return None
+    """Return a reason if the kernels cannot compute the gradient as one."""
     H, D = operands.query.shape[-1], operands.value.shape[-1]
     if max(H, D) > LARGEST_HEAD_BACKWARD:
         return (
             f'backward="fused" supports heads of up to {LARGEST_HEAD_BACKWARD}, and this call has '
             f"H={H}, D={D}"
         )
-    if problem.calls_functions:
+    if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
     return None
 
@@ -155,7 +155,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.q_offset,
         operands.q_segments,
     )
-    if problem.calls_functions or any(x is not None for x in arrays):
+    if problem.has_pair_functions or any(x is not None for x in arrays):
         return False
     if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
         return False

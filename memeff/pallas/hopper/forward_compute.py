@@ -31,7 +31,7 @@ from memeff.pallas.hopper.scheduler import QueryWork, some_whole
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.tile_ranges import TileRange
 from memeff.problem import Problem
-from memeff.softmax import SEES_NOTHING
+from memeff.softmax import LSE_OF_EMPTY_ROW
 
 HEADROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
 LARGEST_SUM = 2.0**60  # of (5); a row that exceeds it is done again
@@ -66,7 +66,7 @@ class ForwardKernel(NamedTuple):
         if self.lse_ref is not None:
             sees_nothing = l == 0
             lse = (m + jnp.log2(l)) * (1 / LOG2_E)
-            self._row_vector(3)[...] = jnp.where(sees_nothing, SEES_NOTHING, lse)
+            self._row_vector(3)[...] = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, lse)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out)
         if self.lse_ref is not None:

@@ -11,7 +11,7 @@ from memeff.pallas.hopper.capability import (
     why_not,
 )
 from memeff.pallas.hopper.memory import temp_bytes
-from memeff.problem import Gradients, Operands, Problem
+from memeff.problem import Gradients, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor
 
 __all__ = [
@@ -37,24 +37,31 @@ def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
     return tiling.rows, tiling.keys
 
 
-def describe(problem: Problem, operands: Operands) -> str:
+def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     from memeff.pallas.hopper import calls
 
-    return calls.describe(problem, operands)
+    return calls.describe(problem, schedule, operands)
 
 
 def forward(
-    problem: Problem, operands: Operands, lse_for: LseFor = "caller"
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse | None]:
     """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
     from memeff.pallas.hopper import calls
 
+    del schedule  # the kernels choose their own tiles
     return calls.forward(problem, operands, lse_for)
 
 
 def backward(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> Gradients:
     """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
 
@@ -64,22 +71,27 @@ def backward(
     from memeff.pallas.hopper import calls
 
     module = calls if backward_is_kernel(operands) else chunked
-    return module.backward(problem, operands, out, lse, dout, dlse)
+    return module.backward(problem, schedule, operands, out, lse, dout, dlse)
 
 
 def tangent(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    tangents: Operands,
 ) -> tuple[Array, Array]:
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
-    `along` holds the tangents of the operands; None stands for 0. The chunked path computes the
+    A tangent of `tangents` that is None is 0. The chunked path computes the
     tangents of larger heads and those along `LogitParams`.
     """
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls
 
-    term_tangents = jax.tree.leaves(along.logit_params)
-    array_tangents = jax.tree.leaves(along[:3])
+    term_tangents = jax.tree.leaves(tangents.logit_params)
+    array_tangents = jax.tree.leaves(tangents[:3])
     if term_tangents or not array_tangents or not backward_is_kernel(operands):
-        return chunked.tangent(problem, operands, out, lse, along, narrow=True)
-    return calls.tangent(problem, operands, out, lse, along)
+        return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow=True)
+    return calls.tangent(problem, operands, out, lse, tangents)

@@ -1,10 +1,10 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
 from memeff.pallas.user_functions import calls
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 
-def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
+def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
     """Return the bytes of a forward for inference, and those of forward and gradient in one call.
 
     They hold padded copies, out, and the numbers that user functions precompute for tokens. The
@@ -31,14 +31,14 @@ def temp_bytes(problem: Problem, operands: Operands) -> tuple[int, int]:
     # lse and delta, in whole tiles
     rows = 4 * B * N * (rows_128 + _round_up(T, 192 if width == 64 else 128))
     rows += 4 * B * N * row_sums * rows_128
-    fused_sums = 4 * B * N * _round_up(T, 8) * width if problem.backward == "fused" else 0
-    extra_pass = (
-        extra_pass_bytes(problem, operands) if calls.needs_extra_pass(problem, operands) else 0
-    )
+    fused_sums = 4 * B * N * _round_up(T, 8) * width if schedule.fused_backward else 0
+    extra_pass = 0
+    if calls.needs_extra_pass(problem, operands):
+        extra_pass = extra_pass_bytes(schedule, operands)
     return arrays, 2 * arrays + rows + fused_sums + extra_pass
 
 
-def extra_pass_bytes(problem: Problem, operands: Operands) -> int:
+def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:
     """Return the bytes of the pass for params whose cotangents kernels do not sum.
 
     It holds two tiles of logits, a copy of the cotangent of out, and slices. Copies of query, key
@@ -47,8 +47,8 @@ def extra_pass_bytes(problem: Problem, operands: Operands) -> int:
     """
     B, T, K, G, H = operands.query.shape
     D = operands.value.shape[-1]
-    t, c = problem.chunk_size
-    b, k = problem.block or (B, K)
+    t, c = schedule.chunk_size
+    b, k = schedule.heads_of_tile(B, K)
     tiles = 8 * b * k * G * t * c
     return tiles + operands.query.dtype.itemsize * B * K * G * T * (D + H // 2)
 

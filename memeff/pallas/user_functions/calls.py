@@ -82,7 +82,7 @@ def _functions(
     """Return {name: (function, leaves of its params)}, with floats in float32."""
     functions: dict[str, tuple[TracedFunction, Any, Any]] = {}
     if problem.score_fn is not None:
-        floats, rest = operands.logit_params.score, operands.score_rest
+        floats, rest = operands.logit_params.score, operands.score_nonfloat_params
         functions["score_fn"] = problem.score_fn, floats, rest
     if problem.mask_fn is not None:
         count = sum(problem.mask_fn.is_float)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from memeff.chunked import implementation as chunked
 from memeff.pallas.user_functions import calls, tile_function
 from memeff.pallas.user_functions.partition import Numbers, PartitionedFunction
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 from memeff.sharding import vary_together
 from memeff.slicing import slice_dims
 from memeff.softmax import Lse
@@ -26,6 +26,7 @@ from memeff.user_functions import PairIndices
 
 def extra_cotangents(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     out: Array,
     lse: Lse,
@@ -42,8 +43,11 @@ def extra_cotangents(
     function: Any = ChunkedFunction(apart, G, calls.diagonal_offset(S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.logit_params._replace(score=floats)
-    operands = operands._replace(logit_params=terms, score_rest=(offset, *numbers.values()))
-    return chunked.logit_param_gradients(problem, operands, out, lse, dout, dlse).score
+    operands = operands._replace(
+        logit_params=terms, score_nonfloat_params=(offset, *numbers.values())
+    )
+    gradients = chunked.logit_param_gradients(problem, schedule, operands, out, lse, dout, dlse)
+    return gradients.score
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

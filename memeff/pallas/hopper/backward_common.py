@@ -65,7 +65,7 @@ def float16_lift(dtype) -> float:
 
 def undo_lift(x: Array, dtype, state: WorkState | None = None) -> Array:
     """Divide a sum of p or ds by the lift. Items that are done again have none."""
-    lift = float16_lift(dtype) if state is None or state.first else 0.0
+    lift = float16_lift(dtype) if state is None or state.first_round else 0.0
     return x * 2.0**-lift if lift else x
 
 
@@ -78,7 +78,7 @@ class Tiling(NamedTuple):
     items: int  # work items that are being copied or in use
 
     @property
-    def own(self) -> int:
+    def item_size(self) -> int:
         """Return how many positions a work item owns."""
         return self.warpgroups * ROWS
 
@@ -110,14 +110,14 @@ class Gradient(NamedTuple):
     ) -> tuple[Array, Callable]:
         """Return p and a function of p and dp + delta, all of one shape.
 
-        The function returns d_raw without its slope, and the cotangents of `tile.terms()`.
+        The function returns d_raw without its slope, and the cotangents of `tile.differentiable_values()`.
         """
-        indices = tile.places(self.problem.score_fn)
+        indices = tile.pair_indices(self.problem.score_fn)
 
         def logits(raw, terms):
             return logits_base2(self.problem, raw, terms, keep, indices)
 
-        s, pull = jax.vjp(logits, raw, tile.terms())
+        s, pull = jax.vjp(logits, raw, tile.differentiable_values())
         p = jnp.exp2(s - lse)
 
         def select(x):
@@ -136,12 +136,12 @@ class Gradient(NamedTuple):
 def count_score_gradients(problem: Problem) -> int:
     """Return how many inputs of `score_fn` have a gradient."""
     score_fn: Any = problem.score_fn
-    return 0 if score_fn is None else len(score_fn.moving)
+    return 0 if score_fn is None else len(score_fn.kernel_gradients)
 
 
 def not_finite(failed_s, state: WorkState, *sums) -> Array:
     """Return 1 if, in the first round, some row of `sums` is not finite."""
-    if not state.first:
+    if not state.first_round:
         return jnp.int32(0)
     bad_rows = [jnp.where(is_finite(x), 0.0, 1.0).max(axis=1) for x in sums]
     return any_failed(failed_s, functools.reduce(jnp.maximum, bad_rows))
@@ -212,7 +212,7 @@ def copy_tiles(
     """
     early = 0
     if tiling.items == 1:
-        early = jnp.where(state.items > 0, jnp.minimum(count, tiling.stages), 0)
+        early = jnp.where(state.items_done > 0, jnp.minimum(count, tiling.stages), 0)
     pl.loop(0, early)(copy_visited)
     copy_item()
     pl.loop(early, count)(copy_visited)
@@ -257,9 +257,9 @@ def clean_operand(operand, good: Callable, failed_s, group, barrier) -> None:
     lax.fori_loop(0, row_parts * col_parts, clean_part, None)
 
 
-def token_vectors(marks: TokenVectors, query_slot, key_slot) -> TokenVectors:
+def token_vectors(slots: TokenVectors, query_slot, key_slot) -> TokenVectors:
     """Return the token vectors of one tile of queries and one tile of keys."""
-    by_query, by_key = marks
+    by_query, by_key = slots
     return tuple(x.at[query_slot] for x in by_query), tuple(x.at[key_slot] for x in by_key)
 
 
@@ -275,7 +275,9 @@ def transposed_tile(
     """Return the tile of warpgroup `group`'s keys and the n-th visited tile of queries."""
     first = work.visits.tile(n) * tiling.tile_size, work.col + group * ROWS
     shape = ROWS, tiling.tile_size
-    return ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors, query_dim=1)
+    return ScoreTile(
+        problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors, query_dim=1
+    )
 
 
 def zero_padding(x: Array, shape: CallSizes, work: KeyWork, group) -> Array:

@@ -39,7 +39,12 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
-from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, find_key_work, some_whole
+from memeff.pallas.hopper.scheduler import (
+    CallSizes,
+    KeyWork,
+    find_key_work,
+    may_have_unmasked_tiles,
+)
 from memeff.pallas.hopper.score_tile import (
     TokenVectors,
     barrier_arrivals,
@@ -60,7 +65,7 @@ class KeyScratch(NamedTuple):
     do_s: Any  # [stages, 64, D]
     do_ready: Any
     k_s: Any  # [items * warpgroups, 64, H]; dk at the end
-    marks: TokenVectors
+    token_vectors: TokenVectors
     item_ready: Any
     item_used: Any
     q_s: Any  # [stages, 64, H]
@@ -109,11 +114,11 @@ def key_value_gradient(
     shape = CallSizes(B, T, S, K, N // K)
     # A step has registers left for lse only because its tiles have 64 queries.
     assert tiling.tile_size == ROWS and lse.shape[-1] % ROWS == 0
-    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
-    scalars = with_lists(problem, scalars, lengths, (ROWS, tiling.own), keys=True)
+    scalars = with_ranges(scalars, lengths, tiling.item_size, keys=True)
+    scalars = with_lists(problem, scalars, lengths, (ROWS, tiling.item_size), keys=True)
     operands, structure = jax.tree.flatten((arrays, scalars))
 
-    tiles = tiles_visited(problem, lengths, tiling.own, ROWS, keys=True)
+    tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     bytes_read = T * shape.G * (H + D) * 2
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
 
@@ -121,7 +126,7 @@ def key_value_gradient(
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         outputs = refs[len(operands) :]
         find_work = functools.partial(
-            find_key_work, problem, shape, scalar_refs, tiling.own, ROWS, order
+            find_key_work, problem, shape, scalar_refs, tiling.item_size, ROWS, order
         )
         compute = functools.partial(_compute, problem, shape, tiling, outputs, scratch)
         copy = functools.partial(_copy, shape, tiling, array_refs, scratch)
@@ -187,7 +192,7 @@ def copy_queries(
     `arrays`: refs of query, dout, lse and delta. `visits`: tiles that were copied before.
     """
     query_ref, dout_ref, lse_ref, delta_ref = arrays
-    query_marks, _ = scratch.marks
+    query_vectors, _ = scratch.token_vectors
     count = work.visits.total
 
     def copy_tile(g, n):
@@ -202,7 +207,7 @@ def copy_queries(
         wait_for_slot(scratch.used, slot, visit >= tiling.stages)
         plgpu.copy_gmem_to_smem(query_ref.at[tokens], scratch.q_s.at[slot], q_ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
-        copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, q_ready)
+        copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, q_ready)
         plgpu.copy_gmem_to_smem(dout_ref.at[tokens], scratch.do_s.at[slot], do_ready)
         plgpu.copy_gmem_to_smem(delta_ref.at[vector], scratch.delta_s.at[slot], do_ready)
 
@@ -223,17 +228,17 @@ def _copy(
 ) -> tuple[Array, Array]:
     """Copy the keys and values of each warpgroup, and the visited queries once for all."""
     query_ref, key_ref, value_ref, *row_refs = arrays
-    _, key_marks = scratch.marks
-    item = lax.rem(state.items, jnp.int32(tiling.items))
-    wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
+    _, key_vectors = scratch.token_vectors
+    item = lax.rem(state.items_done, jnp.int32(tiling.items))
+    wait_for_slot(scratch.item_used, item, state.items_done >= tiling.items)
     for group in range(tiling.warpgroups):
         cols = pl.ds(work.col + group * ROWS, ROWS)
         slot = item * tiling.warpgroups + group
         ready = scratch.item_ready.at[slot]
         for ref, tile_s in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
             plgpu.copy_gmem_to_smem(ref.at[work.b, cols, work.k], tile_s.at[slot], ready)
-        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, ready)
-    visits = state.visits
+        copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
+    visits = state.tiles_visited
     count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, visits)
     return count, jnp.int32(0)
 
@@ -253,7 +258,7 @@ def _compute(
     gradient = Gradient(problem)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
-    group_slot = lax.rem(state.items, jnp.int32(tiling.items)) * tiling.warpgroups
+    group_slot = lax.rem(state.items_done, jnp.int32(tiling.items)) * tiling.warpgroups
     cols = pl.ds(work.col + group * ROWS, ROWS)
     masked = work.visits.masked
     count = hide_from_cse(jnp.int32(work.visits.total))
@@ -285,16 +290,17 @@ def _compute(
         late = tiling.warpgroups == 2 and not hides and problem.right is not None
         if not late:
             plgpu.barrier_wait(scratch.do_ready.at[slot])
-        if hides and not state.first:
+        if hides and not state.first_round:
             clean(slot)
-        vectors = token_vectors(scratch.marks, slot, group_slot + group)
-        tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors).early()
-        keep = tile.seen() if hides else None
+        vectors = token_vectors(scratch.token_vectors, slot, group_slot + group)
+        tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors)
+        tile = tile.with_loads_started()
+        keep = tile.mask() if hides else None
         key_slot = group_slot + hide_from_cse(group)
         k = scratch.k_s.at[key_slot]
         v = scratch.v_s.at[key_slot]
         lse = by_query(scratch.lse_s.at[slot])  # before products, which keep shared memory busy
-        if not state.first:
+        if not state.first_round:
             lse = lse + float16_lift(dtype)
 
         def products(raw, dp):
@@ -321,14 +327,14 @@ def _compute(
 
     def visit_tiles(dk, dv):
         def visit_head(g, _):
-            start = state.visits + g * count
+            start = state.tiles_visited + g * count
             numbers = head_number_refs(work.scalars, work.k * shape.G + g)
             visit = functools.partial(step, start, numbers, (dk, dv))
-            if not state.first:
+            if not state.first_round:
                 lax.fori_loop(0, count, functools.partial(visit, True), None)
                 return
             lax.fori_loop(0, masked, functools.partial(visit, True), None)
-            if some_whole(problem, work.scalars):
+            if may_have_unmasked_tiles(problem, work.scalars):
                 lax.fori_loop(masked, count, functools.partial(visit, False), None)
 
         lax.fori_loop(0, shape.G, visit_head, None)
@@ -347,5 +353,5 @@ def _compute(
     plgpu.copy_smem_to_gmem(k, dk_ref.at[work.b, cols, work.k])
     plgpu.copy_smem_to_gmem(v, dv_ref.at[work.b, cols, work.k])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items, jnp.int32(tiling.items))])
+    plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed

@@ -41,7 +41,12 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
-from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
+from memeff.pallas.hopper.scheduler import (
+    CallSizes,
+    QueryWork,
+    find_query_work,
+    may_have_unmasked_tiles,
+)
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
     TokenVectors,
@@ -64,7 +69,7 @@ class QueryScratch(NamedTuple):
     k_s: Any  # [stages, tile_size, H]
     k_ready: Any
     k_used: Any
-    marks: TokenVectors
+    token_vectors: TokenVectors
     out_s: Any  # like q_s; dq at the end
     item_ready: Any
     item_used: Any
@@ -96,11 +101,11 @@ def query_gradient(
     _, _, K, D = value.shape
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    scalars = with_ranges(scalars, lengths, tiling.own)
-    scalars = with_lists(problem, scalars, lengths, (tiling.own, tiling.tile_size))
+    scalars = with_ranges(scalars, lengths, tiling.item_size)
+    scalars = with_lists(problem, scalars, lengths, (tiling.item_size, tiling.tile_size))
     operands, structure = jax.tree.flatten((arrays, dlse, scalars))
 
-    visited = tiles_visited(problem, lengths, tiling.own, tiling.tile_size)
+    visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = max(1, S * (H + D) * 2 // shape.G)
     blocks, order = choose_blocks(problem, scalars, visited, tiling.tile_size, B * N, bytes_read)
 
@@ -108,7 +113,7 @@ def query_gradient(
         array_refs, dlse_ref, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         outputs = refs[len(operands) :]
         find_work = functools.partial(
-            find_query_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
+            find_query_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
         has_dlse = dlse is not None
         compute = functools.partial(_compute, problem, tiling, outputs, has_dlse, scratch)
@@ -127,7 +132,7 @@ def query_gradient(
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.
-    rows = visited.size * tiling.own
+    rows = visited.size * tiling.item_size
     sums = count_score_gradients(problem)
     types = [
         jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -181,9 +186,9 @@ def _copy(
 ) -> tuple[Array, Array]:
     """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
     query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays
-    query_marks, key_marks = scratch.marks
+    query_vectors, key_vectors = scratch.token_vectors
     count = work.visits.total
-    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item = lax.rem(state.items_done, jnp.int32(tiling.items))
 
     def copy_queries(group):
         rows = pl.ds(work.row + group * ROWS, ROWS)
@@ -202,22 +207,22 @@ def _copy(
         copy_vector(lse_ref, scratch.rows_s.at[0])
         if dlse_ref is not None:
             copy_vector(dlse_ref, scratch.rows_s.at[1])
-        copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, ready)
+        copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, ready)
 
     def copy_item():
-        wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
+        wait_for_slot(scratch.item_used, item, state.items_done >= tiling.items)
         for group in range(tiling.warpgroups):
             copy_queries(group)
 
     def copy_keys(n):
-        visit = state.visits + n
+        visit = state.tiles_visited + n
         slot = lax.rem(visit, jnp.int32(tiling.stages))
         cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         tokens = work.b, cols, work.k
         k_ready = scratch.k_ready.at[slot]
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
         plgpu.copy_gmem_to_smem(key_ref.at[tokens], scratch.k_s.at[slot], k_ready)
-        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, k_ready)
+        copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         v_ready = scratch.v_ready.at[slot]
         plgpu.copy_gmem_to_smem(value_ref.at[tokens], scratch.v_s.at[slot], v_ready)
@@ -242,7 +247,7 @@ def _compute(
     dtype = scratch.q_s.dtype
     rows = pl.ds(work.row + group * ROWS, ROWS)
     count = work.visits.total
-    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item = lax.rem(state.items_done, jnp.int32(tiling.items))
     item_slot = item * tiling.warpgroups + group
     q = scratch.q_s.at[item_slot]
     out = scratch.out_s.at[item_slot]
@@ -256,22 +261,23 @@ def _compute(
     if has_dlse:
         delta = delta + plgpu.load(delta_s, layout=ROW)
     lse = plgpu.load(scratch.rows_s.at[0, item_slot], layout=ROW)
-    if not state.first:
+    if not state.first_round:
         lse = lse + float16_lift(dtype)
     delta_s[...] = delta
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[work.b, work.n, rows])  # for dk and dv
 
     def step(dq, masked, n, sums):
-        slot = lax.rem(state.visits + n, jnp.int32(tiling.stages))
+        slot = lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
         k = scratch.k_s.at[slot]
         plgpu.barrier_wait(scratch.k_ready.at[slot])
-        if masked and not state.first:  # (1) and (4) read the keys
+        if masked and not state.first_round:  # (1) and (4) read the keys
             clean_operand(k, is_finite, scratch.failed_s.at[group], group, scratch.computing)
         first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
-        vectors = token_vectors(scratch.marks, item_slot, slot)
-        tile = ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors).early()
-        keep = tile.seen() if masked else None
+        vectors = token_vectors(scratch.token_vectors, item_slot, slot)
+        tile = ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
+        tile = tile.with_loads_started()
+        keep = tile.mask() if masked else None
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k.T)  # (1)
@@ -293,18 +299,18 @@ def _compute(
         return sums
 
     def skip(n):
-        skip_tile(scratch, lax.rem(state.visits + n, jnp.int32(tiling.stages)))
+        skip_tile(scratch, lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages)))
 
     def visit_tiles(dq):
         masked = work.visits.masked
-        hidden = work.hidden(work.row + group * ROWS, ROWS) if state.first else 0
+        hidden = work.count_hidden_visits(work.row + group * ROWS, ROWS) if state.first_round else 0
         pl.loop(0, hidden)(skip)
         sums = (full_tile((ROWS,), 0.0),) * len(sums_refs)
-        if not state.first:
+        if not state.first_round:
             sums = lax.fori_loop(0, count, functools.partial(step, dq, True), sums)
         else:
             sums = lax.fori_loop(hidden, masked, functools.partial(step, dq, True), sums)
-            if some_whole(problem, work.scalars):
+            if may_have_unmasked_tiles(problem, work.scalars):
                 sums = lax.fori_loop(masked, count, functools.partial(step, dq, False), sums)
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 

@@ -16,9 +16,9 @@ from jax.sharding import reshard
 from memeff.logits import LOG2_E
 from memeff.pallas.hopper import backward_common, backward_key, backward_query
 from memeff.pallas.hopper.forward import Tiling, attend
-from memeff.pallas.hopper.fused import deltas, gradients
+from memeff.pallas.hopper.fused import fused_gradients, row_deltas
 from memeff.pallas.hopper.scalars import Scalars
-from memeff.pallas.hopper.tangent import Arrays, tangents
+from memeff.pallas.hopper.tangent import TangentArrays, tangents
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients
@@ -36,14 +36,14 @@ DIMS = "btkgh", "bskh", "bskd"
 SCALAR_DIMS = {
     "q_segments": "bt",
     "kv_segments": "bs",
-    "of_heads": "bkg",
+    "head_numbers": "bkg",
     "sinks": "bkg",
-    "of_queries": "bt",
-    "of_keys": "bs",
-    "of_differences": "bkgx",
+    "query_numbers": "bt",
+    "key_numbers": "bs",
+    "difference_numbers": "bkgx",
 }
 # Dims of B K G T over which the cotangents of per-head and per-query numbers are summed.
-SUMMED_DIMS = {"of_heads": 3, "of_queries": (1, 2)}
+SUMMED_DIMS = {"head_numbers": 3, "query_numbers": (1, 2)}
 
 
 def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
@@ -347,8 +347,8 @@ def _fused_gradient(
 ) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, out, dout, lse, dlse = inputs
-    delta = deltas(lengths, out, dout, dlse)
-    dq, dk, dv, nan_if_bad = gradients(
+    delta = row_deltas(lengths, out, dout, dlse)
+    dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )
     dq *= backward_common.Gradient(problem).slope
@@ -391,7 +391,8 @@ def _score_gradients(
     numbers, pull = jax.vjp(numbers_of, operands.logit_params.score)
     score_fn: Any = on_tiles.score_fn
     cotangents = [
-        x.sum(SUMMED_DIMS[side]) for x, (side, _) in zip(sums, score_fn.moving, strict=True)
+        x.sum(SUMMED_DIMS[side])
+        for x, (side, _) in zip(sums, score_fn.kernel_gradients, strict=True)
     ]
     if calls.needs_extra_pass(problem, operands):
         cotangents += extra_pass()
@@ -423,7 +424,7 @@ def tangent(
         arrays = query, key, None, value if moves_logits else None, out, dq, dk, dv
         arrays = (None if x is None else _padded(x, _width(operands)) for x in arrays)
         lse_padding = [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]
-        inputs = Arrays(*arrays)._replace(lse=jnp.pad(lse, lse_padding))
+        inputs = TangentArrays(*arrays)._replace(lse=jnp.pad(lse, lse_padding))
         tiling = tangent_tiling(problem, operands)
         lengths = T, key.shape[1]
         dout, dlse = tangents(on_tiles, lengths, inputs, _pad_scalars(scalars), tiling, shared)

@@ -144,8 +144,8 @@ def _copy_operands(
     query_ref, key_ref, value_ref = operands
     query_vectors_s, key_vectors_s = scratch.token_vectors
     count = work.visits.total
-    slot = lax.rem(state.items, jnp.int32(tiling.queries))
-    pl.when(state.items >= tiling.queries)(lambda: plgpu.barrier_wait(scratch.q_used.at[slot]))
+    slot = lax.rem(state.items_done, jnp.int32(tiling.queries))
+    pl.when(state.items_done >= tiling.queries)(lambda: plgpu.barrier_wait(scratch.q_used.at[slot]))
     for warpgroup in range(tiling.warpgroups):
         rows = pl.ds(work.row + warpgroup * ROWS, ROWS)
         ready = scratch.q_ready.at[slot]
@@ -156,17 +156,17 @@ def _copy_operands(
 
     @pl.loop(0, count)
     def _copy_visit(n):
-        slot = lax.rem(state.visits + n, jnp.int32(tiling.stages))
+        slot = lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
         cols = pl.ds(work.visits.tile(n) * tiling.keys, tiling.keys)
 
         def copy_tile(ref, shared, ready, used):
-            is_refill = state.visits + n >= tiling.stages
+            is_refill = state.tiles_visited + n >= tiling.stages
             pl.when(is_refill)(lambda: plgpu.barrier_wait(used.at[slot]))
             plgpu.copy_gmem_to_smem(ref.at[work.b, cols, work.k], shared.at[slot], ready.at[slot])
 
         copy_tile(key_ref, scratch.k_s, scratch.k_ready, scratch.k_used)
         copy_tile(value_ref, scratch.v_s, scratch.v_ready, scratch.v_used)
-        # Vectors of keys come with the values, because `cleaned` reads both.
+        # Vectors of keys come with the values, because `clean_values` reads both.
         ready = scratch.v_ready.at[slot]
         copy_token_vectors(work.scalars.by_key, cols, key_vectors_s, slot, ready)
 

@@ -25,9 +25,9 @@ from memeff.pallas.hopper.mosaic import (
     multiply,
     plgpu,
 )
-from memeff.pallas.hopper.nonfinite import cleaned
+from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
-from memeff.pallas.hopper.scheduler import QueryWork, some_whole
+from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.tile_ranges import TileRange
 from memeff.problem import Problem
@@ -52,14 +52,14 @@ class ForwardKernel(NamedTuple):
     def run_item(self, work: QueryWork, state: WorkState) -> tuple[Array, Array]:
         """Compute and store a tile of queries. Return the tiles visited, and 1 if a row failed."""
         scratch = self.scratch
-        slot = lax.rem(state.items, jnp.int32(self.tiling.queries))
+        slot = lax.rem(state.items_done, jnp.int32(self.tiling.queries))
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
         q = scratch.q_s.at[slot * self.tiling.warpgroups + self.warpgroup]
         out = self.out_ref.at[work.b, rows, work.n]
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         loop = KeyTileLoop(self, work, state, q, head_number_refs(work.scalars, work.n))
         m, l, o, failed = loop.run()
-        if not state.first:
+        if not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
         q[...] = o.astype(q.dtype)
@@ -72,7 +72,7 @@ class ForwardKernel(NamedTuple):
         if self.lse_ref is not None:
             plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
         # The next round may read out, so it must have been written by then.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=state.first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=state.first_round)
         plgpu.barrier_arrive(scratch.q_used.at[slot])
         return work.visits.total, item_failed
 
@@ -100,9 +100,9 @@ class ForwardKernel(NamedTuple):
             new_l = jnp.where(redone, l, old_l)
             return new_m, new_l, jnp.where(broadcast_vector(had_failed, o.shape) > 0, o, old_o)
 
-        m, l, o = lax.cond(state.online, only_failed, lambda: (m, l, o))
+        m, l, o = lax.cond(state.third_round, only_failed, lambda: (m, l, o))
 
-        @pl.when(~state.online)
+        @pl.when(~state.third_round)
         def _keep():
             for n, x in enumerate((m, l, failed)):
                 self._row_vector(n)[...] = x
@@ -145,23 +145,23 @@ class KeyTileLoop(NamedTuple):
             or problem.right is not None
             or isinstance(self.work.visits, TileRange)
         )
-        return some_whole(problem, self.work.scalars) and nearest_first
+        return may_have_unmasked_tiles(problem, self.work.scalars) and nearest_first
 
     def run(self):
         """Return m, l, o = out, and 1 for each row that failed."""
         visits = self.work.visits
         masked = visits.masked
-        masks_suffice = visits.covers & (visits.right > 0)
+        masks_suffice = visits.right_covers_rows & (visits.masked_right > 0)
         first_fixed = jnp.minimum(masked + jnp.where(masks_suffice, 0, 1), visits.total)
         if not self.has_fixed_max:
             first_fixed = visits.total
         m = full_tile((ROWS,), -jnp.inf)
         l = full_tile((ROWS,), 0.0)
         o = full_tile(self.out_shape, 0.0)
-        if self.state.first:
+        if self.state.first_round:
             m, l, o = self._first_round(first_fixed, m, l, o)
         else:  # the same numbers in the same order, or all with a running maximum
-            first_fixed = jnp.where(self.state.online, visits.total, first_fixed)
+            first_fixed = jnp.where(self.state.third_round, visits.total, first_fixed)
             m, l, o = self._next_round(first_fixed, m, l, o)
         sum_failed = jnp.where(l < LARGEST_SUM, 0.0, 1.0)
         failed = jnp.maximum(sum_failed, jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
@@ -172,7 +172,7 @@ class KeyTileLoop(NamedTuple):
     def _first_round(self, first_fixed, m, l, o):
         """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5)."""
         visits = self.work.visits
-        hidden = self.work.hidden(self.work.row + self.kernel.warpgroup * ROWS, ROWS)
+        hidden = self.work.count_hidden_visits(self.work.row + self.kernel.warpgroup * ROWS, ROWS)
         pl.loop(0, hidden)(self._skip)
         m, l, o = lax.fori_loop(hidden, first_fixed, self._online_step, (m, l, o))
         fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
@@ -220,7 +220,7 @@ class KeyTileLoop(NamedTuple):
 
     def _slot(self, n):
         """Return the slot of keys and values of visit n."""
-        return lax.rem(self.state.visits + n, jnp.int32(self.kernel.tiling.stages))
+        return lax.rem(self.state.tiles_visited + n, jnp.int32(self.kernel.tiling.stages))
 
     def _wait_for_values(self, n):
         """Wait until the values of visit n are in shared memory."""
@@ -232,18 +232,18 @@ class KeyTileLoop(NamedTuple):
         work = self.work
         row = work.row + kernel.warpgroup * ROWS
         col = work.visits.tile(n) * kernel.tiling.keys
-        slot = lax.rem(self.state.items, jnp.int32(kernel.tiling.queries))
+        slot = lax.rem(self.state.items_done, jnp.int32(kernel.tiling.queries))
         first_slot = slot * kernel.tiling.warpgroups
-        of_queries, of_keys = kernel.scratch.token_vectors
+        query_numbers, key_numbers = kernel.scratch.token_vectors
         vectors = (
-            tuple(ref.at[first_slot + kernel.warpgroup] for ref in of_queries),
-            tuple(ref.at[self._slot(n)] for ref in of_keys),
+            tuple(ref.at[first_slot + kernel.warpgroup] for ref in query_numbers),
+            tuple(ref.at[self._slot(n)] for ref in key_numbers),
         )
         return ScoreTile(
             kernel.problem,
             self.tile_shape,
             (row, col),
-            work.sight,
+            work.mask_inputs,
             work.scalars,
             self.head_numbers,
             vectors,
@@ -273,23 +273,23 @@ class KeyTileLoop(NamedTuple):
         """Return m, l and o after visit n, by (1) to (4)."""
         scratch = self.kernel.scratch
         slot = self._slot(n)
-        tile = self._score_tile(n).early()
+        tile = self._score_tile(n).with_loads_started()
         raw = self._dot_products(n)
-        _, of_keys = scratch.token_vectors
-        if of_keys:  # they are copied with the values
+        _, key_numbers = scratch.token_vectors
+        if key_numbers:  # they are copied with the values
             plgpu.barrier_wait(scratch.v_ready.at[slot])
         p, m, l, o = self._move_max(tile, raw, *carry)
-        if not of_keys:
+        if not key_numbers:
             plgpu.barrier_wait(scratch.v_ready.at[slot])
         return m, l, self._add_values(o, p, n)
 
     def _move_max(self, tile: ScoreTile, raw, m, l, o):
         """Apply (2) to (4), but for the product. Return p of (4), and the new m, l and a o."""
         dtype = self.kernel.scratch.v_s.dtype
-        s = tile.logits(raw, tile.seen())  # (2)
+        s = tile.logits(raw, tile.mask())  # (2)
         top = s.max(axis=1)
-        if not self.state.first and dtype == jnp.bfloat16:
-            top = top + jnp.where(self.state.online, HEADROOM, 0.0)
+        if not self.state.first_round and dtype == jnp.bfloat16:
+            top = top + jnp.where(self.state.third_round, HEADROOM, 0.0)
         m_new = jnp.maximum(m, top)  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
@@ -343,7 +343,7 @@ class KeyTileLoop(NamedTuple):
         warpgroup = self.kernel.warpgroup
         shared = scratch.bad_keys_s.at[warpgroup], scratch.bad_columns_s, scratch.all_consumers
         values = scratch.v_s.at[self._slot(n)]
-        return cleaned(values, o, self._score_tile(n), warpgroup, shared)
+        return clean_values(values, o, self._score_tile(n), warpgroup, shared)
 
     def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
         """Apply (5) to visit `first_fixed` and all later ones, at least one. Return l.
@@ -359,7 +359,7 @@ class KeyTileLoop(NamedTuple):
         def dot_products(n, load: Callable[[Any], Any]):
             """Start (1) of visit n. Return its tile, and `load` of the accumulator."""
             slot = self._slot(n)
-            tile = self._score_tile(n).early()
+            tile = self._score_tile(n).with_loads_started()
             plgpu.barrier_wait(scratch.k_ready.at[slot])
 
             def product(raw):

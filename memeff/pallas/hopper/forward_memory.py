@@ -56,7 +56,7 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
     stages = tiling.stages
     keys = tiling.keys
     slots = tiling.queries * consumers
-    of_queries, of_keys = barrier_arrivals(scalars)
+    query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (slots, ROWS), (stages, keys))
     return ForwardScratch(
         all_done=plgpu.Barrier(num_arrivals=consumers + 1),
@@ -67,16 +67,16 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
         k_ready=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         bad_keys_s=plgpu.SMEM((consumers, keys), jnp.float32),
-        token_vectors=vectors["marks"],
+        token_vectors=vectors["token_vectors"],
         old_out_ready=plgpu.Barrier(num_barriers=consumers),
         q_s=tile_ref(slots, ROWS, H, dtype),
         q_ready=plgpu.Barrier(
-            num_arrivals=consumers * (1 + of_queries), num_barriers=tiling.queries
+            num_arrivals=consumers * (1 + query_numbers), num_barriers=tiling.queries
         ),
         q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=tiling.queries),
         rows_s=plgpu.SMEM((4, consumers * ROWS), jnp.float32),
         v_s=tile_ref(stages, keys, D, dtype),
-        v_ready=plgpu.Barrier(num_arrivals=1 + of_keys, num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=1 + key_numbers, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         **interpreter_staging(consumers, ROWS, keys, dtype),
     )

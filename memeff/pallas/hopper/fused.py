@@ -77,7 +77,7 @@ class FusedScratch(NamedTuple):
     k_s: Any  # [1, 128, H]; dk at the end
     kv_ready: Any
     lse_s: Any  # [stages, tile_size]
-    marks: TokenVectors
+    token_vectors: TokenVectors
     old: Any  # for `add_to` in the interpreter: memory like part_s, and a barrier
     part_s: Any  # [2, PART, PART]
     q_s: Any  # [stages, tile_size, H]
@@ -87,7 +87,7 @@ class FusedScratch(NamedTuple):
     v_s: Any  # [1, 128, H]; dv at the end
 
 
-def gradients(
+def fused_gradients(
     problem: Problem,
     lengths: tuple[int, int],
     arrays: tuple[Array, ...],
@@ -107,9 +107,9 @@ def gradients(
     shape = CallSizes(B, T, S, K, N // K)
     assert D == H and tiling.warpgroups == GROUPS and tiling.tile_size * H == GROUPS * PART * PART
     assert lse.shape[-1] % tiling.tile_size == 0
-    scalars = with_ranges(scalars, lengths, tiling.own, keys=True)
+    scalars = with_ranges(scalars, lengths, tiling.item_size, keys=True)
     operands, structure = jax.tree.flatten((arrays, scalars))
-    blocks = B * K * -(-S // tiling.own)
+    blocks = B * K * -(-S // tiling.item_size)
     order = TileOrder()
     if problem.right is not None:
         order = cache_order(B * K, T * shape.G * (H + D) * 2)
@@ -121,7 +121,7 @@ def gradients(
         group = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         find_work = functools.partial(
-            find_key_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
+            find_key_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
 
         @pl.when(group < GROUPS)
@@ -156,7 +156,7 @@ def gradients(
         jnp.zeros(query.shape, jnp.float32),
         lax.empty(key.shape, query.dtype),
         lax.empty(value.shape, query.dtype),
-        lax.empty((blocks, tiling.own), jnp.float32),
+        lax.empty((blocks, tiling.item_size), jnp.float32),
     )
     return pl.run_state(lambda refs: kernel(*operands, *refs))(results)
 
@@ -172,9 +172,9 @@ def _scratch_types(H: int, dtype, scalars: Scalars, tiling: Tiling) -> FusedScra
         delta_s=plgpu.SMEM((stages, queries), jnp.float32),
         do_s=tile_ref(stages, queries, H, dtype),
         do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        d_raw_s=tile_ref(D_RAW_STAGES, tiling.own, queries, dtype),
+        d_raw_s=tile_ref(D_RAW_STAGES, tiling.item_size, queries, dtype),
         d_raw_ready=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=D_RAW_STAGES),
-        k_s=tile_ref(1, tiling.own, H, dtype),
+        k_s=tile_ref(1, tiling.item_size, H, dtype),
         kv_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=GROUPS),
         lse_s=plgpu.SMEM((stages, queries), jnp.float32),
         old=(parts, plgpu.Barrier(num_barriers=GROUPS)) if interpreting() else None,
@@ -183,7 +183,7 @@ def _scratch_types(H: int, dtype, scalars: Scalars, tiling: Tiling) -> FusedScra
         q_ready=plgpu.Barrier(num_arrivals=2 + query_vectors, num_barriers=stages),
         stage=interpreter_staging(GROUPS, ROWS, queries, dtype).get("stage"),
         used=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-        v_s=tile_ref(1, tiling.own, H, dtype),
+        v_s=tile_ref(1, tiling.item_size, H, dtype),
         **scratch_shapes(scalars, (stages, queries), (GROUPS, ROWS)),
     )
 
@@ -280,9 +280,9 @@ def _compute(
         do = scratch.do_s.at[slot]
         d_raw_ready = scratch.d_raw_ready.at[d_raw_stage]
         plgpu.barrier_wait(scratch.q_ready.at[slot])
-        vectors = token_vectors(scratch.marks, slot, group)
+        vectors = token_vectors(scratch.token_vectors, slot, group)
         tile = transposed_tile(problem, work, tiling, n, group, HeadNumbers(), vectors)
-        keep = tile.seen() if hides else None
+        keep = tile.mask() if hides else None
         opaque_group = hide_from_cse(group)
         k = scratch.k_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
         v = scratch.v_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
@@ -375,13 +375,13 @@ def _of_keys(ref, work: KeyWork, group):
 def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, own) -> None:
     """Copy warpgroup `group`'s keys and values, wait for both warpgroups', and note bad keys."""
     key_ref, value_ref = arrays
-    _, key_marks = scratch.marks
+    _, key_vectors = scratch.token_vectors
     ready = scratch.kv_ready.at[group]
     k = scratch.k_s.at[0, own]
     plgpu.copy_gmem_to_smem(_of_keys(key_ref, work, group), k, ready)
     plgpu.copy_gmem_to_smem(_of_keys(value_ref, work, group), scratch.v_s.at[0, own], ready)
     cols = pl.ds(work.col + group * ROWS, ROWS)
-    copy_token_vectors(work.scalars.by_key, cols, key_marks, group, ready)
+    copy_token_vectors(work.scalars.by_key, cols, key_vectors, group, ready)
     plgpu.barrier_wait(ready)
     # In (7) 0 times NaN is NaN.
     scratch.bad_s[0, own] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))
@@ -402,7 +402,7 @@ class DeltaScratch(NamedTuple):
     ready: Any
 
 
-def deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
+def row_deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
     """Return dlse - rowsum(dout * out), [B, N, T'].
 
     `out` and `dout` are [B, T, N, D], padded as in `forward.attend`. T' is the next multiple of

@@ -20,7 +20,7 @@ from memeff.pallas.hopper.persistent import ROWS
 from memeff.pallas.hopper.score_tile import ScoreTile
 
 
-def cleaned(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, Ref, Barrier]):
+def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, Ref, Barrier]):
     """Replace NaN and Inf in `values` [c, D], which all consumers read, by 0.
 
     Return o with NaN in the rows that see such a value, in its column. `shared` is memory for the
@@ -46,7 +46,7 @@ def cleaned(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, Ref, 
 
     def clean(o):
         bad_keys = broadcast_vector(plgpu.load(bad_keys_s, layout=COL), tile.shape, 1)
-        sees_bad = jnp.where(tile.seen(), bad_keys, 0.0).max(axis=1)
+        sees_bad = jnp.where(tile.mask(), bad_keys, 0.0).max(axis=1)
         sync(all_consumers)
 
         @pl.when(warpgroup == 0)  # one alone, because sums over rows share their memory

@@ -38,10 +38,10 @@ def persistent_blocks(items: int) -> int:
 class WorkState(NamedTuple):
     """The round that an item is in, and what the thread block has done before it."""
 
-    first: bool  # round 1
-    online: Any  # round 3, in which the forward takes a running maximum for all keys
-    items: Any  # items done before, in all rounds
-    visits: Any  # tiles that these items visited
+    first_round: bool
+    third_round: Any  # in which the forward takes a running maximum for all keys
+    items_done: Any  # items done before, in all rounds
+    tiles_visited: Any  # tiles that these items visited
 
 
 class PersistentLoop(NamedTuple):
@@ -58,7 +58,7 @@ class PersistentLoop(NamedTuple):
     do: Callable[..., tuple[Array, Array]]
 
     @property
-    def mine(self) -> Array:
+    def item_count(self) -> Array:
         """Return the number of items of this thread block."""
         whole = self.total // self.blocks
         has_one_more = self._position(whole) < self.total - whole * self.blocks
@@ -136,7 +136,7 @@ def run_with_retries(
     `rings` are those of the producer (not `computes`). Round 1 is a loop of its own, because the
     compiler then sees that its bounds are the same for all threads.
     """
-    count = items.mine
+    count = items.item_count
 
     def bit(n):
         return lax.shift_left(jnp.int32(1), lax.rem(n, jnp.int32(BITS)))

@@ -23,22 +23,22 @@ class Scalars(NamedTuple):
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
     # Of user functions, int32 or float32, see user_functions/partition.py:
-    of_heads: tuple[Any, ...] = ()  # [B, N]
-    of_queries: tuple[Any, ...] = ()  # [B, T']
-    of_keys: tuple[Any, ...] = ()  # [B, S']
-    of_differences: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
+    head_numbers: tuple[Any, ...] = ()  # [B, N]
+    query_numbers: tuple[Any, ...] = ()  # [B, T']
+    key_numbers: tuple[Any, ...] = ()  # [B, S']
+    difference_numbers: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
     sinks: Any = None  # [B, N], float32, in base 2; only the forward reads them
     # The range of each tile, see `with_ranges`:
-    first: Any = None  # [B, tiles], int32
-    behind: Any = None  # [B, tiles], int32
-    alone: Any = None  # [B, tiles], 0 or 1
-    listed: Any = None  # tiles that a block mask leaves, for all batch entries and heads
+    visible_from: Any = None  # [B, tiles], int32
+    visible_to: Any = None  # [B, tiles], int32
+    one_segment: Any = None  # [B, tiles], 0 or 1
+    tile_table: Any = None  # tiles that a block mask leaves, for all batch entries and heads
 
     def of(self, b) -> "Scalars":
         """Return batch entry b of refs: values of the fields [B], and refs of the rest."""
 
         def entry(name: str, ref):
-            if ref is None or name == "listed":
+            if ref is None or name == "tile_table":
                 return ref
             if name in OF_BATCH:
                 return ref[b]
@@ -54,12 +54,14 @@ class Scalars(NamedTuple):
     @property
     def by_query(self) -> tuple[Any, ...]:
         """Return the vectors of queries, segments first."""
-        return self.of_queries if self.q_segments is None else (self.q_segments, *self.of_queries)
+        segments = () if self.q_segments is None else (self.q_segments,)
+        return (*segments, *self.query_numbers)
 
     @property
     def by_key(self) -> tuple[Any, ...]:
         """Return the vectors of keys, segments first."""
-        return self.of_keys if self.kv_segments is None else (self.kv_segments, *self.of_keys)
+        segments = () if self.kv_segments is None else (self.kv_segments,)
+        return (*segments, *self.key_numbers)
 
 
 def with_ranges(
@@ -67,9 +69,9 @@ def with_ranges(
 ) -> Scalars:
     """Add the range of keys whose segments each tile of `size` queries meets.
 
-    With `keys`, add ranges of queries for tiles of keys. The range is from `first` to `behind`,
-    excluded. It holds all tokens unless segments are in order. `alone` is 1 if the tile has one
-    segment and sees all of its range.
+    With `keys`, add ranges of queries for tiles of keys. The range is from `visible_from` to
+    `visible_to`, excluded. It holds all tokens unless segments are in order. `one_segment` is 1 if
+    the tile has one segment and sees all of its range.
     """
     if scalars.q_segments is None or scalars.kv_segments is None:
         return scalars
@@ -87,8 +89,10 @@ def with_ranges(
     def count(which: Array) -> Array:
         return which.sum(axis=2, dtype=jnp.int32)
 
-    first = jnp.where(in_order, count(visited[:, None] < lowest[..., None]), 0)
+    visible_from = jnp.where(in_order, count(visited[:, None] < lowest[..., None]), 0)
     not_behind = count(visited[:, None] <= highest[..., None])
-    behind = jnp.where(in_order, not_behind, visited.shape[1])
-    alone = (in_order & (lowest == highest)).astype(jnp.int32)
-    return scalars._replace(first=first, behind=behind, alone=alone)
+    visible_to = jnp.where(in_order, not_behind, visited.shape[1])
+    one_segment = (in_order & (lowest == highest)).astype(jnp.int32)
+    return scalars._replace(
+        visible_from=visible_from, visible_to=visible_to, one_segment=one_segment
+    )

@@ -108,8 +108,8 @@ def _ends_and_mask(
     q_end = sizes.T if scalars.q_lengths is None else jnp.minimum(scalars.q_lengths, sizes.T)
     kv_end = sizes.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, sizes.S)
     hides_keys = scalars.kv_lengths is not None or sizes.S % keys != 0
-    sight = MaskInputs(scalars.q_offset, scalars.q_lengths, kv_end if hides_keys else None)
-    return (q_end, kv_end), sight
+    mask_inputs = MaskInputs(scalars.q_offset, scalars.q_lengths, kv_end if hides_keys else None)
+    return (q_end, kv_end), mask_inputs
 
 
 class QueryWork(NamedTuple):
@@ -119,11 +119,11 @@ class QueryWork(NamedTuple):
     n: Array  # query head
     k: Array  # key head
     row: Array  # first query
-    sight: MaskInputs
+    mask_inputs: MaskInputs
     visits: TileRange | TileList
     scalars: Scalars
-    # hidden(first, count): how many of the first visits the `count` queries from `first` do not see
-    hidden: Callable[[Any, int], Any]
+    # (first, count) -> number of the first visits that the `count` queries from `first` do not see
+    count_hidden_visits: Callable[[Any, int], Any]
 
 
 def find_query_work(
@@ -145,7 +145,7 @@ def find_query_work(
     b = lax.div(head, jnp.int32(N))
     n = lax.rem(head, jnp.int32(N))
     scalars = scalars.of(b)
-    ends, sight = _ends_and_mask(sizes, scalars, keys)
+    ends, mask_inputs = _ends_and_mask(sizes, scalars, keys)
     row = tile * rows
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
 
@@ -161,13 +161,13 @@ def find_query_work(
         if problem.right is None:
             visits = visits.nearest_first(row + rows // 2 + offset, keys)
 
-    def hidden(first, count: int):
+    def count_hidden_visits(first, count: int):
         if keys >= rows or scalars.q_segments is not None or not isinstance(visits, TileRange):
             return 0
-        return visits.hidden(keys_seen_by(first, first + count - 1))
+        return visits.count_hidden(keys_seen_by(first, first + count - 1))
 
     k = lax.div(n, jnp.int32(sizes.G))
-    return QueryWork(b, n, k, row, sight, visits, scalars, hidden)
+    return QueryWork(b, n, k, row, mask_inputs, visits, scalars, count_hidden_visits)
 
 
 def _without_hidden_tiles(
@@ -176,16 +176,16 @@ def _without_hidden_tiles(
     """Return those of the `window`'s tiles, of `size`, that segments and mask_fn leave to `tile`."""
     visits = window
     if scalars.q_segments is not None:
-        first, behind, alone = scalars.first[tile], scalars.behind[tile], scalars.alone[tile]
-        visits = visits.within(first, behind, alone, size)
-    if scalars.listed is not None:
-        return TileList.of(scalars.listed, tile)
+        visible = (scalars.visible_from[tile], scalars.visible_to[tile])
+        visits = visits.within(visible, scalars.one_segment[tile], size)
+    if scalars.tile_table is not None:
+        return TileList.of(scalars.tile_table, tile)
     return visits if problem.mask_fn is None else visits.all_masked()
 
 
-def some_whole(problem: Problem, scalars: Scalars) -> bool:
+def may_have_unmasked_tiles(problem: Problem, scalars: Scalars) -> bool:
     """Return whether there may be tiles without masks."""
-    return problem.mask_fn is None or scalars.listed is not None
+    return problem.mask_fn is None or scalars.tile_table is not None
 
 
 class KeyWork(NamedTuple):
@@ -194,7 +194,7 @@ class KeyWork(NamedTuple):
     b: Array
     k: Array
     col: Array  # first key
-    sight: MaskInputs
+    mask_inputs: MaskInputs
     visits: TileRange | TileList  # of one query head
     scalars: Scalars
 
@@ -214,14 +214,14 @@ def find_key_work(
     k = lax.rem(head, jnp.int32(sizes.K))
     scalars = scalars.of(b)
     # Keys behind the last need no mask, because nobody stores them.
-    ends, sight = _ends_and_mask(sizes, scalars, 1)
+    ends, mask_inputs = _ends_and_mask(sizes, scalars, 1)
     # Rows that only pad the last tile of queries must see nothing: NaN in a key would reach its dk
     # and dv.
     if sizes.T % queries:
-        sight = sight._replace(q_lengths=ends[0])
+        mask_inputs = mask_inputs._replace(q_lengths=ends[0])
     col = tile * cols
     last = jnp.minimum(col + cols, sizes.S) - 1
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     window = queries_seeing(problem, offset, col, last, ends, queries)
     visits = _without_hidden_tiles(problem, scalars, tile, window, queries)
-    return KeyWork(b, k, col, sight, visits, scalars)
+    return KeyWork(b, k, col, mask_inputs, visits, scalars)

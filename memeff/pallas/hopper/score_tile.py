@@ -47,7 +47,7 @@ def scratch_shapes(
     def vectors(arrays, shape: tuple[int, int]):
         return tuple(plgpu.SMEM(shape, x.dtype) for x in arrays)
 
-    return {"marks": (vectors(scalars.by_query, queries), vectors(scalars.by_key, keys))}
+    return {"token_vectors": (vectors(scalars.by_query, queries), vectors(scalars.by_key, keys))}
 
 
 def copy_token_vectors(
@@ -67,8 +67,8 @@ class HeadNumbers(NamedTuple):
 
 def head_number_refs(scalars: Scalars, n) -> HeadNumbers:
     """Return the arrays of query head n. Call this before a loop, because it reads numbers."""
-    numbers = tuple(ref[n] for ref in scalars.of_heads)
-    differences = tuple(ref.at[n] for ref in scalars.of_differences)
+    numbers = tuple(ref[n] for ref in scalars.head_numbers)
+    differences = tuple(ref.at[n] for ref in scalars.difference_numbers)
     return HeadNumbers(numbers, differences)
 
 
@@ -95,7 +95,7 @@ class ScoreTile(NamedTuple):
         """Return the keys' positions as a tile."""
         return positions(self.first[1], self.shape, 1 - self.query_dim)
 
-    def early(self) -> "ScoreTile":
+    def with_loads_started(self) -> "ScoreTile":
         """Start to load the position differences of score_fn.
 
         Call this before the products beside which the loads are to arrive.
@@ -103,10 +103,10 @@ class ScoreTile(NamedTuple):
         score_fn: Any = self.problem.score_fn
         if score_fn is None:
             return self
-        indices = score_fn.indices.of_differences
+        indices = score_fn.indices.difference_numbers
         return self._replace(loaded={n: self._difference(score_fn, n) for n in indices})
 
-    def seen(self) -> Array:
+    def mask(self) -> Array:
         """Return True where the query may attend to the key."""
         inputs = self.mask_inputs
         mask_fn = self.problem.mask_fn
@@ -114,17 +114,17 @@ class ScoreTile(NamedTuple):
             q_segments = self._query_numbers(0)
             inputs = inputs._replace(q_segments=q_segments, kv_segments=self._key_numbers(0))
         if mask_fn is not None:
-            indices = self.places(mask_fn)
+            indices = self.pair_indices(mask_fn)
             assert indices is not None
             inputs = inputs._replace(mask=mask_fn(None, indices, (), indices.mask_params))
         return mask_pairs(self.problem, inputs, self.rows, self.cols)
 
     def logits(self, raw: Array, keep: Array | None) -> Array:
         """Return logits in base 2 from dot products, -inf where not `keep`."""
-        indices = self.places(self.problem.score_fn)
+        indices = self.pair_indices(self.problem.score_fn)
         return logits_base2(self.problem, raw, LogitParams(), keep, indices)
 
-    def places(self, function: Any) -> PairIndices | None:
+    def pair_indices(self, function: Any) -> PairIndices | None:
         """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""
         if function is None:
             return None
@@ -135,31 +135,33 @@ class ScoreTile(NamedTuple):
             unused, unused, q_pos, self.cols, score_params=values, mask_params=values
         )
 
-    def terms(self) -> LogitParams:
+    def differentiable_values(self) -> LogitParams:
         """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""
         score_fn: Any = self.problem.score_fn
-        if score_fn is None or not score_fn.moving:
+        if score_fn is None or not score_fn.kernel_gradients:
             return LogitParams()
-        names = sum(score_fn.apart.before, ())
+        names = sum(score_fn.partition.names_by_axis, ())
         values = dict(zip(names, self._precomputed(score_fn), strict=True))
 
         def tile(x: Array) -> Array:
             return x if x.shape == self.shape else lax.broadcast(x, self.shape)
 
-        return LogitParams(score=tuple(tile(values[name]) for name in score_fn.apart.moving))
+        return LogitParams(
+            score=tuple(tile(values[name]) for name in score_fn.partition.kernel_gradients)
+        )
 
     def _precomputed(self, function: TileFunction) -> tuple[Array, ...]:
         """Return all precomputed values of `function`: scalars for the head, tiles for all else."""
         scalars = self.scalars
         indices = function.indices
         # Segments come first among the token vectors.
-        skip_queries = len(scalars.by_query) - len(scalars.of_queries)
-        skip_keys = len(scalars.by_key) - len(scalars.of_keys)
+        skip_queries = len(scalars.by_query) - len(scalars.query_numbers)
+        skip_keys = len(scalars.by_key) - len(scalars.key_numbers)
         values = Numbers(
-            tuple(self.head.numbers[n] for n in indices.of_heads),
-            tuple(self._query_numbers(skip_queries + n) for n in indices.of_queries),
-            tuple(self._key_numbers(skip_keys + n) for n in indices.of_keys),
-            tuple(self._difference(function, n) for n in indices.of_differences),
+            tuple(self.head.numbers[n] for n in indices.head_numbers),
+            tuple(self._query_numbers(skip_queries + n) for n in indices.query_numbers),
+            tuple(self._key_numbers(skip_keys + n) for n in indices.key_numbers),
+            tuple(self._difference(function, n) for n in indices.difference_numbers),
         )
         return sum(values, ())
 
@@ -180,5 +182,5 @@ class ScoreTile(NamedTuple):
         """Return the n-th vector of position differences as a tile."""
         if n in self.loaded:
             return self.loaded[n]
-        first = self.first[0] - self.first[1] + function.behind
+        first = self.first[0] - self.first[1] + function.diagonal_offset
         return diagonal_values(self.head.differences[n], first, self.shape, self.query_dim)

@@ -51,10 +51,15 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     warp_specialized_kernel,
 )
-from memeff.pallas.hopper.nonfinite import cleaned
+from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
-from memeff.pallas.hopper.scheduler import CallSizes, QueryWork, find_query_work, some_whole
+from memeff.pallas.hopper.scheduler import (
+    CallSizes,
+    QueryWork,
+    find_query_work,
+    may_have_unmasked_tiles,
+)
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
     TokenVectors,
@@ -67,7 +72,7 @@ from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import LogitParams, Problem
 
 
-class Arrays(NamedTuple):
+class TangentArrays(NamedTuple):
     """Operands and their tangents, padded as in `forward.attend`; or refs of them.
 
     None: the kernel does not read the array, or the operand does not move.
@@ -108,11 +113,11 @@ class TangentScratch(NamedTuple):
     failed_s: Any  # [warpgroups, 64]: flags of rows
     k_ready: Any
     k_used: Any
-    keys_s: tuple[Any, ...]  # [stages, tile_size, H] of each of `Arrays.keys`
+    keys_s: tuple[Any, ...]  # [stages, tile_size, H] of each of `TangentArrays.keys`
     lse_s: Any  # [items * warpgroups, 64]; dlse at the end
-    marks: TokenVectors
+    token_vectors: TokenVectors
     out_ready: Any
-    queries_s: tuple[Any, ...]  # [items * warpgroups, 64, H] of each of `Arrays.queries`
+    queries_s: tuple[Any, ...]  # [items * warpgroups, 64, H] of each of `TangentArrays.queries`
     item_ready: Any
     item_used: Any
     stage: Any  # for `multiply` in the interpreter
@@ -124,7 +129,7 @@ class TangentScratch(NamedTuple):
 def tangents(
     problem: Problem,
     lengths: tuple[int, int],
-    arrays: Arrays,
+    arrays: TangentArrays,
     scalars: Scalars,
     tiling: Tiling,
     with_sink: bool = False,
@@ -137,11 +142,11 @@ def tangents(
     K = arrays.key.shape[2]
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
-    scalars = with_ranges(scalars, lengths, tiling.own)
-    scalars = with_lists(problem, scalars, lengths, (tiling.own, tiling.tile_size))
+    scalars = with_ranges(scalars, lengths, tiling.item_size)
+    scalars = with_lists(problem, scalars, lengths, (tiling.item_size, tiling.tile_size))
     operands, structure = jax.tree.flatten((arrays, scalars))
 
-    visited = tiles_visited(problem, lengths, tiling.own, tiling.tile_size)
+    visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = S * H * 2 * (_count(arrays.keys) + _count(arrays.values))
     blocks, order = choose_blocks(
         problem, scalars, visited, tiling.tile_size, B * N, max(1, bytes_read // shape.G)
@@ -151,7 +156,7 @@ def tangents(
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         outputs = refs[len(operands) :]
         find_work = functools.partial(
-            find_query_work, problem, shape, scalar_refs, tiling.own, tiling.tile_size, order
+            find_query_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
         compute = functools.partial(
             _compute, problem, tiling, with_sink, (array_refs, outputs), scratch
@@ -171,7 +176,7 @@ def tangents(
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.
-    rows = visited.size * tiling.own
+    rows = visited.size * tiling.item_size
     types = (
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         jax.ShapeDtypeStruct((B, N, rows), jnp.float32),
@@ -195,7 +200,7 @@ def _count(arrays: tuple) -> int:
     return sum(x is not None for x in arrays)
 
 
-def _scratch_types(arrays: Arrays, scalars: Scalars, tiling: Tiling) -> TangentScratch:
+def _scratch_types(arrays: TangentArrays, scalars: Scalars, tiling: Tiling) -> TangentScratch:
     """Return the types of the kernel's shared memory and barriers."""
     H = arrays.query.shape[-1]
     dtype = arrays.query.dtype
@@ -233,12 +238,16 @@ def _scratch_types(arrays: Arrays, scalars: Scalars, tiling: Tiling) -> TangentS
 
 
 def _copy(
-    tiling: Tiling, arrays: Arrays, scratch: TangentScratch, work: QueryWork, state: WorkState
+    tiling: Tiling,
+    arrays: TangentArrays,
+    scratch: TangentScratch,
+    work: QueryWork,
+    state: WorkState,
 ) -> tuple[Array, Array]:
     """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
-    query_marks, key_marks = scratch.marks
+    query_vectors, key_vectors = scratch.token_vectors
     count = work.visits.total
-    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item = lax.rem(state.items_done, jnp.int32(tiling.items))
 
     def copy_tiles_of(refs, tiles_s, tokens, slot, ready):
         for ref, tile_s in zip(refs, tiles_s, strict=True):
@@ -246,7 +255,7 @@ def _copy(
                 plgpu.copy_gmem_to_smem(ref.at[tokens], tile_s.at[slot], ready)
 
     def copy_item():
-        wait_for_slot(scratch.item_used, item, state.items >= tiling.items)
+        wait_for_slot(scratch.item_used, item, state.items_done >= tiling.items)
         for group in range(tiling.warpgroups):
             rows = pl.ds(work.row + group * ROWS, ROWS)
             slot = item * tiling.warpgroups + group
@@ -255,17 +264,17 @@ def _copy(
             copy_tiles_of(arrays.queries, scratch.queries_s, tokens, slot, ready)
             lse = arrays.lse.at[work.b, work.n, rows]
             plgpu.copy_gmem_to_smem(lse, scratch.lse_s.at[slot], ready)
-            copy_token_vectors(work.scalars.by_query, rows, query_marks, slot, ready)
+            copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, ready)
 
     def copy_keys(n):
-        visit = state.visits + n
+        visit = state.tiles_visited + n
         slot = lax.rem(visit, jnp.int32(tiling.stages))
         cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         tokens = work.b, cols, work.k
         k_ready = scratch.k_ready.at[slot]
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
         copy_tiles_of(arrays.keys, scratch.keys_s, tokens, slot, k_ready)
-        copy_token_vectors(work.scalars.by_key, cols, key_marks, slot, k_ready)
+        copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         copy_tiles_of(arrays.values, scratch.values_s, tokens, slot, scratch.v_ready.at[slot])
 
@@ -292,7 +301,7 @@ def logits_and_tangent(
             return ds if keep is None else jnp.where(keep, ds, 0.0)
 
         return tile.logits(raw, keep), scaled
-    indices = tile.places(problem.score_fn)
+    indices = tile.pair_indices(problem.score_fn)
 
     def logits(raw):
         return logits_base2(problem, raw, LogitParams(), keep, indices)
@@ -317,7 +326,7 @@ def _compute(
     problem: Problem,
     tiling: Tiling,
     with_sink: bool,
-    refs: tuple[Arrays, tuple],
+    refs: tuple[TangentArrays, tuple],
     scratch: TangentScratch,
     group,
     work: QueryWork,
@@ -331,31 +340,31 @@ def _compute(
     u_shape = ROWS, query_s.shape[-1]
     rows = pl.ds(work.row + group * ROWS, ROWS)
     count = work.visits.total
-    item = lax.rem(state.items, jnp.int32(tiling.items))
+    item = lax.rem(state.items_done, jnp.int32(tiling.items))
     item_slot = item * tiling.warpgroups + group
     q, dq = (optional_slot(x, item_slot) for x in scratch.queries_s)
     stage = optional_slot(scratch.stage, group)
     numbers = head_number_refs(work.scalars, work.n)
 
     def slot_of(n):
-        return lax.rem(state.visits + n, jnp.int32(tiling.stages))
+        return lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
 
     def score_tile(n):
-        by_query, by_key = scratch.marks
+        by_query, by_key = scratch.token_vectors
         first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
         query_vectors = tuple(x.at[item_slot] for x in by_query)
         key_vectors = tuple(x.at[slot_of(n)] for x in by_key)
         vectors = query_vectors, key_vectors
-        return ScoreTile(problem, shape, first, work.sight, work.scalars, numbers, vectors)
+        return ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
 
     def step(n, hides, sums: RowState, u):
         slot = slot_of(n)
-        tile = score_tile(n).early()
-        waits = state.first or not hides  # `clean_step` has waited before
+        tile = score_tile(n).with_loads_started()
+        waits = state.first_round or not hides  # `clean_step` has waited before
         k, dk, v, dv = (optional_slot(x, slot) for x in (*scratch.keys_s, *scratch.values_s))
         if waits:
             plgpu.barrier_wait(scratch.k_ready.at[slot])
-        keep = tile.seen() if hides else None
+        keep = tile.mask() if hides else None
         factors = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
 
         def products(raw, d_raw=None):
@@ -396,7 +405,7 @@ def _compute(
         room = scratch.bad_keys_s.at[group], scratch.bad_columns_s, scratch.computing
         for values_s in scratch.values_s:
             if values_s is not None:
-                u = cleaned(values_s.at[slot_of(n)], u, score_tile(n), group, room)
+                u = clean_values(values_s.at[slot_of(n)], u, score_tile(n), group, room)
         return accumulate_on(u, functools.partial(step, n, True, sums))
 
     def skip(n):
@@ -405,11 +414,11 @@ def _compute(
     plgpu.barrier_wait(scratch.item_ready.at[item_slot])
     lse = plgpu.load(scratch.lse_s.at[item_slot], layout=ROW)
     visits = work.visits
-    whole = some_whole(problem, work.scalars)
+    whole = may_have_unmasked_tiles(problem, work.scalars)
     c_end = count  # visits before c_end find c
     if whole:
         masked = visits.masked
-        uncovered = jnp.where(visits.covers & (visits.right > 0), 0, 1)
+        uncovered = jnp.where(visits.right_covers_rows & (visits.masked_right > 0), 0, 1)
         c_end = jnp.minimum(masked + uncovered, count)
     zeros = RowState(*[full_tile((ROWS,), 0.0)] * 3)
 
@@ -420,12 +429,12 @@ def _compute(
         return lax.fori_loop(c_end, count, lambda n, sums: step(n, False, sums, u), sums)
 
     def visit_tiles(u):
-        hidden = work.hidden(work.row + group * ROWS, ROWS)
+        hidden = work.count_hidden_visits(work.row + group * ROWS, ROWS)
         pl.loop(0, hidden)(skip)
         sums = lax.fori_loop(hidden, c_end, lambda n, sums: step(n, True, sums, u), zeros)
         return visit_whole(sums, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
 
-    if state.first:
+    if state.first_round:
         sums, u = accumulators(visit_tiles, u_shape)
     else:
         sums, u = lax.fori_loop(0, c_end, clean_step, (zeros, full_tile(u_shape, 0.0)))

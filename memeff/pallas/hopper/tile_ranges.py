@@ -18,53 +18,58 @@ from memeff.problem import Problem
 class TileRange(NamedTuple):
     """A range of tiles; those with a hidden pair lie at its ends and are visited first."""
 
-    low: Array  # first tile
-    high: Array  # behind the last tile
-    left: Array  # number of masked tiles that begin the range
-    right: Array  # number of masked tiles that end it
-    covers: Array  # True if each row that sees a key sees one in the masked tiles on the right
+    first: Array  # first tile
+    end: Array  # behind the last tile
+    masked_left: Array  # number of masked tiles that begin the range
+    masked_right: Array  # number of masked tiles that end it
+    # True if each row that sees a key sees one in the masked tiles on the right
+    right_covers_rows: Array
     near: Array | None = None  # tile without a mask that is visited first; None: the last one
 
-    def within(self, first, behind, alone, size: int) -> "TileRange":
-        """Keep the tiles, of `size` positions, that hold positions `first` to `behind`.
+    def within(self, visible, one_segment, size: int) -> "TileRange":
+        """Keep the tiles, of `size` positions, that hold positions from `visible[0]` to `visible[1]`.
 
-        All of them are masked, unless the tokens that see them are `alone`, of one segment.
+        All of them are masked, unless the tokens that see them have `one_segment`.
         """
-        low = jnp.maximum(self.low, lax.div(first, jnp.int32(size)))
-        high = jnp.maximum(low, jnp.minimum(self.high, _tiles(behind, size)))
-        whole_low = jnp.clip(jnp.maximum(self.low + self.left, _tiles(first, size)), low, high)
-        whole_high = jnp.minimum(self.high - self.right, lax.div(behind, jnp.int32(size)))
-        whole_high = jnp.clip(whole_high, whole_low, high)
-        whole_low = jnp.where(alone > 0, whole_low, low)
-        whole_high = jnp.where(alone > 0, whole_high, low)
-        return TileRange(low, high, whole_low - low, high - whole_high, jnp.bool_(False))
+        start, stop = visible
+        first = jnp.maximum(self.first, lax.div(start, jnp.int32(size)))
+        end = jnp.maximum(first, jnp.minimum(self.end, _tiles(stop, size)))
+        whole_first = jnp.maximum(self.first + self.masked_left, _tiles(start, size))
+        whole_first = jnp.clip(whole_first, first, end)
+        whole_end = jnp.minimum(self.end - self.masked_right, lax.div(stop, jnp.int32(size)))
+        whole_end = jnp.clip(whole_end, whole_first, end)
+        whole_first = jnp.where(one_segment > 0, whole_first, first)
+        whole_end = jnp.where(one_segment > 0, whole_end, first)
+        return TileRange(first, end, whole_first - first, end - whole_end, jnp.bool_(False))
 
     def all_masked(self) -> "TileRange":
         """Mark every tile as masked. Tiles are visited from the last to the first."""
-        return self._replace(left=jnp.int32(0), right=self.total, covers=jnp.bool_(False))
+        return self._replace(
+            masked_left=jnp.int32(0), masked_right=self.total, right_covers_rows=jnp.bool_(False)
+        )
 
     def nearest_first(self, position, size: int) -> "TileRange":
         """Begin the tiles without a mask, of `size`, with the one nearest to `position`."""
         tile = lax.div(jnp.maximum(position, 0), jnp.int32(size))
-        near = jnp.clip(tile, self.low + self.left, self.high - self.right - 1)
-        return self._replace(near=near, covers=jnp.bool_(False))
+        near = jnp.clip(tile, self.first + self.masked_left, self.end - self.masked_right - 1)
+        return self._replace(near=near, right_covers_rows=jnp.bool_(False))
 
-    def hidden(self, part: "TileRange") -> Array:
+    def count_hidden(self, part: "TileRange") -> Array:
         """Return how many of the first visits lie outside `part`, the range of some of the rows."""
         outside = jnp.where(
-            part.high <= part.low, self.masked, jnp.clip(self.high - part.high, 0, self.masked)
+            part.end <= part.first, self.masked, jnp.clip(self.end - part.end, 0, self.masked)
         )
-        return jnp.where(self.left > 0, 0, outside)
+        return jnp.where(self.masked_left > 0, 0, outside)
 
     @property
     def total(self) -> Array:
         """The number of tiles."""
-        return self.high - self.low
+        return self.end - self.first
 
     @property
     def masked(self) -> Array:
         """The number of masked tiles."""
-        return self.left + self.right
+        return self.masked_left + self.masked_right
 
     def tile(self, n: Array) -> Array:
         """Return the n-th tile to visit.
@@ -72,14 +77,16 @@ class TileRange(NamedTuple):
         Masked tiles on the right come first, from the last one, then masked tiles on the left, then
         tiles without a mask, from the last one or from `near` downwards.
         """
-        whole = self.high - 1 - (n - self.left)
+        whole = self.end - 1 - (n - self.masked_left)
         if self.near is not None:
             whole = self.near - (n - self.masked)
-            whole = jnp.where(whole < self.low + self.left, whole + self.total - self.masked, whole)
+            whole = jnp.where(
+                whole < self.first + self.masked_left, whole + self.total - self.masked, whole
+            )
         return jnp.where(
-            n < self.right,
-            self.high - 1 - n,
-            jnp.where(n < self.masked, self.low + n - self.right, whole),
+            n < self.masked_right,
+            self.end - 1 - n,
+            jnp.where(n < self.masked, self.first + n - self.masked_right, whole),
         )
 
 
@@ -98,12 +105,12 @@ class TileList(NamedTuple):
         return cls(table, start, masked, total)
 
     @property
-    def right(self) -> Array:
+    def masked_right(self) -> Array:
         """0, because masked tiles are not known to lie on the right."""
         return jnp.int32(0)
 
     @property
-    def covers(self) -> Array:
+    def right_covers_rows(self) -> Array:
         """False, because a row may see no key in the masked tiles."""
         return jnp.bool_(False)
 
@@ -142,8 +149,8 @@ def with_lists(
     if any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)):
         all_visible = np.zeros_like(all_visible)
     if keys:
-        return scalars._replace(listed=_table(any_visible.T, all_visible.T))
-    return scalars._replace(listed=_table(any_visible, all_visible))
+        return scalars._replace(tile_table=_table(any_visible.T, all_visible.T))
+    return scalars._replace(tile_table=_table(any_visible, all_visible))
 
 
 def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
@@ -189,9 +196,9 @@ def _mirrored(problem: Problem) -> Problem:
 
 
 def tiles_visited(
-    problem: Problem, lengths: tuple[int, int], own: int, size: int, keys: bool = False
+    problem: Problem, lengths: tuple[int, int], item_size: int, size: int, keys: bool = False
 ) -> np.ndarray:
-    """Return how many tiles of `size` keys each tile of `own` queries visits, the last tile first.
+    """Return how many tiles of `size` keys each tile of `item_size` queries visits, the last tile first.
 
     With `keys`, return how many tiles of queries each tile of keys visits, the first tile first.
     Only the window counts, because arrays of offsets, lengths and segments are not known yet.
@@ -199,13 +206,13 @@ def tiles_visited(
     if keys:
         problem = _mirrored(problem)
     length, visited_length = lengths[::-1] if keys else lengths
-    first = np.arange(-(-length // own)) * own + problem.q_offset
+    first = np.arange(-(-length // item_size)) * item_size + problem.q_offset
     start = np.zeros_like(first)
     if problem.left is not None:
         start = np.clip(first - problem.left, 0, visited_length)
     end = np.full_like(first, visited_length)
     if problem.right is not None:
-        end = np.clip(first + own + problem.right, 0, visited_length)
+        end = np.clip(first + item_size + problem.right, 0, visited_length)
     counts = np.maximum(-(-end // size) - start // size, 0)
     return counts if keys else counts[::-1]
 

@@ -27,14 +27,16 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
     """Return why kernels cannot run the functions of this call; None if they can."""
     vectors = 0
     differences = 0
-    for name, apart in _partitioned(problem, operands).items():
-        if apart.reason is not None:
-            return apart.reason
-        vectors += len(apart.before.of_queries) + len(apart.before.of_keys)
-        differences += len(apart.before.of_differences)
+    for name, partition in _partitioned(problem, operands).items():
+        if partition.reason is not None:
+            return partition.reason
+        vectors += len(partition.names_by_axis.query_numbers) + len(
+            partition.names_by_axis.key_numbers
+        )
+        differences += len(partition.names_by_axis.difference_numbers)
         if name != "score_fn":
             continue
-        slopes = slope_jaxpr(apart)
+        slopes = slope_jaxpr(partition)
         for eqn in slopes.eqns:
             unsupported = why_not_lowered(eqn, slopes.types)
             if unsupported is not None:
@@ -62,18 +64,18 @@ def count_numbers(problem: Problem, operands: Operands) -> tuple[tuple[int, int]
     sums of cotangents that the kernel for dq returns).
     """
     queries = keys = differences = sums = 0
-    for apart in _partitioned(problem, operands).values():
-        queries += len(apart.before.of_queries)
-        keys += len(apart.before.of_keys)
-        differences += len(apart.before.of_differences)
-        sums += len(apart.moving)
+    for partition in _partitioned(problem, operands).values():
+        queries += len(partition.names_by_axis.query_numbers)
+        keys += len(partition.names_by_axis.key_numbers)
+        differences += len(partition.names_by_axis.difference_numbers)
+        sums += len(partition.kernel_gradients)
     return (queries, keys), differences, sums
 
 
 def needs_extra_pass(problem: Problem, operands: Operands) -> bool:
     """Return True if score_fn has differentiable numbers whose cotangents no kernel sums."""
-    apart = _partitioned(problem, operands).get("score_fn")
-    return apart is not None and bool(apart.needs_extra_pass)
+    partition = _partitioned(problem, operands).get("score_fn")
+    return partition is not None and bool(partition.needs_extra_pass)
 
 
 def _functions(
@@ -116,8 +118,8 @@ def precomputed_numbers(problem: Problem, operands: Operands) -> Numbers:
     """Evaluate the precomputed numbers of all functions, those of score_fn first."""
     total = Numbers()
     for name, (function, params) in _functions(problem, operands).items():
-        apart = partition_function(name, function, params)
-        numbers = _evaluate_numbers(apart, params, problem, operands)
+        partition = partition_function(name, function, params)
+        numbers = _evaluate_numbers(partition, params, problem, operands)
         total = Numbers(*(old + new for old, new in zip(total, numbers, strict=True)))
     return total
 
@@ -127,19 +129,19 @@ def score_numbers(
 ) -> tuple[PartitionedFunction, dict[int, Array]]:
     """Return score_fn partitioned, and its precomputed numbers by name."""
     function, params = _functions(problem, operands)["score_fn"]
-    apart = partition_function("score_fn", function, params)
-    numbers = _evaluate_numbers(apart, params, problem, operands)
-    return apart, dict(zip(apart.precomputed, sum(numbers, ()), strict=True))
+    partition = partition_function("score_fn", function, params)
+    numbers = _evaluate_numbers(partition, params, problem, operands)
+    return partition, dict(zip(partition.precomputed, sum(numbers, ()), strict=True))
 
 
 def differentiable_numbers(problem: Problem, operands: Operands) -> tuple[Array, ...]:
-    """Return score_fn's differentiable numbers: those in `moving`, then in `needs_extra_pass`."""
-    apart, numbers = score_numbers(problem, operands)
-    return tuple(numbers[x] for x in (*apart.moving, *apart.needs_extra_pass))
+    """Return score_fn's differentiable numbers: those in `kernel_gradients`, then in `needs_extra_pass`."""
+    partition, numbers = score_numbers(problem, operands)
+    return tuple(numbers[x] for x in (*partition.kernel_gradients, *partition.needs_extra_pass))
 
 
 def _evaluate_numbers(
-    apart: PartitionedFunction, params, problem: Problem, operands: Operands
+    partition: PartitionedFunction, params, problem: Problem, operands: Operands
 ) -> Numbers:
     """Run the equations of the precomputed numbers for each head, query, key and difference."""
     B, T, K, G, _ = operands.query.shape
@@ -154,11 +156,11 @@ def _evaluate_numbers(
     differences = jnp.arange(_round_up(T) + _round_up(S), dtype=jnp.int32) - diagonal_offset(S)
     differences = query_positions(problem, offset, differences)  # X, or B|1 X
 
-    jaxpr = apart.jaxpr
+    jaxpr = partition.jaxpr
     count = len(jaxpr.inputs) - len(params)
     known: dict[int, Any] = dict(zip(jaxpr.inputs[count:], params, strict=True))
     arguments = dict(zip(ARGUMENTS[-count:], jaxpr.inputs[:count], strict=True))
-    before = apart.before
+    names = partition.names_by_axis
     unused = jnp.int32(0)
 
     def compute(names, batch, head, q_pos, k_pos):
@@ -169,32 +171,32 @@ def _evaluate_numbers(
         return tuple(_as_stored(env[x]) for x in names)
 
     def of_head(b, n):
-        return compute(before.of_heads, b, n, unused, unused)
+        return compute(names.head_numbers, b, n, unused, unused)
 
     def of_query(b, i):
-        return compute(before.of_queries, b, unused, i, unused)
+        return compute(names.query_numbers, b, unused, i, unused)
 
     def of_key(b, j):
-        return compute(before.of_keys, b, unused, unused, j)
+        return compute(names.key_numbers, b, unused, unused, j)
 
     def of_difference(b, n, x):
         # k_pos is 0, so q_pos is the difference
-        return compute(before.of_differences, b, n, x, unused)
+        return compute(names.difference_numbers, b, n, x, unused)
 
-    of_heads = jax.vmap(jax.vmap(of_head, (None, 0)), (None, 0))
-    of_heads = jax.vmap(of_heads, (0, None))
-    of_queries = jax.vmap(jax.vmap(of_query, (None, 0)))
-    of_keys = jax.vmap(jax.vmap(of_key, (None, 0)))
-    of_differences = jax.vmap(of_difference, (None, None, 0))
-    of_differences = jax.vmap(jax.vmap(of_differences, (None, 0, None)), (None, 0, None))
-    of_differences = jax.vmap(of_differences, (0, None, None if offset is None else 0))
+    head_numbers = jax.vmap(jax.vmap(of_head, (None, 0)), (None, 0))
+    head_numbers = jax.vmap(head_numbers, (0, None))
+    query_numbers = jax.vmap(jax.vmap(of_query, (None, 0)))
+    key_numbers = jax.vmap(jax.vmap(of_key, (None, 0)))
+    difference_numbers = jax.vmap(of_difference, (None, None, 0))
+    difference_numbers = jax.vmap(jax.vmap(difference_numbers, (None, 0, None)), (None, 0, None))
+    difference_numbers = jax.vmap(difference_numbers, (0, None, None if offset is None else 0))
     if offset is not None:
         differences = differences + each_batch  # B X
     return Numbers(
-        of_heads(batch, head),
-        of_queries(batch, q_pos),
-        of_keys(batch, k_pos),
-        of_differences(batch, head, differences),
+        head_numbers(batch, head),
+        query_numbers(batch, q_pos),
+        key_numbers(batch, k_pos),
+        difference_numbers(batch, head, differences),
     )
 
 
@@ -225,19 +227,21 @@ def tile_functions(
     """
     functions = {}
     starts = [0] * len(Numbers._fields)
-    for name, apart in _partitioned(problem, operands).items():
-        assert apart.reason is None
-        ends = [start + len(names) for start, names in zip(starts, apart.before, strict=True)]
+    for name, partition in _partitioned(problem, operands).items():
+        assert partition.reason is None
+        ends = [
+            start + len(names) for start, names in zip(starts, partition.names_by_axis, strict=True)
+        ]
         ranges = map(range, starts, ends)
         indices = Numbers(*map(tuple, ranges))
         starts = ends
         if slopes != "all":
-            apart = apart._replace(moving=())
+            partition = partition._replace(kernel_gradients=())
         with_slopes = name == "score_fn" and slopes is not None
         functions[name] = TileFunction(
-            apart,
+            partition,
             indices,
             diagonal_offset(operands.key.shape[1]),
-            slope_jaxpr(apart) if with_slopes else None,
+            slope_jaxpr(partition) if with_slopes else None,
         )
     return dataclasses.replace(problem, **functions)

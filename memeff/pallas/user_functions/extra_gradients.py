@@ -34,13 +34,13 @@ def extra_cotangents(
     dlse: Array | None,
 ) -> Sequence[Array]:
     """Return the cotangents of score_fn's numbers in `needs_extra_pass`, in their order."""
-    apart, numbers = calls.score_numbers(problem, operands)
-    floats = tuple(numbers.pop(x) for x in apart.needs_extra_pass)
+    partition, numbers = calls.score_numbers(problem, operands)
+    floats = tuple(numbers.pop(x) for x in partition.needs_extra_pass)
     B, _, _, G, _ = operands.query.shape
     S = operands.key.shape[1]
     offset = problem.q_offset if operands.q_offset is None else operands.q_offset
     offset = jnp.broadcast_to(offset, (B,)).astype(jnp.int32)
-    function: Any = ChunkedFunction(apart, G, calls.diagonal_offset(S))
+    function: Any = ChunkedFunction(partition, G, calls.diagonal_offset(S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.logit_params._replace(score=floats)
     operands = operands._replace(
@@ -54,7 +54,7 @@ def extra_cotangents(
 class ChunkedFunction:
     """A score_fn as the chunked path calls it: on its tiles, from precomputed numbers."""
 
-    apart: PartitionedFunction
+    partition: PartitionedFunction
     G: int
     diagonal_offset: int
 
@@ -80,20 +80,20 @@ class ChunkedFunction:
 
         def on_tile(axis, x):
             """Return a tile's part of a number, with dims that broadcast to B K G t c."""
-            if axis == "of_heads":
+            if axis == "head_numbers":
                 return slice_dims(x, heads)[..., None, None]
-            if axis == "of_queries":
+            if axis == "query_numbers":
                 return slice_dims(x, {0: batch, 1: rows})[:, None, None, :, None]
-            if axis == "of_keys":
+            if axis == "key_numbers":
                 return slice_dims(x, {0: batch, 1: cols})[:, None, None, None]
             return spread_diagonals(slice_dims(x, heads | {3: window}), t, c)
 
         axes = {}
         for axis in Numbers._fields:
-            axes |= dict.fromkeys(getattr(self.apart.before, axis), axis)
-        needs_extra_pass = self.apart.needs_extra_pass
-        names = [x for x in self.apart.precomputed if x not in needs_extra_pass]
-        jaxpr = self.apart.jaxpr
+            axes |= dict.fromkeys(getattr(self.partition.names_by_axis, axis), axis)
+        needs_extra_pass = self.partition.needs_extra_pass
+        names = [x for x in self.partition.precomputed if x not in needs_extra_pass]
+        jaxpr = self.partition.jaxpr
         env = {}
         for x, number in zip((*needs_extra_pass, *names), (*floats, *others), strict=True):
             tile = jnp.broadcast_to(on_tile(axes[x], number), shape)
@@ -106,7 +106,7 @@ class ChunkedFunction:
         def match_types(values):
             return vary_together(values, score)
 
-        return tile_function.run_tile_eqns(self.apart, env, shape, match_types)
+        return tile_function.run_tile_eqns(self.partition, env, shape, match_types)
 
 
 def spread_diagonals(w: Array, t: int, c: int) -> Array:

@@ -55,19 +55,19 @@ class Numbers(NamedTuple):
     X runs over the differences of rows and columns; 0 is at `calls.diagonal_offset`.
     """
 
-    of_heads: tuple[Any, ...] = ()  # B K G
-    of_queries: tuple[Any, ...] = ()  # B T
-    of_keys: tuple[Any, ...] = ()  # B S
-    of_differences: tuple[Any, ...] = ()  # B K G X
+    head_numbers: tuple[Any, ...] = ()  # B K G
+    query_numbers: tuple[Any, ...] = ()  # B T
+    key_numbers: tuple[Any, ...] = ()  # B S
+    difference_numbers: tuple[Any, ...] = ()  # B K G X
 
 
 class PartitionedFunction(NamedTuple):
     """A function's jaxpr, its precomputed names, and the equations that remain for tiles."""
 
     jaxpr: FlatJaxpr
-    before: Numbers  # names of the precomputed numbers
+    names_by_axis: Numbers  # names of the precomputed numbers
     # Precomputed floats that depend on float params have gradients.
-    moving: tuple[int, ...]  # their cotangents are summed by the kernel for dq
+    kernel_gradients: tuple[int, ...]  # their cotangents are summed by the kernel for dq
     needs_extra_pass: tuple[int, ...]  # their cotangents are not summed by any kernel
     tile_eqns: tuple[Eqn, ...]
     reason: str | None  # why kernels cannot run the function; None if they can
@@ -75,7 +75,7 @@ class PartitionedFunction(NamedTuple):
     @property
     def precomputed(self) -> tuple[int, ...]:
         """Return the names of all precomputed numbers."""
-        return sum(self.before, ())
+        return sum(self.names_by_axis, ())
 
 
 def partition_function(
@@ -110,9 +110,9 @@ class _Facts(NamedTuple):
     def precomputed(self) -> bool:
         """Return True if XLA has to compute the value before the kernel."""
         axis = _axis(self.depends_on)
-        if self.computable and (self.constant or axis == "of_differences"):
+        if self.computable and (self.constant or axis == "difference_numbers"):
             return False
-        if axis == "of_heads":
+        if axis == "head_numbers":
             return True
         if axis is None or self.cheap:
             return False
@@ -123,10 +123,10 @@ def _axis(depends_on: frozenset[str]) -> str | None:
     """Return the field of `Numbers` for a value with these dependencies; None for pairs."""
     position = depends_on - {"batch", "head"}
     if not position:
-        return "of_heads"
+        return "head_numbers"
     if len(position) > 1:
         return None
-    axes = {"q_pos": "of_queries", "k_pos": "of_keys", "difference": "of_differences"}
+    axes = {"q_pos": "query_numbers", "k_pos": "key_numbers", "difference": "difference_numbers"}
     return axes.get(*position)
 
 
@@ -153,7 +153,7 @@ def _collect_facts(jaxpr: FlatJaxpr, arguments: dict[int, str]) -> dict[int, _Fa
         slopes = _position_slopes(eqn, jaxpr.types, facts)
         if slopes is not None and slopes[0] == -slopes[1] != 0:
             depends_on = depends_on - POSITIONS | {"difference"}
-        per_head = _axis(depends_on) == "of_heads"
+        per_head = _axis(depends_on) == "head_numbers"
         lowered = why_not_lowered(eqn, jaxpr.types) is None
         constant = all(x.constant for x in inputs)
         cheap = lowered and eqn.primitive.name in CHEAP and all(x.cheap for x in inputs)
@@ -185,7 +185,7 @@ def _position_slopes(eqn: Eqn, types, facts: dict[int, _Facts]) -> tuple[int, in
         by_position = depends_on & POSITIONS
         if by_position and facts[x].slopes is None:
             return None
-        if not by_position and _axis(depends_on) != "of_heads":
+        if not by_position and _axis(depends_on) != "head_numbers":
             return None
     rounded = (*eqn.input_names, *(eqn.outputs if name in LINEAR else ()))
     if not {jnp.dtype(types[x].dtype).name for x in rounded} <= {"int32", "float32"}:
@@ -232,16 +232,18 @@ def _partition(name: str, jaxpr: FlatJaxpr, arguments: dict[int, str]) -> Partit
         assert axis is not None  # values of pairs are never precomputed
         by_axis[axis].append(x)
         reason = reason or _why_not_precomputed(name, axis, jaxpr.types[x], "head" in depends_on)
-    before = Numbers(*map(tuple, by_axis.values()))
+    names_by_axis = Numbers(*map(tuple, by_axis.values()))
 
     def differentiable(names):
         return tuple(x for x in names if name == "score_fn" and facts[x].differentiable)
 
     return PartitionedFunction(
         jaxpr=jaxpr,
-        before=before,
-        moving=differentiable(before.of_heads + before.of_queries),
-        needs_extra_pass=differentiable(before.of_keys + before.of_differences),
+        names_by_axis=names_by_axis,
+        kernel_gradients=differentiable(names_by_axis.head_numbers + names_by_axis.query_numbers),
+        needs_extra_pass=differentiable(
+            names_by_axis.key_numbers + names_by_axis.difference_numbers
+        ),
         tile_eqns=tuple(reversed(tile_eqns)),
         reason=reason,
     )
@@ -259,7 +261,7 @@ def _why_not_precomputed(name: str, axis: str, like, per_head: bool) -> str | No
             "the Hopper kernels compute functions in float32 and int32, "
             f"but {name} uses {like.dtype}"
         )
-    token = {"of_queries": "query", "of_keys": "key"}.get(axis)
+    token = {"query_numbers": "query", "key_numbers": "key"}.get(axis)
     if token and per_head:
         return (
             f"the Hopper kernels read numbers of {name} for each {token}, "

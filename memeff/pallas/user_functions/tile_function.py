@@ -26,25 +26,25 @@ from memeff.user_functions import PairIndices
 class TileFunction:
     """A `TracedFunction` as kernels call it: on tiles, from precomputed numbers."""
 
-    apart: PartitionedFunction
+    partition: PartitionedFunction
     indices: Numbers  # of its numbers among those of all functions of the call
-    behind: int  # `calls.diagonal_offset(S)`
+    diagonal_offset: int  # `calls.diagonal_offset(S)`
     slopes: FlatJaxpr | None = None  # value and derivatives; None: without derivatives
 
     @property
-    def moving(self) -> tuple[tuple[str, int], ...]:
+    def kernel_gradients(self) -> tuple[tuple[str, int], ...]:
         """Return (axis, index) of each differentiable number."""
         where = {}
         for axis in Numbers._fields:
-            names = getattr(self.apart.before, axis)
+            names = getattr(self.partition.names_by_axis, axis)
             indices = getattr(self.indices, axis)
             where |= {x: (axis, index) for x, index in zip(names, indices, strict=True)}
-        return tuple(where[x] for x in self.apart.moving)
+        return tuple(where[x] for x in self.partition.kernel_gradients)
 
     @property
-    def curved(self) -> bool:
+    def is_nonlinear(self) -> bool:
         """Return True if the function has operations that a kernel could approximate."""
-        eqns = self.apart.tile_eqns
+        eqns = self.partition.tile_eqns
         if self.slopes is not None:
             eqns += self.slopes.eqns
         return any(eqn.primitive.name in NONLINEAR | {"div"} for eqn in eqns)
@@ -55,27 +55,27 @@ class TileFunction:
         `rest` holds all precomputed numbers, and `floats` the differentiable ones as tiles.
         Positions in `indices` are tiles.
         """
-        jaxpr = self.apart.jaxpr
+        jaxpr = self.partition.jaxpr
         shape = indices.q_pos.shape
         env = {
             x: to_tile(number, jaxpr.types[x].dtype, shape)
-            for x, number in zip(self.apart.precomputed, rest, strict=True)
+            for x, number in zip(self.partition.precomputed, rest, strict=True)
         }
-        env |= dict(zip(self.apart.moving, floats, strict=False))
+        env |= dict(zip(self.partition.kernel_gradients, floats, strict=False))
         pair = [] if score is None else [score]
         pair += [indices.q_pos, indices.k_pos]
         env |= dict(zip(pair_inputs(jaxpr, score is not None), pair, strict=True))
         if self.slopes is None:
-            return run_tile_eqns(self.apart, env, shape)
+            return run_tile_eqns(self.partition, env, shape)
         return run_slope_jaxpr(self, env, shape)
 
 
 def run_tile_eqns(
-    apart: PartitionedFunction, env: dict[int, Array], shape, *match_types: Callable
+    partition: PartitionedFunction, env: dict[int, Array], shape, *match_types: Callable
 ) -> Array:
     """Return the result of the equations of the tile."""
-    env = run_eqns_on_tiles(apart.tile_eqns, env, shape, *match_types)
-    (output,) = apart.jaxpr.outputs
+    env = run_eqns_on_tiles(partition.tile_eqns, env, shape, *match_types)
+    (output,) = partition.jaxpr.outputs
     return read_tile(output, env, shape)
 
 
@@ -92,27 +92,27 @@ def to_tile(x: Array, dtype, shape) -> Array:
     return lax.convert_element_type(x, dtype)
 
 
-def known_inputs(apart: PartitionedFunction) -> tuple[int, ...]:
+def known_inputs(partition: PartitionedFunction) -> tuple[int, ...]:
     """Return the names known before the tile's equations run, the differentiable ones first."""
-    first = apart.jaxpr.inputs[0], *apart.moving
-    others = (*pair_inputs(apart.jaxpr, True), *apart.precomputed)
+    first = partition.jaxpr.inputs[0], *partition.kernel_gradients
+    others = (*pair_inputs(partition.jaxpr, True), *partition.precomputed)
     return *first, *(x for x in others if x not in first)
 
 
-def slope_jaxpr(apart: PartitionedFunction) -> FlatJaxpr:
+def slope_jaxpr(partition: PartitionedFunction) -> FlatJaxpr:
     """Return the equations of a score's value and of its derivatives on tiles.
 
     The derivatives are by the score and by each differentiable number. They are taken of scalars,
     because Mosaic does not lower what JAX makes of tiles (sums of cotangents, `add_any`).
     """
-    names = known_inputs(apart)
-    count = 1 + len(apart.moving)
-    (output,) = apart.jaxpr.outputs
+    names = known_inputs(partition)
+    count = 1 + len(partition.kernel_gradients)
+    (output,) = partition.jaxpr.outputs
 
     def value_and_slopes(*values):
         def value(*differentiable):
             env = dict(zip(names, (*differentiable, *values[count:]), strict=True))
-            env = run_eqns(apart.tile_eqns, env)
+            env = run_eqns(partition.tile_eqns, env)
             if isinstance(output, Const):
                 return jnp.asarray(output.value, output.dtype)
             return env[output]
@@ -120,7 +120,7 @@ def slope_jaxpr(apart: PartitionedFunction) -> FlatJaxpr:
         y, pull = jax.vjp(value, *values[:count])
         return y, *pull(jnp.ones_like(y))
 
-    like = (jax.ShapeDtypeStruct((), apart.jaxpr.types[x].dtype) for x in names)
+    like = (jax.ShapeDtypeStruct((), partition.jaxpr.types[x].dtype) for x in names)
     return flatten_jaxpr(value_and_slopes, *like)
 
 
@@ -128,8 +128,8 @@ def run_slope_jaxpr(function: TileFunction, env: dict[int, Array], shape) -> Arr
     """Return the new score, with a jvp that uses the slopes."""
     slopes = function.slopes
     assert slopes is not None
-    names = known_inputs(function.apart)
-    count = 1 + len(function.apart.moving)
+    names = known_inputs(function.partition)
+    count = 1 + len(function.partition.kernel_gradients)
     # These are no arguments of `value`, because Mosaic lowers no tangents of integers.
     rest = [env[x] for x in names[count:]]
 

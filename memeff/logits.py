@@ -92,8 +92,8 @@ def allow_approx_math(problem: Problem) -> bool:
 
     The backward recomputes nonlinear functions of the logits, so those must be exact.
     """
-    score_fn: Any = problem.score_fn  # in kernels a TileFunction, which has `curved`
-    return problem.soft_cap is None and not (score_fn is not None and score_fn.curved)
+    score_fn: Any = problem.score_fn  # in kernels a TileFunction, which has `is_nonlinear`
+    return problem.soft_cap is None and not (score_fn is not None and score_fn.is_nonlinear)
 
 
 def base2(problem: Problem) -> Problem:

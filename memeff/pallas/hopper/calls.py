@@ -401,16 +401,19 @@ def _score_gradients(
 
 
 def tangent(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, along: Operands
+    problem: Problem, operands: Operands, out: Array, lse: Lse, input_tangents: Operands
 ) -> tuple[Array, Array]:
     """Return the tangents of out [B, K, G, T, D] and lse [B, K, G, T].
 
-    `along` holds the tangents of query, key and value; None stands for 0.
+    `input_tangents` holds those of query, key and value; a tangent that is None is 0.
     """
     operands = _mask_as_segments(operands)
-    leaves, structure = jax.tree.flatten((along[:3], _scalars(problem, operands)))
+    scalars = _scalars(problem, operands)
+    active = [dims for dims, x in zip(DIMS, input_tangents[:3], strict=True) if x is not None]
+    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(scalars)
+    leaves, structure = jax.tree.flatten((input_tangents[:3], scalars))
     on_tiles = calls.tile_functions(problem, operands, "score")
-    moves_logits = along.query is not None or along.key is not None
+    moves_logits = input_tangents.query is not None or input_tangents.key is not None
     # True with a sink, because lse then differs from that of these kernels' forward.
     shared = lse.low is not None
 
@@ -431,7 +434,5 @@ def tangent(
         dout = _unfold_heads(dout, (B, T, K, G), value.shape[-1])
         return dout, dlse[..., :T].reshape(B, K, G, T)
 
-    active = [dims for dims, x in zip(DIMS, along[:3], strict=True) if x is not None]
-    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(_scalars(problem, operands))
     run = partitioned(call, dims_in, ("bkgtd", "bkgt"))
     return run(*operands[:3], out, lse.high * LOG2_E, *leaves)

@@ -18,7 +18,8 @@ from memeff.pallas.hopper import backward_common, backward_key, backward_query
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
 from memeff.pallas.hopper.scalars import Scalars
-from memeff.pallas.hopper.tangent import TangentArrays, tangents
+from memeff.pallas.hopper.tangent import tangents
+from memeff.pallas.hopper.tangent_compute import TangentArrays
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients

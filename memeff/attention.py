@@ -77,80 +77,93 @@ def dot_product_attention(
     dtype: None = None,
     module: None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""Exact attention, `softmax(cap(scale * query key^T) + bias) value`, without ever storing the T x S matrix.
+    r"""Compute exact attention, `softmax(cap(scale * query key^T) + bias) value`, in linear memory.
 
     A superset of `jax.nn.dot_product_attention`. Flax's modules take `memeff.nn.attention_fn`.
-    Memory: O(T + S) beyond inputs and outputs, forward and gradient; a `bias` or dense `mask` costs its own size.
-    Differentiable in both modes and to every order, in linear memory: by query, key, value, params of functions, sinks,
-    and by bias, scale and logits_soft_cap where they are arrays.
+
+    Memory: O(T + S) beyond inputs and outputs, for the forward and for the gradient. A `bias` or a
+    dense `mask` costs its own size.
+
+    Derivatives: in both modes, of every order, in linear memory. They are with respect to query,
+    key, value, sinks, the float params of functions, and bias, scale and logits_soft_cap as arrays.
 
     Args:
-      query: [*B, T, N, H], float. Leading dims may be none or many.
-      key: [*B, S, K, H], same dtype as `query`. N must be a multiple of K; query head n reads key head n // (N // K).
-      value: [*B, S, K, D], same dtype as `query`. D need not be H.
-      bias: broadcastable to [*B, N, T, S], float, added to the logits. -inf, or the lowest finite number of its dtype,
-        hides the key as a mask would.
-      mask: broadcastable to [*B, N, T, S], boolean, True = may attend.
-      scale: multiplies the dot products; a number or a scalar array. Default 1 / sqrt(H).
-      is_causal: query row i sees keys up to position i + q_offset (top-left aligned, as jax.nn).
-      query_seq_lengths: [*B], integers, tokens: rows past it give 0.
-      key_value_seq_lengths: [*B], integers, tokens: keys past it are seen by nobody. Traced lengths cannot be checked
-        and count as at most S.
-      local_window_size: (left, right) in tokens, None for no bound, both sides inclusive; an int means both. With
-        `is_causal` the smaller right holds.
-      implementation: None (memeff chooses), "xla" (chunked, any device), "reference" (quadratic), "pallas" (kernels for
-        Hopper GPUs; `memeff.explain` says which calls they run).
-      backward: of kernels. "split", the default: a kernel for the query's gradient and one for those of key and value;
-        bits repeat. "fused": one kernel, five products a tile instead of seven; the query's gradient is added up in
-        an order that differs from run to run, in a float32 array as large as itself. The gradients are equally exact.
-        "fastest": fused where that was measured to be faster and fits in memory_limit, else split; never refused.
+      query: [*B, T, N, H], float, with any number of leading dims.
+      key: [*B, S, K, H], in the dtype of `query`. N must be a multiple of K; query head n reads key
+        head n // (N // K).
+      value: [*B, S, K, D], in the dtype of `query`. D may differ from H.
+      bias: broadcastable to [*B, N, T, S], float. It is added to the logits. A pair is hidden where
+        the bias is -inf or the lowest finite number of its dtype.
+      mask: broadcastable to [*B, N, T, S], boolean; True = may attend.
+      scale: the factor of the dot products, a number or a scalar array. Default: 1 / sqrt(H).
+      is_causal: hide keys behind position i + q_offset from query row i (top-left aligned, as
+        jax.nn).
+      query_seq_lengths: [*B], integers, in tokens. Rows from this length on give 0.
+      key_value_seq_lengths: [*B], integers, in tokens. Keys from this length on are hidden. Lengths
+        that jit traces cannot be checked, and count as at most S.
+      local_window_size: (left, right) in tokens, both included; None is no bound, and an int stands
+        for both sides. With `is_causal` the smaller right holds.
+      implementation: "xla" (chunked, any device), "reference" (quadratic memory) or "pallas"
+        (kernels for Hopper GPUs). Default: memeff chooses, and `memeff.explain` says why.
+      backward: how kernels compute the gradient. "split" (default) runs one kernel for the query's
+        gradient and one for the others, and two runs give the same bits. "fused" runs one kernel
+        with five products a tile instead of seven. It adds up the query's gradient in an order that
+        differs from run to run, in a float32 array of its size. "fastest" is "fused" where that was
+        measured to be faster and fits in `memory_limit`, and "split" elsewhere.
       return_residual: also return lse.
-      logits_soft_cap: c > 0: logits become c * tanh(logits / c), before bias and mask.
-      query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers: a query sees the keys of its own segment.
-        The first alone serves both where T = S.
-      q_offset: int, or integers [*B]: the position of query row 0 among the keys, for `is_causal` and windows.
-      score_fn: (score, batch, head, q_pos, k_pos, params) -> score, of JAX's functions: for scalars, the logit of one pair
-        after scale and soft cap, and int32 numbers (positions as in windows, `batch` of all leading dims together). Or a
-        `memeff.Score`, as those of `memeff.scores`.
-      score_params: a pytree of arrays for it; floats get their gradients, in their own shapes.
-      mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`, as those of
-        `memeff.masks`, which `&`, `|` and `~` combine; or a `memeff.block_mask` of one, whose hidden tiles are skipped.
-      mask_params: a pytree of arrays for it, without gradients.
-      sinks: [N], float, nats: a logit for each head that takes part in the softmax and has no value, as one more key whose
-        value is 0. lse is that of the keys alone. -inf is no sink.
-      qk_transform: (x, position, which, params) -> x, of one row x [H] of a query or key (`which`, "query" or "key") at its
-        position: rotary embeddings, normalisation. Done for each tile and again in the backward, so that no transformed copy
-        is stored. Or a `memeff.Transform`, as those of `memeff.transforms`.
-      qk_transform_params: a pytree of arrays for it; floats get their gradients.
-      chunk_size: rows and columns of the tile of logits that exists at a time, an int or (query, key). Default: by a
-        measurement, see `memeff.dispatch`.
-      memory_limit: bytes, or a text such as "512MiB": what forward and gradient may take beyond inputs and outputs, with
-        smaller tiles than the default where need be; what does not fit is refused, with a figure that does. A call near
-        its limit is compiled while it is traced, once for all calls like it, to ask XLA. `memeff.memory_limit` sets it
-        for many calls.
-      precision: of the products, as `jax.lax.dot_general` takes it.
-      dropout_rng: a key of `jax.random`, wanted where dropout_rate > 0. For the same key the mask is Flax's: a
-        function of coordinates, so of no chunk size.
-      dropout_rate: the chance, in [0, 1), that a probability is dropped. The others are divided by 1 - dropout_rate.
-      broadcast_dropout: one mask for all batch entries and heads, as Flax's default. False: a mask for each.
-      deterministic, dtype, module: not taken. Flax's modules pass them: give those `memeff.nn.attention_fn`.
+      logits_soft_cap: c > 0. Logits become c * tanh(logits / c), before bias and mask.
+      query_segment_ids, key_value_segment_ids: [*B, T] and [*B, S], integers. A query sees only the
+        keys of its own segment. If T = S, the first serves for both.
+      q_offset: the position of query row 0 among the keys, for `is_causal` and windows: an int, or
+        integers [*B].
+      score_fn: (score, batch, head, q_pos, k_pos, params) -> score, a function of scalars in JAX.
+        It gets the logit of one pair after scale and soft cap, and int32 numbers: the entry of all
+        leading dims together, the query head, and positions as in windows. Or a `memeff.Score`,
+        such as those of `memeff.scores`.
+      score_params: a pytree of arrays, the params of `score_fn`. Floats have gradients.
+      mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`,
+        such as those of `memeff.masks`; `&`, `|` and `~` combine them. Or a `memeff.block_mask` of
+        such a mask, whose hidden blocks are skipped.
+      mask_params: a pytree of arrays, the params of `mask_fn`. They have no gradients.
+      sinks: [N], float, in nats: for each head one more logit in the softmax, of a key whose value
+        is 0. lse does not include it. -inf is no sink.
+      qk_transform: (x, position, which, params) -> x, applied to each row x [H] of query and key,
+        such as rotary embeddings. `which` is "query" or "key". Each tile computes it again, also in
+        the backward, so no transformed copy is stored. Or a `memeff.Transform`, such as those of
+        `memeff.transforms`.
+      qk_transform_params: a pytree of arrays, the params of `qk_transform`. Floats have gradients.
+      chunk_size: rows and columns, in tokens, of the tile of logits that exists at a time; an int
+        stands for both. Default: the fastest measured (memeff/tile_sizes.py).
+      memory_limit: bytes, or a text such as "512MiB", that forward and gradient may take beyond
+        inputs and outputs. Tiles become smaller until the call fits. If it cannot fit, the error
+        names a limit that suffices. A call near its limit is compiled while it is traced, because
+        XLA then reports its memory. `memeff.memory_limit` sets a limit for many calls.
+      precision: of the products, as in `jax.lax.dot_general`.
+      dropout_rng: a key of `jax.random`, required if dropout_rate > 0. The same key gives the same
+        mask as Flax, for any chunk_size.
+      dropout_rate: the chance, in [0, 1), that a probability is dropped. The others are divided by
+        1 - dropout_rate.
+      broadcast_dropout: use one mask for all batch entries and heads, as Flax does by default.
+      deterministic, dtype, module: must be None. Flax's modules pass them, and need
+        `memeff.nn.attention_fn`.
 
     Returns:
-      [*B, T, N, D] in the dtype of `query`; rows that see no key are 0. With `return_residual`, also
-      lse [*B, T, N], float32 (float64 for float64), natural log; -inf for rows that see no key; differentiable.
+      out [*B, T, N, D] in the dtype of `query`; rows that see no key are 0. With `return_residual`
+      also lse [*B, T, N], the natural logarithm of the sum of exp(logits), in float32 (float64 for
+      float64), differentiable; -inf for rows that see no key.
 
     Raises:
-      ValueError: shapes or values disagree, or `memory_limit` is too low. The message names the argument, what came and
-        what was expected.
-      TypeError: a dtype or a kind is wrong.
-      NotImplementedError: a legal call that the requested `implementation` cannot run; the message says why.
+      ValueError: if shapes or values disagree, or `memory_limit` is too low.
+      TypeError: if an argument has the wrong dtype or kind.
+      NotImplementedError: if the requested `implementation` or `backward` cannot run the call.
 
     Example:
       >>> x = jnp.ones((2, 7, 4, 8))
       >>> dot_product_attention(x, x, x, local_window_size=(2, 0)).shape
       (2, 7, 4, 8)
 
-    Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691), section 3.1.
+    Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2; Dao 2023 (arXiv:2307.08691),
+    section 3.1.
     """
     check_flax_hooks(deterministic=deterministic, dtype=dtype, module=module)
     arguments = Arguments(

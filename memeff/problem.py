@@ -1,6 +1,7 @@
 """Hold one call: what it computes (`Problem`), how (`Schedule`), and its arrays (`Operands`)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -108,6 +109,36 @@ class Operands(NamedTuple):
     score_nonfloat_params: tuple[Array, ...] = ()  # params of score_fn that are not floats
     mask_params: tuple[Array, ...] = ()
     transform_nonfloat_params: tuple[Array, ...] = ()  # params of qk_transform that are not floats
+
+
+# The letters of each operand's dims; a dim of a mask or a bias may have size 1 instead. Operands
+# without an entry are whole in every tile.
+OPERAND_DIMS = {
+    "query": "btkgh",
+    "key": "bskh",
+    "value": "bskd",
+    "bias": "bkgts",
+    "sinks": "kg",
+    "mask": "bkgts",
+    "q_lengths": "b",
+    "kv_lengths": "b",
+    "q_offset": "b",
+    "q_segments": "bt",
+    "kv_segments": "bs",
+}
+
+
+def map_operands(f: Callable[[Any, str], Any], operands: Operands) -> Operands:
+    """Return `operands` with f(array, dims) in the place of each array that has OPERAND_DIMS."""
+
+    def map_fields(arrays: Any) -> Any:
+        present = {name: x for name, x in arrays._asdict().items() if x is not None}
+        mapped = {
+            name: f(x, OPERAND_DIMS[name]) for name, x in present.items() if name in OPERAND_DIMS
+        }
+        return arrays._replace(**mapped)
+
+    return map_fields(operands._replace(logit_params=map_fields(operands.logit_params)))
 
 
 class Gradients(NamedTuple):

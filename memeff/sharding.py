@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from memeff.problem import Operands
+from memeff.problem import OPERAND_DIMS, Operands, map_operands
 
 
 def check_layout(query: Array, key: Array, value: Array) -> None:
@@ -59,21 +59,18 @@ def _like_query(operands: Operands) -> Operands:
     """
     if not _explicit(operands.query):
         return operands
-    mesh = jax.typeof(operands.query).sharding.mesh
-    B, _, K, G, _ = jax.typeof(operands.query).sharding.spec
+    query_dims = OPERAND_DIMS["query"]
+    query_sharding = jax.typeof(operands.query).sharding
+    axes = dict(zip(query_dims, query_sharding.spec, strict=True))
 
-    def shard(x):
-        if x is None:
-            return None
-        axes = zip((B, K, G, None, None), x.shape, strict=True)
-        spec = PartitionSpec(*(axis if size > 1 else None for axis, size in axes))
-        return reshard(x, NamedSharding(mesh, spec))
+    def shard(x, dims: str):
+        if "g" not in dims or dims == query_dims:
+            return x
+        sizes = zip(dims, x.shape, strict=True)
+        spec = [axes[dim] if dim in "bkg" and size > 1 else None for dim, size in sizes]
+        return reshard(x, NamedSharding(query_sharding.mesh, PartitionSpec(*spec)))
 
-    sinks = operands.logit_params.sinks
-    if sinks is not None:
-        sinks = reshard(sinks, NamedSharding(mesh, PartitionSpec(K, G)))
-    terms = operands.logit_params._replace(bias=shard(operands.logit_params.bias), sinks=sinks)
-    return operands._replace(mask=shard(operands.mask), logit_params=terms)
+    return map_operands(shard, operands)
 
 
 def on_mesh_of_operands(f: Callable, static: tuple, operands: Operands) -> Any:

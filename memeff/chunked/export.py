@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.problem import Operands
+from memeff.problem import Operands, map_operands
 
 
 def has_symbolic_lengths(operands: Operands) -> bool:
@@ -25,27 +25,20 @@ def pad_lengths(chunk_size: tuple[int, int], operands: Operands) -> Operands:
             return jnp.broadcast_to(jnp.asarray(total, jnp.int32), (B,))
         return jnp.minimum(lengths, total)
 
-    def pad_pairs(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        return pad_axis(pad_axis(x, -2, t), -1, c)  # B|1 K|1 G|1 T+t|1 S+c|1
+    def pad(x: Array, dims: str) -> Array:
+        for letter, size in (("t", t), ("s", c)):
+            if letter in dims:
+                x = pad_axis(x, dims.index(letter), size)
+        return x
 
-    return operands._replace(
-        query=pad_axis(operands.query, 1, t),
-        key=pad_axis(operands.key, 1, c),
-        value=pad_axis(operands.value, 1, c),
-        logit_params=operands.logit_params._replace(bias=pad_pairs(operands.logit_params.bias)),
-        mask=pad_pairs(operands.mask),
-        q_lengths=bound(operands.q_lengths, T),
-        kv_lengths=bound(operands.kv_lengths, S),
-        q_segments=pad_axis(operands.q_segments, 1, t),
-        kv_segments=pad_axis(operands.kv_segments, 1, c),
+    return map_operands(pad, operands)._replace(
+        q_lengths=bound(operands.q_lengths, T), kv_lengths=bound(operands.kv_lengths, S)
     )
 
 
-def pad_axis(x: Array | None, axis: int, size: int) -> Array | None:
+def pad_axis(x: Array, axis: int, size: int) -> Array:
     """Pad `axis` of `x` by `size` zeros at its end if its length is symbolic."""
-    if x is None or isinstance(x.shape[axis], int):
+    if isinstance(x.shape[axis], int):
         return x
     width = [(0, 0)] * x.ndim
     width[axis] = (0, size)

@@ -9,7 +9,7 @@ from jax import Array, lax
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.tile import Tile
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import LogitParams, Operands, Problem
+from memeff.problem import LogitParams, Operands, Problem, map_operands
 from memeff.slicing import add_slice, slice_dims, slice_optional
 
 
@@ -120,9 +120,11 @@ def add_logit_params(total: LogitParams, part: LogitParams, tile: Tile) -> Logit
 
 def slice_batch(operands: Operands, first, size: int) -> Operands:
     """Slice the lengths, offsets and segments of `size` batch entries from `first` on."""
-    names = ("q_lengths", "kv_lengths", "q_offset", "q_segments", "kv_segments")
-    cut = {name: slice_optional(getattr(operands, name), {0: (first, size)}) for name in names}
-    return operands._replace(**cut)
+
+    def cut(x: Array, dims: str) -> Array:
+        return slice_dims(x, {0: (first, size)}) if dims in ("b", "bt", "bs") else x
+
+    return map_operands(cut, operands)
 
 
 def slice_shared(sources: TileSources, size: TileSize, starts: np.ndarray) -> TileSources:

@@ -26,22 +26,17 @@ from memeff.chunked.schedule import tile_grid
 from memeff.chunked.tile import Tile, dot, probabilities, weighted_values, zero_nonfinite
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import LogitParams, Operands, Problem, Schedule, accumulator_dtype
+from memeff.problem import (
+    OPERAND_DIMS,
+    LogitParams,
+    Operands,
+    Problem,
+    Schedule,
+    accumulator_dtype,
+    map_operands,
+)
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
-# Names of the dims of operands. All other operands are whole in each tile.
-OPERAND_DIMS = {
-    ".query": "btnh",
-    ".key": "bskh",
-    ".value": "bskd",
-    ".logit_params.bias": "bnts",
-    ".mask": "bnts",
-    ".q_lengths": "b",
-    ".kv_lengths": "b",
-    ".q_offset": "b",
-    ".q_segments": "bt",
-    ".kv_segments": "bs",
-}
 WHOLE = "acdefghijlmopqruvwxyz"  # names of dims that are not cut
 
 
@@ -134,8 +129,8 @@ def tile_sum_inputs(
     inputs = []
     arrays = []
     for path, x in jax.tree_util.tree_leaves_with_path(operands):
-        letters = OPERAND_DIMS.get(jax.tree_util.keystr(path), WHOLE[: x.ndim])
-        inputs.append(DimNames(letters, len(inputs)))
+        dims = OPERAND_DIMS.get(getattr(path[-1], "name", ""), WHOLE[: x.ndim])
+        inputs.append(DimNames(dims.replace("kg", "n"), len(inputs)))
         arrays.append(x)
     lse_arrays = [lax.collapse(x, 1, 3) for x in lse if x is not None]  # b n t
     for x in lse_arrays:
@@ -147,14 +142,13 @@ def tile_sum_inputs(
 
 
 def _merge_heads(operands: Operands) -> Operands:
-    """Merge the dims K G of operands, in the order of dims that a tile is cut from."""
+    """Merge the dims K G of operands into N."""
 
-    def merge(x: Array | None, axis: int) -> Array | None:
-        return None if x is None else lax.collapse(x, axis, axis + 2)
+    def merge(x: Array, dims: str) -> Array:
+        axis = dims.find("kg")
+        return x if axis < 0 else lax.collapse(x, axis, axis + 2)
 
-    terms = operands.logit_params._replace(bias=merge(operands.logit_params.bias, 1))
-    query = merge(operands.query, 2)
-    return operands._replace(query=query, mask=merge(operands.mask, 1), logit_params=terms)
+    return map_operands(merge, operands)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from memeff.chunked.schedule import count_tiles
 from memeff.device import Device, current_device, current_platform, pretend_device
 from memeff.diagnostics.bind import bind_arguments, prepare_shapes
 from memeff.implementations import Chosen, Request, module_for
-from memeff.problem import Operands
+from memeff.problem import Operands, map_operands
 from memeff.units import format_bytes, parse_bytes
 
 # Each device with its memory in bytes, as its maker states it.
@@ -217,23 +217,14 @@ def _resize(operands: Operands, T: int) -> Operands:
     """Return the shapes of the same call at T query tokens, with S in proportion."""
     S = max(1, T * operands.key.shape[1] // operands.query.shape[1])
 
-    def resize(x, sizes: dict[int, int]):
-        if x is None:
-            return None
-        shape = [size if size == 1 else sizes.get(dim, size) for dim, size in enumerate(x.shape)]
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    lengths = {"t": T, "s": S}
 
-    logit_sizes = {3: T, 4: S}
-    bias = resize(operands.logit_params.bias, logit_sizes)
-    return operands._replace(
-        query=resize(operands.query, {1: T}),
-        key=resize(operands.key, {1: S}),
-        value=resize(operands.value, {1: S}),
-        q_segments=resize(operands.q_segments, {1: T}),
-        kv_segments=resize(operands.kv_segments, {1: S}),
-        mask=resize(operands.mask, logit_sizes),
-        logit_params=operands.logit_params._replace(bias=bias),
-    )
+    def resize(x: Any, dims: str) -> jax.ShapeDtypeStruct:
+        sizes = zip(dims, x.shape, strict=True)
+        shape = tuple(size if size == 1 else lengths.get(dim, size) for dim, size in sizes)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return map_operands(resize, operands)
 
 
 def explain(

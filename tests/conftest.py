@@ -2,7 +2,7 @@
 
 names = ("causal", "window")
 dtype = "float32"
-for name, result in run_cases(names, dtype).items():  # out, lse and gradients of both, compiled together
+for name, result in run_cases(names, dtype).items():  # compiled together
     assert_case(result, name, dtype)
 """
 
@@ -126,7 +126,7 @@ def forget_much():
 
 
 def resident() -> int:
-    """Return the bytes of this process in memory, or 0 where the system has no file that says it."""
+    """Return the bytes of this process in memory, or 0 where the system has no /proc."""
     try:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])

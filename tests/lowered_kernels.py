@@ -1,4 +1,6 @@
-"""Write the Mosaic modules of every Hopper kernel of tests/sm90a.py, without source locations, and a digest of each program.
+"""Write the Mosaic modules of every Hopper kernel of tests/sm90a.py, and digests.
+
+Source locations are removed.
 
     python tests/lowered_kernels.py FOLDER [case ...]
 
@@ -55,7 +57,8 @@ def main(folder: Path, names: list[str]) -> None:
             text = sm90a.lowered(**sm90a.CASES[name]).as_text()
             text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "", text)
             text = without_names(BYTES.sub(module_text, text))
-            (folder / re.sub(r"\W+", "_", name)).with_suffix(".txt").write_text(text)
+            file = re.sub(r"\W+", "_", name)
+            (folder / file).with_suffix(".txt").write_text(text)
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(digest, name, file=digests, flush=True)
 

@@ -10,8 +10,8 @@ of a query, and a dropout mask kept with rate r, z = kept / (1 - r):
     du  = ds (1 - tanh^2(u / cap))     dscale = sum du raw
     dq  = scale du k                   dk  = scale du' q
     dcap = sum ds (tanh(u / cap) - (u / cap) (1 - tanh^2(u / cap)))
-The tangents along dq, dk, dv, where a dot stands for a tangent and without dropout, are
-dout = (p (ds - dlse)) v + p dv and dlse = sum_j p ds.
+Tangents along dq, dk and dv, without dropout and with ds as the tangent of s, are
+    dout = (p (ds - dlse)) v + p dv    dlse = sum_j p ds
 A sink is one more column of the softmax, without a key. So p is smaller than p_keys = exp(s - lse):
     ds  = p (dp - sum_j p dp) + p_keys dlse      dsinks = - sum p_sink sum_j p dp
 A hidden pair takes part in no product, so NaN in a hidden key or value reaches no result.

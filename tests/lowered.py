@@ -88,10 +88,10 @@ def derivatives(kwargs: dict[str, Any]) -> dict[str, Callable]:
     def mapped(args, floats, rest):
         query, key, value = args
 
-        def of_query(query):
+        def differentiated(query):
             return vjp((query, key, value), floats, rest)
 
-        return jax.vmap(of_query)(jnp.stack([query] * 3))
+        return jax.vmap(differentiated)(jnp.stack([query] * 3))
 
     return {
         "forward": call,

@@ -4,7 +4,8 @@ Source locations are removed.
 
     python tests/lowered_kernels.py FOLDER [case ...]
 
-Needs JAX's CUDA plugin, but no GPU (see the Makefile's `sm90a`). tests/lowered.py does the same for plain JAX.
+This needs JAX's CUDA plugin, but no GPU (see the Makefile's `sm90a`). tests/lowered.py does the
+same for plain JAX.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ ESCAPE = re.compile(r"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes of a string attribute of MLIR, which writes most of them as two digits."""
+    """Return the bytes of an MLIR string attribute, which writes most of them as two digits."""
 
     def character(match):
         code = match[1]

@@ -96,7 +96,7 @@ def compiled_online(p: Problem, operands, dout, dlse):
 
 
 def valid_rows(p: Problem):
-    """Return a compiled function from operands to the rows [B, K, G, T] in which the bound holds."""
+    """Return a compiled function from operands to whether the bound holds in a row [B, K, G, T]."""
 
     def run(operands):
         sums = fixed_max.fixed_max_forward(p, operands, "caller")
@@ -191,7 +191,7 @@ def test_rows_that_stand_stay(name):
 
 
 def test_one_column_that_overflows_is_enough():
-    """A row is not valid if one column of its values, of 10^6, overflows and the others do not."""
+    """A row is redone if a single column of o overflows, here because of values of 10^6."""
     q = jnp.full((1, 1024, 1, 64), 4.0)
     v = jnp.zeros((1, 1024, 1, 3)).at[..., 1].set(1e6).at[..., 2].set(1.0)
     out = dot_product_attention(q, q, v)[0, :, 0]

@@ -118,7 +118,7 @@ def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
     "left, right, offset", [(None, 0, 0), (None, 0, 37), (40, 0, 0), (None, None, 0), (20, 200, -3)]
 )
 def test_joined_tiles_cover_what_tiles_cover_once(left, right, offset, joined, along):
-    """Joined tiles cover each pair of the visible tiles once, and are at most `joined` large.
+    """Joined tiles cover each pair of the visible tiles once, and have at most `joined` pairs.
 
     A few whole tiles may go with the masked ones.
     """

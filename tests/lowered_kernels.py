@@ -38,7 +38,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def module_text(match: re.Match) -> str:
-    """Return the module of one kernel as text, without locations and names that come from Python."""
+    """Return the module of one kernel as text, without locations and names from Python."""
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     mosaic_gpu_dialect.register_dialect(context)

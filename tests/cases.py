@@ -1,7 +1,9 @@
-"""The one table of named calls: awkward sizes, every optional argument alone and in pairs. NumPy arrays; nothing runs here.
+"""List the named calls: awkward sizes, every optional argument alone and in pairs.
 
-args, kwargs = CASES["causal"].inputs(np.float32)      # (query, key, value), keyword arguments of dot_product_attention
-static, arrays = split(kwargs)                         # what jit must not trace, and what it may
+Arrays are NumPy's, and nothing runs here.
+
+args, kwargs = CASES["causal"].inputs(np.float32)  # of dot_product_attention; args are q, k, v
+static, arrays = split(kwargs)  # arguments that jit must not trace, and arguments that it may
 """
 
 import itertools
@@ -14,7 +16,10 @@ import numpy as np
 
 
 class Sizes(NamedTuple):
-    """The letters; every one different, none a multiple of a chunk. `leads` stand in for B where it is not one dim."""
+    """Sizes by letter, all different and none a multiple of a chunk.
+
+    `leads` replaces B where the batch is not one dim.
+    """
 
     B: int = 2
     T: int = 37
@@ -42,28 +47,37 @@ class Case(NamedTuple):
     make: Callable[[np.random.Generator, np.dtype], tuple[tuple, dict[str, Any]]]
 
     def inputs(self, dtype=np.float32) -> tuple[tuple, dict[str, Any]]:
-        """(query, key, value) and keyword arguments, always the same; floats are rounded to `dtype`."""
-        return self.make(np.random.default_rng(zlib.crc32(self.name.encode())), np.dtype(dtype))
+        """Return (query, key, value) and keyword arguments, with floats rounded to `dtype`.
+
+        Each case draws the same numbers every time.
+        """
+        seed = zlib.crc32(self.name.encode())
+        return self.make(np.random.default_rng(seed), np.dtype(dtype))
 
 
 def split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments that are fixed while tracing, and arrays."""
+    """Split keyword arguments into those that are fixed while tracing, and arrays."""
     arrays = {name: x for name, x in kwargs.items() if isinstance(x, np.ndarray)}
-    return {name: x for name, x in kwargs.items() if name not in arrays}, arrays
+    static = {name: x for name, x in kwargs.items() if name not in arrays}
+    return static, arrays
 
 
 def qkv(rng: np.random.Generator, dtype, z: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    shapes = (z.T, z.N, z.H), (z.S, z.K, z.H), (z.S, z.K, z.D)
-    query, key, value = (rng.standard_normal((*z.batch, *shape)).astype(dtype) for shape in shapes)
+    def normal(*shape):
+        return rng.standard_normal((*z.batch, *shape)).astype(dtype)
+
+    query = normal(z.T, z.N, z.H)
+    key = normal(z.S, z.K, z.H)
+    value = normal(z.S, z.K, z.D)
     return query, key, value
 
 
 def accumulator(dtype):
-    """The dtype of lse and of scalars."""
+    """Return the dtype of lse and of scalars."""
     return np.float64 if dtype == np.float64 else np.float32
 
 
-# ---- features: keyword arguments from (rng, dtype, sizes)
+# ---- features: each returns keyword arguments
 
 
 def bias_full(rng, dtype, z):
@@ -71,14 +85,15 @@ def bias_full(rng, dtype, z):
 
 
 def bias_row(rng, dtype, z):
-    return {"bias": rng.standard_normal((z.N, 1, z.S)).astype(dtype)}  # as ALiBi: one row per head
+    return {"bias": rng.standard_normal((z.N, 1, z.S)).astype(dtype)}  # one row a head, as ALiBi
 
 
 def bias_hides(rng, dtype, z):
     bias = rng.standard_normal((z.T, z.S))
-    # both are in use as "never look here"
-    hides = rng.choice([-np.inf, float(ml_dtypes.finfo(dtype).min)], bias.shape)
-    return {"bias": np.where(rng.random(bias.shape) < 0.3, hides, bias).astype(dtype)}
+    lowest = float(ml_dtypes.finfo(dtype).min)
+    hiding = rng.choice([-np.inf, lowest], bias.shape)  # both numbers commonly hide a key
+    hidden = rng.random(bias.shape) < 0.3
+    return {"bias": np.where(hidden, hiding, bias).astype(dtype)}
 
 
 def mask_dense(rng, dtype, z):
@@ -102,19 +117,13 @@ def causal(rng, dtype, z):
 
 
 def query_lengths(rng, dtype, z):
-    return {
-        "query_seq_lengths": rng.permutation(
-            np.linspace(z.T // 2, z.T, max(1, z.B)).astype(np.int32)
-        )
-    }
+    lengths = np.linspace(z.T // 2, z.T, max(1, z.B)).astype(np.int32)
+    return {"query_seq_lengths": rng.permutation(lengths)}
 
 
 def key_lengths(rng, dtype, z):
-    return {
-        "key_value_seq_lengths": rng.permutation(
-            np.linspace(z.S // 2, z.S, max(1, z.B)).astype(np.int32)
-        )
-    }
+    lengths = np.linspace(z.S // 2, z.S, max(1, z.B)).astype(np.int32)
+    return {"key_value_seq_lengths": rng.permutation(lengths)}
 
 
 def window(rng, dtype, z):
@@ -134,7 +143,9 @@ def soft_cap_array(rng, dtype, z):
 
 
 def segments(rng, dtype, z):
-    ids = lambda size: np.sort(rng.integers(0, 4, (*z.batch, size)), -1).astype(np.int32)
+    def ids(size):
+        return np.sort(rng.integers(0, 4, (*z.batch, size)), -1).astype(np.int32)
+
     return {"query_segment_ids": ids(z.T), "key_value_segment_ids": ids(z.S)}
 
 
@@ -143,10 +154,8 @@ def q_offset(rng, dtype, z):
 
 
 def q_offset_array(rng, dtype, z):
-    return {
-        "q_offset": rng.permutation(np.arange(-5, -5 + 9 * z.B, 9)).astype(np.int32),
-        "is_causal": True,
-    }
+    offsets = np.arange(-5, -5 + 9 * z.B, 9)
+    return {"q_offset": rng.permutation(offsets).astype(np.int32), "is_causal": True}
 
 
 def dropout(rng, dtype, z):
@@ -210,7 +219,8 @@ PAIRED = (  # one feature of each kind that reaches other code
 
 def _case(name: str, *features, z: Sizes = AWKWARD, chunk_size: Any = (16, 24)) -> Case:
     def make(rng, dtype):
-        args, kwargs = qkv(rng, dtype, z), {}
+        args = qkv(rng, dtype, z)
+        kwargs = {}
         for feature in features:
             kwargs |= feature(rng, dtype, z)
         if chunk_size is not None:
@@ -221,24 +231,29 @@ def _case(name: str, *features, z: Sizes = AWKWARD, chunk_size: Any = (16, 24)) 
 
 
 def _mixes(features: tuple, size: int) -> list[tuple]:
-    """Few calls of `size` features each in which every pair of features meets."""
-    order = lambda f, g: tuple(sorted((f, g), key=features.index))
-    left = dict.fromkeys(itertools.combinations(features, 2))
+    """Return few tuples of `size` features each, in which every pair of features meets."""
+    pairs_left = dict.fromkeys(itertools.combinations(features, 2))
+
+    def new_pairs(feature, mix):
+        """Count the pairs of `feature` and a feature of `mix` that have not met."""
+        pairs = [tuple(sorted((feature, other), key=features.index)) for other in mix]
+        return sum(pair in pairs_left for pair in pairs)
+
     mixes = []
-    while left:
-        mix = [*next(iter(left))]
+    while pairs_left:
+        mix = list(next(iter(pairs_left)))
         while len(mix) < size:
-            rest = [f for f in features if f not in mix]
-            mix.append(max(rest, key=lambda f: sum(order(f, g) in left for g in mix)))
+            rest = [feature for feature in features if feature not in mix]
+            mix.append(max(rest, key=lambda feature: new_pairs(feature, mix)))
         mixes.append(tuple(sorted(mix, key=features.index)))
         for pair in itertools.combinations(mixes[-1], 2):
-            left.pop(pair, None)
+            pairs_left.pop(pair, None)
     return mixes
 
 
 def _all() -> list[Case]:
     same = Sizes(T=41, S=41)
-    one = [
+    sizes = [
         _case("plain"),
         _case("default_chunk", chunk_size=None),
         _case("one_token", z=Sizes(T=1, S=1)),
@@ -258,37 +273,32 @@ def _all() -> list[Case]:
         _case("one_row_chunks", window, z=Sizes(B=1, T=9, S=13), chunk_size=(1, 5)),
         _case("one_column_chunks", causal, z=Sizes(B=1, T=9, S=13), chunk_size=(5, 1)),
     ]
-    alone = [_case(f.__name__, f) for f in FEATURES]
-    pairs = [
-        _case(
-            f"{f.__name__}+{g.__name__}",
-            f,
-            g,
-            z=Sizes(B=2, T=19, S=29, K=2, G=2, H=3, D=4),
-            chunk_size=(8, 12),
-        )
-        for f, g in itertools.combinations(PAIRED, 2)
-    ]
-    mixes = [_case("&".join(f.__name__ for f in mix), *mix) for mix in _mixes(PAIRED, 4)]
-    everything = [
-        _case(
-            "everything",
-            mask_dense,
-            bias_row,
-            scale_array,
-            soft_cap_array,
-            key_lengths,
-            query_lengths,
-            segments,
-            window,
-            q_offset_array,
-            dropout_each,
-        ),
-    ]
-    return one + alone + pairs + mixes + everything
+    alone = [_case(feature.__name__, feature) for feature in FEATURES]
+    small = Sizes(B=2, T=19, S=29, K=2, G=2, H=3, D=4)
+    pairs = []
+    for f, g in itertools.combinations(PAIRED, 2):
+        pairs.append(_case(f"{f.__name__}+{g.__name__}", f, g, z=small, chunk_size=(8, 12)))
+    mixes = []
+    for mix in _mixes(PAIRED, 4):
+        name = "&".join(feature.__name__ for feature in mix)
+        mixes.append(_case(name, *mix))
+    everything = _case(
+        "everything",
+        mask_dense,
+        bias_row,
+        scale_array,
+        soft_cap_array,
+        key_lengths,
+        query_lengths,
+        segments,
+        window,
+        q_offset_array,
+        dropout_each,
+    )
+    return [*sizes, *alone, *pairs, *mixes, everything]
 
 
 CASES: dict[str, Case] = {case.name: case for case in _all()}
 SINGLES = tuple(name for name in CASES if "+" not in name and "&" not in name)
-# calls of four features in which every pair meets
+# Calls of four features, in which every pair meets.
 MIXES = tuple(name for name in CASES if "&" in name)

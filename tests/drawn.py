@@ -1,8 +1,10 @@
-"""Calls of every feature, drawn by hypothesis, as shapes alone: for what is asked of the compiler and never run.
+"""Let hypothesis draw calls of every feature, as shapes alone.
+
+They serve questions to the compiler, and are never run.
 
 @given(drawn.calls())
 def test(call):
-    drawn.programs(call, limit)     # a forward and gradients, and the shapes that each takes
+    drawn.programs(call, limit)  # a forward and gradients, and the shapes that each takes
 """
 
 import random
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import Sizes
 from hypothesis import strategies as st
 
 import memeff
@@ -22,7 +25,10 @@ NO_GRADIENT = "mask_fn", "mask_params", "dropout_rng"
 
 
 class Call(NamedTuple):
-    """Arguments of `dot_product_attention` by name; arrays as `jax.ShapeDtypeStruct`, but where they must be known."""
+    """Arguments of `dot_product_attention` by name.
+
+    Arrays are `jax.ShapeDtypeStruct`, except where their numbers must be known.
+    """
 
     arguments: dict[str, Any]
 
@@ -31,15 +37,14 @@ class Call(NamedTuple):
         return self.arguments["query"].dtype == np.float64
 
     def __repr__(self) -> str:
-        return f"Call({', '.join(f'{name}={_short(x)}' for name, x in self.arguments.items())})"
+        words = [f"{name}={_short(x)}" for name, x in self.arguments.items()]
+        return f"Call({', '.join(words)})"
 
 
 def _short(x: Any) -> str:
-    return (
-        f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else str(x)
-    )
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return str(x)
+    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
 
 
 def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -50,174 +55,264 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: array(x.shape, x.dtype), tree)
 
 
-def _alibi_with_tables(score, batch, head, q_pos, k_pos, params):
-    """What no ready-made score does: params read by batch entry, at both positions, and a product of logits."""
-    of_batch, of_query, of_key, scale = params
-    return (
-        score * scale
-        + of_batch[batch, head]
-        + of_query[q_pos].astype(score.dtype) * of_key[k_pos].astype(score.dtype)
+# ---- drawing a call
+
+
+class Choices(NamedTuple):
+    """Random choices from one generator."""
+
+    rng: random.Random
+
+    def sometimes(self, chance: int = 3) -> bool:
+        """Return True one time in `chance` + 1."""
+        return self.rng.randrange(chance + 1) == 0
+
+    def one_of(self, *options: Any) -> Any:
+        return self.rng.choice(options)
+
+
+def calls() -> st.SearchStrategy[Call]:
+    """Draw calls from a generator that hypothesis seeds.
+
+    If hypothesis drew the features itself, it would draw nearly the same call again and again.
+    """
+    return st.randoms(use_true_random=True).map(call_of)
+
+
+def call_of(rng: random.Random) -> Call:
+    """Return one call. Most optional arguments are present one time in four."""
+    choices = Choices(rng)
+    z = _sizes(choices)
+    dtype = choices.one_of(*DTYPES)
+    wide = np.float64 if dtype == "float64" else np.float32
+    arguments: dict[str, Any] = dict(
+        query=array((*z.batch, z.T, z.N, z.H), dtype),
+        key=array((*z.batch, z.S, z.K, z.H), dtype),
+        value=array((*z.batch, z.S, z.K, z.D), dtype),
     )
+    arguments |= _pair_arrays(choices, z, dtype, wide)
+    arguments |= _positions(choices, z)
+    arguments |= _logit_arguments(choices, z, dtype, wide)
+    arguments |= _score(choices, z, dtype, wide)
+    arguments |= _mask_function(choices, z, has_offset="q_offset" in arguments)
+    arguments |= _transform(choices, z, dtype, wide)
+    arguments |= _options(choices, z)
+    return Call(arguments)
 
 
-def _far(batch, head, q_pos, k_pos, reach):
+def _sizes(choices: Choices) -> Sizes:
+    leads = choices.one_of((1,), (1,), (2,), (), (3,), (2, 3))
+    K = choices.one_of(1, 2, 3, 4)
+    G = choices.one_of(1, 1, 2, 4)
+    T = choices.one_of(*LENGTHS)
+    S = T if choices.sometimes(1) else choices.one_of(*LENGTHS)
+    H = choices.one_of(1, 8, 16, 40, 64, 128)
+    D = H if choices.sometimes(1) else choices.one_of(1, 8, 24, 64, 128)
+    return Sizes(int(np.prod(leads)), T, S, K, G, H, D, leads)
+
+
+def _pair_arrays(choices: Choices, z: Sizes, dtype: str, wide: Any) -> dict[str, Any]:
+    """Return `bias` and `mask`, each of a shape that broadcasts to [*B, N, T, S]."""
+
+    def broadcast(dtype):
+        full = [*z.batch, z.N, z.T, z.S]
+        shape = [size if choices.sometimes(1) else 1 for size in full]
+        while len(shape) > 1 and shape[0] == 1 and choices.sometimes(1):
+            shape = shape[1:]
+        return array(shape, dtype)
+
+    arguments = {}
+    if choices.sometimes():
+        arguments["bias"] = broadcast(choices.one_of(dtype, wide))
+    if choices.sometimes():
+        arguments["mask"] = broadcast(np.bool_)
+    return arguments
+
+
+def _positions(choices: Choices, z: Sizes) -> dict[str, Any]:
+    """Return the arguments that say by position who may attend to whom."""
+    windows = (300, 100), (None, 5), (7, None), (0, 0), (1000, 1000)
+    arguments = {}
+    if choices.sometimes():
+        arguments["is_causal"] = True
+    if choices.sometimes():
+        arguments["local_window_size"] = choices.one_of(*windows)
+    if choices.sometimes():
+        arguments["query_seq_lengths"] = array(z.batch, np.int32)
+    if choices.sometimes():
+        arguments["key_value_seq_lengths"] = array(z.batch, choices.one_of(np.int32, np.uint8))
+    if choices.sometimes():
+        arguments["q_offset"] = choices.one_of(17, -5, array(z.batch, np.int32))
+    if choices.sometimes():
+        ids = choices.one_of(np.int32, np.uint8)
+        arguments["query_segment_ids"] = array((*z.batch, z.T), ids)
+        arguments["key_value_segment_ids"] = array((*z.batch, z.S), ids)
+    return arguments
+
+
+def _logit_arguments(choices: Choices, z: Sizes, dtype: str, wide: Any) -> dict[str, Any]:
+    """Return scale, soft cap, sinks and dropout."""
+    arguments = {}
+    if choices.sometimes():
+        arguments["scale"] = choices.one_of(0.3, array((), wide))
+    if choices.sometimes():
+        arguments["logits_soft_cap"] = choices.one_of(20.0, array((), wide))
+    if choices.sometimes():
+        arguments["sinks"] = array((z.N,), choices.one_of(dtype, wide))
+    if choices.sometimes():
+        arguments["dropout_rate"] = 0.1
+        arguments["dropout_rng"] = array((2,), np.uint32)
+        arguments["broadcast_dropout"] = choices.sometimes(1)
+    return arguments
+
+
+def _score(choices: Choices, z: Sizes, dtype: str, wide: Any) -> dict[str, Any]:
+    if not choices.sometimes(1):
+        return {}
+    slopes = np.ones(z.N, np.float32)
+    table = np.ones((32, z.N), np.float32)
+    ready_made = (
+        scores.alibi(slopes),
+        scores.t5(table),
+        scores.relative(np.ones((z.N, 41), np.float32)),
+        scores.soft_cap(np.float32(9)),
+        scores.head_temperature(slopes),
+        scores.alibi(slopes).then(scores.t5(table)),
+    )
+    score = choices.one_of(*ready_made, None)
+    if score is not None:
+        return {"score_fn": abstract(score)}
+    short = choices.one_of(dtype, wide)
+    params = (
+        array((z.B, z.N), wide),
+        array((z.T,), short),
+        array((z.S,), short),
+        array((), wide),
+    )
+    return {"score_fn": _alibi_with_tables, "score_params": params}
+
+
+def _alibi_with_tables(score, batch, head, q_pos, k_pos, params):
+    """Use what no ready-made score does.
+
+    That is params read by batch entry and at both positions, and a product of logits.
+    """
+    batch_table, query_table, key_table, scale = params
+    query_part = query_table[q_pos].astype(score.dtype)
+    key_part = key_table[k_pos].astype(score.dtype)
+    return score * scale + batch_table[batch, head] + query_part * key_part
+
+
+def _mask_function(choices: Choices, z: Sizes, has_offset: bool) -> dict[str, Any]:
+    """Return a ready-made mask, a block mask, or a function. A block mask takes no `q_offset`."""
+    if not choices.sometimes():
+        return {}
+    ids = np.arange(max(z.T, z.S)) // 100
+    documents = masks.documents(ids[: z.T], ids[: z.S])
+    prefix = masks.prefix(np.int32(50)) | masks.causal()
+    mask = choices.one_of(documents, prefix, masks.dilated(3), "block mask", "function")
+    if isinstance(mask, memeff.Mask):
+        return {"mask_fn": abstract(mask)}
+    if mask == "block mask" and not has_offset:
+        return {"mask_fn": memeff.block_mask(documents, z.T, z.S)}
+    return {"mask_fn": _near, "mask_params": array((z.N,), np.int32)}
+
+
+def _near(batch, head, q_pos, k_pos, reach):
     return abs(q_pos - k_pos) <= reach[head]
+
+
+def _transform(choices: Choices, z: Sizes, dtype: str, wide: Any) -> dict[str, Any]:
+    if not choices.sometimes():
+        return {}
+    scale = np.ones(z.H, np.float32)
+    options = [transforms.rms_norm(scale, scale)]
+    if z.H % 2 == 0:
+        options.append(transforms.rotary())
+    transform = choices.one_of(*options, None)
+    if transform is not None:
+        return {"qk_transform": abstract(transform)}
+    params = array((z.H, z.H), choices.one_of(dtype, wide))
+    return {"qk_transform": _projected, "qk_transform_params": params}
 
 
 def _projected(x, position, which, params):
     return (x.astype(jnp.float32) @ params.astype(jnp.float32)).astype(x.dtype)
 
 
-def calls() -> st.SearchStrategy[Call]:
-    """Of a generator that hypothesis seeds: left alone, it likes to draw nearly the same again."""
-    return st.randoms(use_true_random=True).map(call_of)
+def _options(choices: Choices, z: Sizes) -> dict[str, Any]:
+    """Return the arguments that change no number, and `return_residual`."""
+    arguments = {}
+    if choices.sometimes():
+        arguments["return_residual"] = True
+    if choices.sometimes(7):
+        arguments["chunk_size"] = choices.one_of(64, (96, 160), (33, 257), 1024)
+    if choices.sometimes(7):
+        arguments["precision"] = "highest"
+    if choices.sometimes(15) and z.B * z.N * z.T * z.S < 2**27:
+        arguments["implementation"] = "reference"
+    return arguments
 
 
-def call_of(rng: random.Random) -> Call:
-    """One call; half of its features are there one time in four."""
-    sometimes = lambda chance=3: rng.randrange(chance + 1) == 0
-    one_of = lambda *options: rng.choice(options)
-    leads, K, G = one_of((1,), (1,), (2,), (), (3,), (2, 3)), one_of(1, 2, 3, 4), one_of(1, 1, 2, 4)
-    T = one_of(*LENGTHS)
-    S = T if sometimes(1) else one_of(*LENGTHS)
-    H = one_of(1, 8, 16, 40, 64, 128)
-    D = H if sometimes(1) else one_of(1, 8, 24, 64, 128)
-    dtype, B, N = one_of(*DTYPES), int(np.prod(leads)), K * G
-    wide = np.float64 if dtype == "float64" else np.float32
-    how: dict[str, Any] = dict(
-        query=array((*leads, T, N, H), dtype),
-        key=array((*leads, S, K, H), dtype),
-        value=array((*leads, S, K, D), dtype),
-    )
-
-    def broadcast(dtype):
-        full = [*leads, N, T, S]
-        shape = [size if sometimes(1) else 1 for size in full]
-        while len(shape) > 1 and shape[0] == 1 and sometimes(1):
-            shape = shape[1:]
-        return array(shape, dtype)
-
-    if sometimes():
-        how["bias"] = broadcast(one_of(dtype, wide))
-    if sometimes():
-        how["mask"] = broadcast(np.bool_)
-    if sometimes():
-        how["is_causal"] = True
-    if sometimes():
-        how["local_window_size"] = one_of((300, 100), (None, 5), (7, None), (0, 0), (1000, 1000))
-    if sometimes():
-        how["query_seq_lengths"] = array(leads, np.int32)
-    if sometimes():
-        how["key_value_seq_lengths"] = array(leads, one_of(np.int32, np.uint8))
-    if sometimes():
-        how["q_offset"] = one_of(17, -5, array(leads, np.int32))
-    if sometimes():
-        ids = one_of(np.int32, np.uint8)
-        how |= dict(
-            query_segment_ids=array((*leads, T), ids), key_value_segment_ids=array((*leads, S), ids)
-        )
-    if sometimes():
-        how["scale"] = one_of(0.3, array((), wide))
-    if sometimes():
-        how["logits_soft_cap"] = one_of(20.0, array((), wide))
-    if sometimes():
-        how["sinks"] = array((N,), one_of(dtype, wide))
-    if sometimes():
-        rates = dict(dropout_rate=0.1, dropout_rng=array((2,), np.uint32))
-        how |= rates | dict(broadcast_dropout=sometimes(1))
-    if sometimes(1):
-        slopes, table = np.ones(N, np.float32), np.ones((32, N), np.float32)
-        ready = (
-            scores.alibi(slopes),
-            scores.t5(table),
-            scores.relative(np.ones((N, 41), np.float32)),
-        )
-        ready = (
-            *ready,
-            scores.soft_cap(np.float32(9)),
-            scores.head_temperature(slopes),
-            scores.alibi(slopes).then(scores.t5(table)),
-        )
-        score = one_of(*ready, None)
-        how["score_fn"] = abstract(score) if score else _alibi_with_tables
-        if score is None:
-            short = one_of(dtype, wide)
-            how["score_params"] = (
-                array((B, N), wide),
-                array((T,), short),
-                array((S,), short),
-                array((), wide),
-            )
-    if sometimes():
-        ids = np.arange(max(T, S)) // 100
-        ready = (
-            masks.documents(ids[:T], ids[:S]),
-            masks.prefix(np.int32(50)) | masks.causal(),
-            masks.dilated(3),
-        )
-        mask = one_of(*ready, "blocks", "own")
-        if isinstance(mask, memeff.Mask):
-            how["mask_fn"] = abstract(mask)
-        elif mask == "blocks" and "q_offset" not in how:
-            how["mask_fn"] = memeff.block_mask(ready[0], T, S)
-        else:
-            how |= dict(mask_fn=_far, mask_params=array((N,), np.int32))
-    if sometimes():
-        scale = np.ones(H, np.float32)
-        ready = transforms.rms_norm(scale, scale), transforms.rotary(), None
-        transform = one_of(*(x for x in ready if H % 2 == 0 or x is not ready[1]))
-        how["qk_transform"] = abstract(transform) if transform else _projected
-        if transform is None:
-            how["qk_transform_params"] = array((H, H), one_of(dtype, wide))
-    if sometimes():
-        how["return_residual"] = True
-    if sometimes(7):
-        how["chunk_size"] = one_of(64, (96, 160), (33, 257), 1024)
-    if sometimes(7):
-        how["precision"] = "highest"
-    if sometimes(15) and B * N * T * S < 2**27:
-        how["implementation"] = "reference"
-    return Call(how)
+# ---- compiling it
 
 
 def split(call: Call) -> tuple[Any, Any, Any]:
-    """Floats that get a gradient, other arrays, and a function that puts arguments together of both."""
-    leaves, tree = jax.tree.flatten(call.arguments)
-    names = [path[0].key for path, _ in jax.tree.flatten_with_path(call.arguments)[0]]
+    """Split a call into floats that get a gradient, other arrays, and a function that joins both.
+
+    The function returns the call's arguments.
+    """
+    leaves, tree = jax.tree.flatten_with_path(call.arguments)
+    parts = {"floats": [], "rest": [], "static": []}
     kinds = []
-    for name, x in zip(names, leaves, strict=True):
-        given = isinstance(x, jax.ShapeDtypeStruct)
-        learns = given and jnp.issubdtype(x.dtype, jnp.floating) and name not in NO_GRADIENT
-        kinds.append("floats" if learns else "rest" if given else "static")
-    of = lambda kind: [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
+    for path, x in leaves:
+        kind = _kind(path[0].key, x)
+        kinds.append(kind)
+        parts[kind].append(x)
 
     def join(floats, rest):
-        parts = dict(floats=iter(floats), rest=iter(rest), static=iter(of("static")))
-        return jax.tree.unflatten(tree, [next(parts[kind]) for kind in kinds])
+        values = {"floats": iter(floats), "rest": iter(rest), "static": iter(parts["static"])}
+        return jax.tree.unflatten(tree, [next(values[kind]) for kind in kinds])
 
-    return of("floats"), of("rest"), join
+    return parts["floats"], parts["rest"], join
+
+
+def _kind(name: str, x: Any) -> str:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return "static"
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return "floats" if is_float and name not in NO_GRADIENT else "rest"
 
 
 def programs(call: Call, limit: int | None = None) -> dict[str, tuple[Any, tuple]]:
-    """The forward, and the gradient by all floats for given cotangents, with and without the forward's results."""
+    """Return the forward, and the gradient by all floats with and without the forward's results.
+
+    Each is a function and the shapes of its arguments. The gradients take cotangents.
+    """
     floats, rest, join = split(call)
 
     def forward(floats, rest):
         return memeff.dot_product_attention(**join(floats, rest), memory_limit=limit)
 
     def both(floats, rest, cotangents):
-        found, pull = jax.vjp(lambda floats: forward(floats, rest), floats)
-        return found, pull(cotangents)
+        results, pull = jax.vjp(lambda floats: forward(floats, rest), floats)
+        return results, pull(cotangents)
 
-    types = jax.eval_shape(lambda *x: memeff.dot_product_attention(**join(*x)), floats, rest)
-    shapes = floats, rest, abstract(types)
+    def gradient(floats, rest, cotangents):
+        return both(floats, rest, cotangents)[1]
+
+    def without_limit(floats, rest):
+        return memeff.dot_product_attention(**join(floats, rest))
+
+    cotangents = abstract(jax.eval_shape(without_limit, floats, rest))
     return {
-        "forward": (forward, shapes[:2]),
-        "both": (both, shapes),
-        "gradient": (lambda *x: both(*x)[1], shapes),
+        "forward": (forward, (floats, rest)),
+        "both": (both, (floats, rest, cotangents)),
+        "gradient": (gradient, (floats, rest, cotangents)),
     }
 
 
 def bytes_of(program: tuple[Any, tuple]) -> int:
+    """Return the temporary bytes of a compiled program."""
     function, shapes = program
     return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes

@@ -1,12 +1,16 @@
-"""Write the StableHLO of every named call, without the names of functions and files, and a digest of each program.
+"""Write the StableHLO of every named call, without the names of functions and files, and digests.
 
-    python tests/lowered.py before && git switch new && python tests/lowered.py after && diff -r before after
+    python tests/lowered.py before
+    git switch new
+    python tests/lowered.py after
+    diff -r before after
 
-If a change leaves every file as it was, it has not changed what XLA compiles, and so neither bits nor speed nor memory.
-tests/lowered_kernels.py does the same for the Hopper kernels.
+A change that leaves every file as it was has not changed what XLA compiles, and so changes neither
+bits nor speed nor memory. tests/lowered_kernels.py does the same for the Hopper kernels.
 """
 
 import contextlib
+import functools
 import hashlib
 import re
 import sys
@@ -32,9 +36,18 @@ LARGE = Sizes(B=1, T=2500, S=3000, K=2, G=2, H=64, D=64)
 
 
 def larger_calls() -> dict[str, tuple[tuple, dict[str, Any]]]:
-    """Return calls of several tiles of the default size, by name: (query, key, value), keyword arguments."""
-    z, ids = LARGE, np.arange(3000) // 700
+    """Return calls of several tiles of the default size: {name: (args, kwargs)}."""
+    z = LARGE
     rng = np.random.default_rng(0)
+    ids = np.arange(z.S) // 700
+    documents = masks.documents(ids[: z.T], ids)
+    blocks = memeff.block_mask(documents & masks.causal(), z.T, z.S)
+    slopes = np.linspace(0.1, 1, z.N, dtype=np.float32)
+    args = (
+        np.zeros((z.B, z.T, z.N, z.H), np.float32),
+        np.zeros((z.B, z.S, z.K, z.H), np.float32),
+        np.zeros((z.B, z.S, z.K, z.D), np.float32),
+    )
     features = {
         "plain": {},
         "causal": dict(is_causal=True),
@@ -45,61 +58,58 @@ def larger_calls() -> dict[str, tuple[tuple, dict[str, Any]]]:
         "bias": dict(bias=rng.standard_normal((z.N, 1, z.S), np.float32)),
         "sinks": dict(sinks=rng.standard_normal(z.N, np.float32)),
         "dropout": dict(dropout_rate=0.1, dropout_rng=np.array([1, 2], np.uint32)),
-        "alibi": dict(
-            score_fn=scores.alibi(np.linspace(0.1, 1, z.N, dtype=np.float32)), is_causal=True
-        ),
-        "documents": dict(mask_fn=masks.documents(ids[: z.T], ids)),
-        "block mask": dict(
-            mask_fn=memeff.block_mask(masks.documents(ids[: z.T], ids) & masks.causal(), z.T, z.S)
-        ),
+        "alibi": dict(score_fn=scores.alibi(slopes), is_causal=True),
+        "documents": dict(mask_fn=documents),
+        "block mask": dict(mask_fn=blocks),
         "rotary": dict(qk_transform=transforms.rotary()),
         "lse": dict(return_residual=True),
         "reference": dict(implementation="reference", is_causal=True),
         "chunks": dict(chunk_size=(128, 256), is_causal=True),
         "limit": dict(memory_limit="24MiB"),
     }
-    shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)
-    return {
-        name: (tuple(np.zeros(shape, np.float32) for shape in shapes), how)
-        for name, how in features.items()
-    }
+    return {name: (args, kwargs) for name, kwargs in features.items()}
 
 
 def derivatives(kwargs: dict[str, Any]) -> dict[str, Callable]:
     """Return functions of (args, floats, rest): the call, its derivatives and its vmap."""
-    static = split(kwargs)[0]
+    static, _ = split(kwargs)
 
     def call(args, floats, rest):
         return memeff.dot_product_attention(*args, **floats, **rest, **static)
 
     def vjp(args, floats, rest):
-        out, pull = jax.vjp(lambda args, floats: call(args, floats, rest), args, floats)
+        out, pull = jax.vjp(functools.partial(call, rest=rest), args, floats)
         return out, pull(out)
 
-    def jvp(args, floats, rest):
-        return jax.jvp(
-            lambda args, floats: call(args, floats, rest), (args, floats), (args, floats)
-        )
-
-    def second(args, floats, rest):
-        return jax.jvp(lambda args, floats: vjp(args, floats, rest), (args, floats), (args, floats))
+    def tangent(function, args, floats, rest):
+        primals = (args, floats)
+        return jax.jvp(functools.partial(function, rest=rest), primals, primals)
 
     def mapped(args, floats, rest):
-        return jax.vmap(lambda query: vjp((query, *args[1:]), floats, rest))(
-            jnp.stack([args[0]] * 3)
-        )
+        query, key, value = args
 
-    return {"forward": call, "vjp": vjp, "jvp": jvp, "second": second, "vmap": mapped}
+        def differentiated(query):
+            return vjp((query, key, value), floats, rest)
+
+        return jax.vmap(differentiated)(jnp.stack([query] * 3))
+
+    return {
+        "forward": call,
+        "vjp": vjp,
+        "jvp": functools.partial(tangent, call),
+        "second": functools.partial(tangent, vjp),
+        "vmap": mapped,
+    }
 
 
 def programs() -> Iterator[tuple[str, str]]:
     """Yield the name and text of each program."""
     for platform in ("cpu", "gpu"):
         for name, case in CASES.items():
-            for dtype in ("float32", "bfloat16") if name in SINGLES else ("float32",):
-                yield from lowered(
-                    f"{platform} {dtype} {name}", platform, *case.inputs(jnp.dtype(dtype))
-                )
+            dtypes = ("float32", "bfloat16") if name in SINGLES else ("float32",)
+            for dtype in dtypes:
+                args, kwargs = case.inputs(jnp.dtype(dtype))
+                yield from lowered(f"{platform} {dtype} {name}", platform, args, kwargs)
         for name, (args, kwargs) in larger_calls().items():
             for dtype in ("float32", "bfloat16", "float16"):
                 cast = tuple(x.astype(jnp.dtype(dtype)) for x in args)
@@ -110,23 +120,28 @@ def lowered(
     name: str, platform: str, args: tuple, kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each derivative of one call, as it is lowered for `platform`."""
-    arrays = split(kwargs)[1]
+    _, arrays = split(kwargs)
     floats = {name: x for name, x in arrays.items() if name in GRADIENTS}
     rest = {name: x for name, x in arrays.items() if name not in GRADIENTS}
     for derivative, function in derivatives(kwargs).items():
-        with pretend_device("gpu") if platform == "gpu" else contextlib.nullcontext():
-            yield f"{name} {derivative}", jax.jit(function).lower(args, floats, rest).as_text()
+        device = pretend_device("gpu") if platform == "gpu" else contextlib.nullcontext()
+        with device:
+            program = jax.jit(function).lower(args, floats, rest)
+            yield f"{name} {derivative}", program.as_text()
 
 
 def main(folder: Path) -> None:
+    """Write a text for each program, and all digests to digests.txt."""
     warnings.simplefilter("ignore")
     tile_sizes.may_be_sharded = lambda: False  # as where JAX has one device
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "digests.txt").open("w") as digests:
         for name, text in programs():
             text = without_names(text)
-            (folder / re.sub(r"\W+", "_", name)).with_suffix(".txt").write_text(text)
-            print(hashlib.sha256(text.encode()).hexdigest()[:16], name, file=digests, flush=True)
+            file = re.sub(r"\W+", "_", name)
+            (folder / file).with_suffix(".txt").write_text(text)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            print(digest, name, file=digests, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Write the Mosaic modules of every Hopper kernel of tests/sm90a.py, without source locations, and a digest of each program.
+"""Write the Mosaic modules of every Hopper kernel of tests/sm90a.py, and digests.
+
+Source locations are removed.
 
     python tests/lowered_kernels.py FOLDER [case ...]
 
-Needs JAX's CUDA plugin, but no GPU (see the Makefile's `sm90a`). tests/lowered.py does the same for plain JAX.
+This needs JAX's CUDA plugin, but no GPU (see the Makefile's `sm90a`). tests/lowered.py does the
+same for plain JAX.
 """
 
 import hashlib
@@ -25,7 +28,7 @@ ESCAPE = re.compile(r"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes of a string attribute of MLIR, which writes most of them as two digits."""
+    """Return the bytes of an MLIR string attribute, which writes most of them as two digits."""
 
     def character(match):
         code = match[1]
@@ -35,7 +38,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def module_text(match: re.Match) -> str:
-    """Return the module of one kernel as text, without locations and names that come from Python."""
+    """Return the module of one kernel as text, without locations and names from Python."""
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     mosaic_gpu_dialect.register_dialect(context)
@@ -55,7 +58,8 @@ def main(folder: Path, names: list[str]) -> None:
             text = sm90a.lowered(**sm90a.CASES[name]).as_text()
             text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "", text)
             text = without_names(BYTES.sub(module_text, text))
-            (folder / re.sub(r"\W+", "_", name)).with_suffix(".txt").write_text(text)
+            file = re.sub(r"\W+", "_", name)
+            (folder / file).with_suffix(".txt").write_text(text)
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(digest, name, file=digests, flush=True)
 

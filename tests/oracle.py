@@ -1,16 +1,20 @@
-"""The truth: attention and its gradients in float64, one formula a line, masks by loops. NumPy only, no memeff, no JAX.
+"""Compute attention and its gradients in float64, one formula a line, with masks by loops.
 
-With raw = q k', u = scale raw, s = cap tanh(u / cap) + bias, p = softmax(s) over the keys that a query sees, and a dropout
-mask kept with rate r, z = kept / (1 - r):
+This file is the truth of the tests. It needs NumPy only: no memeff, no JAX.
+
+With raw = q k', u = scale raw, s = cap tanh(u / cap) + bias, p = softmax(s) over the visible keys
+of a query, and a dropout mask kept with rate r, z = kept / (1 - r):
     out = (p z) v                      lse = log sum exp s
     dv  = (p z)' dout                  dp  = (dout v') z
     ds  = p (dp - sum_j p dp + dlse)   dbias = ds summed where bias was broadcast
-    du  = ds (1 - tanh^2(u / cap))     dcap  = sum ds (tanh(u / cap) - (u / cap) (1 - tanh^2(u / cap)))
-    dscale = sum du raw                dq = scale du k        dk = scale du' q
-and along dq, dk, dv (there a dot for tangents) dout = (p (ds - dlse)) v + p dv and dlse = sum_j p ds, without dropout.
-A sink is one more column of the softmax, without a key: p is then smaller than p_keys = exp(s - lse), and
+    du  = ds (1 - tanh^2(u / cap))     dscale = sum du raw
+    dq  = scale du k                   dk  = scale du' q
+    dcap = sum ds (tanh(u / cap) - (u / cap) (1 - tanh^2(u / cap)))
+Tangents along dq, dk and dv, without dropout and with ds as the tangent of s, are
+    dout = (p (ds - dlse)) v + p dv    dlse = sum_j p ds
+A sink is one more column of the softmax, without a key. So p is smaller than p_keys = exp(s - lse):
     ds  = p (dp - sum_j p dp) + p_keys dlse      dsinks = - sum p_sink sum_j p dp
-A pair that is hidden takes part in no product at all, so NaN in what nobody sees stays where it is.
+A hidden pair takes part in no product, so NaN in a hidden key or value reaches no result.
 """
 
 import functools
@@ -20,7 +24,10 @@ import numpy as np
 
 
 class Call(NamedTuple):
-    """One call with leading dims folded to one B and key heads repeated: everything [B, N, T, S] or smaller."""
+    """One call with leading dims folded to one B and key heads repeated.
+
+    Everything is [B, N, T, S] or smaller.
+    """
 
     q: np.ndarray  # B N T H
     k: np.ndarray  # B N S H
@@ -34,36 +41,43 @@ class Call(NamedTuple):
 
 
 def attention(query, key, value, bias=None, mask=None, **kwargs):
-    """out [*B, T, N, D] and lse [*B, T, N]."""
+    """Return out [*B, T, N, D] and lse [*B, T, N]."""
     call = _call(query, key, value, bias, mask, **kwargs)
-    s, p, lse, _ = _softmax(call)
-    out = _product(p * call.z, call.v, call.seen)  # B N T D
     leads = np.shape(query)[:-3]
-    return _unfold(out, leads), lse.transpose(0, 2, 1).reshape(*leads, *lse.shape[:0:-1])
+    _, p, lse, _ = _softmax(call)
+    out = _product(p * call.z, call.v, call.seen)  # B N T D
+    return _unfold(out, leads), _unfold_rows(lse, leads)
 
 
 def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
-    """{"query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks"}: cotangents, in the shapes of these."""
+    """Return cotangents by name, in the shapes of the arguments.
+
+    The names are query, key, value, scale and logits_soft_cap, and bias and sinks if present.
+    """
     call = _call(query, key, value, bias, mask, **kwargs)
-    leads, (B, N, T, S), K = np.shape(query)[:-3], call.seen.shape, np.shape(key)[-2]
-    some = call.seen.any(-1)  # B N T: what a row that sees nothing is given counts for nothing
-    dout = np.where(some[..., None], _fold(dout), 0)  # B N T D
-    dlse = np.where(some, np.asarray(dlse, np.float64).reshape(B, T, N).transpose(0, 2, 1), 0)
-    s, p, lse, p_keys = _softmax(call)
+    leads = np.shape(query)[:-3]
+    B, N, T, S = call.seen.shape
+    K = np.shape(key)[-2]
+    # Rows that see no key have constant results, so their cotangents count for nothing.
+    sees_any = call.seen.any(-1)  # B N T
+    dout = np.where(sees_any[..., None], _fold(dout), 0)  # B N T D
+    dlse = np.where(sees_any, _fold_rows(dlse, call), 0)
+    _, p, _, p_keys = _softmax(call)
     raw = _pairs(call.q, call.k, call.seen)
     u = call.scale * raw
     dv = _product((p * call.z).swapaxes(2, 3), dout, call.seen.swapaxes(2, 3))
     dp = _pairs(dout, call.v, call.seen) * call.z
     delta = np.where(call.seen, p * dp, 0).sum(-1, keepdims=True)
     ds = np.where(call.seen, p * (dp - delta) + p_keys * dlse[..., None], 0)
-    du, dcap = ds, 0.0
+    du = ds
+    dcap = 0.0
     if call.cap is not None:
         tanh = np.tanh(u / call.cap)
         du = ds * (1 - tanh**2)
         dcap = np.sum(ds * (tanh - u / call.cap * (1 - tanh**2)))
     dq = call.scale * _product(du, call.k, call.seen)
     dk = call.scale * _product(du.swapaxes(2, 3), call.q, call.seen.swapaxes(2, 3))
-    of = {
+    grads = {
         "query": _unfold(dq, leads),
         "key": _unfold(dk.reshape(B, K, N // K, S, -1).sum(2), leads),
         "value": _unfold(dv.reshape(B, K, N // K, S, -1).sum(2), leads),
@@ -71,41 +85,50 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
         "logits_soft_cap": dcap,
     }
     if call.sinks is not None:
-        of["sinks"] = -((1 - p.sum(-1)) * np.where(some, delta[..., 0], 0)).sum((0, 2))
+        p_sink = 1 - p.sum(-1)
+        grads["sinks"] = -(p_sink * np.where(sees_any, delta[..., 0], 0)).sum((0, 2))
     if bias is not None:
-        of["bias"] = _sum_to(ds.reshape(*leads, N, T, S), np.shape(bias))
-    return of
+        grads["bias"] = _sum_to(ds.reshape(*leads, N, T, S), np.shape(bias))
+    return grads
 
 
 def tangent(query, key, value, bias=None, mask=None, *, along, **kwargs):
-    """Tangents of out and lse, in their shapes, along those of query, key and value."""
+    """Return the tangents of out and lse for the tangents `along` of query, key and value."""
     call = _call(query, key, value, bias, mask, **kwargs)
-    leads, G = np.shape(query)[:-3], np.shape(query)[-2] // np.shape(key)[-2]
-    dq, dk, dv = (np.repeat(_fold(x), n, axis=1) for x, n in zip(along, (1, G, G), strict=True))
-    s, p, _, p_keys = _softmax(call)
+    leads = np.shape(query)[:-3]
+    G = np.shape(query)[-2] // np.shape(key)[-2]
+    dq, dk, dv = (_fold(x) for x in along)
+    dk = np.repeat(dk, G, axis=1)
+    dv = np.repeat(dv, G, axis=1)
+    _, p, _, p_keys = _softmax(call)
     ds = call.scale * (_pairs(dq, call.k, call.seen) + _pairs(call.q, dk, call.seen))
     if call.cap is not None:
-        ds = ds * (1 - np.tanh(call.scale * _pairs(call.q, call.k, call.seen) / call.cap) ** 2)
+        u = call.scale * _pairs(call.q, call.k, call.seen)
+        ds = ds * (1 - np.tanh(u / call.cap) ** 2)
     dlse = np.where(call.seen, p_keys * ds, 0).sum(-1)
     mean = np.where(call.seen, p * ds, 0).sum(-1, keepdims=True)
     dout = _product(p * (ds - mean), call.v, call.seen) + _product(p, dv, call.seen)
-    return _unfold(dout, leads), dlse.transpose(0, 2, 1).reshape(*leads, *dlse.shape[:0:-1])
+    return _unfold(dout, leads), _unfold_rows(dlse, leads)
 
 
 def scalar_sizes(query, key, value, bias=None, mask=None, *, dout, dlse, **kwargs):
-    """How large the terms are of which a scalar's gradient is the sum over all pairs: the root of their squares.
+    """Return the root of the sum of squares of the terms of a scalar's gradient, by name.
 
-    A maximum over many errors can be compared with another computation's; one number's error may be small by luck.
+    The gradient is the sum of these terms over all pairs. A maximum over many errors can be
+    compared with that of another computation, but the error of one number may be small by luck.
     """
     call = _call(query, key, value, bias, mask, **kwargs)
-    B, N, T, S = call.seen.shape
     _, p, _, _ = _softmax(call)
-    raw, do = _pairs(call.q, call.k, call.seen), np.abs(_fold(dout))
-    dlse = np.abs(np.asarray(dlse, np.float64)).reshape(B, T, N).swapaxes(1, 2)
-    delta = (do * np.abs((p * call.z) @ call.v)).sum(-1) + dlse
-    ds = p * (do @ np.abs(call.v).swapaxes(2, 3) * call.z + delta[..., None])
-    root = lambda x: np.sqrt(np.sum(x**2))
-    return {"scale": root(ds * raw), "logits_soft_cap": root(ds)}  # |tanh u - u sech^2 u| < 1
+    raw = _pairs(call.q, call.k, call.seen)
+    dout = np.abs(_fold(dout))
+    dlse = np.abs(_fold_rows(dlse, call))
+    dp = dout @ np.abs(call.v).swapaxes(2, 3) * call.z
+    delta = (dout * np.abs((p * call.z) @ call.v)).sum(-1) + dlse
+    ds = p * (dp + delta[..., None])
+    return {
+        "scale": np.sqrt(np.sum((ds * raw) ** 2)),
+        "logits_soft_cap": np.sqrt(np.sum(ds**2)),  # because |tanh u - u sech^2 u| < 1
+    }
 
 
 def sees(
@@ -120,12 +143,14 @@ def sees(
     query_segments=None,
     key_segments=None,
 ):
-    """[T, S]: may query i of one sequence look at key j? The rule of every positional argument, spoken pair by pair."""
-    left, right = (
-        local_window_size
-        if isinstance(local_window_size, tuple)
-        else (local_window_size, local_window_size)
-    )
+    """Return [T, S], True where query i of one sequence may attend to key j.
+
+    This is the rule of every positional argument, pair by pair.
+    """
+    if isinstance(local_window_size, tuple):
+        left, right = local_window_size
+    else:
+        left = right = local_window_size
     keep = np.zeros((T, S), bool)
     for i in range(T):
         for j in range(S):
@@ -160,41 +185,49 @@ def seen_by(
     query_segment_ids=None,
     key_value_segment_ids=None,
 ):
-    """[B, N, T, S]: every mask of a call together. A `bias` hides at -inf and at the lowest finite number of its dtype."""
-    leads, (T, N), S = np.shape(query)[:-3], np.shape(query)[-3:-1], np.shape(key)[-3]
+    """Return [B, N, T, S], all masks of a call combined.
+
+    A `bias` hides a pair at -inf and at the lowest finite number of its dtype.
+    """
+    leads = np.shape(query)[:-3]
+    T, N = np.shape(query)[-3:-1]
+    S = np.shape(key)[-3]
     B = int(np.prod(leads))
-    same = functools.cache(
-        functools.partial(sees, T, S, is_causal=is_causal, local_window_size=local_window_size)
-    )
-    per_batch = lambda x: (
-        [None] * B if x is None else [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
-    )
     if query_segment_ids is not None and key_value_segment_ids is None:
         key_value_segment_ids = query_segment_ids
-    rows = lambda x, size: map(tuple, np.broadcast_to(x, (*leads, size)).reshape(B, size).tolist())
-    ids = lambda x, size: [None] * B if x is None else rows(x, size)
-    columns = zip(
-        per_batch(q_offset),
-        per_batch(query_seq_lengths),
-        per_batch(key_value_seq_lengths),
-        ids(query_segment_ids, T),
-        ids(key_value_segment_ids, S),
-        strict=True,
-    )
+    positions = {
+        "q_offset": _per_entry(q_offset, B),
+        "query_length": _per_entry(query_seq_lengths, B),
+        "key_length": _per_entry(key_value_seq_lengths, B),
+        "query_segments": _ids_per_entry(query_segment_ids, leads, T),
+        "key_segments": _ids_per_entry(key_value_segment_ids, leads, S),
+    }
+    rule = functools.partial(sees, T, S, is_causal=is_causal, local_window_size=local_window_size)
+    rule = functools.cache(rule)  # batch entries often agree
     keep = np.zeros((B, N, T, S), bool)
-    for b, (offset, query_length, key_length, q_ids, k_ids) in enumerate(columns):
-        keep[b] = same(
-            q_offset=offset,
-            query_length=query_length,
-            key_length=key_length,
-            query_segments=q_ids,
-            key_segments=k_ids,
-        )
+    for b in range(B):
+        keep[b] = rule(**{name: values[b] for name, values in positions.items()})
     if mask is not None:
         keep = keep & _full(mask, leads, N, T, S).astype(bool)
     if bias is not None:
         keep = keep & (_full(bias, leads, N, T, S) > _lowest(np.asarray(bias).dtype))
     return keep
+
+
+def _per_entry(x, B):
+    """Return an int for each batch entry, or None for each where x is None."""
+    if x is None:
+        return [None] * B
+    return [int(y) for y in np.broadcast_to(np.reshape(x, -1), B)]
+
+
+def _ids_per_entry(x, leads, size):
+    """Return a tuple of `size` ids for each batch entry, or None for each where x is None."""
+    B = int(np.prod(leads))
+    if x is None:
+        return [None] * B
+    ids = np.broadcast_to(x, (*leads, size)).reshape(B, size)
+    return [tuple(row) for row in ids.tolist()]
 
 
 def _call(
@@ -211,22 +244,31 @@ def _call(
     dropout_rate=0.0,
     **positions,
 ):
-    leads, (T, N, H), (S, K) = np.shape(query)[:-3], np.shape(query)[-3:], np.shape(key)[-3:-1]
-    q, k, v = (_fold(x) for x in (query, key, value))
-    k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))  # query head n reads key head n // G
+    leads = np.shape(query)[:-3]
+    T, N, H = np.shape(query)[-3:]
+    S, K = np.shape(key)[-3:-1]
+    q = _fold(query)
+    k = np.repeat(_fold(key), N // K, axis=1)  # query head n reads key head n // G
+    v = np.repeat(_fold(value), N // K, axis=1)
     seen = seen_by(query, key, bias, mask, **positions)
-    bias64 = (
-        np.zeros(seen.shape) if bias is None else _full(bias, leads, N, T, S).astype(np.float64)
-    )
-    z = np.ones(seen.shape) if kept is None else _full(kept, leads, N, T, S) / (1.0 - dropout_rate)
+    bias64 = np.zeros(seen.shape)
+    if bias is not None:
+        bias64 = np.where(seen, _full(bias, leads, N, T, S).astype(np.float64), 0)
+    z = np.ones(seen.shape)
+    if kept is not None:
+        z = _full(kept, leads, N, T, S) / (1.0 - dropout_rate)
     scale = 1 / np.sqrt(H) if scale is None else float(scale)
     cap = None if logits_soft_cap is None else float(logits_soft_cap)
     sinks = None if sinks is None else np.asarray(sinks, np.float64)
-    return Call(q, k, v, np.where(seen, bias64, 0), seen, z, scale, cap, sinks)
+    return Call(q, k, v, bias64, seen, z, scale, cap, sinks)
 
 
 def _softmax(call: Call):
-    """s, p [B, N, T, S], lse [B, N, T] of the keys, p without the sink; a row that sees nothing has p = 0, lse = -inf."""
+    """Return s, p, lse and p_keys.
+
+    lse [B, N, T] is of the keys alone. p and p_keys [B, N, T, S] differ only with a sink, which
+    takes a share of p. A row that sees no key has p = 0 and lse = -inf.
+    """
     s = call.scale * _pairs(call.q, call.k, call.seen)
     if call.cap is not None:
         s = call.cap * np.tanh(s / call.cap)
@@ -236,22 +278,27 @@ def _softmax(call: Call):
     l = np.exp(s - shift[..., None]).sum(-1)
     with np.errstate(divide="ignore"):
         lse = shift + np.log(l)
-    below = lambda lse: np.where(
-        call.seen, np.exp(s - np.where(np.isneginf(lse), 0, lse)[..., None]), 0
-    )
-    p_keys = below(lse)
-    p = p_keys if call.sinks is None else below(np.logaddexp(lse, call.sinks[:, None]))
+    p_keys = _probabilities(call, s, lse)
+    p = p_keys
+    if call.sinks is not None:
+        p = _probabilities(call, s, np.logaddexp(lse, call.sinks[:, None]))
     return s, p, lse, p_keys
 
 
+def _probabilities(call: Call, s, lse):
+    """Return exp(s - lse) at visible pairs, 0 elsewhere."""
+    shift = np.where(np.isneginf(lse), 0, lse)
+    return np.where(call.seen, np.exp(s - shift[..., None]), 0)
+
+
 def _pairs(x, y, seen):
-    """x y' at the pairs that are seen, 0 elsewhere."""
+    """Return x y' at visible pairs, 0 elsewhere."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.where(seen, x @ y.swapaxes(2, 3), 0)
 
 
 def _product(p, x, seen):
-    """sum_j p_ij x_j over the j that i sees: a NaN in an x_j that it does not see is not in the sum."""
+    """Return sum_j p_ij x_j over the visible j of each i, so that no NaN of a hidden x_j enters."""
     if np.isfinite(x).all():
         return p @ x
     with np.errstate(invalid="ignore"):
@@ -259,17 +306,32 @@ def _product(p, x, seen):
 
 
 def _fold(x):
-    """[*B, T, N, H] -> [B, N, T, H] in float64."""
+    """Return x [*B, T, N, H] as [B, N, T, H] in float64."""
     x = np.asarray(x).astype(np.float64)
     return x.reshape(int(np.prod(x.shape[:-3])), *x.shape[-3:]).swapaxes(1, 2)
 
 
+def _fold_rows(x, call: Call):
+    """Return x [*B, T, N] as [B, N, T] in float64."""
+    B, N, T, _ = call.seen.shape
+    return np.asarray(x, np.float64).reshape(B, T, N).swapaxes(1, 2)
+
+
 def _unfold(x, leads):
+    """Return x [B, N, T, H] as [*B, T, N, H]."""
     return x.swapaxes(1, 2).reshape(*leads, x.shape[2], x.shape[1], x.shape[3])
 
 
+def _unfold_rows(x, leads):
+    """Return x [B, N, T] as [*B, T, N]."""
+    return x.swapaxes(1, 2).reshape(*leads, x.shape[2], x.shape[1])
+
+
 def _full(x, leads, N, T, S):
-    """Broadcast to [*B, N, T, S], then [B, N, T, S]; more dims of size 1 than that may stand in front."""
+    """Broadcast x to [*B, N, T, S] and return it as [B, N, T, S].
+
+    More leading dims of size 1 than *B are allowed.
+    """
     x = np.asarray(x)
     while x.ndim > len(leads) + 3 and x.shape[0] == 1:
         x = x[0]
@@ -277,13 +339,16 @@ def _full(x, leads, N, T, S):
 
 
 def _sum_to(x, shape):
-    """The transpose of broadcasting `shape` to x.shape."""
+    """Transpose the broadcast of `shape` to x.shape: sum x to `shape`."""
     inner = shape[max(0, len(shape) - x.ndim) :]
     x = x.sum(tuple(range(x.ndim - len(inner))))
-    x = x.sum(tuple(a for a, size in enumerate(inner) if size == 1 != x.shape[a]), keepdims=True)
-    return x.reshape(shape)
+    summed = [axis for axis, size in enumerate(inner) if size == 1 and x.shape[axis] != 1]
+    return x.sum(tuple(summed), keepdims=True).reshape(shape)
 
 
 def _lowest(dtype):
-    """The lowest finite number, -max, of a floating dtype; bfloat16 is no dtype of NumPy's, so it is written out."""
+    """Return the lowest finite number of a floating dtype.
+
+    NumPy has no bfloat16, so its number is written out.
+    """
     return -3.3895313892515355e38 if dtype.name == "bfloat16" else np.finfo(dtype).min

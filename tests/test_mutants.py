@@ -1,7 +1,8 @@
-"""Tests of the tests: planted bugs, each of which a few of the fast tests must catch.
+"""Test the tests: plant bugs, each of which a few of the fast tests must catch.
 
-A mutant is a copy of memeff in which one piece of text is another. It is measured by what `test_numbers.test_float32` does
-(the law of tolerance against the oracle) on named cases, or by fast tests named by their node id.
+A mutant is a copy of memeff in which one piece of text is replaced (mutants.toml). Either named
+cases catch it, compared with the oracle by the law of tolerance as in `test_numbers.test_float32`.
+Or fast tests catch it, named by their node ids.
 """
 
 import functools
@@ -32,31 +33,36 @@ MUTANTS = {
 }
 
 
-def copy_to(where: pathlib.Path) -> pathlib.Path:
+def copy_to(folder: pathlib.Path) -> pathlib.Path:
+    """Copy memeff and its tests to `folder`, and return it."""
     ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("memeff", "tests", "docs"):
-        shutil.copytree(HERE.parent / folder, where / folder, ignore=ignore)
+    for name in ("memeff", "tests", "docs"):
+        shutil.copytree(HERE.parent / name, folder / name, ignore=ignore)
     for file in ("pyproject.toml", "README.md"):
-        shutil.copy(HERE.parent / file, where)
-    (where / "numbers_.py").write_text(NUMBERS)
-    return where
+        shutil.copy(HERE.parent / file, folder)
+    (folder / "numbers_.py").write_text(NUMBERS)
+    return folder
 
 
-def caught_by(where: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
-    """Runs the named cases or tests on the copy of memeff in `where`."""
+def run_tests(folder: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
+    """Run the named cases or tests on the copy of memeff in `folder`."""
     words = shlex.split(tests)
     if all(":" in word and "::" not in word for word in words):
         command = [sys.executable, "numbers_.py", *words]
     else:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
-    env = {**os.environ, "PYTHONPATH": str(where)}
-    return subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 @functools.cache
-def _whole(tests: str, where: pathlib.Path) -> tuple[int, str]:
-    done = caught_by(where, tests)
-    return done.returncode, done.stdout + done.stderr
+def run_unharmed(tests: str, folder: pathlib.Path) -> tuple[int, str]:
+    """Run tests on an unharmed copy once for all mutants that name them.
+
+    Return the exit status and the output.
+    """
+    process = run_tests(folder, tests)
+    return process.returncode, process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +73,38 @@ def unharmed(tmp_path_factory):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_has_its_place(name):
     file, text, instead, _ = MUTANTS[name]
-    assert (HERE.parent / "memeff" / file).read_text().count(text) == 1, (
-        f"{file} does not have this text exactly once: {text}"
-    )
+    count = (HERE.parent / "memeff" / file).read_text().count(text)
+    assert count == 1, f"{file} must have this text once, and has it {count} times: {text}"
     assert text != instead
 
 
 @pytest.mark.slow
 def test_the_copy_is_what_runs(tmp_path):
-    where = copy_to(tmp_path)
-    (where / "memeff" / "version.py").write_text('__version__ = "a copy"\n')
+    folder = copy_to(tmp_path)
+    (folder / "memeff" / "version.py").write_text('__version__ = "a copy"\n')
     code = "import memeff; print(memeff.__version__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=120
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.strip() == "a copy", done.stderr
+    assert process.stdout.strip() == "a copy", process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_is_caught(name, tmp_path, unharmed):
-    """The same tests pass on memeff as it is, and fail on the mutant by an assertion (not because it does not run)."""
+    """The same tests pass on memeff as it is, and fail on the mutant by an assertion.
+
+    A mutant that merely does not run would not show that the tests catch it.
+    """
     file, text, instead, tests = MUTANTS[name]
     if file.startswith("pallas") and jax.__version__.startswith("0.10."):
         pytest.skip("kernels need jax 0.11, and this is 0.10")
-    where = copy_to(tmp_path)
-    source = where / "memeff" / file
+    folder = copy_to(tmp_path)
+    source = folder / "memeff" / file
     source.write_text(source.read_text().replace(text, instead))
-    status, words = _whole(tests, unharmed)
-    assert status == 0, words[-2000:]
-    done = caught_by(where, tests)
-    words = done.stdout + done.stderr
-    assert done.returncode != 0, f"not caught by {tests}"
-    assert "AssertionError" in words or "assert " in words, f"does not run:\n{words[-2000:]}"
+    status, output = run_unharmed(tests, unharmed)
+    assert status == 0, output[-2000:]
+    process = run_tests(folder, tests)
+    output = process.stdout + process.stderr
+    assert process.returncode != 0, f"not caught by {tests}"
+    assert "AssertionError" in output or "assert " in output, f"does not run:\n{output[-2000:]}"

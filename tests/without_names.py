@@ -1,10 +1,10 @@
-"""Remove from lowered programs what is named after Python code."""
+"""Remove names that come from Python code from lowered programs."""
 
 import re
 
 
 def without_names(text: str) -> str:
-    """Number functions in the order in which they appear, and drop what else is named after Python code."""
+    """Replace function names by their order of appearance, and drop other names from Python."""
     text = re.sub(r"module @\S+", "module", text)
     text = re.sub(r'jax\.result_info = "[^"]*"', "", text)
     numbers: dict[str, str] = {}

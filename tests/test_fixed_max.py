@@ -1,0 +1,349 @@
+"""Test the forward with a bound on each row's maximum (memeff/chunked/fixed_max.py).
+
+It is exact for every input, because a check finds the rows in which the bound fails. The online
+form, with its running maximum, redoes these rows.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import assert_as_good
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from memeff import dot_product_attention
+from memeff.chunked import eligible, fixed_max
+from memeff.chunked import implementation as chunked
+from memeff.masking import mask_tile
+from memeff.problem import LogitParams, Operands, Problem
+
+B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
+
+FAR = (  # some rows need the online form
+    "key far longer than what any query sees of it",
+    "one row far below its bound",
+    "norm that overflows",
+)
+NEAR = ("ordinary", "logits of 10^4", "outlier channel", "constant 1000", "tiny")
+
+RESULTS = ("inference", "out", "lse", "dq", "dk", "dv")
+
+
+def draw(name: str, dtype):
+    """Return query, key and value with the named property.
+
+    Their shapes are [B, T, K, G, H], [B, S, K, H] and [B, S, K, D].
+    """
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((B, T, K, G, H))
+    k = rng.standard_normal((B, S, K, H))
+    v = rng.standard_normal((B, S, K, D))
+    match name:
+        case "key far longer than what any query sees of it":
+            # The key is orthogonal to all queries: the bound is 10^5, the logits are small.
+            q[..., 0] = 0
+            k[1, 7, 0] = 0
+            k[1, 7, 0, 0] = 1e5
+        case "one row far below its bound":
+            q[0, 40] *= 0.0
+            q[0, 40, :, :, 0] = 300.0
+            k[0, :, :, 0] = -abs(k[0, :, :, 0]) * 10
+        case "logits of 10^4":
+            q *= 60
+            k *= 40
+        case "norm that overflows":
+            q *= 1e-25
+            q[0, 3] = 0
+            k[1, 7, 0] *= 1e25
+        case "outlier channel":
+            q[..., 3] *= 30
+            k[..., 3] *= 30
+        case "constant 1000":
+            q[:] = 1000 / 16
+            k[:] = 1.0
+        case "tiny":
+            q *= 1e-20
+        case "ordinary":
+            pass
+    return [jnp.asarray(x, dtype) for x in (q, k, v)]
+
+
+def make_problem(causal: bool) -> Problem:
+    window = dict(right=0, q_offset=20) if causal else {}
+    return Problem(**window, scale=H**-0.5, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
+
+
+def compiled(p: Problem, operands, dout, dlse):
+    """Return a compiled function from (operands, dout, dlse) to the RESULTS."""
+
+    def run(operands, dout, dlse):
+        inference, _ = chunked.forward(p, operands, None)
+        out, lse = chunked.forward(p, operands)
+        grads = chunked.backward(p, operands, out, lse, dout, dlse)
+        return (inference, out, lse.high, *grads[:3])
+
+    return jax.jit(run).lower(operands, dout, dlse).compile()
+
+
+def compiled_online(p: Problem, operands, dout, dlse):
+    """Return `compiled` of the online form, which bounds no maximum."""
+    return compiled(dataclasses.replace(p, fixed_chunk_size=None), operands, dout, dlse)
+
+
+def valid_rows(p: Problem):
+    """Return a compiled function from operands to whether the bound holds in a row [B, K, G, T]."""
+
+    def run(operands):
+        sums = fixed_max.fixed_max_forward(p, operands, "caller")
+        return fixed_max.sums_in_range(p, operands, sums)
+
+    return jax.jit(run)
+
+
+def true_results(causal: bool, operands: Operands, dout, dlse):
+    """Return the oracle's RESULTS, in the shapes of the chunked functions."""
+    q, k, v = (np.asarray(x, np.float64) for x in operands[:3])
+    call = dict(query=q.reshape(B, T, K * G, H), key=k, value=v)
+    call |= dict(scale=H**-0.5, is_causal=causal, q_offset=make_problem(causal).q_offset)
+    out, lse = oracle.attention(**call)
+    dout = np.moveaxis(np.asarray(dout, np.float64), 3, 1).reshape(B, T, K * G, D)
+    dlse = np.moveaxis(dlse, 3, 1).reshape(B, T, K * G)
+    grads = oracle.gradients(**call, dout=dout, dlse=dlse)
+    out = np.moveaxis(out.reshape(B, T, K, G, D), 1, 3)
+    lse = np.moveaxis(lse.reshape(B, T, K, G), 1, 3)
+    dq = grads["query"].reshape(B, T, K, G, H)
+    return out, out, lse, dq, grads["key"], grads["value"]
+
+
+# ---- rows in which the bound fails
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_fixed_max_is_exact(dtype, causal):
+    """The results are as good as those of the online form, the baseline here.
+
+    This holds also for rows in which the bound fails, because the check finds them.
+    """
+    rng = np.random.default_rng(5)
+    dout = jnp.asarray(rng.standard_normal((B, K, G, T, D)), dtype)
+    dlse = jnp.asarray(rng.standard_normal((B, K, G, T)), jnp.float32)
+    p = make_problem(causal)
+    operands = Operands(*draw("ordinary", dtype))
+    run_fixed = compiled(p, operands, dout, dlse)
+    run_online = compiled_online(p, operands, dout, dlse)
+    valid = valid_rows(p)
+    for name in (*NEAR, *FAR):
+        operands = Operands(*draw(name, dtype))
+        assert eligible.fixed_max_applies(p, operands)
+        all_valid = valid(operands).all()
+        if name in FAR:
+            assert not all_valid, f"{name}: the planted rows were meant to need the fall-back"
+        if name in ("ordinary", "tiny"):
+            assert all_valid, f"{name}: the bound should have held in all rows"
+        fixed = run_fixed(operands, dout, dlse)
+        online = run_online(operands, dout, dlse)
+        truth = true_results(causal, operands, dout, dlse)
+        for what, x, base, true in zip(RESULTS, fixed, online, truth, strict=True):
+            result_dtype = "float32" if what == "lse" else dtype
+            assert_as_good(x, [base], true, result_dtype, f"{name}: {what}")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lse_for", [None, "gradient"])
+def test_sums_of_ones_fall_back_too(lse_for, causal):
+    """Rows fall back also where l comes from p [v 1], as on GPUs."""
+    p = dataclasses.replace(make_problem(causal), fused_chunk_size=(16, 24))
+    q, k, v = draw("one row far below its bound", jnp.bfloat16)
+    k = k.at[1, 7, 0].set(jnp.nan)  # other rows are redone because of a value that is not finite
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def forward(p):
+        return chunked.forward(p, Operands(q, k, v), lse_for)
+
+    fixed = forward(dataclasses.replace(p, fixed_chunk_size=(16, 24)))
+    online = forward(dataclasses.replace(p, fixed_chunk_size=None))
+    for x, y in zip(jax.tree.leaves(fixed), jax.tree.leaves(online), strict=True):
+        np.testing.assert_array_equal(jnp.isnan(x), jnp.isnan(y))
+    np.testing.assert_allclose(np.float32(fixed[0]), np.float32(online[0]), atol=0.03)
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_rows_that_stand_stay(name):
+    """Redoing some rows changes no bit of the valid rows."""
+    p = make_problem(True)
+    dout = jnp.ones((B, K, G, T, D))
+    dlse = jnp.zeros((B, K, G, T))
+    operands = Operands(*draw(name, jnp.float32))
+    valid = np.asarray(valid_rows(p)(operands))
+    assert not valid.all() and valid.any()
+    sums = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, operands, "caller"))(operands)
+    before = sums.o / sums.weight[..., None]
+    fixed = compiled(p, operands, dout, dlse)(operands, dout, dlse)
+    online = compiled_online(p, operands, dout, dlse)(operands, dout, dlse)
+    np.testing.assert_array_equal(fixed[1][valid], before[valid])
+    np.testing.assert_array_equal(fixed[1][~valid], online[1][~valid])
+
+
+def test_one_column_that_overflows_is_enough():
+    """A row is redone if a single column of o overflows, here because of values of 10^6."""
+    q = jnp.full((1, 1024, 1, 64), 4.0)
+    v = jnp.zeros((1, 1024, 1, 3)).at[..., 1].set(1e6).at[..., 2].set(1.0)
+    out = dot_product_attention(q, q, v)[0, :, 0]
+    np.testing.assert_allclose(out, [[0, 1e6, 1]] * 1024, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lse_for", [None, "gradient", "caller"])
+def test_a_row_of_one_key_is_its_value(lse_for):
+    """The result has the bits of the value, because p is divided by itself as it was rounded.
+
+    (XLA takes back a mere cast where the sum of p is wider.)
+    """
+    p = dataclasses.replace(make_problem(True), q_offset=0)
+
+    @jax.jit
+    def run(q, k, v):
+        return chunked.forward(p, Operands(q, k, v), lse_for)[0]
+
+    q, k, v = draw("ordinary", jnp.bfloat16)
+    first_row = run(q, k, v)[:, :, :, 0]  # b k g d
+    np.testing.assert_array_equal(first_row, jnp.broadcast_to(v[:, 0, :, None], first_row.shape))
+
+
+# ---- masks
+
+MASKS = {
+    "full": Problem(),
+    "causal": Problem(right=0),
+    "window": Problem(left=20, right=3, q_offset=7),
+    "rows that see nothing": Problem(right=0, q_offset=-30),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_fixed_max_is_as_the_online_form(mask):
+    """Out, lse and gradients are those of the online form under every mask that positions give.
+
+    NaN of a key reaches the same results, and NaN of a hidden key changes no bit.
+    """
+    p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
+    rng = np.random.default_rng(6)
+    q, k, v = draw("ordinary", jnp.float32)
+    dout = rng.standard_normal((B, K, G, T, D)).astype(np.float32)
+    dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
+    operands = Operands(q, k, v)
+    run_fixed = compiled(p, operands, dout, dlse)
+    run_online = compiled_online(p, operands, dout, dlse)
+    clean = run_fixed(operands, dout, dlse)
+    online = run_online(operands, dout, dlse)
+    for what, x, y in zip(RESULTS, clean, online, strict=True):
+        largest = np.abs(y).max(where=np.abs(y) < 1e30, initial=1)
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-6 * largest, err_msg=what)
+    keep = np.asarray(mask_tile(p, operands, jnp.arange(T), jnp.arange(S)))[0, 0, 0]  # t s
+    least_seen = int(np.argmin(keep.any(0)))
+    for key in {least_seen, 41}:
+        dirty = Operands(q, k.at[:, key].set(np.nan), v.at[:, key].set(np.nan))
+        fixed = run_fixed(dirty, dout, dlse)
+        online = run_online(dirty, dout, dlse)
+        for what, x, y, before in zip(RESULTS, fixed, online, clean, strict=True):
+            np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=what)
+            assert_nan_where_seen(what, x, before, keep, key)
+
+
+def assert_nan_where_seen(what: str, x, before, keep, key: int) -> None:
+    """Check that NaN of one key reaches the rows that see it, and the keys that these rows see.
+
+    `x` is the result named `what`, and `before` the same without NaN. `keep` [T, S] is the mask.
+    """
+    rows = keep[:, key]
+    if not rows.any():
+        np.testing.assert_array_equal(x, before, err_msg=what)
+        return
+    row_axis = 3 if what in ("inference", "out", "lse") else 1
+    nan = np.moveaxis(np.isnan(x), row_axis, 0)
+    if what in ("dk", "dv"):
+        planted = key
+        reached = keep[rows].any(0)  # keys that share a row with the planted key
+    else:
+        planted = rows
+        reached = rows
+    assert nan[planted].all(), what
+    if what != "dv":  # p of a row whose lse is NaN is NaN for all keys
+        assert not nan[~reached].any(), what
+
+
+def test_hidden_keys_change_no_bound():
+    q, k, v = draw("ordinary", jnp.float32)
+    k = k * 100
+    p = make_problem(True)
+    m = fixed_max.max_bound(p, Operands(q, k, v))
+    later = fixed_max.max_bound(p, Operands(q, k.at[:, 60:].mul(1e4), v))
+    assert (m[..., :39] == later[..., :39]).all()  # row 39 sees key 59 and no later
+    assert (later[..., 45] > m[..., 45]).any()
+    p = dataclasses.replace(p, left=4)
+    m = fixed_max.max_bound(p, Operands(q, k, v))
+    earlier = fixed_max.max_bound(p, Operands(q, k.at[:, :16].set(jnp.nan), v))
+    assert (m == earlier).all()  # row 0 sees key 16 and no earlier
+
+
+def test_fixed_max_serves_plain_calls_only():
+    plain = Operands(*draw("ordinary", jnp.float32))
+    p = make_problem(True)
+    assert eligible.fixed_max_applies(p, plain)
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, fixed_chunk_size=None), plain)
+    q_ids = jnp.zeros((B, T), jnp.int32)
+    kv_ids = jnp.zeros((B, S), jnp.int32)
+    each = jnp.full((B,), 5, jnp.int32)
+    for refused in (
+        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, 1, S)))),
+        plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
+        plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
+        plain._replace(mask=jnp.ones((1, 1, 1, 1, S), bool)),
+        plain._replace(q_lengths=each),
+        plain._replace(kv_lengths=each),
+        plain._replace(q_offset=each),
+        plain._replace(q_segments=q_ids, kv_segments=kv_ids),
+        Operands(*(x.astype(jnp.float16) for x in plain[:3])),
+    ):
+        assert not eligible.fixed_max_applies(p, refused), refused
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, soft_cap=3.0), plain)
+    # Row 0 sees no key.
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), plain)
+
+
+# ---- one check for a batch and for all devices
+
+
+def test_a_batch_starts_over_as_one():
+    """The check is one for the whole batch under vmap: the loop's condition stays a scalar."""
+    q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
+    run = jax.vmap(lambda q, k, v: chunked.forward(make_problem(True), Operands(q, k, v)))
+    equations = jax.make_jaxpr(run)(q, k, v).jaxpr.eqns
+    loops = [equation for equation in equations if equation.primitive.name == "while"]
+    assert [loop.params["cond_jaxpr"].out_avals[0].shape for loop in loops] == [()]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_sharded_check_is_one_boolean(monkeypatch, mapped):
+    """Devices exchange one boolean for the check under jit, and nothing under shard_map.
+
+    The batch and the heads are sharded.
+    """
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    spec = PartitionSpec("x", None, "y", None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    call = functools.partial(dot_product_attention, is_causal=True, chunk_size=64)
+    if mapped:
+        call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    x = jax.ShapeDtypeStruct((4, 256, 4, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        text = jax.jit(call).lower(x, x, x).compile().as_text()
+    collective = r"= (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
+    expected = set() if mapped else {("pred[]", "all-reduce")}
+    assert set(re.findall(collective, text)) == expected

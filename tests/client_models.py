@@ -48,8 +48,7 @@ def written_out(
     value = jnp.repeat(value, groups, axis=-2)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    logits = jnp.einsum("...tnh,...snh->...nts", query, key)
-    logits = logits * scale
+    logits = scale * jnp.einsum("...tnh,...snh->...nts", query, key)
     if bias is not None:
         logits = logits + bias
     if is_causal:
@@ -60,8 +59,9 @@ def written_out(
     return jnp.einsum("...nts,...snh->...tnh", jax.nn.softmax(logits), value)
 
 
-def tokens(dtype, batch=B, length=T, width=WIDTH):
-    return np.random.default_rng(0).standard_normal((batch, length, width)).astype(dtype)
+def tokens(dtype, batch=B):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((batch, T, WIDTH)).astype(dtype)
 
 
 def cast(tree, dtype):
@@ -69,9 +69,9 @@ def cast(tree, dtype):
 
 
 def with_gradients(model):
-    """Return a function: the outputs of `model(params, x)` and their gradients by params and x.
+    """Return a function of (params, x) that returns the model's outputs and gradients.
 
-    Cotangents are uneven.
+    Gradients are taken by params and x, with uneven cotangents.
     """
 
     def weighted(params, x):
@@ -94,7 +94,7 @@ def with_gradients(model):
 
 @contextlib.contextmanager
 def in_jax_nn(attention):
-    """Replace jax.nn's attention, memeff's by its switch and any other by hand."""
+    """Replace jax.nn's attention: the switch puts memeff there, a patch any other function."""
     if attention is dot_product_attention:
         with switch_jax_nn(strict=True) as calls:
             yield calls

@@ -27,6 +27,7 @@ rng = np.random.default_rng(0)
 X = rng.standard_normal((B, T, N, H)).astype(f32)
 Y = rng.standard_normal((B, S, K, H)).astype(f32)
 Z = rng.standard_normal((B, S, K, H)).astype(f32)
+QKV = (X, Y, Z)
 MASK = (rng.random((B, 1, T, S)) < 0.7) & (np.arange(T) != 3)[:, None]  # row 3 sees nothing
 BIAS = rng.standard_normal((1, N, T, S)).astype(f32)
 
@@ -58,40 +59,40 @@ def test_the_signature_is_jax_nns():
         assert inspect.signature(jax.nn.dot_product_attention).parameters == theirs
         # a keyword of memeff's that JAX lacks
         with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
-            jax.nn.dot_product_attention(X, Y, Z, chunk_size=4)
-        jax.nn.dot_product_attention(X, Y, Z)
+            jax.nn.dot_product_attention(*QKV, chunk_size=4)
+        jax.nn.dot_product_attention(*QKV)
 
 
-HALF = tuple(x.astype(jnp.bfloat16) for x in (X, Y, Z))
+HALF = tuple(x.astype(jnp.bfloat16) for x in QKV)
 CALLS = {
-    "plain": ((X, Y, Z), {}),
-    "positions": ((X, Y, Z, BIAS, MASK), {}),
+    "plain": (QKV, {}),
+    "positions": ((*QKV, BIAS, MASK), {}),
     "names": ((X,), {"mask": MASK, "bias": BIAS, "value": Z, "key": Y}),
     "3 dims": ((X[0], Y[0], Z[0], BIAS, MASK[:1]), {}),
     "3 dims beside 4": ((X[:1], Y[0], Z[0]), {"query_seq_lengths": np.array([4], i32)}),
     "2 dims": ((X[0, 0], Y[0], Z[0]), {"return_residual": True}),
-    "bias of ints": ((X, Y, Z, rng.integers(-2, 3, (1, 1, T, S))), {}),
-    "bias of bools": ((X, Y, Z, rng.random((1, 1, 1, S)) < 0.5), {}),
-    "bias in 16 bits": ((X, Y, Z, BIAS.astype(jnp.bfloat16)), {}),
+    "bias of ints": ((*QKV, rng.integers(-2, 3, (1, 1, T, S))), {}),
+    "bias of bools": ((*QKV, rng.random((1, 1, 1, S)) < 0.5), {}),
+    "bias in 16 bits": ((*QKV, BIAS.astype(jnp.bfloat16)), {}),
     "bias beside 16 bits": ((*HALF, BIAS), {}),
     "lists": ((X.tolist(), Y.tolist(), Z.tolist()), {"mask": MASK.tolist()}),
-    "scale": ((X, Y, Z), {"scale": 0.3}),
-    "scale that is an array": ((X, Y, Z), {"scale": f32(0.3)}),
-    "is_causal": ((X, Y, Z), {"is_causal": 1}),
-    "window": ((X, Y, Z), {"local_window_size": 2}),
-    "window with sides": ((X, Y, Z), {"local_window_size": (1, 3), "is_causal": np.True_}),
+    "scale": (QKV, {"scale": 0.3}),
+    "scale that is an array": (QKV, {"scale": f32(0.3)}),
+    "is_causal": (QKV, {"is_causal": 1}),
+    "window": (QKV, {"local_window_size": 2}),
+    "window with sides": (QKV, {"local_window_size": (1, 3), "is_causal": np.True_}),
     "lengths": (
-        (X, Y, Z),
+        QKV,
         {
             "query_seq_lengths": np.array([3, T], i32),
             "key_value_seq_lengths": np.array([S, 1], i32),
         },
     ),
-    "lengths beyond": ((X, Y, Z), {"key_value_seq_lengths": np.array([99, 4], i32)}),
-    "lengths below 0": ((X, Y, Z), {"query_seq_lengths": np.array([99, -1], i32)}),
-    "residual": ((X, Y, Z), {"mask": MASK, "return_residual": True}),
+    "lengths beyond": (QKV, {"key_value_seq_lengths": np.array([99, 4], i32)}),
+    "lengths below 0": (QKV, {"query_seq_lengths": np.array([99, -1], i32)}),
+    "residual": (QKV, {"mask": MASK, "return_residual": True}),
     "residual in 16 bits": (HALF, {"return_residual": True}),
-    "xla": ((X, Y, Z), {"implementation": "xla"}),
+    "xla": (QKV, {"implementation": "xla"}),
 }
 DERIVATIVE = "derivative of the residual"
 
@@ -111,7 +112,7 @@ def run_all_calls():
 
 def rows_that_see(name):
     """Return True for each row of a call that sees a key: memeff and JAX differ elsewhere."""
-    args, kwargs = CALLS.get(name, ((X, Y, Z), {}))
+    args, kwargs = CALLS.get(name, (QKV, {}))
     sees = np.ones((B, T), bool)
     if kwargs.get("mask") is not None or len(args) == 5:
         sees = MASK.any((1, 3))
@@ -203,7 +204,7 @@ def test_a_jitted_function_follows_the_switch():
 
     @jax.jit
     def run(mask):
-        return jax.nn.dot_product_attention(X, Y, Z, mask=mask)
+        return jax.nn.dot_product_attention(*QKV, mask=mask)
 
     before = np.asarray(run(MASK))
     with memeff.switch_jax_nn() as calls:
@@ -223,11 +224,11 @@ def test_a_jitted_function_follows_the_switch():
 def test_a_call_that_raised_is_not_counted():
     with memeff.switch_jax_nn() as calls:
         with pytest.raises(TypeError, match="mask must be boolean"):
-            jax.nn.dot_product_attention(X, Y, Z, mask=MASK.astype(f32))
+            jax.nn.dot_product_attention(*QKV, mask=MASK.astype(f32))
         with pytest.raises(ValueError, match="key must have the head size"):
             jax.nn.dot_product_attention(X, Y[..., :2], Z[..., :2])
         assert calls == []
-        jax.nn.dot_product_attention(X, Y, Z)
+        jax.nn.dot_product_attention(*QKV)
     assert calls == [X.shape]
 
 
@@ -299,7 +300,7 @@ def test_nothing_switched_warns_or_raises():
     raised = "because every call of jax.nn.dot_product_attention inside raised an error"
     with pytest.warns(UserWarning, match=raised), memeff.switch_jax_nn():
         with pytest.raises(TypeError):
-            jax.nn.dot_product_attention(X, Y, Z, mask=BIAS)
+            jax.nn.dot_product_attention(*QKV, mask=BIAS)
     assert not switch._inside
     assert blind_row() > 1e-3
 
@@ -322,7 +323,7 @@ def test_an_outer_switch_counts_what_an_inner_one_ran():
         memeff.switch_jax_nn(strict=True) as calls,
         memeff.switch_jax_nn("xla", strict=True) as inner_calls,
     ):
-        jax.nn.dot_product_attention(X, Y, Z)
+        jax.nn.dot_product_attention(*QKV)
     assert calls == []
     assert inner_calls == [X.shape]
     with pytest.raises(ValueError, match=NOTHING):

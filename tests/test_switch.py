@@ -1,4 +1,4 @@
-"""Code that calls jax.nn.dot_product_attention means the same inside `switch_jax_nn`, by memeff."""
+"""Code that calls jax.nn.dot_product_attention computes the same with memeff in `switch_jax_nn`."""
 
 import inspect
 import subprocess
@@ -15,109 +15,133 @@ from flax import nnx
 import memeff
 from memeff import dispatch, nn, switch
 
-B, T, S, N, K, H = 2, 7, 9, 4, 2, 6
-f32, i32 = np.float32, np.int32
+B = 2
+T = 7
+S = 9
+N = 4
+K = 2
+H = 6
+f32 = np.float32
+i32 = np.int32
 rng = np.random.default_rng(0)
-X, Y, Z = (rng.standard_normal((B, *size, H)).astype(f32) for size in ((T, N), (S, K), (S, K)))
+X = rng.standard_normal((B, T, N, H)).astype(f32)
+Y = rng.standard_normal((B, S, K, H)).astype(f32)
+Z = rng.standard_normal((B, S, K, H)).astype(f32)
+QKV = (X, Y, Z)
 MASK = (rng.random((B, 1, T, S)) < 0.7) & (np.arange(T) != 3)[:, None]  # row 3 sees nothing
 BIAS = rng.standard_normal((1, N, T, S)).astype(f32)
 
 
 @pytest.fixture(autouse=True)
 def nothing_ran_before(monkeypatch):
+    """Let each test run as in a process in which no switch has run anything."""
     monkeypatch.setattr(switch, "_ran", set())
 
 
 def blind_row(x=X):
-    """The largest number in the row that sees nothing: 0 from memeff, a mean of values from JAX."""
-    return np.abs(np.asarray(jax.nn.dot_product_attention(x, Y, Z, mask=MASK))[:, 3]).max()
+    """Return the largest number of row 3: 0 from memeff, that of a mean of values from JAX."""
+    out = jax.nn.dot_product_attention(x, Y, Z, mask=MASK)
+    return np.abs(np.asarray(out)[:, 3]).max()
 
 
 # ---- what jax.nn takes
 
 
+def kinds_and_defaults(parameters):
+    return [(p.name, p.kind, p.default) for p in parameters.values()]
+
+
 def test_the_signature_is_jax_nns():
-    theirs, ours = (
-        inspect.signature(f).parameters for f in (jax.nn.dot_product_attention, switch._as_jax_nn)
-    )
-    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
-        (p.name, p.kind, p.default) for p in ours.values()
-    ]
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    ours = inspect.signature(switch._as_jax_nn).parameters
+    assert kinds_and_defaults(theirs) == kinds_and_defaults(ours)
     with switch.switch_jax_nn(strict=True):
         assert inspect.signature(jax.nn.dot_product_attention).parameters == theirs
-        with pytest.raises(
-            TypeError, match="unexpected keyword argument 'chunk_size'"
-        ):  # memeff's own is not JAX's
-            jax.nn.dot_product_attention(X, Y, Z, chunk_size=4)
-        jax.nn.dot_product_attention(X, Y, Z)
+        # a keyword of memeff's that JAX lacks
+        with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
+            jax.nn.dot_product_attention(*QKV, chunk_size=4)
+        jax.nn.dot_product_attention(*QKV)
 
 
+HALF = tuple(x.astype(jnp.bfloat16) for x in QKV)
 CALLS = {
-    "plain": ((X, Y, Z), {}),
-    "positions": ((X, Y, Z, BIAS, MASK), {}),
+    "plain": (QKV, {}),
+    "positions": ((*QKV, BIAS, MASK), {}),
     "names": ((X,), {"mask": MASK, "bias": BIAS, "value": Z, "key": Y}),
     "3 dims": ((X[0], Y[0], Z[0], BIAS, MASK[:1]), {}),
     "3 dims beside 4": ((X[:1], Y[0], Z[0]), {"query_seq_lengths": np.array([4], i32)}),
     "2 dims": ((X[0, 0], Y[0], Z[0]), {"return_residual": True}),
-    "bias of ints": ((X, Y, Z, rng.integers(-2, 3, (1, 1, T, S))), {}),
-    "bias of bools": ((X, Y, Z, rng.random((1, 1, 1, S)) < 0.5), {}),
-    "bias in 16 bits": ((X, Y, Z, BIAS.astype(jnp.bfloat16)), {}),
-    "bias beside 16 bits": (tuple(x.astype(jnp.bfloat16) for x in (X, Y, Z)) + (BIAS,), {}),
+    "bias of ints": ((*QKV, rng.integers(-2, 3, (1, 1, T, S))), {}),
+    "bias of bools": ((*QKV, rng.random((1, 1, 1, S)) < 0.5), {}),
+    "bias in 16 bits": ((*QKV, BIAS.astype(jnp.bfloat16)), {}),
+    "bias beside 16 bits": ((*HALF, BIAS), {}),
     "lists": ((X.tolist(), Y.tolist(), Z.tolist()), {"mask": MASK.tolist()}),
-    "scale": ((X, Y, Z), {"scale": 0.3}),
-    "scale that is an array": ((X, Y, Z), {"scale": f32(0.3)}),
-    "is_causal": ((X, Y, Z), {"is_causal": 1}),
-    "window": ((X, Y, Z), {"local_window_size": 2}),
-    "window with sides": ((X, Y, Z), {"local_window_size": (1, 3), "is_causal": np.True_}),
+    "scale": (QKV, {"scale": 0.3}),
+    "scale that is an array": (QKV, {"scale": f32(0.3)}),
+    "is_causal": (QKV, {"is_causal": 1}),
+    "window": (QKV, {"local_window_size": 2}),
+    "window with sides": (QKV, {"local_window_size": (1, 3), "is_causal": np.True_}),
     "lengths": (
-        (X, Y, Z),
+        QKV,
         {
             "query_seq_lengths": np.array([3, T], i32),
             "key_value_seq_lengths": np.array([S, 1], i32),
         },
     ),
-    "lengths beyond": ((X, Y, Z), {"key_value_seq_lengths": np.array([99, 4], i32)}),
-    "lengths below 0": ((X, Y, Z), {"query_seq_lengths": np.array([99, -1], i32)}),
-    "residual": ((X, Y, Z), {"mask": MASK, "return_residual": True}),
-    "residual in 16 bits": (
-        tuple(x.astype(jnp.bfloat16) for x in (X, Y, Z)),
-        {"return_residual": True},
-    ),
-    "xla": ((X, Y, Z), {"implementation": "xla"}),
+    "lengths beyond": (QKV, {"key_value_seq_lengths": np.array([99, 4], i32)}),
+    "lengths below 0": (QKV, {"query_seq_lengths": np.array([99, -1], i32)}),
+    "residual": (QKV, {"mask": MASK, "return_residual": True}),
+    "residual in 16 bits": (HALF, {"return_residual": True}),
+    "xla": (QKV, {"implementation": "xla"}),
 }
+DERIVATIVE = "derivative of the residual"
+
+
+def run_all_calls():
+    """Return the results of all CALLS by name, and the derivative of a call with its residual."""
+    results = {}
+    for name, (args, kwargs) in CALLS.items():
+        results[name] = jax.nn.dot_product_attention(*args, **kwargs)
+
+    def with_residual(x):
+        return jax.nn.dot_product_attention(x, Y, Z, return_residual=True)
+
+    results[DERIVATIVE] = jax.jvp(with_residual, (X,), (X + 1,))
+    return results
+
+
+def rows_that_see(name):
+    """Return True for each row of a call that sees a key: memeff and JAX differ elsewhere."""
+    args, kwargs = CALLS.get(name, (QKV, {}))
+    sees = np.ones((B, T), bool)
+    if kwargs.get("mask") is not None or len(args) == 5:
+        sees = MASK.any((1, 3))
+    if "query_seq_lengths" in kwargs:
+        sees = sees & (np.arange(T) < kwargs["query_seq_lengths"][:, None])
+    batch = 1 if "dims" in name else B
+    return sees[:batch].reshape(-1)
 
 
 def test_what_jax_nn_takes_means_the_same():
-    def run():
-        results = {
-            name: jax.nn.dot_product_attention(*args, **kw) for name, (args, kw) in CALLS.items()
-        }
-        with_residual = lambda x: jax.nn.dot_product_attention(x, Y, Z, return_residual=True)
-        results["derivative of the residual"] = jax.jvp(with_residual, (X,), (X + 1,))
-        return results
-
-    theirs = jax.jit(run)()
+    theirs = jax.jit(run_all_calls)()
     with memeff.switch_jax_nn(strict=True) as calls:
-        ours = jax.jit(run)()
-    assert calls == [*(np.shape(query) for (query, *_), _ in CALLS.values()), X.shape]
+        ours = jax.jit(run_all_calls)()
+    shapes = [np.shape(args[0]) for args, _ in CALLS.values()]
+    assert calls == [*shapes, X.shape]
     for name in ours:
-        args, kwargs = CALLS.get(name, ((X, Y, Z), {}))
-        sees = (
-            np.ones((B, T), bool)
-            if kwargs.get("mask") is None and len(args) < 5
-            else MASK.any((1, 3))
-        )
-        if "query_seq_lengths" in kwargs:
-            sees = sees & (np.arange(T) < kwargs["query_seq_lengths"][:, None])
-        ours_of, theirs_of = (jax.tree.leaves(results[name]) for results in (ours, theirs))
-        assert len(ours_of) == len(theirs_of)
-        for x, y in zip(ours_of, theirs_of, strict=True):
-            assert x.dtype == y.dtype and x.shape == y.shape, name
-            x, y = np.asarray(x, f32), np.asarray(y, f32)
-            rows = sees[: 1 if "dims" in name else B].reshape(-1)
+        rows = rows_that_see(name)
+        tolerance = 2e-2 if "16 bits" in name and name != "bias in 16 bits" else 4e-6
+        our_arrays = jax.tree.leaves(ours[name])
+        their_arrays = jax.tree.leaves(theirs[name])
+        assert len(our_arrays) == len(their_arrays)
+        for x, y in zip(our_arrays, their_arrays, strict=True):
+            assert x.dtype == y.dtype, name
+            assert x.shape == y.shape, name
+            x = np.asarray(x, f32)
+            y = np.asarray(y, f32)
             if name != "2 dims":
-                x, y = x.reshape(len(rows), -1)[rows], y.reshape(len(rows), -1)[rows]
-            tolerance = 2e-2 if "16 bits" in name and name != "bias in 16 bits" else 4e-6
+                x = x.reshape(len(rows), -1)[rows]
+                y = y.reshape(len(rows), -1)[rows]
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
@@ -127,37 +151,44 @@ def test_what_jax_nn_takes_means_the_same():
 @pytest.mark.parametrize("name", ["cudnn", "triton", "xla", "of the future"])
 def test_a_callers_implementation_is_no_request(name, monkeypatch):
     requested = []
-    select = dispatch.choose_implementation
+    choose = dispatch.choose_implementation
 
     def record(*args, **kwargs):
         requested.append(args[2])
-        return select(*args, **kwargs)
+        return choose(*args, **kwargs)
 
     monkeypatch.setattr(dispatch, "choose_implementation", record)
-    x = jax.ShapeDtypeStruct((B, T, N, H), f32)
-    trace = lambda: jax.eval_shape(
-        lambda x: jax.nn.dot_product_attention(x, x, x, implementation=name), x
-    )
+    shape = (B, T, N, H)
+
+    def trace():
+        def call(x):  # a new function, which JAX's cache does not know
+            return jax.nn.dot_product_attention(x, x, x, implementation=name)
+
+        jax.eval_shape(call, jax.ShapeDtypeStruct(shape, f32))
+
     with memeff.switch_jax_nn() as calls:
         trace()
-    with memeff.switch_jax_nn("reference") as of_reference:
+    with memeff.switch_jax_nn("reference") as reference_calls:
         trace()
-        with memeff.switch_jax_nn(implementation="xla") as inner:
+        with memeff.switch_jax_nn(implementation="xla") as inner_calls:
             trace()
         trace()
-    assert (calls, of_reference, inner) == ([x.shape], [x.shape] * 2, [x.shape])
+    assert calls == [shape]
+    assert reference_calls == [shape] * 2
+    assert inner_calls == [shape]
     assert requested == [None, "reference", "xla", "reference"]
 
 
 def test_the_implementation_of_the_switch_is_part_of_jits_key():
-    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, x, x))
-    texts = []
+    @jax.jit
+    def run(x):
+        return jax.nn.dot_product_attention(x, x, x)
+
     for implementation in (None, "xla", "reference"):
-        for _ in range(2):
+        for traced in (1, 0):
             with memeff.switch_jax_nn(implementation) as calls:
-                jitted(X)
-            assert len(calls) == (len(texts) % 2 == 0)
-            texts.append(implementation)
+                run(X)
+            assert len(calls) == traced
     unknown = r"switch_jax_nn: implementation='cudnn' is not known: use None or one of 'xla', "
     with pytest.raises(ValueError, match=unknown):
         with memeff.switch_jax_nn("cudnn"):  # pyright: ignore[reportArgumentType]
@@ -170,34 +201,45 @@ def test_the_implementation_of_the_switch_is_part_of_jits_key():
 
 def test_a_jitted_function_follows_the_switch():
     jaxs = jax.nn.dot_product_attention
-    jitted = jax.jit(lambda mask: jax.nn.dot_product_attention(X, Y, Z, mask=mask))
-    before = np.asarray(jitted(MASK))
+
+    @jax.jit
+    def run(mask):
+        return jax.nn.dot_product_attention(*QKV, mask=mask)
+
+    before = np.asarray(run(MASK))
     with memeff.switch_jax_nn() as calls:
-        inside = np.asarray(jitted(MASK))
-        with memeff.switch_jax_nn() as inner:
+        inside = np.asarray(run(MASK))
+        with memeff.switch_jax_nn() as inner_calls:
             jax.eval_shape(lambda x: jax.nn.dot_product_attention(x, x, x), X)
         assert jax.nn.dot_product_attention is not jaxs
-    assert (calls, inner) == ([X.shape], [X.shape])
+    assert calls == [X.shape]
+    assert inner_calls == [X.shape]
     assert jax.nn.dot_product_attention is jaxs
-    assert np.abs(before[:, 3]).max() > 1e-3 and np.abs(inside[:, 3]).max() == 0
+    assert np.abs(before[:, 3]).max() > 1e-3
+    assert np.abs(inside[:, 3]).max() == 0
     np.testing.assert_allclose(np.delete(inside, 3, 1), np.delete(before, 3, 1), atol=2e-6)
-    np.testing.assert_array_equal(jitted(MASK), before)
+    np.testing.assert_array_equal(run(MASK), before)
 
 
 def test_a_call_that_raised_is_not_counted():
     with memeff.switch_jax_nn() as calls:
         with pytest.raises(TypeError, match="mask must be boolean"):
-            jax.nn.dot_product_attention(X, Y, Z, mask=MASK.astype(f32))
+            jax.nn.dot_product_attention(*QKV, mask=MASK.astype(f32))
         with pytest.raises(ValueError, match="key must have the head size"):
             jax.nn.dot_product_attention(X, Y[..., :2], Z[..., :2])
         assert calls == []
-        jax.nn.dot_product_attention(X, Y, Z)
+        jax.nn.dot_product_attention(*QKV)
     assert calls == [X.shape]
 
 
 def test_nnx_attention_is_reached_where_it_drops_nothing():
     module = nnx.MultiHeadAttention(N, 8, decode=False, rngs=nnx.Rngs(0))
-    run = nnx.jit(lambda module: module(X.reshape(B, T, -1)[..., :8], is_causal=True))
+    x = X.reshape(B, T, -1)[..., :8]
+
+    @nnx.jit
+    def run(module):
+        return module(x, is_causal=True)
+
     expected = run(module)
     with nn.switch_jax_nn() as calls:
         np.testing.assert_allclose(run(module), expected, atol=2e-6)
@@ -205,31 +247,36 @@ def test_nnx_attention_is_reached_where_it_drops_nothing():
 
 
 def test_other_threads_and_other_patches_are_left_alone(monkeypatch):
-    results = {}
+    results = []
     with memeff.switch_jax_nn() as calls:
-        other = threading.Thread(target=lambda: results.update(other=blind_row()))
+        other = threading.Thread(target=lambda: results.append(blind_row()))
         other.start()
         other.join()
         assert calls == []
-        assert blind_row() == 0 and calls == [X.shape]
-    assert results["other"] > 1e-3
+        assert blind_row() == 0
+        assert calls == [X.shape]
+    assert results[0] > 1e-3
 
-    jaxs, context = jax.nn.dot_product_attention, memeff.switch_jax_nn()
+    jaxs = jax.nn.dot_product_attention
+    context = memeff.switch_jax_nn()
     monkeypatch.setattr(jax.nn, "dot_product_attention", jaxs)  # restored at the end
     context.__enter__()
     routed = jax.nn.dot_product_attention
-    wrapper = jax.nn.dot_product_attention = lambda *args, **kwargs: routed(*args, **kwargs)
+
+    def wrapper(*args, **kwargs):
+        return routed(*args, **kwargs)
+
+    jax.nn.dot_product_attention = wrapper
     assert blind_row() == 0
     context.__exit__(None, None, None)
-    for patch in (
-        wrapper,
-        routed,
-    ):  # the patch on top of memeff's stays, or leaves memeff's where it was
+    # the patch on top of memeff's stays, or leaves memeff's where it was
+    for patch in (wrapper, routed):
         jax.nn.dot_product_attention = patch
         assert blind_row() > 1e-3
         with memeff.switch_jax_nn():
             assert blind_row() == 0
-        assert jax.nn.dot_product_attention is patch and blind_row() > 1e-3
+        assert jax.nn.dot_product_attention is patch
+        assert blind_row() > 1e-3
 
 
 # ---- where nothing is switched
@@ -238,18 +285,24 @@ def test_other_threads_and_other_patches_are_left_alone(monkeypatch):
 NOTHING = r"switch_jax_nn: memeff ran nothing, because nothing called jax\.nn\.dot_product"
 
 
+def write_attention_out():
+    return jax.nn.softmax(X[0, 0] @ Y[0, :, 0].T) @ Z[0, :, 0]
+
+
 def test_nothing_switched_warns_or_raises():
-    by_hand = lambda: jax.nn.softmax(X[0, 0] @ Y[0, :, 0].T) @ Z[0, :, 0]
     with pytest.warns(UserWarning, match=NOTHING) as record, memeff.switch_jax_nn() as calls:
-        by_hand()
-    assert calls == [] and len(record) == 1 and record[0].filename == __file__
+        write_attention_out()
+    assert calls == []
+    assert len(record) == 1
+    assert record[0].filename == __file__
     with pytest.raises(ValueError, match=NOTHING), memeff.switch_jax_nn(strict=True):
-        by_hand()
+        write_attention_out()
     raised = "because every call of jax.nn.dot_product_attention inside raised an error"
     with pytest.warns(UserWarning, match=raised), memeff.switch_jax_nn():
         with pytest.raises(TypeError):
-            jax.nn.dot_product_attention(X, Y, Z, mask=BIAS)
-    assert not switch._inside and blind_row() > 1e-3
+            jax.nn.dot_product_attention(*QKV, mask=BIAS)
+    assert not switch._inside
+    assert blind_row() > 1e-3
 
 
 def test_an_exception_inside_is_not_masked():
@@ -268,23 +321,25 @@ def test_an_exception_inside_is_not_masked():
 def test_an_outer_switch_counts_what_an_inner_one_ran():
     with (
         memeff.switch_jax_nn(strict=True) as calls,
-        memeff.switch_jax_nn("xla", strict=True) as inner,
+        memeff.switch_jax_nn("xla", strict=True) as inner_calls,
     ):
-        jax.nn.dot_product_attention(X, Y, Z)
-    assert (calls, inner) == ([], [X.shape])
-    with (
-        pytest.raises(ValueError, match=NOTHING),
-        memeff.switch_jax_nn("reference", strict=True),
-    ):  # which ran nothing
-        pass
+        jax.nn.dot_product_attention(*QKV)
+    assert calls == []
+    assert inner_calls == [X.shape]
+    with pytest.raises(ValueError, match=NOTHING):
+        with memeff.switch_jax_nn("reference", strict=True):  # which ran nothing
+            pass
 
 
 def test_calls_from_jits_cache_are_not_taken_for_none():
-    jitted = jax.jit(lambda x: jax.nn.dot_product_attention(x, Y, Z))
-    for times in range(3):
+    @jax.jit
+    def run(x):
+        return jax.nn.dot_product_attention(x, Y, Z)
+
+    for traced in (1, 0, 0):
         with memeff.switch_jax_nn(strict=True) as calls:
-            jitted(X)
-        assert len(calls) == (times == 0)
+            run(X)
+        assert len(calls) == traced
 
 
 # ---- the package

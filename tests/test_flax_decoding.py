@@ -1,0 +1,111 @@
+"""Decoding with a cache gives what the full forward gives, in memeff's Flax modules."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from flax_cases import LINEN, NNX, F, N, T, X, assert_close, assert_equal, uniform
+
+import memeff
+from memeff import masks, nn, scores, transforms
+
+
+def alibi_init(key):
+    return scores.alibi(scores.alibi_slopes(N))
+
+
+DECODING = {
+    "plain": {},
+    "window": {"local_window_size": (2, None)},
+    "Flax's attention_fn": {"attention_fn": flax_nnx.dot_product_attention},
+    "all": {
+        "local_window_size": (3, 1),
+        "logits_soft_cap": 0.3,
+        "num_kv_heads": 2,
+        "normalize_qk": True,
+        "is_causal": True,
+    },
+    "functions": {
+        "score_init": alibi_init,
+        "mask_fn": memeff.block_mask(
+            masks.causal() & ~masks.dilated(3) | masks.sliding_window(1), T
+        ),
+        "qk_transform": transforms.rotary(),
+        "sinks_init": jax.nn.initializers.ones,
+        "num_kv_heads": 2,
+    },
+}
+
+
+def linen_step(module, params):
+    """Return a jitted function of (cache, tokens) that returns the next cache and the outputs."""
+
+    @jax.jit
+    def step(cache, tokens):
+        out, changed = module.apply({**params, "cache": cache}, tokens, mutable=["cache"])
+        return changed["cache"], out
+
+    return step
+
+
+def decode(step, cache, lengths):
+    """Feed the tokens of X in pieces of the given lengths, and return the cache and all outputs."""
+    outs = []
+    start = 0
+    for length in lengths:
+        cache, out = step(cache, X[:, start : start + length])
+        outs.append(out)
+        start += length
+    return cache, np.concatenate(outs, 1)
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "functions"])
+def test_decoding_equals_the_full_forward_linen(name):
+    constructor = dict(num_heads=N, kernel_init=uniform, **DECODING[name])
+    module = LINEN[0](decode=True, **constructor)
+    variables = module.init(jax.random.key(0), X)
+    params = {"params": variables["params"]}
+    empty = variables["cache"]
+    full = LINEN[0](**(constructor | {"is_causal": True})).apply(params, X)
+
+    step = linen_step(module, params)
+    one_by_one = [1] * T
+    cache, out = decode(step, empty, one_by_one)
+    assert_close(out, full)
+    if name != "plain":
+        _, out = decode(step, empty, [6, 1])
+        assert_close(out, full)  # a prompt at once, then token by token
+        return
+
+    flaxes = LINEN[1](decode=True, **constructor)
+    assert_equal(empty, flaxes.init(jax.random.key(0), X)["cache"])
+    flax_result = decode(linen_step(flaxes, params), empty, one_by_one)
+    assert_close((cache, out), flax_result)
+    message = "the cache of 7 tokens holds 7 and 1 came: init with longer inputs"
+    with pytest.raises(ValueError, match=message):
+        module.apply({**params, "cache": cache}, X[:, :1], mutable=["cache"])
+    message = r"keys \(1, 1, 4, 2\), and the cache holds \(2, 7, 4, 2\)"
+    with pytest.raises(ValueError, match=message):
+        module.apply({**params, "cache": empty}, X[:1, :1], mutable=["cache"])
+
+
+@pytest.mark.parametrize("name", [*DECODING, "window in attention_fn"])
+def test_decoding_equals_the_full_forward_nnx(name):
+    if name in DECODING:
+        constructor = dict(DECODING[name])
+    else:
+        constructor = {"attention_fn": functools.partial(nn.attention_fn, local_window_size=(2, 0))}
+    module = NNX[0](N, F, decode=True, kernel_init=uniform, rngs=flax_nnx.Rngs(0), **constructor)
+    full = module(X, decode=False, is_causal=True)
+    module.init_cache(X.shape)
+
+    @flax_nnx.jit
+    def step(module, token):
+        return module(token, is_causal=True)
+
+    outs = [step(module, X[:, t : t + 1]) for t in range(T)]
+    assert_close(np.concatenate(outs, 1), full)
+    assert module.cache_index[...] == T
+    assert "q_offset" not in str(module.attention_fn)

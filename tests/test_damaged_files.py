@@ -248,7 +248,7 @@ def test_settings_of_another_version(record):
 
 
 def test_damaged_history(uninterrupted, monkeypatch, capsys):
-    """Damaged lines go, wherever they are, and no others."""
+    """Damaged lines go wherever they are, and no other lines do."""
     for junk in (
         b'{"step": 5, "lo',
         b"{}",

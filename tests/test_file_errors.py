@@ -131,7 +131,10 @@ def test_text_that_changes_during_the_run(monkeypatch):
 
 
 def test_a_library_with_dangling_links(tmp_path, monkeypatch):
-    """Some systems' Python has dangling links, and the user cannot help it."""
+    """Dangling links in the library are ignored, because the user cannot help them.
+
+    The Python of some systems has such links.
+    """
     (tmp_path / "sitecustomize.py").symlink_to("nowhere")
     shutil.copy("text.txt", tmp_path / "module.py")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
@@ -160,9 +163,9 @@ def test_a_demonstration_without_a_folder(monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
 @pytest.mark.parametrize(("text", "flush"), [("a", False), ("a", True), ("\ufffd", False)])
 def test_output_that_cannot_be_written(text, flush):
-    """A script's output often goes to a file, whose disk may be full.
+    """A script reports a full disk in one sentence, because its output often goes to a file.
 
-    A terminal may lack a character.
+    It replaces a character that the terminal lacks.
     """
     code = (
         "from models.files import one_sentence\n"

@@ -170,12 +170,23 @@ def test_writes_that_the_system_cuts(begun, uninterrupted, monkeypatch, capsys):
 def test_the_history_is_on_the_disk_before_the_checkpoint(workplace, monkeypatch):
     """Otherwise a power cut leaves a checkpoint whose steps nobody measures again."""
     order = []
-    monkeypatch.setattr(train, "sync", lambda path: order.append(path.name))
-    monkeypatch.setattr(train, "save", lambda out, step, *rest: order.append(step))
+
+    def sync(path):
+        order.append(path.name)
+
+    def save(out, step, *rest):
+        order.append(step)
+
+    monkeypatch.setattr(train, "sync", sync)
+    monkeypatch.setattr(train, "save", save)
     run()
     assert order == ["metrics.jsonl", 2, "metrics.jsonl", 4, "metrics.jsonl", 6, "metrics.jsonl", 7]
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number)))
+
+    def fsync(number):
+        synced.append(os.fstat(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
     files.sync(METRICS)
     files.replace_file(Path("new"), b"contents")
     for status, path in zip(synced, (METRICS, Path("new")), strict=True):

@@ -101,7 +101,7 @@ def test_an_exception_of_a_guest_becomes_one_line():
 
 @pytest.mark.slow
 def test_scores_and_masks_beside_their_array():
-    """memeff takes functions, and other implementations take an array: both are right.
+    """Results are right by the functions that memeff takes, and by the array that others take.
 
     The array counts as memory.
     """

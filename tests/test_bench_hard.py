@@ -1,4 +1,4 @@
-"""The table of hard cases: what its cells say, and that each case makes the arrays that its name promises."""
+"""Test the table of hard cases: its cells, its rows, and the arrays that a case makes."""
 
 import json
 
@@ -8,7 +8,8 @@ import pytest
 from memeff.bench import hard, hard_inputs, hard_paths
 
 
-def of(error, plain, rounding=0.5, largest=1.0, saved=None):
+def errors_of(error, plain, rounding=0.5, largest=1.0, saved=None):
+    """Return the errors of one array, as `hard.array_errors` has them."""
     return {
         "error": error,
         "plain": plain,
@@ -21,16 +22,16 @@ def of(error, plain, rounding=0.5, largest=1.0, saved=None):
 @pytest.mark.parametrize(
     "errors, text",
     [
-        (of(3.0, 2.0), "1.50"),
-        (of(3.2, 2.0), "**1.6**"),
-        (of(3.2, 2.0, saved=3.2), "**1.6** (1)"),
-        (of(0.0, 0.0), "0"),
-        (of(0.25, 0.0), "0.5 ulp"),
-        (of(2.0, 0.0), "**4 ulp**"),
-        (of(None, 1.0), "**not finite**"),
-        (of(None, None), "not finite, as plain"),
-        (of(1.0, None), "plain: not finite"),
-        (of(1.0, 1.0, largest=None), "-"),
+        (errors_of(3.0, 2.0), "1.50"),
+        (errors_of(3.2, 2.0), "**1.6**"),
+        (errors_of(3.2, 2.0, saved=3.2), "**1.6** (1)"),
+        (errors_of(0.0, 0.0), "0"),
+        (errors_of(0.25, 0.0), "0.5 ulp"),
+        (errors_of(2.0, 0.0), "**4 ulp**"),
+        (errors_of(None, 1.0), "**not finite**"),
+        (errors_of(None, None), "not finite, as plain"),
+        (errors_of(1.0, None), "plain: not finite"),
+        (errors_of(1.0, 1.0, largest=None), "-"),
     ],
 )
 def test_cells(errors, text):
@@ -39,53 +40,54 @@ def test_cells(errors, text):
 
 def test_errors_know_what_a_dtype_holds():
     truth = np.full((2, 3), 1e5)
-    # at most 65,504
-    assert hard.array_errors(truth, truth, truth, truth, "float16")["largest"] is None
-    assert hard.array_errors(truth, truth, truth, truth, "bfloat16") == of(
-        0.0, 0.0, 2.0**-7 * 1e5, 1e5, 0.0
-    )
-    assert (
-        hard.array_errors(np.full((2, 3), np.inf), truth, truth, truth, "bfloat16")["error"] is None
-    )
+    float16 = hard.array_errors(truth, truth, truth, truth, "float16")
+    assert float16["largest"] is None  # float16 holds at most 65,504
+    bfloat16 = hard.array_errors(truth, truth, truth, truth, "bfloat16")
+    assert bfloat16 == errors_of(0.0, 0.0, 2.0**-7 * 1e5, 1e5, 0.0)
+    infinite = np.full((2, 3), np.inf)
+    not_finite = hard.array_errors(infinite, truth, truth, truth, "bfloat16")
+    assert not_finite["error"] is None
 
 
 def test_rows_and_their_report(tmp_path, capsys, monkeypatch):
+    def few_keys(rng):
+        return hard_inputs.normal(rng, T=5, S=7, dlse=1.0)
+
     name = "few keys"
-    few = hard_inputs.HardCase(
-        lambda rng: hard_inputs.normal(rng, T=5, S=7, dlse=1.0), ("bfloat16",)
-    )
-    monkeypatch.setitem(hard_inputs.CASES, name, few)
+    monkeypatch.setitem(hard_inputs.CASES, name, hard_inputs.HardCase(few_keys, ("bfloat16",)))
     monkeypatch.setattr(hard, "machine", lambda: {"device": "here", "jax": "1"})
-    hard.main(["--only", name, "--json", str(tmp_path / "rows")])
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    results = tmp_path / "rows"
+    page = tmp_path / "page"
+    hard.main(["--only", name, "--json", str(results)])
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert {row["path"] for row in rows} == {hard_paths.CHUNKED, hard_paths.AS_ON_A_GPU}
     for row in rows:
         for array in hard.ARRAYS:
-            assert 0 < row[array]["error"] <= 2 * row[array]["plain"] + row[array]["rounding"]
-    hard.main(["--report", str(tmp_path / "rows"), str(tmp_path / "page")])
-    assert capsys.readouterr().out.strip() in (tmp_path / "page").read_text()
+            errors = row[array]
+            assert 0 < errors["error"] <= 2 * errors["plain"] + errors["rounding"]
+    hard.main(["--report", str(results), str(page)])
+    assert capsys.readouterr().out.strip() in page.read_text()
 
 
 def test_a_sink_key_has_the_largest_logit_by_what_the_case_says():
-    query, key, *_ = hard_inputs.CASES["16k keys 18.5 nats below a sink key"].make(
-        np.random.default_rng(0)
-    )
+    case = hard_inputs.CASES["16k keys 18.5 nats below a sink key"]
+    query, key, *_ = case.make(np.random.default_rng(0))
     s = query @ key.T * query.shape[1] ** -0.5
-    assert (np.linalg.norm(key[-1]) > 10 * np.linalg.norm(key[1:-1], axis=1).max()) and np.abs(
-        s[:, 1:]
-    ).max() < 1
+    lengths = np.linalg.norm(key, axis=1)
+    assert lengths[-1] > 10 * lengths[1:-1].max()
+    assert np.abs(s[:, 1:]).max() < 1
     np.testing.assert_allclose(s[:, 0], 18.5)
 
 
 def test_the_truth_sums_blocks_of_queries():
     arrays = hard_inputs.normal(np.random.default_rng(0), T=5000, S=3, dlse=1.0)
-    twice = {
-        name: np.concatenate([x, x])
-        for name, x in arrays._asdict().items()
-        if name in ("query", "dout", "dlse")
-    }
-    whole = hard_paths.exact(arrays._replace(**twice))
+    doubled = arrays._replace(
+        query=np.concatenate([arrays.query, arrays.query]),
+        dout=np.concatenate([arrays.dout, arrays.dout]),
+        dlse=np.concatenate([arrays.dlse, arrays.dlse]),
+    )
+    twice = hard_paths.exact(doubled)
     once = hard_paths.exact(arrays)
-    for name, x, y in zip(hard.ARRAYS, whole, once, strict=True):
+    for name, x, y in zip(hard.ARRAYS, twice, once, strict=True):
         expected = 2 * y if name in ("dk", "dv") else np.concatenate([y, y])
         np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,7 @@
-"""The documentation's tables are those of the committed results, and `report` says where they are not."""
+"""Compare the documentation's tables with the committed results, and test `report`.
+
+`report` names each table that differs from its results.
+"""
 
 import json
 from pathlib import Path
@@ -30,18 +33,24 @@ SPEED = {
 
 
 def page(name, table):
+    """Return a page that has one table between its markers."""
     return f"# Title\n\n<!-- table: {name} -->\n{table}\n<!-- end -->\n\nText.\n"
 
 
 def repository(tmp_path, pages, tables):
-    """Write a README.md and pages of docs/, and files of results; return their folder."""
+    """Write a README.md, pages of docs/ and files of results; return their folder."""
     (tmp_path / FOLDER).mkdir(parents=True)
-    for name, text in ({"README.md": "# Title\n"} | pages).items():
+    pages = {"README.md": "# Title\n"} | pages
+    for name, text in pages.items():
         (tmp_path / name).write_text(text)
     for name, records in tables.items():
         lines = [json.dumps(record) + "\n" for record in records]
         (tmp_path / FOLDER / f"{name}.jsonl").write_text("".join(lines))
     return tmp_path
+
+
+def pages_below(root):
+    return {path: path.read_text() for path in root.rglob("*.md")}
 
 
 def test_the_tables_of_this_repository_are_those_of_its_results():
@@ -77,13 +86,11 @@ def test_report_rewrites_a_table_and_check_only_compares(tmp_path, capsys):
 
 
 def test_a_table_without_lines_is_filled(tmp_path):
-    root = repository(
-        tmp_path, {"README.md": "<!-- table: kernels -->\n<!-- end -->\n"}, {"kernels": CELLS}
-    )
+    empty = "<!-- table: kernels -->\n<!-- end -->\n"
+    root = repository(tmp_path, {"README.md": empty}, {"kernels": CELLS})
     assert write_report(root, check=False) == []
-    assert (
-        root / "README.md"
-    ).read_text() == f"<!-- table: kernels -->\n{CELLS_TABLE}\n<!-- end -->\n"
+    text = (root / "README.md").read_text()
+    assert text == f"<!-- table: kernels -->\n{CELLS_TABLE}\n<!-- end -->\n"
 
 
 @pytest.mark.parametrize(
@@ -145,18 +152,18 @@ def test_a_table_without_lines_is_filled(tmp_path):
 @pytest.mark.parametrize("check", [False, True])
 def test_what_does_not_fit_is_a_problem(tmp_path, pages, tables, problem, check):
     root = repository(tmp_path, pages, tables)
-    before = {path: path.read_text() for path in root.rglob("*.md")}
-    (said,) = write_report(root, check=check)
-    assert problem in said
-    assert before == {path: path.read_text() for path in root.rglob("*.md")}
+    before = pages_below(root)
+    (sentence,) = write_report(root, check=check)
+    assert problem in sentence
+    assert before == pages_below(root)
 
 
 def test_a_broken_line_is_named(tmp_path):
     root = repository(tmp_path, {"README.md": page("x", "")}, {"x": CELLS})
     path = root / FOLDER / "x.jsonl"
     path.write_text(path.read_text() + "{broken\n")
-    (said,) = write_report(root, check=True)
-    assert "x.jsonl, line 4 is no JSON" in said
+    (sentence,) = write_report(root, check=True)
+    assert "x.jsonl, line 4 is no JSON" in sentence
 
 
 def test_rows_from_other_files_in_the_order_that_is_asked_for(tmp_path):
@@ -168,7 +175,8 @@ def test_rows_from_other_files_in_the_order_that_is_asked_for(tmp_path):
     }
     columns = ["device", "implementation", "ms (least)"]
     few = {"table": "speed", "rows_from": [selection], "columns": columns}
-    root = repository(tmp_path, {}, {"all": [{"table": "speed"}, SPEED, slow], "few": [few]})
+    tables = {"all": [{"table": "speed"}, SPEED, slow], "few": [few]}
+    root = repository(tmp_path, {}, tables)
     assert results_markdown(read_results(root / FOLDER, "few")).splitlines() == [
         "|  device | implementation |  ms (least) |",
         "| ------: | -------------: | ----------: |",
@@ -178,10 +186,9 @@ def test_rows_from_other_files_in_the_order_that_is_asked_for(tmp_path):
 
 
 def test_flops_come_from_the_time_unless_they_are_stored(tmp_path):
+    description = {"table": "speed", "columns": ["FLOP/s"]}
     stored = SPEED | {"flops_per_second": 7e9}
-    root = repository(
-        tmp_path, {}, {"x": [{"table": "speed", "columns": ["FLOP/s"]}, SPEED, stored]}
-    )
+    root = repository(tmp_path, {}, {"x": [description, SPEED, stored]})
     lines = results_markdown(read_results(root / FOLDER, "x")).splitlines()
     operations = 4 * 8 * 1024**2 * 64
     assert lines[2:] == [f"| {operations / 0.5 / 1e9:.3g} G |", "|    7 G |"]
@@ -189,20 +196,17 @@ def test_flops_come_from_the_time_unless_they_are_stored(tmp_path):
 
 def test_save_replaces_the_results_of_a_table_by_one_command(tmp_path, capsys):
     description = {"table": "memory", "columns": ["tokens", "jax.nn", "causal forward: memeff"]}
-    root = repository(
-        tmp_path, {"README.md": page("memory", "")}, {"memory": [description, {"old": 1}]}
-    )
+    records = [description, {"old": 1}]
+    root = repository(tmp_path, {"README.md": page("memory", "")}, {"memory": records})
     path = root / FOLDER / "memory.jsonl"
-    sizes = ["--length", "64", "128", "--heads", "2", "--mode", "forward"]
-    command_line.main(
-        ["memory", *sizes, "--implementation", "memeff", "jax.nn", "--save", str(path)]
-    )
+    arguments = "memory --length 64 128 --heads 2 --mode forward --implementation memeff jax.nn"
+    command_line.main([*arguments.split(), "--save", str(path)])
     first, *rows = read_lines(path)
-    assert first == description and len(rows) == 4
-    assert {row["command"] for row in rows} == {
-        "python -m memeff.bench memory --length 64 128 --heads 2 --mode forward --implementation memeff jax.nn"
-    }
-    assert all({"date", "device", "python", "jax", "memeff"} <= set(row) for row in rows)
+    assert first == description
+    assert len(rows) == 4
+    for row in rows:
+        assert row["command"] == f"python -m memeff.bench {arguments}"
+        assert {"date", "device", "python", "jax", "memeff"} <= set(row)
     printed = capsys.readouterr().out.strip().partition("\n\n")[2]
     assert memory_markdown(rows) == printed
     assert write_report(root, check=False) == []
@@ -211,21 +215,9 @@ def test_save_replaces_the_results_of_a_table_by_one_command(tmp_path, capsys):
 
 def test_saved_times_are_rounded_and_print_the_same_table(tmp_path, capsys):
     path = tmp_path / "new.jsonl"
-    sizes = [
-        "--length",
-        "64",
-        "--heads",
-        "2",
-        "--mode",
-        "forward",
-        "--mask",
-        "full",
-        "--rounds",
-        "1",
-    ]
-    command_line.main(
-        ["speed", *sizes, "--implementation", "memeff", "jax.nn", "--save", str(path)]
-    )
+    sizes = "--length 64 --heads 2 --mode forward --mask full --rounds 1".split()
+    names = ["memeff", "jax.nn"]
+    command_line.main(["speed", *sizes, "--implementation", *names, "--save", str(path)])
     printed = capsys.readouterr().out.strip().partition("\n\n")[2]
     assert results_markdown(read_results(tmp_path, "new")) == printed
     for row in read_lines(path)[1:]:

@@ -302,7 +302,7 @@ def in_group(name: str, among: tuple[str, ...], size: int = 12) -> tuple[str, ..
 
 @contextlib.contextmanager
 def watch_dispatch():
-    """Collect (problem, operands, name of the implementation) of each dispatched call.
+    """Collect (`Chosen`, operands) of each dispatched call.
 
     Calls do not warn meanwhile.
     """
@@ -312,7 +312,7 @@ def watch_dispatch():
     def record(problem, operands, *args, **kwargs):
         kwargs["warn"] = False
         chosen = choose(problem, operands, *args, **kwargs)
-        calls.append((chosen.problem, operands, chosen.name))
+        calls.append((chosen, operands))
         return chosen
 
     with pytest.MonkeyPatch.context() as patch:

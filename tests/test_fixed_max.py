@@ -20,7 +20,7 @@ from memeff import dot_product_attention
 from memeff.chunked import eligible, fixed_max
 from memeff.chunked import implementation as chunked
 from memeff.masking import mask_tile
-from memeff.problem import LogitParams, Operands, Problem
+from memeff.problem import LogitParams, Operands, Problem, Schedule
 
 B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
 
@@ -75,16 +75,20 @@ def draw(name: str, dtype):
 
 def make_problem(causal: bool) -> Problem:
     window = dict(right=0, q_offset=20) if causal else {}
-    return Problem(**window, scale=H**-0.5, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
+    return Problem(**window, scale=H**-0.5)
 
 
-def compiled(p: Problem, operands, dout, dlse):
+ONLINE = Schedule((16, 24))
+FIXED = Schedule((16, 24), fixed_max_chunk_size=(16, 24))
+
+
+def compiled(p: Problem, operands, dout, dlse, schedule: Schedule = FIXED):
     """Return a compiled function from (operands, dout, dlse) to the RESULTS."""
 
     def run(operands, dout, dlse):
-        inference, _ = chunked.forward(p, operands, None)
-        out, lse = chunked.forward(p, operands)
-        grads = chunked.backward(p, operands, out, lse, dout, dlse)
+        inference, _ = chunked.forward(p, schedule, operands, None)
+        out, lse = chunked.forward(p, schedule, operands)
+        grads = chunked.backward(p, schedule, operands, out, lse, dout, dlse)
         return (inference, out, lse.high, *grads[:3])
 
     return jax.jit(run).lower(operands, dout, dlse).compile()
@@ -92,14 +96,14 @@ def compiled(p: Problem, operands, dout, dlse):
 
 def compiled_online(p: Problem, operands, dout, dlse):
     """Return `compiled` of the online form, which bounds no maximum."""
-    return compiled(dataclasses.replace(p, fixed_chunk_size=None), operands, dout, dlse)
+    return compiled(p, operands, dout, dlse, ONLINE)
 
 
 def valid_rows(p: Problem):
     """Return a compiled function from operands to whether the bound holds in a row [B, K, G, T]."""
 
     def run(operands):
-        sums = fixed_max.fixed_max_forward(p, operands, "caller")
+        sums = fixed_max.fixed_max_forward(p, FIXED, operands, "caller")
         return fixed_max.sums_in_range(p, operands, sums)
 
     return jax.jit(run)
@@ -140,7 +144,7 @@ def test_fixed_max_is_exact(dtype, causal):
     valid = valid_rows(p)
     for name in (*NEAR, *FAR):
         operands = Operands(*draw(name, dtype))
-        assert eligible.fixed_max_applies(p, operands)
+        assert eligible.fixed_max_applies(p, FIXED, operands)
         all_valid = valid(operands).all()
         if name in FAR:
             assert not all_valid, f"{name}: the planted rows were meant to need the fall-back"
@@ -158,16 +162,17 @@ def test_fixed_max_is_exact(dtype, causal):
 @pytest.mark.parametrize("lse_for", [None, "gradient"])
 def test_sums_of_ones_fall_back_too(lse_for, causal):
     """Rows fall back also where l comes from p [v 1], as on GPUs."""
-    p = dataclasses.replace(make_problem(causal), fused_chunk_size=(16, 24))
+    p = make_problem(causal)
+    with_ones = dataclasses.replace(FIXED, gpu_fused_chunk_size=(16, 24))
     q, k, v = draw("one row far below its bound", jnp.bfloat16)
     k = k.at[1, 7, 0].set(jnp.nan)  # other rows are redone because of a value that is not finite
 
     @functools.partial(jax.jit, static_argnums=0)
-    def forward(p):
-        return chunked.forward(p, Operands(q, k, v), lse_for)
+    def forward(schedule):
+        return chunked.forward(p, schedule, Operands(q, k, v), lse_for)
 
-    fixed = forward(dataclasses.replace(p, fixed_chunk_size=(16, 24)))
-    online = forward(dataclasses.replace(p, fixed_chunk_size=None))
+    fixed = forward(with_ones)
+    online = forward(dataclasses.replace(with_ones, fixed_max_chunk_size=None))
     for x, y in zip(jax.tree.leaves(fixed), jax.tree.leaves(online), strict=True):
         np.testing.assert_array_equal(jnp.isnan(x), jnp.isnan(y))
     np.testing.assert_allclose(np.float32(fixed[0]), np.float32(online[0]), atol=0.03)
@@ -182,7 +187,9 @@ def test_rows_that_stand_stay(name):
     operands = Operands(*draw(name, jnp.float32))
     valid = np.asarray(valid_rows(p)(operands))
     assert not valid.all() and valid.any()
-    sums = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, operands, "caller"))(operands)
+    sums = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, FIXED, operands, "caller"))(
+        operands
+    )
     before = sums.o / sums.weight[..., None]
     fixed = compiled(p, operands, dout, dlse)(operands, dout, dlse)
     online = compiled_online(p, operands, dout, dlse)(operands, dout, dlse)
@@ -208,7 +215,7 @@ def test_a_row_of_one_key_is_its_value(lse_for):
 
     @jax.jit
     def run(q, k, v):
-        return chunked.forward(p, Operands(q, k, v), lse_for)[0]
+        return chunked.forward(p, FIXED, Operands(q, k, v), lse_for)[0]
 
     q, k, v = draw("ordinary", jnp.bfloat16)
     first_row = run(q, k, v)[:, :, :, 0]  # b k g d
@@ -231,7 +238,7 @@ def test_fixed_max_is_as_the_online_form(mask):
 
     NaN of a key reaches the same results, and NaN of a hidden key changes no bit.
     """
-    p = dataclasses.replace(MASKS[mask], scale=0.2, chunk_size=(16, 24), fixed_chunk_size=(16, 24))
+    p = dataclasses.replace(MASKS[mask], scale=0.2)
     rng = np.random.default_rng(6)
     q, k, v = draw("ordinary", jnp.float32)
     dout = rng.standard_normal((B, K, G, T, D)).astype(np.float32)
@@ -294,8 +301,8 @@ def test_hidden_keys_change_no_bound():
 def test_fixed_max_serves_plain_calls_only():
     plain = Operands(*draw("ordinary", jnp.float32))
     p = make_problem(True)
-    assert eligible.fixed_max_applies(p, plain)
-    assert not eligible.fixed_max_applies(dataclasses.replace(p, fixed_chunk_size=None), plain)
+    assert eligible.fixed_max_applies(p, FIXED, plain)
+    assert not eligible.fixed_max_applies(p, ONLINE, plain)
     q_ids = jnp.zeros((B, T), jnp.int32)
     kv_ids = jnp.zeros((B, S), jnp.int32)
     each = jnp.full((B,), 5, jnp.int32)
@@ -310,10 +317,10 @@ def test_fixed_max_serves_plain_calls_only():
         plain._replace(q_segments=q_ids, kv_segments=kv_ids),
         Operands(*(x.astype(jnp.float16) for x in plain[:3])),
     ):
-        assert not eligible.fixed_max_applies(p, refused), refused
-    assert not eligible.fixed_max_applies(dataclasses.replace(p, soft_cap=3.0), plain)
+        assert not eligible.fixed_max_applies(p, FIXED, refused), refused
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, soft_cap=3.0), FIXED, plain)
     # Row 0 sees no key.
-    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), plain)
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), FIXED, plain)
 
 
 # ---- one check for a batch and for all devices
@@ -322,7 +329,7 @@ def test_fixed_max_serves_plain_calls_only():
 def test_a_batch_starts_over_as_one():
     """The check is one for the whole batch under vmap: the loop's condition stays a scalar."""
     q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
-    run = jax.vmap(lambda q, k, v: chunked.forward(make_problem(True), Operands(q, k, v)))
+    run = jax.vmap(lambda q, k, v: chunked.forward(make_problem(True), FIXED, Operands(q, k, v)))
     equations = jax.make_jaxpr(run)(q, k, v).jaxpr.eqns
     loops = [equation for equation in equations if equation.primitive.name == "while"]
     assert [loop.params["cond_jaxpr"].out_avals[0].shape for loop in loops] == [()]

@@ -1,6 +1,6 @@
-"""Test how the fused backward cuts a call: into blocks, over devices, and into joined tiles.
+"""Test how the fused backward cuts a call: into blocks, over devices, and into merged tiles.
 
-A block is a part of the batch and of the key heads (memeff/chunked/loop.py). A joined tile is a
+A block is a part of the batch and of the key heads (memeff/chunked/loop.py). A merged tile is a
 rectangle of several whole tiles (memeff/chunked/schedule.py).
 """
 
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_halves import G, K, compiled_forward, draw, gradients, make_problem
+from test_halves import PROBLEMS, G, K, compiled_forward, draw, gradients, make_schedule
 
 from memeff import dot_product_attention, tile_sizes
-from memeff.chunked import schedule
-from memeff.problem import LogitParams, Operands, Problem
+from memeff.chunked.schedule import tile_groups, tiles_by_mask
+from memeff.problem import LogitParams, Operands, Problem, Schedule
 
 
 def assert_close(actual, expected, atol):
@@ -45,9 +45,9 @@ def new_causal_call():
 @pytest.mark.parametrize(
     "dtype, pattern, block",
     [
-        ("bfloat16", "causal joined", (2, 1)),
+        ("bfloat16", "causal merged", (2, 1)),
         pytest.param("bfloat16", "full", (1, 1), marks=pytest.mark.slow),
-        pytest.param("float32", "causal joined", (1, 2), marks=pytest.mark.slow),
+        pytest.param("float32", "causal merged", (1, 2), marks=pytest.mark.slow),
         pytest.param("bfloat16", "window", (1, 1), marks=pytest.mark.slow),
         pytest.param("float32", "full", (2, 1), marks=pytest.mark.slow),
     ],
@@ -60,19 +60,18 @@ def test_block_by_block(dtype, pattern, block):
     assert_close(gradients(pattern, True, block)(*arrays), whole, atol)
     sinks = jnp.linspace(-1.0, 3.0, K * G).reshape(K, G)
     operands = Operands(*arrays[:3], LogitParams(sinks=sinks))
-    p = make_problem(pattern)
-    by_blocks = compiled_forward(dataclasses.replace(p, block=block))(operands)
-    whole = compiled_forward(dataclasses.replace(p, block=None))(operands)
+    schedule = make_schedule(pattern)
+    in_blocks = dataclasses.replace(schedule, head_block=block)
+    by_blocks = compiled_forward(PROBLEMS[pattern], in_blocks)(operands)
+    whole = compiled_forward(PROBLEMS[pattern], schedule)(operands)
     assert_close(jax.tree.leaves(by_blocks), jax.tree.leaves(whole), atol)
 
 
 @pytest.mark.slow
 def test_blocks_under_shard_map(monkeypatch):
     """Each device visits blocks under shard_map, and the results have the bits of one device."""
-    tiles = tile_sizes.Tiles(
-        (16, 16), fixed_chunk_size=(16, 16), fused_chunk_size=(16, 16), joined=2048, block=(1, 1)
-    )
-    monkeypatch.setattr(tile_sizes, "default_tiles", lambda *args: tiles)
+    schedule = Schedule((16, 16), (16, 16), (16, 16), max_merged_logits=2048, head_block=(1, 1))
+    monkeypatch.setattr(tile_sizes, "default_schedule", lambda *args: schedule)
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AxisType.Explicit,) * 2)
     spec = PartitionSpec("batch", None, "heads")
     whole = jax.random.normal(jax.random.key(0), (4, 4, 70, 2, 16), jnp.bfloat16)
@@ -88,10 +87,8 @@ def test_blocks_under_shard_map(monkeypatch):
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
     """Devices exchange only the answers to two checks, over the two axes of the mesh."""
-    tiles = tile_sizes.Tiles(
-        (16, 16), fixed_chunk_size=(16, 16), fused_chunk_size=(16, 16), joined=2048
-    )
-    monkeypatch.setattr(tile_sizes, "default_tiles", lambda *args: tiles)
+    schedule = Schedule((16, 16), (16, 16), (16, 16), max_merged_logits=2048)
+    monkeypatch.setattr(tile_sizes, "default_schedule", lambda *args: schedule)
     mesh = jax.make_mesh((4, 2), ("batch", "heads"), axis_types=(types, types))
     spec = PartitionSpec("batch", None, "heads")
     whole = [jax.random.normal(jax.random.key(i), (8, 70, 4, 16), jnp.bfloat16) for i in range(4)]
@@ -109,22 +106,23 @@ def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
     assert_close(results, call(*whole), 0.05)
 
 
-# ---- joined tiles
+# ---- merged tiles
 
 
 @pytest.mark.parametrize("along", [0, 1])
-@pytest.mark.parametrize("joined", [1, 2048, 10_000, 2**30])
+@pytest.mark.parametrize("most", [1, 2048, 10_000, 2**30])
 @pytest.mark.parametrize(
     "left, right, offset", [(None, 0, 0), (None, 0, 37), (40, 0, 0), (None, None, 0), (20, 200, -3)]
 )
-def test_joined_tiles_cover_what_tiles_cover_once(left, right, offset, joined, along):
-    """Joined tiles cover each pair of the visible tiles once, and have at most `joined` pairs.
+def test_merged_tiles_cover_what_tiles_cover_once(left, right, offset, most, along):
+    """Merged tiles cover each pair of the visible tiles once, and have at most `most` pairs.
 
     A few whole tiles may go with the masked ones.
     """
     T = 700
     S = 613
-    p = Problem(left=left, right=right, q_offset=offset, chunk_size=(32, 32), joined=joined)
+    p = Problem(left=left, right=right, q_offset=offset)
+    schedule = Schedule((32, 32), max_merged_logits=most)
     operands = Operands(
         jax.ShapeDtypeStruct((1, T, 1, 1, 8), jnp.bfloat16),
         jax.ShapeDtypeStruct((1, S, 1, 8), jnp.bfloat16),
@@ -134,15 +132,16 @@ def test_joined_tiles_cover_what_tiles_cover_once(left, right, offset, joined, a
     covered = {True: np.zeros((T, S), int), False: np.zeros((T, S), int)}
     expected = {True: np.zeros((T, S), int), False: np.zeros((T, S), int)}
     largest = 0
-    for (masked, t, c), starts in schedule.tile_groups(p, operands, along):
+    for (masked, t, c), starts in tile_groups(p, schedule, operands, along):
         inside = max(starts[:, 0]) + t <= T and max(starts[:, 1]) + c <= S
         assert masked or inside
         for i, j in starts:
             covered[masked][i : i + t, j : j + c] += 1
         largest = max(largest, 0 if masked else t * c)
-    for pairs, masked in zip(schedule.tiles_by_mask(p, operands), (False, True), strict=True):
+    tiles = tiles_by_mask(p, (32, 32), operands)
+    for pairs, masked in zip(tiles, (False, True), strict=True):
         for i, j in pairs * 32:
             expected[masked][i : i + 32, j : j + 32] += 1
     np.testing.assert_array_equal(covered[True] + covered[False], expected[True] + expected[False])
     assert np.all(covered[False] <= expected[False])
-    assert largest <= max(joined, 32 * 32)
+    assert largest <= max(most, 32 * 32)

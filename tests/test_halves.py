@@ -17,7 +17,7 @@ from conftest import assert_as_good, few
 
 from memeff.chunked import fixed_max, gpu_fusion, row_sums
 from memeff.chunked import implementation as chunked
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 B, T, S, K, G, H, D = 2, 70, 90, 2, 2, 16, 11
 
@@ -75,21 +75,20 @@ def draw(name: str, dtype=jnp.bfloat16):
     return [jnp.asarray(x, dtype) for x in (q, k, v, dout)]
 
 
-PATTERNS = {
-    "full": dict(),
-    "causal": dict(right=0, q_offset=S - T),
-    "causal joined": dict(right=0, q_offset=S - T, joined=4096),
-    "window": dict(left=30, right=10, q_offset=3),
+PROBLEMS = {
+    "full": Problem(scale=H**-0.5),
+    "causal": Problem(scale=H**-0.5, right=0, q_offset=S - T),
+    "window": Problem(scale=H**-0.5, left=30, right=10, q_offset=3),
 }
+PROBLEMS["causal merged"] = PROBLEMS["causal"]
 
 
-def make_problem(pattern: str, fused: bool = True) -> Problem:
-    return Problem(
-        scale=H**-0.5,
+def make_schedule(pattern: str, fused: bool = True) -> Schedule:
+    return Schedule(
         chunk_size=(24, 32),
-        fixed_chunk_size=(16, 16),
-        fused_chunk_size=(16, 16) if fused else None,
-        **PATTERNS[pattern],
+        fixed_max_chunk_size=(16, 16),
+        gpu_fused_chunk_size=(16, 16) if fused else None,
+        max_merged_logits=4096 if pattern == "causal merged" else 0,
     )
 
 
@@ -101,18 +100,19 @@ def gradients(pattern: str, fused: bool, block=None):
     """
 
     def run(q, k, v, dout):
-        p = dataclasses.replace(make_problem(pattern, fused), block=block)
+        p = PROBLEMS[pattern]
+        schedule = dataclasses.replace(make_schedule(pattern, fused), head_block=block)
         operands = Operands(q, k, v)
-        forward = chunked.forward(p, operands, "gradient")
-        return chunked.backward(p, operands, *forward, dout, None)[:3]
+        forward = chunked.forward(p, schedule, operands, "gradient")
+        return chunked.backward(p, schedule, operands, *forward, dout, None)[:3]
 
     return jax.jit(run)
 
 
 @functools.cache
-def compiled_forward(p: Problem, lse_for: str = "caller"):
+def compiled_forward(p: Problem, schedule: Schedule, lse_for: str = "caller"):
     """Return the forward of a problem, compiled once for all draws."""
-    return jax.jit(lambda operands: chunked.forward(p, operands, lse_for))
+    return jax.jit(lambda operands: chunked.forward(p, schedule, operands, lse_for))
 
 
 @functools.cache
@@ -120,13 +120,13 @@ def compiled_check(pattern: str):
     """Return the compiled check: whether float16 serves (q, k, v, dout)."""
 
     def run(q, k, v, dout):
-        p = make_problem(pattern)
+        p = PROBLEMS[pattern]
         operands = Operands(q, k, v)
-        out, _ = chunked.forward(p, operands)
+        out, _ = chunked.forward(p, make_schedule(pattern), operands)
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
         scales = gpu_fusion.fp16_scales(p, operands, delta, dout.transpose(0, 3, 1, 2, 4))
         assert scales is not None
-        return scales.serve.all()
+        return scales.in_range.all()
 
     return jax.jit(run)
 
@@ -134,7 +134,7 @@ def compiled_check(pattern: str):
 def true_gradients(pattern: str, q, k, v, dout):
     """Return the oracle's gradients of query, key and value, in their shapes."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
-    p = make_problem(pattern)
+    p = PROBLEMS[pattern]
     grads = oracle.gradients(
         q.reshape(B, T, K * G, H),
         k,
@@ -148,8 +148,8 @@ def true_gradients(pattern: str, q, k, v, dout):
     return grads["query"].reshape(B, T, K, G, H), grads["key"], grads["value"]
 
 
-PAIRS = itertools.product(("full", "causal joined", "causal", "window"), ("bfloat16", "float32"))
-FAST = ("causal joined", "bfloat16"), ("full", "float32")
+PAIRS = itertools.product(("full", "causal merged", "causal", "window"), ("bfloat16", "float32"))
+FAST = ("causal merged", "bfloat16"), ("full", "float32")
 
 
 @pytest.mark.parametrize(("pattern", "dtype"), few(PAIRS, FAST))
@@ -185,9 +185,10 @@ def test_lse_for_the_gradient_is_as_good_as_a_probability(name):
     """
     q, k, v, _ = draw(name)
     operands = Operands(q, k, v)
-    _, exact = compiled_forward(make_problem("full", False))(operands)
-    _, for_caller = compiled_forward(make_problem("full"))(operands)
-    _, for_gradient = compiled_forward(make_problem("full"), "gradient")(operands)
+    p = PROBLEMS["full"]
+    _, exact = compiled_forward(p, make_schedule("full", False))(operands)
+    _, for_caller = compiled_forward(p, make_schedule("full"))(operands)
+    _, for_gradient = compiled_forward(p, make_schedule("full"), "gradient")(operands)
     np.testing.assert_allclose(for_caller.high, exact.high, rtol=1e-6, atol=1e-6)
     # The bound is the logarithm of 1 + 2^-9, and float32's rounding.
     assert abs(for_gradient.high - exact.high).max() <= 2.0**-9 * 1.01
@@ -205,17 +206,19 @@ def forward_and_backward(pattern: str):
 
     @jax.jit
     def forward(q, k, v):
-        return chunked.forward(make_problem(pattern), Operands(q, k, v), "gradient")
+        operands = Operands(q, k, v)
+        return chunked.forward(PROBLEMS[pattern], make_schedule(pattern), operands, "gradient")
 
     def backward(fused, q, k, v, results, dout):
-        p = make_problem(pattern, fused)
-        return chunked.backward(p, Operands(q, k, v), *results, dout, None)
+        schedule = make_schedule(pattern, fused)
+        operands = Operands(q, k, v)
+        return chunked.backward(PROBLEMS[pattern], schedule, operands, *results, dout, None)
 
     backwards = {fused: jax.jit(functools.partial(backward, fused)) for fused in (True, False)}
     return forward, backwards
 
 
-@pytest.mark.parametrize("pattern", ["full", "causal joined"])
+@pytest.mark.parametrize("pattern", ["full", "causal merged"])
 @pytest.mark.parametrize("name", FAR)
 def test_what_float16_cannot_hold_goes_the_general_way(name, pattern):
     q, k, v, dout = draw(name)
@@ -236,11 +239,12 @@ def test_the_check_is_needed(monkeypatch):
     expected = gradients("causal", False)(*arrays)[2][0, -1]
     assert jnp.abs(expected).min() > 0
     monkeypatch.setattr("memeff.chunked.backward.all_true", lambda ok: True)
-    p = make_problem("causal")
+    p = PROBLEMS["causal"]
+    schedule = make_schedule("causal")
     operands = Operands(*arrays[:3])
-    sums = fixed_max.fixed_max_forward(p, operands, "gradient")
-    forward = row_sums.normalise(operands, sums, fixed_max.log_sum_exp_wide)
-    unchecked = chunked.backward(p, operands, *forward, arrays[3], None)
+    sums = fixed_max.fixed_max_forward(p, schedule, operands, "gradient")
+    forward = row_sums.divide_sums(operands, sums, fixed_max.log_sum_exp_wide)
+    unchecked = chunked.backward(p, schedule, operands, *forward, arrays[3], None)
     assert jnp.abs(unchecked.value[0, -1]).max() == 0
 
 
@@ -272,13 +276,14 @@ def test_what_is_not_finite_reaches_the_same_gradients(which, number):
 def test_hidden_values_change_no_bit():
     """Values of keys that no row sees change no bit: neither a bound nor the check reads them."""
     q, k, v, dout = draw("ordinary")
-    p = dataclasses.replace(make_problem("causal"), q_offset=0)  # keys from T on are hidden
+    p = dataclasses.replace(PROBLEMS["causal"], q_offset=0)  # keys from T on are hidden
+    schedule = make_schedule("causal")
 
     @jax.jit
     def run(v):
         operands = Operands(q, k, v)
-        forward = chunked.forward(p, operands)
-        return chunked.backward(p, operands, *forward, dout, None)[:3]
+        forward = chunked.forward(p, schedule, operands)
+        return chunked.backward(p, schedule, operands, *forward, dout, None)[:3]
 
     for number in (1e30, np.nan, np.inf):
         changed = v.at[:, T:].set(number)

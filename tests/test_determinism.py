@@ -204,9 +204,9 @@ def test_an_entry_does_not_feel_its_neighbour():
 
 
 def test_a_query_row_alone_equals_the_row_in_the_sequence():
-    """The number of other rows changes no bit of the forward, in tiles of one row.
+    """The forward of a row has the same bits with any number of other rows.
 
-    The tiles of keys must be equal.
+    Every call has tiles of one row and 24 keys, so that the tiles of keys are equal.
     """
     (q, k, v), _ = CASES["plain"].inputs(f32)
 

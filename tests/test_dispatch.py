@@ -1,6 +1,7 @@
 """Dispatch: the implementation that runs a call, and the reason against each other one."""
 
 import warnings
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from conftest import few
 
 import memeff
 from memeff import dispatch, dot_product_attention, implementations, pallas, reference
+from memeff.attention import Implementation
 from memeff.chunked import implementation as chunked
 from memeff.device import Device, current_device, pretend_device
 from memeff.pallas.hopper import implementation as hopper
@@ -24,7 +26,7 @@ MODULES = {"xla": chunked, "reference": reference}
 
 CALLS = (*SINGLES, *MIXES)
 TABLE = {(name, dtype): ("xla", NO_KERNELS) for name in CALLS for dtype in ("float32", "bfloat16")}
-# A new kernel writes here what it can run, and its reasons against the rest.
+# A new kernel adds to this table the calls that it can run, and its reasons against the rest.
 
 
 class ReachedDispatch(Exception):
@@ -163,12 +165,8 @@ def test_an_implementation_has_its_three_functions():
 
 def test_every_implementation_is_named_in_the_signature():
     """Dispatch knows exactly the names that the type of `implementation` promises."""
-    from typing import get_args
-
-    from memeff.attention import Implementation
-
     assert get_args(Implementation) == implementations.IMPLEMENTATIONS
-    assert np.all([isinstance(name, str) for name in implementations.IMPLEMENTATIONS])
+    assert all(isinstance(name, str) for name in implementations.IMPLEMENTATIONS)
 
 
 # ---- kernels: which calls they run on a device that has them, and their reasons against others

@@ -106,7 +106,7 @@ def compiled_bytes(args, kwargs):
 
 # ---- figures against what is compiled
 
-# One of each kind that the estimate knows apart; the rest, and other sizes, are in the slow set.
+# One call of each kind that the estimate distinguishes. Other kinds and sizes are in the slow set.
 FAST = ("causal", "full", "window", "segments", "lengths", "bias", "mask", "dropout each")
 
 

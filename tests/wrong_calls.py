@@ -1,0 +1,412 @@
+"""A table of wrong calls: arguments, the error that they raise, and a pattern of its message."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+RNG_KEY = np.array([0, 1], np.uint32)
+RATE = {"dropout_rate": 0.5}
+
+
+def ones(*shape, dtype=np.float32):
+    """Return an array of ones."""
+    return np.ones(shape, dtype)
+
+
+# Arguments that a right call has. A row of WRONG replaces some of them or adds to them.
+RIGHT = {"query": ones(2, 5, 4, 8), "key": ones(2, 7, 2, 8), "value": ones(2, 7, 2, 6)}
+
+WRONG = [
+    # query, key, value
+    (
+        {"query": ones(5, 8)},
+        ValueError,
+        r"query must have shape \[\*B, T, N, H\] with at least 3 dims; got \(5, 8\)",
+    ),
+    (
+        {"key": ones(7, 8)},
+        ValueError,
+        r"key must have shape \[\*B, S, K, H\] with at least 3 dims; got \(7, 8\)",
+    ),
+    ({"value": ones(6)}, ValueError, r"value must have shape \[\*B, S, K, H\] .*; got \(6,\)"),
+    ({"query": None}, TypeError, r"query must be an array, got None"),
+    ({"key": "keys"}, TypeError, r"key must be an array, got str 'keys'"),
+    ({"value": {"a": 1}}, TypeError, r"value must be an array, got dict"),
+    ({"value": [[1.0], [1.0, 2.0]]}, TypeError, r"value must be an array, got list"),
+    (
+        {"query": ones(2, 5, 4, 8, dtype=np.int32)},
+        TypeError,
+        r"query must be a floating-point array, got int32\. Cast it",
+    ),
+    (
+        {"value": ones(2, 7, 2, 6, dtype=bool)},
+        TypeError,
+        r"value must be a floating-point array, got bool",
+    ),
+    (
+        {"key": ones(2, 7, 2, 8, dtype=np.complex64)},
+        TypeError,
+        r"key must be a floating-point array, got complex64",
+    ),
+    (
+        {"key": ones(2, 7, 2, 8, dtype=np.float16)},
+        TypeError,
+        r"key is float16 and query is float32: .* one dtype\. Cast one",
+    ),
+    (
+        {"value": jnp.ones((2, 7, 2, 6), jnp.bfloat16)},
+        TypeError,
+        r"value is bfloat16 and query is float32",
+    ),
+    (
+        dict.fromkeys(("query", "key", "value"), jnp.ones((1, 3, 1, 2), jnp.float8_e4m3fn)),
+        TypeError,
+        r"query is float8_e4m3fn: supported are bfloat16, .*Cast it",
+    ),
+    (
+        {"key": ones(3, 7, 2, 8)},
+        ValueError,
+        r"key must have shape \(2, S, K, H=8\), with the leading dims of query; got \(3, 7, 2, 8\)",
+    ),
+    (
+        {"key": ones(7, 2, 8)},
+        ValueError,
+        r"key must have shape \(2, S, K, H=8\), with the leading dims of query; got \(7, 2, 8\)",
+    ),
+    (
+        {"key": ones(2, 7, 2, 9)},
+        ValueError,
+        r"key must have the head size of query, H=8; got 9 \(shape \(2, 7, 2, 9\)\)",
+    ),
+    (
+        {"value": ones(2, 6, 2, 6)},
+        ValueError,
+        r"value must have shape \(2, S=7, K=2, D\), like key; got \(2, 6, 2, 6\)",
+    ),
+    (
+        {"value": ones(2, 7, 4, 6)},
+        ValueError,
+        r"value must have shape \(2, S=7, K=2, D\), like key; got \(2, 7, 4, 6\)",
+    ),
+    (
+        {"query": ones(2, 5, 3, 8)},
+        ValueError,
+        r"query has 3 heads and key has 2: query heads \(N\) must be a multiple of key heads \(K\)",
+    ),
+    (
+        {"key": ones(2, 7, 0, 8), "value": ones(2, 7, 0, 6)},
+        ValueError,
+        r"query has 4 heads and key has 0: query heads",
+    ),
+    (
+        {"query": ones(2, 5, 4, 0), "key": ones(2, 7, 2, 0)},
+        ValueError,
+        r"query has head size H=0: .*Use H >= 1",
+    ),
+    # bias and mask
+    (
+        {"bias": ones(2, 4, 5, 8)},
+        ValueError,
+        r"bias must be broadcastable to \(2, N=4, T=5, S=7\); got \(2, 4, 5, 8\)",
+    ),
+    (
+        {"bias": ones(2, 2, 5, 7)},
+        ValueError,
+        r"bias must be broadcastable to \(2, N=4, T=5, S=7\); got \(2, 2, 5, 7\)",
+    ),
+    (
+        {"bias": ones(3, 1, 1, 1, 1)},
+        ValueError,
+        r"bias must be broadcastable to .*; got \(3, 1, 1, 1, 1\)",
+    ),
+    (
+        {"bias": ones(5, 7, dtype=bool)},
+        TypeError,
+        r"bias must be floating point .*, got bool\. Pass a boolean one as mask=",
+    ),
+    (
+        {"bias": ones(5, 7, dtype=np.complex64)},
+        TypeError,
+        r"bias must be floating point .*, got complex64\. Cast it",
+    ),
+    (
+        {"mask": ones(5, 6, dtype=bool)},
+        ValueError,
+        r"mask must be broadcastable to \(2, N=4, T=5, S=7\); got \(5, 6\)",
+    ),
+    (
+        {"mask": ones(2, 7, dtype=bool)},
+        ValueError,
+        r"mask must be broadcastable to .*; got \(2, 7\)",
+    ),
+    (
+        {"mask": ones(5, 7)},
+        TypeError,
+        r"mask must be boolean \(True = may attend\), got float32\. Pass an additive term as bias=",
+    ),
+    (
+        {"mask": ones(5, 7, dtype=np.int32)},
+        TypeError,
+        r"mask must be boolean .*, got int32\. .*mask != 0",
+    ),
+    ({"mask": "causal"}, TypeError, r"mask must be an array, got str 'causal'"),
+    # scale and soft cap
+    ({"scale": "big"}, TypeError, r"scale must be a number or a scalar array, got str 'big'"),
+    ({"scale": True}, TypeError, r"scale must be a number or a scalar array, got bool True"),
+    ({"scale": float("nan")}, ValueError, r"scale=nan: it must be finite"),
+    (
+        {"scale": ones(4)},
+        ValueError,
+        r"scale must be a number or a scalar array, got shape \(4,\)\. Scale query per head",
+    ),
+    ({"scale": np.array(1j)}, TypeError, r"scale must be floating point, got an array of complex"),
+    (
+        {"logits_soft_cap": 0},
+        ValueError,
+        r"logits_soft_cap=0: a cap must be > 0; use None for no cap",
+    ),
+    ({"logits_soft_cap": -5.0}, ValueError, r"logits_soft_cap=-5: a cap must be > 0; use None"),
+    ({"logits_soft_cap": np.inf}, ValueError, r"logits_soft_cap=inf: it must be finite"),
+    (
+        {"logits_soft_cap": [30.0]},
+        TypeError,
+        r"logits_soft_cap must be a number or a scalar array, got list",
+    ),
+    # positions
+    ({"is_causal": 1}, TypeError, r"is_causal must be True or False .*, got int 1"),
+    ({"is_causal": "yes"}, TypeError, r"is_causal must be True or False .*, got str 'yes'"),
+    (
+        {"is_causal": jnp.array(True)},
+        TypeError,
+        r"is_causal must be True or False \(it is fixed while tracing\)",
+    ),
+    (
+        {"local_window_size": (1, 2, 3)},
+        ValueError,
+        r"local_window_size=\(1, 2, 3\): give \(left, right\), or one int",
+    ),
+    (
+        {"local_window_size": (-1, 0)},
+        ValueError,
+        r"local_window_size=\(-1, 0\): sides count tokens and must be >= 0; use None for an unb",
+    ),
+    (
+        {"local_window_size": -4},
+        ValueError,
+        r"local_window_size=-4: sides count tokens and must be >= 0",
+    ),
+    (
+        {"local_window_size": 2.5},
+        TypeError,
+        r"local_window_size=2\.5: sides are ints \(tokens\) or None, got float 2\.5",
+    ),
+    (
+        {"local_window_size": (True, 1)},
+        TypeError,
+        r"local_window_size=\(True, 1\): sides are ints .*, got bool True",
+    ),
+    ({"q_offset": 1.5}, TypeError, r"q_offset must be integers, got float"),
+    (
+        {"q_offset": "a"},
+        TypeError,
+        r"q_offset must be an int or integers \[\*B\] \(positions\), got str",
+    ),
+    (
+        {"q_offset": None},
+        TypeError,
+        r"q_offset must be an int or integers \[\*B\] \(positions\), got None",
+    ),
+    (
+        {"q_offset": ones(3, dtype=np.int32)},
+        ValueError,
+        r"q_offset must have the leading dims of query, \(2,\); got shape \(3,\)",
+    ),
+    (
+        {"q_offset": 2**29},
+        ValueError,
+        r"q_offset=536870912: positions must lie between -536870911 and 536870911",
+    ),
+    (
+        {"q_offset": np.array([0, -(2**31) + 5])},
+        ValueError,
+        r"q_offset=-2147483643: positions must lie",
+    ),
+    (
+        {"query_seq_lengths": np.array([5, 6])},
+        ValueError,
+        r"query_seq_lengths must lie between 0 and T=5; got 5 to 6",
+    ),
+    (
+        {"key_value_seq_lengths": np.array([-1, 7])},
+        ValueError,
+        r"key_value_seq_lengths must lie between 0 and S=7; got -1 to 7",
+    ),
+    (
+        {"key_value_seq_lengths": 8},
+        ValueError,
+        r"key_value_seq_lengths must lie between 0 and S=7; got 8 to 8",
+    ),
+    ({"query_seq_lengths": ones(2)}, TypeError, r"query_seq_lengths must be integers, got float32"),
+    (
+        {"key_value_seq_lengths": ones(3, dtype=np.int32)},
+        ValueError,
+        r"key_value_seq_lengths must have the leading dims of query, \(2,\)",
+    ),
+    (
+        {"key_value_seq_lengths": ones(2, 7, dtype=bool)},
+        TypeError,
+        r"key_value_seq_lengths must be integers, got bool",
+    ),
+    # segments
+    (
+        {"query_segment_ids": ones(2, 5, dtype=np.int32)},
+        ValueError,
+        r"query_segment_ids came without key_value_segment_ids, and T=5 is not S=7",
+    ),
+    (
+        {"key_value_segment_ids": ones(2, 7, dtype=np.int32)},
+        ValueError,
+        r"key_value_segment_ids came without query_segment_ids: pass both",
+    ),
+    (
+        {
+            "query_segment_ids": ones(2, 7, dtype=np.int32),
+            "key_value_segment_ids": ones(2, 7, dtype=np.int32),
+        },
+        ValueError,
+        r"query_segment_ids must have shape \(2, T=5\); got \(2, 7\)",
+    ),
+    (
+        {
+            "query_segment_ids": ones(2, 5, dtype=np.int32),
+            "key_value_segment_ids": ones(3, 7, dtype=np.int32),
+        },
+        ValueError,
+        r"key_value_segment_ids must have shape \(2, S=7\); got \(3, 7\)",
+    ),
+    (
+        {"query_segment_ids": ones(2, 5), "key_value_segment_ids": ones(2, 7, dtype=np.int32)},
+        TypeError,
+        r"query_segment_ids must be integers, got float32",
+    ),
+    # implementation, backward, chunk_size and precision
+    (
+        {"implementation": "pallas"},
+        NotImplementedError,
+        r'implementation="pallas" cannot run this call: .*\. '
+        r'Use implementation=None .*"xla", which always runs',
+    ),
+    (
+        {"implementation": "cudnn"},
+        NotImplementedError,
+        r'implementation="cudnn" cannot run this call: .*jax\.nn',
+    ),
+    (
+        {"backward": "both"},
+        ValueError,
+        r"backward='both' must be None, \"split\", \"fused\" or \"fastest\"",
+    ),
+    (
+        {"backward": "fused"},
+        NotImplementedError,
+        r'backward="fused" cannot run this call: .*\. Omit `backward`',
+    ),
+    (
+        {"backward": "fused", "implementation": "xla"},
+        NotImplementedError,
+        r'"xla" cannot run this call: only the kernels support backward="fused"\. Omit',
+    ),
+    (
+        {"implementation": "flash"},
+        ValueError,
+        r"implementation='flash' is not known: use None or one of 'xla', 'reference', 'pallas'",
+    ),
+    (
+        {"chunk_size": 0},
+        ValueError,
+        r"chunk_size=0: sides count tokens and must be >= 1; use None for the default",
+    ),
+    (
+        {"chunk_size": (128, -1)},
+        ValueError,
+        r"chunk_size=\(128, -1\): sides count tokens and must be >= 1",
+    ),
+    (
+        {"chunk_size": (1, 2, 3)},
+        ValueError,
+        r"chunk_size=\(1, 2, 3\): give \(query, key\) in tokens, or one int for both",
+    ),
+    (
+        {"chunk_size": 64.0},
+        TypeError,
+        r"chunk_size=64\.0: sides are ints \(tokens\), got float 64\.0",
+    ),
+    (
+        {"precision": "very"},
+        ValueError,
+        r"precision='very' must be None, \"default\", \"high\", \"highest\", a jax\.lax\.Precision",
+    ),
+    ({"precision": {"a": 1}}, ValueError, r"precision=\{'a': 1\} must be None"),
+    # dropout
+    (
+        RATE,
+        ValueError,
+        r"dropout_rate=0\.5 came without dropout_rng: pass a key, or omit dropout_rate",
+    ),
+    (
+        {"dropout_rate": 1.0, "dropout_rng": RNG_KEY},
+        ValueError,
+        r"dropout_rate=1: .* must lie in \[0, 1\)",
+    ),
+    ({"dropout_rate": -0.1}, ValueError, r"dropout_rate=-0\.1: .* must lie in \[0, 1\)"),
+    ({"dropout_rate": float("nan")}, ValueError, r"dropout_rate=nan: .* must lie in \[0, 1\)"),
+    ({"dropout_rate": "0.5"}, TypeError, r"dropout_rate must be a number .*, got str '0\.5'"),
+    (
+        {"dropout_rate": jnp.float32(0.5), "dropout_rng": RNG_KEY},
+        TypeError,
+        r"dropout_rate must be a number \(it is fixed while tracing\)",
+    ),
+    (
+        {"dropout_rng": 0, **RATE},
+        TypeError,
+        r"dropout_rng must be one key of jax\.random\.key or PRNGKey, got int32 of shape \(\)",
+    ),
+    (
+        {"dropout_rng": ones(3, 2, dtype=np.uint32), **RATE},
+        TypeError,
+        r"dropout_rng must be one key .*, got uint32 of shape \(3, 2\)",
+    ),
+    (
+        {"dropout_rng": jax.random.split(jax.random.key(0), 3), **RATE},
+        TypeError,
+        r"dropout_rng must be one key .* of shape \(3, 2\)",
+    ),
+    (
+        {"dropout_rng": jax.random.key(0, impl="rbg"), **RATE},
+        NotImplementedError,
+        r"dropout_rng is a key of .*rbg.*threefry2x32\. Make it with",
+    ),
+    (
+        {"broadcast_dropout": None},
+        TypeError,
+        r"broadcast_dropout must be True or False .*, got None",
+    ),
+    # Flax's hooks
+    (
+        {"deterministic": True},
+        TypeError,
+        r"deterministic= is a hook of Flax's modules, .*: "
+        r"give the modules attention_fn=memeff\.nn\.attention_fn",
+    ),
+    (
+        {"deterministic": False, "dtype": None, "module": None},
+        TypeError,
+        r"deterministic= is a hook of Flax's modules",
+    ),
+    ({"dtype": "bfloat16"}, TypeError, r"dtype= is a hook of Flax's modules, .*cast arrays before"),
+    (
+        {"module": object()},
+        TypeError,
+        r"module= is a hook of Flax's modules, .*memeff\.nn\.attention_fn",
+    ),
+]

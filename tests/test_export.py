@@ -1,4 +1,4 @@
-"""Check programs that jax.export writes as bytes: they compute the same when they are read again."""
+"""Check that programs which jax.export writes as bytes compute the same when they are read."""
 
 import functools
 

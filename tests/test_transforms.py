@@ -250,7 +250,7 @@ def at_broadcast(f):
     return call
 
 
-# What is done to the loss, the outermost transformation first. With "scan" it is the loss of layers.
+# Transformations of the loss, the outermost first. With "scan" the loss is that of layers.
 FORWARD = {
     "jvp": [jvp],
     "jit(jvp)": [jax.jit, jvp],

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from cases import AWKWARD, CASES, qkv
 from conftest import run_calls
-from test_functions import WRONG as WRONG_FUNCTIONS
+from test_function_errors import WRONG as WRONG_FUNCTIONS
 
 import memeff
 from memeff import dot_product_attention, warn

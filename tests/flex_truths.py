@@ -1,8 +1,8 @@
 """Define the truth of each of FlexAttention's public examples, in the order of the page's table.
 
 The examples stand in docs/scores-and-masks.md. A truth is typed here a second time: the mask pair
-by pair, and of a score the bias that it adds to the scaled logit. The oracle's gradient of that bias
-gives the gradient of the params by the chain rule.
+by pair, and of a score the bias that it adds to the scaled logit. The oracle's gradient of that
+bias gives the gradient of the params by the chain rule.
 """
 
 import bisect

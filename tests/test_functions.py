@@ -21,10 +21,16 @@ f32 = np.float32
 SIZES = Sizes(B=2, T=19, S=29, K=2, G=2, H=6, D=4)
 
 
+def largest(x) -> float:
+    """Return the largest absolute number of x."""
+    return np.abs(x).max()
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_complex_params(implementation):
     """Complex params, as of rotations, have the gradients that the formula written out has."""
-    q, k, v = (jax.random.normal(jax.random.key(n), (1, 6, 2, 4)) for n in range(3))
+    keys = [jax.random.key(n) for n in range(3)]
+    q, k, v = (jax.random.normal(key, (1, 6, 2, 4)) for key in keys)
     frequencies = jnp.array([1, 0.3])
     turns = jnp.exp(1j * jnp.arange(6.0)[:, None] * frequencies)  # position, pair
     w = jnp.array([1 + 2j, 0.5 - 1j])
@@ -51,12 +57,15 @@ def test_complex_params(implementation):
 
     def rotate_rows(x, turns):
         def rotate_head(x):
-            return jax.vmap(rotate, (0, 0, None, None))(x, jnp.arange(6), "", turns)
+            rotate_each = jax.vmap(rotate, (0, 0, None, None))
+            return rotate_each(x, jnp.arange(6), "", turns)
 
         return jax.vmap(rotate_head, 1, 1)(x[0])[None]
 
     def plain_loss(w, turns):
-        raw = jnp.einsum("bthd,bshd->bhts", rotate_rows(q, turns), rotate_rows(k, turns))
+        rotated_q = rotate_rows(q, turns)
+        rotated_k = rotate_rows(k, turns)
+        raw = jnp.einsum("bthd,bshd->bhts", rotated_q, rotated_k)
         bias = (w * (1 + 1j)).real[:, None, None]
         p = jax.nn.softmax(raw / 2 + bias)
         return (jnp.einsum("bhts,bshd->bthd", p, v) ** 2).sum()
@@ -176,7 +185,7 @@ def test_functions_beside_every_feature(feature):
     expected = [out, lse, *expected_grads]
     for x, y in zip(actual, expected, strict=True):
         # the angles are of float32
-        assert np.abs(x - y).max() <= 3e-6 * max(1, np.abs(y).max())
+        assert largest(x - y) <= 3e-6 * max(1, largest(y))
 
 
 # ---- scores and transforms by hand
@@ -290,7 +299,7 @@ def test_what_bends_the_score_against_the_definition(order):
     assert jax.tree.structure(actual) == jax.tree.structure(plain)
     plain = jax.tree.leaves(plain)
     for x, y in zip(jax.tree.leaves(actual), plain, strict=True):
-        assert np.abs(x - y).max() <= 1e-9 * max(1, np.abs(y).max())
+        assert largest(x - y) <= 1e-9 * max(1, largest(y))
 
 
 # ---- few bits
@@ -342,8 +351,8 @@ def test_functions_in_few_bits(dtype):
         plain = run("reference", params, arrays)
     eps = {"float32": 4e-6, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
     for x, y, truth in zip(actual, plain, exact, strict=True):
-        rounding = eps * max(1, np.abs(truth).max())
-        assert np.abs(x - truth).max() <= 1.5 * np.abs(y - truth).max() + rounding
+        rounding = eps * max(1, largest(truth))
+        assert largest(x - truth) <= 1.5 * largest(y - truth) + rounding
 
 
 # ---- sinks

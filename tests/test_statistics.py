@@ -38,18 +38,29 @@ def _plain_statistics(q, k, v):
     S = len(k)
     position = np.arange(T)[:, None] - 2
     seen = np.arange(S) <= position  # the first rows see nothing
-    s = np.where(seen, q @ k.T / np.sqrt(H), -np.inf)
-    some = seen.any(-1)
-    m = np.where(some, s.max(-1), 0)
-    e = np.exp(s - m[:, None])
-    l = np.where(some, e.sum(-1), 1)
-    p = e / l[:, None]
-    log_p = np.where(seen, s - m[:, None] - np.log(l)[:, None], 0)
-    lse = np.where(some, m + np.log(l), -np.inf)
-    entropy = -(p * log_p).sum(-1)
-    max_logit = np.where(some, m, -np.inf)
-    distance = (p * np.abs(position - np.arange(S))).sum(-1)
-    return p @ v, lse, entropy, max_logit, distance, p.sum(0)
+    raw = q @ k.T
+    s = np.where(seen, raw / np.sqrt(H), -np.inf)
+    some = seen.any(-1, keepdims=True)
+    m = np.where(some, s.max(-1, keepdims=True), 0)
+    e = np.exp(s - m)
+    l = np.where(some, e.sum(-1, keepdims=True), 1)
+    p = e / l
+    lse = m + np.log(l)
+    log_p = np.where(seen, s - lse, 0)
+    distance = np.abs(position - np.arange(S))
+    return (
+        p @ v,
+        np.where(some, lse, -np.inf)[:, 0],
+        -(p * log_p).sum(-1),  # entropy
+        np.where(some, m, -np.inf)[:, 0],  # largest logit
+        (p * distance).sum(-1),
+        p.sum(0),  # key mass
+    )
+
+
+def _one_head(x):
+    """Return the only head of x [1, T|S, 1, ...]."""
+    return x[0, :, 0]
 
 
 def _draw(rng, T, S):
@@ -59,15 +70,16 @@ def _draw(rng, T, S):
 
 
 def test_statistics_and_key_mass():
-    q, k, v = (3 * x for x in _draw(np.random.default_rng(0), 23, 31))
+    rng = np.random.default_rng(0)
+    args = [3 * x for x in _draw(rng, 23, 31)]
+    q, k, _ = args
     options = CAUSAL | dict(chunk_size=(8, 12))
     statistics = functools.partial(memeff.attention_statistics, **options)
     with jax.enable_x64(True):
-        actual = jax.jit(statistics)(q, k, v)
-        mass = memeff.key_mass(q, k, **options)
-    expected = _plain_statistics(q[0, :, 0], k[0, :, 0], v[0, :, 0])
-    for x, y in zip((*actual, mass), expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x)[0, :, 0], y, atol=1e-12)
+        actual = [*jax.jit(statistics)(*args), memeff.key_mass(q, k, **options)]
+    expected = _plain_statistics(*map(_one_head, args))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(_one_head(np.asarray(x)), y, atol=1e-12)
 
 
 def test_statistics_differentiate():
@@ -80,22 +92,22 @@ def test_statistics_differentiate():
     def move(step):
         return [x + step * dx for x, dx in zip(args, along, strict=True)]
 
+    def weighted_sum(statistics, numpy):
+        total = 0
+        for weight, x in zip(weights, statistics, strict=True):
+            finite = numpy.where(numpy.isfinite(x), x, 0)
+            total += (weight * finite).sum()
+        return total
+
     def loss(q, k, v):
         options = CAUSAL | dict(chunk_size=(4, 5))
         statistics = memeff.attention_statistics(q, k, v, **options)
         mass = memeff.key_mass(q, k, **options)
-        total = 0
-        for weight, x in zip(weights, (*statistics, mass), strict=True):
-            finite = jnp.where(jnp.isfinite(x), x, 0)
-            total += (weight * finite[0, :, 0]).sum()
-        return total
+        return weighted_sum(map(_one_head, [*statistics, mass]), jnp)
 
     def plain_loss(step):
-        one_head = [x[0, :, 0] for x in move(step)]
-        total = 0
-        for weight, x in zip(weights, _plain_statistics(*one_head), strict=True):
-            total += (weight * np.where(np.isfinite(x), x, 0)).sum()
-        return total
+        args = map(_one_head, move(step))
+        return weighted_sum(_plain_statistics(*args), np)
 
     def loss_at(step):
         return loss(*move(step))
@@ -105,7 +117,8 @@ def test_statistics_differentiate():
         return tangent, jax.grad(loss, (0, 1, 2))(q, k, v)
 
     with jax.enable_x64(True):
-        tangent, grads = jax.tree.map(np.asarray, jax.jit(tangent_and_gradients)(*args))
+        results = jax.jit(tangent_and_gradients)(*args)
+        tangent, grads = jax.tree.map(np.asarray, results)
         slope = jax.jit(jax.grad(loss_at))
         second = float(jax.jit(jax.grad(slope))(0.0))
         bend = float(slope(1e-4) - slope(-1e-4)) / 2e-4

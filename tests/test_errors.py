@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import AWKWARD, qkv
-from test_functions import WRONG as WRONG_FUNCTIONS
+from test_function_errors import WRONG as WRONG_FUNCTIONS
 from wrong_calls import RIGHT, WRONG
 
 from memeff import dot_product_attention, warn

@@ -1,0 +1,36 @@
+"""Provide small inputs of attention, and comparisons of two ways to the same number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+f32 = np.float32
+
+
+def assert_same(actual, expected, eps=2e-6):
+    """Check that two trees of float32 differ at most as two orders of the same sums do."""
+    structure = jax.tree.structure(actual)
+    assert structure == jax.tree.structure(expected), f"a tree of other structure: {structure}"
+    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for x, y in leaves:
+        x = np.asarray(x, np.float64)
+        y = np.asarray(y, np.float64)
+        assert x.shape == y.shape, f"{x.shape} is not {y.shape}"
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        worst = np.abs(x[finite] - y[finite]).max(initial=0)
+        size = np.abs(y[finite]).max(initial=0)
+        assert worst <= eps * max(1, size), f"differ by {worst:.3g}"
+
+
+def assert_bits(actual, expected):
+    """Check that two trees of arrays are equal in bits."""
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def inputs(B=2, T=13, S=17, K=2, G=2, H=3, D=5, leads=None, dtype=f32):
+    """Return query, key and value, the same at every call; `leads` take the place of B."""
+    rng = np.random.default_rng(0)
+    leads = (B,) if leads is None else leads
+    shapes = (T, K * G, H), (S, K, H), (S, K, D)
+    return tuple(jnp.asarray(rng.standard_normal((*leads, *shape)), dtype) for shape in shapes)

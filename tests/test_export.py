@@ -1,0 +1,177 @@
+"""Check that programs which jax.export writes as bytes compute the same when they are read."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, split
+from jax import export
+from small_calls import assert_same, f32, inputs
+
+import memeff
+from memeff import dot_product_attention, tile_sizes
+
+slow = pytest.mark.slow
+
+
+def _exported(function, *args):
+    """Return the function, with its gradient, after a round trip through bytes."""
+    exported = export.export(jax.jit(function))(*args)
+    return export.deserialize(exported.serialize(vjp_order=1))
+
+
+@pytest.mark.parametrize("name", ["causal", "key_lengths", "bias_row", "dropout_each"])
+def test_export(name):
+    """A program and its gradient survive a round trip through bytes."""
+    args, kwargs = CASES[name].inputs(f32)
+    static, arrays = split(kwargs)
+    float_names = [n for n in ("bias", "logits_soft_cap") if n in arrays]
+    floats = {n: arrays.pop(n) for n in float_names}
+
+    def call(args, floats, arrays):
+        return dot_product_attention(*args, **floats, **arrays, **static)
+
+    exported = _exported(call, args, floats, arrays)
+
+    def value_and_gradient(f, args, floats):
+        def loss(args, floats):
+            return (f(args, floats, arrays) ** 2).sum()
+
+        return f(args, floats, arrays), jax.grad(loss, (0, 1))(args, floats)
+
+    def both(args, floats):
+        actual = value_and_gradient(exported.call, args, floats)
+        return actual, value_and_gradient(call, args, floats)
+
+    (out, grads), (expected_out, expected_grads) = jax.jit(both)(args, floats)
+    assert_same(out, expected_out, 5e-7)
+    assert_same(grads, expected_grads, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(is_causal=True, chunk_size=8),
+        pytest.param({}, marks=slow),
+        pytest.param(dict(local_window_size=(3, 2)), marks=slow),
+    ],
+    ids=str,
+)
+def test_export_with_symbolic_lengths(kwargs):
+    """Export once, then call at lengths below, at and above a tile, with the gradient."""
+    b, t, s = export.symbolic_shape("b, t, s")
+    query = jax.ShapeDtypeStruct((b, t, 4, 3), f32)
+    key = jax.ShapeDtypeStruct((b, s, 2, 3), f32)
+    value = jax.ShapeDtypeStruct((b, s, 2, 5), f32)
+    call = functools.partial(dot_product_attention, **kwargs)
+    exported = _exported(call, query, key, value)
+
+    def value_and_gradient(f, *args):
+        def loss(*args):
+            return (f(*args) ** 2).sum()
+
+        return f(*args), jax.grad(loss, (0, 1, 2))(*args)
+
+    @jax.jit
+    def both(*args):
+        return value_and_gradient(exported.call, *args), value_and_gradient(call, *args)
+
+    for B, T, S in ((2, 13, 17), (1, 8, 8), (3, 1, 5), (1, 600, 520)):
+        (out, grads), (expected_out, expected_grads) = both(*inputs(B, T, S))
+        assert_same(out, expected_out)
+        assert_same(grads, expected_grads, 1e-5)
+
+
+def _assert_exported_is_same(exported, call, *args):
+    """Compare the exported program with the call, both in one program."""
+
+    @jax.jit
+    def both(*args):
+        return exported.call(*args), call(*args)
+
+    actual, expected = both(*args)
+    assert_same(actual, expected)
+
+
+def test_export_symbolic_batch_of_lengths():
+    b, t = export.symbolic_shape("b, t")
+    x = jax.ShapeDtypeStruct((b, t, 2, 3), f32)
+    lengths = jax.ShapeDtypeStruct((b,), np.int32)
+
+    def call(x, n):
+        return dot_product_attention(
+            x, x, x, key_value_seq_lengths=n, query_seq_lengths=n, is_causal=True
+        )
+
+    exported = _exported(call, x, lengths)
+    for B, T in ((2, 13), (1, 5)):
+        x, _, _ = inputs(B, T, K=2, G=1)
+        lengths = jnp.arange(3, 3 + B, dtype=jnp.int32)
+        _assert_exported_is_same(exported, call, x, lengths)
+
+
+def _attend_to_itself(x, **kwargs):
+    return dot_product_attention(x, x, x, **kwargs)
+
+
+@pytest.mark.parametrize("sizes", ["b", "b, 4", "4, b"])
+def test_export_vmap_over_a_symbolic_axis(monkeypatch, sizes):
+    """Calls along an axis of unknown length run all at the same time."""
+    monkeypatch.setattr(tile_sizes, "CPU_LOGITS", 1)
+    mapped_dims = export.symbolic_shape(sizes)
+    call = functools.partial(_attend_to_itself, is_causal=True)
+    for _ in mapped_dims:
+        call = jax.vmap(call)
+    exported = _exported(call, jax.ShapeDtypeStruct((*mapped_dims, 5, 2, 3), f32))
+    x, _, _ = inputs(leads=(4,) * len(mapped_dims), T=5, K=2, G=1)
+    _assert_exported_is_same(exported, call, x)
+
+
+# ---- calls that need lengths
+
+
+def _dropout(x):
+    return _attend_to_itself(x, dropout_rate=0.5, dropout_rng=jax.random.key(0))
+
+
+def _statistics(x):
+    return memeff.attention_statistics(x, x, x)
+
+
+def _key_mass(x):
+    return memeff.key_mass(x, x)
+
+
+def _jvp(x):
+    return jax.jvp(_attend_to_itself, (x,), (x,))
+
+
+def _squares(x):
+    return (_attend_to_itself(x) ** 2).sum()
+
+
+def _second_derivative(x):
+    def sum_of_gradient(x):
+        return jax.grad(_squares)(x).sum()
+
+    return jax.grad(sum_of_gradient)(x)
+
+
+NEED_LENGTHS = {
+    "Dropout": _dropout,
+    "memeff.attention_statistics": _statistics,
+    "key_mass": _key_mass,
+    "a jvp": _jvp,
+    "a second derivative": _second_derivative,
+}
+
+
+@pytest.mark.parametrize("what", NEED_LENGTHS)
+def test_symbolic_lengths_are_refused_in_words(what):
+    (t,) = export.symbolic_shape("t")
+    x = jax.ShapeDtypeStruct((2, t, 2, 4), f32)
+    refusal = rf"(?s){what}.* does not support lengths that jax.export leaves"
+    with pytest.raises(NotImplementedError, match=refusal):
+        export.export(jax.jit(NEED_LENGTHS[what]))(x)

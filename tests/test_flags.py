@@ -1,0 +1,230 @@
+"""Check attention under JAX's flags: strict promotion, debug_nans, leak checks, x64; and integers.
+
+FLAGGED names small calls of most arguments. `_flagged` runs one of them and its gradient.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import few
+from small_calls import assert_same, f32, inputs
+
+from memeff import dot_product_attention
+
+slow = pytest.mark.slow
+
+
+def _int32(numbers):
+    return np.array(numbers, np.int32)
+
+
+def _segments(dtype):
+    query_ids = np.repeat([[0, 1]], 13, 0).T
+    return dict(
+        query_segment_ids=query_ids.astype(dtype),
+        key_value_segment_ids=np.ones((2, 17), dtype),
+    )
+
+
+_dropout = dict(dropout_rng=np.array([0, 1], np.uint32), dropout_rate=0.5)
+FLAGGED = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(3, 2)),
+    "lengths": dict(
+        key_value_seq_lengths=_int32([0, 9]),
+        query_seq_lengths=_int32([5, 13]),
+    ),
+    "offset": dict(q_offset=_int32([0, -4]), is_causal=True),
+    "bias": dict(bias=np.zeros((4, 13, 17), f32)),
+    "mask": dict(mask=np.tri(13, 17, -1, dtype=bool)),
+    "segments": _segments(np.int32),
+    "small segments": _segments(np.int8),
+    "soft cap": dict(logits_soft_cap=3.0),
+    "scalars": dict(logits_soft_cap=np.float32(3), scale=np.float32(0.3)),
+    "arrays": dict(logits_soft_cap=np.array(3, f32), scale=np.array(0.3, f32)),
+    "shared dropout": _dropout,
+    "dropout": dict(_dropout, broadcast_dropout=False),
+}
+# in these calls some row sees no key
+SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")
+
+
+def _as_jax(x):
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _flagged(kwargs, dtype=f32, residual=True, **extra):
+    """Return the results of a call, (out, lse) or out alone, and the gradients of their sum."""
+    arrays = {name: _as_jax(x) for name, x in kwargs.items()}
+
+    def call(*args):
+        return dot_product_attention(
+            *args, **arrays, **extra, chunk_size=(4, 6), return_residual=residual
+        )
+
+    result, pull = jax.vjp(call, *inputs(dtype=dtype))
+    return result, pull(jax.tree.map(jnp.ones_like, result))
+
+
+# ---- promotion
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=slow)])
+@pytest.mark.parametrize("name", FLAGGED)
+def test_strict_promotion(name, dtype, implementation):
+    """Forward and gradient promote neither dtypes nor ranks without saying so."""
+    run = functools.partial(_flagged, FLAGGED[name], dtype, implementation=implementation)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        (out, lse), grads = jax.eval_shape(run)
+    assert out.dtype == dtype
+    assert lse.dtype == f32
+    assert [g.dtype for g in grads] == [dtype] * 3
+
+
+def _bf16(x):
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def test_strict_promotion_of_the_two_bfloat16_terms():
+    """Bias, scale and cap may have the dtype of the model."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        terms = dict(
+            bias=_bf16(np.zeros((4, 1, 17))),
+            scale=_bf16(0.3),
+            logits_soft_cap=_bf16(3.0),
+        )
+        run = functools.partial(_flagged, terms, jnp.bfloat16)
+        (out, _), _ = jax.eval_shape(run)
+    assert out.dtype == jnp.bfloat16
+
+
+def test_strict_promotion_keeps_refusing_what_the_user_mixes():
+    q, k, v = inputs()
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        pytest.raises(TypeError, match="key is bfloat16 and query is float32"),
+    ):
+        dot_product_attention(q, _bf16(k), v)
+
+
+# ---- debug flags and leaks
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize(
+    "name",
+    few(["causal", "lengths", "mask", "full", "offset"], ["causal", "lengths", "mask"]),
+)
+def test_debug_flags(name, flag, jit):
+    """The output and its gradients raise no alarm, even where rows see nothing.
+
+    The lse of such a row is -inf: the only exception.
+    """
+    residual = flag == "jax_debug_nans" or name not in SEES_NOTHING
+    run = functools.partial(_flagged, FLAGGED[name], residual=residual)
+    with jax.debug_nans(flag == "jax_debug_nans"), jax.debug_infs(flag == "jax_debug_infs"):
+        _, grads = jax.jit(run)() if jit else run()
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("name", few(["lengths", "causal", "bias", "dropout"], ["lengths"]))
+def test_no_tracer_leaks(name):
+    run = functools.partial(_flagged, FLAGGED[name])
+    with jax.checking_leaks():
+        _, grads = jax.jit(run)()
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+# ---- 64 bits
+
+
+WITHOUT_DROPOUT = [name for name in FLAGGED if "dropout" not in name]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=slow)])
+@pytest.mark.parametrize("name", few(WITHOUT_DROPOUT, ("bias", "lengths", "arrays")))
+def test_x64_changes_no_dtype_and_no_number(name, dtype):
+    """Results have the dtypes of the inputs with x64 on.
+
+    Inputs of 32 bits and less also give the same numbers as with x64 off.
+    """
+    run = functools.partial(_flagged, FLAGGED[name], dtype)
+    with jax.enable_x64(True):
+        (out, lse), grads = jax.jit(run)()
+    assert out.dtype == dtype
+    assert lse.dtype == (np.float64 if dtype == "float64" else f32)
+    assert [g.dtype for g in grads] == [dtype] * 3
+    eps = 4e-3 if dtype == "bfloat16" else 1e-5
+    if dtype != "float64":
+        expected = jax.jit(run)()
+        assert_same(((out, lse), grads), expected, eps)
+
+
+def _in_64_bits(x):
+    is_integer = getattr(x, "dtype", None) in (np.int32, np.int8)
+    return x.astype(np.int64) if is_integer else x
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    "name", few(["bias", "lengths", "segments", "arrays"], ["bias", "lengths"])
+)
+def test_x64_takes_64_bit_operands(name, x64):
+    """Integers and terms of 64 bits (NumPy's own) serve as well."""
+    kwargs = {n: _in_64_bits(x) for n, x in FLAGGED[name].items()}
+    call = functools.partial(dot_product_attention, **kwargs, chunk_size=(4, 6))
+    with jax.enable_x64(x64):
+        out, pull = jax.vjp(call, *inputs())
+        grads = pull(out)
+    assert out.dtype == f32
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+# ---- integers of every width
+
+
+@pytest.mark.parametrize(
+    "number",
+    [np.int64(2**31), np.uint32(2**32 - 1), np.uint8(255), np.int64(-(2**40)), np.int8(-100)],
+)
+def test_traced_lengths_and_offsets_of_every_width(number):
+    """A length above S counts as S and one below 0 as 0; an offset keeps its sign."""
+    with jax.enable_x64(number.dtype.itemsize == 8):
+        x = jax.random.normal(jax.random.key(0), (1, 9, 2, 4), f32)
+        call = functools.partial(dot_product_attention, x, x, x)
+
+        @jax.jit
+        def run(n):
+            return (
+                call(key_value_seq_lengths=n),
+                call(query_seq_lengths=n),
+                call(is_causal=True, q_offset=n),
+                call(),
+            )
+
+        *results, full = run(np.asarray([number]))
+        expected = full if number > 0 else jnp.zeros_like(full)
+        for actual in results:
+            assert_same(actual, expected)
+
+
+def test_segment_ids_that_would_wrap_are_refused():
+    x = jnp.ones((1, 4, 2, 8))
+    ids = np.zeros((1, 4), np.uint32)
+    signed_ids = ids.astype(np.int32)
+
+    def call(query_ids, key_ids):
+        return dot_product_attention(
+            x, x, x, query_segment_ids=query_ids, key_value_segment_ids=key_ids
+        )
+
+    assert_same(call(ids, signed_ids), call(ids, ids))  # known, and small
+    refusal = "query_segment_ids is uint32 .* would wrap its largest numbers. Cast both"
+    with pytest.raises(TypeError, match=refusal):
+        jax.jit(call)(ids, signed_ids)

@@ -1,0 +1,162 @@
+"""Check the statistics of attention and the mass of keys, and their derivatives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import memeff
+
+f32 = np.float32
+
+
+def test_entropy_is_not_negative():
+    """The entropy is not below 0, also where one key takes all.
+
+    The largest logits are so large that they are rounded to tens.
+    """
+    for size in (10, 1000):
+        x = size * jax.random.normal(jax.random.key(size), (1, 97, 2, 8))
+        entropy = memeff.attention_statistics(x, x, x, chunk_size=32).entropy
+        assert (entropy >= 0).all()
+        assert size < 1000 or entropy.min() < 1e-6
+
+
+# ---- against NumPy
+
+
+CAUSAL = dict(is_causal=True, q_offset=-2)
+
+
+def _plain_statistics(q, k, v):
+    """Compute the statistics and the key mass of one head: q [T, H], k [S, H], v [S, D].
+
+    It is causal with an offset of -2.
+    """
+    T, H = q.shape
+    S = len(k)
+    position = np.arange(T)[:, None] - 2
+    seen = np.arange(S) <= position  # the first rows see nothing
+    raw = q @ k.T
+    s = np.where(seen, raw / np.sqrt(H), -np.inf)
+    some = seen.any(-1, keepdims=True)
+    m = np.where(some, s.max(-1, keepdims=True), 0)
+    e = np.exp(s - m)
+    l = np.where(some, e.sum(-1, keepdims=True), 1)
+    p = e / l
+    lse = m + np.log(l)
+    log_p = np.where(seen, s - lse, 0)
+    distance = np.abs(position - np.arange(S))
+    return (
+        p @ v,
+        np.where(some, lse, -np.inf)[:, 0],
+        -(p * log_p).sum(-1),  # entropy
+        np.where(some, m, -np.inf)[:, 0],  # largest logit
+        (p * distance).sum(-1),
+        p.sum(0),  # key mass
+    )
+
+
+def _one_head(x):
+    """Return the only head of x [1, T|S, 1, ...]."""
+    return x[0, :, 0]
+
+
+def _draw(rng, T, S):
+    """Return query, key and value of one head."""
+    shapes = (1, T, 1, 5), (1, S, 1, 5), (1, S, 1, 4)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def test_statistics_and_key_mass():
+    rng = np.random.default_rng(0)
+    args = [3 * x for x in _draw(rng, 23, 31)]
+    q, k, _ = args
+    options = CAUSAL | dict(chunk_size=(8, 12))
+    statistics = functools.partial(memeff.attention_statistics, **options)
+    with jax.enable_x64(True):
+        actual = [*jax.jit(statistics)(*args), memeff.key_mass(q, k, **options)]
+    expected = _plain_statistics(*map(_one_head, args))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(_one_head(np.asarray(x)), y, atol=1e-12)
+
+
+def test_statistics_differentiate():
+    """Compare derivatives with differences: of NumPy's values, and of the first derivative."""
+    rng = np.random.default_rng(1)
+    args = _draw(rng, 9, 11)
+    along = _draw(rng, 9, 11)
+    weights = [rng.standard_normal(size) for size in ((9, 4), 9, 9, 9, 9, 11)]
+
+    def move(step):
+        return [x + step * dx for x, dx in zip(args, along, strict=True)]
+
+    def weighted_sum(statistics, numpy):
+        total = 0
+        for weight, x in zip(weights, statistics, strict=True):
+            finite = numpy.where(numpy.isfinite(x), x, 0)
+            total += (weight * finite).sum()
+        return total
+
+    def loss(q, k, v):
+        options = CAUSAL | dict(chunk_size=(4, 5))
+        statistics = memeff.attention_statistics(q, k, v, **options)
+        mass = memeff.key_mass(q, k, **options)
+        return weighted_sum(map(_one_head, [*statistics, mass]), jnp)
+
+    def plain_loss(step):
+        args = map(_one_head, move(step))
+        return weighted_sum(_plain_statistics(*args), np)
+
+    def loss_at(step):
+        return loss(*move(step))
+
+    def tangent_and_gradients(q, k, v):
+        _, tangent = jax.jvp(loss, (q, k, v), tuple(along))
+        return tangent, jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    with jax.enable_x64(True):
+        results = jax.jit(tangent_and_gradients)(*args)
+        tangent, grads = jax.tree.map(np.asarray, results)
+        slope = jax.jit(jax.grad(loss_at))
+        second = float(jax.jit(jax.grad(slope))(0.0))
+        bend = float(slope(1e-4) - slope(-1e-4)) / 2e-4
+    near_difference = plain_loss(1e-3) - plain_loss(-1e-3)
+    far_difference = plain_loss(2e-3) - plain_loss(-2e-3)
+    numeric = (8 * near_difference - far_difference) / 12e-3
+    from_gradients = sum((g * dx).sum() for g, dx in zip(grads, along, strict=True))
+    assert abs(tangent - numeric) <= 1e-8 * abs(numeric)
+    assert abs(from_gradients - numeric) <= 1e-8 * abs(numeric)
+    assert abs(second - bend) <= 1e-6 * max(1, abs(bend))
+
+
+# ---- the gradient of the largest logit
+
+
+def _gradient_of_max_logit(q, k):
+    """Return the gradient of the largest logits to the keys."""
+
+    def loss(k):
+        return memeff.attention_statistics(q, k, k, scale=1.0).max_logit.sum()
+
+    return jax.grad(loss)(k)
+
+
+def test_the_gradient_of_the_largest_logit_is_shared_by_what_rounding_may_part():
+    """A logit one rounding below the largest shares its gradient.
+
+    The walk finds the largest logit in one order of sums and looks for it in another.
+    """
+    q = jnp.ones((1, 1, 1, 1), f32)
+    k = jnp.array([1 - 2**-23, 0.5, 1], f32).reshape(1, 3, 1, 1)
+    gradient = _gradient_of_max_logit(q, k)
+    np.testing.assert_array_equal(gradient.ravel(), [0.5, 0, 0.5])
+
+
+def test_the_gradient_of_the_largest_logit_is_shared():
+    """Equal keys share the gradient."""
+    q = jnp.ones((1, 1, 1, 3))
+    k = jnp.ones((1, 4, 1, 3)).at[:, 2].set(0)
+    gradient = _gradient_of_max_logit(q, k)
+    np.testing.assert_allclose(gradient[0, :, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)

@@ -1,0 +1,146 @@
+"""Check calls in which a size is 0: no batch entry, no query, no key, no head, no value dim."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import few
+from small_calls import inputs
+
+from memeff import dot_product_attention
+
+ZEROS = {
+    "B": dict(B=0),
+    "T": dict(T=0),
+    "S": dict(S=0),
+    "N": dict(K=2, G=0),
+    "N and K": dict(K=0, G=0),
+    "D": dict(D=0),
+    "T and S": dict(T=0, S=0),
+    "a leading dim": dict(leads=(2, 0)),
+}
+EXTRAS = ["plain", "causal", "lengths", "offset", "bias", "mask", "segments", "dropout"]
+
+
+def extra_arguments(extra, leads, T, S, N):
+    """Return the keyword arguments named `extra`, one of EXTRAS, for a call of these sizes."""
+    match extra:
+        case "plain":
+            return {}
+        case "causal":
+            return dict(is_causal=True)
+        case "lengths":
+            return dict(
+                key_value_seq_lengths=jnp.full(leads, min(S, 3)),
+                query_seq_lengths=jnp.full(leads, min(T, 3)),
+            )
+        case "offset":
+            return dict(q_offset=jnp.full(leads, 2), is_causal=True)
+        case "bias":
+            return dict(bias=jnp.ones((*leads, N, T, S)))
+        case "mask":
+            return dict(mask=jnp.ones((*leads, 1, T, S), bool))
+        case "segments":
+            return dict(
+                query_segment_ids=jnp.zeros((*leads, T), int),
+                key_value_segment_ids=jnp.zeros((*leads, S), int),
+            )
+        case "dropout":
+            return dict(
+                dropout_rng=jax.random.key(0),
+                dropout_rate=0.5,
+                broadcast_dropout=False,
+            )
+    raise ValueError(extra)
+
+
+def run_zero(size, extra, implementation):
+    """Return out, lse and gradients of a call with a size of 0."""
+    q, k, v = inputs(**ZEROS[size])
+    *leads, T, N, _ = q.shape
+    S = k.shape[-3]
+    kwargs = extra_arguments(extra, tuple(leads), T, S, N)
+    call = functools.partial(
+        dot_product_attention, **kwargs, implementation=implementation, return_residual=True
+    )
+    (out, lse), pull = jax.vjp(call, q, k, v)
+    cotangents = jnp.ones_like(out), jnp.ones_like(lse)
+    return out, lse, pull(cotangents)
+
+
+def assert_zero(size, out, lse, grads):
+    """Check that out is 0 and lse -inf without keys, and that gradients are empty or 0."""
+    q, k, v = inputs(**ZEROS[size])
+    *leads, T, N, _ = q.shape
+    S = k.shape[-3]
+    D = v.shape[-1]
+    assert out.shape == (*leads, T, N, D)
+    assert lse.shape == (*leads, T, N)
+    if S == 0:
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -np.inf)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert all(np.isfinite(g).all() for g in grads)
+    if 0 in out.shape and D != 0:
+        assert all(not np.asarray(g).any() for g in grads)
+
+
+# ---- in jit
+
+
+def extras_in_jit(size, implementation):
+    """Return the extras that run in jit with this size of 0; the slow set has all, outside jit.
+
+    The default implementation runs all of them with a batch, queries or keys of 0.
+    """
+    if implementation == "reference":
+        return EXTRAS if size == "S" else ["plain"]
+    return EXTRAS if size in ("B", "T", "S", "T and S") else ["plain", "causal"]
+
+
+IN_JIT = []
+for implementation, size in itertools.product(["xla", "reference"], ZEROS):
+    for extra in extras_in_jit(size, implementation):
+        IN_JIT.append((size, extra, implementation))
+
+
+@functools.cache
+def run_in_jit(size, implementation):
+    """Run all calls of `extras_in_jit`, compiled as one program."""
+    extras = extras_in_jit(size, implementation)
+
+    def run():
+        return {extra: run_zero(size, extra, implementation) for extra in extras}
+
+    return jax.jit(run)()
+
+
+@pytest.mark.parametrize("size, extra, implementation", IN_JIT)
+def test_sizes_of_zero(size, extra, implementation):
+    """The output is 0 and lse -inf where no key is; gradients exist, and are empty or 0."""
+    assert_zero(size, *run_in_jit(size, implementation)[extra])
+
+
+# ---- outside jit
+
+
+EAGER = [*itertools.product(ZEROS, EXTRAS, ["xla", "reference"])]
+FAST_EAGER = [
+    ("S", "plain", "xla"),
+    ("T", "causal", "xla"),
+    ("B", "lengths", "xla"),
+    ("S", "plain", "reference"),
+]
+
+
+@pytest.mark.parametrize("size, extra, implementation", few(EAGER, FAST_EAGER))
+def test_sizes_of_zero_outside_jit(size, extra, implementation):
+    assert_zero(size, *run_zero(size, extra, implementation))
+
+
+def test_head_size_zero_is_refused():
+    with pytest.raises(ValueError, match="query has head size H=0"):
+        dot_product_attention(*inputs(H=0))

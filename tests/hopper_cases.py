@@ -110,6 +110,20 @@ def kernels(text: str) -> int:
     return len(re.findall(r"custom_call @mosaic_gpu", text))
 
 
+def assert_equal_bits(results, expected) -> None:
+    """Check that two trees hold the same numbers; NaN equals NaN."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(expected)]
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
+    for name, (x, y) in zip(names, pairs, strict=True):
+        np.testing.assert_array_equal(f32(x), f32(y), err_msg=name)
+
+
+def assert_close(results, expected, atol: float) -> None:
+    """Check that two trees hold the same numbers, but for `atol`."""
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(f32(x), f32(y), atol=atol)
+
+
 def unseen_filled(args, seen, cotangent):
     """Fill all tokens that are in no pair of `seen` [B, N, T, S] with NaN, Inf and huge numbers.
 

@@ -9,10 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from hopper_cases import f32
 
+from memeff import tile_sizes
+
 
 def accept_all_calls(monkeypatch) -> None:
     """Make `why_not` of the kernels accept every call."""
     monkeypatch.setattr("memeff.pallas.hopper.implementation.why_not", lambda *_: None)
+
+
+def let_arrays_be_sharded(monkeypatch) -> None:
+    """Undo what conftest.py does for most tests, which ignore that there are eight devices."""
+
+    def may_be_sharded() -> bool:
+        return True
+
+    monkeypatch.setattr(tile_sizes, "may_be_sharded", may_be_sharded)
 
 
 def use_plain_kernels(monkeypatch) -> None:
@@ -32,14 +43,14 @@ def attend(problem, lengths, arrays, scalars, want_lse, tiling):
     p = jnp.exp(s - lse[..., None]).astype(value.dtype)
     value = repeat_heads(value, query)
     out = jnp.einsum("bnts,bsnd->btnd", p, value)
-    return out, pad_rows(lse, tiling.rows) if want_lse else None
+    return out, pad_to_tiles(lse, tiling.rows) if want_lse else None
 
 
 def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
     *arrays, lse = arrays
     query, key, value, out, dout = cut_to_lengths(lengths, arrays)
     delta = -jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
-    delta = jnp.pad(delta, [(0, 0), (0, 0), (0, lse.shape[-1] - delta.shape[-1])])
+    delta = pad_rows(delta, lse.shape[-1])
     if dlse is not None:
         delta += dlse
     ds, _ = cotangent_of_logits(problem, query, key, value, dout, lse, delta)
@@ -53,7 +64,8 @@ def key_value_gradient(problem, lengths, arrays, scalars, tiling):
     ds, p = cotangent_of_logits(problem, query, key, value, dout, lse, delta)
 
     def sum_groups(x):
-        return x.reshape(*key.shape[:3], -1, x.shape[-1]).sum(3).astype(key.dtype)
+        grouped = x.reshape(*key.shape[:3], -1, x.shape[-1])  # B S K G H
+        return grouped.sum(3).astype(key.dtype)
 
     dk = jnp.einsum("bnts,btnh->bsnh", ds, query.astype(f32))
     dv = jnp.einsum("bnts,btnd->bsnd", p, dout.astype(f32))
@@ -68,7 +80,9 @@ def tangents(problem, lengths, arrays, scalars, tiling, shared):
         return None if x is None else x[:, :T]
 
     def of_keys(x):
-        return None if x is None else jnp.repeat(x[:, :S], G, 2)
+        if x is None:
+            return None
+        return jnp.repeat(x[:, :S], G, 2)
 
     def product(x, y):
         if x is None or y is None:
@@ -76,19 +90,29 @@ def tangents(problem, lengths, arrays, scalars, tiling, shared):
         return jnp.einsum("btnh,bsnh->bnts", x, y) * problem.scale
 
     def mix(p, x):
-        return 0 if x is None else jnp.einsum("bnts,bsnd->btnd", p, x)
+        if x is None:
+            return 0
+        return jnp.einsum("bnts,bsnd->btnd", p, x)
 
-    q, dq, out = map(of_queries, (arrays.query, arrays.dq, arrays.out))
-    k, dk, v, dv = map(of_keys, (arrays.key, arrays.dk, arrays.value, arrays.dv))
+    q = of_queries(arrays.query)
+    dq = of_queries(arrays.dq)
+    out = of_queries(arrays.out)
+    k = of_keys(arrays.key)
+    dk = of_keys(arrays.dk)
+    v = of_keys(arrays.value)
+    dv = of_keys(arrays.dv)
     seen = jnp.tril(jnp.ones((T, S), bool))
     lse = arrays.lse[..., :T, None] / np.log2(np.e)
-    p = jnp.where(seen, jnp.exp(product(q, k) - lse), 0)
+    p = jnp.exp(product(q, k) - lse)
+    p = jnp.where(seen, p, 0)
     w = p * (product(dq, k) + product(q, dk))
     r = w.sum(-1)
     dout = mix(w, v) + mix(p, dv)
     if out is not None:
-        dout -= r.swapaxes(1, 2)[..., None] * out
-    return dout.astype(q.dtype), pad_rows(r, tiling.own).astype(f32)
+        of_rows = r.swapaxes(1, 2)[..., None]  # B T N 1
+        dout -= of_rows * out
+    r = pad_to_tiles(r, tiling.own)
+    return dout.astype(q.dtype), r.astype(f32)
 
 
 # ---- steps that they share
@@ -97,8 +121,7 @@ def tangents(problem, lengths, arrays, scalars, tiling, shared):
 def cut_to_lengths(lengths, arrays):
     """Cut the padding of query, key, value and the other arrays [B, T, N, H] of queries."""
     T, S = lengths
-    query, key, value, *arrays = arrays
-    return [query[:, :T], key[:, :S], value[:, :S], *(x[:, :T] for x in arrays)]
+    return [x[:, :S] if i in (1, 2) else x[:, :T] for i, x in enumerate(arrays)]
 
 
 def repeat_heads(x, query):
@@ -106,9 +129,16 @@ def repeat_heads(x, query):
     return jnp.repeat(x, query.shape[2] // x.shape[2], 2)
 
 
-def pad_rows(x, size):
+def pad_to_tiles(x, size):
     """Pad numbers of rows [B, N, T] to whole tiles of `size` rows."""
-    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % size)])
+    T = x.shape[-1]
+    return pad_rows(x, -(-T // size) * size)
+
+
+def pad_rows(x, length):
+    """Pad numbers of rows [B, N, T] to `length` rows."""
+    T = x.shape[-1]
+    return jnp.pad(x, [(0, 0), (0, 0), (0, length - T)])
 
 
 def logits(problem, query, key):
@@ -122,7 +152,9 @@ def cotangent_of_logits(problem, query, key, value, dout, lse, delta):
     """Return ds, times the scale, and p [B, N, T, S]."""
     T = query.shape[1]
     lse = lse[..., :T, None] * np.log(2.0).astype(f32)
+    delta = delta[..., :T, None]
     p = jnp.exp(logits(problem, query, key) - lse)
     value = repeat_heads(value, query)
     dp = jnp.einsum("btnd,bsnd->bnts", dout, value, preferred_element_type=f32)
-    return p * (dp + delta[..., :T, None]) * problem.scale, p
+    ds = p * (dp + delta)
+    return ds * problem.scale, p

@@ -17,7 +17,7 @@ import oracle
 from cases import Sizes
 from conftest import assert_as_good
 from hopper_cases import unseen_filled
-from hopper_function_cases import t5_at
+from hopper_user_functions import t5_at
 
 import memeff
 from memeff import masks, scores

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from cases import Sizes
 from conftest import cotangents
-from hopper_cases import bf16, draw, f32, i32, kernels, lowered, needs_kernels
-from hopper_stand_ins import accept_all_calls, use_plain_kernels
+from hopper_cases import assert_close, bf16, draw, f32, i32, kernels, lowered, needs_kernels
+from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_kernels
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memeff import dot_product_attention, tile_sizes
+from memeff import dot_product_attention
 from memeff.device import pretend_device
 
 pytestmark = needs_kernels
@@ -55,7 +55,8 @@ def test_calls_lower_for_cuda(H):
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)
     one_key = x.update(shape=x.shape[1:])
-    assert kernels(lowered(jax.vmap(training, (0, None, 0, 0)), x, one_key, x, x)) == 3
+    mapped = jax.vmap(training, (0, None, 0, 0))
+    assert kernels(lowered(mapped, x, one_key, x, x)) == 3
 
     def packed(q, ids):
         return dot_product_attention(q, q, q, query_segment_ids=ids, implementation="pallas")
@@ -104,7 +105,7 @@ def test_devices_run_their_own_part(K, axis_type, monkeypatch):
 
     Only query heads on other devices than their keys have such sums.
     """
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: True)
+    let_arrays_be_sharded(monkeypatch)
     use_plain_kernels(monkeypatch)
     args = draw(f32, Sizes(B=2, T=37, S=37, K=K, G=4 // K, H=8, D=8))
     dout, dlse = cotangents(args)
@@ -117,14 +118,20 @@ def test_devices_run_their_own_part(K, axis_type, monkeypatch):
 
     query, key, value = args
     keys = BATCH_AND_HEADS if K > 1 else P("x")
-    arrays = place(query), place(key, keys), place(value, keys), place(dout), place(dlse)
+    arrays = [
+        place(query),
+        place(key, keys),
+        place(value, keys),
+        place(dout),
+        place(dlse),
+    ]
     accept_all_calls(monkeypatch)
     with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
         call = jax.jit(functools.partial(results_and_gradients, implementation="pallas"))
         results = call(*arrays)
         text = call.lower(*arrays).compile().as_text()
-    for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert_close(results, expected, atol=2e-5)
+    for x in results:
         assert x.sharding.spec[0] == "x"
     collectives = set(re.findall(r"(all-\w+|collective-\w+)\(", text))
     assert collectives == ({"all-reduce"} if K == 1 else set())
@@ -137,7 +144,7 @@ def test_small_operands_may_lie_whole_on_each_device(name, axis_type, monkeypatc
 
     The stand-in reads none of these operands. test_hopper.py checks what they hide.
     """
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: True)
+    let_arrays_be_sharded(monkeypatch)
     use_plain_kernels(monkeypatch)
     mesh = devices_2x2(axis_type)
 
@@ -162,7 +169,8 @@ def test_small_operands_may_lie_whole_on_each_device(name, axis_type, monkeypatc
         return out.sum()
 
     with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
-        dq = jax.jit(jax.grad(total))(*arrays, place(small_operands[name], P()))
+        operand = place(small_operands[name], P())
+        dq = jax.jit(jax.grad(total))(*arrays, operand)
     assert dq.sharding.spec[:3] == ("x", None, "y")
 
 
@@ -183,8 +191,7 @@ def test_vmap_folds_into_the_batch(batched, monkeypatch):
     for i in range(3):
         one = [x if axis is None else x[i] for x, axis in zip(stacked, batched, strict=True)]
         expected = results_and_gradients(*one, dout, dlse, "xla")
-        for x, y in zip(results, expected, strict=True):
-            np.testing.assert_allclose(x[i], y, atol=2e-5)
+        assert_close([x[i] for x in results], expected, atol=2e-5)
 
 
 def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling):
@@ -192,8 +199,9 @@ def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling):
     from memeff.logits import LOG2_E
 
     query, _, value = arrays
-    sinks = scalars.sinks / LOG2_E
-    return query[..., : value.shape[-1]] * sinks[:, None, :, None], None
+    D = value.shape[-1]
+    sinks = scalars.sinks[:, None, :, None] / LOG2_E
+    return query[..., :D] * sinks, None
 
 
 @pytest.mark.parametrize(
@@ -204,7 +212,7 @@ def test_each_device_has_the_sinks_of_its_heads(axis_type, mapped, monkeypatch):
     from memeff.pallas.hopper import calls
 
     monkeypatch.setattr(calls, "attend", attend_times_sinks)
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: True)
+    let_arrays_be_sharded(monkeypatch)
     accept_all_calls(monkeypatch)
     mesh = devices_2x2(axis_type)
     query = np.ones((2, 16, 4, 64), f32)
@@ -220,5 +228,6 @@ def test_each_device_has_the_sinks_of_its_heads(axis_type, mapped, monkeypatch):
     with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
         placed = jax.device_put(query, NamedSharding(mesh, BATCH_AND_HEADS))
         out = jax.jit(call)(sinks, placed)
-    expected = np.broadcast_to(sinks[..., None, None, :, None], (*sinks.shape[:-1], *query.shape))
+    shape = *sinks.shape[:-1], *query.shape
+    expected = np.broadcast_to(sinks[..., None, None, :, None], shape)
     np.testing.assert_allclose(out, expected, rtol=1e-6)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from conftest import watch_dispatch
 from hopper_cases import bf16, draw, f32, i32, kernels, lowered, needs_kernels
-from hopper_function_cases import CASES, TABLE, call, sorted_ids
-from hopper_stand_ins import accept_all_calls
+from hopper_function_cases import CASES, call
+from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded
+from hopper_user_functions import TABLE, sorted_ids
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,7 +113,10 @@ def why_not(**kwargs) -> str:
 
 
 def five_differences(s, b, h, i, j, p):
-    return s * sum(jnp.cos(p[i - j + n]) for n in range(5))
+    total = 0
+    for n in range(5):
+        total += jnp.cos(p[i - j + n])
+    return s * total
 
 
 def erf(s, b, h, i, j, p):
@@ -174,10 +178,12 @@ def echoing_kernels(monkeypatch):
     def attend(problem, lengths, arrays, scalars, want_lse, tiling):
         query, _, value = arrays
         (slopes,) = scalars.of_heads
-        (of_query,) = scalars.of_queries
-        out = query * slopes[:, None, :, None] + of_query[:, : query.shape[1], None, None]
+        (ids,) = scalars.of_queries
+        T = query.shape[1]
+        D = value.shape[-1]
+        out = query * slopes[:, None, :, None] + ids[:, :T, None, None]
         lse = jnp.zeros((*slopes.shape, 128)) if want_lse else None
-        return out[..., : value.shape[-1]], lse
+        return out[..., :D], lse
 
     def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
         sums = scalars.of_heads[0][..., None] * jnp.ones(128)
@@ -202,7 +208,7 @@ def place(x, mesh):
 )
 def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, echoing_kernels, monkeypatch):
     """Each head gets its own numbers, and each number its gradient."""
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: True)
+    let_arrays_be_sharded(monkeypatch)
     accept_all_calls(monkeypatch)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     ids = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
@@ -222,7 +228,9 @@ def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, echoing_ker
         value_and_grad = jax.vmap(value_and_grad, (0, None))
     with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
         (_, out), grad = jax.jit(value_and_grad)(slopes, place(query, mesh))
-    expected = slopes[..., None, None, :, None] + ids[:, :, None, None] * np.ones(query.shape)
+    of_heads = slopes[..., None, None, :, None]
+    of_queries = ids[:, :, None, None]
+    expected = of_heads + of_queries * np.ones(query.shape)
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(grad, slopes * 2 * 16)
 
@@ -264,7 +272,7 @@ def t5_loss(table, query):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_each_device_walks_its_heads(axis_type, difference_kernels, monkeypatch):
     """The walk for the gradient of T5's table gives the same on several devices."""
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: True)
+    let_arrays_be_sharded(monkeypatch)
     query = np.random.default_rng(0).standard_normal((2, 16, 4, 64)).astype(f32)
     gradient = jax.jit(jax.grad(t5_loss))
     expected = gradient(TABLE, query)

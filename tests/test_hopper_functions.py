@@ -19,6 +19,7 @@ from conftest import (
     true_call,
 )
 from hopper_cases import (
+    assert_equal_bits,
     bf16,
     draw,
     f32,
@@ -31,11 +32,12 @@ from hopper_cases import (
     small,
     unseen_filled,
 )
-from hopper_function_cases import BLOCKED, CASES, TABLE, Case, call, differentiated, pairs, run
+from hopper_function_cases import BLOCKED, CASES, Case, call, differentiated, pairs, run
+from hopper_user_functions import TABLE, mask_of_keys, no_functions, soft_cap
 
 import memeff
 from memeff import dot_product_attention, scores
-from memeff.user_functions import Mask, Score
+from memeff.user_functions import Score
 
 pytestmark = needs_kernels
 
@@ -101,7 +103,7 @@ def test_a_soft_cap_of_the_users(cap):
     args = draw(bf16, z)
     cotangent = cotangents(args, "bfloat16")
     cap = jnp.asarray(cap, f32)
-    case = Case(z, lambda cap: dict(score_fn=scores.soft_cap(cap)), params=cap)
+    case = Case(z, soft_cap, params=cap)
     (out, lse), (dcap, dq, _, _) = run(case, args)
     for head in range(z.N):
 
@@ -147,22 +149,18 @@ def test_block_masks_drive_the_loops(name):
     mask, kwargs, z = BLOCKED[name]
     args = draw(bf16, z)
     block = memeff.block_mask(mask, z.T, z.S, block_size=64)
-    blocked = Case(z, lambda _: dict(mask_fn=block), kwargs=kwargs)
-    unblocked = Case(z, lambda _: dict(mask_fn=mask), kwargs=kwargs)
+    blocked = Case(z, no_functions, kwargs=kwargs | dict(mask_fn=block))
+    unblocked = Case(z, no_functions, kwargs=kwargs | dict(mask_fn=mask))
     plain, pull = jax.vjp(functools.partial(call, unblocked, "xla", ()), *args)
-    expected = plain, pull(cotangents(args, bf16))
-    for x, y in zip(jax.tree.leaves(run(blocked, args)), jax.tree.leaves(expected), strict=True):
+    expected = jax.tree.leaves((plain, pull(cotangents(args, bf16))))
+    results = jax.tree.leaves(run(blocked, args))
+    for x, y in zip(results, expected, strict=True):
         finite = np.isfinite(f32(y))
         np.testing.assert_array_equal(np.isfinite(f32(x)), finite)
         np.testing.assert_allclose(f32(x)[finite], f32(y)[finite], atol=2e-2)
 
 
 # ---- numbers that nobody sees, and rows that are done again
-
-
-def assert_same_bits(clean, dirty):
-    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @not_finite_products
@@ -173,16 +171,16 @@ def assert_same_bits(clean, dirty):
 )
 def test_what_a_mask_hides_changes_no_bit(scored):
     hidden = np.isin(np.arange(200), [3, 77, 78, 150, 199])
-    functions = dict(mask_fn=Mask(lambda b, h, i, j, p: p[j], ~hidden))
+    kwargs = dict(mask_fn=mask_of_keys(~hidden))
     if scored:
         alibi = scores.alibi(np.array([0.1], f32))
-        functions["score_fn"] = alibi.then(scores.t5(TABLE[:, :1]))
-    case = Case(small(T=70, S=200), lambda _: functions)
+        kwargs["score_fn"] = alibi.then(scores.t5(TABLE[:, :1]))
+    case = Case(small(T=70, S=200), no_functions, kwargs=kwargs)
     query, key, value = draw(bf16, case.z)
     clean = run(case, (query, key, value))
     key[:, hidden] = np.nan
     value[:, hidden] = np.inf
-    assert_same_bits(clean, run(case, (query, key, value)))
+    assert_equal_bits(run(case, (query, key, value)), clean)
 
 
 @pytest.mark.slow
@@ -202,7 +200,9 @@ def test_what_nobody_sees_changes_no_bit(name):
     if not has_hidden:
         return
     with interpreted():
-        assert_same_bits(differentiated(case, args), differentiated(case, dirty, cotangent))
+        clean_results = differentiated(case, args)
+        dirty_results = differentiated(case, dirty, cotangent)
+    assert_equal_bits(dirty_results, clean_results)
 
 
 @pytest.mark.slow
@@ -211,7 +211,8 @@ def test_a_key_that_dwarfs_the_others_under_a_score():
     """Rows that the fixed reference cannot serve are done again with the score as well."""
     query, key, value = draw(bf16, small(T=64, S=450))
     key[:, 300] *= bf16(200)
-    score_fn = Score(lambda s, b, h, i, j, p: s + 0.01 * (i - j)).then(scores.t5(TABLE[:, :1]))
+    line = Score(lambda s, b, h, i, j, p: s + 0.01 * (i - j))
+    score_fn = line.then(scores.t5(TABLE[:, :1]))
     kwargs = dict(is_causal=True, q_offset=384, score_fn=score_fn)
     out, lse = forward((query, key, value), **kwargs)
     plain, plain_lse = dot_product_attention(query, key, value, **kwargs, return_residual=True)

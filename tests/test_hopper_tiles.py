@@ -22,9 +22,14 @@ def picture(problem, inputs: MaskInputs, T: int, S: int) -> np.ndarray:
     return np.asarray(mask_pairs(problem, inputs, rows, cols))
 
 
+def row_tiles(seen: np.ndarray, size: int) -> list[np.ndarray]:
+    """Cut the rows of a picture into tiles of `size`."""
+    return [seen[start : start + size] for start in range(0, len(seen), size)]
+
+
 def column_tiles(rows: np.ndarray, size: int) -> list[np.ndarray]:
     """Cut the columns of some rows of a picture into tiles of `size`."""
-    return [rows[:, start : start + size] for start in range(0, rows.shape[1], size)]
+    return [tile.T for tile in row_tiles(rows.T, size)]
 
 
 def tiles_with_pairs(tiles) -> list[int]:
@@ -80,25 +85,29 @@ def check_visits(range_of, problem, ends, seen, size):
     from memeff.pallas.hopper import tile_ranges
 
     offset = problem.q_offset
-    for first in range(0, len(seen), ROWS):
-        rows = seen[first : first + ROWS]
+    for n, rows in enumerate(row_tiles(seen, ROWS)):
+        first = n * ROWS
         last = first + len(rows) - 1
         visits = range_of(problem, offset, first, last, ends, size)
         order = visiting_order(visits)
         tiles = column_tiles(rows, size)
-        assert sorted(order) == list(range(int(visits.low), int(visits.high)))
+        low = int(visits.low)
+        high = int(visits.high)
+        assert sorted(order) == list(range(low, high))
         assert set(tiles_with_pairs(tiles)) <= set(order)
-        for n, j in enumerate(order):
-            assert n < visits.masked or is_wholly_seen(tiles[j], size)
+        for j in order[int(visits.masked) :]:
+            assert is_wholly_seen(tiles[j], size)
         check_nearest_first(visits, first + 2 + offset, size)
-        for i in range(len(rows)):
-            row = first + i
-            hidden = int(visits.hidden(range_of(problem, offset, row, row, ends, size)))
+        for row in range(first, last + 1):
+            visits_of_row = range_of(problem, offset, row, row, ends, size)
+            hidden = int(visits.hidden(visits_of_row))
             assert 0 <= hidden <= visits.masked
-            assert not any(tiles[j][i].any() for j in order[:hidden])
+            for j in order[:hidden]:
+                assert not tiles[j][row - first].any()
         if visits.covers and visits.right > 0 and range_of is tile_ranges.keys_seen:
-            in_right_tiles = rows[:, int(visits.high - visits.right) * size :]
-            assert (in_right_tiles.any(1) | ~rows.any(1)).all()
+            first_right = int(visits.high - visits.right)
+            sees_right = rows[:, first_right * size :].any(1)
+            assert (sees_right | ~rows.any(1)).all()
 
 
 def check_nearest_first(visits, position, size):
@@ -108,7 +117,8 @@ def check_nearest_first(visits, position, size):
     near_order = visiting_order(visits.nearest_first(position, size), visits.total)
     assert near_order[:masked] == order[:masked]
     assert sorted(near_order) == sorted(order)
-    distances = [abs(j - position // size) for j in near_order[masked:]]
+    nearest = position // size
+    distances = [abs(j - nearest) for j in near_order[masked:]]
     assert distances == [] or distances[0] == min(distances)
 
 
@@ -116,7 +126,8 @@ def check_nearest_first(visits, position, size):
 
 
 def sorted_ids(seed: int, length: int) -> np.ndarray:
-    return np.sort(np.random.default_rng(seed).integers(0, 3, length)).astype(np.int32)
+    ids = np.random.default_rng(seed).integers(0, 3, length)
+    return np.sort(ids).astype(np.int32)
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["by queries", "by keys"])
@@ -143,12 +154,14 @@ def test_visits_of_segments_in_order(keys):
         seen = picture(problem, inputs, T, S)
         if keys:
             seen = seen.T
-        for i, first in enumerate(range(0, len(seen), ROWS)):
-            rows = seen[first : first + ROWS]
+        for i, rows in enumerate(row_tiles(seen, ROWS)):
+            first = i * ROWS
             last = first + len(rows) - 1
             visits = range_of(problem, offset, first, last, (T, S), size)
-            segments = (x[0, i] for x in (scalars.first, scalars.behind, scalars.alone))
-            visits = visits.within(*segments, size)
+            first_seen = scalars.first[0, i]
+            behind = scalars.behind[0, i]
+            alone = scalars.alone[0, i]
+            visits = visits.within(first_seen, behind, alone, size)
             order = visiting_order(visits)
             tiles = column_tiles(rows, size)
             assert set(tiles_with_pairs(tiles)) <= set(order)
@@ -171,8 +184,11 @@ def test_tables_list_what_is_seen(window):
     T = 300
     S = 410
     sides = 64, 128
-    mask = masks.documents(np.repeat([0, 1], [200, 100]), np.repeat([0, 1], [280, 130]))
-    problem = Problem(blocks=memeff.block_mask(mask, T, S, block_size=16).blocks, **window)
+    q_documents = np.repeat([0, 1], [200, 100])
+    kv_documents = np.repeat([0, 1], [280, 130])
+    mask = masks.documents(q_documents, kv_documents)
+    block = memeff.block_mask(mask, T, S, block_size=16)
+    problem = Problem(blocks=block.blocks, **window)
     i, j = np.ogrid[:T, :S]
     seen = (i >= 200) == (j >= 280)
     if problem.left is not None:
@@ -180,13 +196,15 @@ def test_tables_list_what_is_seen(window):
     if problem.right is not None:
         seen &= j <= i + problem.right
     whole_tiles = 0
-    for keys, row_side, col_side, pairs in ((False, *sides, seen), (True, *sides[::-1], seen.T)):
+    for keys in (False, True):
         scalars = tile_ranges.with_lists(problem, Scalars(), (T, S), sides, keys)
         table = np.asarray(scalars.listed)
-        for n, start in enumerate(range(0, len(pairs), row_side)):
+        pairs = seen.T if keys else seen
+        row_side, col_side = reversed(sides) if keys else sides
+        for n, rows in enumerate(row_tiles(pairs, row_side)):
             visits = tile_ranges.TileList.of(table, n)
             order = visiting_order(visits)
-            tiles = column_tiles(pairs[start : start + row_side], col_side)
+            tiles = column_tiles(rows, col_side)
             assert sorted(order) == tiles_with_pairs(tiles)
             for m in order[int(visits.masked) :]:
                 assert is_wholly_seen(tiles[m], col_side)
@@ -213,9 +231,9 @@ def test_blocks_that_stay_have_equally_much_to_do(T, heads):
     np.testing.assert_array_equal(visited, np.arange(tiles, 0, -1))
     order = scheduler.balanced_order(heads, 1 + visited, blocks)
     index = np.arange(heads * tiles)
-    head, tile = map(np.asarray, scheduler.work_item(heads, tiles, order, True, index))
-    work_items = set(zip(head.tolist(), tile.tolist(), strict=True))
-    assert len(work_items) == heads * tiles
+    work_items = np.stack(scheduler.work_item(heads, tiles, order, True, index))
+    assert len(np.unique(work_items, axis=1).T) == heads * tiles
+    _, tile = work_items
     turn, block = np.divmod(index, blocks)
     block = np.where(turn % 2, blocks - 1 - block, block)  # every second turn runs backwards
     load = np.bincount(block, 2 + tile)

@@ -42,10 +42,10 @@ def test_values(name):
 def size_of_sink_gradient_terms(args, kwargs, out) -> float:
     """Return how large the terms are whose sum over rows is the gradient of a sink."""
     call = oracle._call(*args, None, None, **kwargs)
-    p_keys = oracle._softmax(call)[1]
-    p = 1 - p_keys.sum(-1).swapaxes(1, 2)  # of the sink: B T N
+    p = oracle._softmax(call)[1]  # of keys
+    p_sink = 1 - p.sum(-1).swapaxes(1, 2)  # B T N
     dout, _ = cotangents(args, bf16)
-    terms = p * np.abs(dout * out).astype(f32).sum(-1)
+    terms = p_sink * np.abs(dout * out).astype(f32).sum(-1)
     return np.sqrt((terms**2).sum((0, 1)).max())
 
 

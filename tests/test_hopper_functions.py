@@ -208,7 +208,7 @@ def test_what_nobody_sees_changes_no_bit(name):
 @pytest.mark.slow
 @not_finite_products
 def test_a_key_that_dwarfs_the_others_under_a_score():
-    """Rows that the fixed reference cannot serve are done again with the score as well."""
+    """Rows whose fixed maximum fails are done again with the score as well."""
     query, key, value = draw(bf16, small(T=64, S=450))
     key[:, 300] *= bf16(200)
     line = Score(lambda s, b, h, i, j, p: s + 0.01 * (i - j))

@@ -1,6 +1,6 @@
 """The ends of the range in the Hopper kernels, in Mosaic's interpreter.
 
-A fixed reference, or 16 bits, overflow or flush there.
+Sums with a fixed maximum, or numbers in 16 bits, overflow or flush there.
 """
 
 import functools
@@ -30,7 +30,7 @@ pytestmark = [needs_kernels, not_finite]
 
 
 def test_a_row_that_sees_no_logit_in_its_first_tiles_is_done_again():
-    """A score of -inf hides the first keys of some rows, which then have no logit to refer to.
+    """A score of -inf hides the first keys of some rows, which then have no maximum.
 
     Later logits of these rows lie 400 bits below 0.
     """

@@ -1,7 +1,7 @@
 """Rows and tiles that the Hopper kernels compute again, and numbers that nobody sees.
 
-A row's softmax refers to a number that its early tiles gave. A row that this fixed reference
-cannot serve is done again. The kernels run in Mosaic's interpreter.
+The early tiles give a row the fixed maximum of its softmax. A row in which this maximum fails is
+done again, with a running maximum. The kernels run in Mosaic's interpreter.
 """
 
 import functools
@@ -30,7 +30,7 @@ from hopper_cases import (
 
 pytestmark = needs_kernels
 
-# ---- rows that the fixed reference cannot serve
+# ---- rows whose fixed maximum fails
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ pytestmark = needs_kernels
 def test_a_key_that_dwarfs_the_others(where):
     """A key far larger than all others makes its rows one-hot.
 
-    The sums of these rows overflow because their reference is older, or all else vanishes beside
-    the key. Their dq is a difference of large terms that cancel only where out equals a value, bit
-    for bit. In plain attention it does, because the largest p is 1. Here dq is off by p's rounding
-    where the fixed reference served (see docs/limits.md).
+    The sums of these rows overflow because their fixed maximum is older than the key, or all else
+    vanishes beside the key. Their dq is a difference of large terms that cancel only where out
+    equals a value, bit for bit. In plain attention it does, because the largest p is 1. Here dq is
+    off by p's rounding where the fixed maximum was kept (see docs/limits.md).
     """
     query, key, value = draw(bf16, small(T=128, S=512))
     key[:, where] *= bf16(200)
@@ -76,7 +76,7 @@ def test_a_row_that_fails_changes_no_bit_of_another():
 
 @not_finite_products
 def test_rows_that_fail_leave_the_others_as_they_were():
-    """A key that only 48 of 128 rows feel, after their reference stands, changes only these rows.
+    """A key that only 48 of 128 rows feel, after their maximum is fixed, changes only these rows.
 
     Their sums overflow. One tile follows the first, as in the test below.
     """

@@ -86,11 +86,11 @@ def interpreted_tangents(args, along, kwargs, **functions):
 
 def assert_right(tangents, args, along, kwargs, dtype, name):
     """Compare the tangents of out and lse with the oracle."""
-    directions = []
+    along_all = []
     for x, dx in zip(args, along, strict=True):
-        directions.append(np.zeros_like(x) if dx is None else dx)
+        along_all.append(np.zeros_like(x) if dx is None else dx)
     options = oracle_arguments(args, kwargs, dtype)
-    dout, dlse = oracle.tangent(*args, along=directions, **options)
+    dout, dlse = oracle.tangent(*args, along=along_all, **options)
     _, lse, *_ = oracle.attention(*args, **options)
     _, (plain_dout, plain_dlse) = jvp(args, along, kwargs, "reference")
     assert_as_good(tangents[0], [plain_dout], dout, dtype, f"{name}: tangent of out")
@@ -215,9 +215,6 @@ def use_plain_tangents(monkeypatch):
     monkeypatch.setattr("memeff.chunked.implementation.tangent", None)
 
 
-ALWAYS = Sizes(B=2, T=7, S=7, K=2, G=2, H=8, D=8)
-
-
 def attend(*args, implementation):
     return dot_product_attention(
         *args, is_causal=True, return_residual=True, implementation=implementation
@@ -311,7 +308,7 @@ def transformed(name, implementation):
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations(name, monkeypatch):
-    args = draw(f32, ALWAYS)
+    args = draw(f32, Sizes(B=2, T=7, S=7, K=2, G=2, H=8, D=8))
     along = directions(args)
     expected = transformed(name, "xla")(args, along)
     use_plain_tangents(monkeypatch)
@@ -344,8 +341,8 @@ def test_devices_run_their_own_part(axis_type, monkeypatch):
 # ---- lowered for CUDA
 
 
-def along(f):
-    """Return a function of arguments that gives the tangent of `f` along these arguments."""
+def with_tangent(f):
+    """Return a function that gives f and its tangent along the arguments themselves."""
     return lambda *x: jax.jvp(f, x, x)
 
 
@@ -357,7 +354,7 @@ def causal(query, key, value):
 def test_calls_lower_for_cuda(H):
     """Forward and tangent are kernels; the tangent of wide heads is the chunked path's."""
     x = jax.ShapeDtypeStruct((2, 1000, 4, H), bf16)
-    assert kernels(lowered(along(causal), x, x, x)) == (2 if H <= 128 else 1)
+    assert kernels(lowered(with_tangent(causal), x, x, x)) == (2 if H <= 128 else 1)
 
 
 @slow
@@ -375,15 +372,15 @@ def test_calls_with_functions_lower_for_cuda():
         )
 
     def along_arrays(slopes, *x):
-        return along(functools.partial(scored, slopes))(*x)
+        return with_tangent(functools.partial(scored, slopes))(*x)
 
     def loss(*x):
         return dot_product_attention(*x).astype(f32).sum()
 
     assert kernels(lowered(along_arrays, slopes, x, x, x)) == 2
-    assert kernels(lowered(along(scored), slopes, x, x, x)) == 1
+    assert kernels(lowered(with_tangent(scored), slopes, x, x, x)) == 1
     gradient = jax.grad(loss, (0, 1, 2))
-    assert kernels(lowered(along(gradient), x, x, x)) == 4
+    assert kernels(lowered(with_tangent(gradient), x, x, x)) == 4
 
 
 @slow
@@ -402,7 +399,7 @@ def test_transformations_lower_for_cuda():
     assert kernels(lowered(of_tangents, x, x, x, x.update(shape=(3, *x.shape)))) == 2
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     spec = P("x", None, "y")
-    parts = jax.shard_map(along(causal), mesh=mesh, in_specs=spec, out_specs=(spec,) * 2)
+    parts = jax.shard_map(with_tangent(causal), mesh=mesh, in_specs=spec, out_specs=(spec,) * 2)
     assert kernels(lowered(parts, x, x, x)) == 2
 
     @jax.checkpoint
@@ -412,4 +409,4 @@ def test_transformations_lower_for_cuda():
     def layers(x):
         return jax.lax.scan(step, x, length=5)[0]
 
-    assert kernels(lowered(along(layers), x)) == 2
+    assert kernels(lowered(with_tangent(layers), x)) == 2

@@ -16,8 +16,8 @@ import numpy as np
 import oracle
 from cases import Sizes
 from conftest import assert_as_good
-from test_hopper import unseen_filled
-from test_hopper_functions import t5_at
+from hopper_cases import unseen_filled
+from hopper_user_functions import t5_at
 
 import memeff
 from memeff import masks, scores

@@ -1,10 +1,13 @@
-"""Compiles the kernels for an H200 that is not there, and prints what ptxas says of each. Run by test_sm90a.py."""
+"""Compile the kernels for an H200, without a GPU, and print what ptxas says of each.
+
+test_sm90a.py runs this file, with its environment set before JAX starts.
+"""
 
 import os
 import pathlib
 import sys
 
-if __name__ == "__main__":  # before JAX starts
+if __name__ == "__main__":  # JAX reads these when it starts
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -22,12 +25,17 @@ import memeff  # noqa: E402
 from memeff import masks, scores
 from memeff.device import pretend_device
 
-B, T, N = 2, 8192, 16
+B = 2
+T = 8192
+N = 16
 IDS = np.arange(B * T).reshape(B, T) // 3000
 
 
+SINKS = np.linspace(-1, 1, N, dtype=np.float32)
+
+
 def t5(slopes):
-    """Of a table that nobody differentiates."""
+    """Return T5's score with a table that nobody differentiates."""
     return scores.t5(jnp.linspace(-1, 1, 32)[:, None] * jax.lax.stop_gradient(slopes))
 
 
@@ -44,11 +52,9 @@ CASES = {
     "tails": dict(H=128, is_causal=True, T=8200),
     "tails 64": dict(H=64, is_causal=True, T=8200),
     "tails, fused": dict(H=128, is_causal=True, T=8200, backward="fused"),
-    "sinks": dict(H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
-    "sinks 64": dict(H=64, sinks=np.linspace(-1, 1, N, dtype=np.float32)),
-    "jvp, sinks": dict(
-        H=128, is_causal=True, sinks=np.linspace(-1, 1, N, dtype=np.float32), jvp=True
-    ),
+    "sinks": dict(H=128, is_causal=True, sinks=SINKS),
+    "sinks 64": dict(H=64, sinks=SINKS),
+    "jvp, sinks": dict(H=128, is_causal=True, sinks=SINKS, jvp=True),
     "alibi": dict(H=128, is_causal=True, score=scores.alibi),
     "alibi 64": dict(H=64, is_causal=True, score=scores.alibi),
     "t5": dict(H=128, is_causal=True, score=t5),
@@ -71,20 +77,29 @@ CASES = {
 
 
 def lowered(
-    H: int, K: int = N, T: int = T, score=None, jvp: bool = False, dtype: str = "bfloat16", **how
+    H: int,
+    K: int = N,
+    T: int = T,
+    score=None,
+    jvp: bool = False,
+    dtype: str = "bfloat16",
+    **options,
 ):
-    """Return forward and gradient of a call, also by the params of `score`; or its tangent along query, key and value."""
+    """Return the lowered forward and gradient of a call, or its tangent with `jvp`.
+
+    The gradient is by the params of `score`, too. The tangent is along query, key and value.
+    """
     description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
-    devices = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         "h200", "cuda", target_config=description.read_text(), topology="1x1x1"
-    ).devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
-    here = NamedSharding(mesh, PartitionSpec())
+    )
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    on_device = NamedSharding(mesh, PartitionSpec())
 
     def attend(query, key, value, *of_heads):
         scored = {} if score is None else dict(score_fn=score(*of_heads))
         return memeff.dot_product_attention(
-            query, key, value, implementation="pallas", **scored, **how
+            query, key, value, implementation="pallas", **scored, **options
         )
 
     def both(dout, *args):
@@ -94,23 +109,25 @@ def lowered(
     def along(dq, query, key, value, dk, dv, *of_heads):
         return jax.jvp(lambda *args: attend(*args, *of_heads), (query, key, value), (dq, dk, dv))
 
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in (N, N, K, K, *[K] * 2 * jvp)]
-    shapes += [] if score is None else [jax.ShapeDtypeStruct((N,), jnp.float32)]
+    heads = [N, N, K, K]
+    if jvp:
+        heads += [K, K]
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in heads]
+    if score is not None:
+        shapes.append(jax.ShapeDtypeStruct((N,), jnp.float32))
     with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
-        return (
-            jax.jit(along if jvp else both, in_shardings=here, out_shardings=here)
-            .trace(*shapes)
-            .lower()
-        )
+        function = along if jvp else both
+        jitted = jax.jit(function, in_shardings=on_device, out_shardings=on_device)
+        return jitted.trace(*shapes).lower()
+
+
+def main(names: list[str]) -> None:
+    """Compile the named cases, or all."""
+    for name in names or CASES:
+        print("case", name, flush=True)
+        memory = lowered(**CASES[name]).compile().memory_analysis()
+        print("temporary bytes", memory.temp_size_in_bytes, flush=True)
 
 
 if __name__ == "__main__":
-    for name, how in CASES.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
-        print("case", name, flush=True)
-        print(
-            "temporary bytes",
-            lowered(**how).compile().memory_analysis().temp_size_in_bytes,
-            flush=True,
-        )
+    main(sys.argv[1:])

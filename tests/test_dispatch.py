@@ -139,15 +139,16 @@ def test_request_is_met_forward_and_backward(implementation, name):
 def test_a_reason_is_a_piece_of_a_sentence(name):
     """A reason stands after a colon and before a full stop."""
     problem, operands, _ = handed_to_dispatch("plain", "float32")
+    request = implementations.Request(name)
     reason = implementations.why_not(name, problem, operands)
     if reason is None:
-        assert dispatch.choose_implementation(problem, operands, name).module is MODULES[name]
+        assert dispatch.choose_implementation(problem, operands, request).module is MODULES[name]
         return
     assert reason
     assert not reason.endswith(".")
     assert "\n" not in reason
     with pytest.raises(NotImplementedError) as raised:
-        dispatch.choose_implementation(problem, operands, name)
+        dispatch.choose_implementation(problem, operands, request)
     message = f'implementation="{name}" cannot run this call: {reason}. Use implementation=None'
     assert str(raised.value).startswith(message)
 

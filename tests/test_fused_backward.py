@@ -45,7 +45,7 @@ LONG = (2, 8192, 16, 128)  # forward + gradient, causal, H200: 563 TFLOP/s in on
 
 
 def choose_backward(query, key, **kwargs):
-    """Return the problem and the implementation that a Hopper GPU runs a call of shapes with."""
+    """Return the schedule and the implementation that a Hopper GPU runs a call of shapes with."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (query, key, key)]
 
     def attend(*arrays):
@@ -53,8 +53,8 @@ def choose_backward(query, key, **kwargs):
 
     with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
         jax.eval_shape(attend, *arrays)
-    problem, _, name = calls[0]
-    return problem, name
+    chosen, _ = calls[0]
+    return chosen.schedule, chosen.name
 
 
 @needs_kernels
@@ -98,11 +98,11 @@ def choose_backward(query, key, **kwargs):
 )
 def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(query, key, how, fused):
     """A call that is not fused runs as it does without the argument."""
-    problem, name = choose_backward(query, key, **how, backward="fastest")
+    schedule, name = choose_backward(query, key, **how, backward="fastest")
     usual, usual_name = choose_backward(query, key, **how)
-    assert problem == dataclasses.replace(usual, backward="fused" if fused else None)
+    assert schedule == dataclasses.replace(usual, fused_backward=fused)
     assert name == usual_name
-    assert usual.backward is None
+    assert not usual.fused_backward
 
 
 @needs_kernels

@@ -431,7 +431,7 @@ def test_hopper_rows_that_are_done_again(where):
     how, dirty = dict(key_value_seq_lengths=np.array([850, 600], np.int32)), value.copy()
     dirty[:, 850] = np.nan  # nobody sees it
     result = run_call((query, key, dirty), how | {"implementation": "pallas"}, "bfloat16")
-    # a difference of large terms, in rows that are nearly one-hot: see tests/test_hopper.py
+    # a difference of large terms, in rows that are nearly one-hot: see tests/test_hopper_redone.py
     result.grads.pop("query")
     assert_truth(result, "far", (query, key, value), how, "bfloat16")
 

@@ -1,31 +1,47 @@
-"""The ends of the range in the Hopper kernels, in the interpreter: what a fixed reference or 16 bits overflow or flush."""
+"""The ends of the range in the Hopper kernels, in Mosaic's interpreter.
 
-import jax
+Sums with a fixed maximum, or numbers in 16 bits, overflow or flush there.
+"""
+
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_hopper import bf16, cotangents, draw, f32, forward, i32, run, small
+from conftest import cotangents
+from hopper_cases import (
+    RESULTS,
+    bf16,
+    draw,
+    f32,
+    forward,
+    forward_and_gradients,
+    i32,
+    needs_kernels,
+    not_finite,
+    small,
+)
 
 from memeff import dot_product_attention
 from memeff.user_functions import Score
 
-pytestmark = [
-    pytest.mark.skipif(
-        jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"
-    ),
-    # of rows that are done again
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in"),
-]
+pytestmark = [needs_kernels, not_finite]
 
 
 def test_a_row_that_sees_no_logit_in_its_first_tiles_is_done_again():
-    """A score of -inf hides a key: no logit of these rows is there to refer to, and later ones lie 400 bits below 0."""
+    """A score of -inf hides the first keys of some rows, which then have no maximum.
+
+    Later logits of these rows lie 400 bits below 0.
+    """
     # four tiles without masks, of which the first is the nearest
     args = draw(bf16, small(T=64, S=512))
-    score_fn = Score(
-        lambda s, b, h, i, j, p: jnp.where((j < 260) & (i % 2 == 0), -jnp.inf, s - 277.0)
-    )
+
+    def score(s, b, h, i, j, p):
+        hidden = (j < 260) & (i % 2 == 0)
+        return jnp.where(hidden, -jnp.inf, s - 277.0)
+
+    score_fn = Score(score)
     out, lse = forward(args, score_fn=score_fn)
     plain, plain_lse = dot_product_attention(
         *args, score_fn=score_fn, return_residual=True, implementation="reference"
@@ -38,42 +54,56 @@ def test_a_row_that_sees_no_logit_in_its_first_tiles_is_done_again():
     "size", [3e38, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e30, 1e-30))]
 )
 def test_equal_keys_have_their_value(size):
-    """However large: the sum of as many of the largest is more than float32 holds."""
+    """The value may be so large that float32 does not hold the sum over keys."""
     query, key, value = draw(bf16, small(T=64, S=450))
-    key[:], value[:] = 4, size
+    key[:] = 4
+    value[:] = size
     out, lse = forward((query, key, value))
-    np.testing.assert_array_equal(f32(out), f32(np.broadcast_to(value[:, :1], out.shape)))
+    expected = np.broadcast_to(value[:, :1], out.shape)
+    np.testing.assert_array_equal(f32(out), f32(expected))
     assert np.isfinite(lse).all()
 
 
 def test_keys_far_below_a_sink_count():
-    """449 keys 18.5 nats below one whose value is 0, and a long key that is orthogonal to every query."""
+    """Keys 18.5 nats below a key whose value is 0 count, because there are 449.
+
+    Another key is long, and orthogonal to every query.
+    """
     query, key, value = draw(bf16, small(T=64, S=451))
-    query[..., :2], key[..., :2], query[..., 2:] = [1, 0], 0, 0
-    key[:, 0], key[:, -1], value[:, 0] = 0, 0, 0
-    key[:, 0, :, 0], key[:, -1, :, 1] = 148, 4096
+    query[..., :2] = [1, 0]
+    query[..., 2:] = 0
+    key[..., :2] = 0
+    key[:, 0] = 0
+    key[:, -1] = 0
+    key[:, 0, :, 0] = 148
+    key[:, -1, :, 1] = 4096
+    value[:, 0] = 0
     value[:, 1:] = np.abs(value[:, 1:])
     out, lse = forward((query, key, value))
     p = np.exp(-18.5)
-    true = p * value.astype(np.float64).sum(1, keepdims=True) / (1 + 450 * p)
+    total = value.astype(np.float64).sum(1, keepdims=True)
+    true = p * total / (1 + 450 * p)
+    true_lse = 18.5 + np.log1p(450 * p)
     np.testing.assert_allclose(f32(out), np.broadcast_to(true, out.shape), rtol=2.0**-8)
-    np.testing.assert_allclose(lse, 18.5 + np.log1p(450 * p), rtol=2e-7)
+    np.testing.assert_allclose(lse, true_lse, rtol=2e-7)
 
 
 @pytest.mark.slow
 def test_powers_of_two_in_values_and_cotangents_pass_through():
-    """Values times 2^-100 and cotangents times 2^100: the same bits, forward and backward."""
-    (query, key, value), how = (
-        draw(bf16, small(T=70, S=140)),
-        dict(is_causal=True, query_seq_lengths=i32([66])),
-    )
+    """Values times 2^-100 and cotangents times 2^100 give the same bits, forward and backward."""
+    query, key, value = draw(bf16, small(T=70, S=140))
     dout, dlse = cotangents((query, key, value), "bfloat16", dlse=False)
-    scaled = lambda x, power: (x.astype(f32) * f32(2.0) ** power).astype(bf16)
-    base = run((query, key, value), how, dout, dlse)
-    found = run((query, key, scaled(value, -100)), how, scaled(dout, 100), dlse)
-    for name, power, old, new in zip(
-        ("out", "lse", "dq", "dk", "dv"), (-100, 0, 0, 0, 100), base, found, strict=True
-    ):
+    run = functools.partial(
+        forward_and_gradients, kwargs=dict(is_causal=True, query_seq_lengths=i32([66]))
+    )
+
+    def scaled(x, power):
+        return (x.astype(f32) * f32(2.0) ** power).astype(bf16)
+
+    base = run((query, key, value), dout=dout, dlse=dlse)
+    other = run((query, key, scaled(value, -100)), dout=scaled(dout, 100), dlse=dlse)
+    powers = (-100, 0, 0, 0, 100)
+    for name, power, old, new in zip(RESULTS, powers, base, other, strict=True):
         np.testing.assert_array_equal(old * f32(2.0) ** power, new, err_msg=name)
 
 
@@ -83,30 +113,40 @@ SIZES = [(2.0**-14, 16), pytest.param(2.0**5, 1, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("size, keys", SIZES, ids=["small", "large"])
 def test_ds_in_float16(size, keys):
-    """Of small values, where float16 holds ds in a few bits, and dq in all; of large ones, where it does not hold the larger
-    that stands in for ds, and all is done again.
+    """Gradients are right where float16 rounds ds much, or cannot hold it.
+
+    Of small values, float16 holds ds in a few bits, and dq in all. Of large values, float16 does
+    not hold the larger number that stands in for ds, and all is done again.
     """
     args = draw(np.float16, small(T=64, S=200))
-    query, key, value = (
-        x * np.float16(y) for x, y in zip(args, (1 / keys, keys, size), strict=True)
-    )
+    query, key, value = args
+    query = query * np.float16(1 / keys)
+    key = key * np.float16(keys)
+    value = value * np.float16(size)
     dout, dlse = cotangents(args, np.float16, dlse=False)
     dout = dout * np.float16(max(1, size))
-    found = run((query, key, value), {}, dout, dlse)
+    _, _, *grads = forward_and_gradients((query, key, value), {}, dout, dlse)
     expected = oracle.gradients(query, key, value, dout=dout, dlse=dlse)
     held = ("query",) if keys > 1 else ("query", "key", "value")
-    for name, x in zip(held, found[2:], strict=False):
-        error = np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name])
+    for name, x in zip(held, grads, strict=False):
+        true = expected[name]
+        error = np.linalg.norm(x - true) / np.linalg.norm(true)
         assert error < 2e-3, (name, error)
 
 
 def test_keys_that_pad_a_tile_make_no_nan_of_a_fused_dq():
-    """In float16, of rows whose lse is far below 0: p of a key of zeros, which only pads the tile, overflows there."""
+    """In float16, p of a key of zeros that only pads a tile may overflow, and dq has no NaN.
+
+    It overflows in rows whose lse is far below 0.
+    """
     query, key, value = draw(np.float16, small(T=64, S=70))
-    query[:], key[:] = np.abs(query), -np.abs(key)
+    query[:] = np.abs(query)
+    key[:] = -np.abs(key)
     dout, dlse = cotangents((query, key, value), np.float16)
     args = query * np.float16(8), key, value
-    fused, split = (run(args, dict(backward=form), dout, dlse) for form in ("fused", "split"))
-    assert (split[1] < -12).all()
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), fused, split, strict=True):
+    fused = forward_and_gradients(args, dict(backward="fused"), dout, dlse)
+    split = forward_and_gradients(args, dict(backward="split"), dout, dlse)
+    _, lse, *_ = split
+    assert (lse < -12).all()
+    for name, x, y in zip(RESULTS, fused, split, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)

@@ -101,8 +101,8 @@ def test_a_limit_for_the_whole_program_retraces_what_jit_keeps():
     def f(x):
         with watch_dispatch() as calls:
             out = dot_product_attention(x, x, x)
-        problem, _, _ = calls[0]
-        chosen.append(problem.chunk_size)
+        choice, _ = calls[0]
+        chosen.append(choice.schedule.chunk_size)
         return out
 
     f(x)

@@ -49,11 +49,11 @@ def shape_of(B, T, S, N, K):
 @pytest.mark.parametrize("backend, windowed, sizes, requested, tile, block", SIZES, ids=str)
 def test_tile_sizes(monkeypatch, backend, windowed, sizes, requested, tile, block):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    tiles = tile_sizes.default_tiles(shape_of(*sizes), f32, requested, windowed, True)
-    assert tiles.chunk_size == tile
-    assert tiles.block == block
-    if tiles.fixed_chunk_size is not None:
-        for size, length in zip(tiles.fixed_chunk_size, sizes[1:3], strict=True):
+    schedule = tile_sizes.default_schedule(shape_of(*sizes), f32, requested, windowed, True)
+    assert schedule.chunk_size == tile
+    assert schedule.head_block == block
+    if schedule.fixed_max_chunk_size is not None:
+        for size, length in zip(schedule.fixed_max_chunk_size, sizes[1:3], strict=True):
             assert 1 <= size <= max(1, length)
 
 
@@ -67,9 +67,9 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
 
     def choices(dtype=f32):
         shape = shape_of(1, 4096, 4096, 8, 8)
-        tiles = tile_sizes.default_tiles(shape, dtype, (None, None), True, True)
-        fixed_max = tiles.fixed_chunk_size is not None
-        blocks = tiles.block is not None
+        schedule = tile_sizes.default_schedule(shape, dtype, (None, None), True, True)
+        fixed_max = schedule.fixed_max_chunk_size is not None
+        blocks = schedule.head_block is not None
         return fixed_max, blocks
 
     monkeypatch.undo()  # eight devices

@@ -1,0 +1,233 @@
+"""Calls of the Hopper kernels under vmap, on several devices and lowered for CUDA.
+
+Where numbers are compared, plain JAX stands in for the kernels (see hopper_stand_ins.py).
+"""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from cases import Sizes
+from conftest import cotangents
+from hopper_cases import assert_close, bf16, draw, f32, i32, kernels, lowered, needs_kernels
+from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_kernels
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memeff import dot_product_attention
+from memeff.device import pretend_device
+
+pytestmark = needs_kernels
+
+AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
+BATCH_AND_HEADS = P("x", None, "y")
+
+
+def devices_2x2(axis_type):
+    """Return a mesh of two devices for the batch and two for heads."""
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+
+
+# ---- lowered for CUDA
+
+
+def causal(query, key, value):
+    return dot_product_attention(query, key, value, is_causal=True)
+
+
+def training(query, key, value, dout):
+    out, pull = jax.vjp(causal, query, key, value)
+    return out, *pull(dout)
+
+
+@pytest.mark.parametrize("H", [64, 128, 200])
+def test_calls_lower_for_cuda(H):
+    """Inference stores no lse. The gradient of wide heads is the chunked path's."""
+    x = jax.ShapeDtypeStruct((2, 1000, 4, H), bf16)
+    inference = lowered(causal, x, x, x)
+    (kernel,) = [line for line in inference.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert "f32" not in kernel.split("->")[-1]  # no lse
+    assert kernels(lowered(training, x, x, x, x)) == (3 if H <= 128 else 1)
+
+
+def test_transformations_lower_for_cuda():
+    x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)
+    one_key = x.update(shape=x.shape[1:])
+    mapped = jax.vmap(training, (0, None, 0, 0))
+    assert kernels(lowered(mapped, x, one_key, x, x)) == 3
+
+    def packed(q, ids):
+        return dot_product_attention(q, q, q, query_segment_ids=ids, implementation="pallas")
+
+    ids = jax.ShapeDtypeStruct((3, 2, 256), np.int32)
+    assert kernels(lowered(jax.vmap(packed), x, ids)) == 1
+
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), bf16)
+    mesh = devices_2x2(AxisType.Auto)
+    spec = BATCH_AND_HEADS
+    parts = jax.shard_map(training, mesh=mesh, in_specs=spec, out_specs=(spec,) * 4)
+    assert kernels(lowered(parts, x, x, x, x)) == 3
+
+    @jax.checkpoint
+    def loss(q):
+        return dot_product_attention(q, q, q).astype(f32).sum()
+
+    # the text has the forward once, and calls it twice
+    assert kernels(lowered(jax.value_and_grad(loss), x)) == 3
+
+    def step(x, _):
+        return dot_product_attention(x, x, x), None
+
+    def layers(x):
+        return jax.lax.scan(step, x, length=5)[0].astype(f32).sum()
+
+    assert kernels(lowered(jax.grad(layers), x)) == 3
+
+
+# ---- several devices, and vmap
+
+
+def results_and_gradients(query, key, value, dout, dlse, implementation):
+    """Return out, lse, dq, dk and dv of a causal call."""
+    call = functools.partial(
+        dot_product_attention, is_causal=True, return_residual=True, implementation=implementation
+    )
+    results, pull = jax.vjp(call, query, key, value)
+    return *results, *pull((dout, dlse))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("K", [4, 2, 1])
+def test_devices_run_their_own_part(K, axis_type, monkeypatch):
+    """Devices exchange nothing where batch and heads are sharded, except for sums over query heads.
+
+    Only query heads on other devices than their keys have such sums.
+    """
+    let_arrays_be_sharded(monkeypatch)
+    use_plain_kernels(monkeypatch)
+    args = draw(f32, Sizes(B=2, T=37, S=37, K=K, G=4 // K, H=8, D=8))
+    dout, dlse = cotangents(args)
+    chunked = functools.partial(results_and_gradients, implementation="xla")
+    expected = jax.jit(chunked)(*args, dout, dlse)
+    mesh = devices_2x2(axis_type)
+
+    def place(x, spec=BATCH_AND_HEADS):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    query, key, value = args
+    keys = BATCH_AND_HEADS if K > 1 else P("x")
+    arrays = [
+        place(query),
+        place(key, keys),
+        place(value, keys),
+        place(dout),
+        place(dlse),
+    ]
+    accept_all_calls(monkeypatch)
+    with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
+        call = jax.jit(functools.partial(results_and_gradients, implementation="pallas"))
+        results = call(*arrays)
+        text = call.lower(*arrays).compile().as_text()
+    assert_close(results, expected, atol=2e-5)
+    for x in results:
+        assert x.sharding.spec[0] == "x"
+    collectives = set(re.findall(r"(all-\w+|collective-\w+)\(", text))
+    assert collectives == ({"all-reduce"} if K == 1 else set())
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("name", ["q_offset", "key_value_seq_lengths", "query_segment_ids", "mask"])
+def test_small_operands_may_lie_whole_on_each_device(name, axis_type, monkeypatch):
+    """Gradients are sharded as the query is.
+
+    The stand-in reads none of these operands. test_hopper.py checks what they hide.
+    """
+    let_arrays_be_sharded(monkeypatch)
+    use_plain_kernels(monkeypatch)
+    mesh = devices_2x2(axis_type)
+
+    def place(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    args = draw(f32, Sizes(B=2, T=37, S=37, K=4, G=1, H=8, D=8))
+    arrays = [place(x, BATCH_AND_HEADS) for x in args]
+    small_operands = {
+        "q_offset": i32(3),
+        "key_value_seq_lengths": i32([30, 20]),
+        "mask": np.ones((1, 1, 1, 37), bool),
+        "query_segment_ids": np.zeros((2, 37), np.int32),
+    }
+    accept_all_calls(monkeypatch)
+
+    def total(query, key, value, operand):
+        kwargs = {name: operand}
+        out = dot_product_attention(
+            query, key, value, is_causal=True, implementation="pallas", **kwargs
+        )
+        return out.sum()
+
+    with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
+        operand = place(small_operands[name], P())
+        dq = jax.jit(jax.grad(total))(*arrays, operand)
+    assert dq.sharding.spec[:3] == ("x", None, "y")
+
+
+@pytest.mark.parametrize("batched", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
+def test_vmap_folds_into_the_batch(batched, monkeypatch):
+    use_plain_kernels(monkeypatch)
+    accept_all_calls(monkeypatch)
+    args = draw(f32, Sizes(B=2, T=7, S=7, K=2, G=2, H=8, D=8))
+    dout, dlse = cotangents(args)
+    stacked = [
+        x if axis is None else np.stack([x, 2 * x, -x])
+        for x, axis in zip(args, batched, strict=True)
+    ]
+    call = functools.partial(results_and_gradients, implementation="pallas")
+    mapped = jax.vmap(call, (*batched, None, None))
+    with pretend_device("gpu", "9.0"):
+        results = jax.jit(mapped)(*stacked, dout, dlse)
+    for i in range(3):
+        one = [x if axis is None else x[i] for x, axis in zip(stacked, batched, strict=True)]
+        expected = results_and_gradients(*one, dout, dlse, "xla")
+        assert_close([x[i] for x in results], expected, atol=2e-5)
+
+
+def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling):
+    """Stand in for the forward kernel: return the query times the sink of its head."""
+    from memeff.logits import LOG2_E
+
+    query, _, value = arrays
+    D = value.shape[-1]
+    sinks = scalars.sinks[:, None, :, None] / LOG2_E
+    return query[..., :D] * sinks, None
+
+
+@pytest.mark.parametrize(
+    "axis_type, mapped", [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, False)]
+)
+def test_each_device_has_the_sinks_of_its_heads(axis_type, mapped, monkeypatch):
+    """Each head gets its own sink, by a kernel that writes sinks to its output."""
+    from memeff.pallas.hopper import calls
+
+    monkeypatch.setattr(calls, "attend", attend_times_sinks)
+    let_arrays_be_sharded(monkeypatch)
+    accept_all_calls(monkeypatch)
+    mesh = devices_2x2(axis_type)
+    query = np.ones((2, 16, 4, 64), f32)
+    sinks = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], f32)
+
+    def call(sinks, query):
+        return dot_product_attention(query, query, query, sinks=sinks, implementation="pallas")
+
+    if mapped:
+        call = jax.vmap(call, (0, None))
+    else:
+        sinks = sinks[0]
+    with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
+        placed = jax.device_put(query, NamedSharding(mesh, BATCH_AND_HEADS))
+        out = jax.jit(call)(sinks, placed)
+    shape = *sinks.shape[:-1], *query.shape
+    expected = np.broadcast_to(sinks[..., None, None, :, None], shape)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)

@@ -24,6 +24,11 @@ f32 = np.float32
 slow = pytest.mark.slow
 
 
+def mib(size: float) -> str:
+    """Return a number of bytes as text."""
+    return f"{size / MIB:.1f} MiB"
+
+
 # ---- calls by kind: extra operands, static arguments, key heads
 
 
@@ -123,9 +128,7 @@ def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
 def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
     once, seconds = cost(kind, direction, T)
     twice, longer = cost(kind, direction, 2 * T)
-    assert twice <= 2.15 * once, (
-        f"{T} tokens {once / MIB:.1f} MiB, {2 * T} tokens {twice / MIB:.1f} MiB"
-    )
+    assert twice <= 2.15 * once, f"{T} tokens {mib(once)}, {2 * T} tokens {mib(twice)}"
     assert longer <= 1.5 * seconds + 0.5, (
         f"{T} tokens {seconds:.1f} s, {2 * T} tokens {longer:.1f} s"
     )
@@ -135,9 +138,9 @@ def test_memory_at_32k():
     forward, _ = cost("causal", "forward", 32768)
     grad, _ = cost("causal", "gradient", 32768)
     one_head, _ = cost("causal", "gradient", 32768, N=1)
-    assert forward <= 230 * MIB, f"forward {forward / MIB:.1f} MiB"
-    assert grad <= 320 * MIB, f"gradient {grad / MIB:.1f} MiB"
-    assert one_head <= 35 * MIB, f"gradient of one head {one_head / MIB:.1f} MiB"
+    assert forward <= 230 * MIB, f"forward {mib(forward)}"
+    assert grad <= 320 * MIB, f"gradient {mib(grad)}"
+    assert one_head <= 35 * MIB, f"gradient of one head {mib(one_head)}"
 
 
 def test_heads_and_batch_share_one_tile():
@@ -149,9 +152,7 @@ def test_heads_and_batch_share_one_tile():
     forward, shapes = call(1024, B=8, N=16, H=8)
     more = temp_bytes(forward, shapes) - few_heads
     query_bytes = shapes[0].size * 4
-    assert more <= 2.5 * query_bytes, (
-        f"{more / MIB:.1f} MiB more, the query has {query_bytes / MIB:.1f} MiB"
-    )
+    assert more <= 2.5 * query_bytes, f"{mib(more)} more, the query has {mib(query_bytes)}"
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,7 @@ def test_vmap_shares_one_tile(axes, direction):
             functions = gradients(mapped(one_head)), gradients(with_leading_dims)
     inside, outside = (temp_bytes(f, (x, x, x)) for f in functions)
     copies = 4 * x.size * 4
-    assert inside <= outside + copies, (
-        f"{inside / MIB:.1f} MiB, leading dims {outside / MIB:.1f} MiB"
-    )
+    assert inside <= outside + copies, f"{mib(inside)}, leading dims {mib(outside)}"
 
 
 def test_vmap_keeps_a_memory_limit():
@@ -211,7 +210,8 @@ def test_vmap_keeps_a_memory_limit():
     def limited(q, k, v):
         return dot_product_attention(q, k, v, is_causal=True, memory_limit=limit)
 
-    assert temp_bytes(jax.vmap(limited), (x, x, x)) <= limit + 4 * x.size * 4
+    copies = 4 * x.size * 4
+    assert temp_bytes(jax.vmap(limited), (x, x, x)) <= limit + copies
 
 
 def test_the_account_knows_quadratic_memory():
@@ -219,7 +219,8 @@ def test_the_account_knows_quadratic_memory():
 
     Otherwise the account would measure nothing.
     """
-    once, twice = (temp_bytes(*call(T, N=1, H=8, implementation="reference")) for T in (512, 1024))
+    once = temp_bytes(*call(512, N=1, H=8, implementation="reference"))
+    twice = temp_bytes(*call(1024, N=1, H=8, implementation="reference"))
     assert twice > 3.5 * once
 
 
@@ -254,7 +255,9 @@ def _layers(forward, *, remat: bool):
         def layer(q, _):
             return forward(q, k, v, arrays), None
 
-        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, q, None, length=3)[0]
+        body = jax.checkpoint(layer) if remat else layer
+        out, _ = jax.lax.scan(body, q, None, length=3)
+        return out
 
     return run
 
@@ -299,7 +302,8 @@ FAST += [("lengths", "vmap"), ("segments", "remat")]
 def test_nothing_of_size_T_times_T(kind, context):
     T = 4099
     forward, shapes = call(T, **_kinds(T, N=2)[kind], N=2, H=8)
-    too_large = quadratic(compiled(in_context(context, forward), shapes).as_text(), T)
+    program = compiled(in_context(context, forward), shapes)
+    too_large = quadratic(program.as_text(), T)
     assert not too_large, too_large
 
 
@@ -327,7 +331,8 @@ def test_grouped_heads_repeat_no_key(kwargs):
         out, pull = jax.vjp(forward, q, k, v)
         return pull(out)
 
-    shapes = shapes_in(compiled(run, (query, key, value, arrays)).as_text())
+    program = compiled(run, (query, key, value, arrays))
+    shapes = shapes_in(program.as_text())
     columns = {c, z.S}
     head_dims = {z.H, z.D}
     assert any(columns & {*shape} and head_dims & {*shape} for shape in shapes), (

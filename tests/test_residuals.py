@@ -58,7 +58,8 @@ def test_inference_keeps_no_lse(return_residual):
             calls.append(equation)
     assert calls
     shapes = [x.aval.shape for equation in calls for x in equation.outvars]
-    returned_lse = [shape for shape in shapes if shape and math.prod(shape) == 37 * 2]
+    lse_size = 37 * 2
+    returned_lse = [shape for shape in shapes if shape and math.prod(shape) == lse_size]
     assert bool(returned_lse) == return_residual
 
 
@@ -77,7 +78,8 @@ def test_logits_are_identical_in_both_directions(dtype, extra):
     T = 96
     N = 3
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(3 * rng.standard_normal((1, T, N, 40)), dtype) for _ in range(3))
+    shape = (1, T, N, 40)
+    q, k, v = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for _ in range(3))
     mask = np.eye(T, dtype=bool)[rng.permutation(T)]
 
     def lse_by_bias(bias):

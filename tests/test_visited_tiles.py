@@ -15,6 +15,7 @@ from memeff.masking import mask_tile
 from memeff.problem import LogitParams, Operands, Problem
 
 f32 = np.float32
+Tile = tuple[int, int]  # indices i of queries and j of keys
 
 
 def picture(problem: Problem, operands: Operands) -> np.ndarray:
@@ -22,7 +23,8 @@ def picture(problem: Problem, operands: Operands) -> np.ndarray:
     T = operands.query.shape[1]
     S = operands.key.shape[1]
     keep = mask_tile(problem, operands, jnp.arange(T), jnp.arange(S))
-    return np.broadcast_to(np.asarray(keep), (1, 1, 1, T, S)).any((0, 1, 2))
+    keep = np.broadcast_to(keep, (1, 1, 1, T, S))
+    return keep.any((0, 1, 2))
 
 
 def operands_of_length(T, S, **kwargs) -> Operands:
@@ -31,22 +33,24 @@ def operands_of_length(T, S, **kwargs) -> Operands:
     return Operands(query, key, jnp.zeros_like(key), **kwargs)
 
 
-def cut(seen: np.ndarray, t: int, c: int) -> dict[tuple[int, int], np.ndarray]:
+def cut(seen: np.ndarray, t: int, c: int) -> dict[Tile, np.ndarray]:
     """Return the part of the picture that belongs to query tile i and key tile j, by (i, j)."""
     T, S = seen.shape
     parts = {}
     for i in range(-(-T // t)):
         for j in range(-(-S // c)):
-            parts[i, j] = seen[i * t : i * t + t, j * c : j * c + c]
+            rows = slice(i * t, i * t + t)
+            cols = slice(j * c, j * c + c)
+            parts[i, j] = seen[rows, cols]
     return parts
 
 
-def needed_tiles(seen: np.ndarray, t: int, c: int) -> set[tuple[int, int]]:
+def needed_tiles(seen: np.ndarray, t: int, c: int) -> set[Tile]:
     """Return the tiles in which some query sees some key."""
     return {tile for tile, part in cut(seen, t, c).items() if part.any()}
 
 
-def as_set(tiles) -> set[tuple[int, int]]:
+def as_set(tiles) -> set[Tile]:
     return {(int(i), int(j)) for i, j in tiles}
 
 
@@ -89,10 +93,9 @@ def test_tiles_are_those_of_the_picture(window, T, S, t, c):
     assert len(edge_set) == len(edge), "a tile is visited twice"
     assert not whole_set & edge_set
     assert whole_set | edge_set == needed_tiles(seen, t, c)
-    full_size = {
-        tile for tile, part in cut(seen, t, c).items() if part.all() and part.shape == (t, c)
-    }
-    assert whole_set == full_size, "tiles that need no mask"
+    parts = cut(seen, t, c)
+    full_size = {tile for tile, part in parts.items() if part.shape == (t, c)}
+    assert whole_set == {tile for tile in full_size if parts[tile].all()}, "tiles that need no mask"
 
 
 @pytest.mark.parametrize("term", ["mask", "segments", "bias"])
@@ -138,10 +141,12 @@ def _forward_and_backward(T=37, S=53, **kwargs):
             q, k, v, bias, return_residual=True, chunk_size=(8, 12), **kwargs
         )
 
-    (out, lse), pull = jax.jit(functools.partial(jax.vjp, call))(q, k, v, bias)
+    run = jax.jit(functools.partial(jax.vjp, call))
+    (out, lse), pull = run(q, k, v, bias)
     dout = draw(*out.shape)
     dlse = draw(*lse.shape)
-    return out, lse, jax.jit(pull)((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
+    dlse = jnp.where(jnp.isfinite(lse), dlse, 0)
+    return out, lse, jax.jit(pull)((dout, dlse))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,11 @@ def int32(*values):
 
 
 def _kwargs_id(kwargs) -> str:
-    values = {name: x.tolist() if hasattr(x, "tolist") else x for name, x in kwargs.items()}
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+    words = []
+    for name, x in kwargs.items():
+        value = x.tolist() if isinstance(x, np.ndarray) else x
+        words.append(f"{name}={value}")
+    return ", ".join(words)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +230,13 @@ def test_tiles_visited_as_it_runs(kwargs):
     assert set(visited) <= _without_gaps(needed), "a tile that sees nothing is visited"
 
 
-def _without_gaps(tiles: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def _without_gaps(tiles: set[Tile]) -> set[Tile]:
     """Return the tiles, and those between the first and the last key tile of each query tile."""
     filled = set()
     for i in {i for i, _ in tiles}:
         js = [j for row, j in tiles if row == i]
-        filled |= {(i, j) for j in range(min(js), max(js) + 1)}
+        for j in range(min(js), max(js) + 1):
+            filled.add((i, j))
     return filled
 
 
@@ -252,13 +261,14 @@ def _pictures(T, S, kwargs) -> list[np.ndarray]:
     return pictures
 
 
-def visits(T, S, t, c, kwargs) -> list[tuple[int, int]]:
+def visits(T, S, t, c, kwargs) -> list[Tile]:
     """Return (i, j) of every tile of logits that the forward makes, as it runs."""
     visited = []
 
     def record(row, col):
-        # rounded up, because the last tile starts early
-        visited.append((-(-int(row) // t), -(-int(col) // c)))
+        i = -(-int(row) // t)  # rounded up, because the last tile starts early
+        j = -(-int(col) // c)
+        visited.append((i, j))
 
     def spy(problem, tile, **options):
         jax.debug.callback(record, tile.row_start, tile.col_start)

@@ -190,7 +190,8 @@ def test_one_row_equals_its_row_of_the_full_call():
 
 # ---- rows that see no key
 
-T, S = AWKWARD.T, AWKWARD.S
+T = AWKWARD.T
+S = AWKWARD.S
 DEAD_ROWS = np.isin(np.arange(T), [0, 5, 17, 36])  # see no key, where a mask can say so
 LOWEST = np.finfo(f32).min
 ODD = np.arange(S) % 2 == 1
@@ -227,7 +228,7 @@ NOTHING = {
     },
     "mask against bias": {
         "mask": ~ODD,
-        "bias": np.where(~ODD, 0, -np.inf).astype(f32),
+        "bias": np.where(ODD, 0, -np.inf).astype(f32),
     },
 }
 

@@ -29,7 +29,8 @@ test: $(VENV)/.dev
 
 # What is compared with the oracle, on a CPU without AVX-512 (XLA adds in another order there), or ISA=SSE4_2, AVX512.
 ISA ?= AVX2
-NUMBERS = numbers hard_inputs masks sinks fixed_max halves fused_tiles functions block_masks statistics audit orders
+NUMBERS = numbers sizes scale dropout realistic_inputs hard_inputs masks broadcast hidden_values sinks \
+  fixed_max halves fused_tiles functions block_masks statistics audit orders
 numbers: $(VENV)/.dev
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(XLA_FLAGS)" $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMBERS:%=tests/test_%.py)
 

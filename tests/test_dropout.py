@@ -1,0 +1,123 @@
+"""Dropout keeps the pairs that Flax keeps, for any chunk size and at any position."""
+
+import functools
+import math
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES
+
+from memeff import dot_product_attention
+from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.problem import Dropout, Operands, Problem
+
+f32 = np.float32
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("x64", [False, True])
+def test_dropout_is_flax_linens(shared, x64):
+    with jax.enable_x64(x64):
+        key = jax.random.key(5) if x64 else jax.random.PRNGKey(5)
+        rng = np.random.default_rng(9)
+        args = [rng.standard_normal((2, 3, size, 4, 5)).astype(f32) for size in (37, 53, 53)]
+        kwargs = {"dropout_rng": key, "dropout_rate": 0.3, "broadcast_dropout": shared}
+        actual = dot_product_attention(*args, **kwargs, chunk_size=(16, 24))
+        expected = flax.linen.dot_product_attention(*args, **kwargs)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
+
+
+def _kept(rate, chunk_size=None, **kwargs):
+    """Return what dropout leaves of equal probabilities, times S; [B, T, N, S]."""
+    B = 2
+    T = 61
+    S = 97
+    N = 3
+    unit_vectors = jnp.eye(S)[None, :, None]
+    out = dot_product_attention(
+        jnp.zeros((B, T, N, 1)),
+        jnp.zeros((B, S, N, 1)),
+        jnp.broadcast_to(unit_vectors, (B, S, N, S)),
+        dropout_rng=jax.random.key(7),
+        dropout_rate=rate,
+        chunk_size=chunk_size,
+        **kwargs,
+    )
+    return np.asarray(out) * S
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_stated_fraction(rate, shared):
+    kept = _kept(rate, broadcast_dropout=shared)
+    values = np.unique(kept.round(4))
+    np.testing.assert_allclose(values, [0, 1 / (1 - rate)], atol=1e-3)
+    draws = kept[0, :, 0] if shared else kept
+    fraction = (draws > 0).mean()
+    sigma = math.sqrt(rate * (1 - rate) / draws.size)
+    assert abs(fraction - (1 - rate)) < 4 * sigma
+    assert (kept == kept[:1, :, :1]).all() == shared
+
+
+@pytest.mark.parametrize("chunk_size", [(8, 16), (61, 1), 1000])
+def test_dropout_is_the_same_for_any_chunk_size(chunk_size):
+    kept = _kept(0.5, chunk_size, broadcast_dropout=False)
+    expected = _kept(0.5, broadcast_dropout=False)
+    np.testing.assert_array_equal(kept > 0, expected > 0)
+
+
+def test_dropout_only_where_asked():
+    args, _ = CASES["plain"].inputs()
+    call = functools.partial(dot_product_attention, *args)
+    plain = call()
+    np.testing.assert_array_equal(plain, call(dropout_rng=jax.random.key(0)))
+    dropped = call(dropout_rng=jax.random.key(0), dropout_rate=0.5)
+    assert np.abs(dropped - plain).max() > 0.1
+    with_another_key = call(dropout_rng=jax.random.key(1), dropout_rate=0.5)
+    assert np.abs(with_another_key - dropped).max() > 0.1
+
+
+def test_dropout_counts_past_32_bits():
+    """Flat indices above 2^32 give the bits of whole numbers and of threefry written out in NumPy.
+
+    The positions include the largest of 16 bits and the first above them.
+    """
+    B = 2
+    K = 3
+    G = 5
+    T = 70_001
+    S = 1_050_007
+    rows = np.array([0, 1, 65_535, 70_000])
+    cols = np.array([0, 65_536, 1_050_006])
+    heads = np.arange(B * K * G, dtype=object).reshape(B, K, G, 1, 1)
+    flat = (heads * T + rows.astype(object)[:, None]) * S + cols.astype(object)
+    assert flat.max() > 2**40
+    low = (flat % 2**32).astype(np.uint32)
+    high = ((flat >> 32) % 2**32).astype(np.uint32)
+    key = np.array([12, 2**32 - 5], np.uint32)
+    bits = np.bitwise_xor(*_threefry(key, high, low))
+    unit = (bits >> 9) / np.float64(2**23)
+
+    x = jnp.zeros((1, 1, 1, 1, 1))
+    operands = Operands(x, x, x, dropout_key=jnp.asarray(key))
+    problem = Problem(dropout=Dropout(0.5, False))
+    head = head_numbers(jnp.zeros((B, K, G)), K)
+    kept = dropout_keep_mask(problem, operands, head, (T, S), jnp.asarray(rows), jnp.asarray(cols))
+    np.testing.assert_array_equal(kept, unit < 0.5)
+
+
+def _threefry(key, x0, x1):
+    """Return Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    x0 = x0 + keys[0]
+    x1 = x1 + keys[1]
+    for i in range(5):
+        for r in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
+        x0 = x0 + keys[(i + 1) % 3]
+        x1 = x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x0, x1

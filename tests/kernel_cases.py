@@ -101,8 +101,12 @@ def _draw_sizes(dice: Dice, small: bool) -> Sizes:
     most_heads = (MOST_PAIRS_SMALL if small else MOST_PAIRS) // (T * S)
     B, K, G = (dice.whole(1, 3) for _ in range(3))
     while B * K * G > max(1, most_heads):
-        B, K, G = (max(1, n - 1) if dice.chance(0.5) else n for n in (B, K, G))
+        B, K, G = (_one_less_perhaps(dice, size) for size in (B, K, G))
     return Sizes(B=B, T=T, S=S, K=K, G=G, H=H, D=D)
+
+
+def _one_less_perhaps(dice: Dice, size: int) -> int:
+    return max(1, size - 1) if dice.chance(0.5) else size
 
 
 def _draw_length(dice: Dice, small: bool) -> int:
@@ -160,7 +164,10 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     z = static.z
     dtype = static.dtype
     rng = np.random.default_rng([8, seed, small])
-    arrays = {name: _array(rng, name, z) for name in static.array_names if name != "sinks"}
+    arrays = {}
+    for name in static.array_names:
+        if name != "sinks":
+            arrays[name] = _array(rng, name, z)
     floats = {}
     if "sinks" in static.array_names:
         floats["sinks"] = _sinks(rng, z)
@@ -175,10 +182,12 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     size = rng.choice([0.3, 1.0, 2.0])
     query = normal(z.B, z.T, z.N, z.H) * size
     key = normal(z.B, z.S, z.K, z.H)
-    value = normal(z.B, z.S, z.K, z.D) * rng.choice([1.0, 1.0, 1e-3, 30.0])
+    value = normal(z.B, z.S, z.K, z.D)
+    value = value * rng.choice([1.0, 1.0, 1e-3, 30.0])
     args = tuple(x.astype(dtype) for x in (query, key, value))
     dout = normal(z.B, z.T, z.N, z.D).astype(dtype)
-    dlse = normal(z.B, z.T, z.N) * np.float32(rng.choice([0.0, 1.0], p=[0.3, 0.7]))
+    dlse = normal(z.B, z.T, z.N)
+    dlse = dlse * np.float32(rng.choice([0.0, 1.0], p=[0.3, 0.7]))
     cotangents = dout, dlse
     along = tuple(normal(*x.shape).astype(dtype) for x in args)
     seen = _seen(static, arrays, args)
@@ -249,13 +258,15 @@ def pairs(static: Static, arrays):
     """Return row, b, n, i, j of all pairs, to be broadcast; i is row's position among the keys."""
     z = static.z
     b, n, row, j = np.ogrid[: z.B, : z.N, : z.T, : z.S]
-    offset = np.reshape(arrays.get("q_offset", static.kwargs.get("q_offset", 0)), (-1, 1, 1, 1))
+    kwargs = static.kwargs | arrays
+    offset = np.reshape(kwargs.get("q_offset", 0), (-1, 1, 1, 1))
     return row, b, n, row + offset, j
 
 
 def positions(static: Static, arrays) -> dict[str, Any]:
     """Return the keyword arguments of a call that hide pairs by their positions."""
-    return {name: x for name, x in (static.kwargs | arrays).items() if name in POSITIONS}
+    kwargs = static.kwargs | arrays
+    return {name: x for name, x in kwargs.items() if name in POSITIONS}
 
 
 def _seen(static: Static, arrays, args) -> np.ndarray:
@@ -265,7 +276,9 @@ def _seen(static: Static, arrays, args) -> np.ndarray:
     for name, x in arrays.items():
         if name.startswith("mask of"):
             seen = seen & x
-    return seen & SEEN[static.mask](row, n, i, j) if static.mask else seen
+    if static.mask is not None:
+        seen = seen & SEEN[static.mask](row, n, i, j)
+    return seen
 
 
 def by_rows(query, key, **kwargs) -> np.ndarray:
@@ -373,6 +386,12 @@ def features(case: Case) -> list[str]:
         words.append("jvp")
     if case.dirty[0] is not case.args:
         words.append("what nobody sees filled")
-    z = static.z
-    words.append("T < S" if z.T < z.S else "T > S" if z.T > z.S else "T = S")
+    T = static.z.T
+    S = static.z.S
+    if T < S:
+        words.append("T < S")
+    elif T > S:
+        words.append("T > S")
+    else:
+        words.append("T = S")
     return words

@@ -79,8 +79,14 @@ BATCHED = (
 def arrays(K=N):
     """Return query, key, value and the cotangents of out and lse."""
     rng = np.random.default_rng(1)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, D), (B, T, N, D), (B, T, N)
-    return tuple(rng.standard_normal(shape).astype(f32) for shape in shapes)
+    shapes = {
+        "query": (B, T, N, H),
+        "key": (B, S, K, H),
+        "value": (B, S, K, D),
+        "dout": (B, T, N, D),
+        "dlse": (B, T, N),
+    }
+    return tuple(rng.standard_normal(shape).astype(f32) for shape in shapes.values())
 
 
 def both_ways(static, q, k, v, dout, dlse, extra):
@@ -162,8 +168,9 @@ def program(kind, axis_type, is_set, where, K=N, spec_kv=None, function=both_way
     specs = (spec, spec_kv, spec_kv, spec, P(*spec[:3]))
     placed = [put(mesh, x, spec) for x, spec in zip(arrays(K), specs, strict=True)]
     args = (*placed, put_extra(mesh, extra, spec[0]))
+    run = jax.jit(functools.partial(function, static))
     with mesh_context(mesh, is_set):
-        return jax.jit(functools.partial(function, static)).lower(*args).compile(), args
+        return run.lower(*args).compile(), args
 
 
 # ---- what holds for sharded calls
@@ -174,14 +181,16 @@ def assert_near(actual, wanted, eps=5e-6):
         x = np.asarray(x)
         finite = np.isfinite(y)
         np.testing.assert_array_equal(x[~finite], y[~finite])
-        worst = np.abs(x[finite] - y[finite]).max()
-        assert worst <= eps * max(1, np.abs(y[finite]).max()), f"differ by {worst:.3g}"
+        error = np.abs(x[finite] - y[finite]).max()
+        largest = np.abs(y[finite]).max()
+        assert error <= eps * max(1, largest), f"differ by {error:.3g}"
 
 
 def devices_by_dim(x) -> list[float]:
     """Return over how many devices each of the first three dims is sharded."""
-    shard_shape = x.sharding.shard_shape(x.shape)
-    return [size / part for size, part in zip(x.shape[:3], shard_shape[:3], strict=True)]
+    shape = x.shape[:3]
+    shard_shape = x.sharding.shard_shape(x.shape)[:3]
+    return [size / part for size, part in zip(shape, shard_shape, strict=True)]
 
 
 def assert_sharded_as(results, args):
@@ -231,10 +240,18 @@ ALL_WAYS = {
     "Explicit": (EXPLICIT, False),
 }
 FAST_WAYS = ("Auto, set", "Explicit")
-# Equations are traced within the mesh in either case, so one case of each kind of mesh is fast.
-EACH_MESH = pytest.mark.parametrize(
-    "axis_type, is_set",
-    [pytest.param(*way, id=x, marks=[] if x in FAST_WAYS else slow) for x, way in ALL_WAYS.items()],
-)
 FAST_KINDS = ("causal", "shared bias", "dropout", "lengths", "functions")
-EACH_KIND = [pytest.param(kind, marks=[] if kind in FAST_KINDS else slow) for kind in KINDS]
+
+
+def way_param(name: str):
+    """Return a parameter (axis_type, is_set)."""
+    return pytest.param(*ALL_WAYS[name], id=name, marks=[] if name in FAST_WAYS else slow)
+
+
+def kind_param(kind: str):
+    return pytest.param(kind, marks=[] if kind in FAST_KINDS else slow)
+
+
+# Equations are traced within the mesh in either case, so one case of each kind of mesh is fast.
+EACH_MESH = pytest.mark.parametrize("axis_type, is_set", [way_param(name) for name in ALL_WAYS])
+EACH_KIND = [kind_param(kind) for kind in KINDS]

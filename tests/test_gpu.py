@@ -40,7 +40,7 @@ def test_sampled_rows_at_default_tiles(length, causal):
 
     The call has bfloat16 and grouped heads. The rows are computed again in float64.
     """
-    args = normal_arrays((1, length, 4, 128), (1, length, 2, 128), (1, length, 2, 128))
+    args = normal_arrays(*[(1, length, heads, 128) for heads in (4, 2, 2)])
     attend = functools.partial(memeff.dot_product_attention, is_causal=causal, return_residual=True)
     results = jax.jit(attend)(*args)
     rows = np.random.default_rng(0).choice(length, 64, replace=False)
@@ -89,11 +89,13 @@ def test_fused_is_as_good_as_step_by_step(causal, size, dtype):
     dout = dout[:, :, 0]
     s = np.einsum("btkh,bskh->bkts", q, k) * H**-0.5
     if causal:
-        s = np.where(np.tril(np.ones((T, T), bool)), s, -np.inf)
+        seen = np.tril(np.ones((T, T), bool))
+        s = np.where(seen, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     dp = np.einsum("bktd,bskd->bkts", dout, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * H**-0.5
+    delta = (p * dp).sum(-1, keepdims=True)
+    ds = p * (dp - delta) * H**-0.5
     true = (
         np.einsum("bkts,bskh->btkh", ds, k)[:, :, :, None],
         np.einsum("bkts,btkh->bskh", ds, q),

@@ -136,6 +136,10 @@ def sampled_errors(T, N, K, H, left, samples=64, **kwargs) -> dict[str, float]:
     return row_errors(results, rows, left) | column_errors(results, cols, left)
 
 
+def assert_small(errors: dict[str, float]) -> None:
+    assert all(error <= LARGEST_ERROR[name] for name, error in errors.items()), errors
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"backward": "fused"}, {"implementation": "xla"}],
@@ -145,8 +149,7 @@ def sampled_errors(T, N, K, H, left, samples=64, **kwargs) -> dict[str, float]:
 def test_long_sequences(T, kwargs):
     if "implementation" not in kwargs:
         skip_without_kernels()
-    errors = sampled_errors(T, N=2, K=1, H=128, left=None, **kwargs)
-    assert all(errors[name] <= LARGEST_ERROR[name] for name in errors), errors
+    assert_small(sampled_errors(T, N=2, K=1, H=128, left=None, **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -160,5 +163,4 @@ def test_more_than_32_bits_count(N, left):
     skip_without_kernels()
     T = 2**17 if N > 2 else 2**16 + 8
     assert T * N * 128 > 2**31 or T * T > 2**32
-    errors = sampled_errors(T, N=N, K=1, H=128, left=left, samples=16)
-    assert all(errors[name] <= LARGEST_ERROR[name] for name in errors), errors
+    assert_small(sampled_errors(T, N=N, K=1, H=128, left=left, samples=16))

@@ -1,4 +1,4 @@
-"""Random calls of the Hopper kernels: every argument that they take, any sizes. This module has no test.
+"""Random calls of the Hopper kernels: every argument that they take, any sizes. No test is here.
 
     case = draw(17)    # the same call for the same seed, anywhere; `small=True` for the interpreter
     results = run(case)

@@ -1,6 +1,7 @@
-"""Random calls of the Hopper kernels on this machine's GPU against float64. Exit code 1 if one fails.
+"""Random calls of the Hopper kernels on this machine's GPU against float64.
 
-kernel_cases.py draws the calls, kernel_truth.py judges them. This prints a line for each failure,
+kernel_cases.py draws the calls, kernel_truth.py judges them. The exit code is 1 if one fails.
+This prints a line for each failure,
 with its seed, and a summary:
 
     python tests/kernel_fuzz.py --first 0 --count 63

@@ -38,7 +38,7 @@ def one_device():
 
 
 def shard_mapped(function, mesh, is_set, in_specs, out_specs, args):
-    """Return the function, compiled under shard_map with its checks on, and its arguments placed."""
+    """Return the function, compiled under shard_map with its checks on, and placed arguments."""
 
     def is_spec(x):
         return isinstance(x, P)

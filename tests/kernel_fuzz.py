@@ -1,8 +1,7 @@
 """Random calls of the Hopper kernels on this machine's GPU against float64.
 
-kernel_cases.py draws the calls, kernel_truth.py judges them. The exit code is 1 if one fails.
-This prints a line for each failure,
-with its seed, and a summary:
+kernel_cases.py draws the calls, kernel_truth.py judges them. A line for each
+failure, with its seed, and a summary are printed. The exit code is 1 if a call fails:
 
     python tests/kernel_fuzz.py --first 0 --count 63
     python tests/kernel_fuzz.py --first 17 --count 1      # a seed is the same call in every run

@@ -1,7 +1,10 @@
-"""Random calls of the Hopper kernels on this machine's GPU against float64 (see kernel_cases.py). Exit code 1 if one fails.
+"""Random calls of the Hopper kernels on this machine's GPU against float64.
 
-python tests/kernel_fuzz.py --first 0 --count 63      # a line for each failure, with its seed, and a summary
-python tests/kernel_fuzz.py --first 17 --count 1      # the same call as any run has under that seed
+kernel_cases.py draws the calls, kernel_truth.py judges them. A line for each
+failure, with its seed, and a summary are printed. The exit code is 1 if a call fails:
+
+    python tests/kernel_fuzz.py --first 0 --count 63
+    python tests/kernel_fuzz.py --first 17 --count 1      # a seed is the same call in every run
 
 Several of these run side by side on one GPU with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
@@ -16,19 +19,20 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-# NumPy's, before it starts: other processes want the other cores
+# NumPy reads these when it starts. One thread each, because other processes want the other cores.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 import conftest  # noqa: E402, F401
 import jax  # noqa: E402
 import kernel_cases  # noqa: E402
+import kernel_truth  # noqa: E402
 
 from memeff.device import current_device  # noqa: E402
 from memeff.pallas.hopper import implementation as hopper  # noqa: E402
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,12 +44,19 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="begin no other call after so many"
     )
     parser.add_argument("--verbose", action="store_true", help="say what was drawn")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
     if reason := hopper.for_device(current_device()):
         print(f"nothing to test: {reason}")
         return 1
     warnings.simplefilter("ignore")  # NumPy's, of NaN that nobody sees
-    start, failed, drawn, compiled = time.monotonic(), [], collections.Counter(), set()
+    start = time.monotonic()
+    failed = []
+    drawn = collections.Counter()
+    compiled = set()
     drawn_again = 0
     for seed in range(options.first, options.first + options.count):
         if time.monotonic() - start > options.seconds:
@@ -56,28 +67,24 @@ def main() -> int:
         if options.verbose:
             print(f"seed {seed}: {case.static}", flush=True)
         try:
-            for excess in kernel_cases.judge(case).values():
+            for excess in kernel_truth.judge(case).values():
                 drawn_again += 1
-                print(
-                    f"seed {seed}: {excess}, in one draw; {kernel_cases.TIMES} draws keep the law",
-                    flush=True,
-                )
+                kept = f"{kernel_truth.TIMES} draws keep the law"
+                print(f"seed {seed}: {excess}, in one draw; {kept}", flush=True)
         except Exception as error:
             failed.append(seed)
-            told = " ".join(str(error).split())[:300] or traceback.format_exc(limit=-2)
-            print(
-                f"FAILED seed {seed}: {type(error).__name__}: {told}\n  {case.static}", flush=True
-            )
-    features = ", ".join(
-        f"{name} {count}" for name, count in sorted(drawn.items()) if name != "calls"
-    )
-    took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {jax.devices()[0].device_kind}"
-    calls = drawn["calls"]
+            message = " ".join(str(error).split())[:300] or traceback.format_exc(limit=-2)
+            print(f"FAILED seed {seed}: {type(error).__name__}: {message}\n  {case.static}")
+            sys.stdout.flush()
+    calls = drawn.pop("calls", 0)
+    features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()))
+    seeds = f"seeds {options.first} to {options.first + calls - 1}"
+    device = jax.devices()[0].device_kind
+    took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {device}"
+    print(f"{seeds}: {calls} calls, {len(failed)} failed; {took}")
     print(
-        f"seeds {options.first} to {options.first + calls - 1}: {calls} calls, {len(failed)} failed; {took}"
-    )
-    print(
-        f"  {drawn_again} results of few numbers exceeded the bound in one draw, and kept it in {kernel_cases.TIMES}"
+        f"  {drawn_again} results of few numbers exceeded the bound in one draw, "
+        f"and kept it in {kernel_truth.TIMES}"
     )
     print(f"  with {features}", flush=True)
     return int(bool(failed))

@@ -1,0 +1,157 @@
+"""Calls under jax.shard_map on eight CPU devices: each device runs its own call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from sharded import (
+    BOTH,
+    CHUNK,
+    EACH_KIND,
+    EACH_MESH,
+    KINDS,
+    MESHES,
+    B,
+    arrays,
+    assert_near,
+    both_ways,
+    collectives,
+    expected,
+    mesh_context,
+    mesh_of,
+    put,
+    second_order,
+    slow,
+    specs_of,
+)
+
+from memeff import dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    """Override the fixture of conftest.py, because these tests have eight devices."""
+
+
+def shard_mapped(function, mesh, is_set, in_specs, out_specs, args):
+    """Return the function, compiled under shard_map with its checks on, and placed arguments."""
+
+    def is_spec(x):
+        return isinstance(x, P)
+
+    def place(spec, x):
+        return put(mesh, x, spec)
+
+    args = jax.tree.map(place, in_specs, args, is_leaf=is_spec)
+    with mesh_context(mesh, is_set):
+        run = jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
+        )
+        return jax.jit(run).lower(*args).compile(), args
+
+
+def specs_of_call(extra, spec):
+    """Return the specs of the arguments of `both_ways`."""
+    return (spec, spec, spec, spec, P(*spec[:3]), specs_of(extra, spec[0]))
+
+
+@EACH_MESH
+@pytest.mark.parametrize(
+    "kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)]
+)
+def test_second_order_in_shard_map(kind, axis_type, is_set):
+    axes, spec = MESHES["batch" if kind == "shared bias" else "batch and heads"]
+    static, extra = KINDS[kind]
+    run, args = shard_mapped(
+        functools.partial(second_order, static),
+        mesh_of(axis_type, **axes),
+        is_set,
+        specs_of_call(extra, spec),
+        (spec,) * 6,
+        (*arrays(), extra),
+    )
+    assert not collectives(run.as_text())
+    assert_near(run(*args), expected(kind, function=second_order), 2e-5)
+
+
+# slopes of all heads: refused
+@pytest.mark.parametrize("kind", [x for x in EACH_KIND if x.values != ("functions",)])
+@EACH_MESH
+def test_shard_map(kind, axis_type, is_set):
+    """Nothing at all is sent, not even the bounds, because each device runs its own call."""
+    has_all_heads = kind in ("shared bias", "dropout", "sinks")  # and cannot be cut
+    axes, spec = MESHES["batch" if has_all_heads else "batch and heads"]
+    static, extra = KINDS[kind]
+    run, args = shard_mapped(
+        functools.partial(both_ways, static),
+        mesh_of(axis_type, **axes),
+        is_set,
+        specs_of_call(extra, spec),
+        (spec, P(*spec[:3]), spec, spec, spec),
+        (*arrays(), extra),
+    )
+    results = run(*args)
+    assert not collectives(run.as_text())
+    wanted = expected(kind)
+    if kind == "dropout":  # by coordinates within the device: there, the batch entry is the first
+        results = [np.asarray(x)[:1] for x in results]
+        wanted = [x[:1] for x in wanted]
+    assert_near(results, wanted)
+
+
+@EACH_MESH
+def test_shard_map_sums_gradients_of_what_is_shared(axis_type, is_set):
+    """Gradients of arguments that all devices share are the sums over devices.
+
+    These are keys, values, bias, scale and soft cap.
+    """
+    q, k, v, dout, _ = arrays(K=1)
+    bias = KINDS["shared bias"][1]["bias"][:1]
+    args = (q, k[:1], v[:1], bias, np.float32(0.3), np.float32(1.5), dout)
+
+    def gradients(batch, q, k, v, bias, scale, cap, dout):
+        """Return the gradients of a call whose whole batch has the keys and values."""
+
+        def call(q, k, v, bias, scale, cap):
+            return dot_product_attention(
+                q, k, v, bias, scale=scale, logits_soft_cap=cap, is_causal=True, chunk_size=CHUNK
+            )
+
+        k = jnp.repeat(k, batch, 0)
+        v = jnp.repeat(v, batch, 0)
+        _, pull = jax.vjp(call, q, k, v, bias, scale, cap)
+        dq, dk, dv, *rest = pull(dout)
+        return [dq, dk.sum(0, keepdims=True), dv.sum(0, keepdims=True), *rest]
+
+    wanted = jax.jit(functools.partial(gradients, B))(*args)
+    shared = [P()] * 5
+    run, args = shard_mapped(
+        functools.partial(gradients, B // 4),
+        mesh_of(axis_type, x=4, y=2),
+        is_set,
+        (BOTH, *shared, BOTH),
+        [BOTH, *shared],
+        args,
+    )
+    assert_near(run(*args), [np.asarray(x) for x in wanted], 1e-5)
+    assert all("all-reduce" in line for line in collectives(run.as_text()))
+
+
+def test_shard_map_without_check():
+    axes, spec = MESHES["batch"]
+
+    def causal(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True, chunk_size=CHUNK)
+
+    run = jax.shard_map(
+        causal,
+        mesh=mesh_of(AxisType.Auto, **axes),
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+    assert_near([jax.jit(run)(*arrays()[:3])], expected("causal")[:1])

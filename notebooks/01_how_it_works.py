@@ -126,7 +126,8 @@ check("out, key chunk after key chunk", o / l[:, None], out)
 # %% [markdown]
 # **Chunks of queries as well** (Rabe & Staats 2021, arXiv:2112.05682) leave a tile of `t x c` logits, whatever T and S are.
 # A mask is a rule on positions, `visible(rows, cols)`, so that it needs no T x S array either, and a row that sees no key
-# gets `out = 0` and `lse = -inf`. This is memeff's forward pass; `memeff/chunked/forward.py` has the steps under the same numbers.
+# gets `out = 0` and `lse = -inf`. This is memeff's forward pass. `memeff/chunked/forward.py` has the same steps under the
+# same numbers.
 
 
 # %%

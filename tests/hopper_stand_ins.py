@@ -111,7 +111,7 @@ def tangents(problem, lengths, arrays, scalars, tiling, shared):
     if out is not None:
         of_rows = r.swapaxes(1, 2)[..., None]  # B T N 1
         dout -= of_rows * out
-    r = pad_to_tiles(r, tiling.own)
+    r = pad_to_tiles(r, tiling.item_size)
     return dout.astype(q.dtype), r.astype(f32)
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from cases import Sizes
-from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SEEN
 from hopper_cases import unseen_filled
+from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SEEN
 
 import memeff
 

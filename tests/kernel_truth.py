@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import oracle
 from conftest import assert_as_good
+from hopper_user_functions import t5_at
 from kernel_cases import Case, draw, pairs, run
 from kernel_functions import BIASES, BUCKETS
-from hopper_user_functions import t5_at
 
 # The law compares two root mean squares. If kernels err as plain does, each by n independent
 # numbers, then the square of their ratio has the distribution F(n, n). By chance the ratio is above

@@ -6,7 +6,6 @@ test_gpu_hopper.py, test_gpu_hopper_tangent.py and test_gpu_long.py have more. A
     python -m pytest -m gpu
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import memeff
 from memeff.chunked import implementation as chunked
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, Schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -73,16 +72,15 @@ def test_fused_is_as_good_as_step_by_step(causal, size, dtype):
         (B, T, K, 1, H), (B, T, K, H), (B, T, K, H), (B, K, 1, T, H), dtype=jnp.float32
     )
     arrays = [x.astype(dtype) for x in (q * size, k * size, v, dout)]
-    general = Problem(
-        right=0 if causal else None, scale=H**-0.5, precision="highest", chunk_size=(512, 512)
-    )
-    fused = dataclasses.replace(general, fixed_chunk_size=(512, 512), fused_chunk_size=(512, 512))
+    problem = Problem(right=0 if causal else None, scale=H**-0.5, precision="highest")
+    general = Schedule((512, 512))
+    fused = Schedule((512, 512), (512, 512), (512, 512))
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradients(problem, q, k, v, dout):
+    def gradients(schedule, q, k, v, dout):
         operands = Operands(q, k, v)
-        out, lse = chunked.forward(problem, operands, "gradient")
-        return chunked.backward(problem, operands, out, lse, dout, None)[:3]
+        out, lse = chunked.forward(problem, schedule, operands, "gradient")
+        return chunked.backward(problem, schedule, operands, out, lse, dout, None)[:3]
 
     q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
     q = q[:, :, :, 0]

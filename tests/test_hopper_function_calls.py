@@ -85,18 +85,19 @@ def test_what_is_made_before(name, fn, before):
 
     with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
         trace(implementation="pallas", **{name: fn})
-    problem, operands, _ = calls[0]
-    numbers = precomputed_numbers(problem, zeros_like_tree(operands))
+    chosen, operands = calls[0]
+    numbers = precomputed_numbers(chosen.problem, zeros_like_tree(operands))
     assert tuple(map(len, numbers)) == before
 
 
 def test_room_for_differences_is_counted():
     with pretend_device("gpu", "9.0"), watch_dispatch() as calls:
         trace(score_fn=scores.t5(TABLE[:, :2]), implementation="pallas")
-        problem, operands, name = calls[0]
+        chosen, operands = calls[0]
+        problem, schedule, _ = chosen
         differences = 4 * 2 * (512 + 512)
-        t, c = problem.chunk_size
-        forward, gradient = tile_sizes.temp_bytes(problem, operands, name)
+        t, c = schedule.chunk_size
+        forward, gradient = tile_sizes.temp_bytes(problem, schedule, operands, chosen.name)
         assert forward == differences
         assert gradient > 2 * differences + 8 * 2 * t * c
 
@@ -177,8 +178,8 @@ def echoing_kernels(monkeypatch):
 
     def attend(problem, lengths, arrays, scalars, want_lse, tiling):
         query, _, value = arrays
-        (slopes,) = scalars.of_heads
-        (ids,) = scalars.of_queries
+        (slopes,) = scalars.head_numbers
+        (ids,) = scalars.query_numbers
         T = query.shape[1]
         D = value.shape[-1]
         out = query * slopes[:, None, :, None] + ids[:, :T, None, None]
@@ -186,7 +187,7 @@ def echoing_kernels(monkeypatch):
         return out[..., :D], lse
 
     def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
-        sums = scalars.of_heads[0][..., None] * jnp.ones(128)
+        sums = scalars.head_numbers[0][..., None] * jnp.ones(128)
         return jnp.zeros_like(arrays[0]), jnp.zeros_like(sums), sums
 
     monkeypatch.setattr(calls, "attend", attend)
@@ -249,12 +250,12 @@ def difference_kernels(monkeypatch):
 
     def attend(problem, lengths, arrays, scalars, want_lse, tiling):
         query, _, value = arrays
-        (of_differences,) = scalars.of_differences
+        (of_differences,) = scalars.difference_numbers
         lse = 9 + first_half(of_differences) if want_lse else None
         return 0.5 * query[..., : value.shape[-1]], lse
 
     def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
-        return jnp.zeros_like(arrays[0]), first_half(scalars.of_differences[0])
+        return jnp.zeros_like(arrays[0]), first_half(scalars.difference_numbers[0])
 
     monkeypatch.setattr(calls, "attend", attend)
     monkeypatch.setattr(backward_query, "query_gradient", query_gradient)
@@ -302,13 +303,13 @@ def test_a_walk_for_params_makes_no_other_products():
     args = draw(bf16, case.z)
     with watch_dispatch() as calls:
         jax.make_jaxpr(functools.partial(call, case, "xla", case.params))(*args)
-    problem, operands, _ = calls[0]
+    (problem, schedule, _), operands = calls[0]
     operands = zeros_like_tree(operands)
     out = jnp.zeros((1, 1, 2, case.z.T, 64))
     lse = Lse(jnp.zeros((1, 1, 2, case.z.T)), None)
 
     def count_products(function):
-        function = functools.partial(function, problem, dlse=None)
+        function = functools.partial(function, problem, schedule, dlse=None)
         return str(jax.make_jaxpr(function)(operands, out, lse, out)).count("dot_general[")
 
     assert count_products(chunked.backward) == 5

@@ -91,8 +91,8 @@ def check_visits(range_of, problem, ends, seen, size):
         visits = range_of(problem, offset, first, last, ends, size)
         order = visiting_order(visits)
         tiles = column_tiles(rows, size)
-        low = int(visits.low)
-        high = int(visits.high)
+        low = int(visits.first)
+        high = int(visits.end)
         assert sorted(order) == list(range(low, high))
         assert set(tiles_with_pairs(tiles)) <= set(order)
         for j in order[int(visits.masked) :]:
@@ -100,12 +100,16 @@ def check_visits(range_of, problem, ends, seen, size):
         check_nearest_first(visits, first + 2 + offset, size)
         for row in range(first, last + 1):
             visits_of_row = range_of(problem, offset, row, row, ends, size)
-            hidden = int(visits.hidden(visits_of_row))
+            hidden = int(visits.count_hidden(visits_of_row))
             assert 0 <= hidden <= visits.masked
             for j in order[:hidden]:
                 assert not tiles[j][row - first].any()
-        if visits.covers and visits.right > 0 and range_of is tile_ranges.keys_seen:
-            first_right = int(visits.high - visits.right)
+        if (
+            visits.right_covers_rows
+            and visits.masked_right > 0
+            and range_of is tile_ranges.keys_seen
+        ):
+            first_right = int(visits.end - visits.masked_right)
             sees_right = rows[:, first_right * size :].any(1)
             assert (sees_right | ~rows.any(1)).all()
 
@@ -158,10 +162,8 @@ def test_visits_of_segments_in_order(keys):
             first = i * ROWS
             last = first + len(rows) - 1
             visits = range_of(problem, offset, first, last, (T, S), size)
-            first_seen = scalars.first[0, i]
-            behind = scalars.behind[0, i]
-            alone = scalars.alone[0, i]
-            visits = visits.within(first_seen, behind, alone, size)
+            visible = scalars.visible_from[0, i], scalars.visible_to[0, i]
+            visits = visits.within(visible, scalars.one_segment[0, i], size)
             order = visiting_order(visits)
             tiles = column_tiles(rows, size)
             assert set(tiles_with_pairs(tiles)) <= set(order)
@@ -198,7 +200,7 @@ def test_tables_list_what_is_seen(window):
     whole_tiles = 0
     for keys in (False, True):
         scalars = tile_ranges.with_lists(problem, Scalars(), (T, S), sides, keys)
-        table = np.asarray(scalars.listed)
+        table = np.asarray(scalars.tile_table)
         pairs = seen.T if keys else seen
         row_side, col_side = reversed(sides) if keys else sides
         for n, rows in enumerate(row_tiles(pairs, row_side)):

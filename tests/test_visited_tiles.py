@@ -83,10 +83,10 @@ SIZES = [
 @pytest.mark.parametrize("T, S, t, c", SIZES)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiles_are_those_of_the_picture(window, T, S, t, c):
-    problem = Problem(**WINDOWS[window], chunk_size=(t, c))
+    problem = Problem(**WINDOWS[window])
     operands = operands_of_length(T, S)
     seen = picture(problem, operands)
-    whole, edge = schedule.tiles_by_mask(problem, operands)
+    whole, edge = schedule.tiles_by_mask(problem, (t, c), operands)
     whole_set = as_set(whole)
     edge_set = as_set(edge)
     assert len(whole_set) == len(whole), "a tile is visited twice"
@@ -107,18 +107,18 @@ def test_no_tile_goes_unmasked_where_elements_decide(term):
         "segments": dict(q_segments=jnp.zeros((1, T), int), kv_segments=jnp.zeros((1, S), int)),
         "bias": dict(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, T, S)))),
     }[term]
-    problem = Problem(right=0, chunk_size=(16, 24))
+    problem = Problem(right=0)
     operands = operands_of_length(T, S, **extra)
-    whole, edge = schedule.tiles_by_mask(problem, operands)
+    whole, edge = schedule.tiles_by_mask(problem, (16, 24), operands)
     assert len(whole) == 0
     assert as_set(edge) == needed_tiles(picture(problem, operands), 16, 24)
 
 
 def test_skip_false_lists_every_tile():
-    problem = Problem(right=0, chunk_size=(16, 24))
+    problem = Problem(right=0)
     operands = operands_of_length(37, 53)
-    whole, edge = schedule.tiles_by_mask(problem, operands, skip=True)
-    every_whole, every_edge = schedule.tiles_by_mask(problem, operands, skip=False)
+    whole, edge = schedule.tiles_by_mask(problem, (16, 24), operands, skip=True)
+    every_whole, every_edge = schedule.tiles_by_mask(problem, (16, 24), operands, skip=False)
     every_tile = as_set(every_whole) | as_set(every_edge)
     assert every_tile == set(cut(picture(problem, operands), 16, 24))
     np.testing.assert_array_equal(whole, every_whole)
@@ -167,8 +167,8 @@ def test_skipping_changes_no_bit(monkeypatch, kwargs):
     visited = []
     tiles_by_mask = schedule.tiles_by_mask
 
-    def every_tile(problem, operands):
-        whole, edge = tiles_by_mask(problem, operands, skip=False)
+    def every_tile(problem, chunk_size, operands):
+        whole, edge = tiles_by_mask(problem, chunk_size, operands, skip=False)
         visited.append(len(whole) + len(edge))
         return whole, edge
 

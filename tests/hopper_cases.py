@@ -251,6 +251,20 @@ CASES = {
         ),
     ),
 }
+# Cases in which each query sees a key, and each key is seen by a query.
+NOTHING_HIDDEN = (
+    "plain",
+    "causal, tails",
+    "other head dims",
+    "one query, one key",
+    "offset",
+    "window",
+    "narrow window",
+    "soft cap",
+    "segments",
+    "segments, long",
+    "scale",
+)
 NOT_POSITIONS = ("logits_soft_cap", "scale", "sinks")
 
 

@@ -285,7 +285,7 @@ def _gradients(
         dots = (dout * out).sum(-1)
         results["dsinks"] = -(p_sink * dots).sum((0, 2))
         terms = p_sink * (np.abs(dout) * np.abs(out)).sum(-1)
-        results["size of dsinks"] = np.sqrt(terms**2).sum((0, 2)).max()
+        results["size of dsinks"] = np.sqrt((terms**2).sum((0, 2))).max()
     return results | _gradient_of_params(case, ds)
 
 

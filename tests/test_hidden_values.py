@@ -105,7 +105,7 @@ def test_hidden_garbage_changes_no_bit(name, implementation):
     kwargs = hidden.kwargs | {
         "implementation": implementation,
         "chunk_size": (16, 24),
-        "logits_soft_cap": 5.0,
+        "logits_soft_cap": np.array(5.0, np.float32),
     }
     clean = _run_filled(hidden, kwargs, 0)
     assert np.all(clean.out[hidden.rows] == 0)

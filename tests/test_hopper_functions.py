@@ -183,9 +183,21 @@ def test_what_a_mask_hides_changes_no_bit(scored):
     assert_equal_bits(run(case, (query, key, value)), clean)
 
 
+NOTHING_HIDDEN = (
+    "alibi, 128, float16",
+    "numbers of keys",
+    "numbers of queries",
+    "t5",
+    "differences, masked",
+    "numbers of keys that learn",
+    "documents",
+    "segments",
+)
+
+
 @pytest.mark.slow
 @not_finite
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOTHING_HIDDEN])
 def test_what_nobody_sees_changes_no_bit(name):
     """Hidden numbers in keys, values, queries and cotangents change no bit of any result.
 
@@ -197,8 +209,7 @@ def test_what_nobody_sees_changes_no_bit(name):
     if case.mask is not None:
         seen = seen & case.mask(*pairs(case))
     dirty, cotangent, has_hidden = unseen_filled(args, seen, cotangents(args, case.dtype))
-    if not has_hidden:
-        return
+    assert has_hidden
     with interpreted():
         clean_results = differentiated(case, args)
         dirty_results = differentiated(case, dirty, cotangent)

@@ -8,6 +8,7 @@ import oracle
 import pytest
 from conftest import cotangents
 from hopper_cases import (
+    NOTHING_HIDDEN,
     assert_equal_bits,
     bf16,
     draw,
@@ -45,7 +46,7 @@ def hide(arrays, hidden, bad):
 
 
 @slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in (*NOTHING_HIDDEN, "full")])
 def test_what_nobody_sees_changes_no_bit_of_any_case(name):
     """Hidden numbers in keys, values, queries and their tangents change no bit."""
     z, kwargs = CASES[name]
@@ -54,8 +55,7 @@ def test_what_nobody_sees_changes_no_bit_of_any_case(name):
     seen = oracle.seen_by(*args[:2], **position_arguments(kwargs))
     cotangent = cotangents(args, bf16)
     dirty_args, _, has_hidden = unseen_filled(args, seen, cotangent)
-    if not has_hidden:
-        return
+    assert has_hidden
     dirty_along = unseen_filled(along, seen, cotangent)[0]
     assert_dirt_changes_no_bit(args, along, dirty_args, dirty_along, kwargs)
 

@@ -239,7 +239,7 @@ def _run_nothing(implementation):
     calls = {}
     for name, kwargs in NOTHING.items():
         args, _ = CASES["plain"].inputs()
-        calls[name] = args, {"scale": 0.5} | kwargs
+        calls[name] = args, {"scale": np.array(0.5, np.float32)} | kwargs
     return calls, run_calls(calls, implementation=implementation, chunk_size=(16, 24))
 
 

@@ -162,10 +162,10 @@ def _compare_samples(call: Call, results, dout: Array, sample_keys, samples: int
     results = [fold(x, dims) for x, dims in zip(results, all_dims, strict=True)]
     dout = fold(dout, query_dims)
     operands, results, dout = sharding.on_auto_mesh((call.operands, results, dout))
-    rows = sampled(sample_keys[0], (shape.B, shape.K, shape.T), samples)
-    columns = sampled(sample_keys[1], (shape.B, shape.K, shape.S), samples)
-    out, lse, dout = (jnp.moveaxis(x, 1, 3) for x in (*results[:2], dout))  # B K G T ...
-    with jax.set_mesh(None):
+    with jax.set_mesh(None):  # the caller's mesh is not that of these arrays
+        rows = sampled(sample_keys[0], (shape.B, shape.K, shape.T), samples)
+        columns = sampled(sample_keys[1], (shape.B, shape.K, shape.S), samples)
+        out, lse, dout = (jnp.moveaxis(x, 1, 3) for x in (*results[:2], dout))  # B K G T ...
         with jax.enable_x64(True):
             true_rows = rows_of(call.problem, operands, dout, rows)
             true_columns = columns_of(call.problem, operands, out, lse, dout, columns)

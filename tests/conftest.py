@@ -16,6 +16,9 @@ import resource
 from typing import Any
 
 
+OLD_JAX = importlib.metadata.version("jaxlib").startswith("0.10.")
+
+
 def set_xla_flags() -> None:
     """Add the flags of the tests to XLA_FLAGS, except those that the environment already sets.
 
@@ -27,7 +30,7 @@ def set_xla_flags() -> None:
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
     ]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
+    if OLD_JAX:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     present = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in flags if flag.split("=")[0] not in present]
@@ -68,6 +71,19 @@ GRADIENTS = ("query", "key", "value", "bias", "scale", "logits_soft_cap", "sinks
 
 def pytest_configure(config):
     config.option.reportchars += "s"  # say why a test was skipped
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items):
+    """Move tests marked `once` to the slow set on new versions of JAX.
+
+    XLA compiles at half the speed there, and the kernels are tested as well.
+    """
+    if OLD_JAX:
+        return
+    for item in items:
+        if item.get_closest_marker("once"):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

@@ -37,6 +37,7 @@ def case_inputs(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.once
 def test_twenty_runs(name):
     """Run forward and gradient of one compiled program, with other work between the runs."""
     static, inputs = case_inputs(name)

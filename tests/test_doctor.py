@@ -35,6 +35,7 @@ def test_error_of_derivatives(mode):
     assert truth.error_of(wrong, case) == pytest.approx(0.01, rel=1e-2)
 
 
+@pytest.mark.once
 def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
     """Attention that forgets the scale fails, and memeff and plain attention pass.
 

@@ -166,6 +166,7 @@ IDS = [re.split(",| \\[", row.name)[0] for row in ROWS]
 
 
 @pytest.mark.parametrize("number", few(range(len(TRUTHS)), FAST), ids=IDS)
+@pytest.mark.once
 def test_example(number):
     truth = TRUTHS[number]
     seen, bias = masks_and_biases(truth)

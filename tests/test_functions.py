@@ -292,6 +292,7 @@ def _bent_derivative(order, implementation):
 @pytest.mark.parametrize(
     "order", ["gradient", "jvp", "hvp", pytest.param("grad of grad", marks=slow)]
 )
+@pytest.mark.once
 def test_what_bends_the_score_against_the_definition(order):
     with jax.enable_x64(True):
         actual = _bent_derivative(order, None)

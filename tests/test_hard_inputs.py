@@ -181,6 +181,7 @@ def largest_errors(results, truth, sizes) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("path", ["cpu", "gpu", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.once
 def test_hard_inputs(path, dtype):
     """Errors are at most 1.5 times the errors of attention written out.
 

@@ -138,6 +138,7 @@ def test_like_calls_ask_once(compiled_queries):
     assert len(compiled_queries) == 1
 
 
+@pytest.mark.once
 def test_it_is_asked_wherever_a_call_is_traced(compiled_queries):
     """A call is compiled for the shapes that it sees.
 
@@ -181,6 +182,7 @@ def test_it_is_asked_wherever_a_call_is_traced(compiled_queries):
     }
 
 
+@pytest.mark.once
 def test_statistics_keep_to_their_own_bytes():
     """Statistics compile their own programs, not attention's."""
     x = drawn.array((1, 700, 4, 16), np.float32)

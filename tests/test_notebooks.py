@@ -68,6 +68,7 @@ def outputs(notebook) -> list:
 
 
 @each_source
+@pytest.mark.once
 def test_runs_top_to_bottom_in_its_short_form(source, monkeypatch):
     notebook = execute(source, True, monkeypatch)  # a cell that raises, raises here
     assert all(cell.execution_count for cell in code_cells(notebook))

@@ -91,6 +91,7 @@ def _largest_error(x, truth):
 
 
 @pytest.mark.parametrize("name", FLOAT32)
+@pytest.mark.once
 def test_float32(name):
     results = run_cases(in_group(name, FLOAT32), "float32")
     assert_case(results[name], name, "float32")

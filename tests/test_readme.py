@@ -57,6 +57,7 @@ def test_pages_have_code():
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.once
 def test_python_blocks_run(page):
     """The blocks of a page run one after the other, in the same names.
 

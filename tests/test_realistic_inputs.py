@@ -77,6 +77,7 @@ FAST = [
 @pytest.mark.parametrize(
     "dtype, kind", few(itertools.product(("float32", "bfloat16", "float16"), KINDS), FAST)
 )
+@pytest.mark.once
 def test_real_looking_inputs(kind, dtype):
     args = _inputs(kind, jnp.dtype(dtype))
     kwargs = {"is_causal": True, "chunk_size": (16, 24)}

@@ -55,6 +55,7 @@ def test_every_derivative_of_sinks(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.once
 def test_extreme_sinks(implementation, dtype):
     """A sink of -inf is no sink, and a sink far above the logits takes all.
 
@@ -119,6 +120,7 @@ def _out_and_gradients(f, args, dout):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.once
 def test_errors_of_sinks_are_those_of_plain_attention(dtype):
     """Out and all gradients err no more than plain attention in the same dtype, over many draws.
 

@@ -73,6 +73,7 @@ def full_run(tmp_path_factory, settings) -> Path:
 # ---- learning
 
 
+@pytest.mark.once
 def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
     """Learn Python's library. The context of 528 tokens is more than a tile."""
     curves = {}

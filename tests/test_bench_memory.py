@@ -69,6 +69,7 @@ def test_what_xla_cannot_compile_follows_the_growth_up_to_there():
     assert note.startswith("out of memory: 2^39 logits")
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_kept_or_refused_in_a_note():
     names = ["memeff", "memeff@8MiB", "memeff@1kB"]
     rows = bench.memory_table([1024], [bench.Case(0)], names)

@@ -290,7 +290,7 @@ def _bent_derivative(order, implementation):
 
 
 @pytest.mark.parametrize(
-    "order", ["gradient", "jvp", "hvp", pytest.param("grad of grad", marks=slow)]
+    "order", few(["gradient", "jvp", "hvp", "grad of grad"], ["gradient", "hvp"])
 )
 @pytest.mark.once
 def test_what_bends_the_score_against_the_definition(order):

@@ -67,8 +67,15 @@ def outputs(notebook) -> list:
     return [output for cell in code_cells(notebook) for output in cell.outputs]
 
 
-@each_source
+# The notebook of derivatives takes half a minute, most of it to compile.
+SLOW = [path for path in SOURCES if path.stem == "03_derivatives"]
+SHORT_FORMS = [
+    pytest.param(path, marks=pytest.mark.slow if path in SLOW else ()) for path in SOURCES
+]
+
+
 @pytest.mark.once
+@pytest.mark.parametrize("source", SHORT_FORMS, ids=notebook_name)
 def test_runs_top_to_bottom_in_its_short_form(source, monkeypatch):
     notebook = execute(source, True, monkeypatch)  # a cell that raises, raises here
     assert all(cell.execution_count for cell in code_cells(notebook))

@@ -153,9 +153,9 @@ def test_a_callers_implementation_is_no_request(name, monkeypatch):
     requested = []
     choose = dispatch.choose_implementation
 
-    def record(*args, **kwargs):
-        requested.append(args[2])
-        return choose(*args, **kwargs)
+    def record(problem, operands, request, *args, **kwargs):
+        requested.append(request.implementation)
+        return choose(problem, operands, request, *args, **kwargs)
 
     monkeypatch.setattr(dispatch, "choose_implementation", record)
     shape = (B, T, N, H)

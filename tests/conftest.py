@@ -15,7 +15,6 @@ import os
 import resource
 from typing import Any
 
-
 OLD_JAX = importlib.metadata.version("jaxlib").startswith("0.10.")
 
 

@@ -10,6 +10,8 @@ import pytest
 import memeff
 from memeff import scores, transforms
 
+pytestmark = pytest.mark.once
+
 jax_attention = jax.nn.dot_product_attention
 
 

@@ -17,6 +17,8 @@ from memeff import bench
 from memeff.bench import calls, extras, implementations
 from memeff.bench.cases import call_title, case_row
 
+pytestmark = pytest.mark.once
+
 TINY = ["--length", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--batch", "2"]
 
 

@@ -11,6 +11,8 @@ from memeff import bench
 from memeff.bench import calls, memory, speed
 from memeff.bench.cases import input_arrays
 
+pytestmark = pytest.mark.once
+
 # ---- the table of memory
 
 

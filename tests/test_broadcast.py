@@ -8,6 +8,8 @@ import pytest
 from cases import Sizes, qkv
 from conftest import assert_truth, few, run_calls
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 PATTERNS = list(itertools.product((True, False), repeat=4))
 SMALL = Sizes(B=2, T=11, S=13, K=3, G=2, H=3, D=4)

@@ -11,6 +11,8 @@ from conftest import cotangents, differentiate
 
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 
 
@@ -37,7 +39,6 @@ def case_inputs(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.once
 def test_twenty_runs(name):
     """Run forward and gradient of one compiled program, with other work between the runs."""
     static, inputs = case_inputs(name)

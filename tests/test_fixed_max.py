@@ -22,6 +22,8 @@ from memeff.chunked import implementation as chunked
 from memeff.masking import mask_tile
 from memeff.problem import LogitParams, Operands, Problem, Schedule
 
+pytestmark = pytest.mark.once
+
 B, T, S, K, G, H, D = 2, 75, 90, 2, 2, 16, 11
 
 FAR = (  # some rows need the online form

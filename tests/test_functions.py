@@ -16,6 +16,8 @@ from conftest import cotangents, few, oracle_arguments
 
 from memeff import dot_product_attention, masks, scores, transforms
 
+pytestmark = pytest.mark.once
+
 slow = pytest.mark.slow
 f32 = np.float32
 SIZES = Sizes(B=2, T=19, S=29, K=2, G=2, H=6, D=4)
@@ -292,7 +294,6 @@ def _bent_derivative(order, implementation):
 @pytest.mark.parametrize(
     "order", few(["gradient", "jvp", "hvp", "grad of grad"], ["gradient", "hvp"])
 )
-@pytest.mark.once
 def test_what_bends_the_score_against_the_definition(order):
     with jax.enable_x64(True):
         actual = _bent_derivative(order, None)

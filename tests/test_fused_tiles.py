@@ -19,6 +19,8 @@ from memeff import dot_product_attention, tile_sizes
 from memeff.chunked.schedule import tile_groups, tiles_by_mask
 from memeff.problem import LogitParams, Operands, Problem, Schedule
 
+pytestmark = pytest.mark.once
+
 
 def assert_close(actual, expected, atol):
     for x, y in zip(actual, expected, strict=True):

@@ -19,6 +19,8 @@ from memeff.chunked import fixed_max, gpu_fusion, row_sums
 from memeff.chunked import implementation as chunked
 from memeff.problem import Operands, Problem, Schedule
 
+pytestmark = pytest.mark.once
+
 B, T, S, K, G, H, D = 2, 70, 90, 2, 2, 16, 11
 
 FAR = (  # float16 does not serve

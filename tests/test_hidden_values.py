@@ -12,6 +12,8 @@ from test_masks import IMPLEMENTATIONS, S, T, _leaves
 
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 
 # ---- what nobody sees may hold anything

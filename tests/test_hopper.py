@@ -24,7 +24,7 @@ pytestmark = needs_kernels
 # ---- forward and gradient
 
 # The interpreter takes ten seconds for each, most of them to compile.
-FAST = ("128", "segments, long", "keys masked, padded", "sinks")
+FAST = ("128", "keys masked, padded", "sinks")
 
 
 @pytest.mark.parametrize("name", few(CASES, FAST))

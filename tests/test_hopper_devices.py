@@ -52,6 +52,7 @@ def test_calls_lower_for_cuda(H):
     assert kernels(lowered(training, x, x, x, x)) == (3 if H <= 128 else 1)
 
 
+@pytest.mark.slow
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)
     one_key = x.update(shape=x.shape[1:])

@@ -10,6 +10,8 @@ from cases import AWKWARD, CASES, qkv
 
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 
 # ---- every keyword does something

@@ -12,6 +12,8 @@ from conftest import watch_dispatch
 import memeff
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 X = jax.ShapeDtypeStruct((1, 4096, 8, 64), np.float32)
 
 

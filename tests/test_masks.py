@@ -245,6 +245,7 @@ def _run_nothing(implementation):
 
 @pytest.mark.parametrize("name", NOTHING)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.once
 def test_rows_that_see_nothing(name, implementation):
     """A row that sees no key has output 0, lse -inf and gradient 0."""
     calls, results = _run_nothing(implementation)

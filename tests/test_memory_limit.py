@@ -86,6 +86,7 @@ REPORTED = {
 
 
 @pytest.mark.parametrize("name", few(REPORTED, ["sinks"]))
+@pytest.mark.once
 def test_calls_that_once_exceeded_it(name):
     x = drawn.array((1, 2048, 8, 64), np.float32)
     call = drawn.Call(dict(query=x, key=x, value=x, **REPORTED[name]))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from test_memory import call, compiled, f32, gradient, mib, temp_bytes
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("shape", [(1, 1, 2048, 2048), (2048,), (8, 1, 2048), (8, 2048, 1)])
 def test_gradient_of_bias_costs_its_own_size(shape):

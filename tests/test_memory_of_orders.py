@@ -15,6 +15,8 @@ from test_memory import KINDS, MIB, _kinds, call, compiled, gradient, quadratic
 import memeff
 from memeff import dot_product_attention, masks, scores, transforms
 
+pytestmark = pytest.mark.once
+
 slow = pytest.mark.slow
 f32 = np.float32
 

@@ -18,6 +18,8 @@ from models.data import Batch, ListOps
 from models.train import Settings, loss_and_gradient
 from models.transformer import Config, Transformer, positions_in_document
 
+pytestmark = pytest.mark.once
+
 
 @functools.cache
 def build(**settings):
@@ -196,7 +198,6 @@ def square_arrays(text: str, least: int) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"attention": "jax.nn"}])
-@pytest.mark.once
 def test_no_square_array_in_a_training_step(options):
     """No array has T times T entries. With jax.nn one has, so the test can fail."""
     settings = Settings(**TINY | options, context=1024)

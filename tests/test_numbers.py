@@ -234,6 +234,7 @@ def _row_sums(query, key, value, bias):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.once
 def test_lse_is_float32_natural_and_right(dtype):
     groups = {
         "float32": in_group("causal", FLOAT32),

@@ -176,6 +176,7 @@ def cast(arrays, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.once
 def test_tangent_in_few_bits(dtype, size):
     """The tangent errs at most 1.5 times as much as the plain computation's in the same dtype."""
     z = Sizes(B=1, T=97, S=131, K=2, G=2, H=16, D=8)
@@ -379,6 +380,7 @@ def test_orders_and_mixtures(modes):
     assert_close(actual, plain)
 
 
+@pytest.mark.once
 def test_check_grads_to_second_order():
     floats, _ = _tiny()
     f = functools.partial(attend, STATIC, {})

@@ -15,6 +15,8 @@ from jax.ad_checkpoint import print_saved_residuals
 import memeff
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 
 

@@ -9,6 +9,8 @@ from conftest import assert_truth, run_call, run_calls
 
 from memeff import dot_product_attention
 
+pytestmark = pytest.mark.once
+
 
 def test_scale_and_soft_cap_static_and_traced_agree():
     args, _ = CASES["causal"].inputs()

@@ -9,6 +9,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import memeff
 from memeff import dot_product_attention
@@ -138,6 +139,7 @@ def run_combinations():
     return statics, inputs, jax.device_get(run(inputs))
 
 
+@pytest.mark.once
 def test_every_combination_of_jax_nns_arguments_gives_jax_nns_result():
     statics, inputs, results = run_combinations()
     assert len(statics) >= 20

@@ -39,6 +39,7 @@ def call(q, k, v, sinks, **kwargs):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.once
 def test_every_derivative_of_sinks(implementation):
     """Derivatives of both modes and of two orders agree with differences, through out and lse.
 

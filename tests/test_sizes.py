@@ -7,6 +7,8 @@ import pytest
 from cases import Sizes, qkv
 from conftest import assert_truth, run_calls
 
+pytestmark = pytest.mark.once
+
 LENGTHS = (1, 2, 3, 17, 97, 128, 257, 1000, 1025)
 HEAD_SIZES = (1, 3, 8, 40, 59, 64, 72, 96, 128, 256)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 1))  # N, K

@@ -5,8 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import memeff
+
+pytestmark = pytest.mark.once
 
 f32 = np.float32
 

@@ -25,6 +25,8 @@ from models import demo, generate, train
 from models.data import Refused, Text
 from models.train import Settings
 
+pytestmark = pytest.mark.once
+
 RUN = TINY | {
     "context": 48,
     "batch": 2,
@@ -73,7 +75,6 @@ def full_run(tmp_path_factory, settings) -> Path:
 # ---- learning
 
 
-@pytest.mark.once
 def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
     """Learn Python's library. The context of 528 tokens is more than a tile."""
     curves = {}

@@ -14,6 +14,8 @@ from memeff.chunked.tile import tile_logits
 from memeff.masking import mask_tile
 from memeff.problem import LogitParams, Operands, Problem
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 Tile = tuple[int, int]  # indices i of queries and j of keys
 

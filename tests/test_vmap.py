@@ -12,6 +12,8 @@ from small_calls import assert_same, f32, inputs
 
 from memeff import dot_product_attention, tile_sizes
 
+pytestmark = pytest.mark.once
+
 # Each argument is a stack of 3, for a call of B=2 T=13 S=17 N=4. Floats get a gradient.
 STACK = 3
 _rng = np.random.default_rng(7)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from cases import Sizes
-from conftest import cotangents
+from conftest import cotangents, few
 from hopper_cases import assert_close, bf16, draw, f32, i32, kernels, lowered, needs_kernels
 from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_kernels
 from jax.sharding import AxisType, NamedSharding
@@ -42,7 +42,7 @@ def training(query, key, value, dout):
     return out, *pull(dout)
 
 
-@pytest.mark.parametrize("H", [64, 128, 200])
+@pytest.mark.parametrize("H", few((64, 128, 200), (128,)))
 def test_calls_lower_for_cuda(H):
     """Inference stores no lse. The gradient of wide heads is the chunked path's."""
     x = jax.ShapeDtypeStruct((2, 1000, 4, H), bf16)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import watch_dispatch
+from conftest import few, watch_dispatch
 from hopper_cases import bf16, draw, f32, i32, kernels, lowered, needs_kernels
 from hopper_function_cases import CASES, call
 from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded
@@ -344,7 +344,7 @@ def everything_that_kernels_compute(s, b, h, i, j, p):
     return total
 
 
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", few((64, 128), (128,)))
 def test_functions_lower_for_cuda(H):
     """Every step that kernels compute on tiles lowers, with its derivative."""
     x = jax.ShapeDtypeStruct((2, 1000, 4, H), bf16)

@@ -92,9 +92,10 @@ def assert_params_gradient_right(name, case: Case, dparams, plain, truth):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cap",
-    [pytest.param(1.5, marks=pytest.mark.slow), np.array([1.0, 4.0], f32)],
+    [1.5, np.array([1.0, 4.0], f32)],
     ids=["one", "of heads"],
 )
 def test_a_soft_cap_of_the_users(cap):
@@ -166,7 +167,7 @@ def test_block_masks_drive_the_loops(name):
 @not_finite_products
 @pytest.mark.parametrize(
     "scored",
-    [pytest.param(False, marks=pytest.mark.slow), True],
+    few((False, True), (False,)),
     ids=["masked", "masked and scored"],
 )
 def test_what_a_mask_hides_changes_no_bit(scored):

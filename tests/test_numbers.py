@@ -116,6 +116,7 @@ BLOCKS = (
 )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", BLOCKS)
 def test_in_blocks(monkeypatch, name):
     """Blocks of one batch entry and one key head give right numbers.

@@ -9,9 +9,9 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (some ten minutes on two cores; twice that on Python 3.12, where XLA compiles slower)"
+	@echo "make test       the fast tests (eight to nine minutes on two cores)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=SSE4_2, AVX512: as on others)"
-	@echo "make slow       the slow tests: full grids, planted bugs, longer training"
+	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
@@ -35,7 +35,7 @@ numbers: $(VENV)/.dev
 	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(XLA_FLAGS)" $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMBERS:%=tests/test_%.py)
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(TESTS)
 
 clients:
 	$(MAKE) .venv-clients/.clients VENV=.venv-clients

@@ -76,6 +76,7 @@ def test_a_quadratic_call_is_held_to_the_limit_too():
     trace("400MiB")
 
 
+@pytest.mark.slow
 def test_the_same_numbers_within_any_limit():
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 700, 4, 16)) for i in range(3))
 

@@ -183,7 +183,7 @@ def test_it_is_asked_wherever_a_call_is_traced(compiled_queries):
     }
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_statistics_keep_to_their_own_bytes():
     """Statistics compile their own programs, not attention's."""
     x = drawn.array((1, 700, 4, 16), np.float32)

@@ -67,8 +67,8 @@ def outputs(notebook) -> list:
     return [output for cell in code_cells(notebook) for output in cell.outputs]
 
 
-# The notebook of derivatives takes half a minute, most of it to compile.
-SLOW = [path for path in SOURCES if path.stem == "03_derivatives"]
+# These take half a minute each, most of it to compile.
+SLOW = [path for path in SOURCES if path.stem in ("03_derivatives", "04_scores_and_masks")]
 SHORT_FORMS = [
     pytest.param(path, marks=pytest.mark.slow if path in SLOW else ()) for path in SOURCES
 ]

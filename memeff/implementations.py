@@ -22,10 +22,10 @@ def module_for(name: str, device: Device) -> ModuleType:
 
 
 class Request(NamedTuple):
-    """What the user asks of how a call runs; None: memeff chooses."""
+    """The user's choices of how a call runs; None means that memeff chooses."""
 
     implementation: str | None = None
-    backward: str | None = None  # of kernels: "split" (so is None), "fused" or "fastest"
+    backward: str | None = None  # kernels of the gradient: "split" (also None), "fused", "fastest"
     chunk_size: tuple[int | None, int | None] = (None, None)  # tokens
     memory_limit: int | None = None  # bytes
 

@@ -62,13 +62,13 @@ class Schedule:
     """The static choices of how one call is computed."""
 
     chunk_size: tuple[int, int] = (512, 512)  # rows and columns of a tile
-    # of a tile in a forward with a precomputed bound on each row's max; None: no such forward
+    # the same in a forward with a precomputed bound on each row's maximum; None: no such forward
     fixed_max_chunk_size: tuple[int, int] | None = None
-    # of a tile in a backward that XLA:GPU fuses into its products; None: no such backward
+    # the same in a backward that XLA:GPU fuses into its products; None: no such backward
     gpu_fused_chunk_size: tuple[int, int] | None = None
-    # largest number of logits per head to which these two merge unmasked tiles; 0: never
+    # These two loops merge unmasked tiles into tiles of so many logits per head; 0: never
     max_merged_logits: int = 0
-    # batch entries and key heads of a tile, divisors of B and K; None: all
+    # batch entries and key heads of a tile, which divide B and K; None: all
     head_block: tuple[int, int] | None = None
     one_pass_jvp: bool = False  # compute out and its tangent in one pass if both are needed
     # calls under vmap whose tiles exist at the same time; None: all
@@ -129,7 +129,10 @@ OPERAND_DIMS = {
 
 
 def map_operands(f: Callable[[Any, str], Any], operands: Operands) -> Operands:
-    """Return `operands` with f(array, dims) in the place of each array that has OPERAND_DIMS."""
+    """Apply `f(array, dims)` to each array that has an entry in OPERAND_DIMS.
+
+    Return the operands with the results in the places of these arrays.
+    """
 
     def map_fields(arrays: Any) -> Any:
         present = {name: x for name, x in arrays._asdict().items() if x is not None}

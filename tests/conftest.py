@@ -104,7 +104,7 @@ def why_no_gpu() -> str | None:
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """Let calls behave as where JAX has one device. The eight devices are for test_sharding.py."""
+    """Let calls behave as where JAX has one device. The sharding tests need all eight."""
     monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: False)
 
 

@@ -19,7 +19,7 @@ from memeff.chunked.tangent import forward_with_tangent, tangent
 from memeff.implementations import Chosen
 from memeff.problem import Gradients, Operands
 from memeff.sharding import vary_together
-from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots
+from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots, spread_sinks
 
 # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 RESIDUAL_NAMES = ("memeff_out", "memeff_lse")
@@ -58,19 +58,9 @@ def _forward(chosen, lse_for, operands):
 def _tie_to_query(operands: Operands) -> Operands:
     """Make segment masks and the like depend on the query.
 
-    Otherwise a scan over layers hoists them out and stores T x T of them. Query, mask and bias pass
-    the barrier with one dim of heads, as the user gave them, because XLA:CPU copies arrays with a
-    dim G = 1.
+    Otherwise a scan over layers hoists them out and stores T x T of them.
     """
-    arrays = operands.query, operands.mask, operands.logit_params.bias
-    query = lax.collapse(operands.query, 2, 4)  # b t n h
-    mask, bias = jax.tree.map(lambda x: lax.collapse(x, 1, 3), arrays[1:])  # b n t s
-    rest = operands._replace(
-        query=None, mask=None, logit_params=operands.logit_params._replace(bias=None)
-    )
-    flat, rest = lax.optimization_barrier(((query, mask, bias), rest))
-    query, mask, bias = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, arrays)
-    return rest._replace(query=query, mask=mask, logit_params=rest.logit_params._replace(bias=bias))
+    return lax.optimization_barrier(operands)
 
 
 def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
@@ -173,7 +163,7 @@ class Tangent:
         total, p = lse_with_sinks(lse, sinks)
         dout, _ = self._over_keys((operands, out, total), tangents, narrow)
         if dsinks is not None:
-            dout = (dout - (p * dsinks[..., None])[..., None] * out).astype(out.dtype)
+            dout = (dout - (p * spread_sinks(dsinks, p))[..., None] * out).astype(out.dtype)
         # XLA drops either pass if its result is unused
         _, dlse = self._over_keys((operands, out, lse), tangents, narrow)
         return dout, dlse
@@ -283,6 +273,7 @@ def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
             from_lse = backward(bare, zeros, lse, zeros, dlse)
             gradients = jax.tree.map(lambda x, y: x + y, gradients, from_lse)
         dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
+        dsinks = dsinks.reshape(sinks.shape)
         gradients = gradients._replace(logit_params=gradients.logit_params._replace(sinks=dsinks))
     like = Gradients(operands.query, operands.key, operands.value, operands.logit_params)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)

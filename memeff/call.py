@@ -14,7 +14,7 @@ from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
 from memeff.problem import Operands, Problem, check_sizes_known
-from memeff.shape import CallShape, fold, unfold
+from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
 
@@ -117,7 +117,7 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         qk_transform=transform,
     )
     operands = Operands(
-        *fold(shape, query, key, value),
+        *(fold_leads(shape, x) for x in (query, key, value)),
         logit_params=logit_params._replace(
             score=score_floats, transform=transform_floats, sinks=sinks
         ),

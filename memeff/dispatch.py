@@ -89,14 +89,14 @@ def _kernels_fit(
 
 def explain_choice(chosen: Chosen, operands: Operands) -> str:
     """Return in words what runs a call, and why every other implementation does not."""
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
     problem = chosen.problem
+    shape = operands.shape
     family = pallas.family_for(current_device(operands.query))
     describe = family.describe if chosen.name == "pallas" else chunked.describe
     how = describe(problem, chosen.schedule, operands)
     lines = [f'"{chosen.name}" runs this call on {current_platform()}: {how}.']
     drawbacks = {
-        "reference": f"needs quadratic memory ({B * K * G} x {T} x {S} logits)",
+        "reference": f"needs quadratic memory ({shape.B * shape.N} x {shape.T} x {shape.S} logits)",
         "xla": "slower for this call",
         "pallas": family.slower(problem, operands),
     }

@@ -107,17 +107,17 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(schedule: Schedule, operands: Operands) -> "Sizes":
         """Return the sizes of a call."""
-        B, T, K, G, H = operands.query.shape
-        _, S, _, D = operands.value.shape
+        (B,), T, S, N, K, H, D = operands.shape
+        G = operands.shape.G
         t, c = schedule.chunk_size
         b, k = schedule.heads_of_tile(B, K)
         bias = operands.logit_params.bias
         return Sizes(
-            q=B * K * G * T * H,
+            q=B * N * T * H,
             k=B * S * K * H,
             v=B * S * K * D,
-            o=B * K * G * T * D,
-            row=B * K * G * T,
+            o=B * N * T * D,
+            row=B * N * T,
             bias=0 if bias is None else math.prod(bias.shape),
             logits=b * k * G * t * c,
             shared=t * c,
@@ -153,17 +153,18 @@ def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
 
     It holds logits and probabilities, and in a gradient their cotangents.
     """
-    (B, T, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    shape = operands.shape
+    logits = shape.B * shape.N * shape.T * shape.S
     half = operands.query.dtype.itemsize == 2
     forward, gradient = (6, 10) if half and platform != "cpu" else (8, 12.5)  # bytes per logit
-    return B * K * G * T * S * forward, math.ceil(B * K * G * T * S * gradient)
+    return logits * forward, math.ceil(logits * gradient)
 
 
 def input_output_bytes(operands: Operands) -> int:
     """Return the bytes of the inputs and outputs of forward and gradient."""
     with_gradient = operands.query, operands.key, operands.value, operands.logit_params
-    (B, T, K, G, _), D = operands.query.shape, operands.value.shape[-1]
-    out = B * T * K * G * D * operands.query.dtype.itemsize
+    shape = operands.shape
+    out = shape.B * shape.T * shape.N * shape.D * operands.query.dtype.itemsize
     total = 2 * out  # and its cotangent
     for x in jax.tree.leaves((operands, with_gradient)):
         total += math.prod(x.shape) * x.dtype.itemsize
@@ -172,7 +173,7 @@ def input_output_bytes(operands: Operands) -> int:
 
 def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return True if some tile needs a mask."""
-    T, S = operands.query.shape[1], operands.key.shape[1]
+    shape = operands.shape
     t, c = schedule.chunk_size
     arrays = (
         operands.mask,
@@ -185,8 +186,8 @@ def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     return (
         problem.mask_fn is not None
         or problem.has_window
-        or T % t != 0
-        or S % c != 0
+        or shape.T % t != 0
+        or shape.S % c != 0
         or any(x is not None for x in arrays)
     )
 
@@ -200,9 +201,10 @@ def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) ->
     score_fn = problem.score_fn
     if score_fn is None:
         return 0
-    B, _, K, G, _ = operands.query.shape
+    sizes = operands.shape
+    G = sizes.G
     t, c = schedule.chunk_size
-    b, k = schedule.heads_of_tile(B, K)
+    b, k = schedule.heads_of_tile(sizes.B, sizes.K)
     shape: Any = jax.ShapeDtypeStruct
     batch, head, q_pos, k_pos = (shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,)))
     indices = PairIndices(batch, head, q_pos, k_pos, (), ())
@@ -244,7 +246,7 @@ class _CpuCall:
 
         self.masked = _masked(problem, schedule, operands)
         self.fixed = eligible.fixed_max_applies(problem, schedule, operands)
-        self.grouped = operands.query.shape[3] != 1
+        self.grouped = operands.shape.G != 1
         self.exact = z.wide == z.narrow
         self.half = operands.query.dtype == jnp.float16
         self.old = JAX < (0, 11)
@@ -391,22 +393,21 @@ def _with_gpu_fusion(
     problem: Problem, schedule: Schedule, operands: Operands, z: Sizes, fit: GpuFit
 ) -> tuple[float, float]:
     """Return the same where XLA:GPU fuses the gradient into its products."""
-    B, T, K, G, _ = operands.query.shape
-    S = operands.key.shape[1]
-    b, k = schedule.heads_of_tile(B, K)
-    share = b * k / (B * K)  # of batch entries and heads, in a block
+    shape = operands.shape
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
+    share = b * k / (shape.B * shape.K)  # of batch entries and heads, in a block
     blocks = share < 1
     half = fit is GPU_16_BITS
 
     merged = 0
     if problem.left is None:  # the largest square of unmasked tiles
-        merged = T * S // 4
+        merged = shape.T * shape.S // 4
         if merged <= schedule.max_merged_logits:
             merged //= 2  # it is the only one, and is cut in two
         merged = min(schedule.max_merged_logits, merged)
 
     def tile_bytes(size: tuple[int, int] | None) -> int:
-        return z.narrow * b * k * G * max(merged, math.prod(size or (0, 0)))
+        return z.narrow * b * k * shape.G * max(merged, math.prod(size or (0, 0)))
 
     copies = z.narrow * (z.q + z.k + z.v + z.o)
     out = z.narrow * z.o

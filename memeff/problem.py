@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import VisibleBlocks
+from memeff.shape import CallShape
 from memeff.user_functions import TracedFunction, TracedTransform
 
 
@@ -85,21 +86,24 @@ class LogitParams(NamedTuple):
 
     scale: Array | None = None  # scalar
     soft_cap: Array | None = None  # scalar
-    bias: Array | None = None  # B|1 K|1 G|1 T|1 S|1
+    bias: Array | None = None  # B|1 N|1 T|1 S|1
     score: tuple[Array, ...] = ()  # float params of score_fn, of any shapes
     transform: tuple[Array, ...] = ()  # float params of qk_transform, of any shapes
-    # K G, in nats: a column of the softmax without a key; only forwards read it
+    # N, in nats: a column of the softmax without a key; only forwards read it
     sinks: Array | None = None
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, or of one tile of it."""
+    """The arrays of one call.
 
-    query: Array  # B T K G H; query head n = k * G + g
+    A `Tile` holds the parts of one tile, with the heads split (`split_heads`).
+    """
+
+    query: Array  # B T N H; query head n = k * G + g
     key: Array  # B S K H
     value: Array  # B S K D
     logit_params: LogitParams = LogitParams()
-    mask: Array | None = None  # B|1 K|1 G|1 T|1 S|1, True = may attend
+    mask: Array | None = None  # B|1 N|1 T|1 S|1, True = may attend
     q_lengths: Array | None = None  # B, int32, tokens
     kv_lengths: Array | None = None  # B
     q_offset: Array | None = None  # B|1
@@ -110,16 +114,21 @@ class Operands(NamedTuple):
     mask_params: tuple[Array, ...] = ()
     transform_nonfloat_params: tuple[Array, ...] = ()  # params of qk_transform that are not floats
 
+    @property
+    def shape(self) -> CallShape:
+        """Return the sizes of the call."""
+        return CallShape.of(self.query, self.key, self.value)
+
 
 # The letters of each operand's dims; a dim of a mask or a bias may have size 1 instead. Operands
 # without an entry are whole in every tile.
 OPERAND_DIMS = {
-    "query": "btkgh",
+    "query": "btnh",
     "key": "bskh",
     "value": "bskd",
-    "bias": "bkgts",
-    "sinks": "kg",
-    "mask": "bkgts",
+    "bias": "bnts",
+    "sinks": "n",
+    "mask": "bnts",
     "q_lengths": "b",
     "kv_lengths": "b",
     "q_offset": "b",
@@ -144,6 +153,29 @@ def map_operands(f: Callable[[Any, str], Any], operands: Operands) -> Operands:
     return map_fields(operands._replace(logit_params=map_fields(operands.logit_params)))
 
 
+def split_heads(operands: Operands, k: int) -> Operands:
+    """Return operands in the layout of a tile that has `k` key heads.
+
+    That is query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1.
+    """
+
+    def split(x: Array, dims: str) -> Array:
+        if dims == "btnh":
+            return split_axis(x, 2, k).transpose(0, 2, 3, 1, 4)
+        if dims == "bnts":
+            return split_axis(x, 1, k if x.shape[1] > 1 else 1)
+        return x.swapaxes(1, 2) if dims in ("bskh", "bskd") else x
+
+    return map_operands(split, operands)
+
+
+def split_axis(x: Array, axis: int, k: int) -> Array:
+    """Split the query heads at `axis` of `x` into `k` key heads and the heads of a group."""
+    shape = x.shape
+    group = shape[axis] // k if k else 1
+    return x.reshape(*shape[:axis], k, group, *shape[axis + 1 :])
+
+
 class Gradients(NamedTuple):
     """Cotangents of `Operands`, in the shapes and layouts of their primals.
 
@@ -163,10 +195,10 @@ def accumulator_dtype(operands: Operands):
 
 def check_sizes_known(operands: Operands, what: str) -> None:
     """Raise an error that names `what` if jax.export leaves the lengths T or S symbolic."""
-    T = operands.query.shape[1]
-    S = operands.key.shape[1]
-    if not (isinstance(T, int) and isinstance(S, int)):
+    shape = operands.shape
+    if not (isinstance(shape.T, int) and isinstance(shape.S, int)):
         raise NotImplementedError(
-            f"{what} does not support lengths that jax.export leaves symbolic (T={T}, S={S}). "
+            f"{what} does not support lengths that jax.export leaves symbolic (T={shape.T}, "
+            f"S={shape.S}). "
             "Export with lengths that are numbers."
         )

@@ -10,7 +10,7 @@ from jax import Array
 from memeff.dropout import dropout_keep_mask, head_numbers
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, split_heads
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, LseFor, log_sum_exp, sink_weights
 
 
@@ -22,18 +22,19 @@ def forward(
     JAX differentiates it to any order, in both modes.
     """
     del schedule, lse_for
-    query, key, value = operands[:3]
-    B, T, K, G, _ = query.shape
-    S = key.shape[1]
+    shape = operands.shape
+    T = shape.T
+    S = shape.S
+    operands = split_heads(operands, shape.K)  # one tile
     rows = jnp.arange(T, dtype=jnp.int32)
     cols = jnp.arange(S, dtype=jnp.int32)
     dtype = accumulator_dtype(operands)
-    query, key = _transformed(problem, operands, rows, cols)
-    like = query[:, 0, :, :, 0] if T else query.sum((1, 4))  # b k g
+    query, key = transform_query_key(problem, operands, rows, cols)
+    like = query[:, :, :, 0, 0] if T else query.sum((3, 4))  # b k g
     indices = pair_indices(problem, operands, like, (0, 0), rows, cols)
     keep = mask_tile(problem, operands, rows, cols, indices)
-    keep = jnp.broadcast_to(keep, (B, K, G, T, S))
-    query, key, value = _zero_unseen(query, key, value, keep)
+    keep = jnp.broadcast_to(keep, (shape.B, shape.K, shape.G, T, S))
+    query, key, value = _zero_unseen(query, key, operands.value, keep)
     raw = _dots(problem, query, key, dtype)  # (1)
     s = logits_from_dots(problem, raw, operands.logit_params, keep, indices)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
@@ -49,7 +50,7 @@ def forward(
         p = e * (share / total)[..., None]
     p = jnp.where(keep, p, 0)  # also in a row that is NaN
     if problem.dropout is not None:
-        head = head_numbers(query.max((1, 4), initial=0), K)
+        head = head_numbers(query.max((3, 4), initial=0), shape.K)
         kept = dropout_keep_mask(problem, operands, head, (T, S), rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
@@ -64,28 +65,19 @@ def forward(
     return out.astype(query.dtype), lse
 
 
-def _transformed(problem: Problem, operands: Operands, rows: Array, cols: Array):
-    """Return queries [B, T, K, G, H] and keys [B, S, K, H] after `qk_transform`."""
-    heads_first = operands._replace(
-        query=operands.query.transpose(0, 2, 3, 1, 4), key=operands.key.swapaxes(1, 2)
-    )
-    query, key = transform_query_key(problem, heads_first, rows, cols)
-    return query.transpose(0, 3, 1, 2, 4), key.swapaxes(1, 2)
-
-
 def _zero_unseen(query: Array, key: Array, value: Array, keep: Array):
     """Zero queries that see no key, and keys and values that no query sees: 0 * NaN is NaN."""
-    seen = keep.any((2, 3)).swapaxes(1, 2)[..., None]  # b s k 1
+    seen = keep.any((2, 3))[..., None]  # b k s 1
     key = jnp.where(seen, key, 0)
     value = jnp.where(seen, value, 0)
-    sees = keep.any(-1).transpose(0, 3, 1, 2)[..., None]  # b t k g 1
+    sees = keep.any(-1)[..., None]  # b k g t 1
     return jnp.where(sees, query, 0), key, value
 
 
 def _weighted_values(problem: Problem, p: Array, v: Array, dtype) -> Array:
     """Return p v, [B, K, G, T, D]."""
     return jnp.einsum(
-        "bkgts,bskd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision
+        "bkgts,bksd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision
     )
 
 
@@ -94,7 +86,7 @@ def _dots(problem: Problem, query: Array, key: Array, dtype) -> Array:
 
     def product(query, key):
         return jnp.einsum(
-            "btkgh,bskh->bkgts",
+            "bkgth,bksh->bkgts",
             query,
             key,
             preferred_element_type=dtype,

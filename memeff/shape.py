@@ -1,4 +1,4 @@
-"""Hold the sizes of one call, and fold its leading dims and heads."""
+"""Hold the sizes of one call, and fold its leading dims."""
 
 import math
 from typing import Any, NamedTuple
@@ -31,12 +31,6 @@ class CallShape(NamedTuple):
     @property
     def G(self) -> int:
         return self.N // self.K if self.K else 1
-
-
-def fold(shape: CallShape, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Fold leading dims into one B, and split query heads into K and G."""
-    query, key, value = (fold_leads(shape, x) for x in (query, key, value))
-    return query.reshape(*query.shape[:2], shape.K, shape.G, shape.H), key, value  # n = k * G + g
 
 
 def unfold(shape: CallShape, x: Array) -> Array:

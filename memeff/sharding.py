@@ -64,10 +64,10 @@ def _like_query(operands: Operands) -> Operands:
     axes = dict(zip(query_dims, query_sharding.spec, strict=True))
 
     def shard(x, dims: str):
-        if "g" not in dims or dims == query_dims:
+        if "n" not in dims or dims == query_dims:
             return x
         sizes = zip(dims, x.shape, strict=True)
-        spec = [axes[dim] if dim in "bkg" and size > 1 else None for dim, size in sizes]
+        spec = [axes[dim] if dim in "bn" and size > 1 else None for dim, size in sizes]
         return reshard(x, NamedSharding(query_sharding.mesh, PartitionSpec(*spec)))
 
     return map_operands(shard, operands)

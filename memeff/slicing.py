@@ -20,6 +20,12 @@ def slice_dims(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
     return lax.dynamic_slice(x, starts, sizes)
 
 
+def slice_letters(x: Array, dims: str, cuts: dict[str, tuple[Any, int]]) -> Array:
+    """Return `x`, whose dims have the letters `dims`, sliced by `cuts`, {letter: (start, size)}."""
+    axes = enumerate(dims)
+    return slice_dims(x, {axis: cuts[letter] for axis, letter in axes if letter in cuts})
+
+
 def write_slice(x: Array, part: Array, starts) -> Array:
     """Write `part` into `x` at `starts`; the start is 0 in broadcast dims (size 1)."""
     indices = []
@@ -32,8 +38,3 @@ def add_slice(total: Array, part: Array, starts) -> Array:
     """Add `part` to `total` at `starts`, in the dtype of `total`."""
     old = slice_dims(total, dict(enumerate(zip(starts, part.shape, strict=False))))
     return write_slice(total, old + part.astype(total.dtype), starts)
-
-
-def slice_optional(x: Array | None, cuts: dict[int, tuple[Any, int]]) -> Array | None:
-    """Return `slice_dims(x, cuts)`, and None for None."""
-    return None if x is None else slice_dims(x, cuts)

@@ -39,12 +39,17 @@ def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
     of the two.
     """
     empty = l == 0
-    sink = sinks.astype(l.dtype)[..., None]  # k g 1
+    sink = spread_sinks(sinks, l)
     m = jnp.where(empty, 0, m)  # -inf where a row sees no key
     sink = jnp.where(empty, 0, sink)  # it may be NaN
     top = lax.stop_gradient(jnp.maximum(m, sink))
     share = jnp.exp(m - top)
     return share, jnp.where(empty, 1, l) * share + jnp.exp(sink - top)
+
+
+def spread_sinks(sinks: Array, rows: Array) -> Array:
+    """Return sinks [N] as [K, G, 1], in the dtype of rows [B, K, G, T]."""
+    return sinks.astype(rows.dtype).reshape(*rows.shape[1:3], 1)
 
 
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
@@ -53,7 +58,7 @@ def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     A row that sees no key keeps `LSE_OF_EMPTY_ROW`. Its sink has probability 0, because it takes nothing
     from any key.
     """
-    sink = sinks.astype(lse.high.dtype)[..., None]  # k g 1
+    sink = spread_sinks(sinks, lse.high)
     empty = lse.high == LSE_OF_EMPTY_ROW
     keys = jnp.where(empty, 0, lse.high)
     sink = jnp.where(empty, 0, sink)  # b k g t

@@ -122,10 +122,8 @@ def try_schedules(
     it the call is compiled, and XLA decides. If nobody can compile it, because the device is not
     here, the estimate decides with a margin.
     """
-    B, T, K, G, H = operands.query.shape
-    _, S, _, D = operands.value.shape
-    shape = CallShape((B,), T, S, K * G, K, H, D)
-    known = all(isinstance(n, int) for n in (B, T, S))
+    shape = operands.shape
+    known = all(isinstance(n, int) for n in (shape.B, shape.T, shape.S))
     plain = known and eligible.max_can_be_bounded(problem, operands)
     chunked = implementation in (None, "xla")
     limit = request.memory_limit
@@ -145,8 +143,8 @@ def try_schedules(
         return fastest, 0, fastest
     if not known:
         raise ValueError(
-            f"memory_limit does not support sizes that jax.export leaves symbolic (B={B}, T={T}, "
-            f"S={S}). Pass chunk_size instead."
+            f"memory_limit does not support sizes that jax.export leaves symbolic (B={shape.B}, "
+            f"T={shape.T}, S={shape.S}). Pass chunk_size instead."
         )
     has_tiles = implementation != "reference" and not _gradient_in_kernels(operands, implementation)
     options = [with_tiles(halvings) for halvings in range(HALVINGS if has_tiles else 1)]

@@ -72,7 +72,7 @@ def check_logit_params(
     shape: CallShape, bias, scale, soft_cap
 ) -> tuple[LogitParams, tuple[float, float | None]]:
     """Return the arrays that get a gradient, and the numbers (scale, soft cap) that replace arrays that were not given."""
-    bias = _grouped(shape, "bias", bias, "local_window_size, is_causal or segment ids")
+    bias = _fold_pairs(shape, "bias", bias, "local_window_size, is_causal or segment ids")
     if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):  # as jax.nn
         bias = bias.astype(jnp.float32)
     if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -113,7 +113,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
 
 
 def check_mask(shape: CallShape, mask) -> Array | None:
-    """Return the mask, boolean, as [B|1, K|1, G|1, T|1, S|1]."""
+    """Return the mask, boolean, as [B|1, N|1, T|1, S|1]."""
     if mask is None:
         return None
     mask = to_array("mask", mask)
@@ -121,13 +121,13 @@ def check_mask(shape: CallShape, mask) -> Array | None:
         raise TypeError(
             f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, or mask != 0."
         )
-    return _grouped(
+    return _fold_pairs(
         shape, "mask", mask, "is_causal, local_window_size, key_value_seq_lengths or segment ids"
     )
 
 
-def _grouped(shape: CallShape, name: str, x, instead: str) -> Array | None:
-    """Check that `x` broadcasts to [*B, N, T, S], and fold it to [B|1, K|1, G|1, T|1, S|1]."""
+def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
+    """Check that `x` broadcasts to [*B, N, T, S], and fold it to [B|1, N|1, T|1, S|1]."""
     if x is None:
         return None
     x = to_array(name, x)
@@ -151,8 +151,7 @@ def _grouped(shape: CallShape, name: str, x, instead: str) -> Array | None:
     else:
         x = jnp.broadcast_to(x, (*shape.leads, N, T, S))
         leads = [shape.B]
-    heads = (shape.K, shape.G) if N == shape.N and N != 1 else (1, 1)
-    return x.reshape(*leads, *heads, T, S)
+    return x.reshape(*leads, N, T, S)
 
 
 def check_window(window, is_causal) -> tuple[int | None, int | None]:
@@ -279,7 +278,7 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
 
 
 def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
-    """Return sinks [K, G] in `dtype` from floats [N]."""
+    """Return sinks [N] in `dtype`."""
     if sinks is None:
         return None
     sinks = to_array("sinks", sinks)
@@ -287,7 +286,7 @@ def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
         raise ValueError(
             f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}."
         )
-    return sinks.astype(dtype).reshape(shape.K, shape.G)
+    return sinks.astype(dtype)
 
 
 def _known(x) -> np.ndarray | None:

@@ -101,7 +101,7 @@ def test_dropout_counts_past_32_bits():
     bits = np.bitwise_xor(*_threefry(key, high, low))
     unit = (bits >> 9) / np.float64(2**23)
 
-    x = jnp.zeros((1, 1, 1, 1, 1))
+    x = jnp.zeros((1, 1, 1, 1))
     operands = Operands(x, x, x, dropout_key=jnp.asarray(key))
     problem = Problem(dropout=Dropout(0.5, False))
     head = head_numbers(jnp.zeros((B, K, G)), K)

@@ -39,7 +39,7 @@ RESULTS = ("inference", "out", "lse", "dq", "dk", "dv")
 def draw(name: str, dtype):
     """Return query, key and value with the named property.
 
-    Their shapes are [B, T, K, G, H], [B, S, K, H] and [B, S, K, D].
+    Their shapes are [B, T, N, H], [B, S, K, H] and [B, S, K, D].
     """
     rng = np.random.default_rng(3)
     q = rng.standard_normal((B, T, K, G, H))
@@ -72,7 +72,7 @@ def draw(name: str, dtype):
             q *= 1e-20
         case "ordinary":
             pass
-    return [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return [jnp.asarray(x, dtype) for x in (q.reshape(B, T, K * G, H), k, v)]
 
 
 def make_problem(causal: bool) -> Problem:
@@ -114,7 +114,7 @@ def valid_rows(p: Problem):
 def true_results(causal: bool, operands: Operands, dout, dlse):
     """Return the oracle's RESULTS, in the shapes of the chunked functions."""
     q, k, v = (np.asarray(x, np.float64) for x in operands[:3])
-    call = dict(query=q.reshape(B, T, K * G, H), key=k, value=v)
+    call = dict(query=q, key=k, value=v)
     call |= dict(scale=H**-0.5, is_causal=causal, q_offset=make_problem(causal).q_offset)
     out, lse = oracle.attention(**call)
     dout = np.moveaxis(np.asarray(dout, np.float64), 3, 1).reshape(B, T, K * G, D)
@@ -122,8 +122,7 @@ def true_results(causal: bool, operands: Operands, dout, dlse):
     grads = oracle.gradients(**call, dout=dout, dlse=dlse)
     out = np.moveaxis(out.reshape(B, T, K, G, D), 1, 3)
     lse = np.moveaxis(lse.reshape(B, T, K, G), 1, 3)
-    dq = grads["query"].reshape(B, T, K, G, H)
-    return out, out, lse, dq, grads["key"], grads["value"]
+    return out, out, lse, grads["query"], grads["key"], grads["value"]
 
 
 # ---- rows in which the bound fails
@@ -309,10 +308,10 @@ def test_fixed_max_serves_plain_calls_only():
     kv_ids = jnp.zeros((B, S), jnp.int32)
     each = jnp.full((B,), 5, jnp.int32)
     for refused in (
-        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, 1, S)))),
+        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
         plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
         plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
-        plain._replace(mask=jnp.ones((1, 1, 1, 1, S), bool)),
+        plain._replace(mask=jnp.ones((1, 1, 1, S), bool)),
         plain._replace(q_lengths=each),
         plain._replace(kv_lengths=each),
         plain._replace(q_offset=each),

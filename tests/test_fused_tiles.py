@@ -60,7 +60,7 @@ def test_block_by_block(dtype, pattern, block):
     arrays = draw("ordinary", dtype)
     whole = gradients(pattern, True)(*arrays)
     assert_close(gradients(pattern, True, block)(*arrays), whole, atol)
-    sinks = jnp.linspace(-1.0, 3.0, K * G).reshape(K, G)
+    sinks = jnp.linspace(-1.0, 3.0, K * G)
     operands = Operands(*arrays[:3], LogitParams(sinks=sinks))
     schedule = make_schedule(pattern)
     in_blocks = dataclasses.replace(schedule, head_block=block)
@@ -126,7 +126,7 @@ def test_merged_tiles_cover_what_tiles_cover_once(left, right, offset, most, alo
     p = Problem(left=left, right=right, q_offset=offset)
     schedule = Schedule((32, 32), max_merged_logits=most)
     operands = Operands(
-        jax.ShapeDtypeStruct((1, T, 1, 1, 8), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, T, 1, 8), jnp.bfloat16),
         jax.ShapeDtypeStruct((1, S, 1, 8), jnp.bfloat16),
         jax.ShapeDtypeStruct((1, S, 1, 8), jnp.bfloat16),
     )

@@ -112,7 +112,7 @@ def read_drawing(title: str) -> list[list[bool]]:
 
 @pytest.mark.parametrize(("title", "problem", "arrays"), DRAWN, ids=[row[0] for row in DRAWN])
 def test_drawn_masks(title, problem, arrays):
-    query = jnp.zeros((1, 4, 1, 1, 1))
+    query = jnp.zeros((1, 4, 1, 1))
     key = jnp.zeros((1, 5, 1, 1))
     operands = Operands(query, key, key)._replace(**arrays)
     mask = mask_tile(problem, operands, jnp.arange(4), jnp.arange(5))

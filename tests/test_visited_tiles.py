@@ -30,7 +30,7 @@ def picture(problem: Problem, operands: Operands) -> np.ndarray:
 
 
 def operands_of_length(T, S, **kwargs) -> Operands:
-    query = jnp.zeros((1, T, 1, 1, 2))
+    query = jnp.zeros((1, T, 1, 2))
     key = jnp.zeros((1, S, 1, 2))
     return Operands(query, key, jnp.zeros_like(key), **kwargs)
 

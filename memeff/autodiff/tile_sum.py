@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from memeff.autodiff.primitives import mapped_axis_first
 from memeff.problem import Problem
 from memeff.sharding import vary_together
-from memeff.slicing import slice_dims
+from memeff.slicing import slice_letters
 
 CUT = "bnkts"
 
@@ -174,7 +174,7 @@ def _cuts(dims: DimNames, location: TileLocation) -> dict[int, tuple[Any, int]]:
 def _cut(dims: tuple[DimNames, ...], arrays, location: TileLocation) -> list[Array]:
     """Return the parts of arrays at a tile."""
     pairs = zip(dims, arrays, strict=True)
-    return [slice_dims(x, _cuts(names, location)) for names, x in pairs]
+    return [slice_letters(x, names.letters, location.cuts) for names, x in pairs]
 
 
 def _write(location: TileLocation, dims: DimNames, total: Array, part: Array) -> Array:

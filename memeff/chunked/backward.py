@@ -43,6 +43,7 @@ from memeff.problem import (
     Problem,
     Schedule,
     accumulator_dtype,
+    split_axis,
 )
 from memeff.slicing import add_slice, slice_dims
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, row_dots
@@ -117,11 +118,12 @@ def _backward(
 def _loop_inputs(
     operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
 ) -> tuple[Lse, Array, Array]:
-    """Return lse in two floats, delta [B, K, G, T], and dout [B, T, K, G, D]."""
+    """Return lse in two floats, delta [B, K, G, T], and dout [B, T, N, D]."""
     if lse.low is None:
         lse = Lse(lse.high, jnp.zeros_like(lse.high))
     delta = row_dots(out, dout, accumulator_dtype(operands))
-    dout = dout.transpose(0, 3, 1, 2, 4)  # b t k g d, as it came: nothing is copied
+    # as it came: nothing is copied
+    dout = lax.collapse(dout.transpose(0, 3, 1, 2, 4), 2, 4)  # b t n d
     if dlse is not None:
         delta = delta - dlse
     return lse, delta, dout
@@ -257,15 +259,16 @@ def _float16_dv(problem: Problem, tile: Tile, scales: Fp16Scales, like: Array) -
 def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
     """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`."""
     terms = _zeros(operands.logit_params, zero)
+    query = split_axis(operands.query, 2, operands.shape.K)
     zeros = Gradients(
-        _zeros(operands.query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
+        _zeros(query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
         _zeros(operands.key.transpose(0, 2, 3, 1), zero),  # b k h s
         _zeros(operands.value.transpose(0, 2, 3, 1), zero),  # b k d s
         terms,
     )
     query, key, value, terms = visit(zeros)
     return Gradients(
-        query.transpose(0, 3, 1, 2, 4),
+        lax.collapse(query.transpose(0, 3, 1, 2, 4), 2, 4),
         key.transpose(0, 3, 1, 2),
         value.transpose(0, 3, 1, 2),
         terms,

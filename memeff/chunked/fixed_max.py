@@ -11,7 +11,7 @@ from memeff.chunked.loop import visit_tiles
 from memeff.chunked.row_sums import RowSums, add_rows, empty_rows
 from memeff.chunked.tile import dot, tile_logits, zero_nonfinite
 from memeff.masking import key_range
-from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
+from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, split_axis
 from memeff.softmax import Lse, LseFor
 
 
@@ -90,7 +90,8 @@ def max_bound(problem: Problem, operands: Operands) -> Array:
     By Cauchy-Schwarz |logit| <= scale |q_i| max_j |k_j|. m is 69 nats less, so p is below 2^100.
     """
     dtype = accumulator_dtype(operands)
-    q_norm = _norm(operands.query.astype(dtype))  # b t k g
+    q_norm = _norm(operands.query.astype(dtype))  # b t n
+    q_norm = split_axis(q_norm, 2, operands.shape.K)  # b t k g
     k_norm = _norm(operands.key.astype(dtype))  # b s k
     bound = abs(problem.scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
     bound = bound * largest_visible(problem, operands, k_norm)

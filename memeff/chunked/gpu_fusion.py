@@ -15,7 +15,7 @@ from memeff.chunked.fixed_max import largest_visible
 from memeff.chunked.floats import power_of_two
 from memeff.chunked.slicing import pin_layout
 from memeff.masking import key_range
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, split_axis
 
 
 class Fp16Scales(NamedTuple):
@@ -30,13 +30,14 @@ class Fp16Scales(NamedTuple):
 
 
 def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Fp16Scales:
-    """Return the scales for `delta` [B, K, G, T] and `dout` [B, T, K, G, D].
+    """Return the scales for `delta` [B, K, G, T] and `dout` [B, T, N, D].
 
     float16 keeps 11 bits, three more than bfloat16, of a number that is not far below its bound:
     2^29 times for dout, 2^25 for p, 2^18 for d_raw / p. So it serves if no row of dout is smaller
     than that beside other rows, and no value 2^10 times smaller than another. (d_raw / p is some
     2^4 times smaller than its bound anyway.)
     """
+    dout = split_axis(dout, 2, operands.shape.K)  # b t k g d
     size = abs(dout.astype(delta.dtype))
     v = abs(operands.value.astype(delta.dtype))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k

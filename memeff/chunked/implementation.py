@@ -23,12 +23,14 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     gradient = _describe_tiles(problem, schedule, operands, gradient_size, 0)
     if gradient != tiles:
         tiles += f"; in the gradient {gradient}"
-    B, _, K, G, _ = operands.query.shape
-    b, k = schedule.heads_of_tile(B, K)
+    shape = operands.shape
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
     softmax = "a running maximum"
     if fixed:
         softmax = "a precomputed bound on each row's maximum; rows where it fails are redone"
-    return f"{tiles}; {b * k * G} of {B * K * G} heads at a time; softmax with {softmax}"
+    return (
+        f"{tiles}; {b * k * shape.G} of {shape.B * shape.N} heads at a time; softmax with {softmax}"
+    )
 
 
 def _describe_tiles(

@@ -24,7 +24,7 @@ from memeff.chunked.slicing import (
 from memeff.chunked.tile import Tile
 from memeff.masking import key_range
 from memeff.problem import LogitParams, Operands, Problem, Schedule
-from memeff.slicing import slice_dims, slice_optional, write_slice
+from memeff.slicing import slice_dims, write_slice
 
 Fold = Callable[[Any], Any]  # carry -> carry
 CutTile = Callable[..., Tile]  # i, j -> tile
@@ -37,7 +37,7 @@ def run_by_blocks(
     """Write `function(operands, *like_out)` of each `schedule.head_block` into `results`.
 
     So arrays as long as the sequence exist for one block at a time. `like_out`: arrays
-    [B, K, ...]; `head_axis`: the axis of key heads in `results`.
+    [B, K, ...]; `head_axis`: the axis of heads in `results`.
     """
     assert schedule.head_block is not None
     b, k = schedule.head_block
@@ -45,10 +45,17 @@ def run_by_blocks(
     def step(first, results):
         batch, head = first
 
-        def cut(x: Array, head_axis: int) -> Array:
-            return pin_layout(slice_dims(x, {0: (batch, b), head_axis: (head, k)}))
+        def heads(x: Array, axis: int) -> tuple[Any, int]:
+            """Return the start and the size of the block at an axis of key heads, or query heads."""
+            heads_of_key = x.shape[axis] // operands.key.shape[2]
+            return head * heads_of_key, k * heads_of_key
 
-        sinks = slice_optional(operands.logit_params.sinks, {0: (head, k)})
+        def cut(x: Array, head_axis: int) -> Array:
+            return pin_layout(slice_dims(x, {0: (batch, b), head_axis: heads(x, head_axis)}))
+
+        sinks = operands.logit_params.sinks
+        if sinks is not None:
+            sinks = slice_dims(sinks, {0: heads(sinks, 0)})
         block = Operands(
             cut(operands.query, 2),
             cut(operands.key, 2),
@@ -56,11 +63,12 @@ def run_by_blocks(
             LogitParams(sinks=sinks),
         )
         parts = function(block, *jax.tree.map(lambda x: cut(x, 1), like_out))
-        starts = [batch, *[0] * (head_axis - 1), head]
 
         def write(x: Array, part: Array) -> Array:
             part = pin_layout(part.astype(x.dtype))
-            return write_slice(x, part, starts + [0] * (x.ndim - len(starts)))
+            start, _ = heads(x, head_axis)
+            starts = [batch, *[0] * (head_axis - 1), start, *[0] * (x.ndim - head_axis - 1)]
+            return write_slice(x, part, starts)
 
         return jax.tree.map(write, results, parts)
 
@@ -81,7 +89,7 @@ def visit_tiles(
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
     It visits one `schedule.head_block` after the other. A tile gets its slices of `rows` (B K G T or
-    B K G T D) and of `like_query` (B T K G D). `long_axis`: whether large tiles are rather high
+    B K G T D) and of `like_query` (B T N D). `long_axis`: whether large tiles are rather high
     (0) or wide (1).
 
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
@@ -89,22 +97,11 @@ def visit_tiles(
     combines with a product (`rows` B K G T, and the mask) in the step before. With
     `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those rows.
     """
-    if 0 in (*operands.query.shape[:4], operands.key.shape[1]):
+    B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
+    if 0 in (B, T, S, K, operands.shape.G):
         return lambda carry: carry  # there is no key, or no query
-    # Merge the dims of heads, as the caller's arrays have them: for G = 1, XLA:CPU would otherwise
-    # copy them into a layout of its own.
-    flat = tuple(lax.collapse(x, 2, 4) for x in (operands.query, *like_query))  # B T N ...
-    mask = None if operands.mask is None else lax.collapse(operands.mask, 1, 3)
-    bias = (
-        None
-        if operands.logit_params.bias is None
-        else lax.collapse(operands.logit_params.bias, 1, 3)
-    )
-    with_flat = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
-    lengths = operands.query.shape[1], operands.key.shape[1]
     traced_bounds = has_array_bounds(operands)
     groups = () if traced_bounds else tile_groups(problem, schedule, operands, long_axis)
-    B, _, K = operands.query.shape[:3]
     b, k = schedule.heads_of_tile(B, K)
 
     def fold_of_block(first) -> Fold:
@@ -112,7 +109,7 @@ def visit_tiles(
         if traced_bounds:
 
             def cut_and_step(carry, i, j):
-                sources = TileSources(with_flat, flat, rows, lengths)
+                sources = TileSources(operands, like_query, rows, (T, S))
                 size = TileSize(b, k, *schedule.chunk_size)
                 return step(carry, cut_tile(problem, sources, size, True, first, i, j))
 
@@ -122,7 +119,7 @@ def visit_tiles(
             )
 
         def cutter(rows, masked: bool, size: TileSize, starts: np.ndarray) -> CutTile:
-            sources = TileSources(with_flat, flat, rows, lengths)
+            sources = TileSources(operands, like_query, rows, (T, S))
             if schedule.max_merged_logits:
                 sources = slice_shared(sources, size, starts)
             return functools.partial(cut_tile, problem, sources, size, masked, first)
@@ -159,8 +156,9 @@ def visit_tiles(
 def visit_blocks(schedule: Schedule, operands: Operands, step, carry):
     """Fold `step((batch entry, key head), carry)` over the starts of the blocks."""
     assert schedule.head_block is not None
-    B, _, K = operands.query.shape[:3]
     b, k = schedule.head_block
+    B = operands.shape.B
+    K = operands.shape.K
 
     def body(n, carry):
         return step((n // (K // k) * b, n % (K // k) * k), carry)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from memeff.chunked.tile import Tile
-from memeff.problem import Operands, accumulator_dtype
+from memeff.problem import Operands, accumulator_dtype, split_axis
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, sink_weights
 
@@ -43,8 +43,8 @@ def divide_sums(
 
 def empty_rows(operands: Operands) -> tuple[Array, Array]:
     """Return o [B, K, G, T, D] and l [B, K, G, T] of zeros, sharded as the query."""
-    query = operands.query[..., 0].transpose(0, 2, 3, 1)  # b k g t
-    l = jnp.zeros_like(query, accumulator_dtype(operands))
+    query = split_axis(operands.query[..., 0], 2, operands.shape.K)  # b t k g
+    l = jnp.zeros_like(query.transpose(0, 2, 3, 1), accumulator_dtype(operands))
     D = operands.value.shape[-1]
     o = l[..., None] + jnp.zeros((1, 1, 1, 1, D), l.dtype)
     return o, l

@@ -184,17 +184,16 @@ def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileG
     check_sizes_known(
         operands, "A derivative other than the gradient (a jvp, a second derivative), or key_mass,"
     )
-    B, T, K, G, _ = operands.query.shape
-    S = operands.key.shape[1]
+    shape = operands.shape
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
     return TileGrid(
         _lists_of_tiles,
         problem,
         schedule.chunk_size,
-        schedule.heads_of_tile(B, K),
-        (B, K, G),
-        (T, S),
+        schedule.heads_of_tile(shape.B, shape.K),
+        (shape.B, shape.K, shape.G),
+        (shape.T, shape.S),
         has_elementwise_mask(problem, operands) or has_array_bounds(operands),
         accumulator_dtype(operands),
     )

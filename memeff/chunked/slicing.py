@@ -9,8 +9,8 @@ from jax import Array, lax
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.tile import Tile
 from memeff.masking import mask_tile, pair_indices
-from memeff.problem import LogitParams, Operands, Problem, map_operands
-from memeff.slicing import add_slice, slice_dims, slice_optional
+from memeff.problem import LogitParams, Operands, Problem, map_operands, split_axis, split_heads
+from memeff.slicing import add_slice, slice_dims, slice_letters
 
 
 def pin_layout(x: Array, dim: int = 2) -> Array:
@@ -25,8 +25,8 @@ def pin_layout(x: Array, dim: int = 2) -> Array:
 class TileSources(NamedTuple):
     """The arrays that tiles are cut from."""
 
-    operands: Operands  # mask and bias B|1 N|1 T|1 S|1
-    like_query: tuple[Array, ...]  # B T N ..., the query first
+    operands: Operands
+    like_query: tuple[Array, ...]  # B T N D
     rows: tuple[Array, ...]  # B K G T or B K G T D
     lengths: tuple[int, int]  # T and S of the whole arrays
 
@@ -44,48 +44,30 @@ def cut_tile(
     problem: Problem, sources: TileSources, size: TileSize, masked: bool, first, i, j
 ) -> Tile:
     """Return the tile at query `i` and key `j` of the block at batch entry and key head `first`."""
-    operands, flat, rows, lengths = sources
+    operands, like_query, rows, lengths = sources
     b, k, t, c = size
-    _, _, K, G, _ = operands.query.shape
+    K = operands.shape.K
+    G = operands.shape.G
     row, row_positions = positions(i, t, lengths[0])
     col, col_positions = positions(j, c, lengths[1])
-    batch = (first[0], b)
-    heads = (first[1], k)
+    batch, head = first
+    cuts = {"b": (batch, b), "n": (head * G, k * G), "k": (head, k), "t": (row, t), "s": (col, c)}
 
-    def cut_queries(x: Array) -> Array:
-        x = slice_dims(x, {0: batch, 1: (row, t), 2: (first[1] * G, k * G)})
-        return x.reshape(b, t, k, G, x.shape[-1]).transpose(0, 2, 3, 1, 4)  # b k g t h|d
+    def cut(x: Array, dims: str) -> Array:
+        return slice_letters(x, dims, cuts)
 
-    def cut_keys(x: Array) -> Array:
-        return slice_dims(x, {0: batch, 1: (col, c), 2: heads}).swapaxes(1, 2)  # b k c h|d
-
-    def cut_pairs(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        x = slice_dims(x, {0: batch, 1: (first[1] * G, k * G), 2: (row, t), 3: (col, c)})
-        split = (k, G) if x.shape[1] > 1 else (1, 1)
-        return x.reshape(x.shape[0], *split, *x.shape[2:])  # b|1 k|1 g|1 t|1 c|1
-
-    query, *like_query = map(cut_queries, flat)
-    here = slice_batch(operands, first[0], b)
-    here = here._replace(
-        query=query,
-        key=cut_keys(operands.key),
-        value=cut_keys(operands.value),
-        mask=cut_pairs(operands.mask),
-        logit_params=operands.logit_params._replace(bias=cut_pairs(operands.logit_params.bias)),
-        q_segments=slice_optional(here.q_segments, {1: (row, t)}),
-        kv_segments=slice_optional(here.kv_segments, {1: (col, c)}),
-    )
-    row_slices = [slice_dims(x, {0: batch, 1: heads, 3: (row, t)}) for x in rows]
-    indices = pair_indices(problem, here, query[..., 0, 0], first, row_positions, col_positions)
+    here = split_heads(map_operands(cut, operands), k)
+    query_vectors = [split_axis(cut(x, "btnd"), 2, k).transpose(0, 2, 3, 1, 4) for x in like_query]
+    row_slices = [cut(x, "bkgtd"[: x.ndim]) for x in rows]
+    like = here.query[..., 0, 0]  # b k g
+    indices = pair_indices(problem, here, like, first, row_positions, col_positions)
     keep = None
     if masked:
         keep = mask_tile(problem, here, row_positions, col_positions, indices)
     return Tile(
         operands=here,
         row_scalars=tuple(x for x in row_slices if x.ndim == 4),  # b k g t
-        row_vectors=(*like_query, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
+        row_vectors=(*query_vectors, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
         positions=(row_positions, col_positions),
         indices=indices,
         keep=keep,
@@ -107,8 +89,10 @@ def add_logit_params(total: LogitParams, part: LogitParams, tile: Tile) -> Logit
 
     bias = None
     if total.bias is not None and part.bias is not None:
-        start = (*tile.head_start, 0, tile.row_start, tile.col_start)
-        bias = add_slice(total.bias, part.bias, start)
+        batch, head = tile.head_start
+        B, K, G, t, c = part.bias.shape
+        start = (batch, head * G, tile.row_start, tile.col_start)
+        bias = add_slice(total.bias, part.bias.reshape(B, K * G, t, c), start)
     return LogitParams(
         scale=add_optional(total.scale, part.scale),
         soft_cap=add_optional(total.soft_cap, part.soft_cap),
@@ -132,16 +116,19 @@ def slice_shared(sources: TileSources, size: TileSize, starts: np.ndarray) -> Ti
 
     `cut_tile` then need not slice these in each step.
     """
-    operands, flat, rows, lengths = sources
+    operands, like_query, rows, lengths = sources
     row, col = starts[0].tolist()
     same_rows, same_cols = (starts == starts[0]).all(0)
     if same_rows:
-        row = min(row, flat[0].shape[1] - size.t)
-        flat = tuple(lax.slice_in_dim(x, row, row + size.t, axis=1) for x in flat)
+        row = min(row, operands.query.shape[1] - size.t)
+        query, *like_query = (
+            lax.slice_in_dim(x, row, row + size.t, axis=1) for x in (operands.query, *like_query)
+        )
+        operands = operands._replace(query=query)
         rows = tuple(lax.slice_in_dim(x, row, row + size.t, axis=3) for x in rows)
     if same_cols:
         col = min(col, operands.key.shape[1] - size.c)
         key = lax.slice_in_dim(operands.key, col, col + size.c, axis=1)
         value = lax.slice_in_dim(operands.value, col, col + size.c, axis=1)
         operands = operands._replace(key=key, value=value)
-    return TileSources(operands, flat, rows, lengths)
+    return TileSources(operands, tuple(like_query), rows, lengths)

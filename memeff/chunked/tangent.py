@@ -24,7 +24,13 @@ from memeff.autodiff.tile_sum import DimNames, TileLocation, fold, tile_sum
 from memeff.chunked import row_sums
 from memeff.chunked.forward import online_softmax_step
 from memeff.chunked.schedule import tile_grid
-from memeff.chunked.tile import Tile, dot, probabilities, weighted_values, zero_nonfinite
+from memeff.chunked.tile import (
+    Tile,
+    dot,
+    probabilities,
+    weighted_values,
+    zero_nonfinite,
+)
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import (
@@ -35,6 +41,8 @@ from memeff.problem import (
     Schedule,
     accumulator_dtype,
     map_operands,
+    split_axis,
+    split_heads,
 )
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
@@ -55,7 +63,6 @@ def tangent(
     A tangent that is None is 0. `narrow`: multiply 16-bit operands as they are; otherwise multiply
     in float32.
     """
-    B, _, K, G, _ = operands.query.shape
     D = operands.value.shape[-1]
     function, inputs, arrays = tile_sum_inputs(problem, operands, lse, narrow)
     first_lse = function.structure.num_leaves  # index of an input
@@ -69,7 +76,7 @@ def tangent(
         *arrays,
         *active,
     )
-    n, r = (x.reshape(B, K, G, *x.shape[2:]) for x in totals)
+    n, r = (split_axis(x, 1, operands.shape.K) for x in totals)
     return (n - r[..., None] * out.astype(r.dtype)).astype(out.dtype), r
 
 
@@ -105,8 +112,7 @@ def forward_with_tangent(
         start,
         (*arrays, *active),
     )
-    heads = operands.query.shape[2:4]
-    m, l, o, n, r = (x.reshape(x.shape[0], *heads, *x.shape[2:]) for x in (m, l, o, n, r))
+    m, l, o, n, r = (split_axis(x, 1, operands.shape.K) for x in (m, l, o, n, r))
     visible = l != 0
     divisor = jnp.where(visible, l, 1)
     out, lse = row_sums.divide_sums(operands, row_sums.RowSums(m, l, l, o), log_sum_exp)
@@ -117,8 +123,8 @@ def forward_with_tangent(
 
 def _active_tangents(function: "TileFunction", tangents: Operands):
     """Return the tangents that are not None, their structure, and the indices of their primals."""
-    active, structure = jax.tree.flatten(_merge_heads(tangents))
-    all_tangents = function.structure.flatten_up_to(_merge_heads(tangents))
+    active, structure = jax.tree.flatten(tangents)
+    all_tangents = function.structure.flatten_up_to(tangents)
     return active, structure, [n for n, x in enumerate(all_tangents) if x is not None]
 
 
@@ -126,30 +132,20 @@ def tile_sum_inputs(
     problem: Problem, operands: Operands, lse: tuple[Array | None, ...], narrow: bool
 ) -> tuple["TileFunction", list[DimNames], list[Array]]:
     """Return operands and lse as inputs of a `tile_sum`: a `TileFunction`, dims, and arrays."""
-    operands = _merge_heads(operands)
     inputs = []
     arrays = []
     for path, x in jax.tree_util.tree_leaves_with_path(operands):
         dims = OPERAND_DIMS.get(getattr(path[-1], "name", ""), WHOLE[: x.ndim])
-        inputs.append(DimNames(dims.replace("kg", "n"), len(inputs)))
+        inputs.append(DimNames(dims, len(inputs)))
         arrays.append(x)
     lse_arrays = [lax.collapse(x, 1, 3) for x in lse if x is not None]  # b n t
     for x in lse_arrays:
         inputs.append(DimNames("bnt", len(inputs)))
         arrays.append(x)
-    sizes = operands.key.shape[2], operands.query.shape[1], operands.key.shape[1]
+    shape = operands.shape
+    sizes = shape.K, shape.T, shape.S
     structure = jax.tree.structure(operands)
     return TileFunction(problem, structure, len(lse_arrays), sizes, narrow), inputs, arrays
-
-
-def _merge_heads(operands: Operands) -> Operands:
-    """Merge the dims K G of operands into N."""
-
-    def merge(x: Array, dims: str) -> Array:
-        axis = dims.find("kg")
-        return x if axis < 0 else lax.collapse(x, axis, axis + 2)
-
-    return map_operands(merge, operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,39 +183,15 @@ class TileFunction:
         return tile, Lse(*lse, *[None] * (2 - self.lse_count))
 
     def tile_operands(self, structure, parts, location: TileLocation) -> Operands:
-        """Return query B K G t H, key B K c H, value B K c D, mask and bias B|1 K|1 G|1 t|1 c|1.
-
-        Operands (or tangents) that `structure` lacks are None.
-        """
+        """Return the parts in the layout of a tile; operands that `structure` lacks are None."""
         operands: Operands = jax.tree.unflatten(structure, parts)
-        b = location.cuts["b"][1]
-        k = location.cuts["k"][1]
 
-        def widen(x: Array) -> Array:
-            return x if self.narrow else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        def widen(x: Array, dims: str) -> Array:
+            wide = not self.narrow and dims in ("btnh", "bskh", "bskd")
+            return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
 
-        def split_heads(x: Array | None) -> Array | None:
-            if x is None:
-                return None
-            split = (k, -1) if x.shape[1] > 1 else (1, 1)
-            return x.reshape(x.shape[0], *split, *x.shape[2:])
-
-        def keys(x: Array | None) -> Array | None:
-            return None if x is None else widen(x).swapaxes(1, 2)
-
-        query = operands.query
-        if query is not None:
-            query = widen(query).reshape(b, query.shape[1], k, -1, query.shape[-1])
-            query = query.transpose(0, 2, 3, 1, 4)  # b k g t h
-        return operands._replace(
-            query=query,
-            logit_params=operands.logit_params._replace(
-                bias=split_heads(operands.logit_params.bias)
-            ),
-            key=keys(operands.key),
-            value=keys(operands.value),
-            mask=split_heads(operands.mask),
-        )
+        _, k = location.cuts["k"]
+        return split_heads(map_operands(widen, operands), k)
 
 
 @dataclasses.dataclass(frozen=True)

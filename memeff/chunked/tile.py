@@ -22,7 +22,7 @@ from memeff.user_functions import PairIndices
 class Tile(NamedTuple):
     """The slices of one tile, and its position."""
 
-    operands: Operands  # sliced to the tile: query B K G t H, key B K c H, value B K c D
+    operands: Operands  # sliced to the tile, in the layout of `problem.split_heads`
     row_scalars: tuple[Array, ...]  # slices B K G t of the caller's arrays
     row_vectors: tuple[
         Array, ...

@@ -25,7 +25,8 @@ from memeff.call import Call, prepare, run_attention
 from memeff.chunked.slicing import TileSize, TileSources, cut_tile
 from memeff.chunked.tile import Tile, tile_logits
 from memeff.diagnostics.bind import chunked_arguments
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, split_axis
+from memeff.shape import fold_leads
 
 # The largest relative error that counts as rounding. Plain attention has a third of it or less.
 LIMITS = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -152,25 +153,17 @@ def _out_and_gradients(run, dout: Array, arrays: list[Array], returns_lse: bool)
 def _compare_samples(call: Call, results, dout: Array, sample_keys, samples: int) -> Audit:
     """Compare sampled rows and columns of the results with float64; `results`: out, lse, dq, dk, dv in public layout."""
     shape = call.shape
-    query_dims = (shape.T, shape.K, shape.G)
-    key_dims = (shape.S, shape.K)
-
-    def fold(x, dims):  # leading dims to B, heads to K G
-        return x.reshape(shape.B, *dims, *x.shape[len(shape.leads) + 2 :])
-
-    all_dims = [query_dims] * 3 + [key_dims] * 2
-    results = [fold(x, dims) for x, dims in zip(results, all_dims, strict=True)]
-    dout = fold(dout, query_dims)
+    results, dout = jax.tree.map(lambda x: fold_leads(shape, x), (results, dout))
     operands, results, dout = sharding.on_auto_mesh((call.operands, results, dout))
     with jax.set_mesh(None):  # the caller's mesh is not that of these arrays
         rows = sampled(sample_keys[0], (shape.B, shape.K, shape.T), samples)
         columns = sampled(sample_keys[1], (shape.B, shape.K, shape.S), samples)
-        out, lse, dout = (jnp.moveaxis(x, 1, 3) for x in (*results[:2], dout))  # B K G T ...
+        out, lse = results[:2]
         with jax.enable_x64(True):
             true_rows = rows_of(call.problem, operands, dout, rows)
             true_columns = columns_of(call.problem, operands, out, lse, dout, columns)
         dtype = call.operands.query.dtype.name
-        return report(results, true_rows, true_columns, rows, columns, samples, dtype)
+        return report(results, true_rows, true_columns, rows, columns, shape.G, dtype)
 
 
 def sampled(key: Array, sizes: tuple[int, ...], samples: int) -> np.ndarray:
@@ -187,7 +180,7 @@ def sampled(key: Array, sizes: tuple[int, ...], samples: int) -> np.ndarray:
 def rows_of(problem: Problem, operands: Operands, dout: Array, samples: Array):
     """Return lse [n, G], out [n, G, D] and dq [n, G, H] of sampled queries in float64, and the size of dq's terms.
 
-    `dout` is B K G T D, `samples` [n, 3] as `sampled` returns them.
+    `dout` is B T N D, `samples` [n, 3] as `sampled` returns them.
     """
 
     def one_row(sample):
@@ -216,8 +209,9 @@ def columns_of(
 ):
     """Return dk [n, H] and dv [n, D] of sampled keys in float64, and the size of dk's terms.
 
-    out and dout are B K G T D, lse B K G T.
+    out and dout are B T N D, lse B T N.
     """
+    lse = split_axis(lse, 2, operands.shape.K).transpose(0, 2, 3, 1)  # b k g t
 
     def one_column(sample):
         size = (operands.query.shape[1], 1)
@@ -246,19 +240,10 @@ def _cut_sample(
     problem: Problem, operands: Operands, sample: Array, size: tuple[int, int], rows, like_query
 ) -> Tile:
     """Cut one row, or one column, of one key head, in float64; what is not finite becomes 0, because nobody may see it."""
-    lengths = operands.query.shape[1], operands.key.shape[1]
-
-    def merge_heads(x):  # B K G T S to B N T S
-        return None if x is None else lax.collapse(x, 1, 3)
-
-    flat = [lax.collapse(operands.query, 2, 4)]  # B T N H
-    flat += [lax.collapse(x.transpose(0, 3, 1, 2, 4), 2, 4) for x in like_query]
-    mask = merge_heads(operands.mask)
-    bias = merge_heads(operands.logit_params.bias)
-    operands = operands._replace(mask=mask, logit_params=operands.logit_params._replace(bias=bias))
     b, k, token = sample
     start = (token, 0) if size[0] == 1 else (0, token)
-    sources = TileSources(operands, tuple(flat), rows, lengths)
+    lengths = operands.shape.T, operands.shape.S
+    sources = TileSources(operands, like_query, rows, lengths)
     tile = cut_tile(problem, sources, TileSize(1, 1, *size), True, (b, k), *start)
 
     def widen(x):
@@ -294,16 +279,15 @@ def report(
     true_columns,
     rows: np.ndarray,
     columns: np.ndarray,
-    samples: int,
+    G: int,
     dtype: str,
 ) -> Audit:
-    """Return the findings for `results`: out, lse, dq [B, T, K, G, ...] and dk, dv [B, S, K, ...]."""
+    """Return the findings for `results`: out, lse, dq [B, T, N, ...] and dk, dv [B, S, K, ...]."""
     out, lse, dq, dk, dv = results
-    G = lse.shape[3]
     row_places = [(int(b), int(t), int(k * G + g)) for b, k, t in rows for g in range(G)]
     column_places = [(int(b), int(s), int(k)) for b, k, s in columns]
-    row_index = tuple(jnp.asarray(rows)[:, n] for n in (0, 2, 1))
-    column_index = tuple(jnp.asarray(columns)[:, n] for n in (0, 2, 1))
+    row_index = tuple(np.asarray(row_places).T)
+    column_index = tuple(np.asarray(column_places).T)
     true_lse, true_out, true_dq, dq_size = true_rows
     true_dk, true_dv, dk_size = true_columns
 
@@ -322,7 +306,7 @@ def report(
         of_column("key", dk, true_dk, PART * np.abs(dk_size).max(initial=0)),
         of_column("value", dv, true_dv),
     )
-    return Audit(findings, samples, dtype)
+    return Audit(findings, len(rows), dtype)
 
 
 def _compare(

@@ -149,7 +149,7 @@ def make_plan(
 
     `compiled`: bytes of the forward, and of forward and gradient, if XLA has reported them.
     """
-    (B, T, K, G, H), (_, S, _, D) = operands.query.shape, operands.value.shape
+    shape = operands.shape
     platform = current_platform()
     device = current_device(operands.query)
     problem, schedule, _ = chosen
@@ -159,7 +159,8 @@ def make_plan(
         schedule = dataclasses.replace(schedule, chunk_size=family.tile_shape(problem, operands))
     visited, total = count_tiles(problem, schedule.chunk_size, operands)
     t, c = schedule.chunk_size
-    logits = B * K * G * min(T * S, t * c * (total if visited is None else visited))
+    logits = shape.B * shape.N
+    logits *= min(shape.T * shape.S, t * c * (total if visited is None else visited))
     forward, gradient = compiled or tile_sizes.temp_bytes(problem, schedule, operands, name)
     plain_forward, plain_gradient = memory_model.quadratic_bytes(operands, platform)
 
@@ -178,8 +179,8 @@ def make_plan(
         forward_bytes=forward,
         gradient_bytes=gradient,
         compiled=compiled is not None,
-        flops=2 * (H + D) * logits,
-        gradient_flops=2 * (3 * H + 2 * D) * logits,
+        flops=2 * (shape.H + shape.D) * logits,
+        gradient_flops=2 * (3 * shape.H + 2 * shape.D) * logits,
         tiles_visited=visited,
         tiles_total=total,
         plain_forward_bytes=plain_forward,

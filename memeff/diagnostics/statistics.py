@@ -27,7 +27,7 @@ from memeff.chunked.tangent import TileFunction, tile_sum_inputs
 from memeff.chunked.tile import Tile, distances, probabilities, tile_logits
 from memeff.diagnostics.bind import chunked_arguments
 from memeff.implementations import Chosen
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, split_axis
 from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
@@ -103,9 +103,9 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
     problem, schedule, _ = chosen
     _, lse = call(Forward(chosen, "caller"), operands)
     function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
-    (B, _, K, G, _), S = operands.query.shape, operands.key.shape[1]
+    shape = operands.shape
     keys = jnp.zeros_like(operands.key[..., 0].swapaxes(1, 2))[:, :, None]  # B K 1 S
-    keys = keys + jnp.zeros((G, 1), operands.key.dtype)  # B K G S, sharded as the keys are
+    keys = keys + jnp.zeros((shape.G, 1), operands.key.dtype)  # B K G S, sharded as the keys are
     dims = DimNames("bns", len(inputs))
     (mass,) = tile_sum(
         _KeySumsOfTile(**vars(function)),
@@ -116,7 +116,7 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
         *arrays,
         lax.collapse(keys, 1, 3),
     )
-    return mass.reshape(B, K, G, S)
+    return split_axis(mass, 1, shape.K)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from memeff.pallas.hopper.tangent_compute import TangentArrays
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients
-from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule
+from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule, split_axis
 from memeff.sharding import sharding_of_sum, vary_together
 from memeff.softmax import Lse, LseFor
 
@@ -115,6 +115,15 @@ def _width(operands: Operands) -> int:
     return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
+def _split_query(operands: Operands, K: int) -> tuple[Array, Array, Array]:
+    """Return the query as [B, T, K, G, H], the key and the value, with the dims of DIMS.
+
+    A mesh may shard the key heads along one axis and the heads of their groups along another.
+    """
+    query, key, value = operands[:3]
+    return None if query is None else split_axis(query, 2, K), key, value
+
+
 def _padded(x: Array, width: int) -> Array:
     """Pad x [B, T, N, H] with zeros to head dim `width` and to the next multiple of 8 tokens."""
     _, T, _, H = x.shape
@@ -149,9 +158,8 @@ def _mask_as_segments(operands: Operands) -> Operands:
     """
     if operands.mask is None:
         return operands
-    B, T = operands.query.shape[:2]
-    S = operands.key.shape[1]
-    mask = operands.mask[:, 0, 0]  # B|1 T|1 S|1
+    shape = operands.shape
+    mask = operands.mask[:, 0]  # B|1 T|1 S|1
     q_segments = kv_segments = jnp.int32(0)
     if mask.shape[1] == 1:
         visible = mask[:, 0]  # B|1 S
@@ -161,8 +169,8 @@ def _mask_as_segments(operands: Operands) -> Operands:
         q_segments = jnp.where(mask[:, :, 0], 0, 2)
     return operands._replace(
         mask=None,
-        q_segments=jnp.broadcast_to(q_segments, (B, T)),
-        kv_segments=jnp.broadcast_to(kv_segments, (B, S)),
+        q_segments=jnp.broadcast_to(q_segments, (shape.B, shape.T)),
+        kv_segments=jnp.broadcast_to(kv_segments, (shape.B, shape.S)),
     )
 
 
@@ -179,7 +187,8 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
     numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
     sinks = operands.logit_params.sinks
     if sinks is not None:
-        sinks = vary_together(jnp.broadcast_to(sinks * LOG2_E, (B, *sinks.shape)), operands.query)
+        sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
+        sinks = vary_together(jnp.broadcast_to(sinks, (B, *sinks.shape)), operands.query)
     return Scalars(
         q_offset=q_offset,
         q_lengths=q_lengths,
@@ -239,7 +248,7 @@ def forward(
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
     run = partitioned(call, (*DIMS, *_dims(scalars)), dims_out)
-    out, *lse = run(*operands[:3], *leaves)
+    out, *lse = run(*_split_query(operands, operands.shape.K), *leaves)
     return out, Lse(lse[0], None) if lse else None
 
 
@@ -311,12 +320,12 @@ def backward(
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *_dims(scalars)
     sum_count = backward_common.count_score_gradients(query_functions)
     run = partitioned(call, dims_in, (*DIMS, *["bkgt"] * sum_count))
-    dq, dk, dv, *sums = run(*operands[:3], out, dout, *rows, *leaves)
+    dq, dk, dv, *sums = run(*_split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
     score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
-    return Gradients(dq, dk, dv, LogitParams(score=score))
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams(score=score))
 
 
 def _split_gradient(
@@ -410,9 +419,10 @@ def tangent(
     """
     operands = _mask_as_segments(operands)
     scalars = _scalars(problem, operands)
-    active = [dims for dims, x in zip(DIMS, input_tangents[:3], strict=True) if x is not None]
+    known_tangents = _split_query(input_tangents, operands.shape.K)
+    active = [dims for dims, x in zip(DIMS, known_tangents, strict=True) if x is not None]
     dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(scalars)
-    leaves, structure = jax.tree.flatten((input_tangents[:3], scalars))
+    leaves, structure = jax.tree.flatten((known_tangents, scalars))
     on_tiles = calls.tile_functions(problem, operands, "score")
     moves_logits = input_tangents.query is not None or input_tangents.key is not None
     # True with a sink, because lse then differs from that of these kernels' forward.
@@ -436,4 +446,4 @@ def tangent(
         return dout, dlse[..., :T].reshape(B, K, G, T)
 
     run = partitioned(call, dims_in, ("bkgtd", "bkgt"))
-    return run(*operands[:3], out, lse.high * LOG2_E, *leaves)
+    return run(*_split_query(operands, operands.shape.K), out, lse.high * LOG2_E, *leaves)

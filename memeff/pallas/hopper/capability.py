@@ -103,9 +103,9 @@ def _empty(operands: Operands) -> str | None:
 
 
 def mask_is_of_tokens(mask: Array) -> bool:
-    """Return whether the mask [B|1, K|1, G|1, T|1, S|1] hides whole keys or whole queries."""
-    _, K, G, T, S = mask.shape
-    return K == G == 1 and 1 in (T, S)
+    """Return whether the mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
+    _, N, T, S = mask.shape
+    return N == 1 and 1 in (T, S)
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:
@@ -138,11 +138,10 @@ def fused_is_faster(problem: Problem, operands: Operands) -> bool:
     """
     if not _fused_was_measured(problem, operands):
         return False
-    B, T, K, G, _ = operands.query.shape
-    S = operands.key.shape[1]
-    keys = S / 2 if problem.right == 0 else S
-    blocks = B * K * -(-S // FUSED_BLOCK_KEYS)
-    logits = B * K * G * T * keys
+    shape = operands.shape
+    keys = shape.S / 2 if problem.right == 0 else shape.S
+    blocks = shape.B * shape.K * -(-shape.S // FUSED_BLOCK_KEYS)
+    logits = shape.B * shape.N * shape.T * keys
     return keys >= FUSED_KEYS and logits >= FUSED_LOGITS and blocks >= FUSED_BLOCKS
 
 
@@ -159,8 +158,8 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         return False
     if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
         return False
-    _, T, _, _, H = operands.query.shape
-    _, S, _, D = operands.value.shape
-    if problem.right == 0 and T != S:
+    shape = operands.shape
+    if problem.right == 0 and shape.T != shape.S:
         return False
-    return H == D and (H == 128 or H == 64 and problem.soft_cap is None)
+    H = shape.H
+    return H == shape.D and (H == 128 or H == 64 and problem.soft_cap is None)

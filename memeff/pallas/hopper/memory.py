@@ -10,9 +10,7 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     They hold padded copies, out, and the numbers that user functions precompute for tokens. The
     gradient adds rows, sums of dq if fused, and the extra pass for params.
     """
-    B, T, K, G, H = operands.query.shape
-    S, D = operands.key.shape[1], operands.value.shape[-1]
-    N = K * G
+    (B,), T, S, N, K, H, D = operands.shape
     width = _round_up(max(H, D), 64)
 
     def copy(length: int, heads: int, dim: int) -> int:
@@ -45,12 +43,12 @@ def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:
     and value reuse the memory of their gradients. At 2k and 8k, with tiles of 2^19 to 2^21 logits,
     the estimate is 1.00 to 1.11 times what XLA reports for an H200.
     """
-    B, T, K, G, H = operands.query.shape
-    D = operands.value.shape[-1]
+    shape = operands.shape
     t, c = schedule.chunk_size
-    b, k = schedule.heads_of_tile(B, K)
-    tiles = 8 * b * k * G * t * c
-    return tiles + operands.query.dtype.itemsize * B * K * G * T * (D + H // 2)
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
+    tiles = 8 * b * k * shape.G * t * c
+    rows = shape.B * shape.N * shape.T
+    return tiles + operands.query.dtype.itemsize * rows * (shape.D + shape.H // 2)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -19,7 +19,7 @@ from memeff.pallas.user_functions.partition import (
     partition_function,
 )
 from memeff.pallas.user_functions.tile_function import TileFunction, slope_jaxpr
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, split_axis
 from memeff.user_functions import TracedFunction, merge_leaves
 
 
@@ -144,11 +144,10 @@ def _evaluate_numbers(
     partition: PartitionedFunction, params, problem: Problem, operands: Operands
 ) -> Numbers:
     """Run the equations of the precomputed numbers for each head, query, key and difference."""
-    B, T, K, G, _ = operands.query.shape
-    S = operands.key.shape[1]
-    positions = jnp.arange(max(B, K * G, T, S), dtype=jnp.int32)
+    (B,), T, S, N, K, _, _ = operands.shape
+    positions = jnp.arange(max(B, N, T, S), dtype=jnp.int32)
     batch = positions[:B]
-    head = positions[: K * G].reshape(K, G)
+    head = split_axis(positions[:N], 0, K)
     each_batch = jnp.zeros((B, 1), jnp.int32)
     offset = None if operands.q_offset is None else operands.q_offset[:, None]
     q_pos = query_positions(problem, offset, positions[None, :T]) + each_batch  # B T

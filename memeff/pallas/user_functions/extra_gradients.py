@@ -36,11 +36,10 @@ def extra_cotangents(
     """Return the cotangents of score_fn's numbers in `needs_extra_pass`, in their order."""
     partition, numbers = calls.score_numbers(problem, operands)
     floats = tuple(numbers.pop(x) for x in partition.needs_extra_pass)
-    B, _, _, G, _ = operands.query.shape
-    S = operands.key.shape[1]
+    shape = operands.shape
     offset = problem.q_offset if operands.q_offset is None else operands.q_offset
-    offset = jnp.broadcast_to(offset, (B,)).astype(jnp.int32)
-    function: Any = ChunkedFunction(partition, G, calls.diagonal_offset(S))
+    offset = jnp.broadcast_to(offset, (shape.B,)).astype(jnp.int32)
+    function: Any = ChunkedFunction(partition, shape.G, calls.diagonal_offset(shape.S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.logit_params._replace(score=floats)
     operands = operands._replace(

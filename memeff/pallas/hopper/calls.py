@@ -115,7 +115,7 @@ def _width(operands: Operands) -> int:
     return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
-def _split_query(operands: Operands, K: int) -> tuple[Array, Array, Array]:
+def _split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]:
     """Return the query as [B, T, K, G, H], the key and the value, with the dims of DIMS.
 
     A mesh may shard the key heads along one axis and the heads of their groups along another.

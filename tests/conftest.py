@@ -59,6 +59,10 @@ from cases import CASES, accumulator, split  # noqa: E402
 import memeff  # noqa: E402
 from memeff import dispatch, tile_sizes  # noqa: E402
 
+# Source lines in the lowered programs would take an eighth of the tests' time.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+gc.set_threshold(100_000, 20, 20)  # collecting garbage would take a fifteenth
+
 hypothesis.settings.register_profile(
     "memeff", max_examples=10, deadline=None, derandomize=True, database=None
 )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 
 import memeff
 from memeff import scores, transforms
@@ -15,13 +16,16 @@ pytestmark = pytest.mark.once
 jax_attention = jax.nn.dot_product_attention
 
 
+DTYPES = few(["float32", "bfloat16"], ["float32"])
+
+
 def _inputs(dtype, T=150, S=170):
     rng = np.random.default_rng(0)
     shapes = (2, T, 4, 8), (2, S, 2, 8), (2, S, 2, 8)
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_audit_finds_nothing_where_nothing_is(implementation, dtype):
     options = dict(is_causal=True, q_offset=20, logits_soft_cap=3.0)
@@ -95,7 +99,7 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_audit_finds_what_is_planted(dtype):
     q, k, v = _inputs(dtype, 150, 150)
     options = dict(is_causal=True, samples=150)

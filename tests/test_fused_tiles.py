@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_halves import PROBLEMS, G, K, compiled_forward, draw, gradients, make_schedule
 
@@ -86,7 +87,7 @@ def test_blocks_under_shard_map(monkeypatch):
         np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("types", few([AxisType.Auto, AxisType.Explicit], [AxisType.Explicit]))
 def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
     """Devices exchange only the answers to two checks, over the two axes of the mesh."""
     schedule = Schedule((16, 16), (16, 16), (16, 16), max_merged_logits=2048)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EPS, _plain, accumulator
+from conftest import EPS, _plain, accumulator, few
 
 from memeff import dot_product_attention
 from memeff.device import pretend_device
@@ -179,7 +179,7 @@ def largest_errors(results, truth, sizes) -> np.ndarray:
     return np.array(errors)
 
 
-@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("dtype", few(SIZES, ["float32", "bfloat16"]))
 @pytest.mark.parametrize("path", ["cpu", "gpu", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.once
 def test_hard_inputs(path, dtype):

@@ -145,6 +145,7 @@ def test_what_nobody_sees_changes_no_bit(name, backward):
     assert_equal_bits(dirty, clean)
 
 
+@pytest.mark.slow
 def test_a_tile_that_fails_is_done_again_among_more_than_a_block_can_tell_apart():
     """Only results that see the NaN change, although tiles 1 and 17 of one block share a bit.
 

@@ -124,7 +124,8 @@ def cost(kind: str, direction: str, T: int, N: int = 8) -> tuple[int, float]:
 # 32k, because constant memory hides a faster growth least there
 @pytest.mark.parametrize("T", [pytest.param(4096, marks=slow), 32768])
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
-@pytest.mark.parametrize("kind", few(KINDS, ("causal", "lengths", "segments", "dropout")))
+@pytest.mark.parametrize("kind", few(KINDS, ("causal", "lengths", "dropout")))
+@pytest.mark.once
 def test_memory_grows_with_the_sequence_and_compile_time_does_not(kind, direction, T):
     once, seconds = cost(kind, direction, T)
     twice, longer = cost(kind, direction, 2 * T)
@@ -164,6 +165,7 @@ def test_heads_and_batch_share_one_tile():
         pytest.param("batch and heads", "gradient", marks=slow),
     ],
 )
+@pytest.mark.once
 def test_vmap_shares_one_tile(axes, direction):
     """Mapped heads and examples take the memory of leading dims, and copies of q, k, v and out."""
     shape = {"heads": (8, 2048, 16), "batch and heads": (2, 8, 2048, 16)}[axes]  # (B) N T H

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import few
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
@@ -85,8 +84,8 @@ REPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", few(REPORTED, ["sinks"]))
-@pytest.mark.once
+@pytest.mark.parametrize("name", REPORTED)
+@pytest.mark.slow
 def test_calls_that_once_exceeded_it(name):
     x = drawn.array((1, 2048, 8, 64), np.float32)
     call = drawn.Call(dict(query=x, key=x, value=x, **REPORTED[name]))

@@ -67,15 +67,8 @@ def outputs(notebook) -> list:
     return [output for cell in code_cells(notebook) for output in cell.outputs]
 
 
-# These take half a minute each, most of it to compile.
-SLOW = [path for path in SOURCES if path.stem in ("03_derivatives", "04_scores_and_masks")]
-SHORT_FORMS = [
-    pytest.param(path, marks=pytest.mark.slow if path in SLOW else ()) for path in SOURCES
-]
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("source", SHORT_FORMS, ids=notebook_name)
+@pytest.mark.slow
+@each_source
 def test_runs_top_to_bottom_in_its_short_form(source, monkeypatch):
     notebook = execute(source, True, monkeypatch)  # a cell that raises, raises here
     assert all(cell.execution_count for cell in code_cells(notebook))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import few
 from jax.test_util import check_grads
 
 from memeff import dot_product_attention
@@ -38,7 +39,7 @@ def call(q, k, v, sinks, **kwargs):
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", few(IMPLEMENTATIONS, ["xla"]))
 @pytest.mark.once
 def test_every_derivative_of_sinks(implementation):
     """Derivatives of both modes and of two orders agree with differences, through out and lse.

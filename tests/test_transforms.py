@@ -280,7 +280,7 @@ SECOND = {
 }
 MODES = FORWARD | SECOND
 FAST_MODES = {mode for mode in FORWARD if not mode.startswith("jit")}
-FAST_MODES |= {"grad(jvp)", "jit(grad(grad))", "jvp(grad)", "jvp(grad(scan(remat)))"}
+FAST_MODES |= {"grad(jvp)", "jvp(grad)", "jvp(grad(scan(remat)))"}
 
 
 def transformed_loss(mode, implementation):

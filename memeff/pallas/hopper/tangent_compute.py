@@ -24,6 +24,7 @@ from memeff.pallas.hopper.mosaic import (
     broadcast_vector,
     full_tile,
     init_accumulator,
+    interpreting,
     multiply,
     plgpu,
 )
@@ -124,8 +125,13 @@ def logits_and_tangent(
     return s, lambda d_raw: push(d_raw * (1 / LOG2_E))
 
 
-def accumulate_on(u: Array, steps: Callable) -> tuple[Any, Array]:
-    """Return the result of `steps(accumulator)`, and u plus what the steps add."""
+def accumulate_on(u: Array, steps: Callable, item_total=None) -> tuple[Any, Array]:
+    """Return the result of `steps(accumulator)`, and u plus what the steps add.
+
+    If there is an accumulator `item_total` of the whole item, the steps add to it, and u stays.
+    """
+    if item_total is not None:
+        return steps(item_total), u
 
     def run_steps(total):
         add_u = init_accumulator(total, u)
@@ -211,7 +217,7 @@ def compute_item(
         plgpu.barrier_arrive(scratch.v_used.at[slot])
         return sums
 
-    def clean_step(n, carry):
+    def clean_step(item_total, n, carry):
         """Do a step with cleaned values; u is kept apart because NaN may come into it."""
         sums, u = carry
         plgpu.barrier_wait(scratch.k_ready.at[slot_of(n)])
@@ -220,7 +226,7 @@ def compute_item(
         for values_s in scratch.values_s:
             if values_s is not None:
                 u = clean_values(values_s.at[slot_of(n)], u, score_tile(n), group, room)
-        return accumulate_on(u, functools.partial(step, n, True, sums))
+        return accumulate_on(u, functools.partial(step, n, True, sums), item_total)
 
     def skip(n):
         skip_tile(scratch, slot_of(n))
@@ -248,11 +254,26 @@ def compute_item(
         sums = lax.fori_loop(hidden, c_end, lambda n, sums: step(n, True, sums, u), zeros)
         return visit_whole(sums, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
 
+    def revisit_tiles(item_total=None):
+        """Visit all tiles once more, with cleaned values."""
+        cleaned = functools.partial(clean_step, item_total)
+        sums, u = lax.fori_loop(0, c_end, cleaned, (zeros, full_tile(u_shape, 0.0)))
+        return accumulate_on(u, functools.partial(visit_whole, sums), item_total)
+
+    def revisit_in_interpreter(item_total):
+        """Add the products of all tiles in the order of the first round, for the same bits.
+
+        The interpreter cannot begin a sum with u, see `init_accumulator`. So u is NaN or 0 here.
+        """
+        sums, u = revisit_tiles(item_total)
+        return sums, u + plgpu.wgmma_accumulator_load(item_total, wait_n=0)
+
     if state.first_round:
         sums, u = accumulators(visit_tiles, u_shape)
+    elif interpreting():
+        sums, u = accumulators(revisit_in_interpreter, u_shape)
     else:
-        sums, u = lax.fori_loop(0, c_end, clean_step, (zeros, full_tile(u_shape, 0.0)))
-        sums, u = accumulate_on(u, functools.partial(visit_whole, sums))
+        sums, u = revisit_tiles()
     r, c, l = sums
     failed = not_finite(scratch.failed_s.at[group], state, u)
     if arrays.out is not None:  # in the place of the query

@@ -21,9 +21,17 @@ from hopper_cases import (
     unseen_filled,
 )
 from hopper_user_functions import mask_of_keys
-from test_hopper_tangent import CASES, directions, interpreted, interpreted_tangents, jvp
+from test_hopper_tangent import (
+    CASES,
+    assert_right,
+    directions,
+    interpreted,
+    interpreted_tangents,
+    jvp,
+)
 
 from memeff import scores
+from memeff.pallas.hopper import tangent_compute
 
 pytestmark = [needs_kernels, not_finite]
 slow = pytest.mark.slow
@@ -94,6 +102,28 @@ def test_what_a_mask_hides_changes_no_bit():
     assert_dirt_changes_no_bit(
         args, along, dirty_args, dirty_along, {}, score_fn=score_fn, mask_fn=mask_fn
     )
+
+
+def test_what_nobody_sees_in_the_second_round_as_a_gpu_runs_it(monkeypatch):
+    """Hidden NaN reaches no result where each tile of the second round has its own accumulator.
+
+    A GPU begins this accumulator with the sum so far. The interpreter would add the sum at the end,
+    which rounds differently. So it has a second round of its own, and other tests compare its bits.
+    """
+    monkeypatch.setattr(tangent_compute, "interpreting", lambda: False)
+    args = draw(bf16, small(T=60, S=400))
+    along = directions(args)
+    # Each query sees tiles with a mask, and others without one between them.
+    kwargs = dict(
+        key_value_seq_lengths=i32([380]),
+        local_window_size=(300, 0),
+        q_offset=330,
+    )
+    query, key, value = args
+    dq, dk, dv = along
+    key, dk, value, dv = hide((key, dk, value, dv), np.s_[:, 380:], np.nan)
+    tangents = interpreted_tangents((query, key, value), (dq, dk, dv), kwargs)
+    assert_right(tangents, args, along, kwargs, "bfloat16", "second round")
 
 
 @slow

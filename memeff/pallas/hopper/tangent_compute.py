@@ -263,7 +263,8 @@ def compute_item(
     def revisit_in_interpreter(item_total):
         """Add the products of all tiles in the order of the first round, for the same bits.
 
-        The interpreter cannot begin a sum with u, see `init_accumulator`. So u is NaN or 0 here.
+        The interpreter cannot begin a sum with u, see `init_accumulator`. So u only collects NaN
+        until the end.
         """
         sums, u = revisit_tiles(item_total)
         return sums, u + plgpu.wgmma_accumulator_load(item_total, wait_n=0)

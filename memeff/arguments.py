@@ -1,4 +1,4 @@
-"""Name and type the arguments of `dot_product_attention`, for every function that takes or hands on a call."""
+"""Name and type the arguments of `dot_product_attention` for all functions that take a call."""
 
 from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
 

@@ -20,7 +20,7 @@ from memeff.units import parse_bytes
 
 
 class Call(NamedTuple):
-    """A checked call: what is computed, from which arrays, and by which implementation in which tiles."""
+    """A checked call: the sizes, what is computed, the arrays, and what runs it in which tiles."""
 
     shape: CallShape
     problem: Problem
@@ -53,8 +53,9 @@ def prepare(
 ) -> Call:
     """Check each argument, choose an implementation unless one is `chosen`, and return the call.
 
-    `run(arguments, chosen)` is the function that runs the call. Near a memory limit it is compiled, because XLA
-    then reports its bytes. With `warn`, warn once where kernels would be faster but do not support the call.
+    `run(arguments, chosen)` is the function that runs the call. Near a memory limit it is compiled,
+    because XLA then reports its bytes. With `warn`, warn once where kernels would be faster but do
+    not support the call.
     """
     shape, problem, operands = normalise(arguments)
     if chosen is None:
@@ -75,7 +76,10 @@ def prepare(
 
 
 def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
-    """Check each argument. Return the sizes, the static choices, and the arrays with leading dims as one B."""
+    """Check each argument.
+
+    Return the sizes, the static choices, and the arrays with the leading dims as one B.
+    """
     a = arguments
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
     sharding.check_layout(query, key, value)
@@ -142,6 +146,6 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
 
 
 def to_public_rows(shape: CallShape, rows: Array) -> Array:
-    """Return rows [B, K, G, T], such as lse, as [*B, T, N], with -inf for queries that see no key."""
+    """Return rows [B, K, G, T], such as lse, as [*B, T, N], with -inf for rows without a key."""
     rows = unfold(shape, rows)
     return jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)

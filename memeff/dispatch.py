@@ -57,7 +57,7 @@ def _fastest_implementation(
     compiled: Compiled | None,
     warn: bool,
 ) -> str:
-    """Return "pallas" if kernels can run this call, are faster and keep to the memory limit; else "xla".
+    """Return "pallas" if kernels can run the call, are faster and keep to the limit; else "xla".
 
     With `warn`, warn once if kernels for this device do not support the call.
     """

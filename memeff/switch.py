@@ -1,7 +1,7 @@
 """Switch code that calls `jax.nn.dot_product_attention` to memeff.
 
-A context is part of the key of JAX's caches (`jax.make_user_context`). So a function that was jitted
-before is traced again inside, and programs traced inside are not used outside.
+A context is part of the key of JAX's caches (`jax.make_user_context`). So a function that was
+jitted before is traced again inside, and programs traced inside are not used outside.
 """
 
 import contextlib
@@ -87,9 +87,9 @@ def switch_jax_nn(
       switch is not traced again, and its calls are not listed.
 
     Raises:
-      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. If an earlier
-        switch of this process ran calls, JAX's cache may hold them. Then there is neither an error
-        nor a warning.
+      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. If an
+        earlier switch of this process ran calls, JAX's cache may hold them. Then there is neither
+        an error nor a warning.
 
     Example:
       >>> x = jax.numpy.ones((2, 7, 4, 8))

@@ -28,8 +28,8 @@ def memory_limit(limit: int | str | None):
     A call's own `memory_limit` takes precedence.
 
     Args:
-      limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call, forward
-        and gradient, beyond its inputs and outputs. None: no limit.
+      limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call,
+        forward and gradient, beyond its inputs and outputs. None: no limit.
 
     Raises: TypeError or ValueError if `limit` is neither.
 
@@ -45,10 +45,10 @@ def memory_limit(limit: int | str | None):
 # On GPUs each step costs launches, and slices of the arrays that it reads and adds to, so tiles are
 # large: 2^27 logits of all heads in a tile if they leave a product in 16 bits, half of that in
 # general (H200, bfloat16, H = 128, 2 x 8192: forward + gradient 7 to 9 % longer with 2^26). Without
-# a window a forward tile is wide and a backward tile high, and 8 heads at a time were as fast as all
-# 32, in two thirds of the memory. Under a window tiles have an eighth of the keys, which wastes less
-# on a stair, and unmasked tiles are merged; all heads form one tile until that has a sixteenth of
-# their logits (half of the heads took 14 % longer); masked tiles are larger where heads are few
+# a window a forward tile is wide and a backward tile high, and 8 heads at a time were as fast as
+# all 32, in two thirds of the memory. Under a window tiles have an eighth of the keys, which wastes
+# less on a stair, and unmasked tiles are merged; all heads form one tile until that has a sixteenth
+# of their logits (half of the heads took 14 % longer); masked tiles are larger where heads are few
 # (1 x 4096, 8 heads: 8 %).
 GPU_LOGITS = 2**27
 GPU_TILE = (2048, 1024)
@@ -65,9 +65,9 @@ CPU_LOGITS = 2**20
 CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
 LEAST_SIDE = 64  # smaller tiles save nothing beside arrays as long as the sequence
 HALVINGS = 16  # down to LEAST_SIDE
-# An estimate decides alone if FAR times as much, and SMALL bytes, keep to the limit: of random calls
-# of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB) up to 2.6 times
-# (tests/test_memory_limit.py).
+# An estimate decides alone if FAR times as much, and SMALL bytes, keep to the limit: of random
+# calls of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB) up to
+# 2.6 times (tests/test_memory_limit.py).
 FAR = 4
 SMALL = 2**20
 HIGH = 1.25  # an estimate that is so many times above the limit may still be too high
@@ -103,9 +103,9 @@ def choose_schedule(
         where = "in kernels" if kernels else "at once"
         cure = "omit `implementation`"
     raise ValueError(
-        f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call need "
-        f"up to {needed} bytes ({format_bytes(needed)}) beyond inputs and outputs, {where}. Raise "
-        f"the limit to that, or {cure}."
+        f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call "
+        f"need up to {needed} bytes ({format_bytes(needed)}) beyond inputs and outputs, {where}. "
+        f"Raise the limit to that, or {cure}."
     )
 
 
@@ -229,7 +229,9 @@ def default_schedule(
     plain: bool,
     halvings: int = 0,
 ) -> Schedule:
-    """Return the schedule with the requested or else the fastest tiles, at most as large as the call.
+    """Return the schedule with the requested or else the fastest tiles.
+
+    They are at most as large as the call.
 
     Tiles have 2^halvings times fewer logits than the fastest ones. `plain`: each row's maximum can
     be bounded beforehand. If heads may be sharded, tiles take all heads, and on CPUs no maximum is
@@ -326,8 +328,8 @@ def _cpu_tiles(
 ) -> Schedule:
     """Return the schedule for a CPU.
 
-    The bound on each row's maximum is for float32 only. It takes a tenth off the time of such a call
-    and nothing off others.
+    The bound on each row's maximum is for float32 only. It takes a tenth off the time of such a
+    call and nothing off others.
     """
     B, S, K = shape.B, shape.S, shape.K
     G = max(1, shape.G)

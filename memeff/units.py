@@ -13,14 +13,18 @@ UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
 
 
 def parse_bytes(name: str, size: Any) -> int | None:
-    """Return the bytes that `size` says: None, an int, or a text such as "512MiB"; `name` names it in an error."""
+    """Return the bytes that `size` says: None, an int, or a text such as "512MiB".
+
+    `name` names it in an error.
+    """
     if size is None:
         return None
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", size)
         if not match or match[2] not in UNITS:
             raise ValueError(
-                f'{name}={size!r}: write bytes as "512MiB" or "2GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).'
+                f'{name}={size!r}: write bytes as "512MiB" or "2GB" '
+                "(B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)."
             )
         size = int(float(match[1]) * UNITS[match[2]])
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):

@@ -1,4 +1,7 @@
-"""Check each array argument of the public functions, in the user's words, and return it in the form that memeff uses."""
+"""Check each array argument of the public functions, and return it as memeff uses it.
+
+Errors are in the user's words.
+"""
 
 import math
 import numbers
@@ -35,11 +38,13 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(
-                f"{name} is {x.dtype} and query is {query.dtype}: they must have one dtype. Cast one of them."
+                f"{name} is {x.dtype} and query is {query.dtype}: they must have one dtype. Cast "
+                "one of them."
             )
     if jnp.finfo(query.dtype).bits < 16:
         raise TypeError(
-            f"query is {query.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
+            f"query is {query.dtype}: supported are bfloat16, float16, float32 and float64. Cast "
+            "it first."
         )
     key_shape = key.shape  # as the user gave it
     value_shape = value.shape
@@ -63,7 +68,8 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
         raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
     if (K == 0 and N != 0) or (K and N % K):
         raise ValueError(
-            f"query has {N} heads and key has {K}: query heads (N) must be a multiple of key heads (K)."
+            f"query has {N} heads and key has {K}: query heads (N) must be a multiple of key heads "
+            "(K)."
         )
     return query, key, value
 
@@ -71,7 +77,10 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
 def check_logit_params(
     shape: CallShape, bias, scale, soft_cap
 ) -> tuple[LogitParams, tuple[float, float | None]]:
-    """Return the arrays that get a gradient, and the numbers (scale, soft cap) that replace arrays that were not given."""
+    """Return the arrays that get a gradient, and (scale, soft cap) as numbers.
+
+    The numbers stand where no array was given.
+    """
     bias = _fold_pairs(shape, "bias", bias, "local_window_size, is_causal or segment ids")
     if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):  # as jax.nn
         bias = bias.astype(jnp.float32)
@@ -92,7 +101,7 @@ def check_logit_params(
 
 
 def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
-    """Return a Python number as (number, None), because it stays static, and an array as (1, array)."""
+    """Return a Python number, which stays static, as (number, None), and an array as (1, array)."""
     is_number = isinstance(x, numbers.Real) or hasattr(x, "dtype")
     if isinstance(x, bool | np.bool_ | str) or not is_number:
         raise TypeError(f"{name} must be a number or a scalar array, got {kind_of(x)}.")
@@ -103,7 +112,8 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
-            f"{name} must be a number or a scalar array, got shape {x.shape}. Scale query per head instead."
+            f"{name} must be a number or a scalar array, got shape {x.shape}. Scale query per head "
+            "instead."
         )
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)
@@ -119,7 +129,8 @@ def check_mask(shape: CallShape, mask) -> Array | None:
     mask = to_array("mask", mask)
     if mask.dtype != bool:
         raise TypeError(
-            f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as bias=, or mask != 0."
+            f"mask must be boolean (True = may attend), got {mask.dtype}. Pass an additive term as "
+            "bias=, or mask != 0."
         )
     return _fold_pairs(
         shape, "mask", mask, "is_causal, local_window_size, key_value_seq_lengths or segment ids"
@@ -172,11 +183,13 @@ def check_window(window, is_causal) -> tuple[int | None, int | None]:
             continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"local_window_size={window!r}: sides are ints (tokens) or None, got {kind_of(side)}."
+                f"local_window_size={window!r}: sides are ints (tokens) or None, got "
+                f"{kind_of(side)}."
             )
         if side < 0:
             raise ValueError(
-                f"local_window_size={window!r}: sides count tokens and must be >= 0; use None for an unbounded side."
+                f"local_window_size={window!r}: sides count tokens and must be >= 0; use None for "
+                "an unbounded side."
             )
     # A side beyond any position is no bound.
     left, right = (None if side is None or side >= 2 * FAR else int(side) for side in sides)
@@ -225,12 +238,14 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
         return None, None
     if query_ids is None:
         raise ValueError(
-            "key_value_segment_ids came without query_segment_ids: pass both (or the query's alone if T = S)."
+            "key_value_segment_ids came without query_segment_ids: pass both (or the query's "
+            "alone if T = S)."
         )
     if kv_ids is None:
         if shape.T != shape.S:
             raise ValueError(
-                f"query_segment_ids came without key_value_segment_ids, and T={shape.T} is not S={shape.S}: pass both."
+                f"query_segment_ids came without key_value_segment_ids, and T={shape.T} is not "
+                f"S={shape.S}: pass both."
             )
         kv_ids = query_ids
     query_ids = _segment_ids(shape, "query_segment_ids", query_ids, "T", shape.T)
@@ -242,8 +257,8 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
             fits = jnp.iinfo(ids.dtype).max <= jnp.iinfo(common).max
             if not fits and (known is None or known.max() > jnp.iinfo(common).max):
                 raise TypeError(
-                    f"{name} is {ids.dtype} and the other segment ids are not: {common} would wrap its largest numbers. "
-                    "Cast both to one dtype."
+                    f"{name} is {ids.dtype} and the other segment ids are not: {common} would wrap "
+                    "its largest numbers. Cast both to one dtype."
                 )
         query_ids, kv_ids = query_ids.astype(common), kv_ids.astype(common)
     return query_ids, kv_ids
@@ -262,7 +277,10 @@ def _segment_ids(shape: CallShape, name: str, ids, letter: str, size) -> Array:
 
 
 def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
-    """Return int32 [B] or [1], clipped to `least` and `most`, from integers that broadcast to the leading dims."""
+    """Return int32 [B] or [1], clipped to `least` and `most`.
+
+    `x` are integers that broadcast to the leading dims.
+    """
     x = _integers(name, x)
     limits = jnp.iinfo(x.dtype)  # clipped before the cast, because int64 and uint32 wrap
     x = jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max)))
@@ -284,7 +302,8 @@ def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
     sinks = to_array("sinks", sinks)
     if sinks.shape != (shape.N,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
-            f"sinks must be floats of shape (N={shape.N},), a logit for each head; got {sinks.dtype}{sinks.shape}."
+            f"sinks must be floats of shape (N={shape.N},), a logit for each head; got "
+            f"{sinks.dtype}{sinks.shape}."
         )
     return sinks.astype(dtype)
 

@@ -32,20 +32,23 @@ def check_blocks(shape: CallShape, mask_fn, q_offset):
     blocks = mask_fn.blocks
     if blocks.lengths != (shape.T, shape.S):
         raise ValueError(
-            f"mask_fn is a block mask of T, S = {blocks.lengths}, and this call has {(shape.T, shape.S)}: "
-            "make one of those lengths."
+            f"mask_fn is a block mask of T, S = {blocks.lengths}, and this call has "
+            f"{(shape.T, shape.S)}: make one of those lengths."
         )
     if blocks.batch not in (None, shape.B):
         raise ValueError(
-            f"mask_fn is a block mask made with batch={blocks.batch}, and this call has B={shape.B}: make one with that."
+            f"mask_fn is a block mask made with batch={blocks.batch}, and this call has "
+            f"B={shape.B}: make one with that."
         )
     if blocks.heads not in (None, shape.N):
         raise ValueError(
-            f"mask_fn is a block mask made with heads={blocks.heads}, and this call has N={shape.N}: make one with that."
+            f"mask_fn is a block mask made with heads={blocks.heads}, and this call has "
+            f"N={shape.N}: make one with that."
         )
     if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
         raise ValueError(
-            "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its mask alone."
+            "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its "
+            "mask alone."
         )
     return blocks, mask_fn.mask
 
@@ -75,7 +78,8 @@ def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
             )
         if side < 1:
             raise ValueError(
-                f"chunk_size={chunk_size!r}: sides count tokens and must be >= 1; use None for the default."
+                f"chunk_size={chunk_size!r}: sides count tokens and must be >= 1; use None for the "
+                "default."
             )
     return operator.index(sides[0]), operator.index(sides[1])
 
@@ -92,8 +96,8 @@ def check_precision(precision: Any) -> lax.PrecisionLike:
         )
     except (ValueError, TypeError) as e:
         raise ValueError(
-            f'precision={precision!r} must be None, "default", "high", "highest", a jax.lax.Precision, a pair of these, '
-            "or a jax.lax.DotAlgorithmPreset."
+            f'precision={precision!r} must be None, "default", "high", "highest", a '
+            "jax.lax.Precision, a pair of these, or a jax.lax.DotAlgorithmPreset."
         ) from e
     return precision
 
@@ -120,7 +124,7 @@ def check_dropout_rate(rate) -> float:
 
 
 def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
-    """Return the static choice, and the key as two uint32 words; (None, None) if nothing is dropped."""
+    """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
     rate = check_dropout_rate(rate)
     check_choice("broadcast_dropout", shared)
     if rate == 0:
@@ -133,24 +137,29 @@ def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
         impl = str(jax.random.key_impl(rng))
         if "threefry2x32" not in impl:
             raise NotImplementedError(
-                f"dropout_rng is a key of {impl}: memeff draws by coordinates, which needs threefry2x32. "
+                f"dropout_rng is a key of {impl}: memeff draws by coordinates, which needs "
+                "threefry2x32. "
                 'Make it with jax.random.key(seed, impl="threefry2x32").'
             )
         rng = jax.random.key_data(rng)
     rng = to_array("dropout_rng", rng)
     if rng.shape != (2,) or rng.dtype != jnp.uint32:
         raise TypeError(
-            f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape {rng.shape}."
+            f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape "
+            f"{rng.shape}."
         )
     return Dropout(rate, bool(shared)), rng
 
 
 def check_flax_hooks(**hooks: Any) -> None:
-    """Refuse Flax's hooks. Linen passes the hooks that a signature names, so it names one that Linen always passes."""
+    """Refuse Flax's hooks.
+
+    Linen passes the hooks that a signature names, so it names one that Linen always passes.
+    """
     for name, hook in hooks.items():
         if hook is not None:
             raise TypeError(
-                f"{name}= is a hook of Flax's modules, and dot_product_attention takes none of those: give the modules "
-                "attention_fn=memeff.nn.attention_fn. In a call of your own, omit it (dropout_rate=0 drops nothing), and "
-                "cast arrays before."
+                f"{name}= is a hook of Flax's modules, and dot_product_attention takes none of "
+                "those: give the modules attention_fn=memeff.nn.attention_fn. In a call of your "
+                "own, omit it (dropout_rate=0 drops nothing), and cast arrays before."
             )

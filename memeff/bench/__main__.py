@@ -2,8 +2,9 @@
 
   memory   temporary bytes of the compiled call. Nothing is allocated, so the length may be one
            that no machine could run
-  speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error against
-           float64 (--decode: one query against many keys, and the bytes a second that it reads)
+  speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error
+           against float64 (--decode: one query against many keys, and the bytes that it reads in a
+           second)
   hard     errors on inputs that are hard to be exact on, over those of plain attention
            (its own options: hard --help)
   report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl

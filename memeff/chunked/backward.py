@@ -88,7 +88,7 @@ def logit_param_gradients(
     dout: Array,
     dlse: Array | None,
 ) -> LogitParams:
-    """Return the gradients of `operands.logit_params` alone: two products a tile instead of five."""
+    """Return the gradients of `logit_params` alone: two products a tile instead of five."""
     rows = _loop_inputs(operands, out, lse, dout, dlse)
     return _general_loop(problem, schedule, operands, *rows, only_terms=True)()
 

@@ -46,7 +46,7 @@ def run_by_blocks(
         batch, head = first
 
         def heads(x: Array, axis: int) -> tuple[Any, int]:
-            """Return the start and the size of the block at an axis of key heads, or query heads."""
+            """Return the start and the size of the block at an axis of key or query heads."""
             heads_of_key = x.shape[axis] // operands.key.shape[2]
             return head * heads_of_key, k * heads_of_key
 
@@ -88,14 +88,15 @@ def visit_tiles(
 ) -> Fold:
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
-    It visits one `schedule.head_block` after the other. A tile gets its slices of `rows` (B K G T or
-    B K G T D) and of `like_query` (B T N D). `long_axis`: whether large tiles are rather high
+    It visits one `schedule.head_block` after the other. A tile gets its slices of `rows` (B K G T
+    or B K G T D) and of `like_query` (B T N D). `long_axis`: whether large tiles are rather high
     (0) or wide (1).
 
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
-    the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that a step
-    combines with a product (`rows` B K G T, and the mask) in the step before. With
-    `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those rows.
+    the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that
+    a step combines with a product (`rows` B K G T, and the mask) in the step before. With
+    `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
+    rows.
     """
     B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
     if 0 in (B, T, S, K, operands.shape.G):

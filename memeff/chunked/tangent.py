@@ -9,8 +9,9 @@ The transpose of all that is the gradient of backward.py; orders from the second
 these steps as they stand.
 
 `forward_with_tangent` computes out and its tangent in one pass, with the running maximum of the
-forward in the place of lse: six products a tile instead of seven, and its exponentials once. Two passes take
-1.1 to 1.35 times as long (CPU, 2k and 4k tokens, heads of 64 and 128, float32 and bfloat16).
+forward in the place of lse: six products a tile instead of seven, and its exponentials once. Two
+passes take 1.1 to 1.35 times as long (CPU, 2k and 4k tokens, heads of 64 and 128, float32 and
+bfloat16).
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Bind the arguments of a diagnostic function as a call of `dot_product_attention`, and prepare it without running it."""
+"""Bind the arguments of a diagnostic function as a call of `dot_product_attention`.
+
+The call is prepared, and does not run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from memeff.call import Call, prepare, run_attention
 
 
 def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
-    """Return the arguments of a call of the chunked path, for the public function `name`; refuse what it does not take."""
+    """Return the arguments of a call of the chunked path, for the public function `name`.
+
+    Refuse arguments that it does not take.
+    """
     refused = {"implementation", "backward", "return_residual", "sinks"} & kwargs.keys()
     if refused:
         raise TypeError(f"memeff.{name} does not take {', '.join(sorted(refused))}. Omit it.")
@@ -20,7 +26,7 @@ def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
 
 
 def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
-    """Return the arguments of a call, for the public function `name`; refuse keywords that it does not know."""
+    """Return the arguments of a call, for the public function `name`; refuse other keywords."""
     unknown = kwargs.keys() - set(Arguments._fields)
     if unknown:
         words = ", ".join(sorted(unknown))
@@ -29,7 +35,10 @@ def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
 
 
 def prepare_shapes(name: str, arguments: Arguments) -> Call:
-    """Return the call that memeff would choose, with shapes in place of its arrays. Nothing is computed."""
+    """Return the call that memeff would choose, with shapes in place of its arrays.
+
+    Nothing is computed.
+    """
     if arguments.implementation is not None:
         raise TypeError(f"memeff.{name} tells what memeff would choose. Omit `implementation`.")
     floats, rest, join, _ = compiling.split_arguments(arguments)

@@ -1,4 +1,7 @@
-"""Say what a call will cost before it runs: memory, floating point operations, tiles, and the longest sequence that fits."""
+"""Say what a call will cost before it runs.
+
+That is memory, floating point operations, tiles, and the longest sequence that fits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ DEVICES = {
 
 # Of 72 random calls of every feature (tests/drawn.py; CPU, jax 0.10.2) XLA reported 0.36 to 2.53
 # times the estimate, of 60 of them 0.59 to 1.6 times; above a MiB at most 1.85 times.
-ABOUT = "Bytes are estimates, mostly between half and twice what is compiled; compile=True makes memeff's exact."
+ABOUT = (
+    "Bytes are estimates, mostly between half and twice what is compiled; compile=True makes "
+    "memeff's exact."
+)
 EXACT = "memeff's bytes are those of the compiled call; the others and the lengths are estimates."
 
 
@@ -40,11 +46,12 @@ EXACT = "memeff's bytes are those of the compiled call; the others and the lengt
 class Plan:
     """The cost of a call, as `memeff.plan` returns it. Its `str` is a table.
 
-    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. The outputs of a gradient are the
-    results of the forward and the gradients of every float; its inputs are the arguments and the cotangents. Bytes are
-    those that XLA reports where `compiled`, else estimates; those of plain attention, and `longest`, are always
-    estimates. Floating point operations count the products of one forward, and of one gradient without the forward,
-    on the visited tiles. `tiles_visited` is None, and all tiles count, where bounds are only known at run time.
+    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. The outputs of
+    a gradient are the results of the forward and the gradients of every float; its inputs are the
+    arguments and the cotangents. Bytes are those that XLA reports where `compiled`, else estimates;
+    those of plain attention, and `longest`, are always estimates. Floating point operations count
+    the products of one forward, and of one gradient without the forward, on the visited tiles.
+    `tiles_visited` is None, and all tiles count, where bounds are only known at run time.
     """
 
     implementation: str
@@ -92,15 +99,18 @@ class Plan:
         lines += [f"{title:26}{forward:>12}{both:>22}" for title, forward, both in rows]
         if self.memory is not None:
             lines.append(
-                f"In {format_bytes(self.memory)} fits the gradient of up to about {self.longest} tokens, "
-                f"of {self.plain_longest} with plain attention."
+                f"In {format_bytes(self.memory)} fits the gradient of up to about {self.longest} "
+                f"tokens, of {self.plain_longest} with plain attention."
             )
         lines.append(EXACT if self.compiled else ABOUT)
         return "\n".join(lines)
 
 
 def check_device(device: Any) -> tuple[Device, int | None]:
-    """Return the device, and its memory in bytes where it is known, for None (JAX's default), a name or a `jax.Device`."""
+    """Return the device that the user means, and its memory in bytes where it is known.
+
+    The user gives None (JAX's default), a name or a `jax.Device`.
+    """
     if isinstance(device, str):
         by_name = {name.lower(): row for name, row in DEVICES.items()}
         if device.lower() in by_name:
@@ -112,7 +122,8 @@ def check_device(device: Any) -> tuple[Device, int | None]:
         device = jax.devices()[0]
     if not isinstance(device, jax.Device):
         raise TypeError(
-            f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got {type(device).__name__}."
+            f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got "
+            f"{type(device).__name__}."
         )
     # A device that is only described calls its platform "cuda" or "rocm".
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
@@ -126,14 +137,17 @@ def check_device(device: Any) -> tuple[Device, int | None]:
 
 
 def compile_target(device: Any, planned_device: Device) -> Any:
-    """Return the device for which to compile, from the argument `device` and what `check_device` made of it."""
+    """Return the device for which to compile.
+
+    `device` is the argument; the rest is what `check_device` made of it.
+    """
     if isinstance(device, jax.Device):
         return device
     target = compiling.local_device_like(planned_device)
     if target is None:
         raise ValueError(
-            f"device={device!r} is not present, and compile=True needs a device for which this process can compile. "
-            "Omit `compile` for estimates, or pass "
+            f"device={device!r} is not present, and compile=True needs a device for which this "
+            "process can compile. Omit `compile` for estimates, or pass "
             "device=jax.experimental.topologies.get_topology_desc(...).devices[0]."
         )
     return target
@@ -145,7 +159,9 @@ def make_plan(
     device_bytes: int | None,
     compiled: tuple[int, int] | None = None,
 ) -> Plan:
-    """Plan a call that dispatch has chosen, on the current device. Of `operands` only shapes and dtypes are read.
+    """Plan a call that dispatch has chosen, on the current device.
+
+    Of `operands` only shapes and dtypes are read.
 
     `compiled`: bytes of the forward, and of forward and gradient, if XLA has reported them.
     """
@@ -199,7 +215,10 @@ def _longest(
     device_bytes: int | None,
     temp_bytes: Callable[[Operands], tuple[int, int]],
 ) -> int | None:
-    """Return the longest T below 2^30 whose inputs, outputs and temporary bytes fit into the device, 0 if none does."""
+    """Return the longest T below 2^30 that fits into the device, 0 if none does.
+
+    Its inputs, outputs and temporary bytes count.
+    """
     if operands.query.shape[1] == 0 or device_bytes is None:
         return None
     longest = 0
@@ -236,11 +255,12 @@ def explain(
     mask: Any = None,
     **kwargs: Unpack[AttentionKwargs],
 ) -> str:
-    """Say which implementation runs this call of `dot_product_attention`, how, and why each other one does not.
+    """Say which implementation runs this call, how, and why each other one does not.
 
     Nothing is computed.
 
-    Args: those of `dot_product_attention` without `implementation`. An array may be a `jax.ShapeDtypeStruct`.
+    Args: those of `dot_product_attention` without `implementation`. An array may be a
+      `jax.ShapeDtypeStruct`.
 
     Raises: as the call itself does.
 
@@ -267,20 +287,27 @@ def plan(
     compile: bool = False,
     **kwargs: Unpack[AttentionKwargs],
 ) -> Plan:
-    """Plan this call of `dot_product_attention`: its memory, floating point operations and tiles. Print it for a table.
+    """Plan a call of `dot_product_attention`: its memory, floating point operations and tiles.
 
-    Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice what XLA reports
-    once the call is compiled. On TPUs the estimate is that for GPUs, and nobody has checked it there. With
-    `compile` the call is compiled, and the bytes are those that XLA reports.
+    Print the result for a table.
 
-    Args: those of `dot_product_attention` without `implementation`. An array may be a `jax.ShapeDtypeStruct`. And:
-      device: a name of `memeff.diagnostics.plan.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`, also one that is
-        only described (by `jax.experimental.topologies`). Default: JAX's first device.
-      memory: bytes, or a text such as "80GiB", into which the longest sequence must fit. Default: the memory of the
-        device, where it is known.
-      compile: compile forward and gradient, which takes some seconds. The device must be present or described.
+    Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice
+    what XLA reports once the call is compiled. On TPUs the estimate is that for GPUs, and nobody
+    has checked it there. With `compile` the call is compiled, and the bytes are those that XLA
+    reports.
 
-    Raises: as the call itself does; ValueError for an unknown device, or one for which this process cannot compile.
+    Args: those of `dot_product_attention` without `implementation`. An array may be a
+      `jax.ShapeDtypeStruct`. And:
+      device: a name of `memeff.diagnostics.plan.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`,
+        also one that is only described (by `jax.experimental.topologies`). Default: JAX's first
+        device.
+      memory: bytes, or a text such as "80GiB", into which the longest sequence must fit. Default:
+        the memory of the device, where it is known.
+      compile: compile forward and gradient, which takes some seconds. The device must be present or
+        described.
+
+    Raises: as the call itself does; ValueError for an unknown device, or one for which this process
+      cannot compile.
 
     Example:
       >>> import jax

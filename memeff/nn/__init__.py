@@ -1,7 +1,7 @@
 """Attention for Flax, Linen and NNX: modules with memeff inside, and switches for existing models.
 
-`memeff.nn.linen` has `MultiHeadDotProductAttention` and `MultiHeadAttention`, and `memeff.nn.nnx` has
-`MultiHeadAttention`. They are subclasses of Flax's modules under the same names, with Flax's
+`memeff.nn.linen` has `MultiHeadDotProductAttention` and `MultiHeadAttention`, and `memeff.nn.nnx`
+has `MultiHeadAttention`. They are subclasses of Flax's modules under the same names, with Flax's
 parameters, initial values, checkpoints and decode cache. They add:
 
 * `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`.

@@ -43,10 +43,12 @@ def attention_fn(
     chunk_size and other keywords.
 
     Args:
-      query, key, value, bias: as in `memeff.dot_product_attention`; dtypes that differ are promoted.
-      mask: broadcastable to [*B, N, T, S]. Nonzero = may attend. An additive mask (0 and -1e9) would
-        mean the inverse, so known values that are negative or not whole numbers are refused. Under
-        jit they are not known, and mean what they mean to Flax. Additive terms go into `bias`.
+      query, key, value, bias: as in `memeff.dot_product_attention`; dtypes that differ are
+        promoted.
+      mask: broadcastable to [*B, N, T, S]. Nonzero = may attend. An additive mask (0 and -1e9)
+        would mean the inverse, so known values that are negative or not whole numbers are refused.
+        Under jit they are not known, and mean what they mean to Flax. Additive terms go into
+        `bias`.
       dropout_rng, dropout_rate, broadcast_dropout: as in Flax, with Flax's mask for the same key.
       deterministic: drop nothing.
       dtype: cast query, key and value to it first.
@@ -54,7 +56,8 @@ def attention_fn(
       module: Flax's request to sow the attention weights. Refused, because they are never stored.
       force_fp32_for_softmax: True and Flax's default, False, are the same here, because the softmax
         is always in float32 (float64 for float64).
-      qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products. Refused.
+      qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products.
+        Refused.
       options: keywords of `memeff.dot_product_attention`.
 
     Returns:
@@ -80,7 +83,8 @@ def attention_fn(
     ):
         if hook is not None:
             raise NotImplementedError(
-                f"{name} is not supported, because memeff computes its products tile by tile. Omit it."
+                f"{name} is not supported, because memeff computes its products tile by tile. Omit "
+                "it."
             )
     inputs.check_choice("deterministic", deterministic)
     dropout_rate = validate_options.check_dropout_rate(dropout_rate)
@@ -106,8 +110,9 @@ def _refuse_weights(query: ArrayLike, key: ArrayLike, module: Any) -> None:
     shape = (*batch, N, T, jnp.shape(key)[-3])
     mib = math.prod(shape) * 4 / 2**20
     raise NotImplementedError(
-        f"sow_weights=True asks for the attention weights, {shape} or {mib:.1f} MiB in float32, and "
-        "memeff never stores them. Use Flax's own module for this call, at a length where they fit."
+        f"sow_weights=True asks for the attention weights, {shape} or {mib:.1f} MiB in float32, "
+        "and memeff never stores them. Use Flax's own module for this call, at a length where "
+        "they fit."
     )
 
 
@@ -121,9 +126,9 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
         return mask  # boolean, or of a dtype that dot_product_attention refuses
     if not isinstance(mask, Tracer) and _looks_additive(mask):
         raise TypeError(
-            f"mask is {dtype} with values that are negative or not whole numbers: it looks additive, "
-            "but to Flax every nonzero value means may attend. Pass an additive term as bias=, or a "
-            "boolean mask (True = may attend)."
+            f"mask is {dtype} with values that are negative or not whole numbers: it looks "
+            "additive, but to Flax every nonzero value means may attend. Pass an additive term as "
+            "bias=, or a boolean mask (True = may attend)."
         )
     return jnp.asarray(mask) != 0
 

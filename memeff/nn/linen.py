@@ -31,32 +31,32 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     dropout masks and decode cache. It has its own `__call__`, because Flax's gives keys and values
     as many heads as queries. Differences:
 
-    * A query that sees no key (by `mask`) gives 0 before the output projection, where Flax gives the
-      mean of the values.
+    * A query that sees no key (by `mask`) gives 0 before the output projection, where Flax gives
+      the mean of the values.
     * `sow_weights=True` is refused with the size that the weights would need.
-    * With `decode=True` a call may bring more than one token: a whole prompt in one call, then token
-      by token. Each row sees what it would see in the full causal forward. More tokens than the
-      cache holds are refused where the index is known. Under jit, as in Flax, the last entries are
-      overwritten.
+    * With `decode=True` a call may bring more than one token: a whole prompt in one call, then
+      token by token. Each row sees what it would see in the full causal forward. More tokens than
+      the cache holds are refused where the index is known. Under jit, as in Flax, the last entries
+      are overwritten.
 
     Attributes beyond Flax's:
-      num_kv_heads: number of key and value heads, K, a divisor of `num_heads`, N. None: N. Query head
-        n reads key head n // (N // K).
+      num_kv_heads: number of key and value heads, K, a divisor of `num_heads`, N. None: N. Query
+        head n reads key head n // (N // K).
       is_causal: True: row i sees keys up to i. A decode cache is always causal.
       local_window_size: (left, right) in tokens, both sides inclusive; None is no bound, and an int
         means both sides.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
-      score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without params,
-        or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`, whose arrays are
-        constants that do not learn. Arrays have no hash, so the module then has none: under
+      score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without
+        params, or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`, whose arrays
+        are constants that do not learn. Arrays have no hash, so the module then has none: under
         `linen.jit` close over them, or give score_init.
       score_init, qk_transform_init: functions (key) -> `memeff.Score` or `Transform`, in place of
         score_fn and qk_transform. The arrays of the result are the parameters "score_params" and
         "qk_transform_params".
-      sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: a logit for each head
-        that takes probability and gives nothing. None: no sinks.
-      attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix chunk_size
-        and other keywords.
+      sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: a logit for each
+        head that takes probability and gives nothing. None: no sinks.
+      attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
+        chunk_size and other keywords.
 
     Example:
       >>> import jax
@@ -177,7 +177,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     def _project(
         self, inputs_q: Array, inputs_k: Array, inputs_v: Array
     ) -> tuple[Array, Array, Array]:
-        """Return query [*B, T, N, H], key and value [*B, S, K, H], normalised if Flax's flag says so."""
+        """Return query [*B, T, N, H], key and value [*B, S, K, H], normalised if Flax does so."""
         N = self.num_heads
         K = check_heads(N, self.num_kv_heads)
         H = check_head_size(N, self.qkv_features, inputs_q.shape[-1])
@@ -201,7 +201,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         return query, key, value
 
     def _function_keywords(self, decodes: bool) -> dict[str, Any]:
-        """Return the keywords of `attention_fn` that the attributes give; creates their parameters."""
+        """Create the parameters of the attributes; return their keywords of `attention_fn`."""
         qk_einsum = self.qk_attn_weights_einsum_cls
         value_einsum = self.attn_weights_value_einsum_cls
         score_fn = self._learned("score_fn", Score, self.score_init)
@@ -245,14 +245,15 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         *cached_batch, S, _, _ = keys.value.shape
         if keys.value.shape != (*batch, S, K, H) or query.shape[:-2] != key.shape[:-2] or T > S:
             raise ValueError(
-                f"decode: inputs give queries {query.shape} and keys {key.shape}, and the cache holds "
-                f"{keys.value.shape}: both must bring the same 1 to {S} tokens, for the leading dims "
-                f"{tuple(cached_batch)} that init saw."
+                f"decode: inputs give queries {query.shape} and keys {key.shape}, and the cache "
+                f"holds {keys.value.shape}: both must bring the same 1 to {S} tokens, for the "
+                f"leading dims {tuple(cached_batch)} that init saw."
             )
         start = index.value
         if not isinstance(start, Tracer) and start.ndim == 0 and start + T > S:
             raise ValueError(
-                f"decode: the cache of {S} tokens holds {start} and {T} came: init with longer inputs."
+                f"decode: the cache of {S} tokens holds {start} and {T} came: init with longer "
+                "inputs."
             )
         axis = key.ndim - 3
         keys.value = lax.dynamic_update_slice_in_dim(
@@ -282,7 +283,8 @@ def _keys_and_values(inputs_q, inputs_k, inputs_v, inputs_kv) -> tuple[Array, Ar
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(
-                "inputs_kv came with inputs_k or inputs_v: pass inputs_k and inputs_v, or inputs_kv alone."
+                "inputs_kv came with inputs_k or inputs_v: pass inputs_k and inputs_v, or "
+                "inputs_kv alone."
             )
         return inputs_kv, inputs_kv
     if inputs_k is None and inputs_v is not None:

@@ -24,11 +24,11 @@ from memeff.user_functions import Mask, Score, Transform
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` in memory that grows linearly with the sequence.
 
-    This subclass calls Flax's `__call__`, with the same arguments, parameters, initial values, dropout
-    masks and decode cache. Differences:
+    This subclass calls Flax's `__call__`, with the same arguments, parameters, initial values,
+    dropout masks and decode cache. Differences:
 
-    * A query that sees no key (by `mask`) gives 0 before the output projection, where Flax gives the
-      mean of the values.
+    * A query that sees no key (by `mask`) gives 0 before the output projection, where Flax gives
+      the mean of the values.
     * `sow_weights=True` is refused with the size that the weights would need.
     * `is_causal=True` and `decode=True` work together, because the cache is causal by itself (Flax
       0.12.8 saw one key).
@@ -38,16 +38,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       local_window_size: (left, right) in tokens, both sides inclusive; None is no bound, and an int
         means both sides.
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
-      score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without params,
-        or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`. Their arrays become
-        `nnx.Variable`s, which do not learn.
+      score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without
+        params, or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`. Their arrays
+        become `nnx.Variable`s, which do not learn.
       score_init, qk_transform_init: functions (key) -> `memeff.Score` or `Transform`, in place of
         score_fn and qk_transform. The arrays of the result are the `nnx.Param`s in
         `layer.score_fn.params` and `layer.qk_transform.params`.
       sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: a logit for
         each head that takes probability and gives nothing. None: no sinks.
-      attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix chunk_size
-        and other keywords.
+      attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
+        chunk_size and other keywords.
 
     Example:
       >>> import jax.numpy as jnp
@@ -189,7 +189,7 @@ def _params(function: Any) -> Any:
 
 
 def _constants(function: Any) -> Any:
-    """Return a user function whose arrays, if it has any, are `nnx.Variable`s without a gradient."""
+    """Return a user function whose arrays, if any, are `nnx.Variable`s without a gradient."""
     if isinstance(function, Score | Mask | BlockMask | Transform):
         return nnx.data(jax.tree.map(nnx.Variable, function))
     return function

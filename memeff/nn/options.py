@@ -75,7 +75,10 @@ def check_options(
 
 
 def check_functions(attention_fn, score, transform, mask_fn, sinks_init) -> None:
-    """Refuse wrong user functions when the module is made; `score` and `transform` are (fn, init)."""
+    """Refuse wrong user functions when the module is made.
+
+    `score` and `transform` are (fn, init).
+    """
     required = {
         "score_fn": _check_function("score_fn", Score, *score),
         "qk_transform": _check_function("qk_transform", Transform, *transform),
@@ -94,8 +97,8 @@ def _check_function(name: str, kind: type, fn: Any, init: Any) -> Any:
     """Check a user function or the function that makes it, and return the one that is not None."""
     if init is not None and fn is not None:
         raise ValueError(
-            f"{_init_name(name)} and {name} were both given: pass {_init_name(name)}, which learns, "
-            f"or {name}, which does not."
+            f"{_init_name(name)} and {name} were both given: pass {_init_name(name)}, which "
+            f"learns, or {name}, which does not."
         )
     if init is not None:
         evaluate_init(name, kind, init)
@@ -145,7 +148,7 @@ def _init_name(name: str) -> str:
 
 
 def _check(name: str, fn: Any) -> None:
-    """Check a user function without shapes; scores come in the widest float type that is enabled."""
+    """Check a user function without shapes, for scores of the widest float type enabled."""
     if name != "qk_transform":
         trace_function(name, fn, None, jnp.result_type(float), {})
     elif isinstance(fn, Transform):

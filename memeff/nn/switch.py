@@ -1,9 +1,9 @@
 """Switch existing Flax models to memeff: `switch_linen` for Linen, and `switch_nnx` for NNX.
 
-A context is part of the key of JAX's caches (`jax.make_user_context`). So a function that was jitted
-before is traced again inside, and programs traced inside are not used outside. The price: functions
-that were jitted before the import of `memeff.nn` are traced once more after it. Import it at the top,
-while no other thread uses JAX.
+A context is part of the key of JAX's caches (`jax.make_user_context`). So a function that was
+jitted before is traced again inside, and programs traced inside are not used outside. The price:
+functions that were jitted before the import of `memeff.nn` are traced once more after it. Import it
+at the top, while no other thread uses JAX.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
     """Make Flax Linen's attention modules compute with memeff, in `init` and `apply` alike.
 
     The switch holds for this thread and for every `linen.MultiHeadDotProductAttention` and its
-    subclasses, inside any model and under any transformation. A module with an `attention_fn` of its
-    own keeps it, and a warning says so. Functions jitted earlier are traced again inside.
+    subclasses, inside any model and under any transformation. A module with an `attention_fn` of
+    its own keeps it, and a warning says so. Functions jitted earlier are traced again inside.
 
     Args:
       strict: raise an error, instead of a warning, if no module was switched.
@@ -51,9 +51,9 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
       that was compiled in an earlier switch is not traced again, and its modules are not listed.
 
     Raises:
-      ValueError: with `strict`, no module was switched, and none computes with memeff already. If an
-        earlier switch of this process switched modules, JAX's cache may hold their programs. Then
-        there is no error, and a warning only if other modules of Linen were called.
+      ValueError: with `strict`, no module was switched, and none computes with memeff already. If
+        an earlier switch of this process switched modules, JAX's cache may hold their programs.
+        Then there is no error, and a warning only if other modules of Linen were called.
 
     Example:
       >>> model = linen.MultiHeadDotProductAttention(num_heads=2)
@@ -115,9 +115,10 @@ def _tell_none_switched(seen: _Seen, strict: bool) -> None:
         attention_modules = sorted(name for name in seen.modules if "attention" in name.lower())
         names = f" (it calls {', '.join(attention_modules[:3])})" if attention_modules else ""
         reason = (
-            "the model calls no linen.MultiHeadDotProductAttention that uses its attention_fn"
-            f"{names}. If it writes its attention out, call memeff.dot_product_attention there; if it "
-            "calls jax.nn.dot_product_attention, use memeff.switch_jax_nn()"
+            "the model calls no linen.MultiHeadDotProductAttention that uses its "
+            f"attention_fn{names}. If it writes its attention out, call "
+            "memeff.dot_product_attention there; if it calls jax.nn.dot_product_attention, use "
+            "memeff.switch_jax_nn()"
         )
         if _switched_before.is_set():  # no error, because a cached program may have run
             strict = False
@@ -128,8 +129,8 @@ def _tell_none_switched(seen: _Seen, strict: bool) -> None:
 def switch_nnx(model: nnx.Module) -> list[str]:
     """Make every `nnx.MultiHeadAttention` in `model` compute with memeff from now on.
 
-    The model is changed in place. A module with an `attention_fn` of its own keeps it, and a warning
-    says so.
+    The model is changed in place. A module with an `attention_fn` of its own keeps it, and a
+    warning says so.
 
     Returns:
       The paths of the modules that were switched.
@@ -173,8 +174,8 @@ def _is_default(function: Callable[..., Array], path: str) -> bool:
         return True
     if not _is_memeff(function):
         warnings.warn(
-            f"the attention module at '{path}' keeps its own attention_fn ({function}), because it was "
-            "chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it.",
+            f"the attention module at '{path}' keeps its own attention_fn ({function}), because "
+            "it was chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it.",
             stacklevel=3,
         )
     return False

@@ -1,8 +1,9 @@
 """List the families of kernels: one package for each kind of hardware.
 
-A family has the functions of an implementation (`describe`, `forward`, `backward`, `tangent`), `for_device` and `why_not`,
-which say in one sentence why its kernels cannot run on a device or a call, `slower` and `fused_is_faster`, which say what
-measurements found, and `temp_bytes`. It imports no kernel before it runs one. To add a family, add a package and a row.
+A family has the functions of an implementation (`describe`, `forward`, `backward`, `tangent`),
+`for_device` and `why_not`, which say in one sentence why its kernels cannot run on a device or a
+call, `slower` and `fused_is_faster`, which say what measurements found, and `temp_bytes`. It
+imports no kernel before it runs one. To add a family, add a package and a row.
 """
 
 from types import ModuleType
@@ -14,5 +15,8 @@ FAMILIES: tuple[ModuleType, ...] = (implementation,)
 
 
 def family_for(device: Device) -> ModuleType:
-    """Return the first family whose kernels run on `device`; without one, the first family, which says why."""
+    """Return the first family whose kernels run on `device`.
+
+    Without one, return the first family of all, which says why.
+    """
     return next((family for family in FAMILIES if family.for_device(device) is None), FAMILIES[0])

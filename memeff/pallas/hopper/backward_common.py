@@ -110,7 +110,8 @@ class Gradient(NamedTuple):
     ) -> tuple[Array, Callable]:
         """Return p and a function of p and dp + delta, all of one shape.
 
-        The function returns d_raw without its slope, and the cotangents of `tile.differentiable_values()`.
+        The function returns d_raw without its slope, and the cotangents of
+        `tile.differentiable_values()`.
         """
         indices = tile.pair_indices(self.problem.score_fn)
 

@@ -24,8 +24,8 @@ def for_device(device: Device) -> str | None:
         return f"the Hopper kernels need a Hopper GPU, and this device is a {device.platform}"
     if device.capability != "9.0":
         return (
-            "the Hopper kernels need a GPU of compute capability 9.0 (H100, H200), and this one has "
-            f"{device.capability}"
+            "the Hopper kernels need a GPU of compute capability 9.0 (H100, H200), and this one "
+            f"has {device.capability}"
         )
     major, minor = jax.__version__.split(".")[:2]
     if (int(major), int(minor)) < (0, 11):
@@ -36,7 +36,7 @@ def for_device(device: Device) -> str | None:
 def why_not(
     problem: Problem, operands: Operands, device: Device, fused: bool = False
 ) -> str | None:
-    """Return why the kernels cannot run this call on `device`, forward and gradient; None if they can."""
+    """Return why the kernels cannot run a call, forward and gradient; None if they can."""
     return (
         for_device(device)
         or _unsupported_shape(operands)
@@ -56,7 +56,10 @@ def _unsupported_shape(operands: Operands) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the Hopper kernels support bfloat16 and float16, and this call has {query.dtype}"
     if max(H, D) > LARGEST_HEAD:
-        return f"the Hopper kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, D={D}"
+        return (
+            f"the Hopper kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, "
+            f"D={D}"
+        )
     return None
 
 
@@ -146,7 +149,7 @@ def fused_is_faster(problem: Problem, operands: Operands) -> bool:
 
 
 def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
-    """Return whether calls of this kind, of any size, were measured with the gradient in one kernel."""
+    """Return whether calls of this kind were measured with the gradient in one kernel."""
     arrays = (
         operands.mask,
         operands.q_lengths,

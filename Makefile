@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
 	@echo "make test       the fast tests (eight to nine minutes on two cores)"
-	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=SSE4_2, AVX512: as on others)"
+	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=AVX512: as on one with it)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
@@ -27,7 +27,8 @@ demo: $(VENV)/.models
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What is compared with the oracle, on a CPU without AVX-512 (XLA adds in another order there), or ISA=SSE4_2, AVX512.
+# What is compared with the oracle, on a CPU without AVX-512 (XLA adds in another order there), or with ISA=AVX512.
+# Below AVX2 XLA compiles nothing in float16.
 ISA ?= AVX2
 NUMBERS = numbers sizes scale dropout realistic_inputs hard_inputs masks broadcast hidden_values sinks \
   fixed_max halves fused_tiles functions block_masks statistics audit orders

@@ -76,8 +76,8 @@ def _merge_tiles(
         i, j = n * indices.T  # the square's first tile
         return indices[remaining[i, j]]
 
-    ratio = most / (t * c)
-    n = 2 ** max(0, math.ceil(math.log2(ratio) / 2))
+    doublings = math.ceil(math.log2(most / (t * c)) / 2)  # of a tile's sides
+    n = 2 ** max(0, doublings)
     squares = whole_squares(n)
     while not len(squares) and n > 1:
         n //= 2
@@ -90,7 +90,10 @@ def _merge_tiles(
     size = (n * t, n * c)
     starts = squares * size
     thinnest = min(128, schedule.chunk_size[cut_axis])
-    while math.prod(size) > most and size[cut_axis] > thinnest and size[cut_axis] % 2 == 0:
+    while math.prod(size) > most:
+        side = size[cut_axis]
+        if side <= thinnest or side % 2 == 1:
+            break
         size, starts = _halve_tiles(size, starts, cut_axis)
     return size, starts, np.argwhere(remaining)
 
@@ -128,7 +131,9 @@ def tile_spans(
     some_from, some_to, all_from, all_to = map(clip, bounds, (0, S, 0, S))  # keys
     first = np.where(some_from < S, some_from // c, -(-S // c))
     end = -(-some_to // c)
-    return first, end, -(-all_from // c), all_to // c
+    full_first = -(-all_from // c)
+    full_end = all_to // c
+    return first, end, full_first, full_end
 
 
 def tiles_by_mask(
@@ -221,7 +226,9 @@ def count_tiles(
         return None, 0
     shape = operands.shape
     t, c = chunk_size
-    total = -(-shape.T // t) * -(-shape.S // c)
+    down = -(-shape.T // t)
+    across = -(-shape.S // c)
+    total = down * across
     if has_array_bounds(operands):
         return None, total
     if problem.blocks is not None:

@@ -14,10 +14,11 @@ def head_numbers(like: Array, K: int, first=(0, 0)) -> Array:
     batch entry and key head.
     """
     zero = jnp.zeros_like(like, jnp.uint32)
+    G = like.shape[2]
     b, k, g = (lax.broadcasted_iota(jnp.uint32, like.shape, dim) for dim in range(3))
     b = b + jnp.uint32(first[0])
     k = k + jnp.uint32(first[1])
-    return zero + ((b * K + k) * like.shape[2] + g)
+    return zero + ((b * K + k) * G + g)
 
 
 def dropout_keep_mask(
@@ -43,7 +44,8 @@ def dropout_keep_mask(
     high = high[..., None] * jnp.uint32(S)
     low = low[..., None]
     carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))  # b k g t c
-    return _uniform_below(operands.dropout_key, high + carry, low, 1.0 - problem.dropout.rate)
+    keep_rate = 1.0 - problem.dropout.rate
+    return _uniform_below(operands.dropout_key, high + carry, low, keep_rate)
 
 
 def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:
@@ -58,9 +60,10 @@ def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:
     middle = x1 * s0 + ((x0 * s0) >> half)  # at most 2^32 - 1
     middle0 = (middle & mask) + x0 * s1
     high = x1 * s1 + (middle >> half) + (middle0 >> half)
-    low = x * jnp.uint32(size)
-    total = low + y
-    return high + (total < low).astype(jnp.uint32), total
+    product = x * jnp.uint32(size)
+    low = product + y
+    carry = low < product
+    return high + carry.astype(jnp.uint32), low
 
 
 def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
@@ -74,7 +77,8 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
     bits1, bits2 = threefry2x32_p.bind(key0, key1, high, low)
     # the exponent of 1.0 before random bits of the fraction is a float in [1, 2)
     if jax.dtypes.canonicalize_dtype(float) == jnp.float64:  # bernoulli then draws float64
-        bits = (bits1.astype(jnp.uint64) << jnp.uint64(32)) | bits2.astype(jnp.uint64)
+        bits = bits1.astype(jnp.uint64) << jnp.uint64(32)
+        bits = bits | bits2.astype(jnp.uint64)
         bits = (bits >> jnp.uint64(12)) | jnp.uint64(0x3FF << 52)
         unit = lax.bitcast_convert_type(bits, jnp.float64) - 1.0
     else:

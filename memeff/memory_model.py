@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from memeff.chunked import eligible
+from memeff.chunked.schedule import has_array_bounds, has_elementwise_mask
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.user_functions import PairIndices
 
-JAX = tuple(map(int, jax.__version__.split(".")[:2]))
+JAX = jax.__version_info__[:2]
 
 
 # ---- the fitted numbers (test_plan_is_within_a_tenth_of_what_is_compiled in tests/test_plan.py)
@@ -111,6 +112,8 @@ class Sizes(NamedTuple):
         G = operands.shape.G
         t, c = schedule.chunk_size
         b, k = schedule.heads_of_tile(B, K)
+        rows = b * k * G * t  # of a tile, all its heads
+        cols = b * k * c
         bias = operands.logit_params.bias
         return Sizes(
             q=B * N * T * H,
@@ -119,9 +122,9 @@ class Sizes(NamedTuple):
             o=B * N * T * D,
             row=B * N * T,
             bias=0 if bias is None else math.prod(bias.shape),
-            logits=b * k * G * t * c,
+            logits=rows * c,
             shared=t * c,
-            slices=(b * k * G * t * H, b * k * c * H, b * k * c * D, b * k * G * t * D),
+            slices=(rows * H, cols * H, cols * D, rows * D),
             wide=jnp.dtype(accumulator_dtype(operands)).itemsize,
             narrow=operands.query.dtype.itemsize,
         )
@@ -155,17 +158,17 @@ def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
     """
     shape = operands.shape
     logits = shape.B * shape.N * shape.T * shape.S
-    half = operands.query.dtype.itemsize == 2
-    forward, gradient = (6, 10) if half and platform != "cpu" else (8, 12.5)  # bytes per logit
-    return logits * forward, math.ceil(logits * gradient)
+    if operands.query.dtype.itemsize == 2 and platform != "cpu":
+        return 6 * logits, 10 * logits
+    return 8 * logits, math.ceil(12.5 * logits)
 
 
 def input_output_bytes(operands: Operands) -> int:
     """Return the bytes of the inputs and outputs of forward and gradient."""
     with_gradient = operands.query, operands.key, operands.value, operands.logit_params
     shape = operands.shape
-    out = shape.B * shape.T * shape.N * shape.D * operands.query.dtype.itemsize
-    total = 2 * out  # and its cotangent
+    rows = shape.B * shape.T * shape.N
+    total = 2 * rows * shape.D * operands.query.dtype.itemsize  # out and its cotangent
     for x in jax.tree.leaves((operands, with_gradient)):
         total += math.prod(x.shape) * x.dtype.itemsize
     return total
@@ -175,21 +178,11 @@ def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return True if some tile needs a mask."""
     shape = operands.shape
     t, c = schedule.chunk_size
-    arrays = (
-        operands.mask,
-        operands.q_segments,
-        operands.logit_params.bias,
-        operands.q_lengths,
-        operands.kv_lengths,
-        operands.q_offset,
-    )
-    return (
-        problem.mask_fn is not None
-        or problem.has_window
-        or shape.T % t != 0
-        or shape.S % c != 0
-        or any(x is not None for x in arrays)
-    )
+    if shape.T % t != 0 or shape.S % c != 0:
+        return True
+    if problem.mask_fn is not None or problem.has_window:
+        return True
+    return has_elementwise_mask(problem, operands) or has_array_bounds(operands)
 
 
 def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> float:
@@ -201,30 +194,32 @@ def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) ->
     score_fn = problem.score_fn
     if score_fn is None:
         return 0
-    sizes = operands.shape
-    G = sizes.G
+    shape = operands.shape
+    G = shape.G
     t, c = schedule.chunk_size
-    b, k = schedule.heads_of_tile(sizes.B, sizes.K)
-    shape: Any = jax.ShapeDtypeStruct
-    batch, head, q_pos, k_pos = (shape(dims, jnp.int32) for dims in ((b,), (k, G), (t,), (c,)))
-    indices = PairIndices(batch, head, q_pos, k_pos, (), ())
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
 
-    def pull(score, indices, floats, rest):
-        return jax.vjp(lambda x, floats: score_fn(x, indices, floats, rest), score, floats)[1]
+    def integers(*dims: int) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
 
-    score = shape((b, k, G, t, c), accumulator_dtype(operands))
-    params = operands.logit_params.score, operands.score_nonfloat_params
-    floats, rest = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
-    integer_bytes = 0
-    float_bytes = 0
-    for x in jax.tree.leaves(jax.eval_shape(pull, score, indices, floats, rest)):
-        if x.size < t * c:
-            continue
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            integer_bytes += x.size * x.dtype.itemsize
-        elif jnp.issubdtype(x.dtype, jnp.floating):
-            float_bytes += x.size * x.dtype.itemsize
-    return 1.5 * integer_bytes + min(float_bytes, math.prod(score.shape) * score.dtype.itemsize)
+    def derivative(score, indices, floats, rest):
+        def new_score(score, floats):
+            return score_fn(score, indices, floats, rest)
+
+        _, pull = jax.vjp(new_score, score, floats)
+        return pull
+
+    indices = PairIndices(integers(b), integers(k, G), integers(t), integers(c), (), ())
+    score = jax.ShapeDtypeStruct((b, k, G, t, c), accumulator_dtype(operands))
+    floats = operands.logit_params.score
+    kept = jax.eval_shape(derivative, score, indices, floats, operands.score_nonfloat_params)
+    large = [x for x in jax.tree.leaves(kept) if x.size >= t * c]
+
+    def count_bytes(kind: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in large if jnp.issubdtype(x.dtype, kind))
+
+    tile_bytes = score.size * score.dtype.itemsize
+    return 1.5 * count_bytes(jnp.integer) + min(count_bytes(jnp.floating), tile_bytes)
 
 
 # ---- CPU: XLA lends the memory of outputs that are not yet written, to one buffer each
@@ -254,7 +249,8 @@ class _CpuCall:
 
         dropout = problem.dropout
         shares_mask = dropout is not None and dropout.shared
-        self.shared = [z.shared * z.wide] * (CPU.shared_dropout if shares_mask else 0)
+        shared_count = CPU.shared_dropout if shares_mask else 0
+        self.shared = [z.shared * z.wide] * shared_count
         self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
 
@@ -262,23 +258,33 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     """Return the bytes of a forward, and of forward and gradient, on a CPU."""
     call = _CpuCall(problem, schedule, operands)
     z = call.sizes
+    sums = call.sums
+    small_key = z.k < z.q
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
     forward = call.out + sum(rows) + _unlent(forward_tile, [call.saved])
     if call.held:
-        forward += sum(call.sums) - (call.sums[2] if z.k < z.q else 0)
+        cast = sum(sums)  # operands in float32
+        if small_key:
+            cast -= sums[2]
+        forward += cast
 
-    sums = call.sums
     alone = max(call.outputs) < call.tile
-    count = _cpu_backward_count(call, alone) + _cpu_params_count(call, problem, operands, alone)
+    count = _cpu_backward_count(call, alone)
+    count += _cpu_params_count(call, problem, operands, alone)
     backward_tile = [*_tiles(call.tile, count), *call.slices, *call.shared]
     if call.held:
-        end = sums[0] - (sums[1] if z.k < z.q else 0)
+        end = sums[0]
+        if small_key:
+            end -= sums[1]
         loop = sum(backward_tile) - call.tile if alone else 0
-        return forward, 2 * sum(sums) + 2 * call.out + 3 * call.row + max(end, loop)
+        gradient = 2 * sum(sums) + 2 * call.out + 3 * call.row
+        return forward, gradient + max(end, loop)
     division = [call.out] * 2
     if call.half:
-        division += [call.out, call.out, sums[1]] if call.old else [call.out]
+        division.append(call.out)
+    if call.half and call.old:
+        division += [call.out, sums[1]]
     backward = [call.saved, *sums, *[call.row] * 3, *backward_tile]
     phases = [
         _unlent([call.out, *rows, *forward_tile], call.outputs),
@@ -302,12 +308,19 @@ def _cpu_forward_tile(call: _CpuCall) -> list[float]:
     if call.dropout_each:
         count = CPU.forward_dropout
     elif call.exact or call.masked or alone:
-        count = CPU.forward + (CPU.forward_half_alone if alone and call.half else 0)
+        count = CPU.forward
+        if alone and call.half:
+            count += CPU.forward_half_alone
     else:
         count = CPU.forward_unmasked
-    spare = call.tile * (3 if call.masked else 1) * CPU.fixed_max_spare if call.fixed else 0
+    spare = 0
+    if call.fixed:
+        spare = CPU.fixed_max_spare * call.tile
+        if call.masked:
+            spare *= 3
     query, key, value, _ = call.slices
-    slices = max([query, key], [value, z.slices[3] * z.wide, spare], key=sum)
+    out = z.slices[3] * z.wide
+    slices = max([query, key], [value, out, spare], key=sum)
     mask = z.shared if call.masked else 0
     return [*_tiles(call.tile, count), *slices, *call.shared, mask]
 
@@ -316,18 +329,19 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
     """Return how many tiles of logits are live in the backward of a call without `LogitParams`."""
     if call.dropout_each:
         if not call.exact:
-            return CPU.backward_dropout + (CPU.backward_dropout_alone if alone else 0)
+            more = CPU.backward_dropout_alone if alone else 0
+            return CPU.backward_dropout + more
         if call.grouped or call.old:
             return CPU.backward_dropout_exact
         return CPU.backward_dropout_exact_ungrouped
-    more = CPU.backward_alone if alone else 0
     if call.exact and call.old:
         return CPU.backward_exact_old_fixed if call.fixed else CPU.backward_exact_old
+    count = CPU.backward_alone if alone else 0
     if call.exact:
-        return CPU.backward_exact + more
-    if call.half:
-        return CPU.backward_half + more + (CPU.backward_masked if call.masked and alone else 0)
-    return CPU.backward + more + (CPU.backward_masked if call.masked else 0)
+        return count + CPU.backward_exact
+    if call.masked and (alone or not call.half):
+        count += CPU.backward_masked
+    return count + (CPU.backward_half if call.half else CPU.backward)
 
 
 def _cpu_params_count(call: _CpuCall, problem: Problem, operands: Operands, alone: bool) -> float:
@@ -350,7 +364,8 @@ def _cpu_end(call: _CpuCall) -> float:
     z = call.sizes
     sums = call.sums
     if not call.exact:
-        return sum(sums) + (sum(sums[:3]) if call.old and call.half else 0)
+        more = sum(sums[:3]) if call.old and call.half else 0
+        return sum(sums) + more
     if z.slices[0] == z.slices[3] and z.k <= z.q:
         return sums[0] + min(sums[1:3])
     return sum(sums[:3])
@@ -384,8 +399,11 @@ def _on_gpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     if eligible.uses_gpu_fusion(problem, schedule, operands):
         return _with_gpu_fusion(problem, schedule, operands, z, fit)
     forward = GPU_FORWARD_OUT * z.o + GPU_FORWARD_KEY * z.k
-    forward = forward + z.logits * fit.forward_logits + GPU_FORWARD_QUERY_SLICE * z.slices[0]
-    gradient = fit.query * z.q + fit.key * z.k + z.logits * fit.logits + fit.bias * z.bias
+    forward += fit.forward_logits * z.logits
+    forward += GPU_FORWARD_QUERY_SLICE * z.slices[0]
+    gradient = fit.query * z.q + fit.key * z.k
+    gradient += fit.logits * z.logits
+    gradient += fit.bias * z.bias
     return forward, max(forward, gradient)
 
 
@@ -407,15 +425,16 @@ def _with_gpu_fusion(
         merged = min(schedule.max_merged_logits, merged)
 
     def tile_bytes(size: tuple[int, int] | None) -> int:
-        return z.narrow * b * k * shape.G * max(merged, math.prod(size or (0, 0)))
+        """Return the bytes of a tile of `size`, or of merged tiles, whichever are more."""
+        logits = merged if size is None else max(merged, math.prod(size))
+        return z.narrow * b * k * shape.G * logits
 
     copies = z.narrow * (z.q + z.k + z.v + z.o)
     out = z.narrow * z.o
-    forward = (
-        share * (GPU_FUSED_OUT * z.o + copies - out)
-        + max(tile_bytes(schedule.fixed_max_chunk_size), GPU_FUSED_LOGITS * z.logits)
-        + (out if blocks else 0)
-    )
+    forward = share * (GPU_FUSED_OUT * z.o + copies - out)
+    forward += max(tile_bytes(schedule.fixed_max_chunk_size), GPU_FUSED_LOGITS * z.logits)
+    if blocks:
+        forward += out
     sums = 4 * (z.q + z.k + z.v)
     operands_held = copies + (out if half else 0)
     if blocks and half:
@@ -425,5 +444,5 @@ def _with_gpu_fusion(
         gradient += z.narrow * (GPU_FUSED_QUERY * z.q + z.o)
     ragged = not problem.has_window and _masked(problem, schedule, operands)
     tiles = 3 if ragged else 2
-    gradient += max(tiles * tile_bytes(schedule.gpu_fused_chunk_size), z.logits * fit.fused_logits)
+    gradient += max(tiles * tile_bytes(schedule.gpu_fused_chunk_size), fit.fused_logits * z.logits)
     return GPU_FUSED_MARGIN * forward, GPU_FUSED_MARGIN * max(forward, gradient)

@@ -44,12 +44,14 @@ def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
     sink = jnp.where(empty, 0, sink)  # it may be NaN
     top = lax.stop_gradient(jnp.maximum(m, sink))
     share = jnp.exp(m - top)
-    return share, jnp.where(empty, 1, l) * share + jnp.exp(sink - top)
+    keys = jnp.where(empty, 1, l) * share
+    return share, keys + jnp.exp(sink - top)
 
 
 def spread_sinks(sinks: Array, rows: Array) -> Array:
     """Return sinks [N] as [K, G, 1], in the dtype of rows [B, K, G, T]."""
-    return sinks.astype(rows.dtype).reshape(*rows.shape[1:3], 1)
+    _, K, G, _ = rows.shape
+    return sinks.astype(rows.dtype).reshape(K, G, 1)
 
 
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
@@ -64,12 +66,15 @@ def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     sink = jnp.where(empty, 0, sink)  # b k g t
     high = jnp.logaddexp(keys, sink)
     more = jnp.log1p(jnp.exp(-jnp.abs(keys - sink)))
-    low = lax.stop_gradient((jnp.maximum(keys, sink) - high) + more)  # rounding error of high
+    low = (jnp.maximum(keys, sink) - high) + more  # rounding error of high
+    low = lax.stop_gradient(low)
     if lse.low is not None:
         low += lse.low * jax.nn.sigmoid(keys - sink)
     p = jnp.exp((sink - high) - low)
-    total = Lse(jnp.where(empty, LSE_OF_EMPTY_ROW, high), jnp.where(empty, 0, low))
-    return total, jnp.where(empty, 0, p)
+    high = jnp.where(empty, LSE_OF_EMPTY_ROW, high)
+    low = jnp.where(empty, 0, low)
+    p = jnp.where(empty, 0, p)
+    return Lse(high, low), p
 
 
 def row_dots(out: Array, dout: Array, dtype) -> Array:
@@ -77,5 +82,7 @@ def row_dots(out: Array, dout: Array, dtype) -> Array:
 
     The product has the layout in which the arrays are stored, so that neither is copied.
     """
-    out, dout = (x.transpose(0, 3, 1, 2, 4).astype(dtype) for x in (out, dout))  # b t k g d
-    return (out * dout).sum(-1).transpose(0, 2, 3, 1)
+    out = out.transpose(0, 3, 1, 2, 4).astype(dtype)  # b t k g d
+    dout = dout.transpose(0, 3, 1, 2, 4).astype(dtype)  # b t k g d
+    dots = (out * dout).sum(-1)  # b t k g
+    return dots.transpose(0, 2, 3, 1)

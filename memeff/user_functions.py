@@ -151,13 +151,18 @@ class TracedFunction:
 
         A mask is [B|1, K|1, G|1, t|1, c|1]: a dim on which it does not depend has size 1.
         """
-        params = jax.tree.unflatten(self.structure, merge_leaves(self.is_float, floats, rest))
-        indices = indices._replace(q_pos=_without_batch_of_one(indices.q_pos))
-        q_dims = "bt" if indices.q_pos.ndim == 2 else "t"
-        arrays = [] if score is None else [score]
-        dims = [] if score is None else ["bkgtc"]
+        leaves = merge_leaves(self.is_float, floats, rest)
+        params = jax.tree.unflatten(self.structure, leaves)
+        q_pos = _without_batch_of_one(indices.q_pos)
+        q_dims = "bt" if q_pos.ndim == 2 else "t"
+        arrays = []
+        dims = []
+        if score is not None:
+            arrays.append(score)
+            dims.append("bkgtc")
+        index_arrays = (indices.batch, indices.head, q_pos, indices.k_pos)
         index_dims = ("b", "kg", q_dims, "c")
-        for array, letters, used in zip(indices[:4], index_dims, self.uses, strict=True):
+        for array, letters, used in zip(index_arrays, index_dims, self.uses, strict=True):
             arrays.append(array if used else jnp.int32(0))
             dims.append(letters if used else "")
 
@@ -167,8 +172,11 @@ class TracedFunction:
         mapped = of_pair
         # The innermost vmap is over c, so each vmap maps the first dim that is left.
         for letter in reversed("bkgtc"):
-            axes = tuple(0 if letter in letters else None for letters in dims)
-            mapped = jax.vmap(mapped, (None, *axes)) if 0 in axes else _with_leading_dim(mapped)
+            axes = [0 if letter in letters else None for letters in dims]
+            if 0 in axes:
+                mapped = jax.vmap(mapped, (None, *axes))
+            else:
+                mapped = _with_leading_dim(mapped)
         mesh = jax.typeof(indices.batch).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
             mapped = _shard_mapped(mapped, mesh, indices, dims)
@@ -180,10 +188,13 @@ def _shard_mapped(f: Callable, mesh: Any, indices: PairIndices, dims: Sequence[s
     batch_spec = jax.typeof(indices.batch).sharding.spec
     head_spec = jax.typeof(indices.head).sharding.spec
     axes = dict(zip("bkg", (*batch_spec, *head_spec), strict=True))
-    in_specs = [PartitionSpec(*map(axes.get, letters)) for letters in dims]
+    in_specs = [PartitionSpec()]  # of params
+    for letters in dims:
+        in_specs.append(PartitionSpec(*map(axes.get, letters)))
     used = "".join(dims)
-    out_spec = PartitionSpec(*(axes.get(x) if x in used else None for x in "bkgtc"))
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=(PartitionSpec(), *in_specs), out_specs=out_spec)
+    out_axes = [axes.get(x) if x in used else None for x in "bkgtc"]
+    out_spec = PartitionSpec(*out_axes)
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_spec)
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def call(params, *arrays):
@@ -195,7 +206,9 @@ def _shard_mapped(f: Callable, mesh: Any, indices: PairIndices, dims: Sequence[s
 
 def _without_batch_of_one(position: Array) -> Array:
     """Return positions [1, t] as [t], and others unchanged."""
-    return position[0] if position.ndim == 2 and position.shape[0] == 1 else position
+    if position.ndim == 2 and position.shape[0] == 1:
+        return position[0]
+    return position
 
 
 def _with_leading_dim(f: Callable) -> Callable:
@@ -217,7 +230,8 @@ class TracedTransform:
 
     def __call__(self, which: str, x: Array, position: Array, floats, rest) -> Array:
         """Transform rows x [B, K, (G,) t, H] at positions [t] or [B, t]."""
-        params = jax.tree.unflatten(self.structure, merge_leaves(self.is_float, floats, rest))
+        leaves = merge_leaves(self.is_float, floats, rest)
+        params = jax.tree.unflatten(self.structure, leaves)
         position = _without_batch_of_one(position)
 
         def of_row(row, position):
@@ -226,7 +240,9 @@ class TracedTransform:
         mapped = jax.vmap(of_row)
         for _ in range(x.ndim - 3):
             mapped = jax.vmap(mapped, (0, None))
-        return jax.vmap(mapped, (0, 0 if position.ndim == 2 else None))(x, position)
+        position_axis = 0 if position.ndim == 2 else None
+        mapped = jax.vmap(mapped, (0, position_axis))
+        return mapped(x, position)
 
 
 def trace_function(
@@ -246,18 +262,24 @@ def trace_function(
     def call(arguments, leaves):
         return fn(*arguments, jax.tree.unflatten(structure, leaves))
 
-    score = [jax.ShapeDtypeStruct((), dtype)] if name == "score_fn" else []
-    arguments = [*score, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    if name == "score_fn":
+        arguments = [jax.ShapeDtypeStruct((), dtype), *indices]
+        result_dtype = jnp.dtype(dtype)
+    else:
+        arguments = indices
+        result_dtype = jnp.dtype(bool)
     traced = _traced(name, call, arguments, leaves)
     results = traced.out_avals
-    result_dtype = jnp.dtype(dtype) if score else jnp.dtype(bool)
-    if len(results) != 1 or results[0].shape != () or results[0].dtype != result_dtype:
+    if not _is_one(results, (), result_dtype):
         raise TypeError(
             f"{name} is called with scalars, for one pair, and must return one {result_dtype}; "
             f"got {_describe(results)}."
         )
-    uses = _uses(traced.jaxpr)[len(score) : len(arguments)]
-    return TracedFunction(fn, structure, floats, tuple(uses)), *_split_leaves(leaves, floats)
+    uses = _uses(traced.jaxpr)[: len(arguments)]
+    index_uses = tuple(uses[-4:])  # of batch, head, q_pos and k_pos
+    function = TracedFunction(fn, structure, floats, index_uses)
+    return function, *_split_leaves(leaves, floats)
 
 
 def trace_transform(
@@ -273,12 +295,20 @@ def trace_transform(
             return fn(*arguments, which, jax.tree.unflatten(structure, leaves))
 
         results = _traced("qk_transform", call, arguments, leaves).out_avals
-        if len(results) != 1 or (results[0].shape, results[0].dtype) != (like.shape, like.dtype):
+        if not _is_one(results, like.shape, like.dtype):
             raise TypeError(
                 f"qk_transform must return a row like that of a {which}, "
                 f"{like.dtype}{list(like.shape)}; got {_describe(results)}."
             )
     return TracedTransform(fn, structure, floats), *_split_leaves(leaves, floats)
+
+
+def _is_one(results: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> bool:
+    """Return True if `results` is one array of this shape and dtype."""
+    if len(results) != 1:
+        return False
+    (x,) = results
+    return x.shape == shape and x.dtype == dtype
 
 
 def _unwrap(name: str, fn: Any, params: Any, kinds: Any) -> tuple[Any, Any]:
@@ -353,7 +383,8 @@ def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any
         fn = _WithComplexParams(fn)
         params = jax.tree.map(_in_parts, params)
     leaves, structure = jax.tree.flatten(params)
-    return fn, leaves, structure, tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+    floats = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+    return fn, leaves, structure, floats
 
 
 class _Parts(NamedTuple):

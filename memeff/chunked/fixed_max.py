@@ -53,7 +53,8 @@ def fixed_max_forward(
         v = zero_nonfinite(tile.operands.value, tile.keep is not None and not on_gpu)
         parts = (dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype),)
         if not with_ones:
-            parts += p.sum(-1, dtype=l.dtype), multiplied.sum(-1, dtype=l.dtype)
+            parts += (p.sum(-1, dtype=l.dtype),)
+            parts += (multiplied.sum(-1, dtype=l.dtype),)
         return add_rows(sums, parts, tile)
 
     visit = visit_tiles(problem, schedule, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
@@ -72,16 +73,26 @@ def rows_seeing_nonfinite(problem: Problem, operands: Operands) -> Array:
     Only the window is considered, because plain logits have no other mask.
     """
     bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
-    T = operands.query.shape[1]
-    S = operands.key.shape[1]
-    rows = np.arange(T)
-    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
-    start = np.zeros(1, int) if start is None else np.clip(start, 0, S)
-    end = np.full(1, S) if end is None else np.clip(end, 0, S)
+    S = operands.shape.S
+    start, end = _visible_range(problem, operands)
+    start = np.zeros(1, int) if start is None else np.clip(start, 0, S)  # t|1
+    end = np.full(1, S) if end is None else np.clip(end, 0, S)  # t|1
     count = jnp.cumsum(bad, axis=1, dtype=jnp.int32)
     count = jnp.pad(count, ((0, 0), (1, 0), (0, 0)))  # b s+1 k: bad keys before each
-    seen = jnp.take(count, end, axis=1) - jnp.take(count, start, axis=1)  # b t|1 k
+    before_end = jnp.take(count, end, axis=1)
+    before_start = jnp.take(count, start, axis=1)
+    seen = before_end - before_start  # b t|1 k
     return (seen > 0).swapaxes(1, 2)[:, :, None]
+
+
+def _visible_range(problem: Problem, operands: Operands):
+    """Return the first key that each row's window shows, and the one behind its last, both [T].
+
+    None stands for a side without a bound. Keys may lie outside of 0 to S - 1.
+    """
+    rows = np.arange(operands.shape.T)
+    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
+    return start, end
 
 
 def max_bound(problem: Problem, operands: Operands) -> Array:
@@ -109,10 +120,8 @@ def largest_visible(problem: Problem, operands: Operands, x: Array) -> Array:
     These are the keys from the first that any row sees to the last that this row sees. So a key
     that is hidden from all rows changes no bit.
     """
-    T = operands.query.shape[1]
-    S = operands.key.shape[1]
-    rows = np.arange(T)
-    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
+    S = operands.shape.S
+    start, end = _visible_range(problem, operands)
     start = 0 if start is None else int(np.clip(start[0], 0, S - 1))
     x = lax.cummax(x[:, start:], axis=1)
     if end is None:
@@ -131,13 +140,13 @@ def sums_in_range(problem: Problem, operands: Operands, rows: RowSums) -> Array:
     it is below 2^-24 of l, and of the mean |o| of the row. Where p or p v overflowed, l or o is
     not finite.
     """
-    S = operands.key.shape[1]
+    _, S, _, D = operands.value.shape
     lost = S * 2.0 ** (24 - 126)
     v = jnp.abs(operands.value.astype(rows.o.dtype))
     v = jnp.where(v < jnp.inf, v, 0).max(-1, initial=0)  # b s k
     v = largest_visible(problem, operands, v)  # b k 1 t|1
     # The mean is at most the largest. XLA:CPU's max may drop NaN, a sum does not.
-    o = jnp.abs(rows.o).sum(-1) / max(1, rows.o.shape[-1])
+    o = jnp.abs(rows.o).sum(-1) / max(1, D)  # b k g t
     kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0)
     return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)
 

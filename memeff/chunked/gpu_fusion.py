@@ -37,16 +37,18 @@ def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array)
     than that beside other rows, and no value 2^10 times smaller than another. (d_raw / p is some
     2^4 times smaller than its bound anyway.)
     """
+    dtype = delta.dtype
     dout = split_axis(dout, 2, operands.shape.K)  # b t k g d
-    size = abs(dout.astype(delta.dtype))
-    v = abs(operands.value.astype(delta.dtype))
+    size = abs(dout.astype(dtype))
+    v = abs(operands.value.astype(dtype))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
-    dp_bound = size.sum(-1).transpose(0, 2, 3, 1) * largest_visible(problem, operands, v)
+    row_size = size.sum(-1).transpose(0, 2, 3, 1)  # b k g t
+    dp_bound = row_size * largest_visible(problem, operands, v)
     bound = abs(problem.scale) * (dp_bound + abs(delta))  # b k g t, of |d_raw / p|
     row = power_of_two(2.0**4 / bound)
     peak = size.max((1, 3), where=jnp.isfinite(size), initial=0)  # b k d
     column = power_of_two(2.0**15 / peak)
-    scaled = dout.astype(delta.dtype) * column[:, None, :, None]
+    scaled = dout.astype(dtype) * column[:, None, :, None]
     scaled = scaled.astype(jnp.float16)  # b t k g d
     tiny = abs(scaled).max(-1) < 2.0**-14
     rows = ~tiny | (size.max(-1) == 0)  # b t k g
@@ -55,20 +57,21 @@ def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array)
     rows &= ~outside.transpose(0, 3, 1, 2)
     outside = _out_of_range(peak * column, 2.0**15).any(-1)  # b k
     rows &= ~outside[:, None, :, None]
-    keys = _values_within(problem, operands, v, 2.0**-10)
+    keys = _values_within(problem, operands, v, 2.0**-10)  # b s k
     scaled = pin_layout(scaled.transpose(0, 2, 3, 1, 4), 3)  # b k g t d
-    return Fp16Scales(scaled, column, row, rows.all((1, 3)) & keys.all(1))
+    in_range = rows.all((1, 3)) & keys.all(1)  # b k
+    return Fp16Scales(scaled, column, row, in_range)
 
 
 def _values_within(problem: Problem, operands: Operands, v: Array, ratio: float) -> Array:
     """Return whether v [B, S, K] is 0 or at least `ratio` times the largest, for visible keys."""
-    T = operands.query.shape[1]
-    S = operands.key.shape[1]
-    start, end, _, _ = key_range(problem, problem.q_offset, 0, T - 1)
+    shape = operands.shape
+    start, end, _, _ = key_range(problem, problem.q_offset, 0, shape.T - 1)
     start = max(0, start or 0)
-    end = S if end is None else min(S, end)
+    end = shape.S if end is None else min(shape.S, end)
     v = v[:, start:end]
-    return (v >= v.max(1, keepdims=True) * ratio) | (v == 0)
+    least = v.max(1, keepdims=True) * ratio
+    return (v >= least) | (v == 0)
 
 
 def _out_of_range(x: Array, top: float) -> Array:

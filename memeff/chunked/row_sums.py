@@ -1,7 +1,7 @@
 """Hold the sums that the forward gathers for each query, and divide them at the end."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,19 +34,23 @@ def divide_sums(
     l = jnp.where(empty, 1, rows.l)
     weight = jnp.where(empty, 1, rows.weight)
     o = rows.o
-    if operands.logit_params.sinks is not None:
-        share, weight = sink_weights(rows.m, rows.weight, operands.logit_params.sinks)
+    sinks = operands.logit_params.sinks
+    if sinks is not None:
+        share, weight = sink_weights(rows.m, rows.weight, sinks)
         o = o * share[..., None]
-    out = (o / weight[..., None]).astype(operands.query.dtype)
-    return out, log_sum_exp(jnp.where(empty, LSE_OF_EMPTY_ROW, rows.m), l)
+    out = o / weight[..., None]
+    out = out.astype(operands.query.dtype)
+    m = jnp.where(empty, LSE_OF_EMPTY_ROW, rows.m)
+    return out, log_sum_exp(m, l)
 
 
 def empty_rows(operands: Operands) -> tuple[Array, Array]:
     """Return o [B, K, G, T, D] and l [B, K, G, T] of zeros, sharded as the query."""
-    query = split_axis(operands.query[..., 0], 2, operands.shape.K)  # b t k g
-    l = jnp.zeros_like(query.transpose(0, 2, 3, 1), accumulator_dtype(operands))
-    D = operands.value.shape[-1]
-    o = l[..., None] + jnp.zeros((1, 1, 1, 1, D), l.dtype)
+    shape = operands.shape
+    query = split_axis(operands.query[..., 0], 2, shape.K)  # b t k g
+    query = query.transpose(0, 2, 3, 1)  # b k g t
+    l = jnp.zeros_like(query, accumulator_dtype(operands))
+    o = l[..., None] + jnp.zeros((1, 1, 1, 1, shape.D), l.dtype)
     return o, l
 
 
@@ -54,19 +58,28 @@ def slice_rows(x: Array, tile: Tile) -> Array:
     """Return the tile's part of x [B, K, G, T, ...]."""
     b, k, _, t = tile.operands.query.shape[:4]
     batch, head = tile.head_start
-    return slice_dims(x, {0: (batch, b), 1: (head, k), 3: (tile.row_start, t)})
+    cuts = {0: (batch, b), 1: (head, k), 3: (tile.row_start, t)}
+    return slice_dims(x, cuts)
 
 
 def write_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
     """Write each of `parts` over the tile's part of its array [B, K, G, T, ...]."""
-    starts = (*tile.head_start, 0, tile.row_start, 0)
-    return tuple(write_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
+    starts = _row_starts(tile)
+    pairs = zip(arrays, parts, strict=True)
+    return tuple(write_slice(x, part, starts) for x, part in pairs)
 
 
 def add_rows(arrays: Arrays, parts: Arrays, tile: Tile) -> Arrays:
     """Add each of `parts` to the tile's part of its array [B, K, G, T, ...]."""
-    starts = (*tile.head_start, 0, tile.row_start, 0)
-    return tuple(add_slice(x, part, starts) for x, part in zip(arrays, parts, strict=True))
+    starts = _row_starts(tile)
+    pairs = zip(arrays, parts, strict=True)
+    return tuple(add_slice(x, part, starts) for x, part in pairs)
+
+
+def _row_starts(tile: Tile) -> tuple[Any, ...]:
+    """Return where the tile's part of an array [B, K, G, T, ...] starts."""
+    b, k = tile.head_start
+    return b, k, 0, tile.row_start, 0
 
 
 def select_rows(which: Array, x: Array, y: Array) -> Array:

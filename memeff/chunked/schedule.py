@@ -47,7 +47,8 @@ def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_a
             if size[cut_axis] % 2 == 0:
                 size, starts = _halve_tiles(size, starts, cut_axis)
         if len(starts):
-            pieces.append(((masked, *size), starts.astype(np.int32)))
+            key = (masked, *size)
+            pieces.append((key, starts.astype(np.int32)))
     return pieces
 
 
@@ -64,31 +65,35 @@ def _merge_tiles(
     A merged tile is a square of n x n tiles, cut across `cut_axis` to
     `schedule.max_merged_logits`.
     """
-    tile = schedule.chunk_size
+    t, c = schedule.chunk_size
     most = schedule.max_merged_logits
     rows, cols = whole.max(0) + 1
     remaining = np.zeros((rows, cols), bool)  # by indices of tiles
     remaining[tuple(whole.T)] = True
 
     def whole_squares(n: int) -> np.ndarray:
-        indices, _ = tiles_by_mask(problem, (n * tile[0], n * tile[1]), operands)
-        return indices[remaining[tuple(n * indices.T)]]
+        indices, _ = tiles_by_mask(problem, (n * t, n * c), operands)
+        i, j = n * indices.T  # the square's first tile
+        return indices[remaining[i, j]]
 
-    ratio = most / math.prod(tile)
-    n = 2 ** max(0, math.ceil(math.log2(ratio) / 2))
+    doublings = math.ceil(math.log2(most / (t * c)) / 2)  # of a tile's sides
+    n = 2 ** max(0, doublings)
     squares = whole_squares(n)
     while not len(squares) and n > 1:
         n //= 2
         squares = whole_squares(n)
     if n == 1 and len(squares) <= masked_count:
-        return tile, whole[:0], whole
+        return (t, c), whole[:0], whole
     merged = np.zeros((-(-rows // n), -(-cols // n)), bool)  # by indices of squares
     merged[tuple(squares.T)] = True
     remaining &= ~merged.repeat(n, 0).repeat(n, 1)[:rows, :cols]
-    size = (n * tile[0], n * tile[1])
+    size = (n * t, n * c)
     starts = squares * size
-    thinnest = min(128, tile[cut_axis])
-    while math.prod(size) > most and size[cut_axis] > thinnest and size[cut_axis] % 2 == 0:
+    thinnest = min(128, schedule.chunk_size[cut_axis])
+    while math.prod(size) > most:
+        side = size[cut_axis]
+        if side <= thinnest or side % 2 == 1:
+            break
         size, starts = _halve_tiles(size, starts, cut_axis)
     return size, starts, np.argwhere(remaining)
 
@@ -97,14 +102,12 @@ def _halve_tiles(
     size: tuple[int, int], starts: np.ndarray, axis: int
 ) -> tuple[tuple[int, int], np.ndarray]:
     """Cut each tile into two along `axis`. First come all first halves, then all second ones."""
-    t, c = size
-    if axis == 0:
-        half = (t // 2, c)
-        step = (t // 2, 0)
-    else:
-        half = (t, c // 2)
-        step = (0, c // 2)
-    return half, np.concatenate([starts, starts + np.array(step)])
+    half = list(size)
+    half[axis] //= 2
+    second = starts.copy()
+    second[:, axis] += half[axis]
+    t, c = half
+    return (t, c), np.concatenate([starts, second])
 
 
 def tile_spans(
@@ -117,15 +120,20 @@ def tile_spans(
     T, S = lengths
     t, c = chunk_size
     rows = np.arange(0, T, t)
-    bounds = key_range(problem, problem.q_offset, rows, np.minimum(rows + t, T) - 1)
+    last_rows = np.minimum(rows + t, T) - 1
+    bounds = key_range(problem, problem.q_offset, rows, last_rows)
 
     def clip(bound, unbounded: int) -> np.ndarray:
-        return np.full(len(rows), unbounded) if bound is None else np.clip(bound, 0, S)
+        if bound is None:
+            return np.full(len(rows), unbounded)
+        return np.clip(bound, 0, S)
 
     some_from, some_to, all_from, all_to = map(clip, bounds, (0, S, 0, S))  # keys
     first = np.where(some_from < S, some_from // c, -(-S // c))
     end = -(-some_to // c)
-    return first, end, -(-all_from // c), all_to // c
+    full_first = -(-all_from // c)
+    full_end = all_to // c
+    return first, end, full_first, full_end
 
 
 def tiles_by_mask(
@@ -136,9 +144,9 @@ def tiles_by_mask(
     A tile needs none if it has full size and each of its queries sees each of its keys. `skip`
     leaves out tiles in which no query sees any key; otherwise they come last.
     """
-    lengths = operands.query.shape[1], operands.key.shape[1]
+    shape = operands.shape
     elementwise = has_elementwise_mask(problem, operands)
-    return _tiles_by_mask(problem, chunk_size, lengths, elementwise, skip)
+    return _tiles_by_mask(problem, chunk_size, (shape.T, shape.S), elementwise, skip)
 
 
 def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
@@ -159,8 +167,8 @@ def _tiles_by_mask(
     T, S = lengths
     t, c = chunk_size
     j = np.arange(-(-S // c))
-    spans = tile_spans(problem, chunk_size, lengths)
-    first, end, full_first, full_end = (x[:, None] for x in spans)
+    spans = np.stack(tile_spans(problem, chunk_size, lengths))
+    first, end, full_first, full_end = spans[..., None]  # each [ceil(T / t), 1]
     seen = (first <= j) & (j < end)  # by indices of tiles
     full = (full_first <= j) & (j < full_end)
     if problem.blocks is not None:
@@ -187,6 +195,7 @@ def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileG
     shape = operands.shape
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
+    masked = has_elementwise_mask(problem, operands) or has_array_bounds(operands)
     return TileGrid(
         _lists_of_tiles,
         problem,
@@ -194,7 +203,7 @@ def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileG
         schedule.heads_of_tile(shape.B, shape.K),
         (shape.B, shape.K, shape.G),
         (shape.T, shape.S),
-        has_elementwise_mask(problem, operands) or has_array_bounds(operands),
+        masked,
         accumulator_dtype(operands),
     )
 
@@ -215,18 +224,22 @@ def count_tiles(
     """
     if has_symbolic_lengths(operands):
         return None, 0
-    T = operands.query.shape[1]
-    S = operands.key.shape[1]
+    shape = operands.shape
     t, c = chunk_size
-    total = -(-T // t) * -(-S // c)
+    down = -(-shape.T // t)
+    across = -(-shape.S // c)
+    total = down * across
     if has_array_bounds(operands):
         return None, total
     if problem.blocks is not None:
-        return sum(map(len, tiles_by_mask(problem, chunk_size, operands))), total
-    first, end, _, _ = tile_spans(problem, chunk_size, (T, S))
-    return int(np.maximum(end - first, 0).sum()), total
+        whole, edge = tiles_by_mask(problem, chunk_size, operands)
+        return len(whole) + len(edge), total
+    first, end, _, _ = tile_spans(problem, chunk_size, (shape.T, shape.S))
+    visited = np.maximum(end - first, 0)
+    return int(visited.sum()), total
 
 
 def has_array_bounds(operands: Operands) -> bool:
     """Return True if lengths or offsets are arrays, so that the visited tiles are not known yet."""
-    return any(x is not None for x in (operands.q_offset, operands.q_lengths, operands.kv_lengths))
+    bounds = operands.q_offset, operands.q_lengths, operands.kv_lengths
+    return any(x is not None for x in bounds)

@@ -24,12 +24,10 @@ class Tile(NamedTuple):
 
     operands: Operands  # sliced to the tile, in the layout of `problem.split_heads`
     row_scalars: tuple[Array, ...]  # slices B K G t of the caller's arrays
-    row_vectors: tuple[
-        Array, ...
-    ]  # slices B K G t D of the caller's arrays, those like the query first
-    positions: tuple[
-        Array, Array
-    ]  # absolute positions t and c, -1 where another tile has them already
+    # slices B K G t D of the caller's arrays, those like the query first
+    row_vectors: tuple[Array, ...]
+    # absolute positions t and c, -1 where another tile has them already
+    positions: tuple[Array, Array]
     indices: PairIndices | None  # for functions of the user
     keep: Array | None  # True = may attend; None: all may
     head_start: tuple[Any, Any]  # start of the slices: batch entry and key head
@@ -91,14 +89,16 @@ def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
 
     Where (2) is increasing, compute it from the maximum of raw, so that XLA:CPU need not store s.
     """
+    terms = tile.operands.logit_params
     # A tile with a bias has a mask, too.
-    if tile.keep is not None or not logits_increasing(problem, tile.operands.logit_params):
+    if tile.keep is not None or not logits_increasing(problem, terms):
         return s.max(-1)
     if raw.shape[2] == 1:  # XLA:CPU would copy raw for a dim G = 1
         raw = raw[:, :, 0].max(-1)[:, :, None]
     else:
         raw = raw.max(-1)  # b k g t
-    return logits_from_dots(problem, raw[..., None], tile.operands.logit_params, None)[..., 0]
+    s = logits_from_dots(problem, raw[..., None], terms, None)  # b k g t 1
+    return s[..., 0]
 
 
 def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
@@ -114,12 +114,14 @@ def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
     bad = ~jnp.isfinite(v)
     bad_key = bad.any(-1)  # b k c
     if keep.shape[:3] == (1, 1, 1):  # a small product, not a pass over the tile of every head
-        bad_count = jnp.einsum("tc,bkc->bkt", keep[0, 0, 0].astype(dtype), bad_key.astype(dtype))
+        sees_key = keep[0, 0, 0].astype(dtype)  # t c
+        bad_count = jnp.einsum("tc,bkc->bkt", sees_key, bad_key.astype(dtype))
         sees_bad = (bad_count > 0)[:, :, None]  # b k 1 t
     else:
         sees_bad = (keep & bad_key[:, :, None, None, :]).any(-1)  # b k g t
     o = dot("bkgtc,bkcd->bkgtd", p, zero_nonfinite(v, True), problem, dtype)
-    return jnp.where(sees_bad[..., None] & bad.any(2)[:, :, None, None, :], jnp.nan, o)
+    becomes_nan = sees_bad[..., None] & bad.any(2)[:, :, None, None, :]  # b k g t d
+    return jnp.where(becomes_nan, jnp.nan, o)
 
 
 def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | None = None) -> Array:
@@ -131,7 +133,7 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
     """
     g, t = x.shape[2:4]  # x is b k g t ...
     names = spec.replace("gt", "r")
-    x = lax.collapse(x, 2, 4)
+    x = lax.collapse(x, 2, 4)  # b k r ...
     if y.ndim == 5:
         y = lax.collapse(y, 2, 4)
     z = jnp.einsum(
@@ -143,7 +145,10 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
         out_sharding=sharding_of_sum(like),
     )
     _, result_names = names.split("->")
-    return z.reshape(*z.shape[:2], g, t, -1) if "r" in result_names else z
+    if "r" not in result_names:
+        return z
+    b, k = z.shape[:2]
+    return z.reshape(b, k, g, t, -1)
 
 
 def zero_nonfinite(x: Array, masked: bool) -> Array:
@@ -171,6 +176,8 @@ def distances(problem: Problem, tile: Tile) -> Array:
     offset = tile.operands.q_offset
     if offset is not None:
         offset = offset[:, None]
-    q_pos = query_positions(problem, offset, rows)  # b|1 t
-    distance = jnp.abs(q_pos[..., :, None] - cols).astype(accumulator_dtype(tile.operands))
-    return distance.reshape(-1, 1, 1, *distance.shape[-2:])
+    q_pos = query_positions(problem, offset, rows)  # t, or b|1 t
+    distance = jnp.abs(q_pos[..., :, None] - cols)
+    distance = distance.astype(accumulator_dtype(tile.operands))
+    t, c = distance.shape[-2:]
+    return distance.reshape(-1, 1, 1, t, c)

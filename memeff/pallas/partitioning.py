@@ -83,27 +83,33 @@ def _run_automatic(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...])
     def partition(mesh, shapes, results):
         axes = _axes(shapes[0].sharding.spec, dims_in[0])
         local_call = _sum_over_query_heads(call, dims_out, axes)
-        return mesh, local_call, _shardings(mesh, dims_out, axes), _shardings(mesh, dims_in, axes)
+        shardings_out = _shardings(mesh, dims_out, axes)
+        shardings_in = _shardings(mesh, dims_in, axes)
+        return mesh, local_call, shardings_out, shardings_in
 
     def infer_sharding(mesh, shapes, results):
         axes = _axes(shapes[0].sharding.spec, dims_in[0])
         return _shardings(mesh, dims_out, axes)
 
     letters = dict.fromkeys("".join(dims_in + dims_out))
+    gathered = tuple(x for x in letters if x not in FREE)
     run.def_partition(
         partition,
         infer_sharding,
         sharding_rule=f"{_spaced(dims_in)} -> {_spaced(dims_out)}",
-        need_replication_factors=tuple(x for x in letters if x not in FREE),
+        need_replication_factors=gathered,
     )
     return run(*arrays)
 
 
 def _axes(spec, dims: str) -> dict[str, str | tuple[str, ...]]:
     """Return the mesh axes of the dims that stay sharded."""
-    spec = (*spec, *[None] * (len(dims) - len(spec)))
-    pairs = zip(dims, spec, strict=True)
-    return {dim: axis for dim, axis in pairs if axis is not None and dim in FREE}
+    omitted = [None] * (len(dims) - len(spec))
+    axes = {}
+    for dim, axis in zip(dims, (*spec, *omitted), strict=True):
+        if axis is not None and dim in FREE:
+            axes[dim] = axis
+    return axes
 
 
 def _specs(arrays_dims: tuple[str, ...], axes: dict) -> tuple[P, ...]:
@@ -129,7 +135,9 @@ def _sum_over_query_heads(call: Callable, dims_out: tuple[str, ...], axes: dict)
         results = call(*arrays)
         if over is None:
             return results
-        pairs = zip(results, dims_out, strict=True)
-        return tuple(x if "g" in dims else lax.psum(x, over) for x, dims in pairs)
+        totals = []
+        for x, dims in zip(results, dims_out, strict=True):
+            totals.append(x if "g" in dims else lax.psum(x, over))
+        return tuple(totals)
 
     return run

@@ -81,7 +81,8 @@ def backward_tilings(
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
     """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
     if _width(operands) == 64:
-        tiling = backward_common.Tiling(2 if problem.has_pair_functions else 3, 64, 4, 2)
+        warpgroups = 2 if problem.has_pair_functions else 3
+        tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap and functions take registers.
     has_vectors = operands.q_segments is not None or problem.has_pair_functions
@@ -94,7 +95,8 @@ def backward_tilings(
 
 def fused_tiling(operands: Operands) -> backward_common.Tiling:
     """Return the tiling of the gradient in one kernel."""
-    return backward_common.Tiling(2, 128 if _width(operands) == 64 else 64, 2, 1)
+    tile_size = 128 if _width(operands) == 64 else 64
+    return backward_common.Tiling(2, tile_size, 2, 1)
 
 
 def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tiling:
@@ -120,8 +122,8 @@ def _split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array
 
     A mesh may shard the key heads along one axis and the heads of their groups along another.
     """
-    query, key, value = operands[:3]
-    return None if query is None else split_axis(query, 2, K), key, value
+    query = None if operands.query is None else split_axis(operands.query, 2, K)
+    return query, operands.key, operands.value
 
 
 def _padded(x: Array, width: int) -> Array:
@@ -134,20 +136,20 @@ def _padded(x: Array, width: int) -> Array:
 
 def _padded_rows(x: Array) -> Array:
     """Merge the heads of row sums x [B, K, G, T], and pad them to whole tiles: [B, N, T']."""
-    B, K, G, T = x.shape
-    return jnp.pad(x.reshape(B, K * G, T), [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)])
+    x = lax.collapse(x, 1, 3)  # b n t
+    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % ROWS_MULTIPLE)])
 
 
 def _fold_heads(x: Array) -> Array:
     """Return x [B, K, G, T, D] as [B, T, N, D]."""
-    B, K, G, T, D = x.shape
-    return x.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, D)
+    return lax.collapse(x.transpose(0, 3, 1, 2, 4), 2, 4)
 
 
 def _unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
     """Return x [B, T', N, D'] without its padding as [B, K, G, T, D]; `shape` is B T K G."""
     B, T, K, G = shape
-    return x[:, :T, :, :D].reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)
+    x = x[:, :T, :, :D].reshape(B, T, K, G, D)
+    return x.transpose(0, 2, 3, 1, 4)
 
 
 def _mask_as_segments(operands: Operands) -> Operands:
@@ -181,23 +183,20 @@ def _scalars(problem: Problem, operands: Operands) -> Scalars:
     def for_each_batch_entry(x: Array | None) -> Array | None:
         return None if x is None else jnp.broadcast_to(x, (B,))
 
-    q_offset = for_each_batch_entry(operands.q_offset)
-    q_lengths = for_each_batch_entry(operands.q_lengths)
-    kv_lengths = for_each_batch_entry(operands.kv_lengths)
+    scalars = Scalars(
+        q_offset=for_each_batch_entry(operands.q_offset),
+        q_lengths=for_each_batch_entry(operands.q_lengths),
+        kv_lengths=for_each_batch_entry(operands.kv_lengths),
+        q_segments=operands.q_segments,
+        kv_segments=operands.kv_segments,
+    )
     numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
     sinks = operands.logit_params.sinks
     if sinks is not None:
         sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
-        sinks = vary_together(jnp.broadcast_to(sinks, (B, *sinks.shape)), operands.query)
-    return Scalars(
-        q_offset=q_offset,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        q_segments=operands.q_segments,
-        kv_segments=operands.kv_segments,
-        **numbers._asdict(),
-        sinks=sinks,
-    )
+        sinks = jnp.broadcast_to(sinks, (B, *sinks.shape))
+        sinks = vary_together(sinks, operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks)
 
 
 def _dims(scalars: Scalars) -> tuple[str, ...]:
@@ -234,8 +233,8 @@ def forward(
     on_tiles = calls.tile_functions(problem, operands)
 
     def call(query, key, value, *leaves):
-        B, T, K, G, H = query.shape
-        arrays = query.reshape(B, T, K * G, H), key, value
+        B, T, K, G, _ = query.shape
+        arrays = lax.collapse(query, 2, 4), key, value
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
         padded_scalars = _pad_scalars(jax.tree.unflatten(structure, leaves))
         tiling = forward_tiling(problem, operands)
@@ -261,7 +260,7 @@ class _GradientInputs(NamedTuple):
     out: Array  # B T' N H'
     dout: Array  # B T' N H'
     lse: Array  # B N T', in base 2 and minus float16's lift
-    dlse: Array | None  # B N T'
+    dlse: Array | None = None  # B N T'
 
 
 def backward(
@@ -283,7 +282,8 @@ def backward(
     leaves, structure = jax.tree.flatten(scalars)
     query_functions = calls.tile_functions(problem, operands, "all")
     key_functions = calls.tile_functions(problem, operands, "score")
-    rows = [lse.high * LOG2_E - backward_common.float16_lift(operands.query.dtype)]
+    lift = backward_common.float16_lift(operands.query.dtype)
+    rows = [lse.high * LOG2_E - lift]
     if dlse is not None:
         rows.append(dlse)
 
@@ -292,11 +292,9 @@ def backward(
         _, S, _, D = value.shape
         padded_scalars = _pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
         padded_rows = [_padded_rows(x) for x in more[: len(rows)]]
-        arrays = query.reshape(B, T, K * G, H), key, value, _fold_heads(out), _fold_heads(dout)
-        arrays = (_padded(x, _width(operands)) for x in arrays)
-        inputs = _GradientInputs(
-            *arrays, padded_rows[0], padded_rows[1] if dlse is not None else None
-        )
+        arrays = lax.collapse(query, 2, 4), key, value, _fold_heads(out), _fold_heads(dout)
+        arrays = [_padded(x, _width(operands)) for x in arrays]
+        inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,
             query_functions,
@@ -400,10 +398,9 @@ def _score_gradients(
 
     numbers, pull = jax.vjp(numbers_of, operands.logit_params.score)
     score_fn: Any = on_tiles.score_fn
-    cotangents = [
-        x.sum(SUMMED_DIMS[side])
-        for x, (side, _) in zip(sums, score_fn.kernel_gradients, strict=True)
-    ]
+    cotangents = []
+    for x, (axis, _) in zip(sums, score_fn.kernel_gradients, strict=True):
+        cotangents.append(x.sum(SUMMED_DIMS[axis]))
     if calls.needs_extra_pass(problem, operands):
         cotangents += extra_pass()
     (score,) = pull(tuple(map(lay_like, cotangents, numbers)))
@@ -429,14 +426,14 @@ def tangent(
     shared = lse.low is not None
 
     def call(query, key, value, out, lse, *leaves):
-        B, T, K, G, H = query.shape
+        B, T, K, G, _ = query.shape
         (dq, dk, dv), scalars = jax.tree.unflatten(structure, leaves)
-        lse = lse.reshape(B, K * G, T)
+        lse = lax.collapse(lse, 1, 3)  # b n t
         out = _fold_heads(out) if moves_logits else None
-        query = query.reshape(B, T, K * G, H)
-        dq = None if dq is None else dq.reshape(B, T, K * G, H)
+        query = lax.collapse(query, 2, 4)
+        dq = None if dq is None else lax.collapse(dq, 2, 4)
         arrays = query, key, None, value if moves_logits else None, out, dq, dk, dv
-        arrays = (None if x is None else _padded(x, _width(operands)) for x in arrays)
+        arrays = [None if x is None else _padded(x, _width(operands)) for x in arrays]
         lse_padding = [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]
         inputs = TangentArrays(*arrays)._replace(lse=jnp.pad(lse, lse_padding))
         tiling = tangent_tiling(problem, operands)

@@ -54,10 +54,12 @@ class ForwardKernel(NamedTuple):
         scratch = self.scratch
         slot = lax.rem(state.items_done, jnp.int32(self.tiling.queries))
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
-        q = scratch.q_s.at[slot * self.tiling.warpgroups + self.warpgroup]
+        q_slot = slot * self.tiling.warpgroups + self.warpgroup
+        q = scratch.q_s.at[q_slot]
         out = self.out_ref.at[work.b, rows, work.n]
         plgpu.barrier_wait(scratch.q_ready.at[slot])
-        loop = KeyTileLoop(self, work, state, q, head_number_refs(work.scalars, work.n))
+        head_numbers = head_number_refs(work.scalars, work.n)
+        loop = KeyTileLoop(self, work, state, q, head_numbers)
         m, l, o, failed = loop.run()
         if not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
@@ -91,14 +93,16 @@ class ForwardKernel(NamedTuple):
             ready = self.scratch.old_out_ready.at[self.warpgroup]
             plgpu.copy_gmem_to_smem(out, q, ready)
             plgpu.barrier_wait(ready)
-            old_m, old_l, had_failed = [
-                plgpu.load(self._row_vector(n), layout=ROW) for n in range(3)
-            ]
+            old_m = plgpu.load(self._row_vector(0), layout=ROW)
+            old_l = plgpu.load(self._row_vector(1), layout=ROW)
+            had_failed = plgpu.load(self._row_vector(2), layout=ROW)
             redone = had_failed > 0
             old_o = plgpu.load(q, layout=WGMMA).astype(jnp.float32)
             new_m = jnp.where(redone, m, old_m)
             new_l = jnp.where(redone, l, old_l)
-            return new_m, new_l, jnp.where(broadcast_vector(had_failed, o.shape) > 0, o, old_o)
+            redone_rows = broadcast_vector(had_failed, o.shape) > 0
+            new_o = jnp.where(redone_rows, o, old_o)
+            return new_m, new_l, new_o
 
         m, l, o = lax.cond(state.third_round, only_failed, lambda: (m, l, o))
 
@@ -133,6 +137,11 @@ class KeyTileLoop(NamedTuple):
         return ROWS, self.kernel.value_ref.shape[-1]
 
     @property
+    def first_row(self) -> Array:
+        """Return the first query of this warpgroup."""
+        return self.work.row + self.kernel.warpgroup * ROWS
+
+    @property
     def has_fixed_max(self) -> bool:
         """Return True if tiles without masks are visited by (5).
 
@@ -152,7 +161,8 @@ class KeyTileLoop(NamedTuple):
         visits = self.work.visits
         masked = visits.masked
         masks_suffice = visits.right_covers_rows & (visits.masked_right > 0)
-        first_fixed = jnp.minimum(masked + jnp.where(masks_suffice, 0, 1), visits.total)
+        unmasked = jnp.where(masks_suffice, 0, 1)  # tiles without a mask that a first m needs
+        first_fixed = jnp.minimum(masked + unmasked, visits.total)
         if not self.has_fixed_max:
             first_fixed = visits.total
         m = full_tile((ROWS,), -jnp.inf)
@@ -164,28 +174,31 @@ class KeyTileLoop(NamedTuple):
             first_fixed = jnp.where(self.state.third_round, visits.total, first_fixed)
             m, l, o = self._next_round(first_fixed, m, l, o)
         sum_failed = jnp.where(l < LARGEST_SUM, 0.0, 1.0)
-        failed = jnp.maximum(sum_failed, jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1))
+        out_failed = jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1)
+        failed = jnp.maximum(sum_failed, out_failed)
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
             failed = jnp.where((m == -jnp.inf) & (first_fixed < visits.total), 1.0, failed)
-        return m, l, o * broadcast_vector(self._inverse_sum(m, l), o.shape), failed
+        inverse_sum = self._inverse_sum(m, l)
+        out = o * broadcast_vector(inverse_sum, o.shape)
+        return m, l, out, failed
 
     def _first_round(self, first_fixed, m, l, o):
         """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5)."""
         visits = self.work.visits
-        hidden = self.work.count_hidden_visits(self.work.row + self.kernel.warpgroup * ROWS, ROWS)
+        hidden = self.work.count_hidden_visits(self.first_row, ROWS)
         pl.loop(0, hidden)(self._skip)
         m, l, o = lax.fori_loop(hidden, first_fixed, self._online_step, (m, l, o))
         fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
 
         def fixed_part(total):
             finish = init_accumulator(total, o)
-            new_l = lax.cond(
-                first_fixed < visits.total,
-                lambda l: self._fixed_max_loop(total, first_fixed, fixed_max, l),
-                lambda l: l,
-                l,
-            )
-            return new_l, finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+            def visit_rest(l):
+                return self._fixed_max_loop(total, first_fixed, fixed_max, l)
+
+            new_l = lax.cond(first_fixed < visits.total, visit_rest, lambda l: l, l)
+            new_o = finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+            return new_l, new_o
 
         if self.has_fixed_max:
             l, o = accumulators(fixed_part, o.shape)
@@ -202,7 +215,8 @@ class KeyTileLoop(NamedTuple):
         m, l, o = lax.fori_loop(0, end, step, (m, l, o))
         # The interpreter adds o behind (5), see `init_accumulator`: do the same, for the same bits.
         if interpreting():
-            m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, full_tile(self.out_shape, 0.0)))
+            zeros = full_tile(self.out_shape, 0.0)
+            m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, zeros))
             o = o + fixed_o
         return m, l, o
 
@@ -230,15 +244,13 @@ class KeyTileLoop(NamedTuple):
         """Return the positions, masks and functions of the tile of visit n."""
         kernel = self.kernel
         work = self.work
-        row = work.row + kernel.warpgroup * ROWS
+        row = self.first_row
         col = work.visits.tile(n) * kernel.tiling.keys
         slot = lax.rem(self.state.items_done, jnp.int32(kernel.tiling.queries))
         first_slot = slot * kernel.tiling.warpgroups
         query_numbers, key_numbers = kernel.scratch.token_vectors
-        vectors = (
-            tuple(ref.at[first_slot + kernel.warpgroup] for ref in query_numbers),
-            tuple(ref.at[self._slot(n)] for ref in key_numbers),
-        )
+        query_vectors = tuple(ref.at[first_slot + kernel.warpgroup] for ref in query_numbers)
+        key_vectors = tuple(ref.at[self._slot(n)] for ref in key_numbers)
         return ScoreTile(
             kernel.problem,
             self.tile_shape,
@@ -246,14 +258,15 @@ class KeyTileLoop(NamedTuple):
             work.mask_inputs,
             work.scalars,
             self.head_numbers,
-            vectors,
+            (query_vectors, key_vectors),
         )
 
     def _skip(self, n):
         """Release the keys and values of visit n unread."""
         scratch = self.kernel.scratch
-        slot = self._slot(n)
-        skip_item((scratch.k_ready, scratch.k_used), (scratch.v_ready, scratch.v_used), at=slot)
+        keys = scratch.k_ready, scratch.k_used
+        values = scratch.v_ready, scratch.v_used
+        skip_item(keys, values, at=self._slot(n))
 
     def _dot_products(self, n) -> Array:
         """Return raw of visit n."""
@@ -295,7 +308,9 @@ class KeyTileLoop(NamedTuple):
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
-        return p.astype(dtype), m_new, l, o * broadcast_vector(a, o.shape)
+        p = p.astype(dtype)
+        o = o * broadcast_vector(a, o.shape)
+        return p, m_new, l, o
 
     def _redo_step(self, n, first_fixed, m, l, o):
         """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""
@@ -304,7 +319,8 @@ class KeyTileLoop(NamedTuple):
         self._wait_for_values(n)
 
         def keep_max(m, l, o):
-            p, l = self._probabilities(tile, raw, jnp.where(m == -jnp.inf, 0.0, m), l)
+            fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
+            p, l = self._probabilities(tile, raw, fixed_max, l)
             return p, m, l, o
 
         move_max = functools.partial(self._move_max, tile, raw)
@@ -312,11 +328,13 @@ class KeyTileLoop(NamedTuple):
             p, m, l, o = lax.cond(n < first_fixed, move_max, keep_max, m, l, o)
         else:
             p, m, l, o = move_max(m, l, o)
-        return m, l, self._add_values(self._clean_values(o, n), p, n)
+        o = self._clean_values(o, n)
+        return m, l, self._add_values(o, p, n)
 
     def _probabilities(self, tile: ScoreTile, raw, fixed_max, l):
         """Return p and l of (5)."""
-        p = jnp.exp2(tile.logits(raw, None) - broadcast_vector(fixed_max, self.tile_shape))
+        s = tile.logits(raw, None)
+        p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
         return p.astype(self.kernel.scratch.v_s.dtype), l + p.sum(axis=1)
 
     def _add_values(self, o, p, n):
@@ -396,9 +414,10 @@ class KeyTileLoop(NamedTuple):
             finish_values(n)
             return p, l
 
-        tile, raw = dot_products(
-            first_fixed, lambda raw: plgpu.wgmma_accumulator_load(raw, wait_n=0)
-        )
+        def load_first(raw):
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        tile, raw = dot_products(first_fixed, load_first)
         p, l = probabilities(first_fixed, tile, raw, l)
         p, l = lax.fori_loop(first_fixed, count - 1, step, (p, l))
         start_values(p, count - 1)

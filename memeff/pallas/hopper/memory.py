@@ -12,28 +12,34 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     """
     (B,), T, S, N, K, H, D = operands.shape
     width = _round_up(max(H, D), 64)
+    itemsize = operands.query.dtype.itemsize
 
     def copy(length: int, heads: int, dim: int) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
         if length % 8 == 0 and dim == width:
             return 0
-        return B * heads * _round_up(length, 8) * width * operands.query.dtype.itemsize
+        return B * heads * _round_up(length, 8) * width * itemsize
 
-    arrays = copy(T, N, H) + copy(S, K, H) + copy(S, K, D) + copy(T, N, D)
+    forward = copy(T, N, H)  # query
+    forward += copy(S, K, H)  # key
+    forward += copy(S, K, D)  # value
+    forward += copy(T, N, D)  # out
     (query_vectors, key_vectors), differences, row_sums = calls.count_numbers(problem, operands)
-    rows_128 = _round_up(T, 128)
-    cols_128 = _round_up(S, 128)
-    arrays += 4 * B * (query_vectors * rows_128 + key_vectors * cols_128)
-    arrays += 4 * B * N * differences * (rows_128 + cols_128)
+    rows = _round_up(T, 128)
+    cols = _round_up(S, 128)
+    forward += 4 * B * query_vectors * rows
+    forward += 4 * B * key_vectors * cols
+    forward += 4 * B * N * differences * (rows + cols)
 
-    # lse and delta, in whole tiles
-    rows = 4 * B * N * (rows_128 + _round_up(T, 192 if width == 64 else 128))
-    rows += 4 * B * N * row_sums * rows_128
-    fused_sums = 4 * B * N * _round_up(T, 8) * width if schedule.fused_backward else 0
-    extra_pass = 0
+    gradient = 2 * forward
+    rows_of_tiles = _round_up(T, 192) if width == 64 else rows
+    gradient += 4 * B * N * (rows + rows_of_tiles)  # lse and delta, in whole tiles
+    gradient += 4 * B * N * row_sums * rows
+    if schedule.fused_backward:
+        gradient += 4 * B * N * _round_up(T, 8) * width
     if calls.needs_extra_pass(problem, operands):
-        extra_pass = extra_pass_bytes(schedule, operands)
-    return arrays, 2 * arrays + rows + fused_sums + extra_pass
+        gradient += extra_pass_bytes(schedule, operands)
+    return forward, gradient
 
 
 def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:
@@ -46,9 +52,10 @@ def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:
     shape = operands.shape
     t, c = schedule.chunk_size
     b, k = schedule.heads_of_tile(shape.B, shape.K)
-    tiles = 8 * b * k * shape.G * t * c
+    logits = b * k * shape.G * t * c  # of a tile
     rows = shape.B * shape.N * shape.T
-    return tiles + operands.query.dtype.itemsize * rows * (shape.D + shape.H // 2)
+    itemsize = operands.query.dtype.itemsize
+    return 8 * logits + itemsize * rows * (shape.D + shape.H // 2)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -44,7 +44,8 @@ def work_item(count: int, tiles: int, order: TileOrder, late: bool, index) -> tu
 
     If `late`, the last tile comes first.
     """
-    section, rest = (jnp.int32(n) for n in order)
+    section = jnp.int32(order.section)
+    rest = jnp.int32(order.rest)
     done = count * (tiles - order.rest)
     item = lax.div(index, section)
     head_in_section = lax.rem(index, section)
@@ -64,8 +65,11 @@ def cache_order(count: int, bytes_read: int) -> TileOrder:
 
     This suits thread blocks that each do one item and begin when others end.
     """
-    sections = (n for n in range(1, count + 1) if count % n == 0 and n * bytes_read <= L2_BYTES)
-    return TileOrder(max(sections, default=1))
+    section = 1
+    for n in range(1, count + 1):
+        if count % n == 0 and n * bytes_read <= L2_BYTES:
+            section = n
+    return TileOrder(section)
 
 
 def balanced_order(count: int, times: np.ndarray, blocks: int) -> TileOrder:
@@ -74,7 +78,8 @@ def balanced_order(count: int, times: np.ndarray, blocks: int) -> TileOrder:
     `times` are those of the tiles of one head, in the order of `work_item`. Small sections are
     tried first, because the tiles of one head read the same keys.
     """
-    sections = [n for n in range(1, min(count, LARGEST_SECTION) + 1) if count % n == 0]
+    largest = min(count, LARGEST_SECTION)
+    sections = [n for n in range(1, largest + 1) if count % n == 0]
     rests = sorted({times.size * n // 16 for n in range(16)})
     best = TileOrder()
     best_balance = 0.0
@@ -105,10 +110,15 @@ def _ends_and_mask(
     sizes: CallSizes, scalars: Scalars, keys: int
 ) -> tuple[tuple[Any, Any], MaskInputs]:
     """Return the numbers of queries and keys, and what masks pairs in tiles of `keys` keys."""
-    q_end = sizes.T if scalars.q_lengths is None else jnp.minimum(scalars.q_lengths, sizes.T)
-    kv_end = sizes.S if scalars.kv_lengths is None else jnp.minimum(scalars.kv_lengths, sizes.S)
+    q_end = sizes.T
+    if scalars.q_lengths is not None:
+        q_end = jnp.minimum(scalars.q_lengths, sizes.T)
+    kv_end = sizes.S
+    if scalars.kv_lengths is not None:
+        kv_end = jnp.minimum(scalars.kv_lengths, sizes.S)
     hides_keys = scalars.kv_lengths is not None or sizes.S % keys != 0
-    mask_inputs = MaskInputs(scalars.q_offset, scalars.q_lengths, kv_end if hides_keys else None)
+    masked_from = kv_end if hides_keys else None
+    mask_inputs = MaskInputs(scalars.q_offset, scalars.q_lengths, masked_from)
     return (q_end, kv_end), mask_inputs
 
 
@@ -141,7 +151,8 @@ def find_query_work(
     """
     late = problem.right is not None
     N = sizes.K * sizes.G
-    head, tile = work_item(sizes.B * N, -(-sizes.T // rows), order, late, index)
+    tile_count = -(-sizes.T // rows)
+    head, tile = work_item(sizes.B * N, tile_count, order, late, index)
     b = lax.div(head, jnp.int32(N))
     n = lax.rem(head, jnp.int32(N))
     scalars = scalars.of(b)
@@ -159,10 +170,13 @@ def find_query_work(
     is_range = isinstance(visits, TileRange)
     if is_range and problem.score_fn is not None and problem.mask_fn is None:
         if problem.right is None:
-            visits = visits.nearest_first(row + rows // 2 + offset, keys)
+            middle = row + rows // 2 + offset
+            visits = visits.nearest_first(middle, keys)
 
     def count_hidden_visits(first, count: int):
-        if keys >= rows or scalars.q_segments is not None or not isinstance(visits, TileRange):
+        if keys >= rows or scalars.q_segments is not None:
+            return 0
+        if not isinstance(visits, TileRange):
             return 0
         return visits.count_hidden(keys_seen_by(first, first + count - 1))
 
@@ -209,7 +223,8 @@ def find_key_work(
     index,
 ) -> KeyWork:
     """Return the work item `index`, a tile of `cols` keys that visits tiles of `queries` queries."""
-    head, tile = work_item(sizes.B * sizes.K, -(-sizes.S // cols), order, False, index)
+    tile_count = -(-sizes.S // cols)
+    head, tile = work_item(sizes.B * sizes.K, tile_count, order, False, index)
     b = lax.div(head, jnp.int32(sizes.K))
     k = lax.rem(head, jnp.int32(sizes.K))
     scalars = scalars.of(b)

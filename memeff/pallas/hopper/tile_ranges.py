@@ -33,10 +33,13 @@ class TileRange(NamedTuple):
         """
         start, stop = visible
         first = jnp.maximum(self.first, lax.div(start, jnp.int32(size)))
-        end = jnp.maximum(first, jnp.minimum(self.end, _tiles(stop, size)))
-        whole_first = jnp.maximum(self.first + self.masked_left, _tiles(start, size))
+        end = jnp.minimum(self.end, _tiles(stop, size))
+        end = jnp.maximum(first, end)
+        whole_first = self.first + self.masked_left
+        whole_first = jnp.maximum(whole_first, _tiles(start, size))
         whole_first = jnp.clip(whole_first, first, end)
-        whole_end = jnp.minimum(self.end - self.masked_right, lax.div(stop, jnp.int32(size)))
+        whole_end = self.end - self.masked_right
+        whole_end = jnp.minimum(whole_end, lax.div(stop, jnp.int32(size)))
         whole_end = jnp.clip(whole_end, whole_first, end)
         whole_first = jnp.where(one_segment > 0, whole_first, first)
         whole_end = jnp.where(one_segment > 0, whole_end, first)
@@ -51,7 +54,9 @@ class TileRange(NamedTuple):
     def nearest_first(self, position, size: int) -> "TileRange":
         """Begin the tiles without a mask, of `size`, with the one nearest to `position`."""
         tile = lax.div(jnp.maximum(position, 0), jnp.int32(size))
-        near = jnp.clip(tile, self.first + self.masked_left, self.end - self.masked_right - 1)
+        whole_first = self.first + self.masked_left
+        whole_last = self.end - self.masked_right - 1
+        near = jnp.clip(tile, whole_first, whole_last)
         return self._replace(near=near, right_covers_rows=jnp.bool_(False))
 
     def count_hidden(self, part: "TileRange") -> Array:
@@ -80,14 +85,14 @@ class TileRange(NamedTuple):
         whole = self.end - 1 - (n - self.masked_left)
         if self.near is not None:
             whole = self.near - (n - self.masked)
-            whole = jnp.where(
-                whole < self.first + self.masked_left, whole + self.total - self.masked, whole
-            )
-        return jnp.where(
-            n < self.masked_right,
-            self.end - 1 - n,
-            jnp.where(n < self.masked, self.first + n - self.masked_right, whole),
-        )
+            is_below = whole < self.first + self.masked_left
+            from_end = whole + self.total - self.masked
+            whole = jnp.where(is_below, from_end, whole)
+        is_right = n < self.masked_right
+        right = self.end - 1 - n
+        is_masked = n < self.masked
+        left = self.first + n - self.masked_right
+        return jnp.where(is_right, right, jnp.where(is_masked, left, whole))
 
 
 class TileList(NamedTuple):
@@ -132,7 +137,8 @@ def with_lists(
     if problem.blocks is None:
         return scalars
     any_visible, all_visible = problem.blocks.visible_tiles(*sides)
-    (T, S), (t, c) = lengths, sides
+    T, S = lengths
+    t, c = sides
     row = np.arange(0, T, t)[:, None]
     col = np.arange(0, S, c)
     last_row = np.minimum(row + t, T) - 1
@@ -145,11 +151,14 @@ def with_lists(
         any_visible = any_visible & (col < some_to)
         all_visible = all_visible & (last_col < all_to)
     # Visited positions that only pad a tile are hidden. Blocks know no lengths and no segments.
-    all_visible = all_visible & ((row + t <= T) if keys else (col + c <= S))
-    if any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments)):
+    is_full = row + t <= T if keys else col + c <= S
+    all_visible = all_visible & is_full
+    unknown_to_blocks = scalars.q_lengths, scalars.kv_lengths, scalars.q_segments
+    if any(x is not None for x in unknown_to_blocks):
         all_visible = np.zeros_like(all_visible)
     if keys:
-        return scalars._replace(tile_table=_table(any_visible.T, all_visible.T))
+        any_visible = any_visible.T
+        all_visible = all_visible.T
     return scalars._replace(tile_table=_table(any_visible, all_visible))
 
 
@@ -167,10 +176,12 @@ def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
         return None
     starts = head_size + np.cumsum(counts) - counts
     head = np.stack([starts, masked.sum(1), counts], 1)
-    lists = []
+    parts = [head.ravel()]
     for masked_tiles, whole_tiles in zip(masked, whole, strict=True):
-        lists += [np.flatnonzero(masked_tiles), np.flatnonzero(whole_tiles)]
-    return jnp.asarray(np.concatenate([head.ravel(), *lists]).astype(np.int32))
+        parts.append(np.flatnonzero(masked_tiles))
+        parts.append(np.flatnonzero(whole_tiles))
+    table = np.concatenate(parts)
+    return jnp.asarray(table.astype(np.int32))
 
 
 def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> TileRange:
@@ -178,7 +189,8 @@ def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> TileRan
 
     `ends` are the numbers of queries and keys.
     """
-    return _tile_range(key_range(problem, offset, first, last), first, last, ends, size)
+    window = key_range(problem, offset, first, last)
+    return _tile_range(window, first, last, ends, size)
 
 
 def queries_seeing(problem: Problem, offset, first, last, ends, size: int) -> TileRange:
@@ -203,17 +215,21 @@ def tiles_visited(
     With `keys`, return how many tiles of queries each tile of keys visits, the first tile first.
     Only the window counts, because arrays of offsets, lengths and segments are not known yet.
     """
+    length, visited_length = lengths
     if keys:
         problem = _mirrored(problem)
-    length, visited_length = lengths[::-1] if keys else lengths
-    first = np.arange(-(-length // item_size)) * item_size + problem.q_offset
+        visited_length, length = lengths
+    item_count = -(-length // item_size)
+    first = np.arange(item_count) * item_size + problem.q_offset
     start = np.zeros_like(first)
     if problem.left is not None:
         start = np.clip(first - problem.left, 0, visited_length)
     end = np.full_like(first, visited_length)
     if problem.right is not None:
         end = np.clip(first + item_size + problem.right, 0, visited_length)
-    counts = np.maximum(-(-end // size) - start // size, 0)
+    first_tile = start // size
+    end_tile = -(-end // size)
+    counts = np.maximum(end_tile - first_tile, 0)
     return counts if keys else counts[::-1]
 
 
@@ -223,7 +239,8 @@ def _tile_range(window, first, last, ends, size: int) -> TileRange:
     `ends` are the numbers of positions on the side of `first`, and on the visited side.
     """
     some_from, some_to, all_from, all_to = window
-    own_end, end = (jnp.asarray(x, jnp.int32) for x in ends)
+    own_end = jnp.asarray(ends[0], jnp.int32)
+    end = jnp.asarray(ends[1], jnp.int32)
     zero = jnp.int32(0)
 
     def clip(position, default):
@@ -231,10 +248,14 @@ def _tile_range(window, first, last, ends, size: int) -> TileRange:
 
     low = lax.div(clip(some_from, zero), jnp.int32(size))
     high = _tiles(clip(some_to, end), size)
-    high = jnp.where((first < own_end) & (clip(some_from, zero) < end), jnp.maximum(low, high), low)
-    whole_low = jnp.clip(_tiles(clip(all_from, zero), size), low, high)
+    sees_any = (first < own_end) & (clip(some_from, zero) < end)
+    high = jnp.where(sees_any, jnp.maximum(low, high), low)
+    whole_low = _tiles(clip(all_from, zero), size)
+    whole_low = jnp.clip(whole_low, low, high)
     all_to = clip(all_to, end)
-    whole_high = jnp.clip(lax.div(all_to, jnp.int32(size)), whole_low, high)
+    whole_high = lax.div(all_to, jnp.int32(size))
+    whole_high = jnp.clip(whole_high, whole_low, high)
+    # If `last` is behind the end, all tiles are masked.
     whole_low = jnp.where(last >= own_end, low, whole_low)
     whole_high = jnp.where(last >= own_end, low, whole_high)
     return TileRange(low, high, whole_low - low, high - whole_high, all_to > whole_high * size)

@@ -10,7 +10,6 @@ from jax import Array
 from memeff.masking import query_positions
 from memeff.pallas.user_functions.jaxpr import needed_eqns, run_eqns, why_not_lowered
 from memeff.pallas.user_functions.partition import (
-    ARGUMENTS,
     MOST_DIFFERENCES,
     MOST_VECTORS,
     SIDE,
@@ -30,10 +29,9 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
     for name, partition in _partitioned(problem, operands).items():
         if partition.reason is not None:
             return partition.reason
-        vectors += len(partition.names_by_axis.query_numbers) + len(
-            partition.names_by_axis.key_numbers
-        )
-        differences += len(partition.names_by_axis.difference_numbers)
+        names = partition.names_by_axis
+        vectors += len(names.query_numbers) + len(names.key_numbers)
+        differences += len(names.difference_numbers)
         if name != "score_fn":
             continue
         slopes = slope_jaxpr(partition)
@@ -65,9 +63,10 @@ def count_numbers(problem: Problem, operands: Operands) -> tuple[tuple[int, int]
     """
     queries = keys = differences = sums = 0
     for partition in _partitioned(problem, operands).values():
-        queries += len(partition.names_by_axis.query_numbers)
-        keys += len(partition.names_by_axis.key_numbers)
-        differences += len(partition.names_by_axis.difference_numbers)
+        names = partition.names_by_axis
+        queries += len(names.query_numbers)
+        keys += len(names.key_numbers)
+        differences += len(names.difference_numbers)
         sums += len(partition.kernel_gradients)
     return (queries, keys), differences, sums
 
@@ -82,18 +81,19 @@ def _functions(
     problem: Problem, operands: Operands
 ) -> dict[str, tuple[TracedFunction, tuple[Array, ...]]]:
     """Return {name: (function, leaves of its params)}, with floats in float32."""
-    functions: dict[str, tuple[TracedFunction, Any, Any]] = {}
-    if problem.score_fn is not None:
-        floats, rest = operands.logit_params.score, operands.score_nonfloat_params
-        functions["score_fn"] = problem.score_fn, floats, rest
-    if problem.mask_fn is not None:
-        count = sum(problem.mask_fn.is_float)
-        floats, rest = operands.mask_params[:count], operands.mask_params[count:]
-        functions["mask_fn"] = problem.mask_fn, floats, rest
-    return {
-        name: (function, tuple(map(_as_float32, merge_leaves(function.is_float, floats, rest))))
-        for name, (function, floats, rest) in functions.items()
-    }
+    functions = {}
+    score_fn = problem.score_fn
+    if score_fn is not None:
+        floats = operands.logit_params.score
+        leaves = merge_leaves(score_fn.is_float, floats, operands.score_nonfloat_params)
+        functions["score_fn"] = score_fn, tuple(map(_as_float32, leaves))
+    mask_fn = problem.mask_fn
+    if mask_fn is not None:
+        count = sum(mask_fn.is_float)
+        floats = operands.mask_params[:count]
+        leaves = merge_leaves(mask_fn.is_float, floats, operands.mask_params[count:])
+        functions["mask_fn"] = mask_fn, tuple(map(_as_float32, leaves))
+    return functions
 
 
 def _as_float32(x: Any) -> Any:
@@ -107,11 +107,10 @@ def _as_float32(x: Any) -> Any:
 
 def _partitioned(problem: Problem, operands: Operands) -> dict[str, PartitionedFunction]:
     """Return the call's functions partitioned, by name."""
-    functions = _functions(problem, operands)
-    return {
-        name: partition_function(name, function, params)
-        for name, (function, params) in functions.items()
-    }
+    partitions = {}
+    for name, (function, params) in _functions(problem, operands).items():
+        partitions[name] = partition_function(name, function, params)
+    return partitions
 
 
 def precomputed_numbers(problem: Problem, operands: Operands) -> Numbers:
@@ -130,14 +129,15 @@ def score_numbers(
     """Return score_fn partitioned, and its precomputed numbers by name."""
     function, params = _functions(problem, operands)["score_fn"]
     partition = partition_function("score_fn", function, params)
-    numbers = _evaluate_numbers(partition, params, problem, operands)
-    return partition, dict(zip(partition.precomputed, sum(numbers, ()), strict=True))
+    numbers = sum(_evaluate_numbers(partition, params, problem, operands), ())
+    return partition, dict(zip(partition.precomputed, numbers, strict=True))
 
 
 def differentiable_numbers(problem: Problem, operands: Operands) -> tuple[Array, ...]:
     """Return score_fn's differentiable numbers: those in `kernel_gradients`, then in `needs_extra_pass`."""
     partition, numbers = score_numbers(problem, operands)
-    return tuple(numbers[x] for x in (*partition.kernel_gradients, *partition.needs_extra_pass))
+    names = (*partition.kernel_gradients, *partition.needs_extra_pass)
+    return tuple(numbers[x] for x in names)
 
 
 def _evaluate_numbers(
@@ -152,20 +152,20 @@ def _evaluate_numbers(
     offset = None if operands.q_offset is None else operands.q_offset[:, None]
     q_pos = query_positions(problem, offset, positions[None, :T]) + each_batch  # B T
     k_pos = positions[None, :S] + each_batch  # B S
-    differences = jnp.arange(_round_up(T) + _round_up(S), dtype=jnp.int32) - diagonal_offset(S)
+    difference_count = _round_up(T) + _round_up(S)
+    differences = jnp.arange(difference_count, dtype=jnp.int32) - diagonal_offset(S)
     differences = query_positions(problem, offset, differences)  # X, or B|1 X
 
     jaxpr = partition.jaxpr
-    count = len(jaxpr.inputs) - len(params)
-    known: dict[int, Any] = dict(zip(jaxpr.inputs[count:], params, strict=True))
-    arguments = dict(zip(ARGUMENTS[-count:], jaxpr.inputs[:count], strict=True))
+    first_param = len(jaxpr.inputs) - len(params)
+    index_inputs = jaxpr.inputs[first_param - 4 : first_param]  # batch, head, q_pos, k_pos
+    known: dict[int, Any] = dict(zip(jaxpr.inputs[first_param:], params, strict=True))
     names = partition.names_by_axis
     unused = jnp.int32(0)
 
-    def compute(names, batch, head, q_pos, k_pos):
+    def compute(names, *indices):
         env = dict(known)
-        for argument, value in zip(ARGUMENTS[1:], (batch, head, q_pos, k_pos), strict=True):
-            env[arguments[argument]] = value
+        env |= zip(index_inputs, indices, strict=True)
         env = run_eqns(needed_eqns(jaxpr.eqns, names), env)
         return tuple(_as_stored(env[x]) for x in names)
 
@@ -182,13 +182,16 @@ def _evaluate_numbers(
         # k_pos is 0, so q_pos is the difference
         return compute(names.difference_numbers, b, n, x, unused)
 
-    head_numbers = jax.vmap(jax.vmap(of_head, (None, 0)), (None, 0))
+    head_numbers = jax.vmap(of_head, (None, 0))
+    head_numbers = jax.vmap(head_numbers, (None, 0))
     head_numbers = jax.vmap(head_numbers, (0, None))
     query_numbers = jax.vmap(jax.vmap(of_query, (None, 0)))
     key_numbers = jax.vmap(jax.vmap(of_key, (None, 0)))
     difference_numbers = jax.vmap(of_difference, (None, None, 0))
-    difference_numbers = jax.vmap(jax.vmap(difference_numbers, (None, 0, None)), (None, 0, None))
-    difference_numbers = jax.vmap(difference_numbers, (0, None, None if offset is None else 0))
+    difference_numbers = jax.vmap(difference_numbers, (None, 0, None))
+    difference_numbers = jax.vmap(difference_numbers, (None, 0, None))
+    difference_axis = None if offset is None else 0
+    difference_numbers = jax.vmap(difference_numbers, (0, None, difference_axis))
     if offset is not None:
         differences = differences + each_batch  # B X
     return Numbers(
@@ -228,9 +231,9 @@ def tile_functions(
     starts = [0] * len(Numbers._fields)
     for name, partition in _partitioned(problem, operands).items():
         assert partition.reason is None
-        ends = [
-            start + len(names) for start, names in zip(starts, partition.names_by_axis, strict=True)
-        ]
+        ends = []
+        for start, names in zip(starts, partition.names_by_axis, strict=True):
+            ends.append(start + len(names))
         ranges = map(range, starts, ends)
         indices = Numbers(*map(tuple, ranges))
         starts = ends

@@ -42,9 +42,8 @@ def extra_cotangents(
     function: Any = ChunkedFunction(partition, shape.G, calls.diagonal_offset(shape.S))
     problem = dataclasses.replace(problem, score_fn=function)
     terms = operands.logit_params._replace(score=floats)
-    operands = operands._replace(
-        logit_params=terms, score_nonfloat_params=(offset, *numbers.values())
-    )
+    rest = (offset, *numbers.values())
+    operands = operands._replace(logit_params=terms, score_nonfloat_params=rest)
     gradients = chunked.logit_param_gradients(problem, schedule, operands, out, lse, dout, dlse)
     return gradients.score
 
@@ -66,16 +65,20 @@ class ChunkedFunction:
         shape = score.shape
         b, k, _, t, c = shape
         offset, *others = rest
-        q_pos = indices.q_pos if indices.q_pos.ndim == 2 else indices.q_pos[None]  # B|1 t
+        q_pos = indices.q_pos
+        if q_pos.ndim == 1:
+            q_pos = q_pos[None]  # 1 t
         first_batch = indices.batch[0]
         # counted from the last row, because the first may be hidden
         first_row = q_pos[0, -1] - (t - 1) - offset[first_batch]
         first_col = indices.k_pos[-1] - (c - 1)
-        window = first_row - first_col - (c - 1) + self.diagonal_offset, t + c - 1
+        first_difference = first_row - first_col - (c - 1) + self.diagonal_offset
+        first_head = indices.head[0, 0] // self.G
         batch = first_batch, b
         rows = first_row, t
         cols = first_col, c
-        heads = {0: batch, 1: (indices.head[0, 0] // self.G, k)}
+        heads = {0: batch, 1: (first_head, k)}
+        window = heads | {3: (first_difference, t + c - 1)}
 
         def on_tile(axis, x):
             """Return a tile's part of a number, with dims that broadcast to B K G t c."""
@@ -85,16 +88,17 @@ class ChunkedFunction:
                 return slice_dims(x, {0: batch, 1: rows})[:, None, None, :, None]
             if axis == "key_numbers":
                 return slice_dims(x, {0: batch, 1: cols})[:, None, None, None]
-            return spread_diagonals(slice_dims(x, heads | {3: window}), t, c)
+            return spread_diagonals(slice_dims(x, window), t, c)
 
         axes = {}
         for axis in Numbers._fields:
             axes |= dict.fromkeys(getattr(self.partition.names_by_axis, axis), axis)
         needs_extra_pass = self.partition.needs_extra_pass
-        names = [x for x in self.partition.precomputed if x not in needs_extra_pass]
+        other_names = [x for x in self.partition.precomputed if x not in needs_extra_pass]
+        names = (*needs_extra_pass, *other_names)
         jaxpr = self.partition.jaxpr
         env = {}
-        for x, number in zip((*needs_extra_pass, *names), (*floats, *others), strict=True):
+        for x, number in zip(names, (*floats, *others), strict=True):
             tile = jnp.broadcast_to(on_tile(axes[x], number), shape)
             env[x] = tile_function.to_tile(tile, jaxpr.types[x].dtype, shape)
         q_tile = jnp.broadcast_to(q_pos[:, None, None, :, None], shape)
@@ -110,12 +114,14 @@ class ChunkedFunction:
 
 def spread_diagonals(w: Array, t: int, c: int) -> Array:
     """Spread w [..., t + c - 1] along the diagonals of a tile [..., t, c]."""
-    width = t + c
+    width = t + c - 1
     lead = w.shape[:-1]
     padding = [(0, 0)] * len(lead) + [(0, 1)]
     row = jnp.pad(w[..., ::-1], padding)  # ... t+c
-    rows = jnp.broadcast_to(row[..., None, :], (*lead, t, width))
-    # In rows of length width - 1, each begins one entry later than the one above.
+    rows = jnp.broadcast_to(row[..., None, :], (*lead, t, width + 1))
+    # In rows of length `width`, each begins one entry later than the one above.
     flat = lax.collapse(rows, len(lead))
-    flat = lax.slice_in_dim(flat, t - 1, t - 1 + t * (width - 1), axis=-1)
-    return flat.reshape(*lead, t, width - 1)[..., :c]
+    start = t - 1
+    flat = lax.slice_in_dim(flat, start, start + t * width, axis=-1)
+    rows = flat.reshape(*lead, t, width)
+    return rows[..., :c]

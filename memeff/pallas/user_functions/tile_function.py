@@ -38,7 +38,8 @@ class TileFunction:
         for axis in Numbers._fields:
             names = getattr(self.partition.names_by_axis, axis)
             indices = getattr(self.indices, axis)
-            where |= {x: (axis, index) for x, index in zip(names, indices, strict=True)}
+            for x, index in zip(names, indices, strict=True):
+                where[x] = (axis, index)
         return tuple(where[x] for x in self.partition.kernel_gradients)
 
     @property
@@ -57,10 +58,9 @@ class TileFunction:
         """
         jaxpr = self.partition.jaxpr
         shape = indices.q_pos.shape
-        env = {
-            x: to_tile(number, jaxpr.types[x].dtype, shape)
-            for x, number in zip(self.partition.precomputed, rest, strict=True)
-        }
+        env = {}
+        for x, number in zip(self.partition.precomputed, rest, strict=True):
+            env[x] = to_tile(number, jaxpr.types[x].dtype, shape)
         env |= dict(zip(self.partition.kernel_gradients, floats, strict=False))
         pair = [] if score is None else [score]
         pair += [indices.q_pos, indices.k_pos]
@@ -81,12 +81,15 @@ def run_tile_eqns(
 
 def pair_inputs(jaxpr: FlatJaxpr, scored: bool) -> tuple[int, ...]:
     """Return the names of score (if `scored`), q_pos and k_pos."""
-    return (jaxpr.inputs[0], *jaxpr.inputs[3:5]) if scored else jaxpr.inputs[2:4]
+    if scored:
+        return (jaxpr.inputs[0], *jaxpr.inputs[3:5])
+    return jaxpr.inputs[2:4]
 
 
 def to_tile(x: Array, dtype, shape) -> Array:
     """Return a precomputed number, or a tile of them, as a tile of `dtype`."""
-    x = x if x.shape == shape else lax.broadcast(x, shape)
+    if x.shape != shape:
+        x = lax.broadcast(x, shape)
     if is_bool(dtype):  # stored as int32
         return lax.ne(x, lax.full(shape, 0, x.dtype))
     return lax.convert_element_type(x, dtype)
@@ -111,7 +114,8 @@ def slope_jaxpr(partition: PartitionedFunction) -> FlatJaxpr:
 
     def value_and_slopes(*values):
         def value(*differentiable):
-            env = dict(zip(names, (*differentiable, *values[count:]), strict=True))
+            inputs = (*differentiable, *values[count:])
+            env = dict(zip(names, inputs, strict=True))
             env = run_eqns(partition.tile_eqns, env)
             if isinstance(output, Const):
                 return jnp.asarray(output.value, output.dtype)
@@ -120,7 +124,8 @@ def slope_jaxpr(partition: PartitionedFunction) -> FlatJaxpr:
         y, pull = jax.vjp(value, *values[:count])
         return y, *pull(jnp.ones_like(y))
 
-    like = (jax.ShapeDtypeStruct((), partition.jaxpr.types[x].dtype) for x in names)
+    types = partition.jaxpr.types
+    like = [jax.ShapeDtypeStruct((), types[x].dtype) for x in names]
     return flatten_jaxpr(value_and_slopes, *like)
 
 

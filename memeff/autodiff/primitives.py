@@ -8,10 +8,10 @@ and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of the last argument; its leaves are replaced by ints
 and optionally
   f.types(*args)                   types of the results, so that they need no trace
-  f.calls_at_once(*axes)                 how many calls under a vmap may run at the same time, so that
+  f.calls_at_once(*axes)           how many calls under a vmap may run at the same time, so that
                                    their memory does not grow with its axis; None: all. `axes` are
                                    the arguments with 0 for each mapped array, None for each other
-  f.two_pass                          for a function that computes in one pass what JAX may want at
+  f.two_pass                       for a function that computes in one pass what JAX may want at
                                    different times (a result, and its tangent): the same in two
                                    passes. The first half of its results does not depend on the
                                    last argument
@@ -19,6 +19,7 @@ and optionally
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,15 +52,18 @@ def _bind(arrays, f, structure, vmaps):
     primitive = _joint if hasattr(f, "two_pass") else _call
     params: dict[str, Any] = dict(f=f, structure=structure, vmaps=vmaps)
     if not vmaps and hasattr(f, "types"):
-        types, result_structure = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-        params |= dict(jaxpr=None, types=tuple(types))
-        return primitive.bind(*arrays, **params), result_structure
-    run = functools.partial(_run, **params)
-    # JAX searches the jaxpr for primitives that depend on devices, and for effects (of interpreted
-    # kernels).
-    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
-    params |= dict(jaxpr=jaxpr, types=tuple(jaxpr.out_avals))
-    return primitive.bind(*arrays, **params), jax.tree.structure(shapes)
+        jaxpr = None
+        args = jax.tree.unflatten(structure, avals)
+        types, result_structure = jax.tree.flatten(f.types(*args))
+    else:
+        run = functools.partial(_run, **params)
+        # JAX searches the jaxpr for primitives that depend on devices, and for effects (of
+        # interpreted kernels).
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
+        types = jaxpr.out_avals
+        result_structure = jax.tree.structure(shapes)
+    results = primitive.bind(*arrays, jaxpr=jaxpr, types=tuple(types), **params)
+    return results, result_structure
 
 
 def _run(*arrays, f, structure, vmaps):
@@ -76,33 +80,47 @@ def _run(*arrays, f, structure, vmaps):
         limit //= math.prod(vmap.size for vmap in inner)
     if limit is None or limit >= size:
         return jax.vmap(run, in_axes=axes)(*arrays)
-    return _run_in_groups(run, vmaps[-1], largest_divisor(size, max(1, limit)), arrays)
+    count = largest_divisor(size, max(1, limit))
+    return _run_in_groups(run, vmaps[-1], count, arrays)
 
 
 def _run_in_groups(run, vmap: Vmap, count: int, arrays):
     """Return `jax.vmap(run, vmap.axes)(*arrays)`, with `count` calls at the same time."""
-    group = () if count == 1 else (count,)
     axes = vmap.axes
+    groups = vmap.size // count
+    group = () if count == 1 else (count,)
 
     def pack(x, axis):
-        # XLA:CPU copies the inputs of a loop into a layout of its own if they have dims of size 1.
-        lead = () if axis is None else (vmap.size // count, *group)
-        rest = x.shape if axis is None else x.shape[1:]
-        return x.reshape(*lead, *(size for size in rest if size != 1))
+        """Return x without dims of size 1, and with its mapped axis, if any, cut to groups.
+
+        XLA:CPU copies the inputs of a loop into a layout of its own if they have such dims.
+        """
+        lead = ()
+        rest = x.shape
+        if axis is not None:
+            lead = (groups, *group)
+            rest = rest[1:]
+        rest = [size for size in rest if size != 1]
+        return x.reshape(*lead, *rest)
+
+    packed = list(map(pack, arrays, axes))
 
     def part(packed, x, axis, n):
+        """Return group `n` of x, or all of x if it is not mapped."""
         if axis is None:
             return packed.reshape(x.shape)
         packed = lax.dynamic_index_in_dim(packed, n, keepdims=False)
         return packed.reshape(*group, *x.shape[1:])
 
-    packed = list(map(pack, arrays, axes))
+    def run_group(n):
+        parts = []
+        for packed_array, x, axis in zip(packed, arrays, axes, strict=True):
+            parts.append(part(packed_array, x, axis, n))
+        if group:
+            return jax.vmap(run, in_axes=axes)(*parts)
+        return run(*parts)
 
-    def step(n):
-        parts = [part(*array, n) for array in zip(packed, arrays, axes, strict=True)]
-        return jax.vmap(run, in_axes=axes)(*parts) if group else run(*parts)
-
-    results = lax.map(step, jnp.arange(vmap.size // count, dtype=jnp.int32))
+    results = lax.map(run_group, jnp.arange(groups, dtype=jnp.int32))
     if not group:
         return results
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
@@ -115,21 +133,19 @@ def largest_divisor(n: int, limit: int) -> int:
 
 def _jvp(primals, tangents, *, f, structure, vmaps, **_):
     """Return the results and their tangents by f.jvp, under `vmaps`."""
-    active = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
+    active = nonzero(tangents)
 
     def rule(vmaps, primals, active_tangents):
         if vmaps:
             *inner, (_, axes) = vmaps
-            in_axes = list(axes), [axes[n] for n in active]
-            return jax.vmap(functools.partial(rule, inner), in_axes)(primals, active_tangents)
-        tangents = [None] * len(primals)
-        for n, x in zip(active, active_tangents, strict=True):
-            tangents[n] = x
-        return f.jvp(
-            jax.tree.unflatten(structure, primals), jax.tree.unflatten(structure, tangents)
-        )
+            inner_rule = functools.partial(rule, inner)
+            in_axes = list(axes), pick(axes, active)
+            return jax.vmap(inner_rule, in_axes)(primals, active_tangents)
+        tangents = put_at([None] * len(primals), active, active_tangents)
+        primals = jax.tree.unflatten(structure, primals)
+        return f.jvp(primals, jax.tree.unflatten(structure, tangents))
 
-    results, result_tangents = rule(vmaps, list(primals), [tangents[n] for n in active])
+    results, result_tangents = rule(vmaps, list(primals), pick(tangents, active))
     return jax.tree.leaves(results), jax.tree.leaves(result_tangents)
 
 
@@ -150,8 +166,9 @@ def _transpose(cotangents, *args, f, structure, vmaps, **_):
     def rule(vmaps, arrays, cotangents):
         if vmaps:
             *inner, (_, axes) = vmaps
+            inner_rule = functools.partial(rule, inner)
             in_axes = list(axes[:fixed]), 0
-            return jax.vmap(functools.partial(rule, inner), in_axes)(arrays, cotangents)
+            return jax.vmap(inner_rule, in_axes)(arrays, cotangents)
         known = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
         return jax.tree.leaves(f.transposed(known, cotangents))
 
@@ -165,21 +182,19 @@ def _transpose(cotangents, *args, f, structure, vmaps, **_):
 
 def _batch(axis_data, arrays, axes, *, f, structure, vmaps, **_):
     """Call f under one more vmap."""
-    if all(axis is None for axis in axes):
+    if none_mapped(axes):
         results, _ = _bind(arrays, f, structure, vmaps)
         return results, [None] * len(results)
-    fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
+    linear = _linear(structure) if hasattr(f, "transposed") else 0
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
     vmaps = (*vmaps, Vmap(axis_data.size, axes))
     results, result_structure = _bind(arrays, f, structure, vmaps)
-    unmapped = 0  # results that are the same in all calls: jacfwd relies on it
-    if hasattr(f, "two_pass"):
-        first_axes = axes[: len(arrays) - _linear(structure)]
-        if all(axis is None for axis in first_axes):
-            unmapped = result_structure.children()[0].num_leaves
-    mapped = results[unmapped:]
-    results = [*(x[0] for x in results[:unmapped]), *mapped]
-    return results, [None] * unmapped + [0] * len(mapped)
+    count = 0  # of results that are the same in all calls: jacfwd relies on it
+    if hasattr(f, "two_pass") and none_mapped(axes[: len(arrays) - _linear(structure)]):
+        count = result_structure.children()[0].num_leaves
+    unmapped = [x[0] for x in results[:count]]
+    mapped = results[count:]
+    return [*unmapped, *mapped], [None] * count + [0] * len(mapped)
 
 
 def mapped_axis_first(
@@ -195,11 +210,36 @@ def mapped_axis_first(
     for n, (x, axis) in enumerate(zip(arrays, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
+            axis = 0
         elif n >= fixed:
             x = jnp.broadcast_to(x, (axis_data.size, *x.shape))
+            axis = 0
         moved.append(x)
-        new_axes.append(None if axis is None and n < fixed else 0)
+        new_axes.append(axis)
     return moved, tuple(new_axes)
+
+
+def none_mapped(axes: Iterable[int | None]) -> bool:
+    """Return True if vmap maps no array."""
+    return all(axis is None for axis in axes)
+
+
+def nonzero(tangents: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of tangents, or cotangents, that JAX does not know to be zero."""
+    return tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
+
+
+def pick(values: Sequence[Any], indices: Iterable[int]) -> tuple[Any, ...]:
+    """Return the values at `indices`."""
+    return tuple(values[n] for n in indices)
+
+
+def put_at(values: Sequence[Any], indices: Iterable[int], new_values: Iterable[Any]) -> list[Any]:
+    """Return a copy of `values` with `new_values` at `indices`."""
+    result = list(values)
+    for n, x in zip(indices, new_values, strict=True):
+        result[n] = x
+    return result
 
 
 @functools.lru_cache
@@ -253,13 +293,16 @@ def _partial_eval(trace, *tracers, f, structure, vmaps, **params):
 
 def _partial_eval_equation(saveable, unknown, instantiated, equation):
     """Apply the rule of jit to an equation that calls `f.two_pass` in the place of f."""
-    f, structure, vmaps = (equation.params[name] for name in ("f", "structure", "vmaps"))
-    run = functools.partial(_run, f=f.two_pass, structure=structure, vmaps=vmaps)
-    (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
-    call = call.replace(
+    params = equation.params
+    two_pass = params["f"].two_pass
+    run = functools.partial(_run, f=two_pass, structure=params["structure"], vmaps=params["vmaps"])
+    avals = [x.aval for x in equation.invars]
+    (jitted,) = jax.make_jaxpr(jax.jit(run))(*avals).eqns
+    jitted = jitted.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
-    return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)
+    rule = pe.partial_eval_jaxpr_custom_rules[jit_p]
+    return rule(saveable, unknown, instantiated, jitted)
 
 
 def _refuse_jet(*_, **__):

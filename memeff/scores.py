@@ -86,8 +86,7 @@ class _T5:
         ratio = jnp.maximum(away, 1).astype(jnp.float32) / exact
         part = jnp.log(ratio) / math.log(self.max_distance / exact)  # 0 at exact, 1 at max_distance
         far = exact + (part * (buckets - exact)).astype(jnp.int32)
-        far = jnp.minimum(far, buckets - 1)
-        bucket = start + jnp.where(away < exact, away, far)
+        bucket = start + jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
         return score + table[bucket, head].astype(score.dtype)
 
 

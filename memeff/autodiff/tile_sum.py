@@ -114,6 +114,30 @@ def positions(first, size: int, total: int) -> tuple[Array, Array]:
 TileFn = Callable[..., tuple[Array, ...]]  # location, *parts -> results
 
 
+@dataclasses.dataclass(frozen=True)
+class TileSum:
+    """A sum of f(location, *parts) over the tiles of `grid`, as a function of arrays."""
+
+    f: TileFn  # linear in the last `linear` inputs together
+    grid: TileGrid
+    inputs: tuple[DimNames, ...]
+    totals: tuple[DimNames, ...]
+    linear: int
+
+    def __call__(self, *arrays) -> list[Array]:
+        """Return the totals; JAX differentiates and maps this call by the rules below."""
+        return _sum.bind(*arrays, tile_sum=self)
+
+    def run(self, *arrays) -> tuple[Array, ...]:
+        """Compute the totals tile by tile."""
+
+        def add(location, old, parts):
+            return map(jnp.add, old, self.f(location, *parts))  # (2)
+
+        start = [_zeros(total, self.grid.dtype, self.inputs, arrays) for total in self.totals]
+        return fold(add, self.grid, self.inputs, self.totals, tuple(start), arrays)
+
+
 def tile_sum(
     f: TileFn,
     grid: TileGrid,
@@ -126,18 +150,7 @@ def tile_sum(
 
     f is linear in the last `linear` inputs together.
     """
-    return _sum.bind(*arrays, f=f, grid=grid, inputs=inputs, totals=totals, linear=linear)
-
-
-def _run(*arrays, f: TileFn, grid: TileGrid, inputs, totals, linear) -> tuple[Array, ...]:
-    """Compute a sum tile by tile."""
-    del linear
-
-    def add(location, old, parts):
-        return map(jnp.add, old, f(location, *parts))  # (2)
-
-    start = tuple(_zeros(total, grid.dtype, inputs, arrays) for total in totals)
-    return fold(add, grid, inputs, totals, start, arrays)
+    return TileSum(f, grid, inputs, totals, linear)(*arrays)
 
 
 def fold(
@@ -266,86 +279,95 @@ class Mapped:
 # ---- the rules of the primitive
 
 
-def _jvp(primals, tangents, *, f, grid, inputs, totals, linear):
+def _jvp(primals, tangents, *, tile_sum: TileSum):
     """Return the totals, and their tangents as another sum."""
-    fixed = len(primals) - linear
-    params: dict[str, Any] = dict(grid=grid, totals=totals)
-    results = _sum.bind(*primals, f=f, inputs=inputs, linear=linear, **params)
+    results = tile_sum(*primals)
     active = nonzero(tangents)
+    fixed = len(primals) - tile_sum.linear
     if active[0] >= fixed:  # in linear inputs, f is its own tangent
         tangents = map(ad.instantiate_zeros, tangents[fixed:])
-        arrays = (*primals[:fixed], *tangents)
-        return results, _sum.bind(*arrays, f=f, inputs=inputs, linear=linear, **params)
-    arrays = (*primals, *pick(tangents, active))
-    inputs = (*inputs, *pick(inputs, active))
-    params |= dict(inputs=inputs, linear=len(active))
-    return results, _sum.bind(*arrays, f=Tangent(f, active), **params)
+        return results, tile_sum(*primals[:fixed], *tangents)
+    tangent_sum = dataclasses.replace(
+        tile_sum,
+        f=Tangent(tile_sum.f, active),
+        inputs=tile_sum.inputs + pick(tile_sum.inputs, active),
+        linear=len(active),
+    )
+    return results, tangent_sum(*primals, *pick(tangents, active))
 
 
-def _transpose(cotangents, *args, f, grid, inputs, totals, linear):
+def _transpose(cotangents, *args, tile_sum: TileSum):
     """Return the cotangents of the inputs that are not known, as another sum."""
+    inputs = tile_sum.inputs
     unknown = tuple(n for n, x in enumerate(args) if ad.is_undefined_primal(x))
     known = tuple(n for n in range(len(args)) if n not in unknown)
     given = nonzero(cotangents)
     unknown_types = tuple((inputs[n], args[n].aval.dtype) for n in unknown)
     known_inputs = pick(inputs, known)
-    sums = _sum.bind(
-        *pick(args, known),
-        *pick(cotangents, given),
-        f=Transposed(f, unknown, unknown_types, known_inputs, given),
-        grid=grid,
-        inputs=known_inputs + pick(totals, given),
+    transposed = TileSum(
+        f=Transposed(tile_sum.f, unknown, unknown_types, known_inputs, given),
+        grid=tile_sum.grid,
+        inputs=known_inputs + pick(tile_sum.totals, given),
         totals=pick(inputs, unknown),
         linear=len(given),
     )
+    sums = transposed(*pick(args, known), *pick(cotangents, given))
     results: list[Any] = [None] * len(args)
     for n, x in zip(unknown, sums, strict=True):
         results[n] = x.astype(args[n].aval.dtype)
     return results
 
 
-def _batch(axis_data, arrays, axes, *, f, grid, inputs, totals, linear):
+def _batch(axis_data, arrays, axes, *, tile_sum: TileSum):
     """Return the totals under vmap, as a sum over arrays with one more dim, a capital letter."""
-    params: dict[str, Any] = dict(grid=grid, linear=linear)
     if none_mapped(axes):
-        results = _sum.bind(*arrays, f=f, inputs=inputs, totals=totals, **params)
+        results = tile_sum(*arrays)
         return results, [None] * len(results)
-    used = "".join(dims.letters for dims in inputs)
+    used = "".join(dims.letters for dims in tile_sum.inputs)
     letter = next(x for x in string.ascii_uppercase if x not in used)
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
+    fixed = len(arrays) - tile_sum.linear
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
 
     def add_letter(dims: DimNames, axis: int | None = 0) -> DimNames:
         return dims if axis is None else dims._replace(letters=letter + dims.letters)
 
-    inputs = tuple(map(add_letter, inputs, axes))
-    totals = tuple(map(add_letter, totals))
-    results = _sum.bind(*arrays, f=Mapped(f, axes), inputs=inputs, totals=totals, **params)
+    mapped_sum = dataclasses.replace(
+        tile_sum,
+        f=Mapped(tile_sum.f, axes),
+        inputs=tuple(map(add_letter, tile_sum.inputs, axes)),
+        totals=tuple(map(add_letter, tile_sum.totals)),
+    )
+    results = mapped_sum(*arrays)
     return results, [0] * len(results)
 
 
 @functools.lru_cache
-def _jitted(**params):
+def _jitted(tile_sum: TileSum):
     """Return a compiled sum."""
-    return jax.jit(functools.partial(_run, **params))
+    return jax.jit(tile_sum.run)
 
 
-def _run_compiled(*arrays, **params) -> list[Array]:
+def _run_compiled(*arrays, tile_sum: TileSum) -> list[Array]:
     """Compute a sum outside of any trace."""
-    return list(_jitted(**params)(*arrays))
+    return list(_jitted(tile_sum)(*arrays))
+
+
+def _lowered(*arrays, tile_sum: TileSum) -> tuple[Array, ...]:
+    """Trace a sum for compilation."""
+    return tile_sum.run(*arrays)
 
 
 @functools.lru_cache
-def _types(*avals, **params):
+def _types(*avals, tile_sum: TileSum):
     """Return the types of the totals."""
-    run = functools.partial(_run, **params)
-    return jax.make_jaxpr(run)(*avals).out_avals
+    return jax.make_jaxpr(tile_sum.run)(*avals).out_avals
 
 
 _sum = Primitive("memeff_tile_sum")
 _sum.multiple_results = True
 _sum.def_impl(_run_compiled)
 _sum.def_abstract_eval(_types)
-mlir.register_lowering(_sum, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_sum, mlir.lower_fun(_lowered, multiple_results=True))
 ad.primitive_jvps[_sum] = _jvp
 ad.primitive_transposes[_sum] = _transpose
 batching.fancy_primitive_batchers[_sum] = _batch

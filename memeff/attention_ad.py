@@ -1,20 +1,22 @@
-"""Register attention with JAX's differentiation; the rules are plain functions of an implementation.
+"""Register attention with JAX's differentiation.
 
-Attention has a rule for its tangent. The tangent is linear and has a rule for its transpose: the
-implementation's backward. So one registration serves both modes. JAX makes the tangent of the
-backward by transposing `chunked.tangent`, a sum over tiles (autodiff/tile_sum.py). Therefore orders
-beyond the first need no formulas, and they take linear memory as well.
+The rules are plain functions of an implementation. Attention has a rule for its tangent. The
+tangent is linear and has a rule for its transpose: the implementation's backward. So one
+registration serves both modes. JAX makes the tangent of the backward by transposing
+`chunked.tangent`, a sum over tiles (autodiff/tile_sum.py). Therefore orders beyond the first need
+no formulas, and they take linear memory as well.
 """
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from memeff.autodiff.primitives import call
+from memeff.autodiff.primitives import call, pick, put_at
 from memeff.chunked.tangent import forward_with_tangent, tangent
 from memeff.implementations import Chosen
 from memeff.problem import Gradients, Operands
@@ -44,7 +46,9 @@ def _calls_at_once(chosen: Chosen, axes: Operands) -> int | None:
 
     Calls that share query and key all run together, because they compute their logits once.
     """
-    return None if (axes.query, axes.key) == (None, None) else chosen.schedule.calls_at_once
+    if axes.query is None and axes.key is None:
+        return None
+    return chosen.schedule.calls_at_once
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -65,9 +69,8 @@ def _tie_to_query(operands: Operands) -> Operands:
 
 def _without_sinks(operands: Operands) -> tuple[Array | None, Operands]:
     """Return the sinks, and the operands without them."""
-    return operands.logit_params.sinks, operands._replace(
-        logit_params=operands.logit_params._replace(sinks=None)
-    )
+    params = operands.logit_params
+    return params.sinks, operands._replace(logit_params=params._replace(sinks=None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Forward:
             (out, lse), (dout, dlse) = TwoPassJvp(self)(operands, tangents)
         if self.lse_for is None:
             return (out, None), (dout, None)
-        return (out, lse), (dout, Lse(dlse, None if lse.low is None else jnp.zeros_like(lse.low)))
+        dlow = None if lse.low is None else jnp.zeros_like(lse.low)
+        return (out, lse), (dout, Lse(dlse, dlow))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +167,8 @@ class Tangent:
         total, p = lse_with_sinks(lse, sinks)
         dout, _ = self._over_keys((operands, out, total), tangents, narrow)
         if dsinks is not None:
-            dout = (dout - (p * spread_sinks(dsinks, p))[..., None] * out).astype(out.dtype)
+            from_sinks = (p * spread_sinks(dsinks, p))[..., None] * out
+            dout = (dout - from_sinks).astype(out.dtype)
         # XLA drops either pass if its result is unused
         _, dlse = self._over_keys((operands, out, lse), tangents, narrow)
         return dout, dlse
@@ -195,7 +200,8 @@ class Tangent:
         dknown, dtangents = tangents
         result = call(self, *primals)
         if jax.tree.leaves(dknown):
-            return result, tangent_of(functools.partial(self, narrow=False), primals, tangents)
+            differentiable = functools.partial(self, narrow=False)
+            return result, tangent_of(differentiable, primals, tangents)
 
         def zero_if_none(x, dx):
             if x is None:
@@ -213,9 +219,11 @@ class Tangent:
         dout = jnp.zeros_like(known[1]) if dout is None else dout
         gradients = call(Backward(self.chosen), *known, dout, dlse)
         result = tangents._replace(**gradients._asdict())
-        return jax.tree.map(
-            lambda x, g: None if x is None else g, tangents, result, is_leaf=_is_none
-        )
+
+        def none_if_none(x, g):
+            return None if x is None else g
+
+        return jax.tree.map(none_if_none, tangents, result, is_leaf=_is_none)
 
 
 def _is_none(x) -> bool:
@@ -240,9 +248,8 @@ class Backward:
         """Return the gradients, and their tangents as those of the transposed `Tangent`."""
 
         def transposed(operands, out, lse, dout, dlse):
-            query, key, value, terms = operands[:4]
             like = jax.tree.map(lambda x: None, operands)
-            like = like._replace(query=query, key=key, value=value, logit_params=terms)
+            like = like._replace(**_differentiable(operands)._asdict())
 
             def outputs_with_cotangents(tangents):
                 tangent = Tangent(self.chosen)
@@ -251,9 +258,14 @@ class Backward:
 
             transpose = jax.linear_transpose(outputs_with_cotangents, like)
             (result,) = transpose(dout if dlse is None else (dout, dlse))
-            return Gradients(result.query, result.key, result.value, result.logit_params)
+            return _differentiable(result)
 
         return call(self, *primals), tangent_of(transposed, primals, tangents)
+
+
+def _differentiable(operands: Operands) -> Gradients:
+    """Return the operands that have gradients, in the places of these."""
+    return Gradients(operands.query, operands.key, operands.value, operands.logit_params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -271,12 +283,11 @@ def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
         if dlse is not None:
             zeros = jnp.zeros_like(out)
             from_lse = backward(bare, zeros, lse, zeros, dlse)
-            gradients = jax.tree.map(lambda x, y: x + y, gradients, from_lse)
+            gradients = jax.tree.map(operator.add, gradients, from_lse)
         dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
-        dsinks = dsinks.reshape(sinks.shape)
-        gradients = gradients._replace(logit_params=gradients.logit_params._replace(sinks=dsinks))
-    like = Gradients(operands.query, operands.key, operands.value, operands.logit_params)
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
+        dparams = gradients.logit_params._replace(sinks=dsinks.reshape(sinks.shape))
+        gradients = gradients._replace(logit_params=dparams)
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, _differentiable(operands))
 
 
 def tangent_of(f, primals, tangents):
@@ -291,11 +302,7 @@ def value_and_tangent(f, primals, tangents):
     active = [n for n, dx in enumerate(tangents) if dx is not None]
 
     def f_of_active(*active_arrays):
-        leaves = list(arrays)
-        for n, x in zip(active, active_arrays, strict=True):
-            leaves[n] = x
+        leaves = put_at(arrays, active, active_arrays)
         return f(*jax.tree.unflatten(structure, leaves))
 
-    return jax.jvp(
-        f_of_active, tuple(arrays[n] for n in active), tuple(tangents[n] for n in active)
-    )
+    return jax.jvp(f_of_active, pick(arrays, active), pick(tangents, active))

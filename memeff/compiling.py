@@ -45,7 +45,8 @@ def split_arguments(arguments: Arguments) -> SplitArguments:
 
     def join(floats, rest):
         parts = {"floats": iter(floats), "rest": iter(rest), "fixed": iter(leaves["fixed"])}
-        return Arguments(**jax.tree.unflatten(structure, [next(parts[kind]) for kind in kinds]))
+        joined = [next(parts[kind]) for kind in kinds]
+        return Arguments(**jax.tree.unflatten(structure, joined))
 
     return SplitArguments(leaves["floats"], leaves["rest"], join, tuple(names))
 
@@ -54,8 +55,9 @@ def _kind(name: str, x: Any) -> str:
     """Return "floats", "rest" or "fixed" for a leaf of the argument `name`."""
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return "fixed"
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return "floats" if is_float and name not in NO_GRADIENT else "rest"
+    if name in NO_GRADIENT or not jnp.issubdtype(x.dtype, jnp.floating):
+        return "rest"
+    return "floats"
 
 
 def local_device_like(device: Device) -> Any:
@@ -86,8 +88,7 @@ def temp_bytes(
     """
     floats, rest, join, names = split_arguments(arguments)
     shapes = tuple((x.shape, x.dtype) for x in (*floats, *rest))
-    config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore
-    key = run, chosen, names, shapes, arguments.return_residual, device, config
+    key = run, chosen, names, shapes, arguments.return_residual, device, _jax_settings()
 
     def forward(floats, rest):
         return run(join(floats, rest), chosen)
@@ -104,8 +105,7 @@ _kept: dict[Any, tuple[int, int]] = {}
 
 def _call_in_thread(f: Callable[..., Any], *arguments: Any) -> Any:
     """Return f(*arguments), called in a thread that does not see the caller's traces and meshes."""
-    x64 = jax.config.jax_enable_x64  # type: ignore
-    precision = jax.config.jax_default_matmul_precision  # type: ignore
+    x64, precision = _jax_settings()
 
     def call():
         with jax.enable_x64(x64), jax.default_matmul_precision(precision):
@@ -113,6 +113,12 @@ def _call_in_thread(f: Callable[..., Any], *arguments: Any) -> Any:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, call).result()
+
+
+def _jax_settings() -> tuple[bool, Any]:
+    """Return the caller's settings of JAX that change a program: x64 and matmul precision."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision
 
 
 def _compiled(
@@ -129,19 +135,21 @@ def _compiled(
         return results, pull(cotangents)
 
     def gradient(floats, rest, cotangents):
-        return forward_and_gradient(floats, rest, cotangents)[1]
+        _, gradients = forward_and_gradient(floats, rest, cotangents)
+        return gradients
 
     # LLVM's optimisations change no buffer and take most of the time.
     options: Any = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
 
-    def compile_and_read(function, *shapes):
-        program: Any = jax.jit(function).lower(*shapes).compile(compiler_options=options)
+    def temp_bytes_of(function, *shapes):
+        lowered = jax.jit(function).lower(*shapes)
+        program: Any = lowered.compile(compiler_options=options)
         return program.memory_analysis().temp_size_in_bytes
 
     floats, rest = jax.tree.map(on_device, (floats, rest))
-    cotangents = jax.tree.map(on_device, jax.eval_shape(forward, floats, rest))
-    forward_bytes = compile_and_read(forward, floats, rest)
-    gradient_bytes = (
-        compile_and_read(f, floats, rest, cotangents) for f in (forward_and_gradient, gradient)
-    )
-    return forward_bytes, max(gradient_bytes)
+    results = jax.eval_shape(forward, floats, rest)
+    cotangents = jax.tree.map(on_device, results)
+    forward_bytes = temp_bytes_of(forward, floats, rest)
+    both_bytes = temp_bytes_of(forward_and_gradient, floats, rest, cotangents)
+    gradient_bytes = temp_bytes_of(gradient, floats, rest, cotangents)
+    return forward_bytes, max(both_bytes, gradient_bytes)

@@ -48,7 +48,8 @@ def alibi_slopes(heads: int) -> Array:
     def geometric(n):
         return [2 ** (-8 * i / n) for i in range(1, n + 1)]
 
-    return jnp.array(geometric(lower) + geometric(2 * lower)[::2][: heads - lower])
+    every_other = geometric(2 * lower)[::2]
+    return jnp.array(geometric(lower) + every_other[: heads - lower])
 
 
 def t5(table: ArrayLike, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -83,8 +84,8 @@ class _T5:
             away = jnp.maximum(-away, 0)
         exact = buckets // 2
         ratio = jnp.maximum(away, 1).astype(jnp.float32) / exact
-        far = jnp.log(ratio) / math.log(self.max_distance / exact)
-        far = exact + (far * (buckets - exact)).astype(jnp.int32)
+        part = jnp.log(ratio) / math.log(self.max_distance / exact)  # 0 at exact, 1 at max_distance
+        far = exact + (part * (buckets - exact)).astype(jnp.int32)
         bucket = start + jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
         return score + table[bucket, head].astype(score.dtype)
 
@@ -116,7 +117,9 @@ def _soft_cap_sizes(cap):
 
 @with_sizes(_soft_cap_sizes)
 def _soft_cap(score, batch, head, q_pos, k_pos, cap):
-    cap = (cap[head] if cap.ndim else cap).astype(score.dtype)
+    if cap.ndim:
+        cap = cap[head]
+    cap = cap.astype(score.dtype)
     return cap * jnp.tanh(score * (1 / cap))
 
 

@@ -19,7 +19,7 @@ from memeff.problem import OPERAND_DIMS, Operands, map_operands
 
 
 def check_layout(query: Array, key: Array, value: Array) -> None:
-    """Raise an error if a known layout shards the sequence, or the heads in a way that is unsupported.
+    """Raise an error if a known layout shards the sequence, or the heads in an unsupported way.
 
     On an Explicit mesh the devices that share the query heads must divide the number of key heads.
     """
@@ -48,8 +48,8 @@ def may_be_sharded() -> bool:
 
     They cannot inside a shard_map over all axes of its mesh.
     """
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() > 1 and not (types and all(t == AxisType.Manual for t in types))
+    axis_types = set(jax.sharding.get_abstract_mesh().axis_types)
+    return jax.device_count() > 1 and axis_types != {AxisType.Manual}
 
 
 def _like_query(operands: Operands) -> Operands:
@@ -66,8 +66,9 @@ def _like_query(operands: Operands) -> Operands:
     def shard(x, dims: str):
         if "n" not in dims or dims == query_dims:
             return x
-        sizes = zip(dims, x.shape, strict=True)
-        spec = [axes[dim] if dim in "bn" and size > 1 else None for dim, size in sizes]
+        spec = []
+        for dim, size in zip(dims, x.shape, strict=True):
+            spec.append(axes[dim] if dim in "bn" and size > 1 else None)
         return reshard(x, NamedSharding(query_sharding.mesh, PartitionSpec(*spec)))
 
     return map_operands(shard, operands)
@@ -97,7 +98,9 @@ def _on_mesh(f: Callable, static: tuple, mesh: AbstractMesh, operands: Operands)
 
 def shard_like(x: Array, like: Array) -> Array:
     """Return x in the layout of `like` if that is on an Explicit mesh, else x unchanged."""
-    return reshard(x, jax.typeof(like).sharding) if _explicit(like) else x
+    if not _explicit(like):
+        return x
+    return reshard(x, jax.typeof(like).sharding)
 
 
 def on_auto_mesh(arrays: Any) -> Any:
@@ -111,8 +114,8 @@ def on_auto_mesh(arrays: Any) -> Any:
             return x
         mesh = x.sharding.mesh
         types = (AxisType.Auto,) * len(mesh.axis_names)
-        mesh = Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=types)
-        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+        auto_mesh = Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=types)
+        return jax.device_put(x, NamedSharding(auto_mesh, x.sharding.spec))
 
     return jax.tree.map(put, arrays)
 
@@ -122,13 +125,17 @@ def vary_together(operands: Any, like: Any = None) -> Any:
 
     JAX then sums their gradients over the devices.
     """
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves((operands, like))))
+    axes = frozenset()
+    for x in jax.tree.leaves((operands, like)):
+        axes |= _varying(x)
+    if not axes:
+        return operands
 
     def cast(x):
         missing = tuple(axes - _varying(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, operands) if axes else operands
+    return jax.tree.map(cast, operands)
 
 
 def sharding_of_sum(total: Array | None) -> NamedSharding | None:
@@ -136,7 +143,9 @@ def sharding_of_sum(total: Array | None) -> NamedSharding | None:
 
     A product over sharded heads needs an explicit output sharding there.
     """
-    return jax.typeof(total).sharding if total is not None and _explicit(total) else None
+    if total is None or not _explicit(total):
+        return None
+    return jax.typeof(total).sharding
 
 
 def _explicit(x: Array) -> bool:
@@ -154,9 +163,12 @@ def _devices(x: Array, dim: int) -> int:
 
     The type (Explicit) or a concrete array tells the layout.
     """
-    sharding = jax.typeof(x).sharding
-    if not _explicit(x):
-        sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if _explicit(x):
+        sharding = jax.typeof(x).sharding
+    elif isinstance(x, Tracer):
+        sharding = None
+    else:
+        sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or dim >= len(sharding.spec):
         return 1
     axes = sharding.spec[dim]

@@ -13,7 +13,7 @@ never stored for all tokens.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from memeff.user_functions import Transform
@@ -38,13 +38,15 @@ class _Rotary:
                 f"but this call has H={x.shape[0]}."
             )
         half = x.shape[0] // 2
-        angle = position * self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        exponent = -jnp.arange(half, dtype=jnp.float32) / half
+        angle = position * self.base**exponent
+        dtype = _wide_dtype(x)
         cos = jnp.cos(angle).astype(dtype)
         sin = jnp.sin(angle).astype(dtype)
         a = x[:half].astype(dtype)
         b = x[half:].astype(dtype)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin]).astype(x.dtype)
+        rotated = [a * cos - b * sin, b * cos + a * sin]
+        return jnp.concatenate(rotated).astype(x.dtype)
 
 
 def rms_norm(query_scale: ArrayLike, key_scale: ArrayLike, epsilon: float = 1e-6) -> Transform:
@@ -62,6 +64,12 @@ class _RmsNorm:
     epsilon: float
 
     def __call__(self, x, position, which, params):
-        wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+        wide = x.astype(_wide_dtype(x))
         normalised = wide * lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
-        return (normalised * params[which].astype(wide.dtype)).astype(x.dtype)
+        scaled = normalised * params[which].astype(wide.dtype)
+        return scaled.astype(x.dtype)
+
+
+def _wide_dtype(x: Array):
+    """Return the dtype in which to transform `x`: float32, or float64 for float64."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

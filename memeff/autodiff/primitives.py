@@ -8,17 +8,19 @@ and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of the last argument; its leaves are replaced by ints
 and optionally
   f.types(*args)                   types of the results, so that they need no trace
-  f.calls_at_once(*axes)                 how many calls under a vmap may run at the same time, so that
+  f.calls_at_once(*axes)           how many calls under a vmap may run at the same time, so that
                                    their memory does not grow with its axis; None: all. `axes` are
                                    the arguments with 0 for each mapped array, None for each other
-  f.two_pass                          for a function that computes in one pass what JAX may want at
+  f.two_pass                       for a function that computes in one pass what JAX may want at
                                    different times (a result, and its tangent): the same in two
                                    passes. The first half of its results does not depend on the
                                    last argument
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,71 +40,111 @@ class Vmap(NamedTuple):
     axes: tuple[int | None, ...]  # of each array: 0 if its first dim is that axis, else None
 
 
+@dataclasses.dataclass(frozen=True)
+class FlatFunction:
+    """A function f under vmaps, as a function of the arrays in its arguments."""
+
+    f: Any
+    structure: Any  # of the arguments
+    vmaps: tuple[Vmap, ...] = ()  # the last is the outermost
+
+    def arguments(self, leaves) -> Any:
+        """Return arguments of f with these leaves."""
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def linear(self) -> int:
+        """Return the number of leaves of the last argument."""
+        return self.structure.children()[-1].num_leaves
+
+    def in_two_passes(self) -> "FlatFunction":
+        """Return the same function, computed by `f.two_pass`."""
+        return dataclasses.replace(self, f=self.f.two_pass)
+
+    def run(self, *arrays):
+        """Return the results of f."""
+        if not self.vmaps:
+            return self.f(*self.arguments(arrays))
+        *inner, vmap = self.vmaps
+        run = dataclasses.replace(self, vmaps=tuple(inner)).run
+        limit = self._calls_at_once()
+        if limit is not None:
+            limit //= math.prod(vmap.size for vmap in inner)
+        if limit is None or limit >= vmap.size:
+            return jax.vmap(run, in_axes=vmap.axes)(*arrays)
+        count = largest_divisor(vmap.size, max(1, limit))
+        return _run_in_groups(run, vmap, count, arrays)
+
+    def _calls_at_once(self) -> int | None:
+        """Return how many calls under all vmaps may run at the same time; None: all."""
+        if not hasattr(self.f, "calls_at_once"):
+            return None
+        if not all(isinstance(vmap.size, int) for vmap in self.vmaps):  # symbolic, by jax.export
+            return None
+        return self.f.calls_at_once(*self.arguments(self.vmaps[-1].axes))
+
+
 def call(f, *args) -> Any:
     """Return f(*args), which JAX differentiates by f's rules."""
     arrays, structure = jax.tree.flatten(args)
-    results, result_structure = _bind(arrays, f, structure, ())
+    results, result_structure = _bind(arrays, FlatFunction(f, structure))
     return jax.tree.unflatten(result_structure, results)
 
 
-def _bind(arrays, f, structure, vmaps):
-    """Return the results of a call under `vmaps` as a list of arrays, and their structure."""
+def _bind(arrays, flat: FlatFunction):
+    """Return the results of a call as a list of arrays, and their structure."""
     avals = [jax.typeof(x) for x in arrays]
-    primitive = _joint if hasattr(f, "two_pass") else _call
-    params: dict[str, Any] = dict(f=f, structure=structure, vmaps=vmaps)
-    if not vmaps and hasattr(f, "types"):
-        types, result_structure = jax.tree.flatten(f.types(*jax.tree.unflatten(structure, avals)))
-        params |= dict(jaxpr=None, types=tuple(types))
-        return primitive.bind(*arrays, **params), result_structure
-    run = functools.partial(_run, **params)
-    # JAX searches the jaxpr for primitives that depend on devices, and for effects (of interpreted
-    # kernels).
-    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*avals)
-    params |= dict(jaxpr=jaxpr, types=tuple(jaxpr.out_avals))
-    return primitive.bind(*arrays, **params), jax.tree.structure(shapes)
-
-
-def _run(*arrays, f, structure, vmaps):
-    """Call `f` under `vmaps`. The last of them is the outermost."""
-    if not vmaps:
-        return f(*jax.tree.unflatten(structure, arrays))
-    *inner, (size, axes) = vmaps
-    run = functools.partial(_run, f=f, structure=structure, vmaps=tuple(inner))
-    limit = None
-    known = all(isinstance(vmap.size, int) for vmap in vmaps)  # else symbolic, by jax.export
-    if known and hasattr(f, "calls_at_once"):
-        limit = f.calls_at_once(*jax.tree.unflatten(structure, axes))
-    if limit is not None:
-        limit //= math.prod(vmap.size for vmap in inner)
-    if limit is None or limit >= size:
-        return jax.vmap(run, in_axes=axes)(*arrays)
-    return _run_in_groups(run, vmaps[-1], largest_divisor(size, max(1, limit)), arrays)
+    primitive = _joint if hasattr(flat.f, "two_pass") else _call
+    if not flat.vmaps and hasattr(flat.f, "types"):
+        jaxpr = None
+        types, result_structure = jax.tree.flatten(flat.f.types(*flat.arguments(avals)))
+    else:
+        # JAX searches the jaxpr for primitives that depend on devices, and for effects (of
+        # interpreted kernels).
+        jaxpr, shapes = jax.make_jaxpr(flat.run, return_shape=True)(*avals)
+        types = jaxpr.out_avals
+        result_structure = jax.tree.structure(shapes)
+    results = primitive.bind(*arrays, flat=flat, jaxpr=jaxpr, types=tuple(types))
+    return results, result_structure
 
 
 def _run_in_groups(run, vmap: Vmap, count: int, arrays):
     """Return `jax.vmap(run, vmap.axes)(*arrays)`, with `count` calls at the same time."""
-    group = () if count == 1 else (count,)
     axes = vmap.axes
+    groups = vmap.size // count
+    group = () if count == 1 else (count,)
 
     def pack(x, axis):
-        # XLA:CPU copies the inputs of a loop into a layout of its own if they have dims of size 1.
-        lead = () if axis is None else (vmap.size // count, *group)
-        rest = x.shape if axis is None else x.shape[1:]
-        return x.reshape(*lead, *(size for size in rest if size != 1))
+        """Return x without dims of size 1, and with its mapped axis, if any, cut to groups.
+
+        XLA:CPU copies the inputs of a loop into a layout of its own if they have such dims.
+        """
+        lead = ()
+        rest = x.shape
+        if axis is not None:
+            lead = (groups, *group)
+            rest = rest[1:]
+        rest = [size for size in rest if size != 1]
+        return x.reshape(*lead, *rest)
+
+    packed = list(map(pack, arrays, axes))
 
     def part(packed, x, axis, n):
+        """Return group `n` of x, or all of x if it is not mapped."""
         if axis is None:
             return packed.reshape(x.shape)
         packed = lax.dynamic_index_in_dim(packed, n, keepdims=False)
         return packed.reshape(*group, *x.shape[1:])
 
-    packed = list(map(pack, arrays, axes))
+    def run_group(n):
+        parts = []
+        for packed_array, x, axis in zip(packed, arrays, axes, strict=True):
+            parts.append(part(packed_array, x, axis, n))
+        if group:
+            return jax.vmap(run, in_axes=axes)(*parts)
+        return run(*parts)
 
-    def step(n):
-        parts = [part(*array, n) for array in zip(packed, arrays, axes, strict=True)]
-        return jax.vmap(run, in_axes=axes)(*parts) if group else run(*parts)
-
-    results = lax.map(step, jnp.arange(vmap.size // count, dtype=jnp.int32))
+    results = lax.map(run_group, jnp.arange(groups, dtype=jnp.int32))
     if not group:
         return results
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
@@ -113,73 +155,64 @@ def largest_divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def _jvp(primals, tangents, *, f, structure, vmaps, **_):
-    """Return the results and their tangents by f.jvp, under `vmaps`."""
-    active = [n for n, x in enumerate(tangents) if type(x) is not ad.Zero]
+def _jvp(primals, tangents, *, flat: FlatFunction, **_):
+    """Return the results and their tangents by f.jvp, under the vmaps."""
+    active = nonzero(tangents)
 
     def rule(vmaps, primals, active_tangents):
         if vmaps:
             *inner, (_, axes) = vmaps
-            in_axes = list(axes), [axes[n] for n in active]
-            return jax.vmap(functools.partial(rule, inner), in_axes)(primals, active_tangents)
-        tangents = [None] * len(primals)
-        for n, x in zip(active, active_tangents, strict=True):
-            tangents[n] = x
-        return f.jvp(
-            jax.tree.unflatten(structure, primals), jax.tree.unflatten(structure, tangents)
-        )
+            inner_rule = functools.partial(rule, inner)
+            in_axes = list(axes), pick(axes, active)
+            return jax.vmap(inner_rule, in_axes)(primals, active_tangents)
+        tangents = put_at([None] * len(primals), active, active_tangents)
+        return flat.f.jvp(flat.arguments(primals), flat.arguments(tangents))
 
-    results, result_tangents = rule(vmaps, list(primals), [tangents[n] for n in active])
+    results, result_tangents = rule(flat.vmaps, list(primals), pick(tangents, active))
     return jax.tree.leaves(results), jax.tree.leaves(result_tangents)
 
 
-def _linear(structure) -> int:
-    """Return the number of leaves of the last argument."""
-    return structure.children()[-1].num_leaves
-
-
-def _transpose(cotangents, *args, f, structure, vmaps, **_):
-    """Return the cotangents of the last argument by f.transposed, under `vmaps`."""
-    if not hasattr(f, "transposed"):
+def _transpose(cotangents, *args, flat: FlatFunction, **_):
+    """Return the cotangents of the last argument by f.transposed, under the vmaps."""
+    if not hasattr(flat.f, "transposed"):
         raise NotImplementedError(
             "memeff does not support jax.linear_transpose of attention itself. "
             "Use jax.vjp, or transpose the function that jax.linearize returns."
         )
-    fixed = len(args) - _linear(structure)
+    fixed = len(args) - flat.linear
 
     def rule(vmaps, arrays, cotangents):
         if vmaps:
             *inner, (_, axes) = vmaps
+            inner_rule = functools.partial(rule, inner)
             in_axes = list(axes[:fixed]), 0
-            return jax.vmap(functools.partial(rule, inner), in_axes)(arrays, cotangents)
-        known = jax.tree.unflatten(structure, [*arrays, *range(len(args) - fixed)])
-        return jax.tree.leaves(f.transposed(known, cotangents))
+            return jax.vmap(inner_rule, in_axes)(arrays, cotangents)
+        known = flat.arguments([*arrays, *range(flat.linear)])
+        return jax.tree.leaves(flat.f.transposed(known, cotangents))
 
     cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
-    transposed = rule(vmaps, list(args[:fixed]), cotangents)
+    transposed = rule(flat.vmaps, list(args[:fixed]), cotangents)
     results: list[Any] = [None] * fixed
     for x, arg in zip(transposed, args[fixed:], strict=True):
         results.append(x if ad.is_undefined_primal(arg) else None)
     return results
 
 
-def _batch(axis_data, arrays, axes, *, f, structure, vmaps, **_):
+def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
     """Call f under one more vmap."""
-    if all(axis is None for axis in axes):
-        results, _ = _bind(arrays, f, structure, vmaps)
+    if none_mapped(axes):
+        results, _ = _bind(arrays, flat)
         return results, [None] * len(results)
-    fixed = len(arrays) - (_linear(structure) if hasattr(f, "transposed") else 0)
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
-    vmaps = (*vmaps, Vmap(axis_data.size, axes))
-    results, result_structure = _bind(arrays, f, structure, vmaps)
-    unmapped = 0  # results that are the same in all calls: jacfwd relies on it
-    if hasattr(f, "two_pass"):
-        first_axes = axes[: len(arrays) - _linear(structure)]
-        if all(axis is None for axis in first_axes):
-            unmapped = result_structure.children()[0].num_leaves
-    mapped = results[unmapped:]
-    results = [*(x[0] for x in results[:unmapped]), *mapped]
-    return results, [None] * unmapped + [0] * len(mapped)
+    linear = flat.linear if hasattr(flat.f, "transposed") else 0
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
+    vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))
+    results, result_structure = _bind(arrays, dataclasses.replace(flat, vmaps=vmaps))
+    count = 0  # of results that are the same in all calls: jacfwd relies on it
+    if hasattr(flat.f, "two_pass") and none_mapped(axes[: len(arrays) - flat.linear]):
+        count = result_structure.children()[0].num_leaves
+    unmapped = [x[0] for x in results[:count]]
+    mapped = results[count:]
+    return [*unmapped, *mapped], [None] * count + [0] * len(mapped)
 
 
 def mapped_axis_first(
@@ -195,29 +228,54 @@ def mapped_axis_first(
     for n, (x, axis) in enumerate(zip(arrays, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
+            axis = 0
         elif n >= fixed:
             x = jnp.broadcast_to(x, (axis_data.size, *x.shape))
+            axis = 0
         moved.append(x)
-        new_axes.append(None if axis is None and n < fixed else 0)
+        new_axes.append(axis)
     return moved, tuple(new_axes)
 
 
+def none_mapped(axes: Iterable[int | None]) -> bool:
+    """Return True if vmap maps no array."""
+    return all(axis is None for axis in axes)
+
+
+def nonzero(tangents: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of tangents, or cotangents, that JAX does not know to be zero."""
+    return tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
+
+
+def pick(values: Sequence[Any], indices: Iterable[int]) -> tuple[Any, ...]:
+    """Return the values at `indices`."""
+    return tuple(values[n] for n in indices)
+
+
+def put_at(values: Sequence[Any], indices: Iterable[int], new_values: Iterable[Any]) -> list[Any]:
+    """Return a copy of `values` with `new_values` at `indices`."""
+    result = list(values)
+    for n, x in zip(indices, new_values, strict=True):
+        result[n] = x
+    return result
+
+
 @functools.lru_cache
-def _jitted(**params):
+def _jitted(flat: FlatFunction):
     """Return a compiled call."""
-    return jax.jit(functools.partial(_run, **params))
+    return jax.jit(flat.run)
 
 
-def _run_compiled(*arrays, f, structure, vmaps, **_):
+def _run_compiled(*arrays, flat: FlatFunction, **_):
     """Run a call outside of any trace."""
-    return jax.tree.leaves(_jitted(f=f, structure=structure, vmaps=vmaps)(*arrays))
+    return jax.tree.leaves(_jitted(flat)(*arrays))
 
 
-def _lowered(*arrays, f, structure, vmaps, jaxpr, **_):
+def _lowered(*arrays, flat: FlatFunction, jaxpr, **_):
     """Trace a call for compilation."""
     if jaxpr is not None:
         return jaxpr_as_fun(jaxpr)(*arrays)
-    return jax.tree.leaves(_run(*arrays, f=f, structure=structure, vmaps=vmaps))
+    return jax.tree.leaves(flat.run(*arrays))
 
 
 def _types(*_, jaxpr, types, **__):
@@ -241,25 +299,25 @@ def _primitive(name: str) -> Primitive:
 # ---- partial evaluation: in a gradient, or under jax.checkpoint, JAX knows some arguments earlier
 
 
-def _partial_eval(trace, *tracers, f, structure, vmaps, **params):
+def _partial_eval(trace, *tracers, flat: FlatFunction, **params):
     """Call f in one pass if all arguments are known, and in two passes otherwise."""
     if all(x.is_known() for x in tracers):
-        params |= dict(f=f, structure=structure, vmaps=vmaps)
-        return trace.default_process_primitive(_joint, tracers, params)
+        return trace.default_process_primitive(_joint, tracers, dict(params, flat=flat))
     with set_current_trace(trace):
-        results = jax.tree.leaves(_run(*tracers, f=f.two_pass, structure=structure, vmaps=vmaps))
+        results = jax.tree.leaves(flat.in_two_passes().run(*tracers))
     return [trace.to_jaxpr_tracer(x) for x in results]
 
 
 def _partial_eval_equation(saveable, unknown, instantiated, equation):
     """Apply the rule of jit to an equation that calls `f.two_pass` in the place of f."""
-    f, structure, vmaps = (equation.params[name] for name in ("f", "structure", "vmaps"))
-    run = functools.partial(_run, f=f.two_pass, structure=structure, vmaps=vmaps)
-    (call,) = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in equation.invars)).eqns
-    call = call.replace(
+    flat = equation.params["flat"].in_two_passes()
+    avals = [x.aval for x in equation.invars]
+    (jitted,) = jax.make_jaxpr(jax.jit(flat.run))(*avals).eqns
+    jitted = jitted.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
-    return pe.partial_eval_jaxpr_custom_rules[jit_p](saveable, unknown, instantiated, call)
+    rule = pe.partial_eval_jaxpr_custom_rules[jit_p]
+    return rule(saveable, unknown, instantiated, jitted)
 
 
 def _refuse_jet(*_, **__):

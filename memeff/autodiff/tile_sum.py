@@ -15,6 +15,7 @@ except where a dim is broadcast (size 1). Other letters, and the capitals that v
 
 import dataclasses
 import functools
+import string
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +26,10 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from memeff.autodiff.primitives import mapped_axis_first
+from memeff.autodiff.primitives import mapped_axis_first, none_mapped, nonzero, pick, put_at
 from memeff.problem import Problem
 from memeff.sharding import vary_together
-from memeff.slicing import slice_letters
-
-CUT = "bnkts"
+from memeff.slicing import slice_letters, write_slice
 
 
 class DimNames(NamedTuple):
@@ -47,7 +46,7 @@ class TileLocation(NamedTuple):
     first: tuple[Any, Any]  # batch entry and key head
     rows: Array  # absolute positions t, -1 where the tile before has them already
     cols: Array  # absolute positions c
-    cuts: dict[str, tuple[Any, int]]  # start and size of each letter in CUT
+    cuts: dict[str, tuple[Any, int]]  # start and size of each letter that tiles cut
     masked: bool  # may a query here not see a key?
 
 
@@ -74,9 +73,9 @@ class TileGrid:
         lists = []
         for masked, indices in self.lists(self):
             tiles = indices * self.chunk_size
-            starts = np.concatenate(
-                [heads.repeat(len(tiles), 0), np.tile(tiles, (len(heads), 1))], 1
-            )
+            heads_of_tiles = heads.repeat(len(tiles), 0)
+            tiles_of_heads = np.tile(tiles, (len(heads), 1))
+            starts = np.concatenate([heads_of_tiles, tiles_of_heads], axis=1)
             if len(starts):
                 lists.append((masked, starts.astype(np.int32)))
         return lists
@@ -115,6 +114,30 @@ def positions(first, size: int, total: int) -> tuple[Array, Array]:
 TileFn = Callable[..., tuple[Array, ...]]  # location, *parts -> results
 
 
+@dataclasses.dataclass(frozen=True)
+class TileSum:
+    """A sum of f(location, *parts) over the tiles of `grid`, as a function of arrays."""
+
+    f: TileFn  # linear in the last `linear` inputs together
+    grid: TileGrid
+    inputs: tuple[DimNames, ...]
+    totals: tuple[DimNames, ...]
+    linear: int
+
+    def __call__(self, *arrays) -> list[Array]:
+        """Return the totals; JAX differentiates and maps this call by the rules below."""
+        return _sum.bind(*arrays, tile_sum=self)
+
+    def run(self, *arrays) -> tuple[Array, ...]:
+        """Compute the totals tile by tile."""
+
+        def add(location, old, parts):
+            return map(jnp.add, old, self.f(location, *parts))  # (2)
+
+        start = [_zeros(total, self.grid.dtype, self.inputs, arrays) for total in self.totals]
+        return fold(add, self.grid, self.inputs, self.totals, tuple(start), arrays)
+
+
 def tile_sum(
     f: TileFn,
     grid: TileGrid,
@@ -127,18 +150,7 @@ def tile_sum(
 
     f is linear in the last `linear` inputs together.
     """
-    return _sum.bind(*arrays, f=f, grid=grid, inputs=inputs, totals=totals, linear=linear)
-
-
-def _run(*arrays, f: TileFn, grid: TileGrid, inputs, totals, linear) -> tuple[Array, ...]:
-    """Compute a sum tile by tile."""
-    del linear
-
-    def add(location, old, parts):
-        return map(jnp.add, old, f(location, *parts))  # (2)
-
-    start = tuple(_zeros(total, grid.dtype, inputs, arrays) for total in totals)
-    return fold(add, grid, inputs, totals, start, arrays)
+    return TileSum(f, grid, inputs, totals, linear)(*arrays)
 
 
 def fold(
@@ -157,33 +169,28 @@ def fold(
             parts = _cut(inputs, arrays, location)  # (1)
             old = _cut(totals, results, location)
             new = step(location, old, parts)
-            return tuple(
-                map(functools.partial(_write, location), totals, results, new)
-            ), None  # (3)
+            write = functools.partial(_write, location)
+            return tuple(map(write, totals, results, new)), None  # (3)
 
         results, _ = lax.scan(visit, results, starts)
     return results
 
 
-def _cuts(dims: DimNames, location: TileLocation) -> dict[int, tuple[Any, int]]:
-    """Return {axis: (start, size)} of the axes of an array that a tile cuts."""
-    letters = enumerate(dims.letters)
-    return {axis: location.cuts[letter] for axis, letter in letters if letter in CUT}
-
-
 def _cut(dims: tuple[DimNames, ...], arrays, location: TileLocation) -> list[Array]:
     """Return the parts of arrays at a tile."""
-    pairs = zip(dims, arrays, strict=True)
-    return [slice_letters(x, names.letters, location.cuts) for names, x in pairs]
+    parts = []
+    for names, x in zip(dims, arrays, strict=True):
+        parts.append(slice_letters(x, names.letters, location.cuts))
+    return parts
 
 
 def _write(location: TileLocation, dims: DimNames, total: Array, part: Array) -> Array:
     """Return `total` with `part` at a tile."""
-    cuts = _cuts(dims, location)
     starts = []
-    for axis, size in enumerate(total.shape):
-        starts.append(jnp.int32(cuts[axis][0] if axis in cuts and size > 1 else 0))
-    return lax.dynamic_update_slice(total, part.astype(total.dtype), starts)
+    for letter in dims.letters:
+        start, _ = location.cuts.get(letter, (0, None))
+        starts.append(start)
+    return write_slice(total, part.astype(total.dtype), starts)
 
 
 def _zeros(dims: DimNames, dtype, inputs: tuple[DimNames, ...], arrays) -> Array:
@@ -220,13 +227,9 @@ class Tangent:
         tangents = parts[-count:]
 
         def f_of_active(*active):
-            inputs = list(primals)
-            for n, x in zip(self.active, active, strict=True):
-                inputs[n] = x
-            return self.f(location, *inputs)
+            return self.f(location, *put_at(primals, self.active, active))
 
-        active = tuple(primals[n] for n in self.active)
-        _, tangents_out = jax.jvp(f_of_active, active, tangents)
+        _, tangents_out = jax.jvp(f_of_active, pick(primals, self.active), tangents)
         return tangents_out
 
 
@@ -235,7 +238,7 @@ class Transposed:
     """The transpose of f: a function of f's other inputs, then of cotangents of f's results."""
 
     f: TileFn
-    unknown: tuple[int, ...]  # inputs of f whose cotangents it returns
+    unknown: tuple[int, ...]  # inputs of f whose cotangents it returns, in ascending order
     unknown_types: tuple[tuple[DimNames, Any], ...]  # dims and dtype of each
     inputs: tuple[DimNames, ...]  # the other inputs
     given: tuple[int, ...]  # results of f that have a cotangent
@@ -247,18 +250,17 @@ class Transposed:
         cotangents = parts[-count:]
 
         def f_of_unknown(*unknown):
-            by_index = dict(zip(self.unknown, unknown, strict=True))
-            rest = iter(known)
-            inputs = []
-            for n in range(len(unknown) + len(known)):
-                inputs.append(by_index[n] if n in by_index else next(rest))
-            results = self.f(location, *inputs)
-            return tuple(results[n] for n in self.given)
+            inputs = list(known)
+            for n, x in zip(self.unknown, unknown, strict=True):
+                inputs.insert(n, x)
+            return pick(self.f(location, *inputs), self.given)
 
         zeros = [_zeros(dims, dtype, self.inputs, known) for dims, dtype in self.unknown_types]
         results, pull = jax.vjp(f_of_unknown, *vary_together(zeros, parts))
-        pairs = zip(cotangents, results, strict=True)
-        return pull(tuple(cotangent.astype(x.dtype) for cotangent, x in pairs))
+        result_cotangents = []
+        for cotangent, x in zip(cotangents, results, strict=True):
+            result_cotangents.append(cotangent.astype(x.dtype))
+        return pull(tuple(result_cotangents))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,86 +272,102 @@ class Mapped:
 
     def __call__(self, location, *parts):
         """Return f's results with the mapped axis first."""
-        return jax.vmap(functools.partial(self.f, location), in_axes=self.axes)(*parts)
+        f = functools.partial(self.f, location)
+        return jax.vmap(f, in_axes=self.axes)(*parts)
 
 
 # ---- the rules of the primitive
 
 
-def _jvp(primals, tangents, *, f, grid, inputs, totals, linear):
+def _jvp(primals, tangents, *, tile_sum: TileSum):
     """Return the totals, and their tangents as another sum."""
-    fixed = len(primals) - linear
-    params: dict[str, Any] = dict(grid=grid, totals=totals)
-    results = _sum.bind(*primals, f=f, inputs=inputs, linear=linear, **params)
-    active = tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
+    results = tile_sum(*primals)
+    active = nonzero(tangents)
+    fixed = len(primals) - tile_sum.linear
     if active[0] >= fixed:  # in linear inputs, f is its own tangent
         tangents = map(ad.instantiate_zeros, tangents[fixed:])
-        arrays = (*primals[:fixed], *tangents)
-        return results, _sum.bind(*arrays, f=f, inputs=inputs, linear=linear, **params)
-    arrays = (*primals, *(tangents[n] for n in active))
-    inputs = (*inputs, *(inputs[n] for n in active))
-    params |= dict(inputs=inputs, linear=len(active))
-    return results, _sum.bind(*arrays, f=Tangent(f, active), **params)
+        return results, tile_sum(*primals[:fixed], *tangents)
+    tangent_sum = dataclasses.replace(
+        tile_sum,
+        f=Tangent(tile_sum.f, active),
+        inputs=tile_sum.inputs + pick(tile_sum.inputs, active),
+        linear=len(active),
+    )
+    return results, tangent_sum(*primals, *pick(tangents, active))
 
 
-def _transpose(cotangents, *args, f, grid, inputs, totals, linear):
+def _transpose(cotangents, *args, tile_sum: TileSum):
     """Return the cotangents of the inputs that are not known, as another sum."""
+    inputs = tile_sum.inputs
     unknown = tuple(n for n, x in enumerate(args) if ad.is_undefined_primal(x))
     known = tuple(n for n in range(len(args)) if n not in unknown)
-    given = tuple(n for n, x in enumerate(cotangents) if type(x) is not ad.Zero)
+    given = nonzero(cotangents)
     unknown_types = tuple((inputs[n], args[n].aval.dtype) for n in unknown)
-    known_inputs = tuple(inputs[n] for n in known)
-    sums = _sum.bind(
-        *(args[n] for n in known),
-        *(cotangents[n] for n in given),
-        f=Transposed(f, unknown, unknown_types, known_inputs, given),
-        grid=grid,
-        inputs=known_inputs + tuple(totals[n] for n in given),
-        totals=tuple(inputs[n] for n in unknown),
+    known_inputs = pick(inputs, known)
+    transposed = TileSum(
+        f=Transposed(tile_sum.f, unknown, unknown_types, known_inputs, given),
+        grid=tile_sum.grid,
+        inputs=known_inputs + pick(tile_sum.totals, given),
+        totals=pick(inputs, unknown),
         linear=len(given),
     )
+    sums = transposed(*pick(args, known), *pick(cotangents, given))
     results: list[Any] = [None] * len(args)
     for n, x in zip(unknown, sums, strict=True):
         results[n] = x.astype(args[n].aval.dtype)
     return results
 
 
-def _batch(axis_data, arrays, axes, *, f, grid, inputs, totals, linear):
+def _batch(axis_data, arrays, axes, *, tile_sum: TileSum):
     """Return the totals under vmap, as a sum over arrays with one more dim, a capital letter."""
-    params: dict[str, Any] = dict(grid=grid, linear=linear)
-    if all(axis is None for axis in axes):
-        results = _sum.bind(*arrays, f=f, inputs=inputs, totals=totals, **params)
+    if none_mapped(axes):
+        results = tile_sum(*arrays)
         return results, [None] * len(results)
-    used = "".join(dims.letters for dims in inputs)
-    letter = next(x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if x not in used)
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
+    used = "".join(dims.letters for dims in tile_sum.inputs)
+    letter = next(x for x in string.ascii_uppercase if x not in used)
+    fixed = len(arrays) - tile_sum.linear
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
 
     def add_letter(dims: DimNames, axis: int | None = 0) -> DimNames:
         return dims if axis is None else dims._replace(letters=letter + dims.letters)
 
-    inputs = tuple(map(add_letter, inputs, axes))
-    totals = tuple(map(add_letter, totals))
-    results = _sum.bind(*arrays, f=Mapped(f, axes), inputs=inputs, totals=totals, **params)
+    mapped_sum = dataclasses.replace(
+        tile_sum,
+        f=Mapped(tile_sum.f, axes),
+        inputs=tuple(map(add_letter, tile_sum.inputs, axes)),
+        totals=tuple(map(add_letter, tile_sum.totals)),
+    )
+    results = mapped_sum(*arrays)
     return results, [0] * len(results)
 
 
 @functools.lru_cache
-def _jitted(**params):
+def _jitted(tile_sum: TileSum):
     """Return a compiled sum."""
-    return jax.jit(functools.partial(_run, **params))
+    return jax.jit(tile_sum.run)
+
+
+def _run_compiled(*arrays, tile_sum: TileSum) -> list[Array]:
+    """Compute a sum outside of any trace."""
+    return list(_jitted(tile_sum)(*arrays))
+
+
+def _lowered(*arrays, tile_sum: TileSum) -> tuple[Array, ...]:
+    """Trace a sum for compilation."""
+    return tile_sum.run(*arrays)
 
 
 @functools.lru_cache
-def _types(*avals, **params):
+def _types(*avals, tile_sum: TileSum):
     """Return the types of the totals."""
-    return jax.make_jaxpr(functools.partial(_run, **params))(*avals).out_avals
+    return jax.make_jaxpr(tile_sum.run)(*avals).out_avals
 
 
 _sum = Primitive("memeff_tile_sum")
 _sum.multiple_results = True
-_sum.def_impl(lambda *arrays, **params: list(_jitted(**params)(*arrays)))
-_sum.def_abstract_eval(lambda *avals, **params: _types(*avals, **params))
-mlir.register_lowering(_sum, mlir.lower_fun(_run, multiple_results=True))
+_sum.def_impl(_run_compiled)
+_sum.def_abstract_eval(_types)
+mlir.register_lowering(_sum, mlir.lower_fun(_lowered, multiple_results=True))
 ad.primitive_jvps[_sum] = _jvp
 ad.primitive_transposes[_sum] = _transpose
 batching.fancy_primitive_batchers[_sum] = _batch

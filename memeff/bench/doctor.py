@@ -10,13 +10,12 @@ import numpy as np
 from memeff.bench.calls import attempt, prepare
 from memeff.bench.cases import MASKS, Case, Row, case_row, input_arrays
 from memeff.bench.formatting import markdown, progress
-from memeff.bench.truth import as_float64, exact_attention
+from memeff.bench.tables import unique
+from memeff.bench.truth import exact_attention, largest_relative_error
 
 NAMES = ("memeff", "memeff:128", "reference", "jax.nn", "jax.nn:cudnn", "tokamax", "torch")
 ALLOWED_ERROR = {"float32": 1e-5, "bfloat16": 3e-2}
 VERDICTS = ("pass", "cannot run", "fail")  # from good to bad
-
-
 SMALL = Case(0, batch=2, heads=4, kv_heads=2, head_dim=32, mode="gradient")
 
 
@@ -54,9 +53,8 @@ def largest_error(name: str, case: Case) -> float:
     truth = exact_attention(input_arrays(case), case, np.arange(case.length))
     errors = []
     for result, expected in zip(results, truth[:4], strict=True):
-        size = max(1.0, np.abs(expected).max())
-        errors.append(np.abs(as_float64(result) - expected).max() / size)
-    return float(max(errors))
+        errors.append(largest_relative_error(result, expected, least=1.0))
+    return max(errors)
 
 
 def verdict(error: float | None, dtype: str) -> str:
@@ -68,14 +66,13 @@ def verdict(error: float | None, dtype: str) -> str:
 
 def doctor_markdown(rows: Sequence[Row]) -> str:
     """Return a table with a line for each implementation: its worst case in each dtype."""
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    dtypes = unique(row["dtype"] for row in rows)
     lines = []
-    for name in names:
+    for name in unique(row["implementation"] for row in rows):
+        name_rows = [row for row in rows if row["implementation"] == name]
         line = [name]
         for dtype in dtypes:
-            cases = [row for row in rows if row["implementation"] == name and row["dtype"] == dtype]
-            line.append(summary(cases))
+            line.append(summary([row for row in name_rows if row["dtype"] == dtype]))
         lines.append(line)
     return markdown(["implementation", *dtypes], lines)
 
@@ -83,7 +80,8 @@ def doctor_markdown(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """Return the worst verdict, with the largest error or the reason why there is none."""
     worst = max(rows, key=lambda row: VERDICTS.index(row["verdict"]))
+    verdict = worst["verdict"]
     errors = [row["error"] for row in rows if row["error"] is not None]
     if not errors:
-        return f"{worst['verdict']}: {worst['note']}"
-    return f"{worst['verdict']} ({max(errors):.0e})"
+        return f"{verdict}: {worst['note']}"
+    return f"{verdict} ({max(errors):.0e})"

@@ -71,17 +71,21 @@ def extra_as_array(
 
 def mask_array(mask: Mask, length: int) -> Array:
     """Evaluate a mask that is the same for all heads: [1, 1, S, S]."""
-    positions = jnp.arange(length, dtype=jnp.int32)
-    one_head = jnp.zeros(1, jnp.int32)
-    return apply_mask(mask, one_head, positions, positions)[None]
+    positions = indices(length)
+    return apply_mask(mask, indices(1), positions, positions)[None]
 
 
 def bias_array(score: Score, heads: int, length: int, dtype: str) -> Array:
     """Evaluate a score that adds to the logits: [1, N, S, S]."""
     zeros = jnp.zeros((1, heads, length, length), jnp.float32)
-    head_indices = jnp.arange(heads, dtype=jnp.int32)
-    positions = jnp.arange(length, dtype=jnp.int32)
-    return apply_score(score, zeros, head_indices, positions, positions).astype(dtype)
+    positions = indices(length)
+    bias = apply_score(score, zeros, indices(heads), positions, positions)
+    return bias.astype(dtype)
+
+
+def indices(size: int) -> Array:
+    """Return the numbers 0 to size - 1 in int32."""
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def apply_mask(mask: Mask, heads: Array, rows: Array, cols: Array) -> Array:
@@ -122,7 +126,7 @@ def extra_logits(
         return logits, np.ones_like(logits)
     last_head = jnp.array([heads - 1], jnp.int32)
     queries = jnp.asarray(rows, jnp.int32)
-    keys = jnp.arange(length, dtype=jnp.int32)
+    keys = indices(length)
     with jax.enable_x64(True):
         if isinstance(function, Mask):
             keep = apply_mask(function, last_head, queries, keys)[0]
@@ -131,6 +135,9 @@ def extra_logits(
         def new_logits(flat: Array) -> Array:
             return apply_score(function, flat, last_head, queries, keys)
 
-        flat = jnp.asarray(logits).reshape(-1, 1, *logits.shape[-2:])
+        T, S = logits.shape[-2:]
+        flat = jnp.asarray(logits).reshape(-1, 1, T, S)
         changed, slope = jax.jvp(new_logits, (flat,), (jnp.ones_like(flat),))
-        return np.asarray(changed).reshape(logits.shape), np.asarray(slope).reshape(logits.shape)
+        changed = np.asarray(changed).reshape(logits.shape)
+        slope = np.asarray(slope).reshape(logits.shape)
+        return changed, slope

@@ -48,7 +48,9 @@ def memeff_paths() -> list[str]:
 def exact(inputs: HardInputs) -> HardResults:
     """Compute a case in float64."""
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs)
-    row_results = []
+    outs = []
+    lses = []
+    dqs = []
     dk = np.zeros_like(k)
     dv = np.zeros_like(v)
     for start in range(0, len(q), EXACT_ROWS):
@@ -62,11 +64,12 @@ def exact(inputs: HardInputs) -> HardResults:
         dp = dout[rows] @ v.T
         delta = (p * dp).sum(-1, keepdims=True) - dlse[rows, None]
         d_raw = p * (dp - delta) * SCALE
-        row_results.append((p @ v, lse[:, 0], d_raw @ k))
+        outs.append(p @ v)
+        lses.append(lse[:, 0])
+        dqs.append(d_raw @ k)
         dk += d_raw.T @ q[rows]
         dv += p.T @ dout[rows]
-    out, lse, dq = (np.concatenate(blocks) for blocks in zip(*row_results, strict=True))
-    return HardResults(out, lse, dq, dk, dv)
+    return HardResults(np.concatenate(outs), np.concatenate(lses), np.concatenate(dqs), dk, dv)
 
 
 def run_path(path: str, inputs: HardInputs) -> HardResults:
@@ -113,7 +116,8 @@ def plain_attention(query: Array, key: Array, value: Array) -> tuple[Array, Arra
     s = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * SCALE
     p = jax.nn.softmax(s, axis=-1).astype(value.dtype)
     out = jnp.einsum("bnts,bsnh->btnh", p, value)
-    return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)
+    lse = jax.nn.logsumexp(s, axis=-1)  # B N T
+    return out, lse.swapaxes(1, 2)
 
 
 @jax.custom_vjp
@@ -132,10 +136,13 @@ def _backward_from_saved(saved: tuple[Array, ...], cotangents: tuple[Array, Arra
     dout, dlse = cotangents
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     s = einsum("btnh,bsnh->bnts", query, key) * SCALE
-    p = jnp.exp(s - lse.swapaxes(1, 2)[..., None])
+    lse = lse.swapaxes(1, 2)[..., None]  # B N T 1
+    p = jnp.exp(s - lse)
     dp = einsum("btnh,bsnh->bnts", dout, value)
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
-    d_raw = p * (dp - delta.swapaxes(1, 2)[..., None]) * SCALE
+    terms = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = terms.sum(-1) - dlse  # B T N
+    delta = delta.swapaxes(1, 2)[..., None]  # B N T 1
+    d_raw = p * (dp - delta) * SCALE
     dq = einsum("bnts,bsnh->btnh", d_raw, key)
     dk = einsum("bnts,btnh->bsnh", d_raw, query)
     dv = einsum("bnts,btnh->bsnh", p.astype(value.dtype), dout)

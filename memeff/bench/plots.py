@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from memeff.bench.calls import ran_out
 from memeff.bench.cases import Row, call_title
 from memeff.bench.formatting import BYTES, COUNTS, human, tokens
-from memeff.bench.tables import unique
+from memeff.bench.tables import temp_memory, unique
 
 # The label of the y axis, its units, and the base of their powers.
 AXES = {
@@ -27,8 +27,9 @@ def figure(rows: Sequence[Row], field: str):
     from matplotlib.figure import Figure
 
     calls = unique(call_title(row) for row in rows)
-    drawing = Figure(figsize=(1 + 4.5 * len(calls), 4.5), layout="constrained")
-    panels = drawing.subplots(1, len(calls), sharey=True, squeeze=False)[0]
+    width = 1 + 4.5 * len(calls)
+    drawing = Figure(figsize=(width, 4.5), layout="constrained")
+    (panels,) = drawing.subplots(1, len(calls), sharey=True, squeeze=False)
     for panel, call in zip(panels, calls, strict=True):
         call_rows = [row for row in rows if call_title(row) == call]
         draw_lines(panel, call_rows, field)
@@ -42,25 +43,33 @@ def figure(rows: Sequence[Row], field: str):
 
 def draw_lines(panel, rows: Sequence[Row], field: str) -> None:
     """Draw a line for each implementation that has figures, and its cross."""
-    for name in sorted({row["implementation"] for row in rows if row[field]}):
-        name_rows = [row for row in rows if row["implementation"] == name]
-        points = sorted((row["length"], row[field]) for row in name_rows if row[field])
-        too_long = sorted(row["length"] for row in name_rows if ran_out(row.get("note")))
+    names = {row["implementation"] for row in rows if row[field]}
+    for name in sorted(names):
+        points = []
+        too_long = []
+        for row in rows:
+            if row["implementation"] != name:
+                continue
+            if row[field]:
+                points.append((row["length"], row[field]))
+            if ran_out(row.get("note")):
+                too_long.append(row["length"])
         label = name
         if too_long:
-            label += f": out of memory at {tokens(too_long[0])}"
+            label += f": out of memory at {tokens(min(too_long))}"
         width = 2.5 if name == "memeff" else 1.5
-        lengths, values = zip(*points, strict=True)
+        lengths, values = zip(*sorted(points), strict=True)
         (line,) = panel.plot(lengths, values, "o-", label=label, linewidth=width)
         if too_long:
+            color = line.get_color()
             upper_edge = panel.get_xaxis_transform()
-            panel.plot(too_long[0], 0.97, "X", color=line.get_color(), transform=upper_edge)
+            panel.plot(min(too_long), 0.97, "X", color=color, transform=upper_edge)
 
 
 def draw_scale(panel, rows: Sequence[Row]) -> None:
     """Draw the size of the inputs and the memory of a large GPU, for comparison."""
-    sizes = sorted({(row["length"], row["input_bytes"]) for row in rows})
-    lengths, input_bytes = zip(*sizes, strict=True)
+    sizes = {(row["length"], row["input_bytes"]) for row in rows}
+    lengths, input_bytes = zip(*sorted(sizes), strict=True)
     label = "query, key and value themselves"
     panel.plot(lengths, input_bytes, color="grey", linestyle="--", label=label)
     label = "the memory of an 80 GiB GPU"
@@ -91,8 +100,8 @@ def chart(rows: Sequence[Row]) -> str:
         if call_title(row) != call or not row["temp_bytes"]:
             continue
         mebibytes = row["temp_bytes"] / 2**20
-        bar = "#" * max(1, round(math.log2(mebibytes)) + 1)
-        about = "~" if row.get("extrapolated") else ""
-        size = about + human(row["temp_bytes"])
-        lines.append(f"{tokens(row['length']):>4} {row['implementation']:<8}{bar} {size}")
+        doublings = round(math.log2(mebibytes))
+        bar = "#" * max(1, doublings + 1)
+        length = tokens(row["length"])
+        lines.append(f"{length:>4} {row['implementation']:<8}{bar} {temp_memory(row)}")
     return "\n".join(lines)

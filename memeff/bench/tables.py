@@ -15,30 +15,39 @@ def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -
     """
     names = unique(row["implementation"] for row in rows)
     calls = unique(call_title(row) for row in rows)
-    has_ratio = "jax.nn" in names and "memeff" in names
+    has_ratio = {"jax.nn", "memeff"}.issubset(names)
     header = ["tokens", "query, key, value"]
     for call in calls:
         header += [f"{call}: {names[0]}", *names[1:]]
         if has_ratio:
             header.append("times less")
 
-    rows_by_cell = {(row["length"], call_title(row), row["implementation"]): row for row in rows}
+    rows_by_cell = {}
+    for row in rows:
+        rows_by_cell[row["length"], call_title(row), row["implementation"]] = row
+    sizes = unique((row["length"], row["input_bytes"]) for row in rows)
     lines = []
-    for length, input_bytes in unique((row["length"], row["input_bytes"]) for row in rows):
+    for length, input_bytes in sizes:
         line = [tokens(length), human(input_bytes)]
         for call in calls:
-            cells = {name: rows_by_cell.get((length, call, name), {}) for name in names}
-            line += [memory_cell(cell) for cell in cells.values()]
+            rows_by_name = {}
+            for name in names:
+                row = rows_by_cell.get((length, call, name), {})
+                rows_by_name[name] = row
+                line.append(memory_cell(row))
             if has_ratio:
-                line.append(times_less(cells["jax.nn"], cells["memeff"]))
+                line.append(times_less(rows_by_name["jax.nn"], rows_by_name["memeff"]))
         lines.append(line)
     return selected_markdown(header, lines, columns or header)
 
 
 def memory_cell(row: Row) -> str:
     """Return the temporary bytes of a result, or the note why there are none."""
-    if row.get("note"):
-        return row["note"]
+    return row.get("note") or temp_memory(row)
+
+
+def temp_memory(row: Row) -> str:
+    """Return the temporary bytes of a result, with "~" if they are extrapolated."""
     about = "~" if row.get("extrapolated") else ""
     return about + human(row.get("temp_bytes"))
 
@@ -63,7 +72,9 @@ def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) ->
             columns.remove("key and value B/s")
         if not any(row.get("peak_bytes") for row in rows):
             columns.remove("peak")
-    lines = [[SPEED_COLUMNS[name](row) for name in columns] for row in rows]
+    lines = []
+    for row in rows:
+        lines.append([SPEED_COLUMNS[name](row) for name in columns])
     return markdown(columns, lines)
 
 
@@ -127,8 +138,11 @@ def selected_markdown(
         if title not in header:
             raise KeyError(title)
     kept = [index for index, title in enumerate(header) if title in columns]
-    kept_lines = [[line[index] for index in kept] for line in lines]
-    return markdown([header[index] for index in kept], kept_lines)
+
+    def select(cells):
+        return [cells[index] for index in kept]
+
+    return markdown(select(header), [select(line) for line in lines])
 
 
 def unique(values: Iterable[Any]) -> list[Any]:

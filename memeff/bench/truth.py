@@ -31,26 +31,35 @@ def exact_attention(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> Trut
     group = q.shape[1] // K
     k = k.repeat(group, axis=1)
     v = v.repeat(group, axis=1)
+
+    def row_sum(x):
+        return x.sum(-1, keepdims=True)
+
+    def sum_of_group(x):  # B N S H -> B K S H
+        return x.reshape(B, K, group, S, H).sum(2)
+
     scale = H**-0.5
     raw = scale * q @ k.mT
     s, slope = extra_logits(case.extra, case.heads, case.length, raw, rows)
     if case.mask == "causal":
-        s = np.where(np.arange(S) <= rows[:, None], s, -np.inf)
+        keep = np.arange(S) <= rows[:, None]
+        s = np.where(keep, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    p /= row_sum(p)
     out = p @ v
 
     dp = dout @ v.mT
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    ds = p * (dp - row_sum(p * dp))
     d_raw = scale * slope * ds
     dq = d_raw @ k
-    dk = (d_raw.mT @ q).reshape(B, K, group, S, H).sum(2)
-    dv = (p.mT @ dout).reshape(B, K, group, S, H).sum(2)
+    dk = sum_of_group(d_raw.mT @ q)
+    dv = sum_of_group(p.mT @ dout)
 
     s_tangent = slope * 2 * raw  # raw is bilinear, and the directions are query and key
     w = p * s_tangent
-    tangent = w @ v + out - w.sum(-1, keepdims=True) * out
-    return Truth(*(x.swapaxes(1, 2) for x in (out, dq, dk, dv, tangent)))
+    tangent = w @ v + out - row_sum(w) * out
+    results = out, dq, dk, dv, tangent
+    return Truth(*(x.swapaxes(1, 2) for x in results))
 
 
 def as_float64(array: Any) -> np.ndarray:
@@ -58,6 +67,13 @@ def as_float64(array: Any) -> np.ndarray:
     if hasattr(array, "cpu"):  # torch, which has no conversion from bfloat16 to NumPy
         array = array.double().cpu()
     return np.asarray(array, np.float64)
+
+
+def largest_relative_error(result: Any, expected: np.ndarray, least: float = 0.0) -> float:
+    """Return the largest error, relative to the largest exact entry or `least`."""
+    error = np.abs(as_float64(result) - expected).max()
+    size = max(least, np.abs(expected).max())
+    return float(error / size)
 
 
 def error_of(result: tuple, case: Case) -> float | None:
@@ -68,10 +84,12 @@ def error_of(result: tuple, case: Case) -> float | None:
     """
     if case.mode == "grad-of-grad":
         return None
-    rows = np.unique(np.linspace(0, case.queries - 1, SAMPLED_ROWS).astype(int))
-    query, key, value, dout = input_arrays(case)
-    sample = (query[-1:, rows, -1:], key[-1:, :, -1:], value[-1:, :, -1:], dout[-1:, rows, -1:])
-    truth = exact_attention(sample, case, case.length - case.queries + rows)
+    rows = np.linspace(0, case.queries - 1, SAMPLED_ROWS)
+    rows = np.unique(rows.astype(int))
+    query, key, value, dout = (x[-1:, :, -1:] for x in input_arrays(case))
+    sample = query[:, rows], key, value, dout[:, rows]
+    first_position = case.length - case.queries
+    truth = exact_attention(sample, case, first_position + rows)
     if case.mode == "hvp":
         gradients = result[0]
         pairs = [(gradients[0], truth.dq)]
@@ -83,6 +101,5 @@ def error_of(result: tuple, case: Case) -> float | None:
             pairs.append((result[1], truth.tangent))
     errors = []
     for array, expected in pairs:
-        sampled = as_float64(array[-1:, rows, -1:])
-        errors.append(np.abs(sampled - expected).max() / np.abs(expected).max())
-    return float(max(errors))
+        errors.append(largest_relative_error(array[-1:, rows, -1:], expected))
+    return max(errors)

@@ -1,8 +1,9 @@
-"""Check an attention against float64 where it stands: sampled rows and columns, in the time of those alone.
+"""Check an attention against float64 where it stands, in the time of sampled rows and columns.
 
-The logits of a sampled row give its lse, out and dq. A sampled column j needs lse and out of all rows, as the call gave
-them:
-  p_i = exp(s_ij - lse_i)    dv = sum p_i dout_i    dk = sum d_raw_i q_i, d_raw from ds_i = p_i (dout_i v_j - dout_i out_i)
+The logits of a sampled row give its lse, out and dq. A sampled column j needs lse and out of all
+rows, as the call gave them:
+  p_i  = exp(s_ij - lse_i)                dv = sum p_i dout_i
+  ds_i = p_i (dout_i v_j - dout_i out_i)  dk = sum d_raw_i q_i, with d_raw from ds
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from memeff.shape import fold_leads
 
 # The largest relative error that counts as rounding. Plain attention has a third of it or less.
 LIMITS = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
-# An error is measured against at least this part of the terms of its sum, because terms that cancel leave their rounding.
+# An error is measured against at least this part of the terms of its sum, because terms that
+# cancel leave their rounding.
 PART = 0.25
 
 
@@ -71,9 +73,12 @@ class Audit:
             f"{self.samples} rows and columns in float64, {self.dtype}: {verdict}",
             f"{'':10}{'error':>10}{'relative':>10}   where (batch, token, head, entry)",
         ]
-        for x in self.findings:
-            beyond = "" if x.relative <= self.limit else f"   beyond {self.limit:.0e}"
-            lines.append(f"{x.name:10}{x.error:10.2e}{x.relative:10.1e}   {x.where}{beyond}")
+        for finding in self.findings:
+            name, error, _, where = finding
+            line = f"{name:10}{error:10.2e}{finding.relative:10.1e}   {where}"
+            if not finding.relative <= self.limit:  # also NaN
+                line += f"   beyond {self.limit:.0e}"
+            lines.append(line)
         return "\n".join(lines)
 
 
@@ -89,21 +94,24 @@ def audit(
     rng: ArrayLike | None = None,
     **kwargs: Any,
 ) -> Audit:
-    """Check an attention where it stands, in float64: sampled rows of out and dq, sampled columns of dk and dv.
+    """Check an attention where it stands: sampled rows of out and dq, sampled columns of dk and dv.
 
-    Run the attention once, forward and gradient, for a random cotangent of out. Then compute the samples again in
-    O(samples (T + S)): cheap enough for a training loop now and then, and at a million tokens. Not inside jit.
+    Run the attention once, forward and gradient, for a random cotangent of out. Then compute the
+    samples again in float64, in O(samples (T + S)): cheap enough for a training loop now and then,
+    and at a million tokens. Not inside jit.
 
     Args:
-      implementation: a name or None, as in `dot_product_attention`; or a function with the same arguments, for example
-        `functools.partial(jax.nn.dot_product_attention, implementation="cudnn")`. A function does not return lse, so
-        the chunked path computes it.
+      implementation: a name or None, as in `dot_product_attention`; or a function with the same
+        arguments, for example
+        `functools.partial(jax.nn.dot_product_attention, implementation="cudnn")`. A function does
+        not return lse, so the chunked path computes it.
       query, key, value, bias, mask: as in `dot_product_attention`.
       samples: the number of rows, and of columns; with grouped heads, of all heads of a group.
       rng: a key of `jax.random` for the samples and the cotangent. Default: `jax.random.key(0)`.
       kwargs: more arguments of `dot_product_attention`, also `backward`, without dropout and sinks.
 
-    Returns: `memeff.Audit`: `ok`, and `findings` (the largest error of each result, and where). Print it for a table.
+    Returns: `memeff.Audit`: `ok`, and `findings` (the largest error of each result, and where).
+      Print it for a table.
 
     Raises: as the call itself does; TypeError inside jit, for dropout, and for sinks.
 
@@ -113,23 +121,26 @@ def audit(
       True
     """
     # `backward` and `memory_limit` say how to compute, which the truth does not need.
-    exact_kwargs = {
-        name: x for name, x in kwargs.items() if name not in ("backward", "memory_limit")
-    }
+    exact_kwargs = dict(kwargs)
+    exact_kwargs.pop("backward", None)
+    exact_kwargs.pop("memory_limit", None)
     arguments = chunked_arguments("audit", query, key, value, bias, mask, **exact_kwargs)
     call = prepare(arguments, run_attention)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call.operands))
     if traced or call.problem.dropout is not None:
         raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout. Omit both.")
-    run_key, *sample_keys = jax.random.split(jax.random.key(0) if rng is None else rng, 3)
+    if rng is None:
+        rng = jax.random.key(0)
+    run_key, *sample_keys = jax.random.split(rng, 3)
     arrays = [jnp.asarray(x) for x in (query, key, value)]
     ours = functools.partial(dot_product_attention, bias=bias, mask=mask, return_residual=True)
     shape = call.shape
-    dout = jax.random.normal(run_key, (*shape.leads, shape.T, shape.N, shape.D), arrays[0].dtype)
+    out_shape = (*shape.leads, shape.T, shape.N, shape.D)
+    dout = jax.random.normal(run_key, out_shape, arrays[0].dtype)
     if callable(implementation):
-        given = {"bias": bias, "mask": mask}
-        given = {name: x for name, x in given.items() if x is not None}
-        run = functools.partial(implementation, **given, **kwargs)
+        optional = {"bias": bias, "mask": mask}
+        optional = {name: x for name, x in optional.items() if x is not None}
+        run = functools.partial(implementation, **optional, **kwargs)
         out, gradients = _out_and_gradients(run, dout, arrays, returns_lse=False)
         _, lse = ours(*arrays, implementation="xla", **exact_kwargs)
     else:
@@ -139,21 +150,26 @@ def audit(
 
 
 def _out_and_gradients(run, dout: Array, arrays: list[Array], returns_lse: bool):
-    """Return what `run` returns for `arrays`, and their gradients for the cotangent `dout` of out."""
+    """Return the results of `run` for `arrays`, and the gradients for the cotangent `dout`."""
 
     @jax.jit
     def both(dout, *arrays):
         results, pull = jax.vjp(run, *arrays)
         cotangents = (dout, jnp.zeros_like(results[1])) if returns_lse else dout
-        return results, pull(jax.tree.map(sharding.shard_like, cotangents, results))
+        cotangents = jax.tree.map(sharding.shard_like, cotangents, results)
+        return results, pull(cotangents)
 
     return both(dout, *arrays)
 
 
 def _compare_samples(call: Call, results, dout: Array, sample_keys, samples: int) -> Audit:
-    """Compare sampled rows and columns of the results with float64; `results`: out, lse, dq, dk, dv in public layout."""
+    """Compare sampled rows and columns of the results with float64.
+
+    `results` are out, lse, dq, dk and dv in public layout.
+    """
     shape = call.shape
-    results, dout = jax.tree.map(lambda x: fold_leads(shape, x), (results, dout))
+    fold = functools.partial(fold_leads, shape)
+    results, dout = jax.tree.map(fold, (results, dout))
     operands, results, dout = sharding.on_auto_mesh((call.operands, results, dout))
     with jax.set_mesh(None):  # the caller's mesh is not that of these arrays
         rows = sampled(sample_keys[0], (shape.B, shape.K, shape.T), samples)
@@ -168,35 +184,35 @@ def _compare_samples(call: Call, results, dout: Array, sample_keys, samples: int
 
 def sampled(key: Array, sizes: tuple[int, ...], samples: int) -> np.ndarray:
     """Return [samples, 3]: batch entry, key head, token."""
-    keys = jax.random.split(key, 3)
-    columns = [
-        np.asarray(jax.random.randint(k, (samples,), 0, n))
-        for k, n in zip(keys, sizes, strict=True)
-    ]
+    columns = []
+    for column_key, size in zip(jax.random.split(key, 3), sizes, strict=True):
+        indices = jax.random.randint(column_key, (samples,), 0, size)
+        columns.append(np.asarray(indices))
     return np.stack(columns, 1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def rows_of(problem: Problem, operands: Operands, dout: Array, samples: Array):
-    """Return lse [n, G], out [n, G, D] and dq [n, G, H] of sampled queries in float64, and the size of dq's terms.
+    """Return lse [n, G], out [n, G, D], dq [n, G, H] and the size of dq's terms in float64.
 
     `dout` is B T N D, `samples` [n, 3] as `sampled` returns them.
     """
 
     def one_row(sample):
-        tile = _cut_sample(problem, operands, sample, (1, operands.key.shape[1]), (), (dout,))
+        size = (1, operands.shape.S)
+        tile = _cut_sample(problem, operands, sample, size, (), (dout,))
         s, pull = _logits(problem, tile)  # g 1 c
         m = s.max(-1, keepdims=True)
-        m = jnp.where(m == -jnp.inf, 0, m)
+        m = jnp.where(m == -jnp.inf, 0, m)  # a row that sees no key
         l = jnp.exp(s - m).sum(-1, keepdims=True)
         p = jnp.exp(s - m) / jnp.where(l == 0, 1, l)
         v = tile.operands.value[0, 0]
-        do = tile.row_vectors[0][0, 0]
+        do = tile.row_vectors[0][0, 0]  # g 1 d
         out = p @ v
         dp = do @ v.T
         delta = (do * out).sum(-1, keepdims=True)
-        dq = pull(p * (dp - delta))[0]
-        dq_size = pull(_size_of_terms(p, do, v, out))[0]
+        dq, _ = pull(p * (dp - delta))
+        dq_size, _ = pull(_size_of_terms(p, do, v, out))
         lse = m + jnp.log(l)
         return lse[:, 0, 0], out[:, 0], dq[0, 0, :, 0], dq_size[0, 0, :, 0]
 
@@ -214,56 +230,65 @@ def columns_of(
     lse = split_axis(lse, 2, operands.shape.K).transpose(0, 2, 3, 1)  # b k g t
 
     def one_column(sample):
-        size = (operands.query.shape[1], 1)
+        size = (operands.shape.T, 1)
         tile = _cut_sample(problem, operands, sample, size, (lse,), (dout, out))
         s, pull = _logits(problem, tile)  # g t 1
-        do, o = (x[0, 0] for x in tile.row_vectors)
-        row_lse = tile.row_scalars[0][0, 0, :, :, None]
+        do, o = (x[0, 0] for x in tile.row_vectors)  # g t d
+        row_lse = tile.row_scalars[0][0, 0, :, :, None]  # g t 1
         p = jnp.where(row_lse == -jnp.inf, 0, jnp.exp(s - row_lse))
         v = tile.operands.value[0, 0]
         dp = do @ v.T
         delta = (do * o).sum(-1, keepdims=True)
-        dk = pull(p * (dp - delta))[1]
+        _, dk = pull(p * (dp - delta))
         dv = (p * do).sum((0, 1))
-        dk_size = pull(_size_of_terms(p, do, v, o))[1]
+        _, dk_size = pull(_size_of_terms(p, do, v, o))
         return dk[0, 0, 0], dv, dk_size[0, 0, 0]
 
     return lax.map(one_column, samples)
 
 
 def _size_of_terms(p: Array, do: Array, v: Array, out: Array) -> Array:
-    """Return the size of the terms of p (do v' - do out'), because rounding errs by a part of it even where they cancel."""
-    return p * jnp.sqrt((do**2) @ (v**2).T + ((do * out) ** 2).sum(-1, keepdims=True))
+    """Return the size of the terms of p (do v' - do out').
+
+    Rounding errs by a part of this size even where the terms cancel.
+    """
+    dp_square = (do**2) @ (v**2).T
+    delta_square = ((do * out) ** 2).sum(-1, keepdims=True)
+    return p * jnp.sqrt(dp_square + delta_square)
 
 
 def _cut_sample(
     problem: Problem, operands: Operands, sample: Array, size: tuple[int, int], rows, like_query
 ) -> Tile:
-    """Cut one row, or one column, of one key head, in float64; what is not finite becomes 0, because nobody may see it."""
+    """Cut one row, or one column, of one key head, in float64.
+
+    Numbers that are not finite become 0, because nobody may see them.
+    """
     b, k, token = sample
     start = (token, 0) if size[0] == 1 else (0, token)
     lengths = operands.shape.T, operands.shape.S
     sources = TileSources(operands, like_query, rows, lengths)
-    tile = cut_tile(problem, sources, TileSize(1, 1, *size), True, (b, k), *start)
+    tile_size = TileSize(1, 1, *size)
+    tile = cut_tile(problem, sources, tile_size, True, (b, k), *start)
 
     def widen(x):
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(jnp.float64)
 
     def clean(x):
         return jnp.where(jnp.isfinite(x), x, 0)
 
-    tile_operands, rows, wide = jax.tree.map(
-        widen, (tile.operands, tile.row_scalars, tile.row_vectors)
-    )
+    arrays = tile.operands, tile.row_scalars, tile.row_vectors
+    tile_operands, row_scalars, row_vectors = jax.tree.map(widen, arrays)
     query, key, value = map(clean, tile_operands[:3])
     tile_operands = tile_operands._replace(query=query, key=key, value=value)
-    return tile._replace(
-        operands=tile_operands, row_scalars=rows, row_vectors=tuple(map(clean, wide))
-    )
+    row_vectors = tuple(map(clean, row_vectors))
+    return tile._replace(operands=tile_operands, row_scalars=row_scalars, row_vectors=row_vectors)
 
 
 def _logits(problem: Problem, tile: Tile):
-    """Return the logits G t c of the tile's head, and the pullback from their cotangents to its queries and keys."""
+    """Return the logits G t c of the tile's head, and their pullback to its queries and keys."""
 
     def logits(query, key):
         operands = tile.operands._replace(query=query, key=key)
@@ -284,27 +309,31 @@ def report(
 ) -> Audit:
     """Return the findings for `results`: out, lse, dq [B, T, N, ...] and dk, dv [B, S, K, ...]."""
     out, lse, dq, dk, dv = results
-    row_places = [(int(b), int(t), int(k * G + g)) for b, k, t in rows for g in range(G)]
-    column_places = [(int(b), int(s), int(k)) for b, k, s in columns]
+    row_places = []  # b t n
+    for b, k, t in rows.tolist():
+        for g in range(G):
+            row_places.append((b, t, k * G + g))
+    column_places = [(b, s, k) for b, k, s in columns.tolist()]
     row_index = tuple(np.asarray(row_places).T)
     column_index = tuple(np.asarray(column_places).T)
     true_lse, true_out, true_dq, dq_size = true_rows
     true_dk, true_dv, dk_size = true_columns
 
-    def of_row(name, x, truth, size=0.0):
+    def compare_rows(name, x, truth, least=0.0):
         actual = np.asarray(x[row_index]).reshape(len(row_places), -1)
         truth = np.asarray(truth).reshape(len(row_places), -1)
-        return _compare(name, actual, truth, row_places, size)
+        return _compare(name, actual, truth, row_places, least)
 
-    def of_column(name, x, truth, size=0.0):
-        return _compare(name, np.asarray(x[column_index]), np.asarray(truth), column_places, size)
+    def compare_columns(name, x, truth, least=0.0):
+        actual = np.asarray(x[column_index])
+        return _compare(name, actual, np.asarray(truth), column_places, least)
 
     findings = (
-        of_row("lse", lse, true_lse),
-        of_row("out", out, true_out),
-        of_row("query", dq, true_dq, PART * np.abs(dq_size).max(initial=0)),
-        of_column("key", dk, true_dk, PART * np.abs(dk_size).max(initial=0)),
-        of_column("value", dv, true_dv),
+        compare_rows("lse", lse, true_lse),
+        compare_rows("out", out, true_out),
+        compare_rows("query", dq, true_dq, PART * np.abs(dq_size).max(initial=0)),
+        compare_columns("key", dk, true_dk, PART * np.abs(dk_size).max(initial=0)),
+        compare_columns("value", dv, true_dv),
     )
     return Audit(findings, len(rows), dtype)
 
@@ -312,15 +341,20 @@ def report(
 def _compare(
     name: str, actual: np.ndarray, truth: np.ndarray, places: list[tuple[int, ...]], least: float
 ) -> Finding:
-    """Return the largest error of `actual` [n, entries], whose rows are at `places`; its scale is at least `least`."""
+    """Return the largest error of `actual` [n, entries], whose rows are at `places`.
+
+    Its scale is at least `least`.
+    """
     actual = actual.astype(np.float64)
     truth = truth.astype(np.float64)
     # The lse of a row that sees no key is -inf in both.
-    same = (actual == truth) | (np.isnan(actual) & np.isnan(truth))
+    both_nan = np.isnan(actual) & np.isnan(truth)
+    same = (actual == truth) | both_nan
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0, np.abs(actual - truth))
     error = np.where(np.isnan(error), np.inf, error)
     worst, entry = np.unravel_index(np.argmax(error), error.shape)
-    scale = max(np.abs(truth[np.isfinite(truth)]).max(initial=0), least)
+    finite = truth[np.isfinite(truth)]
+    scale = max(np.abs(finite).max(initial=0), least)
     place = (*places[worst], int(entry))
     return Finding(name, float(error[worst, entry]), float(scale), place)

@@ -1,8 +1,9 @@
-"""Measure what rows and keys do: each row's entropy, largest logit and mean distance, and each key's mass.
+"""Measure each row's entropy, largest logit and mean distance, and each key's mass.
 
-For a row with probabilities p = exp(s - lse): entropy = - sum p (s - lse), mean distance = sum p |q_pos - k_pos|. The
-forward sums them in the pass that gives out. Their derivatives of every order are those of sums over tiles
-(autodiff/tile_sum.py).
+For a row with probabilities p = exp(s - lse):
+  entropy = - sum p (s - lse)    mean distance = sum p |q_pos - k_pos|
+The forward sums them in the pass that gives out. Their derivatives of every order are those of sums
+over tiles (autodiff/tile_sum.py).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
 
 class Statistics(NamedTuple):
-    """What `memeff.attention_statistics` measures of each query, [*B, T, N] in float32 (float64 for float64).
+    """Measures of each query by `memeff.attention_statistics`, [*B, T, N].
 
-    A query that sees no key has lse and max_logit -inf, and 0 for the others.
+    They are in float32, or in float64 for float64 operands. A query that sees no key has lse and
+    max_logit -inf, and entropy and mean_distance 0.
     """
 
     out: Array  # [*B, T, N, D], as `dot_product_attention` returns it
@@ -48,7 +50,7 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowStatistics:
-    """The function from operands to out [B, K, G, T, D] and lse, entropy, max_logit, mean_distance [B, K, G, T]."""
+    """The function from operands to the results of `row_statistics`."""
 
     chosen: Chosen
 
@@ -57,9 +59,8 @@ class RowStatistics:
         sums, sum_below, sum_distance = forward_with_statistics(problem, schedule, operands)
         out, lse = row_sums.divide_sums(operands, sums, log_sum_exp)
         l = jnp.where(sums.l == 0, 1, sums.l)
-        entropy = jnp.maximum(
-            jnp.log(l) - sum_below / l, 0
-        )  # rounding alone would make it negative
+        entropy = jnp.log(l) - sum_below / l
+        entropy = jnp.maximum(entropy, 0)  # rounding alone would make it negative
         return out, lse.high, entropy, sums.m, sum_distance / l
 
     def jvp(self, primals, tangents):
@@ -73,7 +74,10 @@ class RowStatistics:
         return statistics, tangent_of(differentiable, primals, tangents)
 
     def _from_lse(self, operands: Operands, max_logit: Array) -> tuple[Array, ...]:
-        """Return the statistics as sums over tiles, which can be differentiated; `max_logit` finds the largest logit."""
+        """Return the statistics as sums over tiles, which can be differentiated.
+
+        `max_logit` finds the largest logits.
+        """
         problem, schedule, _ = self.chosen
         out, lse = call(Forward(self.chosen, "caller"), operands)
         function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
@@ -121,7 +125,7 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _RowSumsOfTile(TileFunction):
-    """The sums of one tile for each query: entropy, distance, largest logits, and how many logits are the largest."""
+    """The sums of one tile for each query: entropy, distance, largest logits, and their number."""
 
     def __call__(self, where: TileLocation, *parts: Array) -> tuple[Array, ...]:
         tile, lse = self.tile(where, parts)
@@ -134,8 +138,11 @@ class _RowSumsOfTile(TileFunction):
             is_largest = is_largest & tile.keep
         entropy = -p * (s - lse.high[..., None])
         distance = p * distances(self.problem, tile)
-        terms = entropy, distance, jnp.where(is_largest, s, 0), is_largest
-        return tuple(lax.collapse(x.sum(-1, dtype=p.dtype), 1, 3) for x in terms)
+        sums = []
+        for x in (entropy, distance, jnp.where(is_largest, s, 0), is_largest):
+            row_sums_of_x = x.sum(-1, dtype=p.dtype)
+            sums.append(lax.collapse(row_sums_of_x, 1, 3))  # B N t
+        return tuple(sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +156,7 @@ class _KeySumsOfTile(TileFunction):
 
 
 def _logits_and_probabilities(problem: Problem, tile: Tile, lse: Lse) -> tuple[Array, Array]:
-    """Return the logits of a tile [B, K, G, t, c], 0 where a pair is hidden, and its probabilities."""
+    """Return the logits of a tile [B, K, G, t, c], 0 for hidden pairs, and its probabilities."""
     _, s, _ = tile_logits(problem, tile)
     p = probabilities(s, lse, tile.keep)
     if tile.keep is not None:
@@ -165,14 +172,17 @@ def attention_statistics(
     mask: ArrayLike | None = None,
     **kwargs: Unpack[AttentionKwargs],
 ) -> Statistics:
-    """Return out and lse as `dot_product_attention`, and each row's entropy, largest logit and mean distance.
+    """Return out and lse, and each row's entropy, largest logit and mean distance.
 
-    One pass over the logits in linear memory, by the chunked path; differentiable in every order. The probabilities are
-    those before dropout. The gradient of the largest logit is shared by the logits that equal it to rounding.
+    One pass over the logits in linear memory, by the chunked path; differentiable in every order.
+    The probabilities are those before dropout. The gradient of the largest logit is shared by the
+    logits that equal it to rounding.
 
-    Args: those of `dot_product_attention` without implementation, backward, return_residual and sinks.
+    Args: those of `dot_product_attention` without implementation, backward, return_residual and
+      sinks.
 
-    Returns: `memeff.Statistics`: out [*B, T, N, D]; lse, entropy (nats), max_logit, mean_distance (tokens) [*B, T, N].
+    Returns: `memeff.Statistics`: out [*B, T, N, D]; lse, entropy (nats), max_logit, mean_distance
+      (tokens) [*B, T, N].
 
     Raises: as the call itself does; TypeError for an argument that is not one of those.
 
@@ -202,9 +212,11 @@ def key_mass(
 ) -> Array:
     """Return the sum of each key's probabilities over all queries, [*B, S, N] in float32 (float64).
 
-    Linear memory, by the chunked path: one pass for lse and one for the sums; differentiable in every order.
+    Linear memory, by the chunked path: one pass for lse and one for the sums; differentiable in
+    every order.
 
-    Args: those of `dot_product_attention` without value, implementation, backward, return_residual and sinks.
+    Args: those of `dot_product_attention` without value, implementation, backward, return_residual
+      and sinks.
 
     Raises: as `dot_product_attention`; TypeError for an argument that is not one of those.
 
@@ -218,7 +230,7 @@ def key_mass(
 
 
 def _run_key_mass(arguments: Arguments, chosen: Chosen | None = None) -> Array:
-    """Return the mass of each key of a call, in the tiles `chosen`, or in those that dispatch chooses."""
+    """Return the mass of each key, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_key_mass, chosen)
     mass = sharding.on_mesh_of_operands(sum_probabilities_by_key, (call.chosen,), call.operands)
     return unfold(call.shape, mass)

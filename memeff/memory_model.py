@@ -1,13 +1,15 @@
 """Estimate the bytes that a call holds at its peak, beyond inputs and outputs, from shapes alone.
 
-A call has phases: the loop of the forward, the division by l, the loop of the backward, and the end,
-when sums take the layout and dtype of the gradients. The largest phase counts. It holds arrays as
-long as the sequence (float32 sums, rows, the saved out), arrays as large as a tile of logits, and
-slices of operands. XLA:CPU lends the memory of outputs that are not yet written, one buffer each.
+A call has phases: the loop of the forward, the division by l, the loop of the backward, and the
+end, when sums take the layout and dtype of the gradients. The largest phase counts. It holds arrays
+as long as the sequence (float32 sums, rows, the saved out), arrays as large as a tile of logits,
+and slices of operands. XLA:CPU lends the memory of outputs that are not yet written, one buffer
+each.
 
-The tables below say how many tiles are live at the same time. They were read from the reports of XLA
-(`memory_analysis`) on some 700 compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an H200.
-tests/test_plan.py compiles calls of every kind and fails where an estimate is off by over a tenth.
+The tables below say how many tiles are live at the same time. They were read from the reports of
+XLA (`memory_analysis`) on some 700 compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an
+H200. tests/test_plan.py compiles calls of every kind and fails where an estimate is off by over a
+tenth.
 """
 
 import math
@@ -133,7 +135,7 @@ class Sizes(NamedTuple):
 def temp_bytes(
     problem: Problem, schedule: Schedule, operands: Operands, platform: str
 ) -> tuple[int, int]:
-    """Return the bytes of the chunked path: of inference, and of forward and gradient in one call."""
+    """Return the bytes of the chunked path: of inference, and of forward with gradient."""
     estimate = _on_cpu if platform == "cpu" else _on_gpu
     forward, gradient = estimate(problem, schedule, operands)
     score_fn_bytes = _score_fn_bytes(problem, schedule, operands)

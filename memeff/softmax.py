@@ -34,9 +34,9 @@ def log_sum_exp(m: Array, l: Array) -> Lse:
 def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
     """Return the factor and the divisor of a row's sums if a sink takes part in its softmax.
 
-    `l` [B, K, G, T] is the row sum of exp(s - m) over the keys. With top = max(m, sink), the row sum
-    with the sink is l exp(m - top) + exp(sink - top). This neither overflows nor loses the larger
-    of the two.
+    `l` [B, K, G, T] is the row sum of exp(s - m) over the keys. With top = max(m, sink), the row
+    sum with the sink is l exp(m - top) + exp(sink - top). This neither overflows nor loses the
+    larger of the two.
     """
     empty = l == 0
     sink = spread_sinks(sinks, l)
@@ -57,8 +57,8 @@ def spread_sinks(sinks: Array, rows: Array) -> Array:
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:
     """Return a row's log-sum-exp over keys and sink, and the sink's probability, [B, K, G, T].
 
-    A row that sees no key keeps `LSE_OF_EMPTY_ROW`. Its sink has probability 0, because it takes nothing
-    from any key.
+    A row that sees no key keeps `LSE_OF_EMPTY_ROW`. Its sink has probability 0, because it takes
+    nothing from any key.
     """
     sink = spread_sinks(sinks, lse.high)
     empty = lse.high == LSE_OF_EMPTY_ROW

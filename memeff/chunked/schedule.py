@@ -19,8 +19,9 @@ from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, check
 def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_axis: int | None):
     """Return ((masked, rows, columns), starts [n, 2]) of each group of tiles, masked ones last.
 
-    Where `schedule.max_merged_logits` allows, whole tiles that form a larger square become one tile, because
-    each step costs launches and slices of what it reads and adds to. `long_axis` (0: rows,
+    Where `schedule.max_merged_logits` allows, whole tiles that form a larger square become one
+    tile, because each step costs launches and slices of what it reads and adds to. `long_axis` (0:
+    rows,
     1: columns) is the longer axis of such a tile. It also asks for two tiles at least in a group,
     because XLA unrolls a loop of one step.
 

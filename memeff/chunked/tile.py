@@ -40,7 +40,8 @@ class Tile(NamedTuple):
 def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
     """Return raw, s, and the transpose of (2), which takes ds to d_raw and the params' cotangents.
 
-    `materialize_raw`: store the product before its consumers, which XLA:GPU then puts in one kernel.
+    `materialize_raw`: store the product before its consumers, which XLA:GPU then puts in one
+    kernel.
     """
     q, k = transform_query_key(problem, tile.operands, *tile.positions)
     raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))  # (1)

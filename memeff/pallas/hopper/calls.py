@@ -1,7 +1,7 @@
-"""Bring the arrays of a call into the layout of the Hopper kernels (H100, H200), and call the kernels.
+"""Bring the arrays of a call into the layout of the Hopper kernels, and call these (H100, H200).
 
-The kernels are written in Pallas with its Mosaic GPU backend. All head dims, also that of the values,
-are padded to one multiple of 64, and lengths to multiples of 8.
+The kernels are written in Pallas with its Mosaic GPU backend. All head dims, also that of the
+values, are padded to one multiple of 64, and lengths to multiples of 8.
 """
 
 import functools
@@ -155,8 +155,8 @@ def _unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
 def _mask_as_segments(operands: Operands) -> Operands:
     """Replace a mask of keys or of queries by segment ids.
 
-    Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that padding
-    leaves the ids of keys in order. Hidden queries get 2.
+    Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that
+    padding leaves the ids of keys in order. Hidden queries get 2.
     """
     if operands.mask is None:
         return operands

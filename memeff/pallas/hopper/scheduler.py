@@ -95,7 +95,7 @@ def balanced_order(count: int, times: np.ndarray, blocks: int) -> TileOrder:
 
 
 def _balance(count: int, times: np.ndarray, blocks: int, order: TileOrder) -> float:
-    """Return the mean work of persistent thread blocks relative to the most, in boustrophedon order."""
+    """Return the mean work of thread blocks relative to the most, in boustrophedon order."""
     tiles = times.size - order.rest
     early = np.tile(np.repeat(times[:tiles], order.section), count // order.section)
     late = np.repeat(times[tiles:], count)
@@ -187,7 +187,7 @@ def find_query_work(
 def _without_hidden_tiles(
     problem: Problem, scalars: Scalars, tile, window: TileRange, size: int
 ) -> TileRange | TileList:
-    """Return those of the `window`'s tiles, of `size`, that segments and mask_fn leave to `tile`."""
+    """Return the `window`'s tiles, of `size`, that segments and mask_fn leave to `tile`."""
     visits = window
     if scalars.q_segments is not None:
         visible = (scalars.visible_from[tile], scalars.visible_to[tile])
@@ -222,7 +222,7 @@ def find_key_work(
     order: TileOrder,
     index,
 ) -> KeyWork:
-    """Return the work item `index`, a tile of `cols` keys that visits tiles of `queries` queries."""
+    """Return the work item `index`: `cols` keys, and tiles of `queries` queries that see them."""
     tile_count = -(-sizes.S // cols)
     head, tile = work_item(sizes.B * sizes.K, tile_count, order, False, index)
     b = lax.div(head, jnp.int32(sizes.K))

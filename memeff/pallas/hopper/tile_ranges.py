@@ -27,7 +27,7 @@ class TileRange(NamedTuple):
     near: Array | None = None  # tile without a mask that is visited first; None: the last one
 
     def within(self, visible, one_segment, size: int) -> "TileRange":
-        """Keep the tiles, of `size` positions, that hold positions from `visible[0]` to `visible[1]`.
+        """Keep the tiles, of `size` positions, that hold some from `visible[0]` to `visible[1]`.
 
         All of them are masked, unless the tokens that see them have `one_segment`.
         """
@@ -96,7 +96,7 @@ class TileRange(NamedTuple):
 
 
 class TileList(NamedTuple):
-    """The tiles that a block mask leaves, listed in place of a `TileRange`; masked tiles come first."""
+    """The tiles that a block mask leaves, instead of a `TileRange`; masked tiles come first."""
 
     table: Any  # see `_table`
     start: Array
@@ -163,7 +163,7 @@ def with_lists(
 
 
 def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
-    """Return the lists of visible tiles [tiles, visited tiles] as one int32 array; None if too long.
+    """Return the lists of visible tiles [tiles, visited] as one int32 array; None if too long.
 
     For each tile it has the start of its list, the number of masked tiles in it, and its length.
     Then the lists follow, masked tiles first.
@@ -210,7 +210,7 @@ def _mirrored(problem: Problem) -> Problem:
 def tiles_visited(
     problem: Problem, lengths: tuple[int, int], item_size: int, size: int, keys: bool = False
 ) -> np.ndarray:
-    """Return how many tiles of `size` keys each tile of `item_size` queries visits, the last tile first.
+    """Return how many tiles of `size` keys a tile of `item_size` queries visits, the last first.
 
     With `keys`, return how many tiles of queries each tile of keys visits, the first tile first.
     Only the window counts, because arrays of offsets, lengths and segments are not known yet.

@@ -134,7 +134,7 @@ def score_numbers(
 
 
 def differentiable_numbers(problem: Problem, operands: Operands) -> tuple[Array, ...]:
-    """Return score_fn's differentiable numbers: those in `kernel_gradients`, then in `needs_extra_pass`."""
+    """Return score_fn's numbers in `kernel_gradients`, then those in `needs_extra_pass`."""
     partition, numbers = score_numbers(problem, operands)
     names = (*partition.kernel_gradients, *partition.needs_extra_pass)
     return tuple(numbers[x] for x in names)

@@ -62,7 +62,12 @@ def as_column(x: Array | None) -> Array | None:
 
 
 def pair_indices(
-    problem: Problem, operands: Operands, like: Array, first, rows: Array, cols: Array
+    problem: Problem,
+    operands: Operands,
+    like: Array,
+    first,
+    rows: Array,
+    cols: Array,
 ) -> PairIndices | None:
     """Return the indices that the user's functions receive for a tile; None without functions.
 

@@ -246,7 +246,11 @@ class TracedTransform:
 
 
 def trace_function(
-    name: str, fn: Any, params: Any, dtype, sizes: dict[str, Any]
+    name: str,
+    fn: Any,
+    params: Any,
+    dtype,
+    sizes: dict[str, Any],
 ) -> tuple[TracedFunction, tuple[Array, ...], tuple[Array, ...]]:
     """Check a `score_fn` or `mask_fn`, and return it with its float params and its other params.
 
@@ -367,17 +371,14 @@ def check_sizes(name: str, fn: Any, params: Any, sizes: dict[str, Any]) -> None:
 def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any, tuple[bool, ...]]:
     """Check what a function takes; return it with leaves, structure and floats of its params."""
     arguments = ARGUMENTS[name]
+    names = ", ".join(arguments)
     if not callable(fn):
-        raise TypeError(
-            f"{name} must be a function ({', '.join(arguments)}), got {type(fn).__name__}."
-        )
+        raise TypeError(f"{name} must be a function ({names}), got {type(fn).__name__}.")
     try:
         hash(fn)
         inspect.signature(fn).bind(*arguments)
     except TypeError as e:
-        raise TypeError(
-            f"{name} must be hashable and take ({', '.join(arguments)}): {e}."
-        ) from None
+        raise TypeError(f"{name} must be hashable and take ({names}): {e}.") from None
     params = jax.tree.map(jnp.asarray, params)
     if any(_is_complex(x) for x in jax.tree.leaves(params)):
         fn = _WithComplexParams(fn)

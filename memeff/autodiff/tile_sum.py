@@ -154,7 +154,12 @@ def tile_sum(
 
 
 def fold(
-    step, grid: TileGrid, inputs: tuple[DimNames, ...], totals: tuple[DimNames, ...], start, arrays
+    step,
+    grid: TileGrid,
+    inputs: tuple[DimNames, ...],
+    totals: tuple[DimNames, ...],
+    start,
+    arrays,
 ) -> tuple[Array, ...]:
     """Update the totals `start` by `step(location, old, parts)` at one tile after the other.
 

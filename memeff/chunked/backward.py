@@ -116,7 +116,11 @@ def _backward(
 
 
 def _loop_inputs(
-    operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
 ) -> tuple[Lse, Array, Array]:
     """Return lse in two floats, delta [B, K, G, T], and dout [B, T, N, D]."""
     if lse.low is None:

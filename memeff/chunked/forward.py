@@ -126,7 +126,11 @@ def forward_with_statistics(
 
 
 def online_softmax_step(
-    problem: Problem, tile: Tile, raw: Array, s: Array, old: tuple[Array, Array, Array]
+    problem: Problem,
+    tile: Tile,
+    raw: Array,
+    s: Array,
+    old: tuple[Array, Array, Array],
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
     """Do (3) and (4) for a tile, with `old` = (m, l, o). Return the new (m, l, o), and (m', a, p).
 

@@ -32,7 +32,12 @@ StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what ma
 
 
 def run_by_blocks(
-    schedule: Schedule, operands: Operands, function, like_out, head_axis: int, results
+    schedule: Schedule,
+    operands: Operands,
+    function,
+    like_out,
+    head_axis: int,
+    results,
 ):
     """Write `function(operands, *like_out)` of each `schedule.head_block` into `results`.
 
@@ -213,7 +218,11 @@ def _fold_one_ahead(cut: CutTile, step, starts: np.ndarray) -> Fold:
 
 
 def _fold_two_ahead(
-    cut: CutTile, step, starts: np.ndarray, cut_ahead: CutTile, make: Callable[[Tile], Array]
+    cut: CutTile,
+    step,
+    starts: np.ndarray,
+    cut_ahead: CutTile,
+    make: Callable[[Tile], Array],
 ) -> Fold:
     """Return a fold that also computes `make(tile)` in the step before, for `Tile.ahead`.
 
@@ -248,7 +257,11 @@ def _fold_two_ahead(
 
 
 def _visit_between_bounds(
-    problem: Problem, chunk_size: tuple[int, int], operands: Operands, step, carry
+    problem: Problem,
+    chunk_size: tuple[int, int],
+    operands: Operands,
+    step,
+    carry,
 ):
     """Fold `step(carry, i, j)` over key tiles between bounds that lengths and offsets give.
 

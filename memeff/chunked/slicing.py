@@ -41,7 +41,13 @@ class TileSize(NamedTuple):
 
 
 def cut_tile(
-    problem: Problem, sources: TileSources, size: TileSize, masked: bool, first, i, j
+    problem: Problem,
+    sources: TileSources,
+    size: TileSize,
+    masked: bool,
+    first,
+    i,
+    j,
 ) -> Tile:
     """Return the tile at query `i` and key `j` of the block at batch entry and key head `first`."""
     operands, like_query, rows, lengths = sources

@@ -56,7 +56,11 @@ def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
 
 
 def transform_back(
-    problem: Problem, tile: Tile, dq: Array, dk: Array, dterms: LogitParams
+    problem: Problem,
+    tile: Tile,
+    dq: Array,
+    dk: Array,
+    dterms: LogitParams,
 ) -> tuple[Array, Array, LogitParams]:
     """Pull cotangents of transformed queries (B K G t H) and keys (B K H c) back through it.
 

@@ -221,7 +221,12 @@ def rows_of(problem: Problem, operands: Operands, dout: Array, samples: Array):
 
 @functools.partial(jax.jit, static_argnums=0)
 def columns_of(
-    problem: Problem, operands: Operands, out: Array, lse: Array, dout: Array, samples: Array
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    samples: Array,
 ):
     """Return dk [n, H] and dv [n, D] of sampled keys in float64, and the size of dk's terms.
 
@@ -258,7 +263,12 @@ def _size_of_terms(p: Array, do: Array, v: Array, out: Array) -> Array:
 
 
 def _cut_sample(
-    problem: Problem, operands: Operands, sample: Array, size: tuple[int, int], rows, like_query
+    problem: Problem,
+    operands: Operands,
+    sample: Array,
+    size: tuple[int, int],
+    rows,
+    like_query,
 ) -> Tile:
     """Cut one row, or one column, of one key head, in float64.
 
@@ -339,7 +349,11 @@ def report(
 
 
 def _compare(
-    name: str, actual: np.ndarray, truth: np.ndarray, places: list[tuple[int, ...]], least: float
+    name: str,
+    actual: np.ndarray,
+    truth: np.ndarray,
+    places: list[tuple[int, ...]],
+    least: float,
 ) -> Finding:
     """Return the largest error of `actual` [n, entries], whose rows are at `places`.
 

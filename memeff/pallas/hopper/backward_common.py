@@ -106,7 +106,11 @@ class Gradient(NamedTuple):
         return pull(jnp.float32(1))[0]
 
     def probabilities(
-        self, raw: Array, lse: Array, tile: ScoreTile, keep: Array | None
+        self,
+        raw: Array,
+        lse: Array,
+        tile: ScoreTile,
+        keep: Array | None,
     ) -> tuple[Array, Callable]:
         """Return p and a function of p and dp + delta, all of one shape.
 
@@ -154,7 +158,12 @@ def is_finite(x: Array, _=None) -> Array:
 
 
 def choose_blocks(
-    problem: Problem, scalars: Scalars, visited: np.ndarray, size: int, heads: int, bytes_read: int
+    problem: Problem,
+    scalars: Scalars,
+    visited: np.ndarray,
+    size: int,
+    heads: int,
+    bytes_read: int,
 ) -> tuple[int, TileOrder]:
     """Return the number of thread blocks and their order of the items of `heads`.
 

@@ -185,7 +185,12 @@ def _scratch_types(
 
 
 def copy_queries(
-    shape: CallSizes, tiling: Tiling, arrays: tuple, scratch: Any, work: KeyWork, visits
+    shape: CallSizes,
+    tiling: Tiling,
+    arrays: tuple,
+    scratch: Any,
+    work: KeyWork,
+    visits,
 ) -> Array:
     """Copy the visited queries of all heads that share the keys. Return the number of tiles.
 

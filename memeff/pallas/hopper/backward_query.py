@@ -152,7 +152,12 @@ def query_gradient(
 
 
 def _scratch_types(
-    head_dims: tuple[int, int], dtype, has_dlse: bool, scalars: Scalars, sums: int, tiling: Tiling
+    head_dims: tuple[int, int],
+    dtype,
+    has_dlse: bool,
+    scalars: Scalars,
+    sums: int,
+    tiling: Tiling,
 ) -> QueryScratch:
     """Return the types of the kernel's shared memory and barriers."""
     H, D = head_dims
@@ -182,7 +187,11 @@ def _scratch_types(
 
 
 def _copy(
-    tiling: Tiling, arrays: tuple, scratch: QueryScratch, work: QueryWork, state: WorkState
+    tiling: Tiling,
+    arrays: tuple,
+    scratch: QueryScratch,
+    work: QueryWork,
+    state: WorkState,
 ) -> tuple[Array, Array]:
     """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
     query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays

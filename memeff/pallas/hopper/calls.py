@@ -408,7 +408,11 @@ def _score_gradients(
 
 
 def tangent(
-    problem: Problem, operands: Operands, out: Array, lse: Lse, input_tangents: Operands
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    input_tangents: Operands,
 ) -> tuple[Array, Array]:
     """Return the tangents of out [B, K, G, T, D] and lse [B, K, G, T].
 

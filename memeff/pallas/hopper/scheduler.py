@@ -185,7 +185,11 @@ def find_query_work(
 
 
 def _without_hidden_tiles(
-    problem: Problem, scalars: Scalars, tile, window: TileRange, size: int
+    problem: Problem,
+    scalars: Scalars,
+    tile,
+    window: TileRange,
+    size: int,
 ) -> TileRange | TileList:
     """Return the `window`'s tiles, of `size`, that segments and mask_fn leave to `tile`."""
     visits = window

@@ -51,7 +51,11 @@ def scratch_shapes(
 
 
 def copy_token_vectors(
-    vectors: Sequence[Ref], tokens, shared: Sequence[Ref], slot, ready: Barrier
+    vectors: Sequence[Ref],
+    tokens,
+    shared: Sequence[Ref],
+    slot,
+    ready: Barrier,
 ) -> None:
     """Copy the entries of `vectors` at `tokens` to `slot` of shared memory."""
     for source, target in zip(vectors, shared, strict=True):

@@ -128,7 +128,11 @@ LARGEST_TABLE = 2**24  # numbers; with a larger table every tile would be masked
 
 
 def with_lists(
-    problem: Problem, scalars: Scalars, lengths, sides: tuple[int, int], keys: bool = False
+    problem: Problem,
+    scalars: Scalars,
+    lengths,
+    sides: tuple[int, int],
+    keys: bool = False,
 ) -> Scalars:
     """Add the lists of tiles that a block mask leaves to each tile of queries, or of `keys`.
 
@@ -208,7 +212,11 @@ def _mirrored(problem: Problem) -> Problem:
 
 
 def tiles_visited(
-    problem: Problem, lengths: tuple[int, int], item_size: int, size: int, keys: bool = False
+    problem: Problem,
+    lengths: tuple[int, int],
+    item_size: int,
+    size: int,
+    keys: bool = False,
 ) -> np.ndarray:
     """Return how many tiles of `size` keys a tile of `item_size` queries visits, the last first.
 

@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (eight to nine minutes on two cores)"
+	@echo "make test       the fast tests (seven to eight minutes on two cores)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=AVX512: as on one with it)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (3 GB of packages into .venv-clients)"

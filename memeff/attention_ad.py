@@ -264,7 +264,7 @@ class Backward:
 
 
 def _differentiable(operands: Operands) -> Gradients:
-    """Return the operands that have gradients, in the places of these."""
+    """Return the operands that have gradients, each in the field of its gradient."""
     return Gradients(operands.query, operands.key, operands.value, operands.logit_params)
 
 

@@ -22,7 +22,7 @@ def module_for(name: str, device: Device) -> ModuleType:
 
 
 class Request(NamedTuple):
-    """The user's choices of how a call runs; None means that memeff chooses."""
+    """The user's wishes for how a call runs; memeff chooses where they are None."""
 
     implementation: str | None = None
     backward: str | None = None  # kernels of the gradient: "split" (also None), "fused", "fastest"

@@ -126,7 +126,7 @@ def _loop_inputs(
     if lse.low is None:
         lse = Lse(lse.high, jnp.zeros_like(lse.high))
     delta = row_dots(out, dout, accumulator_dtype(operands))
-    # as it came: nothing is copied
+    # in the layout in which it is stored, so that nothing is copied
     dout = lax.collapse(dout.transpose(0, 3, 1, 2, 4), 2, 4)  # b t n d
     if dlse is not None:
         delta = delta - dlse

@@ -7,6 +7,8 @@ from memeff.block_mask import BlockMask, block_mask
 from memeff.diagnostics.audit import Audit, audit
 from memeff.diagnostics.plan import Plan, explain, plan
 from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
+from memeff.merge import merge
+from memeff.sequence.layout import from_zigzag, sequence_positions, to_zigzag
 from memeff.switch import switch_jax_nn
 from memeff.tile_sizes import memory_limit
 from memeff.user_functions import Mask, Score, Transform
@@ -27,11 +29,15 @@ __all__ = [
     "block_mask",
     "dot_product_attention",
     "explain",
+    "from_zigzag",
     "key_mass",
     "masks",
     "memory_limit",
+    "merge",
     "plan",
     "scores",
+    "sequence_positions",
     "switch_jax_nn",
+    "to_zigzag",
     "transforms",
 ]

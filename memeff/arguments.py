@@ -9,10 +9,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from memeff.block_mask import BlockMask
+from memeff.sequence.layout import Layout
 from memeff.user_functions import Mask, Score, Transform
 
 Implementation = Literal["xla", "reference", "pallas"]
 Backward = Literal["split", "fused", "fastest"]
+Strategy = Literal["all_gather", "ring", "all_to_all"]
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -38,6 +40,9 @@ class AttentionOptions(TypedDict, total=False):
     qk_transform_params: Any
     chunk_size: int | tuple[int, int] | None
     memory_limit: int | str | None
+    sequence_axis: str | tuple[str, str] | None
+    sequence_layout: Layout
+    context_parallel: Strategy | None
 
 
 class AttentionKwargs(AttentionOptions, total=False):
@@ -82,3 +87,6 @@ class Arguments(NamedTuple):
     dropout_rng: ArrayLike | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = True
+    sequence_axis: str | tuple[str, str] | None = None
+    sequence_layout: Layout = "contiguous"
+    context_parallel: Strategy | None = None

@@ -8,9 +8,10 @@ from typing import Any, Literal, Unpack, overload
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from memeff.arguments import Arguments, AttentionKwargs, Backward, Implementation
+from memeff.arguments import Arguments, AttentionKwargs, Backward, Implementation, Strategy
 from memeff.block_mask import BlockMask
 from memeff.call import run_attention
+from memeff.sequence.layout import Layout
 from memeff.user_functions import Mask, Score, Transform
 from memeff.validate_options import check_flax_hooks
 
@@ -69,6 +70,9 @@ def dot_product_attention(
     qk_transform_params: Any = None,
     chunk_size: int | tuple[int, int] | None = None,
     memory_limit: int | str | None = None,
+    sequence_axis: str | tuple[str, str] | None = None,
+    sequence_layout: Layout = "contiguous",
+    context_parallel: Strategy | None = None,
     precision: lax.PrecisionLike = None,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -138,6 +142,17 @@ def dot_product_attention(
         inputs and outputs. Tiles become smaller until the call fits. If it cannot fit, the error
         names a limit that suffices. A call near its limit is compiled while it is traced, because
         XLA then reports its memory. `memeff.memory_limit` sets a limit for many calls.
+      sequence_axis: the axis of a mesh over which the sequence is sharded: query along T, key and
+        value along S. Inside `jax.shard_map` over that axis the arrays are those of one device,
+        but lengths, positions and the columns of a bias or mask are those of the whole sequence.
+        Elsewhere the arrays are whole, and memeff enters shard_map. Two axes: all-to-all over the
+        second, by ring over the first. Default: that of the query's type on an Explicit mesh.
+      sequence_layout: the order of the tokens over the devices: "contiguous", "zigzag" (see
+        `memeff.to_zigzag`; causal attention then gives all devices the same work) or "striped".
+        Rows and columns of a bias or mask have that order too; positions and lengths do not.
+      context_parallel: "ring" (keys travel; least memory), "all_gather" (all keys on every
+        device; one device's bits) or "all_to_all" (each device computes some of the heads).
+        Default: memeff chooses, and `memeff.explain` says why.
       precision: of the products, as in `jax.lax.dot_general`.
       dropout_rng: a key of `jax.random`, required if dropout_rate > 0. The same key gives the same
         mask as Flax, for any chunk_size.
@@ -197,5 +212,8 @@ def dot_product_attention(
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
+        sequence_axis=sequence_axis,
+        sequence_layout=sequence_layout,
+        context_parallel=context_parallel,
     )
     return run_attention(arguments)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from memeff.autodiff.primitives import call, pick, put_at
-from memeff.chunked.tangent import forward_with_tangent, tangent
+from memeff.chunked.tangent import forward_with_tangent
 from memeff.implementations import Chosen
 from memeff.problem import Gradients, Operands
 from memeff.sharding import vary_together
@@ -181,9 +181,7 @@ class Tangent:
         operands, out, lse = known
         operands = _tie_to_query(operands)
         problem, schedule, module = self.chosen
-        if narrow:
-            return module.tangent(problem, schedule, operands, out, lse, tangents)
-        return tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
+        return module.tangent(problem, schedule, operands, out, lse, tangents, narrow)
 
     def calls_at_once(self, known, tangents):
         """Return how many calls under vmap run at the same time."""

@@ -14,6 +14,7 @@ from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
 from memeff.problem import Operands, Problem, check_sizes_known
+from memeff.sequence.call import attend_here, enter_shard_map, find_axes, locate, make_plan
 from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
@@ -35,6 +36,9 @@ def run_attention(
 
     With `chosen`, run in that implementation and its tiles.
     """
+    axes = sharding.sequence_axes(arguments.sequence_axis, arguments.query)
+    if axes:
+        return _run_sharded(arguments, axes)
     call = prepare(arguments, run_attention, chosen)
     static = call.chosen, bool(arguments.return_residual)
     out, lse = sharding.on_mesh_of_operands(attend, static, call.operands)
@@ -42,6 +46,25 @@ def run_attention(
     if lse is None:
         return out
     return out, to_public_rows(call.shape, lse)
+
+
+def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[Array, Array]:
+    """Return out, and lse with `return_residual`, of a sequence that is sharded over `axes`."""
+    arrays = arguments.query, arguments.key, arguments.value
+    place = find_axes(axes, arrays)
+    shards = place.devices if place.inside else 1
+    shape, problem, operands = normalise(arguments, shards)
+    plan = make_plan(arguments, axes, place, shape, problem, operands)
+    whole = shape._replace(T=shards * shape.T, S=shards * shape.S)
+    problem, operands = locate(plan, place.devices, whole, problem, operands)
+    want_lse = bool(arguments.return_residual)
+    if place.inside:
+        out, lse = attend_here(plan, problem, want_lse, operands)
+    else:
+        static = plan, place.mesh, problem, want_lse
+        out, lse = sharding.on_mesh_of_operands(enter_shard_map, static, operands)
+    out = unfold(shape, out)
+    return out if lse is None else (out, to_public_rows(shape, lse))
 
 
 def prepare(
@@ -75,17 +98,25 @@ def prepare(
     return Call(shape, problem, operands, chosen)
 
 
-def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
+def normalise(
+    arguments: Arguments, shards: int | None = None
+) -> tuple[CallShape, Problem, Operands]:
     """Check each argument.
 
-    Return the sizes, the static choices, and the arrays with the leading dims as one B.
+    Return the sizes, the static choices, and the arrays with the leading dims as one B. `shards`:
+    query, key and value hold one of so many equal parts of a sharded sequence; None: the sequence
+    is not sharded.
     """
     a = arguments
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
-    sharding.check_layout(query, key, value)
+    if shards is None:
+        sharding.check_layout(query, key, value)
     shape = CallShape.of(query, key, value)
+    count = shards or 1
+    pairs = shape._replace(S=count * shape.S)  # a bias or a mask has all columns
+    whole = pairs._replace(T=count * shape.T)
     logit_params, (scale, soft_cap) = validate.check_logit_params(
-        shape, a.bias, a.scale, a.logits_soft_cap
+        pairs, a.bias, a.scale, a.logits_soft_cap
     )
     q_offset, static_q_offset = validate.check_offset(shape, a.q_offset)
     left, right = validate.check_window(a.local_window_size, a.is_causal)
@@ -94,11 +125,11 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
     )
     float_dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     score_fn, score_floats, score_nonfloat_params = validate_options.check_function(
-        shape, "score_fn", a.score_fn, a.score_params, float_dtype
+        whole, "score_fn", a.score_fn, a.score_params, float_dtype
     )
-    blocks, mask_fn = validate_options.check_blocks(shape, a.mask_fn, a.q_offset)
+    blocks, mask_fn = validate_options.check_blocks(whole, a.mask_fn, a.q_offset)
     mask_fn, *mask_params = validate_options.check_function(
-        shape, "mask_fn", mask_fn, a.mask_params, float_dtype
+        whole, "mask_fn", mask_fn, a.mask_params, float_dtype
     )
     transform, transform_floats, transform_nonfloat_params = validate_options.check_transform(
         a.qk_transform, a.qk_transform_params, query
@@ -117,7 +148,7 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         precision=validate_options.check_precision(a.precision),
         score_fn=score_fn,
         mask_fn=mask_fn,
-        blocks=blocks,
+        blocks=blocks if shards is None else None,  # a shard's tiles lie elsewhere
         qk_transform=transform,
     )
     operands = Operands(
@@ -125,12 +156,12 @@ def normalise(arguments: Arguments) -> tuple[CallShape, Problem, Operands]:
         logit_params=logit_params._replace(
             score=score_floats, transform=transform_floats, sinks=sinks
         ),
-        mask=validate.check_mask(shape, a.mask),
+        mask=validate.check_mask(pairs, a.mask),
         q_lengths=validate.check_lengths(
-            shape, "query_seq_lengths", a.query_seq_lengths, "T", shape.T
+            shape, "query_seq_lengths", a.query_seq_lengths, "T", whole.T
         ),
         kv_lengths=validate.check_lengths(
-            shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", shape.S
+            shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", whole.S
         ),
         q_offset=q_offset,
         q_segments=q_segments,

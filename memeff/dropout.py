@@ -7,25 +7,12 @@ from jax import Array, lax
 from memeff.problem import Operands, Problem
 
 
-def head_numbers(like: Array, K: int, first=(0, 0)) -> Array:
-    """Return the number b N + n of each query head of a tile, [B, K, G].
-
-    `like` [B, K, G] gives the shape and the layout over devices. `first` holds the tile's first
-    batch entry and key head.
-    """
-    zero = jnp.zeros_like(like, jnp.uint32)
-    G = like.shape[2]
-    b, k, g = (lax.broadcasted_iota(jnp.uint32, like.shape, dim) for dim in range(3))
-    b = b + jnp.uint32(first[0])
-    k = k + jnp.uint32(first[1])
-    return zero + ((b * K + k) * G + g)
-
-
 def dropout_keep_mask(
     problem: Problem,
     operands: Operands,
-    head: Array,
-    lengths: tuple[int, int],
+    like: Array,
+    first,
+    sizes: tuple[int, int, int],
     rows: Array,
     cols: Array,
 ) -> Array:
@@ -34,18 +21,38 @@ def dropout_keep_mask(
     It depends on coordinates alone, so it is the same for any tiles. It equals
     `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S] if shared) with threefry's
     partitionable counters, which are flat indices. Flax draws the same mask for the same key.
-    `head` are the `head_numbers` of the tile, and `lengths` are T and S.
+    `like` [B, K, G] gives the tile's shape and its layout over devices. `first` holds its first
+    batch entry and key head, and `sizes` are N, T and S.
     """
     assert problem.dropout is not None and operands.dropout_key is not None
-    T, S = lengths
+    origin = operands.origin
+    if problem.whole is not None and origin is not None:
+        sizes = problem.whole.N, problem.whole.T, problem.whole.S
+        rows = origin.first_query + problem.whole.stride * rows
+        cols = origin.first_key + problem.whole.stride * cols
+    N, T, S = sizes
     if problem.dropout.shared:
         head = jnp.zeros((1, 1, 1), jnp.uint32)
+    else:
+        head = _head_numbers(operands, like, N, first)
     high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))  # b k g t
     high = high[..., None] * jnp.uint32(S)
     low = low[..., None]
     carry, low = _multiply_add(low, S, cols.astype(jnp.uint32))  # b k g t c
     keep_rate = 1.0 - problem.dropout.rate
     return _uniform_below(operands.dropout_key, high + carry, low, keep_rate)
+
+
+def _head_numbers(operands: Operands, like: Array, N: int, first) -> Array:
+    """Return the number b N + n of each query head of a tile, like `like` [B, K, G]."""
+    zero = jnp.zeros_like(like, jnp.uint32)
+    G = like.shape[2]
+    b, k, g = (lax.broadcasted_iota(jnp.uint32, like.shape, dim) for dim in range(3))
+    b = b + jnp.uint32(first[0])
+    head = (k + jnp.uint32(first[1])) * G + g
+    if operands.origin is not None:
+        head = head + operands.origin.first_head.astype(jnp.uint32)
+    return zero + (b * N + head)
 
 
 def _multiply_add(x: Array, size: int, y: Array) -> tuple[Array, Array]:

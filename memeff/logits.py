@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.masking import as_column, query_positions
+from memeff.masking import pair_positions
 from memeff.problem import LogitParams, Operands, Problem
 from memeff.user_functions import PairIndices
 
@@ -25,10 +25,10 @@ def transform_query_key(
     transform = problem.qk_transform
     if transform is None:
         return operands.query, operands.key
-    q_pos = query_positions(problem, as_column(operands.q_offset), rows)
+    q_pos, k_pos = pair_positions(problem, operands, rows, cols)
     params = operands.logit_params.transform, operands.transform_nonfloat_params
     query = transform("query", operands.query, q_pos, *params)
-    key = transform("key", operands.key, cols, *params)
+    key = transform("key", operands.key, k_pos, *params)
     return query, key
 
 

@@ -34,6 +34,18 @@ def query_positions(problem: Problem, q_offset, rows):
     return rows + (problem.q_offset if q_offset is None else q_offset)
 
 
+def pair_positions(
+    problem: Problem, operands: Operands, rows: Array, cols: Array
+) -> tuple[Array, Array]:
+    """Return the positions, in the whole call, of queries ([t] or [B|1, t]) and keys ([c])."""
+    origin = operands.origin
+    if origin is None or problem.whole is None:
+        return query_positions(problem, as_column(operands.q_offset), rows), cols
+    stride = problem.whole.stride
+    first = as_column(origin.q_offset) + origin.first_query
+    return first + stride * rows, origin.first_key + stride * cols
+
+
 def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
     """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
     keep = (rows >= 0) & (cols >= 0)
@@ -79,6 +91,8 @@ def pair_indices(
     b, k, g = (lax.broadcasted_iota(jnp.int32, like.shape, dim) for dim in range(3))
     batch = b + first[0]
     head = (k + first[1]) * like.shape[2] + g
+    if operands.origin is not None:
+        head = head + operands.origin.first_head
     sharding = jax.typeof(like).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
 
@@ -91,9 +105,9 @@ def pair_indices(
         zero = jnp.zeros_like(like, jnp.int32)  # varies under shard_map as `like` does
         batch = (zero + batch)[:, 0, 0]
         head = (zero + head)[0]
-    q_pos = query_positions(problem, as_column(operands.q_offset), rows)
+    q_pos, k_pos = pair_positions(problem, operands, rows, cols)
     return PairIndices(
-        batch, head, q_pos, cols, operands.score_nonfloat_params, operands.mask_params
+        batch, head, q_pos, k_pos, operands.score_nonfloat_params, operands.mask_params
     )
 
 

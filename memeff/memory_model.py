@@ -183,7 +183,7 @@ def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
         return True
     if problem.mask_fn is not None or problem.has_window:
         return True
-    return has_elementwise_mask(problem, operands) or has_array_bounds(operands)
+    return has_elementwise_mask(problem, operands) or has_array_bounds(problem, operands)
 
 
 def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> float:

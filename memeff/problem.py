@@ -23,6 +23,15 @@ class Dropout:
     shared: bool
 
 
+class WholeCall(NamedTuple):
+    """The sizes of the call of which the operands hold a shard."""
+
+    T: int
+    S: int
+    N: int
+    stride: int  # tokens from one position of a shard to the next
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The static choices of what one call computes.
@@ -41,6 +50,7 @@ class Problem:
     mask_fn: TracedFunction | None = None
     blocks: VisibleBlocks | None = None  # blocks in which mask_fn shows some pair; None: unknown
     qk_transform: TracedTransform | None = None
+    whole: WholeCall | None = None  # None: the operands are the whole call
 
     @property
     def has_window(self) -> bool:
@@ -51,6 +61,11 @@ class Problem:
     def has_pair_functions(self) -> bool:
         """Return True if the user gave a function of query-key pairs."""
         return self.score_fn is not None or self.mask_fn is not None
+
+    @property
+    def names_positions(self) -> bool:
+        """Return True if positions in the whole call matter, beyond the distance of a pair."""
+        return self.has_pair_functions or bool(self.dropout or self.qk_transform)
 
     @property
     def extras(self) -> tuple[Any, ...]:
@@ -75,6 +90,7 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
+    partial_out: bool = False  # out stays in the accumulators' dtype, because it will be merged
 
     def heads_of_tile(self, B: int, K: int) -> tuple[int, int]:
         """Return the batch entries and key heads of a tile, of B and K."""
@@ -91,6 +107,19 @@ class LogitParams(NamedTuple):
     transform: tuple[Array, ...] = ()  # float params of qk_transform, of any shapes
     # N, in nats: a column of the softmax without a key; only forwards read it
     sinks: Array | None = None
+
+
+class Origin(NamedTuple):
+    """The place of a shard in the whole call (`Problem.whole`); int32, in tokens.
+
+    The window, lengths and segments of `Operands` count within the shard. What names a head or a
+    position (functions, `qk_transform`, dropout) counts from here.
+    """
+
+    first_head: Array  # scalar: number of the first query head
+    first_query: Array  # scalar: number of the first query
+    first_key: Array  # scalar: number of the first key
+    q_offset: Array  # B|1: position of query 0 of the whole call among its keys
 
 
 class Operands(NamedTuple):
@@ -113,6 +142,7 @@ class Operands(NamedTuple):
     score_nonfloat_params: tuple[Array, ...] = ()  # params of score_fn that are not floats
     mask_params: tuple[Array, ...] = ()
     transform_nonfloat_params: tuple[Array, ...] = ()  # params of qk_transform that are not floats
+    origin: Origin | None = None
 
     @property
     def shape(self) -> CallShape:
@@ -150,7 +180,12 @@ def map_operands(f: Callable[[Any, str], Any], operands: Operands) -> Operands:
         }
         return arrays._replace(**mapped)
 
-    return map_fields(operands._replace(logit_params=map_fields(operands.logit_params)))
+    origin = operands.origin
+    operands = operands._replace(
+        logit_params=map_fields(operands.logit_params),
+        origin=None if origin is None else map_fields(origin),
+    )
+    return map_fields(operands)
 
 
 def split_heads(operands: Operands, k: int) -> Operands:
@@ -191,6 +226,11 @@ class Gradients(NamedTuple):
 def accumulator_dtype(operands: Operands):
     """Return the dtype of logits, lse, sums and accumulated gradients: float32, or float64."""
     return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+
+
+def out_dtype(schedule: Schedule, operands: Operands):
+    """Return the dtype in which a forward returns out."""
+    return accumulator_dtype(operands) if schedule.partial_out else operands.query.dtype
 
 
 def check_sizes_known(operands: Operands, what: str) -> None:

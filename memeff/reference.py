@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.dropout import dropout_keep_mask
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, split_heads
@@ -50,8 +50,9 @@ def forward(
         p = e * (share / total)[..., None]
     p = jnp.where(keep, p, 0)  # also in a row that is NaN
     if problem.dropout is not None:
-        head = head_numbers(query.max((3, 4), initial=0), shape.K)
-        kept = dropout_keep_mask(problem, operands, head, (T, S), rows, cols)
+        like = query.max((3, 4), initial=0)
+        sizes = shape.N, T, S
+        kept = dropout_keep_mask(problem, operands, like, (0, 0), sizes, rows, cols)
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
     keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is

@@ -43,6 +43,25 @@ def check_layout(query: Array, key: Array, value: Array) -> None:
         )
 
 
+def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
+    """Return the mesh axes over which the sequence is sharded, or () if it is not.
+
+    They are `sequence_axis`, or else those of the query's type on an Explicit mesh.
+    """
+    if sequence_axis is None:
+        if not isinstance(query, jax.Array) or query.ndim < 3 or not _explicit(query):
+            return ()
+        sequence_axis = jax.typeof(query).sharding.spec[query.ndim - 3]
+        if sequence_axis is None:
+            return ()
+    axes = sequence_axis if isinstance(sequence_axis, tuple) else (sequence_axis,)
+    if not all(isinstance(axis, str) for axis in axes) or len(axes) not in (1, 2):
+        raise TypeError(
+            f"sequence_axis must be the name of a mesh axis, or two names, got {sequence_axis!r}."
+        )
+    return axes
+
+
 def may_be_sharded() -> bool:
     """Return True if arrays may be laid out over several devices.
 

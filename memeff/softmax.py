@@ -1,5 +1,8 @@
 """Combine the parts of a row's softmax: its log-sum-exp, its sink, and its gradient's row sums."""
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -29,6 +32,44 @@ def log_sum_exp(m: Array, l: Array) -> Lse:
     """Return m + log(l) from the maximum `m` and the sum `l` of rows, both [B, K, G, T]."""
     high = m + jnp.log(l)
     return Lse(high, (m - high) + jnp.log(l))
+
+
+def merge_rows(
+    outs: Sequence[Array], logs: Sequence[Array], lows: Sequence[Array | None]
+) -> tuple[Array, Array, Array]:
+    """Return out, m and l of all keys from those of the parts, each of some of the keys.
+
+    `logs` [..., T] + `lows` are the parts' log-sum-exps, -inf for a row that sees none of a part's
+    keys. `outs` [..., T, D] are their outputs. The log-sum-exp of all keys is m + log l.
+    l is 0 where a row sees no key at all; m is 0 there.
+    """
+    m = functools.reduce(jnp.maximum, logs)
+    m = lax.stop_gradient(jnp.where(m == -jnp.inf, 0, m))
+    shares = []
+    for log, low in zip(logs, lows, strict=True):
+        shifted = log - m
+        shares.append(jnp.exp(shifted if low is None else shifted + low))
+    l = functools.reduce(operator.add, shares)
+    divisor = jnp.where(l == 0, 1, l)
+    total = None
+    for out, share in zip(outs, shares, strict=True):
+        weight = (share / divisor)[..., None]
+        out = jnp.where(weight == 0, 0, out.astype(m.dtype))  # 0 * NaN is NaN
+        total = weight * out if total is None else total + weight * out
+    assert total is not None
+    return total, m, l
+
+
+def merge_partial(
+    one: tuple[Array, Lse], two: tuple[Array, Lse]
+) -> tuple[Array, Lse]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T] of all keys from those of two parts."""
+    outs, lses = zip(one, two, strict=True)
+    logs = [jnp.where(lse.high == LSE_OF_EMPTY_ROW, -jnp.inf, lse.high) for lse in lses]
+    out, m, l = merge_rows(outs, logs, [lse.low for lse in lses])
+    empty = l == 0
+    lse = log_sum_exp(jnp.where(empty, LSE_OF_EMPTY_ROW, m), jnp.where(empty, 1, l))
+    return out, lse
 
 
 def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ import pytest
 from cases import CASES
 
 from memeff import dot_product_attention
-from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.dropout import dropout_keep_mask
 from memeff.problem import Dropout, Operands, Problem
 
 f32 = np.float32
@@ -104,8 +104,10 @@ def test_dropout_counts_past_32_bits():
     x = jnp.zeros((1, 1, 1, 1))
     operands = Operands(x, x, x, dropout_key=jnp.asarray(key))
     problem = Problem(dropout=Dropout(0.5, False))
-    head = head_numbers(jnp.zeros((B, K, G)), K)
-    kept = dropout_keep_mask(problem, operands, head, (T, S), jnp.asarray(rows), jnp.asarray(cols))
+    like = jnp.zeros((B, K, G))
+    sizes = K * G, T, S
+    positions = jnp.asarray(rows), jnp.asarray(cols)
+    kept = dropout_keep_mask(problem, operands, like, (0, 0), sizes, *positions)
     np.testing.assert_array_equal(kept, unit < 0.5)
 
 

@@ -19,7 +19,7 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 
     This takes plain logits, a dtype with 8 bits of exponent, and a key for every row.
     """
-    if not logits_plain(problem, operands) or has_array_bounds(operands):
+    if not logits_plain(problem, operands) or has_array_bounds(problem, operands):
         return False
     if operands.query.dtype not in (jnp.bfloat16, jnp.float32):
         return False

@@ -35,27 +35,28 @@ from memeff.chunked.row_sums import (
     write_rows,
 )
 from memeff.chunked.tile import Tile, distances, row_max, tile_logits, weighted_values
-from memeff.problem import Operands, Problem, Schedule, check_sizes_known
+from memeff.problem import Operands, Problem, Schedule, check_sizes_known, out_dtype
 from memeff.softmax import Lse, LseFor, log_sum_exp
 
 
 def forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse]:
-    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D] and lse [B, K, G, T]."""
     if has_symbolic_lengths(operands):
         padded_operands = pad_lengths(schedule.chunk_size, operands)
         sums = online_forward(problem, schedule, padded_operands)
-        padded = divide_sums(operands, sums, log_sum_exp)
+        padded = divide_sums(schedule, operands, sums, log_sum_exp)
         T = operands.query.shape[1]
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, T, axis=3), padded)
     if not fixed_max_applies(problem, schedule, operands):
-        return divide_sums(operands, online_forward(problem, schedule, operands), log_sum_exp)
+        sums = online_forward(problem, schedule, operands)
+        return divide_sums(schedule, operands, sums, log_sum_exp)
     if schedule.head_block and uses_gpu_fusion(problem, schedule, operands):
         o, l = empty_rows(operands)
         whole = dataclasses.replace(schedule, head_block=None)
         call = functools.partial(forward, problem, whole, lse_for=lse_for)
-        results = o.astype(operands.query.dtype), Lse(l, l)
+        results = o.astype(out_dtype(schedule, operands)), Lse(l, l)
         return run_by_blocks(schedule, operands, call, (), 1, results)
     rows = fixed_max_forward(problem, schedule, operands, lse_for)
     valid = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
@@ -66,7 +67,7 @@ def forward(
 
     # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
-    return divide_sums(operands, rows, log_sum_exp_wide)
+    return divide_sums(schedule, operands, rows, log_sum_exp_wide)
 
 
 def online_forward(

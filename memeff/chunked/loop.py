@@ -106,7 +106,7 @@ def visit_tiles(
     B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
     if 0 in (B, T, S, K, operands.shape.G):
         return lambda carry: carry  # there is no key, or no query
-    traced_bounds = has_array_bounds(operands)
+    traced_bounds = has_array_bounds(problem, operands)
     groups = () if traced_bounds else tile_groups(problem, schedule, operands, long_axis)
     b, k = schedule.heads_of_tile(B, K)
 

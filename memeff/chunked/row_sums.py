@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from memeff.chunked.tile import Tile
-from memeff.problem import Operands, accumulator_dtype, split_axis
+from memeff.problem import Operands, Schedule, accumulator_dtype, out_dtype, split_axis
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, sink_weights
 
@@ -24,9 +24,12 @@ class RowSums(NamedTuple):
 
 
 def divide_sums(
-    operands: Operands, rows: RowSums, log_sum_exp: Callable[[Array, Array], Lse]
+    schedule: Schedule,
+    operands: Operands,
+    rows: RowSums,
+    log_sum_exp: Callable[[Array, Array], Lse],
 ) -> tuple[Array, Lse]:
-    """Divide the sums: return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T].
+    """Divide the sums: return out [B, K, G, T, D] and lse [B, K, G, T].
 
     `log_sum_exp` computes lse = m + log l from m and l.
     """
@@ -39,7 +42,7 @@ def divide_sums(
         share, weight = sink_weights(rows.m, rows.weight, sinks)
         o = o * share[..., None]
     out = o / weight[..., None]
-    out = out.astype(operands.query.dtype)
+    out = out.astype(out_dtype(schedule, operands))
     m = jnp.where(empty, LSE_OF_EMPTY_ROW, rows.m)
     return out, log_sum_exp(m, l)
 

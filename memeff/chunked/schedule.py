@@ -194,9 +194,9 @@ def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileG
         operands, "A derivative other than the gradient (a jvp, a second derivative), or key_mass,"
     )
     shape = operands.shape
+    masked = has_elementwise_mask(problem, operands) or has_array_bounds(problem, operands)
     if operands.q_offset is not None:
         problem = dataclasses.replace(problem, left=None, right=None)
-    masked = has_elementwise_mask(problem, operands) or has_array_bounds(operands)
     return TileGrid(
         _lists_of_tiles,
         problem,
@@ -230,7 +230,7 @@ def count_tiles(
     down = -(-shape.T // t)
     across = -(-shape.S // c)
     total = down * across
-    if has_array_bounds(operands):
+    if has_array_bounds(problem, operands):
         return None, total
     if problem.blocks is not None:
         whole, edge = tiles_by_mask(problem, chunk_size, operands)
@@ -240,7 +240,8 @@ def count_tiles(
     return int(visited.sum()), total
 
 
-def has_array_bounds(operands: Operands) -> bool:
+def has_array_bounds(problem: Problem, operands: Operands) -> bool:
     """Return True if lengths or offsets are arrays, so that the visited tiles are not known yet."""
-    bounds = operands.q_offset, operands.q_lengths, operands.kv_lengths
+    offset = operands.q_offset if problem.has_window else None
+    bounds = offset, operands.q_lengths, operands.kv_lengths
     return any(x is not None for x in bounds)

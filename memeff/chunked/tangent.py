@@ -116,7 +116,7 @@ def forward_with_tangent(
     m, l, o, n, r = (split_axis(x, 1, operands.shape.K) for x in (m, l, o, n, r))
     visible = l != 0
     divisor = jnp.where(visible, l, 1)
-    out, lse = row_sums.divide_sums(operands, row_sums.RowSums(m, l, l, o), log_sum_exp)
+    out, lse = row_sums.divide_sums(schedule, operands, row_sums.RowSums(m, l, l, o), log_sum_exp)
     r = jnp.where(visible, r / divisor, 0)
     dout = jnp.where(visible[..., None], (n - r[..., None] * o) / divisor[..., None], 0)
     return (out, lse), (dout.astype(out.dtype), r)

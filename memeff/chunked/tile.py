@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.dropout import dropout_keep_mask, head_numbers
+from memeff.dropout import dropout_keep_mask
 from memeff.logits import logits_from_dots, logits_increasing, transform_query_key
 from memeff.masking import query_positions
 from memeff.problem import LogitParams, Operands, Problem, accumulator_dtype
@@ -170,8 +170,10 @@ def apply_dropout(problem: Problem, tile: Tile, x: Array) -> Array:
         return x
     K, T, S = tile.sizes
     like = tile.operands.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
-    heads = head_numbers(like, K, tile.head_start)
-    kept = dropout_keep_mask(problem, tile.operands, heads, (T, S), *tile.positions)
+    sizes = K * like.shape[2], T, S
+    kept = dropout_keep_mask(
+        problem, tile.operands, like, tile.head_start, sizes, *tile.positions
+    )
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 

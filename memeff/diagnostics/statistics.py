@@ -57,7 +57,7 @@ class RowStatistics:
     def __call__(self, operands: Operands) -> tuple[Array, ...]:
         problem, schedule, _ = self.chosen
         sums, sum_below, sum_distance = forward_with_statistics(problem, schedule, operands)
-        out, lse = row_sums.divide_sums(operands, sums, log_sum_exp)
+        out, lse = row_sums.divide_sums(schedule, operands, sums, log_sum_exp)
         l = jnp.where(sums.l == 0, 1, sums.l)
         entropy = jnp.log(l) - sum_below / l
         entropy = jnp.maximum(entropy, 0)  # rounding alone would make it negative

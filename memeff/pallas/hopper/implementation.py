@@ -81,17 +81,19 @@ def tangent(
     out: Array,
     lse: Lse,
     tangents: Operands,
+    narrow: bool = True,
 ) -> tuple[Array, Array]:
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
-    A tangent of `tangents` that is None is 0. The chunked path computes the
-    tangents of larger heads and those along `LogitParams`.
+    A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
+    heads, those along `LogitParams`, and those that are not `narrow`, which JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls
 
     term_tangents = jax.tree.leaves(tangents.logit_params)
     array_tangents = jax.tree.leaves(tangents[:3])
-    if term_tangents or not array_tangents or not backward_is_kernel(operands):
-        return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow=True)
+    in_kernels = narrow and array_tangents and not term_tangents and backward_is_kernel(operands)
+    if not in_kernels:
+        return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow=narrow)
     return calls.tangent(problem, operands, out, lse, tangents)

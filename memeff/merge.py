@@ -1,0 +1,77 @@
+"""Define `merge`, which combines attention over parts of the keys."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from memeff.inputs import to_array
+from memeff.softmax import merge_rows
+
+
+def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
+    """Combine attention over parts of the keys into attention over all of them.
+
+    Each part is what `dot_product_attention(..., return_residual=True)` returns for the same
+    queries and some of the keys: a prefix that many sequences share, the keys of one device, what
+    was kept elsewhere. The result is that of one call with all keys, up to rounding. Sums are
+    float32 (float64 for float64). Derivatives are exact, in both modes and of every order.
+
+    Memory: O(T), that of the results.
+
+    Args:
+      parts: one or more pairs (out [*B, T, N, D], lse [*B, T, N]), floats of the same shapes. lse
+        is -inf for a row that sees none of the part's keys.
+
+    Returns:
+      out [*B, T, N, D] in the dtype of the parts' outs, and lse [*B, T, N] in float32 (float64 for
+      float64), in nats. A row that sees no key in any part gives 0 and -inf.
+
+    Raises:
+      ValueError: if there is no part, or shapes disagree.
+      TypeError: if a part is no pair of floating-point arrays.
+
+    Example:
+      >>> x = jnp.ones((2, 8, 4, 16))
+      >>> halves = [dot_product_attention(x, y, y, return_residual=True) for y in (x[:, :5], x[:, 5:])]
+      >>> merge(*halves)[0].shape
+      (2, 8, 4, 16)
+
+    Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2.
+    """
+    if not parts:
+        raise ValueError("merge got no parts: pass at least one pair (out, lse).")
+    outs, logs = [], []
+    for n, part in enumerate(parts):
+        out, lse = _check_part(n, part)
+        outs.append(out)
+        logs.append(lse)
+    for n, (out, lse) in enumerate(zip(outs, logs, strict=True)):
+        if out.shape != outs[0].shape or lse.shape != logs[0].shape:
+            raise ValueError(
+                f"part {n} of merge has out {out.shape} and lse {lse.shape}, and part 0 has "
+                f"{outs[0].shape} and {logs[0].shape}: parts must be of the same queries."
+            )
+    dtype = jnp.result_type(jnp.float32, *logs)
+    out, m, l = merge_rows(outs, [lse.astype(dtype) for lse in logs], [None] * len(logs))
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    return out.astype(jnp.result_type(*outs)), lse
+
+
+def _check_part(n: int, part) -> tuple[Array, Array]:
+    """Return out and lse of part `n` as arrays."""
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        raise TypeError(
+            f"part {n} of merge must be a pair (out, lse), as "
+            "dot_product_attention(..., return_residual=True) returns it."
+        )
+    out = to_array(f"out of part {n}", part[0])
+    lse = to_array(f"lse of part {n}", part[1])
+    for name, x in (("out", out), ("lse", lse)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} of part {n} must be floating point, got {x.dtype}.")
+    if out.ndim < 3 or lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"lse of part {n} must have the shape of out without its last dim, "
+            f"{out.shape[:-1]}; got {lse.shape}."
+        )
+    return out, lse

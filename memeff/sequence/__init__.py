@@ -1,0 +1,1 @@
+"""Run attention over a sequence that is sharded over devices."""

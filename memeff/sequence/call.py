@@ -1,0 +1,177 @@
+"""Run a call whose sequence is sharded over devices: inside shard_map, or by entering it."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from memeff import dispatch, validate_options
+from memeff.arguments import Arguments, Strategy
+from memeff.attention_ad import attend
+from memeff.implementations import Chosen, Request
+from memeff.problem import (
+    Operands,
+    Origin,
+    Problem,
+    Schedule,
+    WholeCall,
+    map_operands,
+)
+from memeff.sequence.exchange import exchange
+from memeff.sequence.gathered import columns_in_order
+from memeff.sequence.implementation import Sharded
+from memeff.sequence.layout import Layout, check_layout_name, stride_of
+from memeff.sequence.parts import Shards
+from memeff.shape import CallShape
+
+
+class Plan(NamedTuple):
+    """The static choices of how a call runs on the devices of a sharded sequence."""
+
+    axes: tuple[str, ...]  # of the mesh, along the sequence, the slowest first
+    layout: Layout
+    strategy: Strategy
+    request: Request  # how each device's parts run
+
+
+def attend_here(
+    plan: Plan, problem: Problem, want_lse: bool, operands: Operands
+) -> tuple[Array, Array | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, of this device's operands.
+
+    The axes of `plan` are manual: this runs inside shard_map.
+    """
+    *ring_axes, last = plan.axes
+    if ring_axes:  # all-to-all by ring
+        ring = Plan(tuple(ring_axes), plan.layout, "ring", plan.request)
+
+        def attend_ring(operands: Operands) -> tuple[Array, Array | None]:
+            return attend_here(ring, problem, want_lse, operands)
+
+        return exchange(Shards(last, "contiguous"), attend_ring, operands)
+    shards = Shards(last, plan.layout)
+    if plan.strategy == "all_to_all":
+
+        def attend_heads(operands: Operands) -> tuple[Array, Array | None]:
+            chosen = dispatch.choose_implementation(problem, operands, plan.request)
+            return attend(chosen, want_lse, operands)
+
+        return exchange(shards, attend_heads, operands)
+    if plan.strategy == "all_gather":
+        operands = columns_in_order(shards, operands)
+    module: Any = Sharded(plan.strategy, shards, plan.request)
+    return attend(Chosen(problem, Schedule(), module), want_lse, operands)
+
+
+def make_plan(
+    arguments: Arguments,
+    axes: tuple[str, ...],
+    place: "Place",
+    shape: CallShape,
+    problem: Problem,
+    operands: Operands,
+) -> Plan:
+    """Check the arguments of a sharded sequence, and choose a strategy unless one is given."""
+    layout = arguments.sequence_layout
+    check_layout_name(layout)
+    request = Request(
+        arguments.implementation,
+        validate_options.check_backward(arguments.backward),
+        validate_options.check_chunk_size(arguments.chunk_size),
+    )
+    strategy = arguments.context_parallel or "ring"
+    return Plan(axes, layout, strategy, request)
+
+
+def locate(
+    plan: Plan, devices: int, whole: CallShape, problem: Problem, operands: Operands
+) -> tuple[Problem, Operands]:
+    """Return a problem and operands that know their place in the whole call."""
+    sizes = WholeCall(whole.T, whole.S, whole.N, stride_of(plan.layout, devices))
+    origin = None
+    if problem.names_positions:
+        zero = jnp.int32(0)
+        offset = operands.q_offset
+        if offset is None:
+            offset = jnp.full((1,), problem.q_offset, jnp.int32)
+        origin = Origin(zero, zero, zero, offset)
+    return dataclasses.replace(problem, whole=sizes), operands._replace(origin=origin)
+
+
+class Place(NamedTuple):
+    """Where the axes of a sequence are: inside shard_map already, or on a mesh."""
+
+    inside: bool
+    mesh: Any  # None inside, and for the mesh of the context
+    devices: int
+
+
+def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
+    """Return where the mesh axes are: in the context, or else in the arrays' shardings."""
+    current = jax.sharding.get_abstract_mesh()
+    if all(axis in current.axis_names for axis in axes):
+        devices = math.prod(current.shape[axis] for axis in axes)
+        manual = [axis in current.manual_axes for axis in axes]
+        if any(manual) and not all(manual):
+            raise ValueError(
+                f"sequence_axis={axes}: inside shard_map all of these axes must be manual, or none."
+            )
+        return Place(all(manual), None, devices)
+    for x in arrays:
+        mesh = _mesh_of(x)
+        if mesh is not None and all(axis in mesh.axis_names for axis in axes):
+            return Place(False, mesh, math.prod(mesh.shape[axis] for axis in axes))
+    known = ", ".join(map(repr, current.axis_names)) or "none"
+    raise ValueError(
+        f"sequence_axis={axes[0] if len(axes) == 1 else axes!r} is no axis of a mesh here (axes of "
+        f"the context: {known}). Call under jax.set_mesh(mesh), inside jax.shard_map, or outside "
+        "jit with arrays that lie on such a mesh."
+    )
+
+
+def _mesh_of(x: Any) -> Any:
+    """Return the mesh on which an array lies, if its type or the array itself tells."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.axis_names:
+        return mesh
+    if isinstance(x, Tracer) or not isinstance(getattr(x, "sharding", None), NamedSharding):
+        return None
+    return x.sharding.mesh
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def enter_shard_map(
+    plan: Plan, mesh: Any, problem: Problem, want_lse: bool, operands: Operands
+) -> tuple[Array, Array | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call."""
+    along = plan.axes if len(plan.axes) > 1 else plan.axes[0]
+
+    def spec(x: Array, dims: str) -> PartitionSpec:
+        """Shard queries, and keys where they are not the columns of a mask or a bias."""
+        entries = []
+        for letter, size in zip(dims, x.shape, strict=True):
+            sharded = letter == "t" or (letter == "s" and dims != "bnts")
+            entries.append(along if sharded and size > 1 else None)
+        return PartitionSpec(*entries)
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    specs = map_operands(spec, operands)
+    specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
+    rows = PartitionSpec(None, None, None, along)
+    run = functools.partial(attend_here, plan, problem, want_lse)
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(rows, rows if want_lse else None),
+        axis_names=set(plan.axes),
+    )
+    return sharded(operands)

@@ -1,0 +1,164 @@
+"""Compute attention for one device of a sharded sequence, by another implementation's parts.
+
+  (1) forward:  out, lse = merge over parts of forward(queries here, keys that come), in float32
+  (2) tangent:  the sum over parts of tangent(...), each from the final out and lse
+  (3) backward: the sum over parts of backward(...), each from the final out and lse
+
+So what a part supports, the whole supports, in both modes and every order.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from memeff import dispatch
+from memeff.arguments import Strategy
+from memeff.chunked import tangent as chunked_tangent
+from memeff.chunked.row_sums import empty_rows
+from memeff.chunked.schedule import has_array_bounds
+from memeff.implementations import Chosen, Request
+from memeff.problem import Gradients, Operands, Problem, Schedule, accumulator_dtype
+from memeff.sequence.gathered import MOST_BRANCHES, gathered_walk
+from memeff.sequence.parts import Part, Shards, add_logit_params, place_part
+from memeff.sequence.ring import ring_walk
+from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, LseFor, lse_with_sinks, merge_partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """An implementation for the operands of one device, inside shard_map."""
+
+    strategy: Strategy  # "ring" or "all_gather"
+    shards: Shards
+    request: Request  # how the parts run
+
+    def forward(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        operands: Operands,
+        lse_for: LseFor = "caller",
+    ) -> tuple[Array, Lse]:
+        """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]: (1)."""
+        del schedule
+        in_parts = self.strategy == "ring"  # each row gets its keys in several parts
+        params = operands.logit_params
+        sinks = params.sinks if in_parts else None
+        if in_parts:
+            lse_for = "caller"
+            operands = operands._replace(logit_params=params._replace(sinks=None))
+
+        def visit(state, part: Part, here: Operands, _):
+            chosen, here = self.choose(part, here)
+            found = _forward(chosen, lse_for, here)
+            if in_parts:
+                rows = jax.tree.map(lambda x: part.rows.pick(x, 3), state)
+                found = merge_partial(rows, found)
+            return jax.tree.map(lambda x, y: part.rows.put(x, y, 3), state, found), None
+
+        o, l = empty_rows(operands)
+        start = o, Lse(l + LSE_OF_EMPTY_ROW, l)
+        (out, lse), _ = self.walk(problem, operands, start, visit)
+        if sinks is not None:
+            total, _ = lse_with_sinks(lse, sinks)
+            share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
+            out = out * share[..., None]
+        return out.astype(operands.query.dtype), lse
+
+    def backward(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        operands: Operands,
+        out: Array,
+        lse: Lse,
+        dout: Array,
+        dlse: Array | None,
+    ) -> Gradients:
+        """Return the gradients of the operands of this device: (3)."""
+        del schedule
+        dtype = accumulator_dtype(operands)
+
+        def visit(state, part: Part, here: Operands, _):
+            dquery, dparams = state
+            chosen, here = self.choose(part, here)
+            rows = jax.tree.map(lambda x: part.rows.pick(x, 3), (out, lse, dout, dlse))
+            found = _backward(chosen, here, *rows)
+            dquery = part.rows.add(dquery, found.query, 1)
+            dparams = add_logit_params(part, dparams, found.logit_params)
+            return (dquery, dparams), (found.key.astype(dtype), found.value.astype(dtype))
+
+        def zeros(x: Array) -> Array:
+            return jnp.zeros_like(x, dtype)
+
+        start = zeros(operands.query), jax.tree.map(zeros, operands.logit_params)
+        (dquery, dparams), (dkey, dvalue) = self.walk(problem, operands, start, visit)
+        return Gradients(dquery, dkey, dvalue, dparams)
+
+    def tangent(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        operands: Operands,
+        out: Array,
+        lse: Lse,
+        tangents: Operands,
+        narrow: bool = True,
+    ) -> tuple[Array, Array]:
+        """Return the tangents of out and lse: (2). JAX can differentiate it unless `narrow`."""
+        del schedule
+        dtype = accumulator_dtype(operands)
+
+        def visit(state, part: Part, here: Operands, along: Operands):
+            chosen, here = self.choose(part, here)
+            rows = jax.tree.map(lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse))
+            found = chunked_tangent.tangent(
+                chosen.problem, chosen.schedule, here, *rows, along, narrow
+            )
+            return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, found), None
+
+        start = jnp.zeros_like(out, dtype), jnp.zeros_like(lse.high)
+        (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow)
+        return dout.astype(out.dtype), dlse
+
+    def choose(self, part: Part, here: Operands) -> tuple[Chosen, Operands]:
+        """Return what runs a part, and its operands at their place."""
+        problem, here = place_part(self.shards, part, here)
+        chosen = dispatch.choose_implementation(problem, here, self.request, warn=False)
+        schedule = dataclasses.replace(chosen.schedule, partial_out=True)
+        return chosen._replace(schedule=schedule), here
+
+    def walk(
+        self,
+        problem: Problem,
+        operands: Operands,
+        state: Any,
+        visit: Any,
+        tangents: Operands | None = None,
+        narrow: bool = True,
+    ) -> tuple[Any, Any]:
+        """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
+        if self.strategy == "ring":
+            return ring_walk(self.shards, problem, operands, state, visit, tangents, narrow)
+        branches = problem.has_window and not has_array_bounds(problem, operands)
+        branches &= self.shards.devices <= MOST_BRANCHES
+        return gathered_walk(self.shards, problem, operands, state, visit, tangents, branches)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(chosen: Chosen, lse_for: LseFor, operands: Operands) -> tuple[Array, Lse]:
+    """Return out, in the accumulators' dtype, and lse of a part."""
+    problem, schedule, module = chosen
+    out, lse = module.forward(problem, schedule, operands, lse_for)
+    return out, Lse(lse.high, jnp.zeros_like(lse.high) if lse.low is None else lse.low)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(chosen: Chosen, operands: Operands, out, lse, dout, dlse) -> Gradients:
+    """Return the gradients of a part in the accumulators' dtype."""
+    problem, schedule, module = chosen
+    return module.backward(problem, schedule, operands, out, lse, dout, dlse)

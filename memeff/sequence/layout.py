@@ -1,0 +1,184 @@
+"""Define where the tokens of a sequence lie that is sharded over devices.
+
+Of a sequence of T tokens each of P devices has L = T / P. "contiguous": device r has tokens r L to
+(r + 1) L. "striped": it has r, r + P, r + 2 P ... "zigzag": of 2 P chunks it has chunk r, the early
+one, and chunk 2 P - 1 - r, the late one, so that in causal order all devices have the same work
+(Llama 3, arXiv:2407.21783, section 3.3.2).
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def chunks_of_device(layout: Layout) -> int:
+    """Return how many chunks of consecutive tokens a device has."""
+    return 2 if layout == "zigzag" else 1
+
+
+def chunk_start(layout: Layout, devices: int, device, chunk, length: int):
+    """Return the position of the first token of a device's chunk, which has `length` tokens.
+
+    `device` and `chunk` are ints or int32 arrays.
+    """
+    match layout:
+        case "contiguous":
+            return device * length
+        case "striped":
+            return device
+    late = 2 * devices - 1 - device
+    return (device + chunk * (late - device)) * length
+
+
+def stride_of(layout: Layout, devices: int) -> int:
+    """Return how many tokens lie between neighbours of a chunk."""
+    return devices if layout == "striped" else 1
+
+
+def sequence_positions(length: int, devices: int, layout: Layout = "zigzag") -> np.ndarray:
+    """Return the positions of the tokens [T] in the order in which devices hold them.
+
+    `x[:, positions]` of tokens in their own order is what a mesh axis of `devices` then shards.
+    Rotary embeddings outside of attention take these positions.
+
+    Args:
+      length: T in tokens, a multiple of `devices`, for "zigzag" of twice that.
+      devices: number of devices P along the sequence.
+      layout: "contiguous", "zigzag" or "striped".
+
+    Returns: int32 [T], in tokens.
+
+    Raises: ValueError if `layout` is unknown, or T is no such multiple.
+
+    Example:
+      >>> sequence_positions(8, 2).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    check_layout_name(layout)
+    check_length("length", length, devices, layout)
+    tokens = np.arange(length, dtype=np.int32)
+    if layout == "contiguous":
+        return tokens
+    if layout == "striped":
+        return tokens.reshape(-1, devices).T.reshape(-1)
+    return tokens.reshape(2 * devices, -1)[_zigzag_chunks(devices)].reshape(-1)
+
+
+def to_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
+    """Reorder tokens so that a mesh axis of `devices` shards them in zigzag.
+
+    Each device then has one chunk from the front and one from the back, so that causal attention
+    gives all devices the same work. Do it once, where data is loaded, with all that has one entry
+    for each token: tokens, labels, positions, segment ids.
+
+    Args:
+      tree: a pytree of arrays with T tokens along `axis`; T is a multiple of 2 * devices.
+      devices: number of devices P along the sequence.
+      axis: the dim of tokens, the same in all arrays.
+
+    Returns: the pytree with reordered arrays. `from_zigzag` undoes it.
+
+    Raises: ValueError if T is no multiple of 2 * devices.
+
+    Example:
+      >>> to_zigzag(jnp.arange(8), 2, axis=0).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return _reorder(tree, devices, axis, _zigzag_chunks)
+
+
+def from_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
+    """Undo `to_zigzag`: return tokens to their own order.
+
+    Args: as those of `to_zigzag`.
+
+    Returns: the pytree with reordered arrays.
+
+    Raises: ValueError if T is no multiple of 2 * devices.
+
+    Example:
+      >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+
+    def order(devices: int) -> np.ndarray:
+        return np.argsort(_zigzag_chunks(devices))
+
+    return _reorder(tree, devices, axis, order)
+
+
+def _reorder(tree: Any, devices: int, axis: int, order) -> Any:
+    """Reorder the 2 * devices chunks along `axis` of each array of a pytree."""
+
+    def reorder(path, x):
+        xp = np if isinstance(x, np.ndarray) else jnp
+        x = xp.asarray(x)
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"tree{jax.tree_util.keystr(path)} has shape {x.shape} and no axis {axis}."
+            )
+        dim = axis % x.ndim
+        name = f"dim {dim} of tree{jax.tree_util.keystr(path)}"
+        check_length(name, x.shape[dim], devices, "zigzag")
+        chunks = x.reshape(*x.shape[:dim], 2 * devices, -1, *x.shape[dim + 1 :])
+        return xp.take(chunks, order(devices), axis=dim).reshape(x.shape)
+
+    return jax.tree.map_with_path(reorder, tree)
+
+
+def _zigzag_chunks(devices: int) -> np.ndarray:
+    """Return the numbers of the 2 P chunks in the order of the devices."""
+    early = np.arange(devices)
+    return np.stack([early, 2 * devices - 1 - early], axis=1).reshape(-1)
+
+
+def natural_order(x: Array, layout: Layout, devices: int, axis: int) -> Array:
+    """Return an array whose `axis` holds all tokens in `layout`, with tokens in their own order."""
+    return _rearrange(x, layout, devices, axis, False)
+
+
+def layout_order(x: Array, layout: Layout, devices: int, axis: int) -> Array:
+    """Undo `natural_order`."""
+    return _rearrange(x, layout, devices, axis, True)
+
+
+def _rearrange(x: Array, layout: Layout, devices: int, axis: int, into_layout: bool) -> Array:
+    """Move tokens along `axis` into a layout, or back into their own order."""
+    if layout == "contiguous" or devices == 1:
+        return x
+    shape = x.shape
+    if layout == "zigzag":
+        order = _zigzag_chunks(devices)
+        order = order if into_layout else np.argsort(order)
+        chunks = x.reshape(*shape[:axis], 2 * devices, -1, *shape[axis + 1 :])
+        return jnp.take(chunks, order, axis=axis).reshape(shape)
+    each = shape[axis] // devices
+    sizes = (each, devices) if into_layout else (devices, each)
+    stripes = x.reshape(*shape[:axis], *sizes, *shape[axis + 1 :])
+    return jnp.swapaxes(stripes, axis, axis + 1).reshape(shape)
+
+
+def check_layout_name(layout: Any) -> None:
+    """Refuse an unknown layout."""
+    if layout not in LAYOUTS:
+        known = ", ".join(map(repr, LAYOUTS))
+        raise ValueError(f"sequence_layout={layout!r} is not known: use one of {known}.")
+
+
+def check_length(name: str, length: int, devices: int, layout: Layout) -> None:
+    """Refuse a number of tokens that the devices cannot share equally."""
+    if isinstance(devices, bool) or not isinstance(devices, int | np.integer) or devices < 1:
+        raise ValueError(f"devices={devices!r} must be an int of at least 1.")
+    parts = chunks_of_device(layout) * devices
+    if length % parts:
+        raise ValueError(
+            f'{name} has {length} tokens, and layout "{layout}" over {devices} devices needs a '
+            f"multiple of {parts}: pad to {-(-length // parts) * parts} tokens, and hide the "
+            "padding with query_seq_lengths and key_value_seq_lengths."
+        )

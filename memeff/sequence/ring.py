@@ -1,0 +1,212 @@
+"""Send keys and values round a ring of devices.
+
+With P devices, at stop s device r has the keys of device r - s. Gradients of keys travel in float32,
+one stop behind their keys, and at the end go home (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889,
+section 3).
+
+Every device sends at every stop, also what nobody needs, and no collective stands in a branch. One
+message a stop carries keys and gradients, and it is sent before the work of its stop, so that it
+travels beside that work. Without a barrier XLA:GPU would send everything first and wait for it.
+
+In causal order a zigzag shows, at stop s > 0, two of the four pairs of chunks, both wholly:
+late queries x early keys, and early x early where r >= s, late x late elsewhere. At home late x
+early is seen wholly and the two others are causal. The first half of that work comes first and the
+second last, so that the first keys and the last gradients also travel beside work.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from memeff.problem import Operands, Problem
+from memeff.sequence.layout import chunks_of_device
+from memeff.sequence.parts import Chunk, Keys, Part, Shards, cut_part, keys_of
+
+EARLY = Chunk(0, 2)
+LATE = Chunk(1, 2)
+WHOLE = Chunk()
+
+
+class Stop(NamedTuple):
+    """The work between two messages, on the keys of the device that is `distance` before."""
+
+    distance: int  # 0: the keys of this device
+    parts: tuple[Part, ...]
+
+
+def ring_stops(shards: Shards, problem: Problem, operands: Operands) -> list[Stop]:
+    """Return the work of this device, in order."""
+    P = shards.devices
+    r = shards.rank
+    shape = operands.shape
+
+    def part(problem: Problem, rows: Chunk, cols: Chunk, s: int) -> Part:
+        owner = (r - s) % P
+        keys = shape.S // cols.count
+        aligned = s == 0 and shape.T == shape.S and rows == cols
+        return Part(
+            problem,
+            rows,
+            cols,
+            first_query=shards.start(r, rows, shape.T // rows.count),
+            first_key=shards.start(owner, cols, keys),
+            distance=0 if aligned else None,
+            column=owner * shape.S + cols.number * keys,
+        )
+
+    if is_balanced(shards, problem, operands):
+        free = dataclasses.replace(problem, left=None, right=None)
+        stops = [Stop(0, (part(free, LATE, EARLY, 0),))]
+        for s in range(1, P):
+            same = Chunk((s > r).astype(jnp.int32), 2)
+            stops.append(Stop(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
+        diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
+        return [*stops, Stop(0, diagonal)]
+    lengths = operands.q_lengths is not None or operands.kv_lengths is not None
+    pairs = [(WHOLE, WHOLE)]
+    if problem.has_window or problem.names_positions or lengths:
+        if chunks_of_device(shards.layout) == 2:
+            pairs = [(rows, cols) for rows in (EARLY, LATE) for cols in (EARLY, LATE)]
+    stops = []
+    for s in ring_distances(shards, problem, operands):
+        parts = [part(problem, rows, cols, s) for rows, cols in pairs]
+        stops.append(Stop(s, tuple(parts)))
+    return stops
+
+
+def is_balanced(shards: Shards, problem: Problem, operands: Operands) -> bool:
+    """Return True if each stop shows every device two pairs of chunks: in causal zigzag."""
+    causal = (problem.left, problem.right, problem.q_offset) == (None, 0, 0)
+    square = operands.shape.T == operands.shape.S and operands.q_offset is None
+    return shards.layout == "zigzag" and causal and square
+
+
+def ring_distances(shards: Shards, problem: Problem, operands: Operands) -> list[int]:
+    """Return the distances, in devices, of keys that the window shows to some device.
+
+    A negative distance is reached against the direction of the ring.
+    """
+    P = shards.devices
+    whole_ring = list(range(P))
+    T = operands.shape.T
+    if shards.layout != "contiguous" or operands.q_offset is not None or T != operands.shape.S:
+        return whole_ring
+    # at distance d, q_pos - k_pos is at least d T + q_offset - (T - 1), at most that + 2 (T - 1)
+    first = 1 - P
+    last = P - 1
+    if problem.right is not None:
+        first = max(first, -((problem.right + problem.q_offset + T - 1) // T))
+    if problem.left is not None:
+        last = min(last, (problem.left - problem.q_offset + T - 1) // T)
+    if first > 0 or last < 0 or last - first + 1 >= P:
+        return whole_ring
+    return [*range(last + 1), *range(-1, first - 1, -1)]
+
+
+def ring_walk(
+    shards: Shards,
+    problem: Problem,
+    operands: Operands,
+    state: Any,
+    visit: Any,
+    tangents: Operands | None = None,
+    pack: bool = True,
+) -> tuple[Any, Any]:
+    """Fold `visit(state, part, operands, tangents)` over all parts of this device's work.
+
+    `visit` returns the new state, and the gradients of the part's keys or None. Return the state,
+    and the sums of these gradients at home, on the device of the keys. `pack`: send bits, which JAX
+    does not differentiate.
+    """
+    own = keys_of(operands), None if tangents is None else keys_of(tangents)
+    P = shards.devices
+    send = functools.partial(_send, shards, pack)
+    stops = ring_stops(shards, problem, operands)
+    coming = own
+    behind = kept = None
+    previous = 0  # the distance at which `behind` was found
+    for n, (s, parts) in enumerate(stops):
+        keys, key_tangents = arrived = coming if s else own
+        ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
+        outgoing = None
+        step = 0
+        if ahead:
+            goes_on = s * ahead >= 0  # in the same direction
+            outgoing = arrived if goes_on else own
+            step = ahead - s if goes_on else ahead
+        target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
+        coming, behind = send(outgoing, step % P, behind, (target - previous) % P)
+        if target == 0:
+            kept = _add(kept, behind)
+            behind = None
+        found = None
+        for part in parts:
+            size = keys.key.shape[1] // part.cols.count
+            here = cut_part(part, operands, keys, size)
+            along = None
+            if tangents is not None:
+                along = cut_part(part, tangents, key_tangents, size)
+            state, of_keys = visit(state, part, here, along)
+            found = _collect(found, of_keys, part, keys)
+        if s:
+            behind = _add(behind, found)
+        else:
+            kept = _add(kept, found)
+        previous = s
+        coming, state, behind, kept = lax.optimization_barrier((coming, state, behind, kept))
+    _, behind = send(None, 0, behind, -previous % P)
+    return state, _add(kept, behind)
+
+
+def _send(
+    shards: Shards, pack: bool, keys: Any, step: int, behind: Any, back: int
+) -> tuple[Any, Any]:
+    """Send keys `step` devices ahead, and the gradients behind them `back` devices ahead.
+
+    They share one message if they go the same way, because XLA:GPU keeps one in flight.
+    """
+    if step == back or behind is None or keys is None:
+        step = step if keys is not None else back
+        return _pass_on(shards, pack, (keys, behind), step)
+    return _pass_on(shards, pack, keys, step), _pass_on(shards, pack, behind, back)
+
+
+def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
+    """Send a pytree of arrays `step` devices ahead, packed into one message."""
+    arrays, structure = jax.tree.flatten(tree)
+    P = shards.devices
+    if not arrays or step == 0:
+        return tree
+    route = [(i, (i + step) % P) for i in range(P)]
+    send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
+    if not pack:
+        return jax.tree.unflatten(structure, [send(x) for x in arrays])
+    words = [lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]  # 32 bits are two
+    message = send(jnp.concatenate([x.ravel() for x in words]))
+    ends = np.cumsum([x.size for x in words])
+    received = []
+    for part, word, x in zip(jnp.split(message, ends[:-1]), words, arrays, strict=True):
+        received.append(lax.bitcast_convert_type(part.reshape(word.shape), x.dtype))
+    return jax.tree.unflatten(structure, received)
+
+
+def _add(x: Any, y: Any) -> Any:
+    """Return x + y of two pytrees; None is 0."""
+    if x is None or y is None:
+        return y if x is None else x
+    return jax.tree.map(jnp.add, x, y)
+
+
+def _collect(found: Any, of_keys: Any, part: Part, keys: Keys) -> Any:
+    """Add the gradients of a part's keys to those of all keys that are here; None is 0."""
+    if of_keys is None or part.cols.count == 1:
+        return _add(found, of_keys)
+    if found is None:
+        like = keys.key, keys.value
+        found = jax.tree.map(lambda x, dx: jnp.zeros_like(x, dx.dtype), like, of_keys)
+    return jax.tree.map(lambda x, dx: part.cols.add(x, dx, 1), found, of_keys)

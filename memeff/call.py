@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,15 @@ from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
 from memeff.problem import Operands, Problem, check_sizes_known
-from memeff.sequence.call import attend_here, enter_shard_map, find_axes, locate, make_plan
+from memeff.sequence.call import (
+    Place,
+    attend_here,
+    enter_shard_map,
+    find_axes,
+    locate,
+    make_plan,
+)
+from memeff.sequence.choose import Plan, Sizes
 from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
@@ -48,15 +57,30 @@ def run_attention(
     return out, to_public_rows(call.shape, lse)
 
 
+class ShardedCall(NamedTuple):
+    """A checked call whose sequence is sharded over devices."""
+
+    shape: CallShape  # of the arrays that came
+    problem: Problem
+    operands: Operands
+    place: Place
+    plan: Plan
+    sizes: Sizes  # of the whole call
+
+
+def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
+    """Check each argument of a call whose sequence is sharded over the mesh axes `axes`."""
+    place = find_axes(axes, (arguments.query, arguments.key, arguments.value))
+    shards = math.prod(place.devices) if place.inside else 1
+    shape, problem, operands = normalise(arguments, shards)
+    plan, sizes = make_plan(arguments, axes, place, problem, operands)
+    problem, operands = locate(plan, sizes, problem, operands)
+    return ShardedCall(shape, problem, operands, place, plan, sizes)
+
+
 def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[Array, Array]:
     """Return out, and lse with `return_residual`, of a sequence that is sharded over `axes`."""
-    arrays = arguments.query, arguments.key, arguments.value
-    place = find_axes(axes, arrays)
-    shards = place.devices if place.inside else 1
-    shape, problem, operands = normalise(arguments, shards)
-    plan = make_plan(arguments, axes, place, shape, problem, operands)
-    whole = shape._replace(T=shards * shape.T, S=shards * shape.S)
-    problem, operands = locate(plan, place.devices, whole, problem, operands)
+    shape, problem, operands, place, plan, _ = prepare_sharded(arguments, axes)
     want_lse = bool(arguments.return_residual)
     if place.inside:
         out, lse = attend_here(plan, problem, want_lse, operands)
@@ -80,6 +104,11 @@ def prepare(
     because XLA then reports its bytes. With `warn`, warn once where kernels would be faster but do
     not support the call.
     """
+    if arguments.sequence_layout != "contiguous" or arguments.context_parallel is not None:
+        raise ValueError(
+            "sequence_layout and context_parallel are for a sequence that is sharded over devices: "
+            "pass sequence_axis, the name of its mesh axis."
+        )
     shape, problem, operands = normalise(arguments)
     if chosen is None:
         limit = parse_bytes("memory_limit", arguments.memory_limit)

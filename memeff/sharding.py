@@ -49,7 +49,7 @@ def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
     They are `sequence_axis`, or else those of the query's type on an Explicit mesh.
     """
     if sequence_axis is None:
-        if not isinstance(query, jax.Array) or query.ndim < 3 or not _explicit(query):
+        if not isinstance(query, jax.Array | Tracer) or query.ndim < 3 or not _explicit(query):
             return ()
         sequence_axis = jax.typeof(query).sharding.spec[query.ndim - 3]
         if sequence_axis is None:

@@ -5,13 +5,15 @@ The call is prepared, and does not run.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from memeff import compiling
+from memeff import compiling, sharding
 from memeff.arguments import Arguments
-from memeff.call import Call, prepare, run_attention
+from memeff.call import Call, ShardedCall, prepare, prepare_sharded, run_attention
 
 
 def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
@@ -22,7 +24,9 @@ def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
     refused = {"implementation", "backward", "return_residual", "sinks"} & kwargs.keys()
     if refused:
         raise TypeError(f"memeff.{name} does not take {', '.join(sorted(refused))}. Omit it.")
-    return bind_arguments(name, *arrays, implementation="xla", **kwargs)
+    arguments = bind_arguments(name, *arrays, implementation="xla", **kwargs)
+    refuse_sharded(name, arguments)
+    return arguments
 
 
 def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
@@ -41,11 +45,34 @@ def prepare_shapes(name: str, arguments: Arguments) -> Call:
     """
     if arguments.implementation is not None:
         raise TypeError(f"memeff.{name} tells what memeff would choose. Omit `implementation`.")
+
+    def prepare_call(arguments: Arguments) -> Call:
+        return prepare(arguments, run_attention, warn=False)
+
+    return _with_shapes(prepare_call, arguments)
+
+
+def prepare_sharded_shapes(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
+    """Return the call of a sharded sequence, with shapes in place of its arrays."""
+    return _with_shapes(functools.partial(prepare_sharded, axes=axes), arguments)
+
+
+def refuse_sharded(name: str, arguments: Arguments) -> None:
+    """Refuse a sequence that is sharded over devices."""
+    if sharding.sequence_axes(arguments.sequence_axis, arguments.query):
+        raise NotImplementedError(
+            f"memeff.{name} does not support a sequence that is sharded over devices. Omit "
+            "`sequence_axis`, and pass the arrays of one device."
+        )
+
+
+def _with_shapes(prepare_call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    """Return `prepare_call(arguments)` with shapes in place of its operands."""
     floats, rest, join, _ = compiling.split_arguments(arguments)
     calls = []
 
     def trace(*arrays):
-        call = prepare(join(*arrays), run_attention, warn=False)
+        call = prepare_call(join(*arrays))
         calls.append(call)
         return call.operands
 

@@ -12,14 +12,20 @@ from typing import Any, Unpack
 
 import jax
 
-from memeff import compiling, dispatch, memory_model, pallas, tile_sizes
+from memeff import compiling, dispatch, memory_model, pallas, sharding, tile_sizes
 from memeff.arguments import AttentionKwargs
 from memeff.call import run_attention
 from memeff.chunked.schedule import count_tiles
 from memeff.device import Device, current_device, current_platform, pretend_device
-from memeff.diagnostics.bind import bind_arguments, prepare_shapes
+from memeff.diagnostics.bind import (
+    bind_arguments,
+    prepare_sharded_shapes,
+    prepare_shapes,
+    refuse_sharded,
+)
 from memeff.implementations import Chosen, Request, module_for
 from memeff.problem import Operands, map_operands
+from memeff.sequence.choose import explain_plan
 from memeff.units import format_bytes, parse_bytes
 
 # Each device with its memory in bytes, as its maker states it.
@@ -271,6 +277,11 @@ def explain(
       True
     """
     arguments = bind_arguments("explain", query, key, value, bias, mask, **kwargs)
+    axes = sharding.sequence_axes(arguments.sequence_axis, arguments.query)
+    if axes:
+        call = prepare_sharded_shapes(arguments, axes)
+        chosen = arguments.context_parallel is None
+        return explain_plan(call.plan, call.sizes, call.problem, call.operands, chosen)
     call = prepare_shapes("explain", arguments)
     return dispatch.explain_choice(call.chosen, call.operands)
 
@@ -317,6 +328,7 @@ def plan(
     """
     planned_device, device_bytes = check_device(device)
     arguments = bind_arguments("plan", query, key, value, bias, mask, **kwargs)
+    refuse_sharded("plan", arguments)
     with pretend_device(*planned_device):
         call = prepare_shapes("plan", arguments)
         compiled = None

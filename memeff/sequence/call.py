@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from memeff import dispatch, validate_options
-from memeff.arguments import Arguments, Strategy
+from memeff import dispatch, tile_sizes, validate_options
+from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
 from memeff.problem import (
@@ -21,23 +21,23 @@ from memeff.problem import (
     Problem,
     Schedule,
     WholeCall,
+    check_sizes_known,
     map_operands,
+)
+from memeff.sequence.choose import (
+    STRATEGIES,
+    Plan,
+    Sizes,
+    check_lengths,
+    choose_strategy,
+    sizes_of,
+    why_not,
 )
 from memeff.sequence.exchange import exchange
 from memeff.sequence.gathered import columns_in_order
 from memeff.sequence.implementation import Sharded
-from memeff.sequence.layout import Layout, check_layout_name, stride_of
+from memeff.sequence.layout import check_layout_name, stride_of
 from memeff.sequence.parts import Shards
-from memeff.shape import CallShape
-
-
-class Plan(NamedTuple):
-    """The static choices of how a call runs on the devices of a sharded sequence."""
-
-    axes: tuple[str, ...]  # of the mesh, along the sequence, the slowest first
-    layout: Layout
-    strategy: Strategy
-    request: Request  # how each device's parts run
 
 
 def attend_here(
@@ -73,27 +73,48 @@ def make_plan(
     arguments: Arguments,
     axes: tuple[str, ...],
     place: "Place",
-    shape: CallShape,
     problem: Problem,
     operands: Operands,
-) -> Plan:
+) -> tuple[Plan, Sizes]:
     """Check the arguments of a sharded sequence, and choose a strategy unless one is given."""
     layout = arguments.sequence_layout
     check_layout_name(layout)
+    check_sizes_known(operands, "A sequence that is sharded over devices")
+    if arguments.memory_limit is not None or tile_sizes.memory_limit_of_program.value is not None:
+        raise NotImplementedError(
+            "memory_limit does not support a sequence that is sharded over devices. Omit it, and "
+            "pass chunk_size for smaller tiles."
+        )
+    sizes = sizes_of(operands, math.prod(place.devices) if place.inside else 1, place.devices)
+    check_lengths(sizes, layout)
     request = Request(
         arguments.implementation,
         validate_options.check_backward(arguments.backward),
         validate_options.check_chunk_size(arguments.chunk_size),
     )
-    strategy = arguments.context_parallel or "ring"
-    return Plan(axes, layout, strategy, request)
+    strategy = arguments.context_parallel
+    if strategy is None:
+        strategy = choose_strategy(layout, sizes, problem, operands, request)
+    elif strategy not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
+    reason = why_not(strategy, layout, sizes, problem, operands, request)
+    if reason is not None:
+        raise NotImplementedError(
+            f'context_parallel="{strategy}" cannot run this call: {reason}. Use None to let memeff '
+            "choose."
+        )
+    return Plan(axes, layout, strategy, request), sizes
 
 
 def locate(
-    plan: Plan, devices: int, whole: CallShape, problem: Problem, operands: Operands
+    plan: Plan, sizes: Sizes, problem: Problem, operands: Operands
 ) -> tuple[Problem, Operands]:
     """Return a problem and operands that know their place in the whole call."""
-    sizes = WholeCall(whole.T, whole.S, whole.N, stride_of(plan.layout, devices))
+    stride = stride_of(plan.layout, sizes.devices[0])
+    if plan.strategy == "all_to_all" and len(plan.axes) == 1:
+        stride = 1  # tokens come into their own order
+    whole = WholeCall(sizes.T, sizes.S, sizes.N, stride)
     origin = None
     if problem.names_positions:
         zero = jnp.int32(0)
@@ -101,7 +122,7 @@ def locate(
         if offset is None:
             offset = jnp.full((1,), problem.q_offset, jnp.int32)
         origin = Origin(zero, zero, zero, offset)
-    return dataclasses.replace(problem, whole=sizes), operands._replace(origin=origin)
+    return dataclasses.replace(problem, whole=whole), operands._replace(origin=origin)
 
 
 class Place(NamedTuple):
@@ -109,14 +130,14 @@ class Place(NamedTuple):
 
     inside: bool
     mesh: Any  # None inside, and for the mesh of the context
-    devices: int
+    devices: tuple[int, ...]  # along each axis
 
 
 def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
     """Return where the mesh axes are: in the context, or else in the arrays' shardings."""
     current = jax.sharding.get_abstract_mesh()
     if all(axis in current.axis_names for axis in axes):
-        devices = math.prod(current.shape[axis] for axis in axes)
+        devices = tuple(current.shape[axis] for axis in axes)
         manual = [axis in current.manual_axes for axis in axes]
         if any(manual) and not all(manual):
             raise ValueError(
@@ -126,7 +147,7 @@ def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
     for x in arrays:
         mesh = _mesh_of(x)
         if mesh is not None and all(axis in mesh.axis_names for axis in axes):
-            return Place(False, mesh, math.prod(mesh.shape[axis] for axis in axes))
+            return Place(False, mesh, tuple(mesh.shape[axis] for axis in axes))
     known = ", ".join(map(repr, current.axis_names)) or "none"
     raise ValueError(
         f"sequence_axis={axes[0] if len(axes) == 1 else axes!r} is no axis of a mesh here (axes of "
@@ -163,6 +184,17 @@ def enter_shard_map(
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec)
 
+    def lay_out(x: Array, dims: str) -> Array:
+        """Shard x by its spec on an Explicit mesh, where shard_map's transpose does not do it."""
+        sharding = jax.typeof(x).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return x
+        entries = []
+        for letter, now, wanted in zip(dims, sharding.spec, spec(x, dims), strict=True):
+            entries.append(wanted if letter in "ts" else now)
+        return reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+    operands = map_operands(lay_out, operands)
     specs = map_operands(spec, operands)
     specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
     rows = PartitionSpec(None, None, None, along)

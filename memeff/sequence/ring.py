@@ -158,7 +158,9 @@ def ring_walk(
         else:
             kept = _add(kept, found)
         previous = s
-        coming, state, behind, kept = lax.optimization_barrier((coming, state, behind, kept))
+        if pack:  # a barrier would make primals depend on tangents, and JAX could not transpose it
+            held = coming, state, behind, kept
+            coming, state, behind, kept = lax.optimization_barrier(held)
     _, behind = send(None, 0, behind, -previous % P)
     return state, _add(kept, behind)
 

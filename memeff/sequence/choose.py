@@ -1,0 +1,220 @@
+"""Choose how a sequence that is sharded over devices is computed, and explain the choice."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memeff.arguments import Strategy
+from memeff.implementations import Request
+from memeff.problem import Operands, Problem
+from memeff.sequence.exchange import why_not_exchange
+from memeff.sequence.layout import Layout, chunks_of_device
+from memeff.units import format_bytes
+
+STRATEGIES: tuple[Strategy, ...] = ("ring", "all_gather", "all_to_all")
+
+# Two H200s with NVLink 4 (18 links), jax 0.11.2: GB/s of one message between neighbours, and those
+# that a device receives in an all-gather, by MiB. An all-to-all counts as an all-gather.
+MESSAGE_MIB = (4, 16, 64, 256, 512)
+NEIGHBOUR_GBPS = (115, 198, 258, 295, 336)
+GATHER_GBPS = (33, 120, 218, 242, 259)
+# FLOP/s of a forward: the kernels in 16 bits, and what else runs (one H200, heads of 128)
+KERNEL_FLOPS = 650e12
+OTHER_FLOPS = 60e12
+
+
+class Plan(NamedTuple):
+    """The static choices of how a call runs on the devices of a sharded sequence."""
+
+    axes: tuple[str, ...]  # of the mesh, along the sequence, the slowest first
+    layout: Layout
+    strategy: Strategy
+    request: Request  # how each device's parts run
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a whole call that matter for the choice, and the devices along each axis."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    D: int
+    itemsize: int
+    devices: tuple[int, ...]
+
+    @property
+    def all_devices(self) -> int:
+        """Return the number of devices along the sequence."""
+        return math.prod(self.devices)
+
+
+def why_not(
+    strategy: Strategy,
+    layout: Layout,
+    sizes: Sizes,
+    problem: Problem,
+    operands: Operands,
+    request: Request,
+) -> str | None:
+    """Return None if a strategy can run this call, or else the reason in words."""
+    if len(sizes.devices) == 2:
+        if strategy != "all_to_all":
+            return (
+                "two axes of sequence_axis are all-to-all over the second, by ring over the first"
+            )
+    elif strategy == "all_gather" and layout == "striped":
+        return 'gathered keys need sequence_layout="contiguous" or "zigzag"'
+    if strategy != "all_to_all" or len(sizes.devices) == 2:
+        if request.implementation == "reference":
+            return 'implementation="reference" has no parts: it needs all keys of a head at once'
+        if layout == "striped" and problem.left is not None:
+            return 'sequence_layout="striped" has no left side of a window'
+    if strategy != "all_to_all":
+        return None
+    reason = why_not_exchange(sizes.devices[-1], sizes.N, sizes.K)
+    pairs = operands.mask is not None or operands.logit_params.bias is not None
+    if reason is None and pairs and sizes.T == sizes.all_devices:
+        return "a bias or mask with one query for each device cannot be told from a broadcast one"
+    return reason
+
+
+def choose_strategy(
+    layout: Layout,
+    sizes: Sizes,
+    problem: Problem,
+    operands: Operands,
+    request: Request,
+) -> Strategy:
+    """Return the strategy with the least estimated time of those that can run this call.
+
+    Raises: NotImplementedError if none can.
+    """
+    reasons = {}
+    times = {}
+    for strategy in STRATEGIES:
+        reason = why_not(strategy, layout, sizes, problem, operands, request)
+        if reason is None:
+            times[strategy] = estimate(strategy, layout, sizes, problem)
+        else:
+            reasons[strategy] = reason
+    if not times:
+        lines = "\n".join(f'  "{name}": {reason}.' for name, reason in reasons.items())
+        raise NotImplementedError(f"no strategy can run this call on a sharded sequence:\n{lines}")
+    return min(times, key=lambda strategy: times[strategy].seconds)
+
+
+class Estimate(NamedTuple):
+    """What one forward of a call takes on each device, about."""
+
+    work: float  # seconds of products
+    sending: float  # seconds of messages
+    seconds: float  # in all: the ring sends beside its work
+    bytes_sent: int
+
+
+def estimate(strategy: Strategy, layout: Layout, sizes: Sizes, problem: Problem) -> Estimate:
+    """Estimate the time of one forward, from measured bandwidths."""
+    P = sizes.all_devices
+    pairs = sizes.T * sizes.S
+    causal = problem.right is not None
+    if problem.left is not None:
+        right = sizes.S if problem.right is None else problem.right
+        pairs = min(pairs, sizes.T * (problem.left + right + 1))
+    elif causal:
+        pairs //= 2
+    fast = sizes.itemsize == 2
+    flops = 2 * sizes.B * sizes.N * pairs * (sizes.H + sizes.D)
+    work = flops / (KERNEL_FLOPS if fast else OTHER_FLOPS) / P
+    if causal and problem.left is None and layout == "contiguous" and strategy != "all_to_all":
+        work *= 2 - 1 / P  # the last device sees all keys
+    keys = sizes.B * sizes.S * sizes.K * (sizes.H + sizes.D) * sizes.itemsize // P
+    queries = sizes.B * sizes.T * sizes.N * (sizes.H + sizes.D) * sizes.itemsize // P
+    match strategy:
+        case "ring":
+            message = keys / (1e9 * _bandwidth(NEIGHBOUR_GBPS, keys))
+            beside = max(work / P, message)
+            return Estimate(work, (P - 1) * message, work / P + (P - 1) * beside, (P - 1) * keys)
+        case "all_gather":
+            sent = (P - 1) * keys
+        case _:
+            last = sizes.devices[-1]
+            sent = (keys + queries) * (last - 1) // last
+    sending = sent / (1e9 * _bandwidth(GATHER_GBPS, sent))
+    return Estimate(work, sending, work + sending, sent)
+
+
+def _bandwidth(gbps: tuple[int, ...], message: float) -> float:
+    """Return the measured GB/s of a message of so many bytes."""
+    mib = max(message, 1) / 2**20
+    return float(np.interp(math.log(mib), np.log(MESSAGE_MIB), gbps))
+
+
+def explain_plan(
+    plan: Plan, sizes: Sizes, problem: Problem, operands: Operands, chosen: bool
+) -> str:
+    """Return in words how a sharded sequence is computed, and why not otherwise."""
+    over = " and ".join(
+        f'{count} devices along "{axis}"'
+        for axis, count in zip(plan.axes, sizes.devices, strict=True)
+    )
+    lines = [
+        f'The sequence lies over {over}, in layout "{plan.layout}"; '
+        f'context_parallel="{plan.strategy}" '
+        + ("has the least estimated time." if chosen else "was asked for.")
+    ]
+    for strategy in STRATEGIES:
+        reason = why_not(strategy, plan.layout, sizes, problem, operands, plan.request)
+        if reason is not None:
+            lines.append(f'"{strategy}": cannot run this call, because {reason}.')
+            continue
+        took = estimate(strategy, plan.layout, sizes, problem)
+        beside = "beside its work" if strategy == "ring" else "before and after its work"
+        lines.append(
+            f'"{strategy}": about {1e3 * took.seconds:.3g} ms a forward on H200s with NVLink; each '
+            f"device works {1e3 * took.work:.3g} ms and sends {format_bytes(took.bytes_sent)} in "
+            f"{1e3 * took.sending:.3g} ms, {beside}."
+        )
+    if plan.layout == "contiguous" and (problem.left, problem.right) == (None, 0):
+        lines.append(
+            'In causal order the last device has the most work: sequence_layout="zigzag" gives all '
+            "devices the same."
+        )
+    return "\n".join(lines)
+
+
+def sizes_of(operands: Operands, shards: int, devices: tuple[int, ...]) -> Sizes:
+    """Return the sizes of a whole call of whose sequence `operands` hold one of `shards` parts."""
+    shape = operands.shape
+    itemsize: Any = operands.query.dtype.itemsize
+    return Sizes(
+        shape.B,
+        shards * shape.T,
+        shards * shape.S,
+        shape.N,
+        shape.K,
+        shape.H,
+        shape.D,
+        itemsize,
+        devices,
+    )
+
+
+def check_lengths(sizes: Sizes, layout: Layout) -> None:
+    """Refuse lengths that the devices cannot share equally."""
+    # of two axes, all-to-all leaves the first to the layout
+    parts = chunks_of_device(layout) * sizes.devices[0]
+    parts = math.lcm(parts, sizes.all_devices)
+    for letter, name, length in (("T", "query", sizes.T), ("S", "key", sizes.S)):
+        if length % parts:
+            raise ValueError(
+                f'{name} has {letter}={length} tokens, and sequence_layout="{layout}" over '
+                f"{sizes.all_devices} devices needs a multiple of {parts}: pad to "
+                f"{-(-length // parts) * parts} tokens, and hide the padding with "
+                "query_seq_lengths and key_value_seq_lengths."
+            )

@@ -10,8 +10,8 @@ from flax import linen
 from jax import Array, lax
 from jax.core import Tracer
 
-from memeff.block_mask import BlockMask
 from memeff.arguments import Strategy
+from memeff.block_mask import BlockMask
 from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import (
     bind,

@@ -52,6 +52,7 @@ def switch_linen(
     The switch holds for this thread and for every `linen.MultiHeadDotProductAttention` and its
     subclasses, inside any model and under any transformation. A module with an `attention_fn` of
     its own keeps it, and a warning says so. Functions jitted earlier are traced again inside.
+    Switches may be nested: the innermost decides.
 
     Args:
       strict: raise an error, instead of a warning, if no module was switched.
@@ -88,6 +89,9 @@ def switch_linen(
         seen.modules.add(type(module).__name__)
         is_attention = isinstance(module, linen.MultiHeadDotProductAttention)
         if context.method_name != "__call__" or not is_attention:
+            return next_fun(*args, **kwargs)
+        if _choice.value != options:  # an inner switch decides
+            seen.computes_with_memeff = True
             return next_fun(*args, **kwargs)
         path = "/".join(module.path) or "(root)"
         if not _can_switch(module, path, options):
@@ -234,7 +238,7 @@ def _can_switch(module: Any, path: str, options: SequenceOptions) -> bool:
 
 
 def _is_decided(module: Any) -> bool:
-    """Return whether a module of memeff's has a sequence_axis, or an inner switch runs it."""
+    """Return whether a module of memeff's has a sequence_axis, or another switch runs it."""
     function = module.attention_fn
     while isinstance(function, functools.partial):
         if function.keywords.get("sequence_axis") is not None:

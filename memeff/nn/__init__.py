@@ -33,7 +33,16 @@ except ModuleNotFoundError as e:
 
 from memeff.nn import linen, nnx
 from memeff.nn.attention_fn import attention_fn
+from memeff.nn.blockwise import blockwise
 from memeff.nn.switch import switch_linen, switch_nnx
 from memeff.switch import switch_jax_nn
 
-__all__ = ["attention_fn", "linen", "nnx", "switch_jax_nn", "switch_linen", "switch_nnx"]
+__all__ = [
+    "attention_fn",
+    "blockwise",
+    "linen",
+    "nnx",
+    "switch_jax_nn",
+    "switch_linen",
+    "switch_nnx",
+]

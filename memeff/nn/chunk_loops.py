@@ -1,0 +1,201 @@
+"""Apply a module or function of the user to chunks of tokens, one after the other, in a loop.
+
+  loop, finish = make_loop(f, first)
+  results, counts = loop(numbers, chunks, prevent_cse)    # arrays are stacked: [n, ...]
+  finish(counts)
+
+Each step computes f again in the backward. `numbers` [n] count the chunks, `first` is one of them.
+Counts are NNX's counts of the random numbers that one chunk drew.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import errors, linen, nnx
+from flax.core.tracers import current_trace
+from jax import Array, lax
+
+from memeff.sharding import varies, vary_like
+
+Loop = Callable[[Array, Any, bool], tuple[Any, Any]]
+
+
+def make_loop(f: Callable[..., Any], first: Any) -> tuple[Loop, Callable[[Any], None]]:
+    """Return `loop` and `finish` of `f`.
+
+    Under shard_map the arrays that f holds are typed as varying over devices as `first` does.
+    JAX would otherwise sum their gradients over the devices once per chunk.
+    """
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    while isinstance(f, functools.partial):
+        args = (*f.args, *args)
+        kwargs = f.keywords | kwargs
+        f = f.func
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    leaves = [vary_like(leaf, first) if _is_array(leaf) else leaf for leaf in leaves]
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    is_method = inspect.ismethod(f)
+    owner = f.__self__ if is_method else f
+
+    def run(owner, chunk):
+        if is_method:
+            return f.__func__(owner, *args, chunk, **kwargs)
+        return owner(*args, chunk, **kwargs)
+
+    if isinstance(owner, linen.Module) and owner.scope is not None:
+        return _linen_loop(owner, run, first), _no_finish
+    if isinstance(owner, nnx.Module):
+        return _nnx_loop(owner, run, first), functools.partial(nnx.update, owner)
+    return _function_loop(functools.partial(run, owner)), _no_finish
+
+
+def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
+    """Return the loop of a pure function: (number, chunk) to (results, counts)."""
+
+    def loop(numbers, chunks, prevent_cse):
+        recomputed = jax.checkpoint(call, prevent_cse=prevent_cse)
+
+        def step(carry, numbered_chunk):
+            return carry, recomputed(*numbered_chunk)
+
+        _, (results, counts) = lax.scan(step, None, (numbers, chunks))
+        return results, jax.tree.map(_first, counts)
+
+    return loop
+
+
+def _first(x: Array) -> Array:
+    """Return the first entry of a stacked array."""
+    return x[0]
+
+
+def _no_finish(counts: Any) -> None:
+    """Do nothing: there are no counts."""
+    del counts
+
+
+def _is_array(x: Any) -> bool:
+    """Return whether x is an array of JAX or NumPy."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+# ---- functions
+
+
+def _function_loop(run: Callable[[Any], Any]) -> Loop:
+    """Return the loop of a function, which may read variables of NNX modules but write none."""
+
+    def call(number, chunk):
+        del number
+        inside = current_trace()
+
+        def check_module(next_fun, args, kwargs, context):
+            # Parameters would be made, and random numbers drawn, within the trace of one chunk.
+            made_in = context.module.scope.root.trace_level
+            if made_in not in (inside, current_trace()):
+                name = type(context.module).__name__
+                raise ValueError(
+                    f"f calls {name}, a module of Linen, and is no module itself: give blockwise "
+                    "the module, a method of a module, or functools.partial of one of these."
+                )
+            return next_fun(*args, **kwargs)
+
+        try:
+            with linen.intercept_methods(check_module):
+                return run(chunk), ()
+        except errors.TraceContextError as e:
+            raise ValueError(
+                f"f writes variables of a module that it closes over ({e}). Give blockwise the "
+                "module itself, or a method of it: then it may draw random numbers. Other "
+                "variables cannot be written chunk by chunk."
+            ) from e
+
+    return _loop_of(call)
+
+
+# ---- Linen
+
+
+def _linen_loop(module: linen.Module, run: Callable[..., Any], first: Any) -> Loop:
+    """Return the loop of a bound module of Linen; in `init` make its variables first."""
+    counters = module.scope.rng_counters
+    if module.is_initializing():
+        run(module, first)
+    before = dict(counters)
+
+    def step(module, carry, numbered_chunk):
+        return carry, run(module, numbered_chunk[1])
+
+    def loop(numbers, chunks, prevent_cse):
+        lifted = linen.remat(step, prevent_cse=prevent_cse)
+        lifted = linen.scan(lifted, variable_broadcast=True, split_rngs={True: True})
+        if varies(first):
+            cast = functools.partial(vary_like, like=first)
+            lifted = linen.map_variables(lifted, True, trans_in_fn=cast)
+        try:
+            results = lifted(module, None, (numbers, chunks))[1]
+        except ValueError as e:
+            if "data dependency" in str(e):
+                raise ValueError(_refusal(str(e))) from e
+            raise
+        if module.is_initializing():  # parameters made later are those of a model without chunks
+            counters.update(before)
+        return results, ()
+
+    return loop
+
+
+# ---- NNX
+
+
+def _nnx_loop(module: nnx.Module, run: Callable[..., Any], first: Any) -> Loop:
+    """Return the loop of a module of NNX, which runs a copy of the module on each chunk."""
+    graph, keys, state = nnx.split(module, nnx.RngKey, ...)
+    state = vary_like(state, first)
+
+    def call(number, chunk):
+        keys_of_chunk = jax.tree.map(lambda key: _fold_in(key, number), keys)
+        copy = nnx.merge(graph, keys_of_chunk, state)
+        before = dict(nnx.to_flat_state(nnx.state(copy)))
+        values = {path: jax.tree.leaves(variable) for path, variable in before.items()}
+        results = run(copy, chunk)
+        counts = {}
+        for path, variable in nnx.to_flat_state(nnx.state(copy)):
+            if _same(jax.tree.leaves(variable), values.get(path)):
+                continue
+            if not isinstance(variable, nnx.RngCount):
+                raise ValueError(_refusal(".".join(map(str, path))))
+            counts[path] = variable
+        return results, nnx.from_flat_state(counts)
+
+    return _loop_of(call)
+
+
+def _fold_in(key: Array, number: Any) -> Array:
+    """Fold a number into each of the keys of an array of any shape."""
+    fold_in = jax.random.fold_in
+    for _ in range(jnp.ndim(key)):
+        fold_in = jax.vmap(fold_in, (0, None))
+    return fold_in(key, number)
+
+
+def _same(new: list, old: list | None) -> bool:
+    """Return whether two lists hold the same objects."""
+    if old is None or len(new) != len(old):
+        return False
+    return all(x is y for x, y in zip(new, old, strict=True))
+
+
+def _refusal(name: str) -> str:
+    """Return the sentence for a variable that f writes."""
+    return (
+        f"f writes a variable ({name}), which would get the value of one chunk alone. Move what "
+        "writes it out of f, or keep it from writing: give BatchNorm use_running_average=True, "
+        "and sow nothing."
+    )

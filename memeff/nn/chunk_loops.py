@@ -37,9 +37,7 @@ def make_loop(f: Callable[..., Any], first: Any) -> tuple[Loop, Callable[[Any], 
         args = (*f.args, *args)
         kwargs = f.keywords | kwargs
         f = f.func
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    leaves = [vary_like(leaf, first) if _is_array(leaf) else leaf for leaf in leaves]
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    args, kwargs = _vary_floats((args, kwargs), first)
     is_method = inspect.ismethod(f)
     owner = f.__self__ if is_method else f
 
@@ -80,9 +78,18 @@ def _no_finish(counts: Any) -> None:
     del counts
 
 
-def _is_array(x: Any) -> bool:
-    """Return whether x is an array of JAX or NumPy."""
-    return isinstance(x, jax.Array | np.ndarray)
+def _vary_floats(tree: Any, like: Any) -> Any:
+    """Type the float arrays of a tree as varying under shard_map where arrays of `like` vary.
+
+    Other leaves stay as they are: integers and keys have no gradient.
+    """
+
+    def cast(leaf):
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return vary_like(leaf, like) if is_float else leaf
+
+    return jax.tree.map(cast, tree)
 
 
 # ---- functions
@@ -136,7 +143,7 @@ def _linen_loop(module: linen.Module, run: Callable[..., Any], first: Any) -> Lo
         lifted = linen.remat(step, prevent_cse=prevent_cse)
         lifted = linen.scan(lifted, variable_broadcast=True, split_rngs={True: True})
         if varies(first):
-            cast = functools.partial(vary_like, like=first)
+            cast = functools.partial(_vary_floats, like=first)
             lifted = linen.map_variables(lifted, True, trans_in_fn=cast)
         try:
             results = lifted(module, None, (numbers, chunks))[1]
@@ -157,11 +164,12 @@ def _linen_loop(module: linen.Module, run: Callable[..., Any], first: Any) -> Lo
 def _nnx_loop(module: nnx.Module, run: Callable[..., Any], first: Any) -> Loop:
     """Return the loop of a module of NNX, which runs a copy of the module on each chunk."""
     graph, keys, state = nnx.split(module, nnx.RngKey, ...)
-    state = vary_like(state, first)
+    leaves, treedef = jax.tree.flatten(_vary_floats(state, first))
 
     def call(number, chunk):
         keys_of_chunk = jax.tree.map(lambda key: _fold_in(key, number), keys)
-        copy = nnx.merge(graph, keys_of_chunk, state)
+        # New variables, because those of another trace cannot be written.
+        copy = nnx.merge(graph, keys_of_chunk, jax.tree.unflatten(treedef, leaves))
         before = dict(nnx.to_flat_state(nnx.state(copy)))
         values = {path: jax.tree.leaves(variable) for path, variable in before.items()}
         results = run(copy, chunk)

@@ -178,7 +178,12 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
             "place: all must have T tokens at the same dim. Count axis from the first dim if the "
             "arrays have different numbers of dims."
         )
-    return found.pop()
+    dim, T = found.pop()
+    if not isinstance(T, int):
+        raise NotImplementedError(
+            f"blockwise does not support a number of tokens that jax.export leaves symbolic (T={T})."
+        )
+    return dim, T
 
 
 def _check_sharded_tokens(x: Any, axis: int, T: int, c: int) -> None:

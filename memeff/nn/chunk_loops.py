@@ -38,16 +38,19 @@ def make_loop(f: Callable[..., Any], first: Any) -> tuple[Loop, Callable[[Any], 
         kwargs = f.keywords | kwargs
         f = f.func
     args, kwargs = _vary_floats((args, kwargs), first)
-    is_method = inspect.ismethod(f)
-    owner = f.__self__ if is_method else f
+    owner: Any = f
+    method = None
+    if inspect.ismethod(f):
+        owner = f.__self__
+        method = f.__func__
 
     def run(owner, chunk):
-        if is_method:
-            return f.__func__(owner, *args, chunk, **kwargs)
-        return owner(*args, chunk, **kwargs)
+        if method is None:
+            return owner(*args, chunk, **kwargs)
+        return method(owner, *args, chunk, **kwargs)
 
     if isinstance(owner, linen.Module) and owner.scope is not None:
-        return _linen_loop(owner, run, first), _no_finish
+        return _linen_loop(owner, owner.scope.rng_counters, run, first), _no_finish
     if isinstance(owner, nnx.Module):
         return _nnx_loop(owner, run, first), functools.partial(nnx.update, owner)
     return _function_loop(functools.partial(run, owner)), _no_finish
@@ -104,8 +107,8 @@ def _function_loop(run: Callable[[Any], Any]) -> Loop:
 
         def check_module(next_fun, args, kwargs, context):
             # Parameters would be made, and random numbers drawn, within the trace of one chunk.
-            made_in = context.module.scope.root.trace_level
-            if made_in not in (inside, current_trace()):
+            scope = context.module.scope
+            if scope is not None and scope.root.trace_level not in (inside, current_trace()):
                 name = type(context.module).__name__
                 raise ValueError(
                     f"f calls {name}, a module of Linen, and is no module itself: give blockwise "
@@ -129,9 +132,13 @@ def _function_loop(run: Callable[[Any], Any]) -> Loop:
 # ---- Linen
 
 
-def _linen_loop(module: linen.Module, run: Callable[..., Any], first: Any) -> Loop:
-    """Return the loop of a bound module of Linen; in `init` make its variables first."""
-    counters = module.scope.rng_counters
+def _linen_loop(
+    module: linen.Module, counters: dict[str, Any], run: Callable[..., Any], first: Any
+) -> Loop:
+    """Return the loop of a bound module of Linen; in `init` make its variables first.
+
+    `counters` count the random numbers that the module has drawn, by stream.
+    """
     if module.is_initializing():
         run(module, first)
     before = dict(counters)

@@ -342,6 +342,21 @@ def test_linen_modules_that_write_are_refused(writes, chunk_size):
         model.apply(variables, X, mutable=collections)
 
 
+def test_capture_intermediates():
+    """Captures inside the network are refused, and a filter leaves them out."""
+    model = Compact("sequential", 4)
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="give capture_intermediates a filter"):
+        model.apply(variables, X, capture_intermediates=True)
+
+    def of_last_layer(module, method):
+        return module.name == "Dense_3" and method == "__call__"
+
+    y, captured = model.apply(variables, X, capture_intermediates=of_last_layer)
+    (kept,) = captured["intermediates"]["Dense_3"]["__call__"]
+    np.testing.assert_array_equal(kept, y)
+
+
 class Closure(linen.Module):
     @linen.compact
     def __call__(self, x):

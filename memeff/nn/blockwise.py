@@ -50,9 +50,9 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     * Dropout inside a module draws new numbers in each chunk, from the module's own keys. They are
       not the numbers of f(x), and they change with `chunk_size`. A function that closes over a key
       draws the same numbers in each chunk.
-    * A module that writes variables, such as the means of BatchNorm, is refused. Counts of NNX's
-      random numbers advance as in one call.
-    * Flax's `capture_intermediates` sees nothing inside `f`.
+    * A module that writes variables is refused: the means of BatchNorm, `sow`, and Linen's
+      `capture_intermediates` without a filter. Counts of NNX's random numbers advance as in one
+      call.
 
     Several devices: chunks need no communication, also where tokens are sharded, if all devices
     together divide `chunk_size` and `chunk_size` divides T. Under jit, replicated weights take one

@@ -156,7 +156,8 @@ def _linen_loop(
             results = lifted(module, None, (numbers, chunks))[1]
         except ValueError as e:
             if "data dependency" in str(e):
-                raise ValueError(_refusal(str(e))) from e
+                mutable = module.scope and module.scope.mutable
+                raise ValueError(_refusal(f"mutable={mutable}")) from e
             raise
         if module.is_initializing():  # parameters made later are those of a model without chunks
             counters.update(before)
@@ -212,5 +213,5 @@ def _refusal(name: str) -> str:
     return (
         f"f writes a variable ({name}), which would get the value of one chunk alone. Move what "
         "writes it out of f, or keep it from writing: give BatchNorm use_running_average=True, "
-        "and sow nothing."
+        "sow nothing, and give capture_intermediates a filter without the modules in f."
     )

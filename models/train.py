@@ -89,6 +89,7 @@ FREE = {
     "out",
     "remat",
     "scan_layers",
+    "feed_forward_chunk",
     "attention",
     "eval_every",
     "save_every",

@@ -144,11 +144,6 @@ def _transform(x, position, which, params):
     return x + params * jnp.cos(position).astype(x.dtype)
 
 
-def is_float(x) -> bool:
-    """Return True if x has a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def mesh_of(devices: int, kind=AxisType.Auto) -> Mesh:
     """Return a mesh of the first CPU devices along one axis."""
     return Mesh(np.array(jax.devices()[:devices]), ("seq",), axis_types=(kind,))

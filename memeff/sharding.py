@@ -144,17 +144,27 @@ def vary_together(operands: Any, like: Any = None) -> Any:
 
     JAX then sums their gradients over the devices.
     """
+    return vary_like(operands, (operands, like))
+
+
+def varies(x: Any) -> bool:
+    """Return whether some array of the tree x varies over devices under shard_map."""
+    return any(_varying(leaf) for leaf in jax.tree.leaves(x))
+
+
+def vary_like(arrays: Any, like: Any) -> Any:
+    """Type arrays as varying under shard_map over each axis that some array of `like` varies over."""
     axes = frozenset()
-    for x in jax.tree.leaves((operands, like)):
+    for x in jax.tree.leaves(like):
         axes |= _varying(x)
     if not axes:
-        return operands
+        return arrays
 
     def cast(x):
         missing = tuple(axes - _varying(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, operands)
+    return jax.tree.map(cast, arrays)
 
 
 def sharding_of_sum(total: Array | None) -> NamedSharding | None:
@@ -175,6 +185,11 @@ def _explicit(x: Array) -> bool:
 def _varying(x: Array) -> frozenset:
     """Return the axes of shard_map over which `x` varies."""
     return frozenset(jax.typeof(x).mat.varying)
+
+
+def explicit_devices(x: Array, dim: int) -> int:
+    """Return the number of devices of an Explicit mesh over which `dim` is sharded; 1 elsewhere."""
+    return _devices(x, dim) if _explicit(x) else 1
 
 
 def _devices(x: Array, dim: int) -> int:

@@ -98,6 +98,7 @@ FREE = {
     "out",
     "remat",
     "scan_layers",
+    "feed_forward_chunk",
     "attention",
     "devices",
     "layout",

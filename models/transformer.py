@@ -20,6 +20,7 @@ from flax import nnx
 from jax import Array, lax
 
 import memeff
+import memeff.nn
 from models.data import VOCABULARY, Refused
 
 DEFAULT_INIT = nnx.initializers.lecun_normal()
@@ -50,6 +51,9 @@ class Config:
         bool, "recompute a layer in its backward pass, all but attention, instead of keeping it"
     ] = False
     scan_layers: Annotated[bool, "compile one layer and loop over it, instead of all"] = True
+    feed_forward_chunk: Annotated[
+        int | None, "tokens of the feed-forward part that exist at a time (default: all)"
+    ] = None
     devices: Annotated[int, "devices that share the tokens of each row"] = 1
     layout: Annotated[
         Literal["contiguous", "zigzag", "striped"] | None,
@@ -69,6 +73,10 @@ class Config:
         if self.window is not None and self.window < 0:
             raise Refused(
                 f"window={self.window} counts tokens and must be >= 0; leave it out for the whole document."
+            )
+        if self.feed_forward_chunk is not None and self.feed_forward_chunk < 1:
+            raise Refused(
+                f"feed_forward_chunk={self.feed_forward_chunk} counts tokens and must be at least 1; leave it out for all."
             )
         if self.devices > 1 and self.attention != "memeff":
             raise Refused(
@@ -200,6 +208,7 @@ class Layer(nnx.Module):
         self.up = linear(config, C, F, rngs)
         self.down = linear(config, F, C, rngs, small)
         self.head_dim = H
+        self.feed_forward_chunk = config.feed_forward_chunk
 
     def project(self, x: Array, turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Return queries [B, T, N, H], keys and values [B, T, K, H] of `x` [B, T, C]; the first two are rotated."""
@@ -213,6 +222,12 @@ class Layer(nnx.Module):
     def combine(self, x: Array, attended: Array) -> Array:
         """Return the layer's result from its input `x` [B, T, C] and the attention's [B, T, N, H]."""
         x = x + self.out(attended.reshape(*x.shape[:2], -1))
+        if self.feed_forward_chunk is None:
+            return self.feed_forward(x)
+        return memeff.nn.blockwise(self.feed_forward, x, self.feed_forward_chunk)
+
+    def feed_forward(self, x: Array) -> Array:
+        """Return `x` [B, T, C] and what the gated feed-forward part adds to it, token by token."""
         y = self.feed_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 

@@ -1,9 +1,9 @@
 """Calls of a sequence that is sharded over CPU devices, beside one device. This module has no test.
 
-call = KINDS["causal"]            # keyword arguments, of whole sequences in their own order
-found = results(call, 4, "zigzag", "ring")    # out, lse, gradients and tangents, by name
-expected = results(call, 1)
-assert_near(found, expected, 4)   # on every device
+call = make_call("causal, bias", 4)  # arrays of whole sequences, in their own order
+found = run_sharded(call, both_modes, 4, "zigzag", "ring")  # results by name, in that order, too
+expected = run_whole(call, both_modes)
+assert_near(found, expected, 4)
 """
 
 import functools
@@ -21,6 +21,7 @@ from memeff import dot_product_attention, masks, scores, transforms
 
 f32 = np.float32
 B, H, D = 2, 6, 3
+Arrays = dict[str, Any]
 
 
 class Call(NamedTuple):
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-# letters of the dims of arguments, of whole calls
+# letters of the dims of whole arguments and results; others are not sharded
 DIMS = {
     "query": "btnh",
     "key": "bskh",
@@ -41,10 +42,10 @@ DIMS = {
     "mask": "bnts",
     "query_segment_ids": "bt",
     "key_value_segment_ids": "bs",
-    "query_seq_lengths": "b",
-    "key_value_seq_lengths": "b",
-    "q_offset": "b",
-    "sinks": "n",
+    "out": "btnd",
+    "lse": "btn",
+    "tangent of out": "btnd",
+    "tangent of lse": "btn",
 }
 
 
@@ -143,172 +144,167 @@ def _transform(x, position, which, params):
     return x + params * jnp.cos(position).astype(x.dtype)
 
 
-def is_float(x) -> bool:
-    """Return True if x has a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def mesh_of(devices: int, kind=AxisType.Auto) -> Mesh:
     """Return a mesh of the first CPU devices along one axis."""
     return Mesh(np.array(jax.devices()[:devices]), ("seq",), axis_types=(kind,))
 
 
-def specs(arrays: dict[str, Any]) -> dict[str, P]:
-    """Return how arguments are sharded: queries and keys, but not the columns of pairs."""
+def dims_of(name: str) -> str:
+    """Return the letters of the dims of an argument, of its gradient, or of a result."""
+    return DIMS.get(name.removeprefix("d "), "")
 
-    def spec(name, x):
-        dims = DIMS.get(name, "")
+
+def specs_of(arrays: Arrays) -> dict[str, P]:
+    """Return how arrays of whole sequences are sharded: not along the columns of pairs."""
+    specs = {}
+    for name, x in arrays.items():
+        dims = dims_of(name)
         wanted = "t" if dims == "bnts" else "ts"
-        return P(*("seq" if d in wanted and n > 1 else None for d, n in zip(dims, x.shape)))
+        sizes = zip(dims, x.shape, strict=False)
+        specs[name] = P(*("seq" if dim in wanted and size > 1 else None for dim, size in sizes))
+    return specs
 
-    return {name: spec(name, x) for name, x in arrays.items()}
 
-
-def reorder(arrays: dict[str, Any], call: Call, devices: int, layout: str, back=False) -> dict:
+def in_layout(call: Call, arrays: Arrays, devices: int, layout: str, back=False) -> Arrays:
     """Return arrays of whole sequences with their tokens in the order of a layout, or back."""
     orders = {}
     for letter, length in (("t", call.T), ("s", call.S)):
         order = memeff.sequence_positions(length, devices, layout)
         orders[letter] = np.argsort(order) if back else order
-
-    def move(name, x):
-        for dim, letter in enumerate(DIMS.get(name.removeprefix("d "), "")):
+    moved = {}
+    for name, x in arrays.items():
+        for dim, letter in enumerate(dims_of(name)):
             if letter in orders and x.shape[dim] > 1:
                 x = np.take(x, orders[letter], axis=dim)
-        return x
+        moved[name] = x
+    return moved
 
-    return {name: move(name, x) for name, x in arrays.items()}
 
-
-def cotangents(call: Call, N: int) -> dict[str, np.ndarray]:
+def draw_directions(call: Call) -> tuple[Arrays, Arrays]:
+    """Return cotangents of out and lse, and a tangent of each float."""
     rng = np.random.default_rng(7)
-    dtype = call.arrays["query"].dtype
-    return {
-        "dout": rng.standard_normal((B, call.T, N, D)).astype(dtype),
-        "dlse": rng.standard_normal((B, call.T, N)).astype(np.result_type(dtype, f32)),
-    }
+    query = call.arrays["query"]
+    B, T, N, _ = query.shape
+    D = call.arrays["value"].shape[-1]
+    dout = rng.standard_normal((B, T, N, D)).astype(query.dtype)
+    dlse = rng.standard_normal((B, T, N)).astype(np.result_type(query.dtype, f32))
+    tangents = {}
+    for name, x in sorted(call.arrays.items()):
+        if is_float(x):
+            tangents[name] = rng.standard_normal(x.shape).astype(x.dtype)
+    return {"out": dout, "lse": dlse}, tangents
 
 
-def tangents(call: Call) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(8)
-    return {
-        name: rng.standard_normal(x.shape).astype(x.dtype)
-        for name, x in sorted(call.arrays.items())
-        if is_float(x)
-    }
+def is_float(x) -> bool:
+    """Return True if x has a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def first_order(attend: Callable, arrays, dresults, directions) -> dict[str, Any]:
-    """Return out, lse, the gradient of each float, and the tangents of out and lse, by name."""
+def of_floats(attend: Callable, arrays: Arrays) -> tuple[Callable, Arrays]:
+    """Return attention as a function of its floats, by name, and these."""
     floats = {name: x for name, x in arrays.items() if is_float(x)}
     rest = {name: x for name, x in arrays.items() if name not in floats}
+    return lambda floats: attend(**floats, **rest), floats
 
-    def f(floats):
-        return attend(**floats, **rest)
 
+# ---- what is computed: functions (attend, arrays, cotangents, tangents) -> results by name
+
+
+def forward(attend, arrays, cotangents, tangents):
+    out, lse = attend(**arrays)
+    return {"out": out, "lse": lse}
+
+
+def gradients(attend, arrays, cotangents, tangents):
+    f, floats = of_floats(attend, arrays)
     (out, lse), pull = jax.vjp(f, floats)
-    (gradients,) = pull((dresults["dout"], dresults["dlse"]))
-    _, (tout, tlse) = jax.jvp(f, (floats,), (directions,))
-    named = {f"d {name}": x for name, x in gradients.items()}
-    return {"out": out, "lse": lse, **named, "tangent of out": tout, "tangent of lse": tlse}
+    (found,) = pull((cotangents["out"], cotangents["lse"]))
+    return {"out": out, "lse": lse} | {f"d {name}": x for name, x in found.items()}
 
 
-def second_order(attend: Callable, arrays, dresults, directions) -> dict[str, Any]:
-    """Return the tangents of the gradients of all floats, by name."""
+def both_modes(attend, arrays, cotangents, tangents):
+    f, floats = of_floats(attend, arrays)
+    _, (dout, dlse) = jax.jvp(f, (floats,), (tangents,))
+    found = gradients(attend, arrays, cotangents, tangents)
+    return found | {"tangent of out": dout, "tangent of lse": dlse}
 
-    def gradients(floats):
-        rest = {name: x for name, x in arrays.items() if name not in floats}
 
-        def f(floats):
-            return attend(**floats, **rest)
+def second_order(attend, arrays, cotangents, tangents):
+    f, floats = of_floats(attend, arrays)
 
+    def gradient(floats):
         _, pull = jax.vjp(f, floats)
-        return pull((dresults["dout"], dresults["dlse"]))[0]
+        return pull((cotangents["out"], cotangents["lse"]))[0]
 
-    floats = {name: x for name, x in arrays.items() if is_float(x)}
-    _, found = jax.jvp(gradients, (floats,), (directions,))
+    _, found = jax.jvp(gradient, (floats,), (tangents,))
     return {f"d {name}": x for name, x in found.items()}
 
 
-RESULT_DIMS = {
-    "out": "btnd",
-    "lse": "btn",
-    "tangent of out": "btnd",
-    "tangent of lse": "btn",
-    "dout": "btnd",
-    "dlse": "btn",
-}
+# ---- how it runs
 
 
-def results(
+def run_whole(call: Call, compute: Callable, **how) -> Arrays:
+    """Return the results of one device."""
+    static = call.static | how
+    attend = functools.partial(dot_product_attention, **static, return_residual=True)
+    run = functools.partial(compute, attend)
+    # inside shard_map, because memeff knows there that one device runs it
+    run = jax.shard_map(run, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
+    found = jax.jit(run)(call.arrays, *draw_directions(call))
+    return jax.tree.map(np.asarray, found)
+
+
+def lower(
     call: Call,
-    devices: int = 1,
-    layout: str = "contiguous",
-    strategy: str | None = None,
-    of: Callable = first_order,
+    compute: Callable,
+    devices: int,
+    layout: str,
+    strategy: str | None,
     inside: bool = True,
     **how,
-) -> dict[str, np.ndarray]:
-    """Return results by name, with tokens in their own order; `devices` of 1: without a mesh.
+):
+    """Return the lowered program on `devices`, and its arguments in the order of the layout.
 
     `inside`: the call is inside shard_map; otherwise it enters shard_map itself.
     """
-    N = call.arrays["query"].shape[2]
-    arguments = call.arrays, cotangents(call, N), tangents(call)
-    static = dict(call.static, return_residual=True, chunk_size=(5, 4)) | how
-    if devices == 1:
-        attend = functools.partial(dot_product_attention, **static)
-        run = jax.jit(functools.partial(of, attend))
-        return jax.tree.map(np.asarray, run(*arguments))
-    static |= dict(sequence_axis="seq", sequence_layout=layout, context_parallel=strategy)
-    attend = functools.partial(dot_product_attention, **static)
-    dims_of = DIMS | RESULT_DIMS
-
-    def ordered(arrays, back=False):
-        orders = {}
-        for letter, length in (("t", call.T), ("s", call.S)):
-            order = memeff.sequence_positions(length, devices, layout)
-            orders[letter] = np.argsort(order) if back else order
-        moved = {}
-        for name, x in arrays.items():
-            for dim, letter in enumerate(dims_of.get(name.removeprefix("d "), "")):
-                if letter in orders and x.shape[dim] > 1:
-                    x = np.take(x, orders[letter], axis=dim)
-            moved[name] = x
-        return moved
-
-    def spec_of(arrays):
-        found = {}
-        for name, x in arrays.items():
-            dims = dims_of.get(name.removeprefix("d "), "")
-            wanted = "t" if dims == "bnts" else "ts"
-            entries = ["seq" if d in wanted and n > 1 else None for d, n in zip(dims, x.shape)]
-            found[name] = P(*entries)
-        return found
-
-    arguments = tuple(map(ordered, arguments))
-    run = functools.partial(of, attend)
+    sequence = dict(sequence_axis="seq", sequence_layout=layout, context_parallel=strategy)
+    static = call.static | sequence | how
+    attend = functools.partial(dot_product_attention, **static, return_residual=True)
+    arguments = [call.arrays, *draw_directions(call)]
+    arguments = tuple(in_layout(call, arrays, devices, layout) for arrays in arguments)
+    run = functools.partial(compute, attend)
     mesh = mesh_of(devices)
-    if inside:
-        one = functools.partial(dot_product_attention, **call.static, return_residual=True)
-        shapes = jax.eval_shape(functools.partial(of, one), *arguments)
-        run = jax.shard_map(
-            run, mesh=mesh, in_specs=tuple(map(spec_of, arguments)), out_specs=spec_of(shapes)
-        )
-        found = jax.jit(run)(*arguments)
-    else:
+    if not inside:
         with jax.set_mesh(mesh):
-            found = jax.jit(run)(*arguments)
-    return ordered(jax.tree.map(np.asarray, found), back=True)
+            return jax.jit(run).lower(*arguments), arguments
+    whole = functools.partial(dot_product_attention, **call.static, return_residual=True)
+    shapes = jax.eval_shape(functools.partial(compute, whole), *arguments)
+    in_specs = tuple(map(specs_of, arguments))
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=specs_of(shapes))
+    return jax.jit(run).lower(*arguments), arguments
 
 
-def errors(found: dict, expected: dict, devices: int) -> dict[str, float]:
-    """Return for each result the largest error on any device over the largest number."""
+def run_sharded(call: Call, compute: Callable, devices: int, layout: str, strategy, **how):
+    """Return the results of many devices, with tokens in their own order."""
+    program, arguments = lower(call, compute, devices, layout, strategy, **how)
+    found = program.compile()(*arguments)
+    found = jax.tree.map(np.asarray, found)
+    return in_layout(call, found, devices, layout, back=True)
+
+
+def assert_near(found: Arrays, expected: Arrays, devices: int, bound=2e-6) -> None:
+    """Check that on every device no result is further off than `bound` of its largest number."""
     assert found.keys() == expected.keys()
-    result = {}
     for name, x in expected.items():
-        size = max(1e-30, float(np.abs(np.where(np.isfinite(x), x, 0)).max()))
-        assert np.array_equal(np.isfinite(x), np.isfinite(found[name])), name
-        difference = np.where(np.isfinite(x), found[name] - np.where(np.isfinite(x), x, 0), 0)
-        result[name] = float(np.abs(difference).max()) / size
-    return result
+        finite = np.isfinite(x)
+        np.testing.assert_array_equal(found[name][~finite], x[~finite], err_msg=name)
+        error = np.where(finite, np.abs(found[name] - np.where(finite, x, 0)), 0)
+        dims = dims_of(name)
+        largest = np.abs(np.where(finite, x, 0)).max(initial=1e-30)
+        shares = [error]
+        for letter in "ts":
+            if letter in dims and x.shape[dims.index(letter)] > 1:
+                shares = np.array_split(error, devices, axis=dims.index(letter))
+        for device, share in enumerate(shares):
+            off = share.max(initial=0) / largest
+            assert off <= bound, f"{name} of part {device} is off by {off:.1e}"

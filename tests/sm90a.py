@@ -3,23 +3,17 @@
 test_sm90a.py runs this file, with its environment set before JAX starts.
 """
 
-import os
-import pathlib
 import sys
 
-if __name__ == "__main__":  # JAX reads these when it starts
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # nothing to tune on
-    }
+from described_h200 import mesh_of, set_environment
+
+if __name__ == "__main__":
+    set_environment()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff import masks, scores
@@ -89,11 +83,7 @@ def lowered(
 
     The gradient is by the params of `score`, too. The tangent is along query, key and value.
     """
-    description = pathlib.Path(__file__).with_name("data") / "h200.txtpb"
-    topology = topologies.get_topology_desc(
-        "h200", "cuda", target_config=description.read_text(), topology="1x1x1"
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    mesh = mesh_of(1, "x")
     on_device = NamedSharding(mesh, PartitionSpec())
 
     def attend(query, key, value, *of_heads):

@@ -136,6 +136,30 @@ def test_remat_and_scan_are_heeded():
     assert "remat" not in usual
 
 
+def test_feed_forward_in_chunks_changes_no_number():
+    """48 tokens in chunks of 20 leave a rest; with remat, chunks are computed again inside it."""
+    expected = listops_loss_and_gradient(*build())
+    for options in ({}, {"remat": True}):
+        actual = listops_loss_and_gradient(*build(feed_forward_chunk=20, **options))
+        assert_close(actual, expected)
+
+
+def test_feed_forward_chunk_is_heeded():
+    """No array has all tokens and the width inside the feed-forward part, unless it is not cut."""
+    hidden = "[4,48,40]"
+
+    def jaxpr(**options):
+        graphdef, params = build(feed_forward=40, **options)
+
+        def differentiate(params):
+            return loss_and_gradient(graphdef, params, listops(), 1)
+
+        return str(jax.make_jaxpr(differentiate)(params))
+
+    assert hidden in jaxpr()
+    assert hidden not in jaxpr(feed_forward_chunk=20)
+
+
 def test_accumulation_equals_the_whole_batch():
     """Accumulation weighs rows of unequal weight rightly; a mean of means would differ."""
     whole_batch = listops_loss_and_gradient(*build())

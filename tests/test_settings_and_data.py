@@ -25,6 +25,7 @@ VALUES = {
     "dtype": "bfloat16",
     "remat": True,
     "scan_layers": False,
+    "feed_forward_chunk": 13,
     "devices": 1,
     "layout": "contiguous",
     "out": "there",
@@ -77,6 +78,10 @@ REFUSED_SETTINGS = [
     (
         {"window": -1},
         "window=-1 counts tokens and must be >= 0; leave it out for the whole document.",
+    ),
+    (
+        {"feed_forward_chunk": 0},
+        "feed_forward_chunk=0 counts tokens and must be at least 1; leave it out for all.",
     ),
     ({"steps": 0}, "steps=0: it must be at least 1."),
     ({"batch": 4, "accumulate": 3}, "batch=4 must be a multiple of accumulate=3."),

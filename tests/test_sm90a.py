@@ -60,6 +60,27 @@ def ptxas_output():
     return dict(zip(names, texts, strict=True))
 
 
+@needs_plugin
+def test_messages_of_a_ring_travel_beside_its_work():
+    """Each message starts before a kernel and ends behind it; memory halves as devices double."""
+    script = pathlib.Path(__file__).with_name("sm90a_ring.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = re.findall(r"^(forward|gradient) (\d+) (\d+) (\w+) (\w+)$", run.stdout, re.MULTILINE)
+    found = {}
+    for mode, devices, temporary, has_all_keys, schedule in lines:
+        found[mode, int(devices)] = int(temporary)
+        assert has_all_keys == "False"
+        messages = int(devices) - 1
+        if mode == "gradient":
+            messages += int(devices)
+            messages -= 1  # the first of the backward is that of the forward
+        assert schedule.count("S") == messages
+        assert re.fullmatch(r"W*(SW+DW*)+", schedule), schedule
+    # a device has as many tokens in both, so with twice the devices a sequence has twice as many
+    assert found["gradient", 8] <= 1.1 * found["gradient", 4]
+
+
 def expected_kernels(name: str) -> set[str]:
     """Return the names of the kernels that a case runs."""
     if "jvp" in CASES[name]:

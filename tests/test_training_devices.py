@@ -99,7 +99,14 @@ def test_same_curve_as_on_one_device(devices, layout, run_once):
 @pytest.mark.slow
 def test_same_curve_with_other_options(run_once):
     """Rows of ListOps hold several documents, whose positions start again."""
-    options = {"task": "listops", "remat": True, "window": 9, "accumulate": 2, "scan_layers": False}
+    options = {
+        "task": "listops",
+        "remat": True,
+        "window": 9,
+        "accumulate": 2,
+        "scan_layers": False,
+        "feed_forward_chunk": 8,
+    }
     folder = run_once(**options, **FOUR)
     expected = run_once(**options, **ONE)
     assert_same_curve(folder, expected)

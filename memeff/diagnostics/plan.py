@@ -19,8 +19,8 @@ from memeff.chunked.schedule import count_tiles
 from memeff.device import Device, current_device, current_platform, pretend_device
 from memeff.diagnostics.bind import (
     bind_arguments,
-    prepare_sharded_shapes,
     prepare_shapes,
+    prepare_sharded_shapes,
     refuse_sharded,
 )
 from memeff.implementations import Chosen, Request, module_for

@@ -19,6 +19,10 @@ Two lines switch a model that exists already:
 Flax's own modules also take `attention_fn=memeff.nn.attention_fn`, which is
 `memeff.dot_product_attention` with Flax's hooks.
 
+`blockwise(f, x, chunk_size)` applies a feed-forward network, or any module or function that treats
+each token by itself, to one chunk of tokens after the other. Its hidden activations then exist for
+one chunk at a time, also in the gradient.
+
 Differences from Flax: a query that sees no key gives 0, where Flax gives the mean of the values.
 `sow_weights=True` is refused, because memeff never stores the weights. The softmax is always in
 float32 or better.
@@ -33,7 +37,16 @@ except ModuleNotFoundError as e:
 
 from memeff.nn import linen, nnx
 from memeff.nn.attention_fn import attention_fn
+from memeff.nn.blockwise import blockwise
 from memeff.nn.switch import switch_linen, switch_nnx
 from memeff.switch import switch_jax_nn
 
-__all__ = ["attention_fn", "linen", "nnx", "switch_jax_nn", "switch_linen", "switch_nnx"]
+__all__ = [
+    "attention_fn",
+    "blockwise",
+    "linen",
+    "nnx",
+    "switch_jax_nn",
+    "switch_linen",
+    "switch_nnx",
+]

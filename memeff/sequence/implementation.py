@@ -84,19 +84,20 @@ class Sharded:
         dtype = accumulator_dtype(operands)
 
         def visit(state, part: Part, here: Operands, _):
-            dquery, dparams = state
+            dquery, dparams, rows = state
             chosen, here = self.choose(part, here)
-            rows = jax.tree.map(lambda x: part.rows.pick(x, 3), (out, lse, dout, dlse))
-            found = _backward(chosen, here, *rows)
+            found = _backward(chosen, here, *jax.tree.map(lambda x: part.rows.pick(x, 3), rows))
             dquery = part.rows.add(dquery, found.query, 1)
             dparams = add_logit_params(part, dparams, found.logit_params)
-            return (dquery, dparams), (found.key.astype(dtype), found.value.astype(dtype))
+            return (dquery, dparams, rows), (found.key.astype(dtype), found.value.astype(dtype))
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
 
-        start = zeros(operands.query), jax.tree.map(zeros, operands.logit_params)
-        (dquery, dparams), (dkey, dvalue) = self.walk(problem, operands, start, visit)
+        dparams = jax.tree.map(zeros, operands.logit_params)
+        rows = out, lse, dout, dlse  # in the state, so that a stop cuts its chunks when it runs
+        start = zeros(operands.query), dparams, rows
+        (dquery, dparams, _), (dkey, dvalue) = self.walk(problem, operands, start, visit)
         return Gradients(dquery, dkey, dvalue, dparams)
 
     def tangent(

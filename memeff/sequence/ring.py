@@ -159,8 +159,9 @@ def ring_walk(
             kept = _add(kept, found)
         previous = s
         if pack:  # a barrier would make primals depend on tangents, and JAX could not transpose it
-            held = coming, state, behind, kept
-            coming, state, behind, kept = lax.optimization_barrier(held)
+            # queries too, or XLA would cut the chunks of all stops before the first
+            held = coming, state, behind, kept, operands
+            coming, state, behind, kept, operands = lax.optimization_barrier(held)
     _, behind = send(None, 0, behind, -previous % P)
     return state, _add(kept, behind)
 

@@ -224,9 +224,9 @@ def _pad_scalars(scalars: Scalars) -> Scalars:
 
 
 def forward(
-    problem: Problem, operands: Operands, lse_for: LseFor = "caller"
+    problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array, Lse | None]:
-    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
     operands = _mask_as_segments(operands)
     scalars = _scalars(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
@@ -237,7 +237,7 @@ def forward(
         arrays = lax.collapse(query, 2, 4), key, value
         arrays = tuple(_padded(x, _width(operands)) for x in arrays)
         padded_scalars = _pad_scalars(jax.tree.unflatten(structure, leaves))
-        tiling = forward_tiling(problem, operands)
+        tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
         out, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
         out = _unfold_heads(out, (B, T, K, G), value.shape[-1])

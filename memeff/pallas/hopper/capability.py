@@ -68,6 +68,8 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     terms = operands.logit_params
     if problem.dropout is not None:
         return "the Hopper kernels do not support dropout"
+    if operands.origin is not None:
+        return "the Hopper kernels do not support functions on a part of a sequence"
     if operands.mask is not None and not mask_is_of_tokens(operands.mask):
         return (
             "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "

@@ -21,6 +21,8 @@ o > 2^128) make o infinite or NaN, and the row fails. In bfloat16 the last round
 above the largest logit. Then l <= 1 for S <= 2^20, and o is at most the largest value.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -60,6 +62,7 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """Return out [B, T, N, D] and lse [B, N, T'].
 
+    out is float32 with `tiling.out_in_parts`, and otherwise has the dtype of the query.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
     of 64. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
     padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
@@ -78,14 +81,16 @@ def attend(
         order = balanced_order(B * N, times, blocks)
     scalars = with_ranges(scalars, lengths, tiling.rows)
     scalars = with_lists(problem, scalars, lengths, (tiling.rows, tiling.keys))
-    results = [jax.ShapeDtypeStruct((B, padded_T, N, D), query.dtype)]
+    out_parts = 2 if tiling.out_in_parts else 1
+    results = [jax.ShapeDtypeStruct((B, padded_T, N, D), query.dtype)] * out_parts
     if want_lse:
         results.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
 
     def body(query_ref, key_ref, value_ref, *refs, scratch: ForwardScratch):
         remaining_refs = iter(refs)
         block_scalars = scalars.like(remaining_refs)
-        out_ref, lse_ref = (*remaining_refs, None)[:2]
+        out_refs = tuple(itertools.islice(remaining_refs, out_parts))
+        lse_ref = next(remaining_refs, None)
 
         def find_work(index) -> QueryWork:
             return find_query_work(
@@ -94,7 +99,7 @@ def attend(
 
         def consume(warpgroup, work: QueryWork, state: WorkState):
             kernel = ForwardKernel(
-                problem, tiling, query_ref, value_ref, out_ref, lse_ref, scratch, warpgroup
+                problem, tiling, query_ref, value_ref, out_refs, lse_ref, scratch, warpgroup
             )
             return kernel.run_item(work, state)
 
@@ -126,8 +131,11 @@ def attend(
         allow_approx_math(problem),
         sums_over_rows=True,
     )
-    out, *lse = kernel(query, key, value, *jax.tree.leaves(scalars))
-    return out, lse[0] if want_lse else None
+    found = kernel(query, key, value, *jax.tree.leaves(scalars))
+    out = found[0]
+    if tiling.out_in_parts:
+        out = found[0].astype(jnp.float32) + found[1].astype(jnp.float32)
+    return out, found[-1] if want_lse else None
 
 
 def _copy_operands(

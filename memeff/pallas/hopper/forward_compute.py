@@ -44,7 +44,7 @@ class ForwardKernel(NamedTuple):
     tiling: Tiling
     query_ref: Ref  # [B, T, N, H]
     value_ref: Ref  # [B, S, K, D]
-    out_ref: Ref  # [B, T, N, D]
+    out_refs: tuple[Ref, ...]  # out, and what its rounding took from it if that is stored
     lse_ref: Ref | None  # [B, N, T']
     scratch: ForwardScratch
     warpgroup: Array
@@ -56,7 +56,7 @@ class ForwardKernel(NamedTuple):
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
         q_slot = slot * self.tiling.warpgroups + self.warpgroup
         q = scratch.q_s.at[q_slot]
-        out = self.out_ref.at[work.b, rows, work.n]
+        out = self.out_refs[0].at[work.b, rows, work.n]
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         head_numbers = head_number_refs(work.scalars, work.n)
         loop = KeyTileLoop(self, work, state, q, head_numbers)
@@ -73,6 +73,12 @@ class ForwardKernel(NamedTuple):
         plgpu.copy_smem_to_gmem(q, out)
         if self.lse_ref is not None:
             plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
+        for low_ref in self.out_refs[1:]:
+            rounded = o.astype(q.dtype).astype(o.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            q[...] = jnp.where(jnp.abs(rounded) < jnp.inf, o - rounded, 0.0).astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q, low_ref.at[work.b, rows, work.n])
         # The next round may read out, so it must have been written by then.
         plgpu.wait_smem_to_gmem(0, wait_read_only=state.first_round)
         plgpu.barrier_arrive(scratch.q_used.at[slot])

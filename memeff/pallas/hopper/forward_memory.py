@@ -17,6 +17,8 @@ class Tiling(NamedTuple):
     keys: int  # of a tile
     stages: int  # slots for tiles of keys, and of values
     queries: int  # slots for tiles of queries
+    # out is stored in two 16-bit parts, whose sum has 16 bits of fraction in bfloat16
+    out_in_parts: bool = False
 
     @property
     def rows(self) -> int:

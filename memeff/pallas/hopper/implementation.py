@@ -47,11 +47,10 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 def forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse | None]:
-    """Return out [B, K, G, T, D] in the query's dtype, and lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles."""
     from memeff.pallas.hopper import calls
 
-    del schedule  # the kernels choose their own tiles
-    return calls.forward(problem, operands, lse_for)
+    return calls.forward(problem, operands, lse_for, schedule.partial_out)
 
 
 def backward(

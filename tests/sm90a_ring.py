@@ -1,0 +1,75 @@
+"""Compile a ring for H200s, without a GPU, and print how its messages stand beside its work.
+
+test_sm90a.py runs this file. A line: mode, devices, temporary bytes of a device, whether an array
+as long as the sequence exists, and the schedule: S (a message starts), D (it is there), W (a
+kernel), P (a message that nothing hides).
+"""
+
+import re
+
+from described_h200 import mesh_of, set_environment
+
+if __name__ == "__main__":
+    set_environment()
+
+import jax  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+
+import memeff  # noqa: E402
+from memeff.device import pretend_device  # noqa: E402
+
+L = 8192  # tokens of a device
+
+
+def compiled(devices: int, gradient: bool):
+    """Return the program of one device: causal, zigzag, 16 heads of 128, bfloat16."""
+    mesh = mesh_of(devices, "seq")
+    x = jax.ShapeDtypeStruct((1, devices * L, 16, 128), "bfloat16")
+
+    def attend(q, k, v):
+        return memeff.dot_product_attention(
+            *(q, k, v),
+            is_causal=True,
+            sequence_axis="seq",
+            sequence_layout="zigzag",
+            context_parallel="ring",
+        )
+
+    def attend_with_gradient(q, k, v, dout):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    tokens = PartitionSpec(None, "seq")
+    run = attend_with_gradient if gradient else attend
+    with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
+        run = jax.shard_map(run, mesh=mesh, in_specs=tokens, out_specs=tokens)
+        return jax.jit(run).lower(*[x] * (4 if gradient else 3)).compile()
+
+
+def schedule(text: str) -> str:
+    """Return the messages and kernels of a program in the order in which they run."""
+    signs = {
+        "S": r"collective-permute-start\(",
+        "D": r"collective-permute-done\(",
+        "P": r"collective-permute\(",
+        # XLA puts the slices that a kernel reads into a fusion with it
+        "W": r"custom_call_target=\"mosaic_gpu|kind=kCustom",
+    }
+    found = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        found.extend(sign for sign, pattern in signs.items() if re.search(pattern, line))
+    return "".join(found)
+
+
+if __name__ == "__main__":
+    for devices, gradient in ((4, False), (4, True), (8, True)):
+        program = compiled(devices, gradient)
+        text = program.as_text()
+        print(
+            "gradient" if gradient else "forward",
+            devices,
+            program.memory_analysis().temp_size_in_bytes,
+            f"[1,{devices * L},16,128]" in text,
+            schedule(text),
+            flush=True,
+        )

@@ -1,0 +1,63 @@
+"""Orders of tokens over devices: to_zigzag, from_zigzag, sequence_positions."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memeff
+from memeff.sequence.layout import LAYOUTS, chunk_start, layout_order, natural_order, stride_of
+
+
+def test_picture():
+    assert memeff.sequence_positions(12, 2).tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    assert memeff.sequence_positions(6, 3, "contiguous").tolist() == [0, 1, 2, 3, 4, 5]
+    assert memeff.sequence_positions(6, 3, "striped").tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+def test_there_and_back(devices):
+    T = 6 * devices
+    tree = {"tokens": np.arange(2 * T).reshape(2, T), "more": [jnp.ones((3, T, 4)) * jnp.arange(4)]}
+    moved = memeff.to_zigzag(tree, devices)
+    order = memeff.sequence_positions(T, devices)
+    np.testing.assert_array_equal(moved["tokens"], tree["tokens"][:, order])
+    assert isinstance(moved["tokens"], np.ndarray)
+    back = memeff.from_zigzag(moved, devices)
+    np.testing.assert_array_equal(back["tokens"], tree["tokens"])
+    np.testing.assert_array_equal(back["more"][0], tree["more"][0])
+    last = memeff.to_zigzag(tree["tokens"], devices, axis=-1)
+    np.testing.assert_array_equal(last, moved["tokens"])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_agree_with_chunks(layout, devices):
+    """The two definitions of a layout: the order of all tokens, and where a chunk begins."""
+    T = 4 * devices
+    positions = memeff.sequence_positions(T, devices, layout)
+    chunks = 2 if layout == "zigzag" else 1
+    length = T // devices // chunks
+    found = []
+    for device in range(devices):
+        for chunk in range(chunks):
+            first = chunk_start(layout, devices, device, chunk, length)
+            found.extend(first + stride_of(layout, devices) * i for i in range(length))
+    assert found == positions.tolist()
+    x = jnp.asarray(positions)[None]
+    np.testing.assert_array_equal(natural_order(x, layout, devices, 1)[0], np.arange(T))
+    np.testing.assert_array_equal(layout_order(jnp.arange(T), layout, devices, 0), positions)
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda: memeff.to_zigzag(np.ones((1, 6)), 2), ValueError, "pad to 8 tokens"),
+        (lambda: memeff.to_zigzag({"x": np.ones(8)}, 2), ValueError, r"tree\['x'\].* no axis 1"),
+        (lambda: memeff.sequence_positions(8, 0), ValueError, "devices=0"),
+        (lambda: memeff.sequence_positions(8, 2, "spiral"), ValueError, "'spiral' is not known"),
+        (lambda: memeff.sequence_positions(9, 2, "striped"), ValueError, "pad to 10 tokens"),
+    ],
+)
+def test_wrong_calls(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,364 @@
+"""A sequence over many CPU devices: every strategy and layout gives the numbers of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import attention as true_attention
+from sequences import (
+    assert_near,
+    both_modes,
+    forward,
+    gradients,
+    lower,
+    make_call,
+    mesh_of,
+    run_sharded,
+    run_whole,
+    second_order,
+)
+from sharded import collectives
+
+import memeff
+from memeff import dot_product_attention
+
+slow = pytest.mark.slow
+CHUNK = (5, 4)
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    """Override the fixture of conftest.py, because these tests have eight devices."""
+
+
+# ---- the numbers of one device
+
+FAST = [
+    ("causal, bias, sinks", 3, "zigzag", "ring"),
+    ("wide window, offset, score_fn, segments", 4, "contiguous", "ring"),
+    ("causal, offsets, dropout, lengths", 2, "zigzag", "ring"),
+    ("causal, cross, mask, arrays", 2, "contiguous", "all_gather"),
+    ("window, key bias, rotary, block mask", 2, "zigzag", "all_gather"),
+    ("mask_fn, dropout, transform, lengths", 3, "zigzag", "all_to_all"),
+    ("causal, score_fn, shared dropout, offset", 3, "striped", "ring"),
+]
+FEATURES = (
+    "full, soft cap",
+    "causal",
+    "causal, cross, row bias",
+    "causal, offset, alibi",
+    "window",
+    "wide window, lengths, sinks",
+    "offsets, causal, segments",
+    "bias, mask",
+    "shared mask, key bias, arrays",
+    "causal, dropout",
+    "shared dropout, score_fn, mask_fn",
+    "rotary, causal, cross",
+    "transform, window, lengths",
+    "block mask",
+)
+WAYS = (
+    (8, "zigzag", "ring"),
+    (5, "contiguous", "ring"),
+    (3, "striped", "ring"),
+    (2, "zigzag", "all_gather"),
+    (8, "contiguous", "all_gather"),
+    (5, "zigzag", "all_to_all"),
+    (2, "striped", "all_to_all"),
+)
+GRID = [pytest.param(*case, id="-".join(map(str, case))) for case in FAST]
+for kind in FEATURES:
+    for way in WAYS:
+        name = "-".join(map(str, (kind, *way)))
+        if not ("window" in kind and way[1:] == ("striped", "ring")):  # refused
+            GRID.append(pytest.param(kind, *way, marks=slow, id=name))
+
+
+@pytest.mark.parametrize("kind, devices, layout, strategy", GRID)
+def test_numbers_of_one_device(kind, devices, layout, strategy):
+    """Out, lse, every gradient with a cotangent of lse, and tangents, on every device."""
+    heads = dict(N=2 * devices, K=2) if strategy == "all_to_all" else {}
+    call = make_call(kind, devices, **heads)
+    compute = both_modes if (kind, devices, layout, strategy) in FAST[:3] else gradients
+    found = run_sharded(call, compute, devices, layout, strategy, chunk_size=CHUNK)
+    assert_near(found, run_whole(call, compute, chunk_size=CHUNK), devices)
+
+
+@pytest.mark.parametrize(
+    "kind, layout, strategy",
+    [
+        ("causal, sinks", "zigzag", "ring"),
+        pytest.param("wide window, score_fn, dropout", "contiguous", "ring", marks=slow),
+        pytest.param("causal, bias, segments", "zigzag", "all_gather", marks=slow),
+        pytest.param("wide window, transform, arrays", "contiguous", "all_to_all", marks=slow),
+    ],
+)
+def test_second_order(kind, layout, strategy):
+    call = make_call(kind, 2)
+    found = run_sharded(call, second_order, 2, layout, strategy, chunk_size=CHUNK)
+    assert_near(found, run_whole(call, second_order, chunk_size=CHUNK), 2, 5e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, devices, layout",
+    [
+        ("causal", 4, "contiguous"),
+        ("window", 3, "zigzag"),
+        pytest.param("full, lengths", 4, "contiguous", marks=slow),
+        pytest.param("causal, bias, sinks", 8, "zigzag", marks=slow),
+        pytest.param("causal, offsets, score_fn, dropout", 4, "contiguous", marks=slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(ml_dtypes.bfloat16, marks=slow)])
+def test_all_gather_gives_the_bits_of_one_device(kind, devices, layout, dtype):
+    """Rows of a tile (3 of the 6 of a device) belong to one device, so tiles are the same."""
+    call = make_call(kind, devices, dtype=dtype)
+    found = run_sharded(call, forward, devices, layout, "all_gather", chunk_size=(3, 4))
+    expected = run_whole(call, forward, chunk_size=(3, 4))
+    np.testing.assert_array_equal(found["out"], expected["out"])
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_error_in_bfloat16_does_not_grow_with_devices(layout):
+    call = make_call("causal", 8, dtype=ml_dtypes.bfloat16)
+    wide = {name: x.astype(np.float64) for name, x in call.arrays.items()}
+    true, _ = true_attention(**wide, is_causal=True)
+    found = run_sharded(call, forward, 8, layout, "ring")
+    one = run_whole(call, forward)
+
+    def error(x):
+        return np.sqrt(np.mean((x.astype(np.float64) - true) ** 2))
+
+    assert error(found["out"]) <= 1.05 * error(one["out"])
+
+
+# ---- from outside of shard_map
+
+
+def test_call_enters_shard_map():
+    call = make_call("causal, bias, lengths", 4)
+    found = run_sharded(call, gradients, 4, "zigzag", "ring", inside=False)
+    assert_near(found, run_whole(call, gradients), 4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=slow)])
+def test_arrays_tell_the_mesh(kind, jitted):
+    """On an Explicit mesh the type says that the sequence is sharded, so no argument is needed."""
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(kind, kind))
+    call = make_call("causal, bias", 4)
+    rows = NamedSharding(mesh, P("data", "seq"))
+    arrays = [jax.device_put(call.arrays[name], rows) for name in ("query", "key", "value")]
+    arrays.append(jax.device_put(call.arrays["bias"], NamedSharding(mesh, P("data"))))
+    how = {} if kind == AxisType.Explicit else {"sequence_axis": "seq"}
+
+    def run(q, k, v, bias, how=how):
+        def attend(q, k, v, bias):
+            return dot_product_attention(q, k, v, bias, is_causal=True, **how)
+
+        out, pull = jax.vjp(attend, q, k, v, bias)
+        return out, *pull(out)
+
+    expected = jax.jit(functools.partial(run, how={}))(*map(np.asarray, arrays))
+    if jitted:
+        with jax.set_mesh(mesh):
+            found = jax.jit(run)(*arrays)
+    else:
+        found = run(*arrays)
+    for x, y, like in zip(found, expected, (arrays[0], *arrays[:3], None), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+        if like is not None:  # out is sharded as the query, gradients as their operands
+            shard = x.sharding.shard_shape(x.shape)
+            assert shard[:3] == like.sharding.shard_shape(like.shape)[:3]
+
+
+def test_two_axes():
+    """Two axes are all-to-all over the second, by ring over the first."""
+    mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=(AxisType.Auto,) * 2)
+    call = make_call("causal, score_fn, key bias", 8)
+    order = memeff.sequence_positions(call.T, 2, "zigzag")
+    tokens = P(None, ("ring", "heads"))
+    params = call.arrays["score_params"]
+    bias = call.arrays["bias"][..., order]
+
+    def run(q, k, v):
+        def attend(q, k, v):
+            return dot_product_attention(
+                *(q, k, v, bias),
+                score_params=params,
+                sequence_axis=("ring", "heads"),
+                sequence_layout="zigzag",
+                **call.static,
+            )
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(out)
+
+    args = [call.arrays[name][:, order] for name in ("query", "key", "value")]
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=tokens, out_specs=tokens))(*args)
+
+    def whole(q, k, v):
+        def attend(q, k, v):
+            arrays = dict(bias=call.arrays["bias"], score_params=params)
+            return dot_product_attention(q, k, v, **arrays, **call.static)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(out)
+
+    expected = jax.jit(whole)(*(call.arrays[name] for name in ("query", "key", "value")))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y[:, order], atol=2e-6 * np.abs(y).max())
+
+
+# ---- programs
+
+
+@functools.cache
+def program(kind, devices, layout, strategy, compute, T=None, **how):
+    call = make_call(kind, devices)
+    if T is not None:
+        rng = np.random.default_rng(0)
+        arrays = {name: rng.standard_normal((1, T, 2, 64)) for name in ("query", "key", "value")}
+        arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+        call = call._replace(T=T, S=T, arrays=arrays)
+    lowered, _ = lower(call, compute, devices, layout, strategy, **how)
+    return lowered.compile()
+
+
+def output_only(attend, arrays, cotangents, tangents):
+    """Compute out alone."""
+    return {"out": attend(**arrays)[0]}
+
+
+@pytest.mark.parametrize(
+    "kind, layout, messages",
+    [
+        ("causal", "zigzag", 3),
+        ("full", "contiguous", 3),
+        ("window", "contiguous", 1),  # 5 tokens, of 6 on a device
+        pytest.param("wide window", "contiguous", 3, marks=slow),
+        pytest.param("mask_fn, segments", "zigzag", 3, marks=slow),
+    ],
+)
+def test_messages_of_a_ring(kind, layout, messages):
+    """P - 1 messages in the forward, fewer under a window; none of them in a branch or a loop."""
+    text = program(kind, 4, layout, "ring", output_only).as_text()
+    lines = collectives(text)
+    assert len(lines) == messages
+    assert all("collective-permute" in line for line in lines)
+    entry = text[text.index("\nENTRY") :]
+    assert collectives(entry) == lines
+
+
+def test_messages_of_a_gradient():
+    """The backward sends keys and gradients together, and at the end gradients home."""
+    text = program("causal", 4, "zigzag", "ring", gradients).as_text()
+    lines = collectives(text)
+    # the first message of the backward is that of the forward, which XLA sends once
+    assert len(lines) == 3 + 4 - 1
+    assert collectives(text[text.index("\nENTRY") :]) == lines
+
+
+def test_memory_of_a_device_halves_when_devices_double():
+    """With 8,192 tokens; a ring has no array of all of its keys."""
+    how = dict(T=8192, chunk_size=128)
+    few, many = (program("causal", n, "zigzag", "ring", gradients, **how) for n in (2, 4))
+
+    def temp(program):
+        return program.memory_analysis().temp_size_in_bytes
+
+    print(temp(many), temp(few))
+    assert temp(many) <= 0.6 * temp(few)
+    for shape in ("f32[1,8192,2,64]", "f32[8192,", "u16[2097152]"):
+        assert shape not in many.as_text()
+
+
+# ---- errors, and the choice in words
+
+WRONG = [
+    (dict(sequence_axis="rows"), ValueError, "no axis of a mesh here"),
+    (dict(sequence_axis=3), TypeError, "sequence_axis must be the name of a mesh axis"),
+    (dict(sequence_axis="seq", sequence_layout="spiral"), ValueError, "sequence_layout='spiral'"),
+    (dict(sequence_axis="seq", context_parallel="tree"), ValueError, "context_parallel='tree'"),
+    (dict(sequence_layout="zigzag"), ValueError, "pass sequence_axis"),
+    (dict(context_parallel="ring"), ValueError, "pass sequence_axis"),
+    (
+        dict(sequence_axis="seq", sequence_layout="striped", context_parallel="all_gather"),
+        NotImplementedError,
+        "gathered keys need",
+    ),
+    (
+        dict(
+            sequence_axis="seq",
+            sequence_layout="striped",
+            local_window_size=3,
+            context_parallel="ring",
+        ),
+        NotImplementedError,
+        "no left side of a window",
+    ),
+    (
+        dict(sequence_axis="seq", implementation="reference", context_parallel="ring"),
+        NotImplementedError,
+        "has no parts",
+    ),
+    (
+        dict(sequence_axis="seq", context_parallel="all_to_all"),
+        NotImplementedError,
+        "4 devices do not divide N=2",
+    ),
+    (dict(sequence_axis="seq", memory_limit="1MiB"), NotImplementedError, "Omit it"),
+    (dict(sequence_axis=("seq", "seq2")), ValueError, "no axis of a mesh here"),
+]
+
+
+@pytest.mark.parametrize("how, error, text", WRONG)
+def test_wrong_calls(how, error, text):
+    x = jnp.ones((1, 16, 2, 8))
+    with jax.set_mesh(mesh_of(4)), pytest.raises(error, match=text.replace("(", r"\(")):
+        dot_product_attention(x, x, x, **how)
+
+
+def test_lengths_that_devices_cannot_share():
+    x = jnp.ones((1, 18, 2, 8))
+    with jax.set_mesh(mesh_of(4)):
+        with pytest.raises(ValueError, match="T=18 tokens.* pad to 20 tokens"):
+            dot_product_attention(x, x, x, sequence_axis="seq")
+        with pytest.raises(ValueError, match="T=18 tokens.* pad to 24 tokens"):
+            dot_product_attention(x, x, x, sequence_axis="seq", sequence_layout="zigzag")
+
+
+def test_memory_limit_of_the_program_is_refused():
+    x = jnp.ones((1, 16, 2, 8))
+    with jax.set_mesh(mesh_of(4)), memeff.memory_limit("1GiB"):
+        with pytest.raises(NotImplementedError, match="memory_limit does not support"):
+            dot_product_attention(x, x, x, sequence_axis="seq")
+
+
+@pytest.mark.parametrize("diagnose", [memeff.plan, memeff.attention_statistics, memeff.key_mass])
+def test_diagnostics_that_know_one_device(diagnose):
+    x = jnp.ones((1, 16, 2, 8))
+    with jax.set_mesh(mesh_of(4)), pytest.raises(NotImplementedError, match="sharded over devices"):
+        diagnose(x, x, x, sequence_axis="seq")
+
+
+def test_explain():
+    q = jax.ShapeDtypeStruct((1, 65536, 32, 128), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((1, 65536, 8, 128), jnp.bfloat16)
+    with jax.set_mesh(mesh_of(8)):
+        explain = functools.partial(memeff.explain, q, kv, kv, is_causal=True, sequence_axis="seq")
+        contiguous = explain()
+        zigzag = explain(sequence_layout="zigzag")
+        asked = explain(sequence_layout="zigzag", context_parallel="all_gather")
+    assert 'over 8 devices along "seq", in layout "contiguous"' in contiguous
+    assert 'sequence_layout="zigzag" gives all devices the same' in contiguous
+    assert 'context_parallel="ring" has the least estimated time' in zigzag
+    assert 'context_parallel="all_gather" was asked for' in asked
+    for text in (contiguous, zigzag, asked):
+        assert text.count("ms a forward on H200s") == 3

@@ -1,0 +1,119 @@
+"""`memeff.merge`: attention over parts of the keys, combined, is attention over all of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memeff
+from memeff import dot_product_attention
+
+B, T, S, N, H, D = 2, 7, 13, 3, 5, 4
+PARTITIONS = ((13,), (5, 8), (1, 0, 12), (4, 4, 4, 1))
+RNG = np.random.default_rng(0)
+Q, K, V, DOUT = (RNG.standard_normal((B, n, N, d)).astype(np.float32) for n, d in ((T, H), (S, H), (S, D), (T, D)))
+DLSE = RNG.standard_normal((B, T, N)).astype(np.float32)
+LENGTHS = np.array([3, 11], np.int32)
+
+
+def whole(q, k, v):
+    return dot_product_attention(q, k, v, key_value_seq_lengths=LENGTHS, return_residual=True)
+
+
+def in_parts(sizes, q, k, v):
+    parts = []
+    first = 0
+    for size in sizes:
+        cut = slice(first, first + size)
+        lengths = jnp.clip(LENGTHS - first, 0, size)
+        parts.append(
+            dot_product_attention(
+                *(q, k[:, cut], v[:, cut]), key_value_seq_lengths=lengths, return_residual=True
+            )
+        )
+        first += size
+    return memeff.merge(*parts)
+
+
+def all_orders(attend, q, k, v):
+    """Return results, gradients, and tangents of the gradients."""
+
+    def gradients(q, k, v):
+        results, pull = jax.vjp(attend, q, k, v)
+        return *results, *pull((DOUT, DLSE))
+
+    return jax.jvp(gradients, (q, k, v), (k[:, :T] + q, k, v))
+
+
+@functools.cache
+def of_every_partition():
+    """Return the results of one call, and those of each partition; one program."""
+
+    def run(q, k, v):
+        parts = [all_orders(functools.partial(in_parts, sizes), q, k, v) for sizes in PARTITIONS]
+        return all_orders(whole, q, k, v), parts
+
+    return jax.tree.map(np.asarray, jax.jit(run)(Q, K, V))
+
+
+@pytest.mark.parametrize("n", range(len(PARTITIONS)), ids=map(str, PARTITIONS))
+def test_any_partition(n):
+    """Out, lse, gradients and tangents of gradients, with parts that a row sees nothing of."""
+    expected, found = of_every_partition()
+    for x, y in zip(jax.tree.leaves(found[n]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1, np.abs(y).max()))
+
+
+def test_rows_that_see_nothing():
+    out = jnp.full((1, 2, 1, 3), jnp.nan)
+    none = jnp.full((1, 2, 1), -jnp.inf)
+    some = jnp.array([[[0.5], [-jnp.inf]]])
+    value = jnp.ones((1, 2, 1, 3))
+
+    def merged(x, lse):
+        return memeff.merge((out, none), (x, lse))
+
+    (found, lse), pull = jax.vjp(merged, value, some)
+    np.testing.assert_array_equal(found[0, :, 0], [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(lse[0, :, 0], [0.5, -jnp.inf])
+    dx, dlse = pull((value, jnp.ones_like(lse)))
+    np.testing.assert_array_equal(dx[0, :, 0], [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(dlse[0, :, 0], [1, 0])
+
+
+def test_precision():
+    """Sums are float32: 64 parts in bfloat16 err as much as their own rounding."""
+    out = jnp.asarray(RNG.standard_normal((64, 1, 5, 2, 3)), jnp.bfloat16)
+    lse = jnp.asarray(RNG.standard_normal((64, 1, 5, 2)) + 1000, jnp.float32)
+    found, total = memeff.merge(*zip(out, lse, strict=True))
+    wide = np.asarray(lse, np.float64)
+    weights = np.exp(wide - wide.max(0))
+    expected = (np.asarray(out, np.float64) * weights[..., None]).sum(0) / weights.sum(0)[..., None]
+    assert found.dtype == jnp.bfloat16
+    assert total.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(total, np.log(weights.sum(0)) + wide.max(0), rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "parts, error, text",
+    [
+        ((), ValueError, "no parts"),
+        ((np.ones((1, 2, 3, 4)),), TypeError, r"part 0 of merge must be a pair \(out, lse\)"),
+        (((np.ones((1, 2, 3, 4)), np.ones((1, 2))),), ValueError, "without its last dim"),
+        (((np.ones((1, 2, 3, 4), int), np.ones((1, 2, 3))),), TypeError, "must be floating"),
+        (
+            (
+                (np.ones((1, 2, 3, 4)), np.ones((1, 2, 3))),
+                (np.ones((1, 5, 3, 4)), np.ones((1, 5, 3))),
+            ),
+            ValueError,
+            "part 1 of merge has out",
+        ),
+    ],
+)
+def test_wrong_parts(parts, error, text):
+    with pytest.raises(error, match=text):
+        memeff.merge(*parts)

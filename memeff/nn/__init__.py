@@ -7,6 +7,8 @@ parameters, initial values, checkpoints and decode cache. They add:
 * `is_causal`, `num_kv_heads` (NNX has it already), `local_window_size` and `logits_soft_cap`.
 * `score_fn`, `mask_fn` and `qk_transform`: functions of the user, whose params do not learn.
 * `score_init`, `qk_transform_init` and `sinks_init`: their arrays are parameters of the module.
+* `sequence_axis`, `sequence_layout` and `context_parallel`, for a sequence that is sharded over
+  devices. The switches below take them too.
 
 Two lines switch a model that exists already:
 

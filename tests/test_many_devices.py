@@ -72,12 +72,17 @@ WAYS = (
     (5, "zigzag", "all_to_all"),
     (2, "striped", "all_to_all"),
 )
-GRID = [pytest.param(*case, id="-".join(map(str, case))) for case in FAST]
+
+
+def id_of(kind, *way) -> str:
+    return "-".join(map(str, (kind.replace(", ", "+").replace(" ", "_"), *way)))
+
+
+GRID = [pytest.param(*case, id=id_of(*case)) for case in FAST]
 for kind in FEATURES:
     for way in WAYS:
-        name = "-".join(map(str, (kind, *way)))
         if not ("window" in kind and way[1:] == ("striped", "ring")):  # refused
-            GRID.append(pytest.param(kind, *way, marks=slow, id=name))
+            GRID.append(pytest.param(kind, *way, marks=slow, id=id_of(kind, *way)))
 
 
 @pytest.mark.parametrize("kind, devices, layout, strategy", GRID)

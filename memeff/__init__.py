@@ -7,6 +7,7 @@ from memeff.block_mask import BlockMask, block_mask
 from memeff.diagnostics.audit import Audit, audit
 from memeff.diagnostics.plan import Plan, explain, plan
 from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
+from memeff.linear_cross_entropy import linear_cross_entropy
 from memeff.switch import switch_jax_nn
 from memeff.tile_sizes import memory_limit
 from memeff.user_functions import Mask, Score, Transform
@@ -28,6 +29,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "key_mass",
+    "linear_cross_entropy",
     "masks",
     "memory_limit",
     "plan",

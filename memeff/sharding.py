@@ -127,12 +127,12 @@ def vary_together(operands: Any, like: Any = None) -> Any:
     """
     axes = frozenset()
     for x in jax.tree.leaves((operands, like)):
-        axes |= _varying(x)
+        axes |= varying_axes(x)
     if not axes:
         return operands
 
     def cast(x):
-        missing = tuple(axes - _varying(x))
+        missing = tuple(axes - varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, operands)
@@ -153,7 +153,7 @@ def _explicit(x: Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def _varying(x: Array) -> frozenset:
+def varying_axes(x: Array) -> frozenset:
     """Return the axes of shard_map over which `x` varies."""
     return frozenset(jax.typeof(x).mat.varying)
 

@@ -1,0 +1,310 @@
+"""Define `linear_cross_entropy`, the loss of a large vocabulary without its logits."""
+
+from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
+
+import math
+import numbers
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from memeff.autodiff.primitives import call
+from memeff.device import current_platform
+from memeff.inputs import check_choice, kind_of, to_array
+from memeff.sharding import may_be_sharded, varying_axes, vary_together
+from memeff.softmax import Lse
+from memeff.validate import check_integers, check_soft_cap, known_values
+from memeff.validate_options import check_chunk_size, check_precision
+from memeff.vocabulary import ABSENT, IGNORED, Forward, Inputs, Settings, Sums, lse_of_sums
+
+# Tokens and words of a tile.
+GPU_FORWARD = (2048, 4096)
+GPU_GRADIENT = (8192, 4096)
+CPU_SIDES = (1024, 1024)
+# tokens times words of all calls under vmap that run at the same time
+LOGITS_AT_ONCE = 2**25
+CHUNK_SIZE = ("(tokens, words)", "tokens and words")  # in errors
+INT32_MAX = 2**31 - 1
+
+
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: Literal[False] = ...,
+    precision: lax.PrecisionLike = None,
+) -> Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: Literal[True],
+    precision: lax.PrecisionLike = None,
+) -> tuple[Array, Array]: ...
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: bool = False,
+    precision: lax.PrecisionLike = None,
+) -> Array | tuple[Array, Array]:
+    r"""Compute the exact loss -log softmax(x kernel + bias)[label] without storing the logits.
+
+    Memory: O(tokens * H) beyond inputs and outputs, for the forward and for the gradient. One tile
+    of logits exists at a time.
+
+    Derivatives: in both modes, of every order, in linear memory. They are with respect to x,
+    kernel, bias, and logits_soft_cap as an array.
+
+    Args:
+      x: [*B, H], float, with any number of leading dims; one row is one token.
+      kernel: [H, V], in the dtype of `x`, one column for each word. Cast params that are kept in
+        float32, as Flax's Dense does: `kernel.astype(x.dtype)`.
+      labels: [*B], integers from 0 to V - 1. A label outside of that raises an error if its value
+        is known. If it is traced, the token's loss and the gradients are NaN.
+      bias: [V], float, added to the logits. -inf hides a word: its probability is 0, whatever its
+        column of the kernel holds. A token whose label is hidden has the loss inf.
+      ignore_label: tokens with this label have loss 0, lse 0 and no gradient, whatever their row of
+        `x` holds. It may lie outside of 0 to V - 1.
+      label_smoothing: a in [0, 1). The loss becomes 1 - a times the loss, plus a times the mean of
+        -log p over all words that are not hidden.
+      z_loss: the factor of lse^2, which is added to the loss.
+      logits_soft_cap: c > 0. Logits become c * tanh(logits / c), after the bias.
+      chunk_size: tokens and words of the tile of logits that exists at a time, at most; an int
+        stands for both. Default: the fastest measured (memeff/linear_cross_entropy.py).
+      vocab_axis: the axis of `jax.shard_map` along which the words of `kernel` and `bias` are
+        sharded in equal parts. V is then the number of words of all devices together, and `labels`
+        count all words. `x` and `labels` are the same on the devices of that axis.
+      return_lse: also return lse.
+      precision: of the products, as in `jax.lax.dot_general`.
+
+    Returns:
+      loss [*B], in nats, in float32 (float64 for float64), one number for each token. With
+      `return_lse` also lse [*B], the natural logarithm of the sum of exp(logits), in the same
+      dtype, differentiable.
+
+    Raises:
+      ValueError: if shapes or values disagree.
+      TypeError: if an argument has the wrong dtype or kind.
+
+    Example:
+      >>> x, kernel = jnp.ones((2, 7, 16)), jnp.zeros((16, 1000))
+      >>> loss = memeff.linear_cross_entropy(x, kernel, jnp.zeros((2, 7), jnp.int32))
+      >>> print(loss.shape, f"{loss.mean():.4f} = log 1000")
+      (2, 7) 6.9078 = log 1000
+
+    Source: Wijmans et al. 2024 (arXiv:2411.09009), section 4; Milakov & Gimelshein 2018
+    (arXiv:1805.02867), section 3.
+    """
+    inputs, labels = _check_arrays(x, kernel, labels, bias)
+    check_choice("return_lse", return_lse)
+    soft_cap, cap_array = check_soft_cap(logits_soft_cap)
+    smoothing = _check_number("label_smoothing", label_smoothing, 1)
+    z_loss = _check_number("z_loss", z_loss, math.inf)
+    forward_tile, gradient_tile = _tiles(check_chunk_size(chunk_size, *CHUNK_SIZE), labels.size)
+    settings = Settings(
+        soft_cap=None if cap_array is not None else soft_cap,
+        has_ignored=ignore_label is not None,
+        wants_total=smoothing > 0,
+        forward_tile=forward_tile,
+        gradient_tile=gradient_tile,
+        calls_at_once=_calls_at_once(inputs, gradient_tile),
+        precision=check_precision(precision),
+    )
+    V = inputs.kernel.shape[1]
+    first_word = 0
+    all_words = V
+    if vocab_axis is not None:
+        devices = _check_vocab_axis(vocab_axis, inputs.kernel)
+        first_word = lax.axis_index(vocab_axis) * V
+        all_words = V * devices
+    ignored, valid = _check_labels(labels, ignore_label, all_words)
+    word = _to_int32(labels) - first_word
+    here = valid & (word >= 0) & (word < V)
+    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    inputs = inputs._replace(soft_cap=cap_array)
+    sums: Sums = call(Forward(settings), *vary_together((inputs, word.reshape(-1))))
+    if vocab_axis is not None:
+        sums = _sum_over_devices(sums, vocab_axis)
+    sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
+    lse = jnp.where(ignored, 0, sums.lse.high)
+    target = sums.hit
+    if smoothing > 0:
+        words = _count_visible(inputs, all_words, vocab_axis)
+        target = (1 - smoothing) * target + smoothing * (sums.total / words)
+    loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
+    loss = loss + z_loss * lse**2
+    # Multiplied by NaN, because the gradients must become NaN as well.
+    loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
+    return (loss, lse) if return_lse else loss
+
+
+def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
+    """Return x [T, H], kernel [H, V] and bias [V] as inputs, and labels [*B]."""
+    floats = {"x": to_array("x", x), "kernel": to_array("kernel", kernel)}
+    if bias is not None:
+        floats["bias"] = to_array("bias", bias)
+    for name, array in floats.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating-point array, got {array.dtype}. Cast it.")
+    x, kernel = floats["x"], floats["kernel"]
+    if x.dtype != kernel.dtype:
+        raise TypeError(
+            f"kernel is {kernel.dtype} and x is {x.dtype}: they must have one dtype. Cast one of "
+            "them, for example kernel.astype(x.dtype)."
+        )
+    if jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"x is {x.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
+        )
+    if x.ndim < 1:
+        raise ValueError("x must have shape [*B, H] with at least 1 dim; got ().")
+    H = x.shape[-1]
+    if kernel.ndim != 2 or kernel.shape[0] != H:
+        cure = ""
+        if kernel.ndim == 2 and kernel.shape[1] == H:
+            cure = " Transpose it: kernel.T."
+        raise ValueError(f"kernel must have shape (H={H}, V); got {kernel.shape}.{cure}")
+    V = kernel.shape[1]
+    if bias is not None and floats["bias"].shape != (V,):
+        raise ValueError(
+            f"bias must have shape (V={V},), one number for each word; got {floats['bias'].shape}."
+        )
+    labels = check_integers("labels", labels)
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {x.shape[:-1]}, the leading dims of x; got {labels.shape}."
+        )
+    return Inputs(x.reshape(-1, H), kernel, floats.get("bias"), None), labels
+
+
+def _check_number(name: str, x: Any, end: float) -> float:
+    """Return x as a float if it is a number from 0 to below `end`."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
+        raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
+    if not 0 <= x < end:
+        limits = "[0, 1)" if end == 1 else "[0, inf)"
+        raise ValueError(f"{name}={x:g}: it must lie in {limits}.")
+    return float(x)
+
+
+def _check_vocab_axis(axis: Any, kernel: Array) -> int:
+    """Return the number of devices along the axis."""
+    if not isinstance(axis, str):
+        raise TypeError(
+            "vocab_axis must be the name of an axis of jax.shard_map, a str; got "
+            f"{kind_of(axis)}."
+        )
+    try:
+        devices = lax.axis_size(axis)
+    except NameError as e:
+        raise ValueError(
+            f"vocab_axis={axis!r}: there is no such axis around this call. Call it inside "
+            "jax.shard_map over a mesh that has it, or omit vocab_axis."
+        ) from e
+    checked = axis in varying_axes(lax.axis_index(axis))  # not with check_vma=False
+    if checked and axis not in varying_axes(kernel):
+        raise ValueError(
+            f"kernel is the same on all devices of vocab_axis={axis!r}. Shard its words over them "
+            f"by in_specs, P(None, {axis!r}), or omit vocab_axis."
+        )
+    return devices
+
+
+def _check_labels(labels: Array, ignore_label: Any, words: int) -> tuple[Array, Array]:
+    """Return where labels are ignored, and where they are words; raise an error if known not to be.
+
+    `words` is the number of words on all devices.
+    """
+    integer = isinstance(ignore_label, numbers.Integral) and not isinstance(ignore_label, bool)
+    if not (integer or ignore_label is None):
+        raise TypeError(f"ignore_label must be an int or None, got {kind_of(ignore_label)}.")
+    if integer and abs(ignore_label) > INT32_MAX:
+        raise ValueError(f"ignore_label={ignore_label}: it must fit in 32 bits.")
+    numbers_ = _to_int32(labels)
+    ignored = jnp.zeros_like(numbers_, bool)
+    if integer:
+        ignored = numbers_ == operator.index(ignore_label)
+    valid = (numbers_ >= 0) & (numbers_ < words)
+    wrong = known_values(jnp.where(ignored | valid, 0, 1))
+    if wrong is not None and wrong.any():
+        first = known_values(labels)[wrong.nonzero()][0]
+        cure = "." if integer else ", or pass ignore_label for tokens without one."
+        raise ValueError(f"labels must lie between 0 and V - 1 = {words - 1}; got {first}{cure}")
+    return ignored, valid
+
+
+def _to_int32(labels: Array) -> Array:
+    """Return labels as int32; numbers that do not fit become the nearest that do."""
+    limits = jnp.iinfo(labels.dtype)
+    labels = jnp.clip(labels, max(-INT32_MAX, int(limits.min)), min(INT32_MAX, int(limits.max)))
+    return labels.astype(jnp.int32)
+
+
+def _tiles(sides: tuple[int | None, int | None], tokens: int):
+    """Return the sides of tiles, at most, in the forward and in the gradient."""
+    defaults = [CPU_SIDES, CPU_SIDES]
+    if current_platform() != "cpu":
+        defaults = [GPU_FORWARD, GPU_GRADIENT]
+    if may_be_sharded():  # XLA would gather a slice along a dim that is sharded
+        defaults = [(tokens, c) for _, c in defaults]
+    t, c = sides
+    return [(t or rows or 1, c or columns) for rows, columns in defaults]
+
+
+def _calls_at_once(inputs: Inputs, tile: tuple[int, int]) -> int:
+    """Return how many calls under vmap run at the same time."""
+    t = min(tile[0], inputs.x.shape[0])
+    c = min(tile[1], inputs.kernel.shape[1])
+    return max(1, LOGITS_AT_ONCE // max(1, t * c))
+
+
+def _count_visible(inputs: Inputs, words: int, vocab_axis: str | None) -> Array | float:
+    """Return the number of words, of all devices, that no bias hides."""
+    if inputs.bias is None:
+        return float(words)
+    count = jnp.sum(inputs.bias != -jnp.inf).astype(jnp.float32)
+    return count if vocab_axis is None else lax.psum(count, vocab_axis)
+
+
+def _sum_over_devices(sums: Sums, axis: str) -> Sums:
+    """Return the sums over the words of all devices."""
+    lse, hit, total = sums
+    m = lax.pmax(lax.stop_gradient(lse.high), axis)
+    shift = jnp.where(m == -jnp.inf, 0, m)
+    l = lax.psum(jnp.exp((lse.high - shift) + lse.low), axis)
+    return Sums(lse_of_sums(shift, l), lax.psum(hit, axis), lax.psum(total, axis))

@@ -5,7 +5,7 @@ from __future__ import annotations  # help() then shows ArrayLike and not the ni
 import math
 import numbers
 import operator
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,14 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from memeff.autodiff.primitives import call
-from memeff.device import current_platform
 from memeff.inputs import check_choice, kind_of, to_array
-from memeff.sharding import may_be_sharded, varying_axes, vary_together
-from memeff.softmax import Lse
+from memeff.sharding import vary_together, varying_axes, with_auto_axes
 from memeff.validate import check_integers, check_soft_cap, known_values
 from memeff.validate_options import check_chunk_size, check_precision
-from memeff.vocabulary import ABSENT, IGNORED, Forward, Inputs, Settings, Sums, lse_of_sums
+from memeff.vocabulary.derivatives import Forward
+from memeff.vocabulary.loops import choose_calls_at_once, choose_tiles, lse_of_sums
+from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
 
-# Tokens and words of a tile.
-GPU_FORWARD = (2048, 4096)
-GPU_GRADIENT = (8192, 4096)
-CPU_SIDES = (1024, 1024)
-# tokens times words of all calls under vmap that run at the same time
-LOGITS_AT_ONCE = 2**25
-CHUNK_SIZE = ("(tokens, words)", "tokens and words")  # in errors
 INT32_MAX = 2**31 - 1
 
 
@@ -132,49 +125,85 @@ def linear_cross_entropy(
     """
     inputs, labels = _check_arrays(x, kernel, labels, bias)
     check_choice("return_lse", return_lse)
-    soft_cap, cap_array = check_soft_cap(logits_soft_cap)
-    smoothing = _check_number("label_smoothing", label_smoothing, 1)
-    z_loss = _check_number("z_loss", z_loss, math.inf)
-    forward_tile, gradient_tile = _tiles(check_chunk_size(chunk_size, *CHUNK_SIZE), labels.size)
-    settings = Settings(
-        soft_cap=None if cap_array is not None else soft_cap,
-        has_ignored=ignore_label is not None,
-        wants_total=smoothing > 0,
-        forward_tile=forward_tile,
-        gradient_tile=gradient_tile,
-        calls_at_once=_calls_at_once(inputs, gradient_tile),
+    cap, cap_array = check_soft_cap(logits_soft_cap)
+    options = Options(
+        ignore_label=_check_ignore_label(ignore_label),
+        label_smoothing=_check_number("label_smoothing", label_smoothing, 1),
+        z_loss=_check_number("z_loss", z_loss, math.inf),
+        soft_cap=cap if cap_array is None else None,
+        chunk_size=check_chunk_size(chunk_size, "(tokens, words)", "tokens and words"),
+        vocab_axis=vocab_axis,
+        devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
         precision=check_precision(precision),
     )
-    V = inputs.kernel.shape[1]
-    first_word = 0
-    all_words = V
-    if vocab_axis is not None:
-        devices = _check_vocab_axis(vocab_axis, inputs.kernel)
-        first_word = lax.axis_index(vocab_axis) * V
-        all_words = V * devices
-    ignored, valid = _check_labels(labels, ignore_label, all_words)
-    word = _to_int32(labels) - first_word
-    here = valid & (word >= 0) & (word < V)
-    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    _check_labels(options, labels, inputs.kernel.shape[1] * options.devices)
     inputs = inputs._replace(soft_cap=cap_array)
-    sums: Sums = call(Forward(settings), *vary_together((inputs, word.reshape(-1))))
-    if vocab_axis is not None:
-        sums = _sum_over_devices(sums, vocab_axis)
-    sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
-    lse = jnp.where(ignored, 0, sums.lse.high)
-    target = sums.hit
-    if smoothing > 0:
-        words = _count_visible(inputs, all_words, vocab_axis)
-        target = (1 - smoothing) * target + smoothing * (sums.total / words)
-    loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
-    loss = loss + z_loss * lse**2
-    # Multiplied by NaN, because the gradients must become NaN as well.
-    loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
+    loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
     return (loss, lse) if return_lse else loss
 
 
+class Options(NamedTuple):
+    """The checked arguments that are no arrays."""
+
+    ignore_label: int | None
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None  # None: there is none, or it is an array
+    chunk_size: tuple[int | None, int | None]
+    vocab_axis: str | None
+    devices: int  # along that axis
+    precision: lax.PrecisionLike
+
+
+def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array]:
+    """Return loss and lse, both [*B], from x [*B, H] and labels [*B]."""
+    H, V = inputs.kernel.shape
+    words = V * options.devices
+    forward_tile, gradient_tile = choose_tiles(options.chunk_size, labels.size)
+    settings = Settings(
+        soft_cap=options.soft_cap,
+        has_ignored=options.ignore_label is not None,
+        wants_total=options.label_smoothing > 0,
+        forward_tile=forward_tile,
+        gradient_tile=gradient_tile,
+        calls_at_once=choose_calls_at_once(gradient_tile, labels.size, V),
+        precision=options.precision,
+    )
+    ignored, valid = _kinds_of_labels(options, labels, words)
+    word = _to_int32(labels)
+    if options.vocab_axis is not None:
+        word = word - lax.axis_index(options.vocab_axis) * V
+    here = valid & (word >= 0) & (word < V)
+    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    inputs = inputs._replace(x=inputs.x.reshape(-1, H))
+    sums: Sums = call(Forward(settings), *vary_together((inputs, word.reshape(-1))))
+    if options.vocab_axis is not None:
+        sums = _sum_over_devices(sums, options.vocab_axis)
+    sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
+    lse = jnp.where(ignored, 0, sums.lse.high)
+    target = sums.hit
+    if options.label_smoothing > 0:
+        mean = sums.total / _count_visible(inputs.bias, words, options.vocab_axis)
+        target = (1 - options.label_smoothing) * target + options.label_smoothing * mean
+    loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
+    loss = loss + options.z_loss * lse**2
+    # times NaN, because the gradients must become NaN as well
+    loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
+    return loss, lse
+
+
+def _kinds_of_labels(options: Options, labels: Array, words: int) -> tuple[Array, Array]:
+    """Return where labels are ignored, and where they are words of the vocabulary."""
+    labels = _to_int32(labels)
+    if options.ignore_label is None:
+        ignored = jnp.zeros_like(labels, bool)
+    else:
+        ignored = labels == options.ignore_label
+    return ignored, (labels >= 0) & (labels < words)
+
+
 def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
-    """Return x [T, H], kernel [H, V] and bias [V] as inputs, and labels [*B]."""
+    """Return x [*B, H], kernel [H, V] and bias [V] as inputs, and labels [*B]."""
     floats = {"x": to_array("x", x), "kernel": to_array("kernel", kernel)}
     if bias is not None:
         floats["bias"] = to_array("bias", bias)
@@ -209,7 +238,7 @@ def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
         raise ValueError(
             f"labels must have shape {x.shape[:-1]}, the leading dims of x; got {labels.shape}."
         )
-    return Inputs(x.reshape(-1, H), kernel, floats.get("bias"), None), labels
+    return Inputs(x, kernel, floats.get("bias"), None), labels
 
 
 def _check_number(name: str, x: Any, end: float) -> float:
@@ -226,8 +255,7 @@ def _check_vocab_axis(axis: Any, kernel: Array) -> int:
     """Return the number of devices along the axis."""
     if not isinstance(axis, str):
         raise TypeError(
-            "vocab_axis must be the name of an axis of jax.shard_map, a str; got "
-            f"{kind_of(axis)}."
+            f"vocab_axis must be the name of an axis of jax.shard_map, a str; got {kind_of(axis)}."
         )
     try:
         devices = lax.axis_size(axis)
@@ -245,27 +273,31 @@ def _check_vocab_axis(axis: Any, kernel: Array) -> int:
     return devices
 
 
-def _check_labels(labels: Array, ignore_label: Any, words: int) -> tuple[Array, Array]:
-    """Return where labels are ignored, and where they are words; raise an error if known not to be.
+def _check_ignore_label(label: Any) -> int | None:
+    """Return the label as an int of 32 bits, or None."""
+    if label is None:
+        return None
+    if isinstance(label, bool) or not isinstance(label, numbers.Integral):
+        raise TypeError(
+            f"ignore_label must be an int (it is fixed while tracing) or None, got {kind_of(label)}."
+        )
+    label = operator.index(label)
+    if abs(label) > INT32_MAX:
+        raise ValueError(f"ignore_label={label}: it must fit in 32 bits.")
+    return label
 
-    `words` is the number of words on all devices.
-    """
-    integer = isinstance(ignore_label, numbers.Integral) and not isinstance(ignore_label, bool)
-    if not (integer or ignore_label is None):
-        raise TypeError(f"ignore_label must be an int or None, got {kind_of(ignore_label)}.")
-    if integer and abs(ignore_label) > INT32_MAX:
-        raise ValueError(f"ignore_label={ignore_label}: it must fit in 32 bits.")
-    numbers_ = _to_int32(labels)
-    ignored = jnp.zeros_like(numbers_, bool)
-    if integer:
-        ignored = numbers_ == operator.index(ignore_label)
-    valid = (numbers_ >= 0) & (numbers_ < words)
-    wrong = known_values(jnp.where(ignored | valid, 0, 1))
-    if wrong is not None and wrong.any():
-        first = known_values(labels)[wrong.nonzero()][0]
-        cure = "." if integer else ", or pass ignore_label for tokens without one."
-        raise ValueError(f"labels must lie between 0 and V - 1 = {words - 1}; got {first}{cure}")
-    return ignored, valid
+
+def _check_labels(options: Options, labels: Array, words: int) -> None:
+    """Raise an error if a label is known to be none of `words` words, and not ignored."""
+    known = known_values(labels)
+    if known is None:
+        return
+    wrong = known[((known < 0) | (known >= words)) & (known != options.ignore_label)]
+    if wrong.size:
+        cure = "" if options.ignore_label is not None else " Pass ignore_label to leave tokens out."
+        raise ValueError(
+            f"labels must lie between 0 and V - 1 = {words - 1}; got {wrong.flat[0]}.{cure}"
+        )
 
 
 def _to_int32(labels: Array) -> Array:
@@ -275,29 +307,11 @@ def _to_int32(labels: Array) -> Array:
     return labels.astype(jnp.int32)
 
 
-def _tiles(sides: tuple[int | None, int | None], tokens: int):
-    """Return the sides of tiles, at most, in the forward and in the gradient."""
-    defaults = [CPU_SIDES, CPU_SIDES]
-    if current_platform() != "cpu":
-        defaults = [GPU_FORWARD, GPU_GRADIENT]
-    if may_be_sharded():  # XLA would gather a slice along a dim that is sharded
-        defaults = [(tokens, c) for _, c in defaults]
-    t, c = sides
-    return [(t or rows or 1, c or columns) for rows, columns in defaults]
-
-
-def _calls_at_once(inputs: Inputs, tile: tuple[int, int]) -> int:
-    """Return how many calls under vmap run at the same time."""
-    t = min(tile[0], inputs.x.shape[0])
-    c = min(tile[1], inputs.kernel.shape[1])
-    return max(1, LOGITS_AT_ONCE // max(1, t * c))
-
-
-def _count_visible(inputs: Inputs, words: int, vocab_axis: str | None) -> Array | float:
+def _count_visible(bias: Array | None, words: int, vocab_axis: str | None) -> Array | float:
     """Return the number of words, of all devices, that no bias hides."""
-    if inputs.bias is None:
+    if bias is None:
         return float(words)
-    count = jnp.sum(inputs.bias != -jnp.inf).astype(jnp.float32)
+    count = jnp.sum(bias != -jnp.inf).astype(jnp.float32)
     return count if vocab_axis is None else lax.psum(count, vocab_axis)
 
 

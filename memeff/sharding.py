@@ -96,6 +96,28 @@ def _on_mesh(f: Callable, static: tuple, mesh: AbstractMesh, operands: Operands)
         return f(*static, _like_query(operands))
 
 
+def with_auto_axes(f: Callable, static: tuple, arrays: tuple, like: Array) -> Any:
+    """Return f(*static, *arrays), partitioned by XLA where an array is on an Explicit mesh.
+
+    The results have the shape of `like` without its last dim, and there its sharding.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays) if _explicit(x)]
+    if not meshes:
+        return f(*static, *arrays)
+    spec = jax.typeof(like).sharding.spec[:-1] if _explicit(like) else ()
+    return _with_auto_axes(f, static, meshes[0], PartitionSpec(*spec), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _with_auto_axes(
+    f: Callable, static: tuple, mesh: AbstractMesh, spec: PartitionSpec, arrays: tuple
+) -> Any:
+    """Return f(*static, *arrays), traced within `mesh`, with results that have this `spec`."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        f = functools.partial(f, *static)
+        return jax.sharding.auto_axes(f, out_sharding=NamedSharding(mesh, spec))(*arrays)
+
+
 def shard_like(x: Array, like: Array) -> Array:
     """Return x in the layout of `like` if that is on an Explicit mesh, else x unchanged."""
     if not _explicit(like):

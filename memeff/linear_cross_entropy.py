@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
 
+import functools
 import math
 import numbers
 import operator
@@ -126,17 +127,28 @@ def linear_cross_entropy(
     inputs, labels = _check_arrays(x, kernel, labels, bias)
     check_choice("return_lse", return_lse)
     cap, cap_array = check_soft_cap(logits_soft_cap)
-    options = Options(
-        ignore_label=_check_ignore_label(ignore_label),
-        label_smoothing=_check_number("label_smoothing", label_smoothing, 1),
-        z_loss=_check_number("z_loss", z_loss, math.inf),
+    smoothing = _check_number("label_smoothing", label_smoothing, 1)
+    chunk_size = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
+    forward_tile, gradient_tile = choose_tiles(chunk_size, labels.size)
+    V = inputs.kernel.shape[1]
+    settings = Settings(
         soft_cap=cap if cap_array is None else None,
-        chunk_size=check_chunk_size(chunk_size, "(tokens, words)", "tokens and words"),
-        vocab_axis=vocab_axis,
-        devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
+        has_ignored=ignore_label is not None,
+        wants_total=smoothing > 0,
+        forward_tile=forward_tile,
+        gradient_tile=gradient_tile,
+        calls_at_once=choose_calls_at_once(gradient_tile, labels.size, V),
         precision=check_precision(precision),
     )
-    _check_labels(options, labels, inputs.kernel.shape[1] * options.devices)
+    options = Options(
+        ignore_label=_check_ignore_label(ignore_label),
+        label_smoothing=smoothing,
+        z_loss=_check_number("z_loss", z_loss, math.inf),
+        vocab_axis=vocab_axis,
+        devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
+        settings=settings,
+    )
+    _check_labels(options, labels, V * options.devices)
     inputs = inputs._replace(soft_cap=cap_array)
     loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
     return (loss, lse) if return_lse else loss
@@ -148,35 +160,27 @@ class Options(NamedTuple):
     ignore_label: int | None
     label_smoothing: float
     z_loss: float
-    soft_cap: float | None  # None: there is none, or it is an array
-    chunk_size: tuple[int | None, int | None]
     vocab_axis: str | None
     devices: int  # along that axis
-    precision: lax.PrecisionLike
+    settings: Settings
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array]:
     """Return loss and lse, both [*B], from x [*B, H] and labels [*B]."""
     H, V = inputs.kernel.shape
     words = V * options.devices
-    forward_tile, gradient_tile = choose_tiles(options.chunk_size, labels.size)
-    settings = Settings(
-        soft_cap=options.soft_cap,
-        has_ignored=options.ignore_label is not None,
-        wants_total=options.label_smoothing > 0,
-        forward_tile=forward_tile,
-        gradient_tile=gradient_tile,
-        calls_at_once=choose_calls_at_once(gradient_tile, labels.size, V),
-        precision=options.precision,
-    )
-    ignored, valid = _kinds_of_labels(options, labels, words)
     word = _to_int32(labels)
+    ignored = jnp.zeros_like(word, bool)
+    if options.ignore_label is not None:
+        ignored = word == options.ignore_label
+    valid = (word >= 0) & (word < words)
     if options.vocab_axis is not None:
         word = word - lax.axis_index(options.vocab_axis) * V
     here = valid & (word >= 0) & (word < V)
     word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
     inputs = inputs._replace(x=inputs.x.reshape(-1, H))
-    sums: Sums = call(Forward(settings), *vary_together((inputs, word.reshape(-1))))
+    sums: Sums = call(Forward(options.settings), *vary_together((inputs, word.reshape(-1))))
     if options.vocab_axis is not None:
         sums = _sum_over_devices(sums, options.vocab_axis)
     sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
@@ -190,16 +194,6 @@ def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array
     # times NaN, because the gradients must become NaN as well
     loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
     return loss, lse
-
-
-def _kinds_of_labels(options: Options, labels: Array, words: int) -> tuple[Array, Array]:
-    """Return where labels are ignored, and where they are words of the vocabulary."""
-    labels = _to_int32(labels)
-    if options.ignore_label is None:
-        ignored = jnp.zeros_like(labels, bool)
-    else:
-        ignored = labels == options.ignore_label
-    return ignored, (labels >= 0) & (labels < words)
 
 
 def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
@@ -219,6 +213,11 @@ def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
     if jnp.finfo(x.dtype).bits < 16:
         raise TypeError(
             f"x is {x.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
+        )
+    if not all(isinstance(n, int) for n in (*x.shape, *kernel.shape)):
+        raise NotImplementedError(
+            f"x has shape {x.shape} and kernel {kernel.shape}: linear_cross_entropy does not "
+            "support sizes that jax.export leaves symbolic. Export with sizes that are numbers."
         )
     if x.ndim < 1:
         raise ValueError("x must have shape [*B, H] with at least 1 dim; got ().")
@@ -245,10 +244,10 @@ def _check_number(name: str, x: Any, end: float) -> float:
     """Return x as a float if it is a number from 0 to below `end`."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
         raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
-    if not 0 <= x < end:
-        limits = "[0, 1)" if end == 1 else "[0, inf)"
-        raise ValueError(f"{name}={x:g}: it must lie in {limits}.")
-    return float(x)
+    number = float(x)
+    if not 0 <= number < end:
+        raise ValueError(f"{name}={number:g}: it must lie in [0, {end:g}).")
+    return number
 
 
 def _check_vocab_axis(axis: Any, kernel: Array) -> int:

@@ -193,6 +193,7 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
             rows = tiles.of_tokens((lse, dsums), row)
             d_raw, more_dterms = _transpose_logits(settings, tokens, words, *rows)
             d_raw, lift = lift_float16(d_raw, tokens.x.dtype, (0, 1))
+            d_raw = lax.optimization_barrier(d_raw)  # computed once, for two products
             more_dx = dot(settings, "tc,hc->th", d_raw, words.kernel)  # (6)
             more_dk = dot(settings, "th,tc->hc", tokens.x, d_raw)
             if lift is not None:
@@ -211,9 +212,9 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
             dcap = dcap + more_dcap
         return Inputs(dx, dkernel, dbias, dcap)
 
-    gradients = jax.tree.map(zeros, inputs)
-    gradients = gradients._replace(kernel=zeros(inputs.kernel, inputs.kernel.dtype))
-    gradients = tiles.fold_words(visit_words, gradients)
+    x, kernel, *terms = inputs
+    start = Inputs(zeros(x), zeros(kernel, kernel.dtype), *jax.tree.map(zeros, terms))
+    gradients = tiles.fold_words(visit_words, start)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
 
 

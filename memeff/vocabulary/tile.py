@@ -99,9 +99,9 @@ def words_of_tile(
 def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
     """Return True where token and word are visible, [t, c], [t, 1] or [1, c]; None: everywhere."""
     keep = None if tokens.visible is None else tokens.visible[:, None]
-    if words.visible is None:
-        return keep
-    return words.visible[None] if keep is None else keep & words.visible
+    if words.visible is not None:
+        keep = words.visible[None] if keep is None else keep & words.visible
+    return keep
 
 
 def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:

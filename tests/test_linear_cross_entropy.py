@@ -14,6 +14,7 @@ from loss_cases import (
     EVERYTHING,
     HIDDEN,
     IGNORE,
+    H,
     T,
     V,
     both_ways,
@@ -93,6 +94,25 @@ def test_large_logits(size):
     for what, x in actual.items():
         assert_as_good(x, [baseline[what]], truth[what], f32, what)
     np.testing.assert_allclose(actual["loss"], baseline["loss"], rtol=1e-5, atol=size * 2e-7)
+
+
+def test_large_logits_that_are_exact():
+    """Loss and probabilities lose no bits to the size of lse, which all logits have in common."""
+    rng = np.random.default_rng(6)
+    x, kernel = (rng.integers(-4, 5, shape) / 4 for shape in ((T, H), (H, V)))
+    x[:, 0] = 128
+    kernel[0] = 128
+    _, _, labels, _, *cotangents = draw()
+    args = (x.astype(f32), kernel.astype(f32), labels, [y.astype(f32) for y in cotangents])
+    truth = oracle(*args)
+    actual = jax.jit(functools.partial(both_ways, ours({})))(*args, {})
+    # lse is near 16384, where the next float is 0.002 away
+    np.testing.assert_allclose(actual["loss"], truth["loss"], rtol=2e-6)
+    x = args[0].astype(np.float64)
+    p = jax.jit(jax.grad(lambda b: ours({})(*args[:3], bias=b)[1].sum()))(np.zeros(V, f32))
+    s = x @ kernel
+    e = np.exp(s - s.max(1, keepdims=True))
+    np.testing.assert_allclose(p, (e / e.sum(1, keepdims=True)).sum(0), rtol=2e-6)
 
 
 def test_chunk_sizes_agree():

@@ -23,6 +23,7 @@ from memeff.vocabulary.tile import (
     Tokens,
     Words,
     dot,
+    label_logits,
     logits,
     only_labels,
     only_visible,
@@ -35,13 +36,14 @@ from memeff.vocabulary.tile import (
 
 # Tokens and words of a tile, at most, in the forward and in the gradient.
 #
-# By reasoning, not yet measured: a step of the forward writes its float32 logits and reads them
-# twice, and 2^23 of them (32 MiB) stay in the L2 cache of an H100 or H200 (50 MB). A step of the
-# gradient adds [t, H] to dx and [H, c] to dk in float32, for 6 t c H operations: the larger t and
-# c, the less memory traffic. 2^25 logits take 128 MiB, and 64 more for d_raw in 16 bits.
-GPU_TILES = ((2048, 4096), (8192, 4096))
-# As for attention: 2^20 logits stay in the caches. Tiles of 2^18 to 2^23 logits were no faster (two
-# cores, 4,096 tokens, 32,000 words, H = 512).
+# By reasoning from the kernels that XLA compiles for an H200, not yet measured: a step of the forward
+# has nine kernels beside its product, so tiles are large (attention gained nothing from tiles that
+# stay in the L2 cache). A step of the gradient adds [t, H] to dx and [H, c] to dk in float32, for
+# 6 t c H operations: the larger t and c, the less memory traffic. 2^25 logits take 128 MiB, and 64
+# MiB more for d_raw in 16 bits.
+GPU_TILES = ((8192, 4096), (8192, 4096))
+# As for attention: 2^20 logits stay in the caches. It was within 4 % of the fastest of nine sizes from
+# 2^18 to 2^23 logits (two cores, float32 and bfloat16, 2,048 tokens, 32,000 words, H = 512).
 CPU_TILES = ((1024, 1024), (1024, 1024))
 LEAST_WORDS = 512  # narrower tiles would add to dx too often
 LOGITS_AT_ONCE = 2**25  # of the tiles of all calls under vmap that run at the same time
@@ -161,7 +163,7 @@ def _online_step(settings: Settings, tokens: Tokens, words: Words, rows) -> list
     new_m = jnp.maximum(m, s.max(1))  # (3)
     shift = jnp.where(new_m == -jnp.inf, 0, new_m)
     l = l * jnp.exp(m - shift) + jnp.exp(s - shift[:, None]).sum(1)
-    hit = hit + only_labels(tokens, words, s).sum(1)
+    hit = hit + label_logits(tokens, words, s)
     if settings.wants_total:
         total = total + only_visible(keep, s).sum(1)
     return [new_m, l, hit, total]

@@ -19,7 +19,7 @@ from memeff.sharding import vary_together, varying_axes, with_auto_axes
 from memeff.validate import check_integers, check_soft_cap, known_values
 from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
-from memeff.vocabulary.loops import choose_calls_at_once, choose_tiles, lse_of_sums
+from memeff.vocabulary.loops import choose_tile, lse_of_sums
 from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
 
 INT32_MAX = 2**31 - 1
@@ -128,16 +128,15 @@ def linear_cross_entropy(
     check_choice("return_lse", return_lse)
     cap, cap_array = check_soft_cap(logits_soft_cap)
     smoothing = _check_number("label_smoothing", label_smoothing, 1)
-    chunk_size = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
-    forward_tile, gradient_tile = choose_tiles(chunk_size, labels.size)
     V = inputs.kernel.shape[1]
+    sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
+    tile, calls_at_once = choose_tile(sides, labels.size, V)
     settings = Settings(
         soft_cap=cap if cap_array is None else None,
         has_ignored=ignore_label is not None,
         wants_total=smoothing > 0,
-        forward_tile=forward_tile,
-        gradient_tile=gradient_tile,
-        calls_at_once=choose_calls_at_once(gradient_tile, labels.size, V),
+        tile=tile,
+        calls_at_once=calls_at_once,
         precision=check_precision(precision),
     )
     options = Options(

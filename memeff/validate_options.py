@@ -70,9 +70,7 @@ def check_chunk_size(
         return None, None
     sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
     if len(sides) != 2:
-        raise ValueError(
-            f"chunk_size={chunk_size!r}: give {pair}, or one int for both."
-        )
+        raise ValueError(f"chunk_size={chunk_size!r}: give {pair}, or one int for both.")
     for side in sides:
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(

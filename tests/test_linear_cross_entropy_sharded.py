@@ -175,11 +175,12 @@ def test_tiles_of_sharded_tokens(monkeypatch):
     """A tile has all tokens where they may be sharded, and fewer words instead."""
     monkeypatch.setattr(loops, "may_be_sharded", lambda: True)
     assert jax.device_count() == 8
-    assert loops.choose_tiles((None, None), 1000)[0] == (1024, 1024)
-    assert loops.choose_tiles((None, None), 8192)[0] == (8192, 1024)
-    assert loops.choose_tiles((None, None), 12_000)[0] == (12_000, 640)
-    assert loops.choose_tiles((None, None), 2**20)[0] == (2**20, 512)
-    assert loops.choose_tiles((7, None), 8192)[0] == (7, 1024)
+    V = 32_000
+    assert loops.choose_tile((None, None), 1000, V) == ((1024, 1024), 1)
+    assert loops.choose_tile((None, None), 8192, V) == ((8192, 1024), 1)
+    assert loops.choose_tile((None, None), 12_000, V) == ((12_000, 640), 1)
+    assert loops.choose_tile((None, None), 2**20, V) == ((2**20, 512), 1)
+    assert loops.choose_tile((7, None), 8192, V) == ((7, 1024), 146)
 
 
 def test_a_replicated_kernel_is_refused_with_vocab_axis():

@@ -34,41 +34,37 @@ from memeff.vocabulary.tile import (
     words_of_tile,
 )
 
-# Tokens and words of a tile, at most, in the forward and in the gradient.
+# Tokens and words of a tile, at most.
 #
 # By reasoning from the kernels that XLA compiles for an H200, not yet measured: a step of the forward
 # has nine kernels beside its product, so tiles are large (attention gained nothing from tiles that
 # stay in the L2 cache). A step of the gradient adds [t, H] to dx and [H, c] to dk in float32, for
 # 6 t c H operations: the larger t and c, the less memory traffic. 2^25 logits take 128 MiB, and 64
 # MiB more for d_raw in 16 bits.
-GPU_TILES = ((8192, 4096), (8192, 4096))
+GPU_TILE = (8192, 4096)
 # As for attention: 2^20 logits stay in the caches. It was within 4 % of the fastest of nine sizes from
 # 2^18 to 2^23 logits (two cores, float32 and bfloat16, 2,048 tokens, 32,000 words, H = 512).
-CPU_TILES = ((1024, 1024), (1024, 1024))
+CPU_TILE = (1024, 1024)
 LEAST_WORDS = 512  # narrower tiles would add to dx too often
-LOGITS_AT_ONCE = 2**25  # of the tiles of all calls under vmap that run at the same time
 
 
-def choose_tiles(chunk_size: tuple[int | None, int | None], tokens: int) -> list[tuple[int, int]]:
-    """Return the sides of tiles in the forward and in the gradient, at most.
+def choose_tile(
+    chunk_size: tuple[int | None, int | None], tokens: int, words: int
+) -> tuple[tuple[int, int], int]:
+    """Return the sides of a tile, at most, and how many calls under vmap run at the same time.
 
     `chunk_size` are sides that the user chose, or None.
     """
-    tiles = []
-    for t, c in CPU_TILES if current_platform() == "cpu" else GPU_TILES:
-        if may_be_sharded() and tokens > t:
-            # XLA would gather a slice along a dim that is sharded, so a tile has all tokens.
-            c = max(LEAST_WORDS, min(c, t * c * jax.device_count() // tokens // 128 * 128))
-            t = tokens
-        tiles.append((chunk_size[0] or t, chunk_size[1] or c))
-    return tiles
-
-
-def choose_calls_at_once(tile: tuple[int, int], tokens: int, words: int) -> int:
-    """Return how many calls under vmap may run at the same time."""
-    t = min(tile[0], tokens)
-    c = min(tile[1], words)
-    return max(1, LOGITS_AT_ONCE // max(1, t * c))
+    t, c = CPU_TILE if current_platform() == "cpu" else GPU_TILE
+    most_logits = t * c
+    if may_be_sharded() and tokens > t:
+        # XLA would gather a slice along a dim that is sharded, so a tile has all tokens.
+        t = tokens
+        c = max(LEAST_WORDS, min(c, most_logits * jax.device_count() // t // 128 * 128))
+    t = chunk_size[0] or t
+    c = chunk_size[1] or c
+    logits_of_call = max(1, min(t, tokens) * min(c, words))
+    return (t, c), max(1, most_logits // logits_of_call)
 
 
 def tile_sides(inputs: Inputs, most: tuple[int, int]) -> tuple[int, int]:
@@ -138,7 +134,7 @@ def _scan(visit: Callable, carry: Any, size: int, side: int) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     """Return the sums of all tokens: (1) to (3)."""
-    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.forward_tile))
+    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     zeros = vary_together(jnp.zeros_like(labels, sum_dtype(inputs.x.dtype)), (inputs, labels))
 
     # words outside, because XLA copies a tile of the kernel: once for all tokens
@@ -179,7 +175,7 @@ def lse_of_sums(m: Array, l: Array) -> Lse:
 @functools.partial(jax.jit, static_argnums=0)
 def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums: Sums) -> Inputs:
     """Return the gradients of the inputs, in their dtypes: (1), (2), (4) to (6)."""
-    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.gradient_tile))
+    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     # from dlse: otherwise XLA:CPU makes zeros before the forward, and keeps them through it
     zero, _ = lax.optimization_barrier((jnp.zeros((), lse.high.dtype), dsums.lse))
 

@@ -37,8 +37,7 @@ class Settings:
     soft_cap: float | None  # None: no cap, or an array
     has_ignored: bool  # may a label be `IGNORED`?
     wants_total: bool
-    forward_tile: tuple[int, int]  # t and c, at most
-    gradient_tile: tuple[int, int]
+    tile: tuple[int, int]  # t and c, at most
     calls_at_once: int  # under vmap
     precision: Any
 
@@ -98,10 +97,11 @@ def words_of_tile(
 
 def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
     """Return True where token and word are visible, [t, c], [t, 1] or [1, c]; None: everywhere."""
-    keep = None if tokens.visible is None else tokens.visible[:, None]
-    if words.visible is not None:
-        keep = words.visible[None] if keep is None else keep & words.visible
-    return keep
+    rows = None if tokens.visible is None else jnp.expand_dims(tokens.visible, 1)
+    columns = None if words.visible is None else jnp.expand_dims(words.visible, 0)
+    if rows is None or columns is None:
+        return columns if rows is None else rows
+    return rows & columns
 
 
 def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:

@@ -115,6 +115,28 @@ def _on_mesh(f: Callable, static: tuple, mesh: AbstractMesh, operands: Operands)
         return f(*static, _like_query(operands))
 
 
+def with_auto_axes(f: Callable, static: tuple, arrays: tuple, like: Array) -> Any:
+    """Return f(*static, *arrays), partitioned by XLA where an array is on an Explicit mesh.
+
+    The results have the shape of `like` without its last dim, and there its sharding.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays) if _explicit(x)]
+    if not meshes:
+        return f(*static, *arrays)
+    spec = jax.typeof(like).sharding.spec[:-1] if _explicit(like) else ()
+    return _with_auto_axes(f, static, meshes[0], PartitionSpec(*spec), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _with_auto_axes(
+    f: Callable, static: tuple, mesh: AbstractMesh, spec: PartitionSpec, arrays: tuple
+) -> Any:
+    """Return f(*static, *arrays), traced within `mesh`, with results that have this `spec`."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        f = functools.partial(f, *static)
+        return jax.sharding.auto_axes(f, out_sharding=NamedSharding(mesh, spec))(*arrays)
+
+
 def shard_like(x: Array, like: Array) -> Array:
     """Return x in the layout of `like` if that is on an Explicit mesh, else x unchanged."""
     if not _explicit(like):
@@ -155,13 +177,18 @@ def varies(x: Any) -> bool:
 def vary_like(arrays: Any, like: Any) -> Any:
     """Type arrays as varying under shard_map over each axis that some array of `like` varies over."""
     axes = frozenset()
+<<<<<<< HEAD
     for x in jax.tree.leaves(like):
         axes |= _varying(x)
+=======
+    for x in jax.tree.leaves((operands, like)):
+        axes |= varying_axes(x)
+>>>>>>> lce
     if not axes:
         return arrays
 
     def cast(x):
-        missing = tuple(axes - _varying(x))
+        missing = tuple(axes - varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
@@ -182,7 +209,7 @@ def _explicit(x: Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def _varying(x: Array) -> frozenset:
+def varying_axes(x: Array) -> frozenset:
     """Return the axes of shard_map over which `x` varies."""
     return frozenset(jax.typeof(x).mat.varying)
 

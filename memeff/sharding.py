@@ -171,19 +171,14 @@ def vary_together(operands: Any, like: Any = None) -> Any:
 
 def varies(x: Any) -> bool:
     """Return whether some array of the tree x varies over devices under shard_map."""
-    return any(_varying(leaf) for leaf in jax.tree.leaves(x))
+    return any(varying_axes(leaf) for leaf in jax.tree.leaves(x))
 
 
 def vary_like(arrays: Any, like: Any) -> Any:
     """Type arrays as varying under shard_map over each axis that some array of `like` varies over."""
     axes = frozenset()
-<<<<<<< HEAD
     for x in jax.tree.leaves(like):
-        axes |= _varying(x)
-=======
-    for x in jax.tree.leaves((operands, like)):
         axes |= varying_axes(x)
->>>>>>> lce
     if not axes:
         return arrays
 

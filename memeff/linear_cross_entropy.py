@@ -114,6 +114,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: if shapes or values disagree.
       TypeError: if an argument has the wrong dtype or kind.
+      NotImplementedError: if sizes are symbolic (jax.export).
 
     Example:
       >>> x, kernel = jnp.ones((2, 7, 16)), jnp.zeros((16, 1000))
@@ -189,7 +190,8 @@ def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array
         mean = sums.total / _count_visible(inputs.bias, words, options.vocab_axis)
         target = (1 - options.label_smoothing) * target + options.label_smoothing * mean
     loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
-    loss = loss + options.z_loss * lse**2
+    if options.z_loss > 0:
+        loss = loss + options.z_loss * lse**2
     # times NaN, because the gradients must become NaN as well
     loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
     return loss, lse

@@ -116,6 +116,7 @@ def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:
 
 def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
     """Return p [t, c], (4), and 0 where `keep` is False, also where lse is -inf."""
+    assert lse.low is not None
     shifted = (s - lse.high[:, None]) - lse.low[:, None]
     return jnp.exp(shifted if keep is None else jnp.where(keep, shifted, -jnp.inf))
 

@@ -12,7 +12,7 @@ from sequences import in_layout, make_call, mesh_of
 from sharded import collectives
 
 import memeff
-from memeff.diagnostics import samples
+from memeff.diagnostics import float64
 from memeff.sequence.implementation import Sharded
 
 pytestmark = pytest.mark.once
@@ -74,18 +74,19 @@ def test_audit_finds_nothing_where_nothing_is(kind, layout, strategy, implementa
 
 
 @pytest.mark.parametrize(
-    "kind, strategy",
+    "kind, strategy, axes",
     [
-        (AxisType.Auto, "all_gather"),
-        pytest.param(AxisType.Auto, "ring", marks=slow),
-        pytest.param(AxisType.Explicit, "all_gather", marks=slow),
+        (AxisType.Auto, "all_gather", ("data", "seq", "model")),
+        pytest.param(AxisType.Auto, "ring", ("data", "seq", "model"), marks=slow),
+        pytest.param(AxisType.Explicit, "ring", ("data", "seq"), marks=slow),
+        pytest.param(AxisType.Explicit, "all_to_all", ("data", "seq"), marks=slow),
     ],
 )
-def test_arrays_tell_the_mesh(kind, strategy):
+def test_arrays_tell_the_mesh(kind, strategy, axes):
     """Batch and heads are sharded as well."""
-    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=(kind,) * 3)
+    mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(kind,) * len(axes))
     rng = np.random.default_rng(0)
-    spec = NamedSharding(mesh, P("data", "seq", "model"))
+    spec = NamedSharding(mesh, P(*axes))
     shapes = (2, 64, 4, 8), (2, 64, 2, 8), (2, 64, 2, 8)
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     arrays = [jax.device_put(x, spec) for x in arrays]
@@ -219,13 +220,13 @@ def test_audit_finds_a_wrong_function(defect, kind, layout):
 def test_no_device_gathers_the_sequence(monkeypatch):
     """Each device cuts its own tokens, and sends one row and sums of a row."""
     programs = []
-    compute = samples.compute
+    compute = float64.compute
 
     def record(*args):
         programs.append(compute.lower(*args).compile())
         return compute(*args)
 
-    monkeypatch.setattr(samples, "compute", record)
+    monkeypatch.setattr(float64, "compute", record)
     T = 4096
     x = np.random.default_rng(0).standard_normal((1, T, 2, 64)).astype(np.float32)
     with jax.set_mesh(mesh_of(DEVICES)):
@@ -250,6 +251,3 @@ def test_audit_refuses():
             jax.jit(lambda x: memeff.audit(None, x, x, x, sequence_axis="seq").samples)(x)
         with pytest.raises(ValueError, match="T=18 tokens.* pad to 20 tokens"):
             memeff.audit(None, *(jnp.ones((1, 18, 2, 8)),) * 3, sequence_axis="seq")
-        for diagnose in (memeff.plan, memeff.attention_statistics, memeff.key_mass):
-            with pytest.raises(NotImplementedError, match="sharded over devices"):
-                diagnose(x, x, x, sequence_axis="seq")

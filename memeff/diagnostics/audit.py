@@ -20,9 +20,9 @@ from memeff import sharding
 from memeff.arguments import Arguments
 from memeff.attention import dot_product_attention
 from memeff.call import prepare, prepare_sharded, run_attention
-from memeff.diagnostics import samples as float64
+from memeff.diagnostics import float64
 from memeff.diagnostics.bind import exact_arguments
-from memeff.diagnostics.samples import ColumnSamples, Inputs, Place, RowSamples
+from memeff.diagnostics.float64 import Inputs, Place
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import sequence_positions
 from memeff.shape import CallShape, fold_leads
@@ -161,12 +161,12 @@ def audit(
     exact_kwargs.pop("backward", None)
     exact_kwargs.pop("memory_limit", None)
     arguments = exact_arguments("audit", query, key, value, bias, mask, **exact_kwargs)
-    arrays = [jnp.asarray(x) for x in (query, key, value)]
-    call = _prepare(arguments, arrays)
+    call = _prepare(arguments)
     if rng is None:
         rng = jax.random.key(0)
     run_key, *sample_keys = jax.random.split(rng, 3)
-    dout = _draw_cotangent(run_key, call, arrays[0])
+    dout = _draw_cotangent(run_key, call)
+    arrays = call.arrays
     ours = functools.partial(dot_product_attention, bias=bias, mask=mask, return_residual=True)
     if callable(implementation):
         optional = {"bias": bias, "mask": mask}
@@ -183,6 +183,7 @@ def audit(
 class _Call(NamedTuple):
     """A checked call, its arrays, and where they lie."""
 
+    arrays: list[Array]  # query, key and value, as they came
     shape: CallShape
     problem: Problem
     operands: Operands
@@ -190,30 +191,32 @@ class _Call(NamedTuple):
     positions: tuple[np.ndarray, np.ndarray]  # of the queries [T] and keys [S], in their order
 
 
-def _prepare(arguments: Arguments, arrays: list[Array]) -> _Call:
-    """Check each argument. `arrays` are query, key and value."""
+def _prepare(arguments: Arguments) -> _Call:
+    """Check each argument, and find where the arrays lie."""
     axes = sharding.sequence_axes(arguments.sequence_axis, arguments.query)
     layout = arguments.sequence_layout
     if axes:
         shape, problem, operands, on_mesh, *_ = prepare_sharded(arguments, axes)
-        # samples know their own positions
+        # each sample has its own position instead
         problem = dataclasses.replace(problem, whole=None)
         operands = operands._replace(origin=None)
         devices = on_mesh.devices[0]
     else:
         shape, problem, operands, _ = prepare(arguments, run_attention)
         devices = 1
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((arrays, operands)))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
     if traced or problem.dropout is not None:
         raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout. Omit both.")
+    arrays = [jnp.asarray(x) for x in (arguments.query, arguments.key, arguments.value)]
     place = float64.find_place(axes, arrays) if axes else Place()
     lengths = shape.T, shape.S
     q_pos, k_pos = (sequence_positions(length, devices, layout) for length in lengths)
-    return _Call(shape, problem, operands, place, (q_pos, k_pos))
+    return _Call(arrays, shape, problem, operands, place, (q_pos, k_pos))
 
 
-def _draw_cotangent(key: Array, call: _Call, query: Array) -> Array:
+def _draw_cotangent(key: Array, call: _Call) -> Array:
     """Return a random cotangent of out [*B, T, N, D], laid out like a sharded query."""
+    query = call.arrays[0]
     shape = (*call.shape.leads, call.shape.T, call.shape.N, call.shape.D)
     draw = functools.partial(jax.random.normal, shape=shape, dtype=query.dtype)
     if call.place.mesh is None:
@@ -223,7 +226,7 @@ def _draw_cotangent(key: Array, call: _Call, query: Array) -> Array:
         spec = query.sharding.spec[: query.ndim - 1]
     else:
         mesh = call.place.mesh
-        spec = *(None for _ in call.shape.leads), call.place.axes.tokens
+        spec = (*[None] * len(call.shape.leads), call.place.axes.tokens)
     return jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(*spec)))(key)
 
 
@@ -245,7 +248,7 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
 
     `results` are out, lse, dq, dk, dv and dout in public layout.
     """
-    shape, problem, operands, place, positions = call
+    _, shape, problem, operands, place, positions = call
     axes = place.axes.tokens
     devices = 1
     if place.mesh is not None:
@@ -268,8 +271,8 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
     column_places = [(b, s, k) for b, k, s in columns.tolist()]
     named = devices if axes else 0
     findings = (
-        *_compare_rows(of_rows, Places(row_places, shape.T // devices, named)),
-        *_compare_columns(of_columns, Places(column_places, shape.S // devices, named)),
+        *_findings(of_rows, Places(row_places, shape.T // devices, named)),
+        *_findings(of_columns, Places(column_places, shape.S // devices, named)),
     )
     return Audit(findings, samples, operands.query.dtype.name, axes)
 
@@ -282,33 +285,19 @@ class Places(NamedTuple):
     devices: int  # 0: the sequence is not sharded
 
 
-def _compare_rows(of_rows, places: Places) -> list[Finding]:
-    """Return the findings of rows as the call gave them, in float64, and the size of dq's terms."""
-    given: RowSamples
-    truth: RowSamples
-    given, truth, dq_size = of_rows
-    least = PART * np.abs(dq_size).max(initial=0)
-    return [
-        _compare("lse", given.lse, truth.lse, places),
-        _compare("out", given.out, truth.out, places),
-        _compare("query", given.dquery, truth.dquery, places, least),
-    ]
-
-
-def _compare_columns(of_columns, places: Places) -> list[Finding]:
-    """Return the findings of columns, as `_compare_rows`."""
-    given: ColumnSamples
-    truth: ColumnSamples
-    given, truth, dk_size = of_columns
-    least = PART * np.abs(dk_size).max(initial=0)
-    return [
-        _compare("key", given.dkey, truth.dkey, places, least),
-        _compare("value", given.dvalue, truth.dvalue, places),
-    ]
+def _findings(samples: Any, places: Places) -> list[Finding]:
+    """Return the findings of rows, or of columns, as `one_row` and `one_column` return them."""
+    given, truth, size_of_terms = samples
+    findings = []
+    for name in given._fields:
+        cancels = name in ("query", "key")
+        least = PART * np.abs(size_of_terms).max(initial=0) if cancels else 0.0
+        findings.append(_compare(name, getattr(given, name), getattr(truth, name), places, least))
+    return findings
 
 
 def _compare(
-    name: str, actual: np.ndarray, truth: np.ndarray, samples: Places, least: float = 0.0
+    name: str, actual: np.ndarray, truth: np.ndarray, samples: Places, least: float
 ) -> Finding:
     """Return the largest error of `actual`, whose samples are at `samples`.
 

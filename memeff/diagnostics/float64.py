@@ -5,10 +5,9 @@ rows, as the call gave them:
   p_i  = exp(s_ij - lse_i)                dv = sum p_i dout_i
   ds_i = p_i (dout_i v_j - dout_i out_i)  dk = sum d_raw_i q_i, with d_raw from ds
 
-Where the sequence is sharded over devices, all of them work on a sample at the same time, each with
-the keys, or the queries, that it has. They exchange one row and sums of a row, so no device ever
-holds more of the sequence than before. Tokens stay in the order of the layout, because each comes
-with its position.
+Where the sequence is sharded over devices, all devices work on the same sample. Each computes with
+the keys, or the queries, that it holds, and they exchange one row and sums of a row. So no device
+gathers the sequence. Tokens stay in the order of the layout, because each comes with its position.
 """
 
 from __future__ import annotations
@@ -44,7 +43,17 @@ class Inputs(NamedTuple):
     k_pos: Array  # S
 
 
-DIMS = Inputs(None, "btnd", "btn", "btnh", "bskh", "bskd", "btnd", "t", "s")
+# the letters of the dims, as in problem.OPERAND_DIMS
+DIMS = {
+    "out": "btnd",
+    "lse": "btn",
+    "dquery": "btnh",
+    "dkey": "bskh",
+    "dvalue": "bskd",
+    "dout": "btnd",
+    "q_pos": "t",
+    "k_pos": "s",
+}
 
 
 class Axes(NamedTuple):
@@ -67,19 +76,19 @@ class Place(NamedTuple):
     axes: Axes = Axes()
 
 
-class RowSamples(NamedTuple):
-    """Sampled rows, of all heads of a group."""
+class Row(NamedTuple):
+    """The results of a sampled row, of all heads of a group."""
 
-    lse: Array  # n G
-    out: Array  # n G D
-    dquery: Array  # n G H
+    lse: Array  # G
+    out: Array  # G D
+    query: Array  # G H, the gradient
 
 
-class ColumnSamples(NamedTuple):
-    """Sampled columns."""
+class Column(NamedTuple):
+    """The gradients of a sampled key."""
 
-    dkey: Array  # n H
-    dvalue: Array  # n D
+    key: Array  # H
+    value: Array  # D
 
 
 def sampled(key: Array, sizes: tuple[int, ...], samples: int, parts: int) -> np.ndarray:
@@ -101,7 +110,7 @@ def sampled(key: Array, sizes: tuple[int, ...], samples: int, parts: int) -> np.
 
 def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
     """Return where query, key and value lie, of which `axes` of a mesh shard the sequence."""
-    meshes = [jax.sharding.get_mesh()]
+    meshes: list[Any] = [jax.sharding.get_mesh()]
     for x in arrays:
         if isinstance(x.sharding, NamedSharding):
             meshes.append(x.sharding.mesh)
@@ -120,22 +129,23 @@ def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
     batch = names(entries[0]) if key.ndim == 4 else ()  # folded leading dims are gathered
     types = (AxisType.Auto,) * len(mesh.axis_names)
     auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return Place(auto_mesh, Axes(batch, names(entries[2]), axes))
+    return Place(auto_mesh, Axes(batch, names(entries[-2]), axes))
 
 
 def lay_out(place: Place, inputs: Inputs) -> Inputs:
     """Lay the arrays out so that each device has its tokens, and needs no others."""
-    if place.mesh is None:
+    mesh = place.mesh
+    if mesh is None:
         return sharding.on_auto_mesh(inputs)
 
     def put(x: Array, spec: PartitionSpec) -> Array:
-        return jax.device_put(x, NamedSharding(place.mesh, spec))
+        return jax.device_put(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, inputs, _specs(place.axes, inputs))
 
 
-def _specs(axes: Axes, inputs: Inputs) -> Inputs:
-    """Return how each array is sharded."""
+def _specs(axes: Axes, inputs: Inputs) -> Any:
+    """Return the inputs with how each array is sharded in its place."""
 
     def spec(x: Array, dims: str) -> PartitionSpec:
         entries = []
@@ -148,11 +158,15 @@ def _specs(axes: Axes, inputs: Inputs) -> Inputs:
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec)
 
-    specs = [map_operands(spec, inputs.operands)]
-    for x, dims in zip(inputs[1:], DIMS[1:], strict=True):
-        specs.append(spec(x, dims))
-    whole = PartitionSpec()
-    return jax.tree.map(lambda x: x if is_spec(x) else whole, Inputs(*specs), is_leaf=is_spec)
+    specs: Any = inputs._replace(operands=map_operands(spec, inputs.operands))
+    for name, dims in DIMS.items():
+        specs = specs._replace(**{name: spec(getattr(inputs, name), dims)})
+
+    def complete(x: Any) -> PartitionSpec:
+        """Return the spec `x`, or that of a whole array."""
+        return x if is_spec(x) else PartitionSpec()
+
+    return jax.tree.map(complete, specs, is_leaf=is_spec)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -192,8 +206,8 @@ def one_row(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dq_size, _ = pull(_size_of_terms(p, do, v, out))
     dq, dq_size = lax.psum((dq, dq_size), axes.tokens)
     lse = m + jnp.log(l)
-    truth = RowSamples(lse[:, 0, 0], out[:, 0], dq[0, 0, :, 0])
-    given = RowSamples(*(cut.of(inputs, name)[0, 0] for name in ("lse", "out", "dquery")))
+    truth = Row(lse[:, 0, 0], out[:, 0], dq[0, 0, :, 0])
+    given = Row(*(cut.of(inputs, name)[0, 0] for name in ("lse", "out", "dquery")))
     return cut.share((given, truth, dq_size[0, 0, :, 0]))
 
 
@@ -212,8 +226,8 @@ def one_column(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dv = (p * do).sum((0, 1))
     _, dk_size = pull(_size_of_terms(p, do, v, o))
     dk, dv, dk_size = lax.psum((dk[0, 0, 0], dv, dk_size[0, 0, 0]), axes.tokens)
-    given = ColumnSamples(*(cut.of(inputs, name)[0, 0, 0] for name in ("dkey", "dvalue")))
-    return cut.share((given, ColumnSamples(dk, dv), dk_size))
+    given = Column(*(cut.of(inputs, name)[0, 0, 0] for name in ("dkey", "dvalue")))
+    return cut.share((given, Column(dk, dv), dk_size))
 
 
 def _size_of_terms(p: Array, do: Array, v: Array, out: Array) -> Array:
@@ -258,7 +272,7 @@ class Cut:
 
     def of(self, inputs: Inputs, name: str) -> Array:
         """Return the cut of the named input."""
-        return self(getattr(inputs, name), getattr(DIMS, name))
+        return self(getattr(inputs, name), DIMS[name])
 
     def share(self, tree: Any) -> Any:
         """Return, on all devices, the results of those that have the batch entry and the head."""
@@ -326,7 +340,7 @@ def cut_sample(
         head_start=cut.first,
         row_start=q_pos[0],
         col_start=k_pos[0],
-        sizes=(operands.shape.K, operands.shape.T, operands.shape.S),
+        sizes=(1, 1, 1),  # read by dropout alone
     )
 
 

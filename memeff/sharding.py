@@ -18,19 +18,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from memeff.problem import OPERAND_DIMS, Operands, map_operands
 
 
-def check_layout(query: Array, key: Array, value: Array) -> None:
+def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None:
     """Raise an error if a known layout shards the sequence, or the heads in an unsupported way.
+
+    It may shard the sequence if `sequence` is True.
 
     On an Explicit mesh the devices that share the query heads must divide the number of key heads.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         dim = x.ndim - 3
         devices = _devices(x, dim)
-        if devices > 1:
+        if devices > 1 and not sequence:
             raise NotImplementedError(
                 f"{name} is sharded along the sequence (dim {dim}) over {devices} devices, which "
-                "memeff does not support. Shard batch or heads instead, or gather the sequence "
-                "first with jax.device_put or jax.sharding.reshard."
+                "memeff computes where it lies with sequence_axis, the name of the mesh axis. Pass "
+                "that, or gather the sequence first with jax.device_put or jax.sharding.reshard."
             )
     devices = _devices(query, query.ndim - 2)
     K = key.shape[-2]

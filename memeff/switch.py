@@ -7,9 +7,11 @@ jitted before is traced again inside, and programs traced inside are not used ou
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,22 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from memeff import implementations
-from memeff.attention import Implementation, dot_product_attention
+from memeff import implementations, sharding
+from memeff.arguments import Implementation, Strategy
+from memeff.attention import dot_product_attention
+from memeff.sequence.call import find_axes
+from memeff.sequence.keywords import SequenceOptions, check_sequence_options
+from memeff.sequence.layout import Layout
 
-Choice = tuple[Implementation | None]  # a tuple, because None is a choice too
 
-# The `implementation` of the innermost switch of this thread, as a Choice; None outside.
+class Choice(NamedTuple):
+    """The arguments of a switch that change what runs."""
+
+    implementation: Implementation | None
+    sequence: SequenceOptions
+
+
+# The Choice of the innermost switch of this thread; None outside.
 _choice = jax.make_user_context(None)
 _ran: set[Choice] = set()  # choices under which JAX's cache may hold programs
 
@@ -53,7 +65,12 @@ _replaced = _replacement = jax.nn.dot_product_attention
 
 @contextlib.contextmanager
 def switch_jax_nn(
-    implementation: Implementation | None = None, *, strict: bool = False
+    implementation: Implementation | None = None,
+    *,
+    strict: bool = False,
+    sequence_axis: str | tuple[str, str] | None = None,
+    sequence_layout: Layout = "contiguous",
+    context_parallel: Strategy | None = None,
 ) -> Iterator[list[tuple[int, ...]]]:
     """Make `jax.nn.dot_product_attention` compute with memeff, whichever library calls it.
 
@@ -80,6 +97,8 @@ def switch_jax_nn(
       implementation: as in `memeff.dot_product_attention`: None (memeff chooses), "xla",
         "reference" or "pallas".
       strict: raise an error, instead of a warning, if memeff ran no call.
+      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
+        calls inside then have a sequence that is sharded over devices.
 
     Returns:
       A list of the shapes of `query` in the calls that memeff ran, filled as they are traced. Calls
@@ -87,7 +106,7 @@ def switch_jax_nn(
       switch is not traced again, and its calls are not listed.
 
     Raises:
-      ValueError: `implementation` is not known; or, with `strict`, memeff ran no call. If an
+      ValueError: a choice is not known; or, with `strict`, memeff ran no call. If an
         earlier switch of this process ran calls, JAX's cache may hold them. Then there is neither
         an error nor a warning.
 
@@ -105,7 +124,9 @@ def switch_jax_nn(
             f"switch_jax_nn: implementation={implementation!r} is not known: "
             f"use None or one of {known}."
         )
-    choice: Choice = (implementation,)
+    sequence = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    check_sequence_options(sequence)
+    choice = Choice(implementation, sequence)
     switch = _Switch()
     with _lock:
         if not _inside:
@@ -183,6 +204,7 @@ def _as_jax_nn(
     query, key, value = (_at_least_3d(x) for x in (query, key, value))
     if bias is not None and jnp.asarray(bias).dtype == bool:  # JAX adds it, as 0 and 1
         bias = jnp.asarray(bias, jnp.float32)
+    shards = _shards_inside(choice.sequence, (query, key, value))
     run = functools.partial(
         dot_product_attention,
         query,
@@ -192,10 +214,11 @@ def _as_jax_nn(
         mask,
         scale=scale,
         is_causal=bool(is_causal),
-        query_seq_lengths=_clip_lengths(query_seq_lengths, query.shape[-3]),
-        key_value_seq_lengths=_clip_lengths(key_value_seq_lengths, key.shape[-3]),
+        query_seq_lengths=_clip_lengths(query_seq_lengths, shards * query.shape[-3]),
+        key_value_seq_lengths=_clip_lengths(key_value_seq_lengths, shards * key.shape[-3]),
         local_window_size=local_window_size,
-        implementation=choice[0],
+        implementation=choice.implementation,
+        **choice.sequence.keywords(),
     )
     if return_residual:
         out, residual = run(return_residual=True)
@@ -209,6 +232,15 @@ def _as_jax_nn(
     for switch in _switches.stack:
         switch.ran = True
     return result
+
+
+def _shards_inside(options: SequenceOptions, arrays: tuple[Array, Array, Array]) -> int:
+    """Return of how many parts of the sequence query, key and value hold one, inside shard_map."""
+    axes = sharding.sequence_axes(options.sequence_axis, arrays[0])
+    if not axes:
+        return 1
+    place = find_axes(axes, arrays)
+    return math.prod(place.devices) if place.inside else 1
 
 
 def _at_least_3d(x: ArrayLike) -> Array:

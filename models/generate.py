@@ -4,6 +4,7 @@ python -m models.generate --checkpoint runs/train --prompt "def main(" --length 
 """
 
 import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -47,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def load(out: str) -> tuple[Any, Any]:
     """Return the model of the newest good checkpoint in folder `out`, as `nnx.split` gives it. Write nothing there."""
-    settings = read_settings(out)
+    # one device is enough, however many the run had
+    settings = dataclasses.replace(read_settings(out), devices=1, layout=None)
     graphdef, like = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
     step, (params,) = restore(out, (like,))
     if step == 0:

@@ -4,6 +4,7 @@ r"""Trains the byte-level language model of `models.transformer`; the same comma
     python -m models.train --text book.txt folder/  # any text
     python -m models.train --attention jax.nn --out runs/other   # the same data, attention by somebody else
     python -m models.train --task listops --context 2048         # a long-range task: nested MIN, MAX, MED, SM
+    python -m models.train --devices 8 --context 1048576         # eight devices share each row, in the same loss
 
 The first, on two CPU cores: 4,900 tokens/s; evaluation loss near 2.40 nats per byte after 50 steps (50 s), 2.24 after 200.
 
@@ -35,7 +36,8 @@ import optax
 from flax import nnx
 from jax import Array, lax
 
-from models.data import Batch, ListOps, Refused, Task, Text
+from models.data import ListOps, Refused, Task, Text
+from models.devices import Rows, lay_out, on_devices, replicate
 from models.files import append_line, one_sentence, replace_file, sync, warn, write_file, writing
 from models.transformer import Config, Transformer
 
@@ -82,6 +84,13 @@ class Settings(Config):
             raise Refused(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}.")
         if not 0 <= self.warmup < self.steps:
             raise Refused(f"warmup={self.warmup} must be >= 0 and less than steps={self.steps}.")
+        layout = self.sequence_keywords().get("sequence_layout")
+        parts = 2 * self.devices if layout == "zigzag" else self.devices
+        if self.context % parts:
+            raise Refused(
+                f"context={self.context} must be a multiple of {parts}, so that devices={self.devices} share a row "
+                f"(layout={layout})."
+            )
 
 
 # What may differ between a run and its resumption: none of it changes what is computed.
@@ -91,6 +100,8 @@ FREE = {
     "scan_layers",
     "feed_forward_chunk",
     "attention",
+    "devices",
+    "layout",
     "eval_every",
     "save_every",
     "log_every",
@@ -109,6 +120,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def train(settings: Settings) -> bool:
     """Run or resume; return False if a signal or `minutes` stopped it before its last step."""
+    with on_devices(settings):
+        return train_on_devices(settings)
+
+
+def train_on_devices(settings: Settings) -> bool:
+    """Run or resume on the devices of the context."""
     task = open_task(settings)
     record = check_same_run(settings, str(task))
     model = Transformer(settings, rngs=nnx.Rngs(settings.seed))
@@ -117,16 +134,16 @@ def train(settings: Settings) -> bool:
     with stop_signals() as stopped, Log(settings) as log:
         first, state = restore(settings.out, state)
         set_aside(settings.out, first)
+        state = replicate(settings, state)
         size = sum(x.size for x in jax.tree.leaves(params))
         log.begin(
             first,
-            f"{task}; {size:,} parameters; {settings.attention} on {jax.devices()[0].device_kind}",
+            f"{task}; {size:,} parameters; {settings.attention} on {describe_devices(settings)}",
         )
         started = time.perf_counter()
         for step in range(first, settings.steps):
-            state, metrics = train_step(
-                settings, graphdef, state, task.train_batch(settings.seed, step)
-            )
+            rows = lay_out(settings, task.train_batch(settings.seed, step))
+            state, metrics = train_step(settings, graphdef, state, rows)
             log.step(step + 1, metrics)
             late = (
                 settings.minutes is not None
@@ -166,21 +183,21 @@ def make_optimiser(settings: Settings) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(
-    settings: Settings, graphdef: Any, state: tuple, batch: Batch
+    settings: Settings, graphdef: Any, state: tuple, rows: Rows
 ) -> tuple[tuple, dict[str, Array]]:
-    """Return the state (parameters and the optimiser's) after one more batch, and the measurements."""
+    """Return the state (parameters and the optimiser's) after one more step, and the measurements."""
     params, optimiser_state = state
-    (loss, accuracy), gradient = loss_and_gradient(graphdef, params, batch, settings.accumulate)
+    (loss, accuracy), gradient = loss_and_gradient(graphdef, params, rows, settings.accumulate)
     updates, optimiser_state = make_optimiser(settings).update(gradient, optimiser_state, params)
     metrics = {"loss": loss, "accuracy": accuracy, "gradient_norm": optax.tree.norm(gradient)}
     return (optax.apply_updates(params, updates), optimiser_state), metrics
 
 
 def loss_and_gradient(
-    graphdef: Any, params: Any, batch: Batch, accumulate: int
+    graphdef: Any, params: Any, rows: Rows, accumulate: int
 ) -> tuple[tuple[Array, Array], Any]:
-    """(loss, accuracy) of a batch and the gradient of its loss, in `accumulate` pieces; the same numbers for any."""
-    total = jnp.sum(batch.weights)
+    """(loss, accuracy) of rows and the gradient of their loss, in `accumulate` pieces; the same numbers for any."""
+    total = jnp.sum(rows.weights)
     gradient = jax.value_and_grad(
         lambda params, piece: loss_sum(graphdef, params, piece, total), has_aux=True
     )
@@ -188,28 +205,26 @@ def loss_and_gradient(
     def add(so_far, piece):
         return jax.tree.map(jnp.add, so_far, gradient(params, piece)), None
 
-    pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+    pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), rows)
     zero = jax.tree.map(jnp.zeros_like, ((total, total), params))
     sums, _ = lax.scan(add, zero, pieces)
     return sums
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def loss_sum(graphdef: Any, params: Any, batch: Batch, total: Array | float) -> tuple[Array, Array]:
-    """Return what the batch adds to the mean loss (nats per predicted token) and the accuracy, for a weight of `total`."""
-    tokens = batch.tokens.astype(jnp.int32)  # B T+1
-    seen, wanted = tokens[:, :-1], tokens[:, 1:]
-    segment_ids = jnp.cumsum(seen == 0, axis=1)  # byte 0 starts a document
-    logits = nnx.merge(graphdef, params)(seen, segment_ids)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), wanted)
-    right = jnp.argmax(logits, axis=-1) == wanted
-    return jnp.sum(losses * batch.weights) / total, jnp.sum(right * batch.weights) / total
+def loss_sum(graphdef: Any, params: Any, rows: Rows, total: Array | float) -> tuple[Array, Array]:
+    """Return what the rows add to the mean loss (nats per predicted token) and the accuracy, for a weight of `total`."""
+    logits = nnx.merge(graphdef, params)(rows.tokens, rows.segment_ids, rows.positions)
+    targets = rows.targets
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    right = jnp.argmax(logits, axis=-1) == targets
+    return jnp.sum(losses * rows.weights) / total, jnp.sum(right * rows.weights) / total
 
 
 def evaluate(settings: Settings, graphdef: Any, params: Any, task: Task) -> dict[str, float]:
     """Means over the same `eval_batches` batches each time."""
     batches = [task.eval_batch(i) for i in range(settings.eval_batches)]
-    sums = [loss_sum(graphdef, params, batch, 1.0) for batch in batches]
+    sums = [loss_sum(graphdef, params, lay_out(settings, batch), 1.0) for batch in batches]
     loss, accuracy = np.sum(sums, axis=0) / sum(batch.weights.sum() for batch in batches)
     return {"eval_loss": float(loss), "eval_accuracy": float(accuracy)}
 
@@ -504,6 +519,15 @@ class Log:
             self.bar.write(line)
         else:
             print(line, flush=True)
+
+
+def describe_devices(settings: Settings) -> str:
+    """Return the kind of the devices, and how many share a row if it is more than one."""
+    kind = jax.devices()[0].device_kind
+    if settings.devices == 1:
+        return kind
+    layout = settings.sequence_keywords()["sequence_layout"]
+    return f"{settings.devices} x {kind} ({layout})"
 
 
 def peak_memory() -> int:

@@ -11,10 +11,11 @@ distances alone, so this changes no meaning; it keeps the angles small and a pac
 """
 
 import dataclasses
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
@@ -25,6 +26,7 @@ from models.data import VOCABULARY, Refused
 DEFAULT_INIT = nnx.initializers.lecun_normal()
 # as Llama 3: slow enough that a turn takes longer than a context of 100,000 tokens
 ROTARY_BASE = 500_000
+SEQUENCE_AXIS = "seq"  # of the mesh, where several devices share each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +54,14 @@ class Config:
     feed_forward_chunk: Annotated[
         int | None, "tokens of the feed-forward part that exist at a time (default: all)"
     ] = None
+    devices: Annotated[int, "devices that share the tokens of each row"] = 1
+    layout: Annotated[
+        Literal["contiguous", "zigzag", "striped"] | None,
+        "which tokens each of several devices has (default: zigzag, which gives all the same work)",
+    ] = None
 
     def __post_init__(self):
-        for name in ("layers", "width", "heads", "kv_heads", "feed_forward"):
+        for name in ("layers", "width", "heads", "kv_heads", "feed_forward", "devices"):
             if getattr(self, name) < 1:
                 raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
         if self.heads % self.kv_heads:
@@ -71,6 +78,26 @@ class Config:
             raise Refused(
                 f"feed_forward_chunk={self.feed_forward_chunk} counts tokens and must be at least 1; leave it out for all."
             )
+        if self.devices > 1 and self.attention != "memeff":
+            raise Refused(
+                f"attention={self.attention} computes on one device: with devices={self.devices} use memeff."
+            )
+        if self.devices > 1 and self.window is not None and self.layout == "striped":
+            raise Refused(
+                f"layout=striped has no window={self.window}: use zigzag or contiguous, or leave window out."
+            )
+
+    def sequence_keywords(self) -> dict[str, Any]:
+        """Return the keywords of memeff for a row that several devices share; none for one device."""
+        if self.devices == 1:
+            return {}
+        return {"sequence_axis": SEQUENCE_AXIS, "sequence_layout": self.layout or "zigzag"}
+
+    def token_order(self, length: int) -> np.ndarray:
+        """Return the positions in a row of the tokens [T] in the order in which the devices hold them."""
+        if self.devices == 1:
+            return np.arange(length, dtype=np.int32)
+        return memeff.sequence_positions(length, self.devices, self.layout or "zigzag")
 
 
 class Cache(NamedTuple):
@@ -99,12 +126,16 @@ class Transformer(nnx.Module):
         self.norm = norm(config, rngs)
         self.head = linear(config, config.width, VOCABULARY, rngs, nnx.initializers.normal(0.02))
 
-    def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
-        """Logits [B, T, VOCABULARY] of the token after each of `tokens` [B, T]; `segment_ids` [B, T] count the documents."""
-        if segment_ids is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        else:
-            positions = positions_in_document(segment_ids)
+    def __call__(
+        self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Logits [B, T, VOCABULARY] of the token after each of `tokens` [B, T]; `segment_ids` [B, T] count the documents.
+
+        `positions` [B, T] are those in the document. They are needed where several devices hold the tokens in an order
+        of their own, and computed otherwise.
+        """
+        if positions is None:
+            positions = self.positions(tokens, segment_ids)
         turn = rotation(self.config, positions)
         layer_def, parameters = nnx.split(self.layers)
 
@@ -119,6 +150,16 @@ class Transformer(nnx.Module):
         x = self.embedding(tokens)  # B T C
         x, _ = lax.scan(layer, x, parameters, unroll=not self.config.scan_layers)
         return self.head(self.norm(x))
+
+    def positions(self, tokens: Array, segment_ids: Array | None) -> Array:
+        """Return the positions [B, T] of tokens that lie in their own order, on one device."""
+        if self.config.devices > 1:
+            raise ValueError(
+                "positions are missing: over several devices, give that of each token."
+            )
+        if segment_ids is None:
+            return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return positions_in_document(segment_ids)
 
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Logits of `tokens` [B, T] that follow what `cache` holds, and the cache with them; one document per row."""
@@ -212,6 +253,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
         local_window_size=window,
         query_segment_ids=segment_ids,
         implementation="reference" if config.attention == "reference" else None,
+        **config.sequence_keywords(),
     )
 
 

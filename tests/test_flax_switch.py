@@ -1,7 +1,6 @@
 """`switch_linen` and `switch_nnx` make Flax's attention modules compute with memeff."""
 
 import functools
-import threading
 
 import jax
 import numpy as np
@@ -112,7 +111,7 @@ def trace(module):
 @pytest.fixture
 def nothing_switched_before(monkeypatch):
     """Let the test run as in a process in which no switch has switched a module."""
-    monkeypatch.setattr(switch, "_switched_before", threading.Event())
+    monkeypatch.setattr(switch, "_switched_before", set())
 
 
 @pytest.mark.usefixtures("nothing_switched_before")

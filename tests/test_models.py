@@ -14,7 +14,8 @@ from flax import nnx
 from model_cases import TINY, compute_logits
 
 from models import train
-from models.data import Batch, ListOps
+from models.data import ListOps
+from models.devices import Rows, lay_out
 from models.train import Settings, loss_and_gradient
 from models.transformer import Config, Transformer, positions_in_document
 
@@ -28,12 +29,12 @@ def build(**settings):
 
 
 @functools.cache
-def listops() -> Batch:
+def listops() -> Rows:
     """Return rows of unequal weight, with several documents in each."""
     batch = ListOps(48, 4).train_batch(0, 0)
     assert len(set(batch.weights.sum(1))) > 1
     assert batch.weights.sum() > 4
-    return batch
+    return lay_out(Config(), batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -227,7 +228,7 @@ def test_no_square_array_in_a_training_step(options):
     settings = Settings(**TINY | options, context=1024)
     graphdef, params = nnx.split(Transformer(settings, rngs=nnx.Rngs(0)), nnx.Param)
     state = (params, train.make_optimiser(settings).init(params))
-    batch = ListOps(1024, 1).train_batch(0, 0)
-    program = train.train_step.lower(settings, graphdef, state, batch).compile()
+    rows = lay_out(settings, ListOps(1024, 1).train_batch(0, 0))
+    program = train.train_step.lower(settings, graphdef, state, rows).compile()
     found_square = bool(square_arrays(program.as_text(), 1024))
     assert found_square == (options.get("attention") == "jax.nn")

@@ -14,37 +14,41 @@ from models.train import Settings, parse
 # ---- settings
 
 
-def test_every_setting_has_a_flag():
-    values = {
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "kv_heads": 1,
-        "feed_forward": 8,
-        "window": 7,
-        "attention": "jax.nn",
-        "dtype": "bfloat16",
-        "remat": True,
-        "scan_layers": False,
-        "feed_forward_chunk": 13,
-        "out": "there",
-        "task": "listops",
-        "text": ("a", "b"),
-        "context": 64,
-        "batch": 6,
-        "accumulate": 3,
-        "steps": 9,
-        "learning_rate": 0.5,
-        "warmup": 4,
-        "weight_decay": 0.25,
-        "clip": 2.0,
-        "eval_every": 3,
-        "eval_batches": 2,
-        "save_every": 8,
-        "log_every": 11,
-        "minutes": 1.5,
-        "seed": 12,
-    }
+VALUES = {
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "kv_heads": 1,
+    "feed_forward": 8,
+    "window": 7,
+    "attention": "jax.nn",
+    "dtype": "bfloat16",
+    "remat": True,
+    "scan_layers": False,
+    "feed_forward_chunk": 13,
+    "devices": 1,
+    "layout": "contiguous",
+    "out": "there",
+    "task": "listops",
+    "text": ("a", "b"),
+    "context": 64,
+    "batch": 6,
+    "accumulate": 3,
+    "steps": 9,
+    "learning_rate": 0.5,
+    "warmup": 4,
+    "weight_decay": 0.25,
+    "clip": 2.0,
+    "eval_every": 3,
+    "eval_batches": 2,
+    "save_every": 8,
+    "log_every": 11,
+    "minutes": 1.5,
+    "seed": 12,
+}
+
+
+def as_flags(values: dict) -> list[str]:
     flags = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -54,10 +58,17 @@ def test_every_setting_has_a_flag():
             flags += [f"--{flag}", *value]
         else:
             flags += [f"--{flag}", str(value)]
-    assert dataclasses.asdict(parse(flags)) == values
+    return flags
+
+
+def test_every_setting_has_a_flag():
+    """Several devices need memeff, so two lists of flags change all defaults."""
+    on_devices = VALUES | {"attention": "memeff", "devices": 4}
+    for values in (VALUES, on_devices):
+        assert dataclasses.asdict(parse(as_flags(values))) == values
     assert parse([]) == Settings()
     for name, default in dataclasses.asdict(Settings()).items():
-        assert values[name] != default
+        assert VALUES[name] != default or on_devices[name] != default
 
 
 REFUSED_SETTINGS = [
@@ -75,6 +86,27 @@ REFUSED_SETTINGS = [
     ({"steps": 0}, "steps=0: it must be at least 1."),
     ({"batch": 4, "accumulate": 3}, "batch=4 must be a multiple of accumulate=3."),
     ({"warmup": 200}, "warmup=200 must be >= 0 and less than steps=200."),
+    ({"devices": 0}, "devices=0: it must be at least 1."),
+    (
+        {"devices": 2, "attention": "jax.nn"},
+        "attention=jax.nn computes on one device: with devices=2 use memeff.",
+    ),
+    (
+        {"devices": 2, "attention": "reference"},
+        "attention=reference computes on one device: with devices=2 use memeff.",
+    ),
+    (
+        {"devices": 2, "layout": "striped", "window": 7},
+        "layout=striped has no window=7: use zigzag or contiguous, or leave window out.",
+    ),
+    (
+        {"devices": 4, "context": 4100},
+        "context=4100 must be a multiple of 8, so that devices=4 share a row (layout=zigzag).",
+    ),
+    (
+        {"devices": 4, "context": 4102, "layout": "striped"},
+        "context=4102 must be a multiple of 4, so that devices=4 share a row (layout=striped).",
+    ),
 ]
 
 

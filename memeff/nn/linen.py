@@ -10,6 +10,7 @@ from flax import linen
 from jax import Array, lax
 from jax.core import Tracer
 
+from memeff.arguments import Strategy
 from memeff.block_mask import BlockMask
 from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import (
@@ -18,9 +19,13 @@ from memeff.nn.options import (
     check_head_size,
     check_heads,
     check_options,
+    check_sequence,
     evaluate_init,
+    sequence_keywords,
+    sequence_options,
     without_blocks,
 )
+from memeff.sequence.layout import Layout
 from memeff.user_functions import Mask, Score, Transform
 
 
@@ -55,6 +60,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         "qk_transform_params".
       sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: a logit for each
         head that takes probability and gives nothing. None: no sinks.
+      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`, for a
+        sequence that is sharded over devices. `decode=True` is refused with sequence_axis. `init`
+        needs no mesh: outside of one it makes the parameters on one device, from any length.
       attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
         chunk_size and other keywords.
 
@@ -91,6 +99,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     qk_transform: Callable[..., Any] | Transform | None = None
     qk_transform_init: Callable[[Array], Transform] | None = None
     sinks_init: Callable[..., Array] | None = None
+    sequence_axis: str | tuple[str, str] | None = None
+    sequence_layout: Layout = "contiguous"
+    context_parallel: Strategy | None = None
 
     def __post_init__(self):
         check_heads(self.num_heads, self.num_kv_heads)
@@ -110,6 +121,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             self.mask_fn,
             self.sinks_init,
         )
+        check_sequence(self.attention_fn, sequence_options(self), self.decode)
         super().__post_init__()
 
     @linen.compact
@@ -149,6 +161,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
                 is_causal=self.is_causal or position is not None,
                 q_offset=position,
                 **self._function_keywords(decodes=position is not None),
+                **sequence_keywords(sequence_options(self), query, self.is_initializing()),
             ),
             optional=dict(
                 dropout_rate=self.dropout_rate,

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax import Array
 
+from memeff.arguments import Strategy
 from memeff.block_mask import BlockMask
 from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import (
@@ -15,9 +16,14 @@ from memeff.nn.options import (
     check_functions,
     check_head_size,
     check_heads,
+    check_no_cache,
     check_options,
+    check_sequence,
+    sequence_options,
     without_blocks,
 )
+from memeff.sequence.keywords import SequenceOptions
+from memeff.sequence.layout import Layout
 from memeff.user_functions import Mask, Score, Transform
 
 
@@ -46,6 +52,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         `layer.score_fn.params` and `layer.qk_transform.params`.
       sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: a logit for
         each head that takes probability and gives nothing. None: no sinks.
+      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`, for a
+        sequence that is sharded over devices. `decode=True` is refused with sequence_axis.
       attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
         chunk_size and other keywords.
 
@@ -90,6 +98,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         qk_transform: Callable[..., Any] | Transform | None = None,
         qk_transform_init: Callable[[Array], Transform] | None = None,
         sinks_init: Callable[..., Array] | None = None,
+        sequence_axis: str | tuple[str, str] | None = None,
+        sequence_layout: Layout = "contiguous",
+        context_parallel: Strategy | None = None,
         rngs: nnx.Rngs,
         **flax: Any,  # Flax's own keywords, which differ from version to version
     ):
@@ -103,6 +114,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             mask_fn,
             sinks_init,
         )
+        options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+        check_sequence(attention_fn, options, flax.get("decode"))
         super().__init__(
             num_heads,
             in_features,
@@ -134,6 +147,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if sinks_init is not None:
             sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
         self.sinks = nnx.data(sinks)
+        self.sequence_axis = sequence_axis
+        self.sequence_layout = sequence_layout
+        self.context_parallel = context_parallel
 
     def __call__(
         self,
@@ -151,6 +167,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         decode = self.decode if decode is None else decode
         is_causal = self.is_causal if is_causal is None else is_causal
+        check_no_cache(sequence_options(self), decode)
         functions = {
             "score_fn": self.score_fn,
             "mask_fn": without_blocks(self.mask_fn) if decode else self.mask_fn,
@@ -159,7 +176,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         }
         functions = jax.tree.map(_value, functions, is_leaf=_is_variable)
         needs_positions = {"local_window_size": self.local_window_size, **functions}
-        required: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, **needs_positions}
+        required: dict[str, Any] = {
+            "logits_soft_cap": self.logits_soft_cap,
+            **needs_positions,
+            **sequence_options(self).keywords(),
+        }
         optional: dict[str, Any] = {}
         # The one new row has this position; Flax's mask hides the entries that are not written yet.
         if decode and self.cache_index is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from memeff import validate, validate_options
 from memeff.block_mask import BlockMask
+from memeff.sequence.keywords import SequenceOptions, check_sequence_options, lies_on_mesh
 from memeff.shape import CallShape
 from memeff.user_functions import Score, Transform, check_result, trace_function
 
@@ -76,6 +77,39 @@ def check_options(
             f"attention_fn={attention_fn!r} must be a function like memeff.nn.attention_fn."
         )
     bind(attention_fn, {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap})
+
+
+def sequence_options(module: Any) -> SequenceOptions:
+    """Return the attributes of a module that are about a sharded sequence."""
+    return SequenceOptions(module.sequence_axis, module.sequence_layout, module.context_parallel)
+
+
+def check_sequence(attention_fn, options: SequenceOptions, decode: bool | None) -> None:
+    """Refuse wrong keywords of a sharded sequence when the module is made."""
+    check_sequence_options(options)
+    check_no_cache(options, decode)
+    bind(attention_fn, options.keywords())
+
+
+def check_no_cache(options: SequenceOptions, decode: bool | None) -> None:
+    """Refuse to decode with a cache while the sequence is sharded."""
+    if decode and options.sequence_axis is not None:
+        raise NotImplementedError(
+            f"sequence_axis={options.sequence_axis!r} does not support decode=True, because a "
+            "cache grows token by token on one device. Omit sequence_axis in the module that "
+            "decodes: it has the same parameters."
+        )
+
+
+def sequence_keywords(options: SequenceOptions, query: Any, in_init: bool) -> dict[str, Any]:
+    """Return the keywords of a sharded sequence for an `attention_fn`.
+
+    `in_init`: this is the `init` of a module of Linen. Outside of the mesh there are none then,
+    because `init` makes parameters, often from a few tokens on one device.
+    """
+    if in_init and not lies_on_mesh(options, query):
+        return {}
+    return options.keywords()
 
 
 def check_functions(attention_fn, score, transform, mask_fn, sinks_init) -> None:

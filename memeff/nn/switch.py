@@ -10,19 +10,23 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from flax import linen, nnx
 from jax import Array
 
+from memeff.arguments import Strategy
 from memeff.nn.attention_fn import attention_fn
+from memeff.nn.options import check_no_cache, sequence_keywords
+from memeff.sequence.keywords import SequenceOptions, check_sequence_options
+from memeff.sequence.layout import Layout
 from memeff.switch import tell_nothing_switched
 
-_in_linen = jax.make_user_context(False)
-_switched_before = threading.Event()  # JAX's cache may hold programs of an earlier switch_linen
+_choice = jax.make_user_context(None)  # the options of the innermost switch_linen; None outside
+_switched_before: set[SequenceOptions] = set()  # JAX's cache may hold programs of these switches
 
 
 @dataclasses.dataclass
@@ -36,15 +40,26 @@ class _Seen:
 
 
 @contextlib.contextmanager
-def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
+def switch_linen(
+    *,
+    strict: bool = False,
+    sequence_axis: str | tuple[str, str] | None = None,
+    sequence_layout: Layout = "contiguous",
+    context_parallel: Strategy | None = None,
+) -> Iterator[list[str]]:
     """Make Flax Linen's attention modules compute with memeff, in `init` and `apply` alike.
 
     The switch holds for this thread and for every `linen.MultiHeadDotProductAttention` and its
     subclasses, inside any model and under any transformation. A module with an `attention_fn` of
     its own keeps it, and a warning says so. Functions jitted earlier are traced again inside.
+    Switches may be nested: the innermost decides.
 
     Args:
       strict: raise an error, instead of a warning, if no module was switched.
+      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
+        attention modules inside then have a sequence that is sharded over devices, also those that
+        compute with memeff already, unless they have a sequence_axis of their own. `init` needs no
+        mesh: outside of one it makes the parameters on one device.
 
     Returns:
       A list of the paths of the modules that were switched, filled as they are traced. A function
@@ -54,6 +69,7 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
       ValueError: with `strict`, no module was switched, and none computes with memeff already. If
         an earlier switch of this process switched modules, JAX's cache may hold their programs.
         Then there is no error, and a warning only if other modules of Linen were called.
+      NotImplementedError: a module has decode=True, and sequence_axis is given.
 
     Example:
       >>> model = linen.MultiHeadDotProductAttention(num_heads=2)
@@ -64,6 +80,8 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
       >>> switched
       ['(root)']
     """
+    options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    check_sequence_options(options)
     seen = _Seen()
 
     def intercept(next_fun, args, kwargs, context):
@@ -72,20 +90,27 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
         is_attention = isinstance(module, linen.MultiHeadDotProductAttention)
         if context.method_name != "__call__" or not is_attention:
             return next_fun(*args, **kwargs)
+        if _choice.value != options:  # an inner switch decides
+            seen.computes_with_memeff = True
+            return next_fun(*args, **kwargs)
         path = "/".join(module.path) or "(root)"
-        if not _is_default(module.attention_fn, path):
+        if not _can_switch(module, path, options):
             seen.computes_with_memeff |= _is_memeff(module.attention_fn)
             seen.keeps_its_own |= not _is_memeff(module.attention_fn)
             return next_fun(*args, **kwargs)
 
+        check_no_cache(options, module.decode)
+        original = module.attention_fn
+        attend = original if _is_memeff(original) else attention_fn
+
         @functools.wraps(attention_fn)
-        def record_and_attend(*args, **kwargs):
-            out = attention_fn(*args, **kwargs)
+        def record_and_attend(query, *args, **kwargs):
+            sequence = sequence_keywords(options, query, module.is_initializing())
+            out = attend(query, *args, **sequence | kwargs)
             seen.switched.append(path)
-            _switched_before.set()
+            _switched_before.add(options)
             return out
 
-        original = module.attention_fn
         # The module is frozen, and bound to this trace alone.
         object.__setattr__(module, "attention_fn", record_and_attend)
         try:
@@ -93,14 +118,17 @@ def switch_linen(*, strict: bool = False) -> Iterator[list[str]]:
         finally:
             object.__setattr__(module, "attention_fn", original)
 
-    with _in_linen(True), linen.intercept_methods(intercept):
+    with _choice(options), linen.intercept_methods(intercept):
         yield seen.switched
     if not seen.switched and not seen.computes_with_memeff:
-        _tell_none_switched(seen, strict)
+        _tell_none_switched(seen, strict, options in _switched_before)
 
 
-def _tell_none_switched(seen: _Seen, strict: bool) -> None:
-    """Warn or raise, and say why no module was switched."""
+def _tell_none_switched(seen: _Seen, strict: bool, switched_before: bool) -> None:
+    """Warn or raise, and say why no module was switched.
+
+    `switched_before`: JAX's cache may hold programs of an earlier switch with the same options.
+    """
     if seen.keeps_its_own:
         if strict:
             raise ValueError(
@@ -108,7 +136,7 @@ def _tell_none_switched(seen: _Seen, strict: bool) -> None:
             )
         return
     if not seen.modules:
-        if _switched_before.is_set():
+        if switched_before:
             return
         reason = "no module of Linen was called inside. For NNX use switch_nnx(model)"
     else:
@@ -120,24 +148,37 @@ def _tell_none_switched(seen: _Seen, strict: bool) -> None:
             "memeff.dot_product_attention there; if it calls jax.nn.dot_product_attention, use "
             "memeff.switch_jax_nn()"
         )
-        if _switched_before.is_set():  # no error, because a cached program may have run
+        if switched_before:  # no error, because a cached program may have run
             strict = False
             reason += ". (Programs that JAX compiled in an earlier switch compute with memeff)"
     tell_nothing_switched(f"switch_linen: no module was switched, because {reason}.", strict, 5)
 
 
-def switch_nnx(model: nnx.Module) -> list[str]:
+def switch_nnx(
+    model: nnx.Module,
+    *,
+    sequence_axis: str | tuple[str, str] | None = None,
+    sequence_layout: Layout = "contiguous",
+    context_parallel: Strategy | None = None,
+) -> list[str]:
     """Make every `nnx.MultiHeadAttention` in `model` compute with memeff from now on.
 
     The model is changed in place. A module with an `attention_fn` of its own keeps it, and a
     warning says so.
+
+    Args:
+      model: a module that holds `nnx.MultiHeadAttention`, at any depth, or is one.
+      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
+        attention modules of the model then have a sequence that is sharded over devices, also those
+        that compute with memeff already, unless they have a sequence_axis of their own.
 
     Returns:
       The paths of the modules that were switched.
 
     Raises:
       TypeError: `model` is not an `nnx.Module`.
-      ValueError: `model` holds no attention that can be switched.
+      ValueError: `model` holds no attention that can be switched, or a choice is not known.
+      NotImplementedError: a module has decode=True, and sequence_axis is given.
 
     Example:
       >>> model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
@@ -148,14 +189,14 @@ def switch_nnx(model: nnx.Module) -> list[str]:
         is_linen = isinstance(model, linen.Module)
         cure = "use switch_linen()" if is_linen else "merge it first, if it was split"
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}: {cure}.")
+    options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    check_sequence_options(options)
     modules = [
         (".".join(map(str, path)) or "(root)", module)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, nnx.MultiHeadAttention)
     ]
-    switched = [
-        (path, module) for path, module in modules if _is_default(module.attention_fn, path)
-    ]
+    switched = [(path, module) for path, module in modules if _can_switch(module, path, options)]
     if not switched and not any(_is_memeff(module.attention_fn) for _, module in modules):
         kept = "none without an attention_fn of its own" if modules else "none at all"
         raise ValueError(
@@ -164,21 +205,47 @@ def switch_nnx(model: nnx.Module) -> list[str]:
             "jax.nn.dot_product_attention in switch_jax_nn()."
         )
     for _, module in switched:
-        module.attention_fn = attention_fn
+        check_no_cache(options, module.decode)
+    for _, module in switched:
+        attend = module.attention_fn if _is_memeff(module.attention_fn) else attention_fn
+        module.attention_fn = _with_options(attend, options)
     return [path for path, _ in switched]
 
 
-def _is_default(function: Callable[..., Array], path: str) -> bool:
-    """Return whether an attention_fn is Flax's own; warn if it is the user's."""
+@functools.cache  # one function for the same options, because nnx.jit compares attributes
+def _with_options(attend: Callable[..., Array], options: SequenceOptions) -> Callable[..., Array]:
+    """Return an attention_fn with the keywords of a sharded sequence bound to it."""
+    keywords = options.keywords()
+    return functools.partial(attend, **keywords) if keywords else attend
+
+
+def _can_switch(module: Any, path: str, options: SequenceOptions) -> bool:
+    """Return whether a switch changes a module's attention_fn; warn if the function is the user's.
+
+    A function of memeff's changes if it gets keywords of a sharded sequence that it lacks.
+    """
+    function = module.attention_fn
     if function in (linen.dot_product_attention, nnx.dot_product_attention):
         return True
-    if not _is_memeff(function):
-        warnings.warn(
-            f"the attention module at '{path}' keeps its own attention_fn ({function}), because "
-            "it was chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it.",
-            stacklevel=3,
-        )
+    if _is_memeff(function):
+        return bool(options.keywords()) and not _is_decided(module)
+    warnings.warn(
+        f"the attention module at '{path}' keeps its own attention_fn ({function}), because "
+        "it was chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it.",
+        stacklevel=3,
+    )
     return False
+
+
+def _is_decided(module: Any) -> bool:
+    """Return whether a module of memeff's has a sequence_axis, or another switch runs it."""
+    function = module.attention_fn
+    while isinstance(function, functools.partial):
+        if function.keywords.get("sequence_axis") is not None:
+            return True
+        function = function.func
+    own_axis = getattr(module, "sequence_axis", None)
+    return own_axis is not None or function is not attention_fn
 
 
 def _is_memeff(function: Callable[..., Array]) -> bool:

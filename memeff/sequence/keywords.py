@@ -1,0 +1,46 @@
+"""Check the keywords of a sequence that is sharded over devices, and pass them on."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from memeff import sharding
+from memeff.arguments import Strategy
+from memeff.sequence.choose import STRATEGIES
+from memeff.sequence.layout import Layout, check_layout_name
+
+
+class SequenceOptions(NamedTuple):
+    """The keywords of `dot_product_attention` for a sharded sequence, with its defaults."""
+
+    sequence_axis: str | tuple[str, str] | None = None
+    sequence_layout: Layout = "contiguous"
+    context_parallel: Strategy | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords whose values are not the defaults."""
+        defaults = SequenceOptions()._asdict()
+        return {name: x for name, x in self._asdict().items() if x != defaults[name]}
+
+
+def check_sequence_options(options: SequenceOptions) -> None:
+    """Refuse values that no call can have."""
+    sharding.sequence_axes(options.sequence_axis, None)
+    check_layout_name(options.sequence_layout)
+    strategy = options.context_parallel
+    if strategy is not None and strategy not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
+
+
+def lies_on_mesh(options: SequenceOptions, query: Any) -> bool:
+    """Return True if the sequence's axes are those of the context's mesh or of the query's."""
+    axes = sharding.sequence_axes(options.sequence_axis, query)
+    names = {*jax.sharding.get_abstract_mesh().axis_names}
+    names.update(jax.typeof(query).sharding.mesh.axis_names)
+    if not isinstance(query, Tracer):
+        layout = getattr(query, "sharding", None)
+        if isinstance(layout, jax.sharding.NamedSharding):
+            names.update(layout.mesh.axis_names)
+    return bool(axes) and names.issuperset(axes)

@@ -7,6 +7,7 @@ from memeff.block_mask import BlockMask, block_mask
 from memeff.diagnostics.audit import Audit, audit
 from memeff.diagnostics.plan import Plan, explain, plan
 from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
+from memeff.linear_cross_entropy import linear_cross_entropy
 from memeff.merge import merge
 from memeff.sequence.layout import from_zigzag, sequence_positions, to_zigzag
 from memeff.switch import switch_jax_nn
@@ -31,6 +32,7 @@ __all__ = [
     "explain",
     "from_zigzag",
     "key_mass",
+    "linear_cross_entropy",
     "masks",
     "memory_limit",
     "merge",

@@ -138,8 +138,7 @@ def normalise(
     """
     a = arguments
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
-    if shards is None:
-        sharding.check_layout(query, key, value)
+    sharding.check_layout(query, key, value, sequence=shards is not None)
     shape = CallShape.of(query, key, value)
     count = shards or 1
     pairs = shape._replace(S=count * shape.S)  # a bias or a mask has all columns

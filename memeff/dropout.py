@@ -51,6 +51,7 @@ def _head_numbers(operands: Operands, like: Array, N: int, first) -> Array:
     b = b + jnp.uint32(first[0])
     head = (k + jnp.uint32(first[1])) * G + g
     if operands.origin is not None:
+        b = b + operands.origin.first_batch.astype(jnp.uint32)
         head = head + operands.origin.first_head.astype(jnp.uint32)
     return zero + (b * N + head)
 

@@ -92,6 +92,7 @@ def pair_indices(
     batch = b + first[0]
     head = (k + first[1]) * like.shape[2] + g
     if operands.origin is not None:
+        batch = batch + operands.origin.first_batch
         head = head + operands.origin.first_head
     sharding = jax.typeof(like).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:

@@ -116,6 +116,7 @@ class Origin(NamedTuple):
     position (functions, `qk_transform`, dropout) counts from here.
     """
 
+    first_batch: Array  # scalar: number of the first batch entry
     first_head: Array  # scalar: number of the first query head
     first_query: Array  # scalar: number of the first query
     first_key: Array  # scalar: number of the first key

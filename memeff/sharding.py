@@ -18,19 +18,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from memeff.problem import OPERAND_DIMS, Operands, map_operands
 
 
-def check_layout(query: Array, key: Array, value: Array) -> None:
+def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None:
     """Raise an error if a known layout shards the sequence, or the heads in an unsupported way.
+
+    It may shard the sequence if `sequence` is True.
 
     On an Explicit mesh the devices that share the query heads must divide the number of key heads.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         dim = x.ndim - 3
         devices = _devices(x, dim)
-        if devices > 1:
+        if devices > 1 and not sequence:
             raise NotImplementedError(
                 f"{name} is sharded along the sequence (dim {dim}) over {devices} devices, which "
-                "memeff does not support. Shard batch or heads instead, or gather the sequence "
-                "first with jax.device_put or jax.sharding.reshard."
+                "memeff computes where it lies with sequence_axis, the name of the mesh axis. Pass "
+                "that, or gather the sequence first with jax.device_put or jax.sharding.reshard."
             )
     devices = _devices(query, query.ndim - 2)
     K = key.shape[-2]
@@ -115,6 +117,28 @@ def _on_mesh(f: Callable, static: tuple, mesh: AbstractMesh, operands: Operands)
         return f(*static, _like_query(operands))
 
 
+def with_auto_axes(f: Callable, static: tuple, arrays: tuple, like: Array) -> Any:
+    """Return f(*static, *arrays), partitioned by XLA where an array is on an Explicit mesh.
+
+    The results have the shape of `like` without its last dim, and there its sharding.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays) if _explicit(x)]
+    if not meshes:
+        return f(*static, *arrays)
+    spec = jax.typeof(like).sharding.spec[:-1] if _explicit(like) else ()
+    return _with_auto_axes(f, static, meshes[0], PartitionSpec(*spec), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _with_auto_axes(
+    f: Callable, static: tuple, mesh: AbstractMesh, spec: PartitionSpec, arrays: tuple
+) -> Any:
+    """Return f(*static, *arrays), traced within `mesh`, with results that have this `spec`."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        f = functools.partial(f, *static)
+        return jax.sharding.auto_axes(f, out_sharding=NamedSharding(mesh, spec))(*arrays)
+
+
 def shard_like(x: Array, like: Array) -> Array:
     """Return x in the layout of `like` if that is on an Explicit mesh, else x unchanged."""
     if not _explicit(like):
@@ -149,19 +173,19 @@ def vary_together(operands: Any, like: Any = None) -> Any:
 
 def varies(x: Any) -> bool:
     """Return whether some array of the tree x varies over devices under shard_map."""
-    return any(_varying(leaf) for leaf in jax.tree.leaves(x))
+    return any(varying_axes(leaf) for leaf in jax.tree.leaves(x))
 
 
 def vary_like(arrays: Any, like: Any) -> Any:
     """Type arrays as varying under shard_map over each axis that some array of `like` varies over."""
     axes = frozenset()
     for x in jax.tree.leaves(like):
-        axes |= _varying(x)
+        axes |= varying_axes(x)
     if not axes:
         return arrays
 
     def cast(x):
-        missing = tuple(axes - _varying(x))
+        missing = tuple(axes - varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
@@ -182,7 +206,7 @@ def _explicit(x: Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def _varying(x: Array) -> frozenset:
+def varying_axes(x: Array) -> frozenset:
     """Return the axes of shard_map over which `x` varies."""
     return frozenset(jax.typeof(x).mat.varying)
 

@@ -92,12 +92,18 @@ def check_logit_params(
     if scale is None:
         scale = 1 / math.sqrt(shape.H)
     scale, scale_array = _number("scale", scale)
-    cap = cap_array = None
-    if soft_cap is not None:
-        cap, cap_array = _number("logits_soft_cap", soft_cap)
-        if cap_array is None and not cap > 0:
-            raise ValueError(f"logits_soft_cap={cap:g}: a cap must be > 0; use None for no cap.")
+    cap, cap_array = check_soft_cap(soft_cap)
     return LogitParams(scale_array, cap_array, bias), (scale, cap)
+
+
+def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
+    """Return the cap as a number, and as an array if it came as one (the number is 1 then)."""
+    if soft_cap is None:
+        return None, None
+    cap, cap_array = _number("logits_soft_cap", soft_cap)
+    if cap_array is None and not cap > 0:
+        raise ValueError(f"logits_soft_cap={cap:g}: a cap must be > 0; use None for no cap.")
+    return cap, cap_array
 
 
 def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
@@ -112,8 +118,8 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
-            f"{name} must be a number or a scalar array, got shape {x.shape}. Scale query per head "
-            "instead."
+            f"{name} must be a number or a scalar array, got shape {x.shape}."
+            + (" Scale query per head instead." if name == "scale" else "")
         )
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)
@@ -208,7 +214,7 @@ def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
     else:
         array = _per_batch(shape, "q_offset", q_offset, 1 - FAR, FAR - 1)
         static = 0
-    known = _known(q_offset)
+    known = known_values(q_offset)
     if known is not None:
         for value in (int(known.max()), int(known.min())):
             if abs(value) >= FAR:
@@ -224,7 +230,7 @@ def check_lengths(shape: CallShape, name: str, lengths, letter: str, most) -> Ar
         return None
     most_is_known = isinstance(most, int)
     array = _per_batch(shape, name, lengths, 0, most if most_is_known else FAR)
-    known = _known(lengths)
+    known = known_values(lengths)
     if most_is_known and known is not None and (known.min() < 0 or known.max() > most):
         raise ValueError(
             f"{name} must lie between 0 and {letter}={most}; got {known.min()} to {known.max()}."
@@ -253,7 +259,7 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
     if query_ids.dtype != kv_ids.dtype:  # strict promotion would refuse to compare them
         common = jax.dtypes.canonicalize_dtype(np.int64)  # int32 unless x64 is on
         for name, ids in (("query_segment_ids", query_ids), ("key_value_segment_ids", kv_ids)):
-            known = _known(ids)
+            known = known_values(ids)
             fits = jnp.iinfo(ids.dtype).max <= jnp.iinfo(common).max
             if not fits and (known is None or known.max() > jnp.iinfo(common).max):
                 raise TypeError(
@@ -266,7 +272,7 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
 
 def _segment_ids(shape: CallShape, name: str, ids, letter: str, size) -> Array:
     """Return segment ids [B, size]; `letter` names the size in an error."""
-    ids = _integers(name, ids)
+    ids = check_integers(name, ids)
     full = (*shape.leads, size)
     given_shape = ids.shape
     ids = _same_rank(ids, len(full))
@@ -281,7 +287,7 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
 
     `x` are integers that broadcast to the leading dims.
     """
-    x = _integers(name, x)
+    x = check_integers(name, x)
     limits = jnp.iinfo(x.dtype)  # clipped before the cast, because int64 and uint32 wrap
     x = jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max)))
     given_shape = x.shape
@@ -308,15 +314,16 @@ def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
     return sinks.astype(dtype)
 
 
-def _known(x) -> np.ndarray | None:
-    """Return the values, or None if there are none or they are being traced."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
-        return None
+def known_values(x) -> np.ndarray | None:
+    """Return the values, or None if there are none, or they are traced or on another machine."""
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
+            return None
     values = np.asarray(x)
     return values if values.size else None
 
 
-def _integers(name: str, x) -> Array:
+def check_integers(name: str, x) -> Array:
     """Return `x` as an array of integers."""
     x = to_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):

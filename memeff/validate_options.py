@@ -62,23 +62,23 @@ def check_transform(fn, params, query):
     return trace_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
 
 
-def check_chunk_size(chunk_size) -> tuple[int | None, int | None]:
-    """Return (rows, columns) of a tile, None for a default."""
+def check_chunk_size(
+    chunk_size, pair: str = "(query, key) in tokens", unit: str = "tokens"
+) -> tuple[int | None, int | None]:
+    """Return (rows, columns) of a tile, None for a default; `pair` and `unit` name them in errors."""
     if chunk_size is None:
         return None, None
     sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
     if len(sides) != 2:
-        raise ValueError(
-            f"chunk_size={chunk_size!r}: give (query, key) in tokens, or one int for both."
-        )
+        raise ValueError(f"chunk_size={chunk_size!r}: give {pair}, or one int for both.")
     for side in sides:
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"chunk_size={chunk_size!r}: sides are ints (tokens), got {kind_of(side)}."
+                f"chunk_size={chunk_size!r}: sides are ints ({unit}), got {kind_of(side)}."
             )
         if side < 1:
             raise ValueError(
-                f"chunk_size={chunk_size!r}: sides count tokens and must be >= 1; use None for the "
+                f"chunk_size={chunk_size!r}: sides count {unit} and must be >= 1; use None for the "
                 "default."
             )
     return operator.index(sides[0]), operator.index(sides[1])

@@ -214,10 +214,10 @@ def loss_and_gradient(
 @functools.partial(jax.jit, static_argnums=0)
 def loss_sum(graphdef: Any, params: Any, rows: Rows, total: Array | float) -> tuple[Array, Array]:
     """Return what the rows add to the mean loss (nats per predicted token) and the accuracy, for a weight of `total`."""
-    logits = nnx.merge(graphdef, params)(rows.tokens, rows.segment_ids, rows.positions)
-    targets = rows.targets
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    right = jnp.argmax(logits, axis=-1) == targets
+    model: Transformer = nnx.merge(graphdef, params)
+    x = model.hidden(rows.tokens, rows.segment_ids, rows.positions)
+    losses = model.losses(x, rows.targets)
+    right = model.predictions(x) == rows.targets
     return jnp.sum(losses * rows.weights) / total, jnp.sum(right * rows.weights) / total
 
 

@@ -11,6 +11,7 @@ distances alone, so this changes no meaning; it keeps the angles small and a pac
 """
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -129,7 +130,13 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
     ) -> Array:
-        """Logits [B, T, VOCABULARY] of the token after each of `tokens` [B, T]; `segment_ids` [B, T] count the documents.
+        """Return logits [B, T, VOCABULARY] of the token after each of `tokens` [B, T]."""
+        return self.head(self.hidden(tokens, segment_ids, positions))
+
+    def hidden(
+        self, tokens: Array, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Return the vectors [B, T, C] before the head; `segment_ids` [B, T] count the documents.
 
         `positions` [B, T] are those in the document. They are needed where several devices hold the tokens in an order
         of their own, and computed otherwise.
@@ -149,7 +156,19 @@ class Transformer(nnx.Module):
             layer = jax.checkpoint(layer, policy=keep, prevent_cse=not self.config.scan_layers)
         x = self.embedding(tokens)  # B T C
         x, _ = lax.scan(layer, x, parameters, unroll=not self.config.scan_layers)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def losses(self, x: Array, targets: Array) -> Array:
+        """Return the loss in nats [B, T] of predicting `targets` [B, T] from vectors [B, T, C], without logits."""
+        return memeff.linear_cross_entropy(x, self.head.kernel[...].astype(x.dtype), targets)
+
+    def predictions(self, x: Array) -> Array:
+        """Return the likeliest token [B, T] after each of the vectors [B, T, C]."""
+        chunk = self.config.feed_forward_chunk
+        predict = functools.partial(likeliest, self.head)
+        if chunk is None:
+            return predict(x)[..., 0]
+        return memeff.nn.blockwise(predict, x, chunk)[..., 0]
 
     def positions(self, tokens: Array, segment_ids: Array | None) -> Array:
         """Return the positions [B, T] of tokens that lie in their own order, on one device."""
@@ -188,6 +207,11 @@ class Transformer(nnx.Module):
         c = self.config
         zeros = jnp.zeros((c.layers, batch, size, c.kv_heads, c.width // c.heads), c.dtype)
         return Cache(zeros, zeros, jnp.int32(0))
+
+
+def likeliest(head: nnx.Linear, x: Array) -> Array:
+    """Return the token [B, T, 1] with the largest logit, from vectors [B, T, C]."""
+    return jnp.argmax(head(x), axis=-1, keepdims=True)
 
 
 class Layer(nnx.Module):

@@ -1,6 +1,7 @@
 """A sequence over many CPU devices: every strategy and layout gives the numbers of one device."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +73,17 @@ WAYS = (
     (5, "zigzag", "all_to_all"),
     (2, "striped", "all_to_all"),
 )
-GRID = [pytest.param(*case, id="-".join(map(str, case))) for case in FAST]
+
+
+def id_of(kind, *way) -> str:
+    return "-".join(map(str, (kind.replace(", ", "+").replace(" ", "_"), *way)))
+
+
+GRID = [pytest.param(*case, id=id_of(*case)) for case in FAST]
 for kind in FEATURES:
     for way in WAYS:
-        name = "-".join(map(str, (kind, *way)))
         if not ("window" in kind and way[1:] == ("striped", "ring")):  # refused
-            GRID.append(pytest.param(kind, *way, marks=slow, id=name))
+            GRID.append(pytest.param(kind, *way, marks=slow, id=id_of(kind, *way)))
 
 
 @pytest.mark.parametrize("kind, devices, layout, strategy", GRID)
@@ -265,18 +271,11 @@ def test_messages_of_a_gradient():
     assert collectives(text[text.index("\nENTRY") :]) == lines
 
 
-def test_memory_of_a_device_halves_when_devices_double():
-    """With 8,192 tokens; a ring has no array of all of its keys."""
-    how = dict(T=8192, chunk_size=128)
-    few, many = (program("causal", n, "zigzag", "ring", gradients, **how) for n in (2, 4))
-
-    def temp(program):
-        return program.memory_analysis().temp_size_in_bytes
-
-    print(temp(many), temp(few))
-    assert temp(many) <= 0.6 * temp(few)
-    for shape in ("f32[1,8192,2,64]", "f32[8192,", "u16[2097152]"):
-        assert shape not in many.as_text()
+def test_a_ring_has_no_array_of_all_keys():
+    """With 8,192 tokens on 4 devices. tests/test_sm90a.py looks at the memory of GPUs."""
+    text = program("causal", 4, "zigzag", "ring", gradients, T=8192, chunk_size=128).as_text()
+    assert "f32[1,2048,2,64]" in text
+    assert not re.search(r"f32\[[\d,]*8192", text)
 
 
 # ---- errors, and the choice in words

@@ -409,4 +409,17 @@ WRONG = [
         TypeError,
         r"module= is a hook of Flax's modules, .*memeff\.nn\.attention_fn",
     ),
+    # a sequence over many devices: tests/test_many_devices.py has more
+    (
+        {"sequence_axis": "rows"},
+        ValueError,
+        r"sequence_axis='rows' is no axis of a mesh here \(axes of the context: none\)",
+    ),
+    (
+        {"sequence_axis": 3},
+        TypeError,
+        r"sequence_axis must be the name of a mesh axis, or two names, got 3",
+    ),
+    ({"sequence_layout": "zigzag"}, ValueError, r"sequence_layout.* pass sequence_axis"),
+    ({"context_parallel": "ring"}, ValueError, r"context_parallel are for .* pass sequence_axis"),
 ]

@@ -11,6 +11,8 @@ and optionally
   f.calls_at_once(*axes)           how many calls under a vmap may run at the same time, so that
                                    their memory does not grow with its axis; None: all. `axes` are
                                    the arguments with 0 for each mapped array, None for each other
+  f.in_batch(size, axes, *args)    results under a vmap over an axis of that size, each with it as
+                                   its first dim, in a way that only f knows; None: in no such way
   f.two_pass                       for a function that computes in one pass what JAX may want at
                                    different times (a result, and its tangent): the same in two
                                    passes. The first half of its results does not depend on the
@@ -203,6 +205,13 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
     if none_mapped(axes):
         results, _ = _bind(arrays, flat)
         return results, [None] * len(results)
+    if hasattr(flat.f, "in_batch") and not flat.vmaps:
+        moved, moved_axes = mapped_axis_first(axis_data, arrays, axes, len(arrays))
+        in_axes = flat.arguments(moved_axes)
+        results = flat.f.in_batch(axis_data.size, in_axes, *flat.arguments(moved))
+        if results is not None:
+            results = jax.tree.leaves(results)
+            return results, [0] * len(results)
     linear = flat.linear if hasattr(flat.f, "transposed") else 0
     arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
     vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))

@@ -55,7 +55,7 @@ class TileGrid:
     """The tiles that a sum visits."""
 
     lists: Callable[["TileGrid"], list[tuple[bool, np.ndarray]]]  # masked?, indices i, j [n, 2]
-    problem: Problem
+    problem: Problem | None  # for `lists`
     chunk_size: tuple[int, int]  # rows and columns of a tile
     head_block: tuple[int, int]  # batch entries and key heads of a tile
     heads: tuple[int, int, int]  # B, K, G

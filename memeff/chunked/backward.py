@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from memeff.chunked.eligible import uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
-from memeff.chunked.floats import all_true, power_of_two
+from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales
 from memeff.chunked.loop import run_by_blocks, visit_tiles
 from memeff.chunked.slicing import add_logit_params
@@ -163,7 +163,7 @@ def _general_loop(
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
         dp = apply_dropout(problem, tile, lax.optimization_barrier(dp))
         d_raw, d_params = transpose_logits(p * (dp - delta[..., None]))  # (6)
-        d_raw, lift = _lift_float16(d_raw, q.dtype)
+        d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
         if only_terms:
             return add_logit_params(gradients, d_params, tile)
         p = apply_dropout(problem, tile, p).astype(v.dtype)
@@ -172,8 +172,8 @@ def _general_loop(
         q = zero_nonfinite(q, masked)
         dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
         if lift is not None:
-            dq = dq / lift[:, :, None, None, None]
-            dk = dk / lift[:, :, None, None]
+            dq = dq / lift
+            dk = dk / lift[..., 0]
         if problem.qk_transform is not None:
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
@@ -301,17 +301,3 @@ def _zero_after(delta: Array) -> Array:
 def _zeros(arrays: Any, zero: Array) -> Any:
     """Return a tree of zeros like `arrays`, in the dtype of `zero` and made from it."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, zero.dtype) + zero, arrays)
-
-
-def _lift_float16(d_raw: Array, dtype) -> tuple[Array, Array | None]:
-    """Return d_raw [b, k, g, t, c] in `dtype`, and the factor [b, k] that float16 is multiplied by.
-
-    The factor is a power of two that brings the largest entry near 2^14, because float16 holds
-    nothing below 2^-24. It is None for other dtypes. Divide the products with d_raw by it.
-    """
-    if dtype != jnp.float16:
-        return d_raw.astype(dtype), None
-    size = jnp.where(jnp.isfinite(d_raw), abs(d_raw), 0)
-    largest = size.max((2, 3, 4))  # b k
-    lift = power_of_two(2.0**14 / largest)
-    return (d_raw * lift[:, :, None, None, None]).astype(dtype), lift

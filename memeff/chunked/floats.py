@@ -45,3 +45,16 @@ def power_of_two(x: Array) -> Array:
     finite = jnp.isfinite(x)
     _, power = split_exponent(x)
     return jnp.where(finite, jnp.clip(power, 2.0**-100, 2.0**100), 1)
+
+
+def lift_float16(x: Array, dtype, axes: tuple[int, ...]) -> tuple[Array, Array | None]:
+    """Return x in `dtype`, and the factor that float16 is multiplied by; None for other dtypes.
+
+    The factor is a power of two that brings the largest entry along `axes` near 2^14, because
+    float16 holds nothing below 2^-24. It keeps these axes, of size 1. Divide products with x by it.
+    """
+    if dtype != jnp.float16:
+        return x.astype(dtype), None
+    size = jnp.where(jnp.isfinite(x), abs(x), 0)
+    lift = power_of_two(2.0**14 / size.max(axes, keepdims=True))
+    return (x * lift).astype(dtype), lift

@@ -211,6 +211,7 @@ def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileG
 
 def _lists_of_tiles(grid: TileGrid) -> list[tuple[bool, np.ndarray]]:
     """Return (masked, indices [n, 2]) of tiles without a mask, then of those with one."""
+    assert grid.problem is not None
     whole, edge = _tiles_by_mask(grid.problem, grid.chunk_size, grid.lengths, grid.elementwise)
     return [(False, whole), (True, edge)]
 

@@ -171,9 +171,7 @@ def apply_dropout(problem: Problem, tile: Tile, x: Array) -> Array:
     K, T, S = tile.sizes
     like = tile.operands.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
     sizes = K * like.shape[2], T, S
-    kept = dropout_keep_mask(
-        problem, tile.operands, like, tile.head_start, sizes, *tile.positions
-    )
+    kept = dropout_keep_mask(problem, tile.operands, like, tile.head_start, sizes, *tile.positions)
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 

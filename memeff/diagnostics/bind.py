@@ -17,6 +17,13 @@ from memeff.call import Call, ShardedCall, prepare, prepare_sharded, run_attenti
 
 
 def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
+    """Return the arguments of a call of the chunked path on one device, as `exact_arguments`."""
+    arguments = exact_arguments(name, *arrays, **kwargs)
+    refuse_sharded(name, arguments)
+    return arguments
+
+
+def exact_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
     """Return the arguments of a call of the chunked path, for the public function `name`.
 
     Refuse arguments that it does not take.
@@ -24,9 +31,7 @@ def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
     refused = {"implementation", "backward", "return_residual", "sinks"} & kwargs.keys()
     if refused:
         raise TypeError(f"memeff.{name} does not take {', '.join(sorted(refused))}. Omit it.")
-    arguments = bind_arguments(name, *arrays, implementation="xla", **kwargs)
-    refuse_sharded(name, arguments)
-    return arguments
+    return bind_arguments(name, *arrays, implementation="xla", **kwargs)
 
 
 def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:

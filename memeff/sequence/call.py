@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
@@ -121,7 +121,7 @@ def locate(
         offset = operands.q_offset
         if offset is None:
             offset = jnp.full((1,), problem.q_offset, jnp.int32)
-        origin = Origin(zero, zero, zero, offset)
+        origin = Origin(zero, zero, zero, zero, offset)
     return dataclasses.replace(problem, whole=whole), operands._replace(origin=origin)
 
 
@@ -170,40 +170,59 @@ def _mesh_of(x: Any) -> Any:
 def enter_shard_map(
     plan: Plan, mesh: Any, problem: Problem, want_lse: bool, operands: Operands
 ) -> tuple[Array, Array | None]:
-    """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call."""
+    """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call.
+
+    On an Explicit mesh all axes become manual, because the query's type says how batch and heads
+    lie on it. On an Auto mesh those of the sequence do, and XLA partitions batch and heads.
+    """
+    shape = operands.shape
+    sharding = jax.typeof(operands.query).sharding
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    batch, heads = (sharding.spec[0], sharding.spec[2]) if is_explicit else (None, None)
+    of_key_heads = None if shape.K == 1 else heads
     along = plan.axes if len(plan.axes) > 1 else plan.axes[0]
+    axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
 
     def spec(x: Array, dims: str) -> PartitionSpec:
-        """Shard queries, and keys where they are not the columns of a mask or a bias."""
+        """Return how x is sharded: not along the columns of a mask or a bias."""
         entries = []
         for letter, size in zip(dims, x.shape, strict=True):
-            sharded = letter == "t" or (letter == "s" and dims != "bnts")
-            entries.append(along if sharded and size > 1 else None)
+            is_column = letter == "s" and dims == "bnts"
+            entries.append(None if is_column or size == 1 else axes.get(letter))
         return PartitionSpec(*entries)
+
+    def lay_out(x: Array, dims: str) -> Array:
+        """Shard x by its spec on an Explicit mesh, where shard_map's transpose does not do it."""
+        return reshard(x, NamedSharding(sharding.mesh, spec(x, dims)))
 
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec)
 
-    def lay_out(x: Array, dims: str) -> Array:
-        """Shard x by its spec on an Explicit mesh, where shard_map's transpose does not do it."""
-        sharding = jax.typeof(x).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return x
-        entries = []
-        for letter, now, wanted in zip(dims, sharding.spec, spec(x, dims), strict=True):
-            entries.append(wanted if letter in "ts" else now)
-        return reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
-
-    operands = map_operands(lay_out, operands)
+    if is_explicit:
+        operands = map_operands(lay_out, operands)
     specs = map_operands(spec, operands)
     specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
-    rows = PartitionSpec(None, None, None, along)
-    run = functools.partial(attend_here, plan, problem, want_lse)
+    of_group = heads if of_key_heads is None else None
+    rows = PartitionSpec(batch, of_key_heads, of_group, along)
+
+    def run(operands: Operands) -> tuple[Array, Array | None]:
+        origin = operands.origin
+        if origin is not None:
+            first_batch = _first_of_device(batch, operands.query.shape[0])
+            first_head = _first_of_device(heads, operands.query.shape[2])
+            origin = origin._replace(first_batch=first_batch, first_head=first_head)
+        return attend_here(plan, problem, want_lse, operands._replace(origin=origin))
+
     sharded = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(specs,),
         out_specs=(rows, rows if want_lse else None),
-        axis_names=set(plan.axes),
+        axis_names=set(sharding.mesh.axis_names) if is_explicit else set(plan.axes),
     )
     return sharded(operands)
+
+
+def _first_of_device(axes: Any, size: int) -> Array:
+    """Return the number of the first of `size` entries that this device has along a sharded dim."""
+    return jnp.int32(0) if axes is None else lax.axis_index(axes) * size

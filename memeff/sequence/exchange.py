@@ -60,7 +60,8 @@ def exchange(shards: Shards, attend: Attend, operands: Operands) -> tuple[Array,
             case "btnh":
                 return in_order(swap(x, 2, 1), 1)
             case "bskh" | "bskd":
-                return in_order(swap(jnp.repeat(x, copies, axis=2), 2, 1), 1)
+                x = x if copies == 1 else jnp.repeat(x, copies, axis=2)
+                return in_order(swap(x, 2, 1), 1)
             case "bt" | "bs":
                 return in_order(all_tokens(x, 1), 1)
             case "n":

@@ -144,7 +144,7 @@ class Sharded:
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            return ring_walk(self.shards, problem, operands, state, visit, tangents, narrow)
+            return ring_walk(self.shards, problem, operands, state, visit, tangents, not narrow)
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
         return gathered_walk(self.shards, problem, operands, state, visit, tangents, branches)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
@@ -115,17 +116,19 @@ def ring_walk(
     state: Any,
     visit: Any,
     tangents: Operands | None = None,
-    pack: bool = True,
+    differentiable: bool = False,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, part, operands, tangents)` over all parts of this device's work.
 
     `visit` returns the new state, and the gradients of the part's keys or None. Return the state,
-    and the sums of these gradients at home, on the device of the keys. `pack`: send bits, which JAX
-    does not differentiate.
+    and the sums of these gradients at home, on the device of the keys. `differentiable`: JAX can
+    differentiate what this does.
     """
     own = keys_of(operands), None if tangents is None else keys_of(tangents)
     P = shards.devices
-    send = functools.partial(_send, shards, pack)
+    # Where XLA partitions other dims, it would gather them for a message of one dim.
+    all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
+    send = functools.partial(_send, shards, all_manual and not differentiable)
     stops = ring_stops(shards, problem, operands)
     coming = own
     behind = kept = None
@@ -158,7 +161,9 @@ def ring_walk(
         else:
             kept = _add(kept, found)
         previous = s
-        if pack:  # a barrier would make primals depend on tangents, and JAX could not transpose it
+        if (
+            not differentiable
+        ):  # a barrier would make primals depend on tangents, and JAX could not transpose it
             # queries too, or XLA would cut the chunks of all stops before the first
             held = coming, state, behind, kept, operands
             coming, state, behind, kept, operands = lax.optimization_barrier(held)
@@ -187,7 +192,7 @@ def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
         return tree
     route = [(i, (i + step) % P) for i in range(P)]
     send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
-    if not pack:
+    if not pack:  # bits have no derivative
         return jax.tree.unflatten(structure, [send(x) for x in arrays])
     words = [lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]  # 32 bits are two
     message = send(jnp.concatenate([x.ravel() for x in words]))

@@ -1,0 +1,324 @@
+"""Define `linear_cross_entropy`, the loss of a large vocabulary without its logits."""
+
+from __future__ import annotations  # help() then shows ArrayLike and not the nine types that it is
+
+import functools
+import math
+import numbers
+import operator
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from memeff.autodiff.primitives import call
+from memeff.inputs import check_choice, kind_of, to_array
+from memeff.sharding import vary_together, varying_axes, with_auto_axes
+from memeff.validate import check_integers, check_soft_cap, known_values
+from memeff.validate_options import check_chunk_size, check_precision
+from memeff.vocabulary.derivatives import Forward
+from memeff.vocabulary.loops import choose_tile, lse_of_sums
+from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
+
+INT32_MAX = 2**31 - 1
+
+
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: Literal[False] = ...,
+    precision: lax.PrecisionLike = None,
+) -> Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: Literal[True],
+    precision: lax.PrecisionLike = None,
+) -> tuple[Array, Array]: ...
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: ArrayLike | None = None,
+    chunk_size: int | tuple[int, int] | None = None,
+    vocab_axis: str | None = None,
+    return_lse: bool = False,
+    precision: lax.PrecisionLike = None,
+) -> Array | tuple[Array, Array]:
+    r"""Compute the exact loss -log softmax(x kernel + bias)[label] without storing the logits.
+
+    Memory: O(tokens * H) beyond inputs and outputs, for the forward and for the gradient. One tile
+    of logits exists at a time.
+
+    Derivatives: in both modes, of every order, in linear memory. They are with respect to x,
+    kernel, bias, and logits_soft_cap as an array.
+
+    Args:
+      x: [*B, H], float, with any number of leading dims; one row is one token.
+      kernel: [H, V], in the dtype of `x`, one column for each word. Cast params that are kept in
+        float32, as Flax's Dense does: `kernel.astype(x.dtype)`.
+      labels: [*B], integers from 0 to V - 1. A label outside of that raises an error if its value
+        is known. If it is traced, the token's loss and the gradients are NaN.
+      bias: [V], float, added to the logits. -inf hides a word: its probability is 0, whatever its
+        column of the kernel holds. A token whose label is hidden has the loss inf.
+      ignore_label: tokens with this label have loss 0, lse 0 and no gradient, whatever their row of
+        `x` holds. It may lie outside of 0 to V - 1.
+      label_smoothing: a in [0, 1). The loss becomes 1 - a times the loss, plus a times the mean of
+        -log p over all words that are not hidden.
+      z_loss: the factor of lse^2, which is added to the loss.
+      logits_soft_cap: c > 0. Logits become c * tanh(logits / c), after the bias.
+      chunk_size: tokens and words of the tile of logits that exists at a time, at most; an int
+        stands for both. Default: the fastest measured (memeff/linear_cross_entropy.py).
+      vocab_axis: the axis of `jax.shard_map` along which the words of `kernel` and `bias` are
+        sharded in equal parts. V is then the number of words of all devices together, and `labels`
+        count all words. `x` and `labels` are the same on the devices of that axis.
+      return_lse: also return lse.
+      precision: of the products, as in `jax.lax.dot_general`.
+
+    Returns:
+      loss [*B], in nats, in float32 (float64 for float64), one number for each token. With
+      `return_lse` also lse [*B], the natural logarithm of the sum of exp(logits), in the same
+      dtype, differentiable.
+
+    Raises:
+      ValueError: if shapes or values disagree.
+      TypeError: if an argument has the wrong dtype or kind.
+      NotImplementedError: if sizes are symbolic (jax.export).
+
+    Example:
+      >>> x, kernel = jnp.ones((2, 7, 16)), jnp.zeros((16, 1000))
+      >>> loss = memeff.linear_cross_entropy(x, kernel, jnp.zeros((2, 7), jnp.int32))
+      >>> print(loss.shape, f"{loss.mean():.4f} = log 1000")
+      (2, 7) 6.9078 = log 1000
+
+    Source: Wijmans et al. 2024 (arXiv:2411.09009), section 4; Milakov & Gimelshein 2018
+    (arXiv:1805.02867), section 3.
+    """
+    inputs, labels = _check_arrays(x, kernel, labels, bias)
+    check_choice("return_lse", return_lse)
+    cap, cap_array = check_soft_cap(logits_soft_cap)
+    smoothing = _check_number("label_smoothing", label_smoothing, 1)
+    V = inputs.kernel.shape[1]
+    sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
+    tile, calls_at_once = choose_tile(sides, labels.size, V)
+    settings = Settings(
+        soft_cap=cap if cap_array is None else None,
+        has_ignored=ignore_label is not None,
+        wants_total=smoothing > 0,
+        tile=tile,
+        calls_at_once=calls_at_once,
+        precision=check_precision(precision),
+    )
+    options = Options(
+        ignore_label=_check_ignore_label(ignore_label),
+        label_smoothing=smoothing,
+        z_loss=_check_number("z_loss", z_loss, math.inf),
+        vocab_axis=vocab_axis,
+        devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
+        settings=settings,
+    )
+    _check_labels(options, labels, V * options.devices)
+    inputs = inputs._replace(soft_cap=cap_array)
+    loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
+    return (loss, lse) if return_lse else loss
+
+
+class Options(NamedTuple):
+    """The checked arguments that are no arrays."""
+
+    ignore_label: int | None
+    label_smoothing: float
+    z_loss: float
+    vocab_axis: str | None
+    devices: int  # along that axis
+    settings: Settings
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array]:
+    """Return loss and lse, both [*B], from x [*B, H] and labels [*B]."""
+    H, V = inputs.kernel.shape
+    words = V * options.devices
+    word = _to_int32(labels)
+    ignored = jnp.zeros_like(word, bool)
+    if options.ignore_label is not None:
+        ignored = word == options.ignore_label
+    valid = (word >= 0) & (word < words)
+    if options.vocab_axis is not None:
+        word = word - lax.axis_index(options.vocab_axis) * V
+    here = valid & (word >= 0) & (word < V)
+    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    inputs = inputs._replace(x=inputs.x.reshape(-1, H))
+    sums: Sums = call(Forward(options.settings), *vary_together((inputs, word.reshape(-1))))
+    if options.vocab_axis is not None:
+        sums = _sum_over_devices(sums, options.vocab_axis)
+    sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
+    lse = jnp.where(ignored, 0, sums.lse.high)
+    target = sums.hit
+    if options.label_smoothing > 0:
+        mean = sums.total / _count_visible(inputs.bias, words, options.vocab_axis)
+        target = (1 - options.label_smoothing) * target + options.label_smoothing * mean
+    loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
+    if options.z_loss > 0:
+        loss = loss + options.z_loss * lse**2
+    # times NaN, because the gradients must become NaN as well
+    loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
+    return loss, lse
+
+
+def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
+    """Return x [*B, H], kernel [H, V] and bias [V] as inputs, and labels [*B]."""
+    floats = {"x": to_array("x", x), "kernel": to_array("kernel", kernel)}
+    if bias is not None:
+        floats["bias"] = to_array("bias", bias)
+    for name, array in floats.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating-point array, got {array.dtype}. Cast it.")
+    x, kernel = floats["x"], floats["kernel"]
+    if x.dtype != kernel.dtype:
+        raise TypeError(
+            f"kernel is {kernel.dtype} and x is {x.dtype}: they must have one dtype. Cast one of "
+            "them, for example kernel.astype(x.dtype)."
+        )
+    if jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"x is {x.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
+        )
+    if not all(isinstance(n, int) for n in (*x.shape, *kernel.shape)):
+        raise NotImplementedError(
+            f"x has shape {x.shape} and kernel {kernel.shape}: linear_cross_entropy does not "
+            "support sizes that jax.export leaves symbolic. Export with sizes that are numbers."
+        )
+    if x.ndim < 1:
+        raise ValueError("x must have shape [*B, H] with at least 1 dim; got ().")
+    H = x.shape[-1]
+    if kernel.ndim != 2 or kernel.shape[0] != H:
+        cure = ""
+        if kernel.ndim == 2 and kernel.shape[1] == H:
+            cure = " Transpose it: kernel.T."
+        raise ValueError(f"kernel must have shape (H={H}, V); got {kernel.shape}.{cure}")
+    V = kernel.shape[1]
+    if bias is not None and floats["bias"].shape != (V,):
+        raise ValueError(
+            f"bias must have shape (V={V},), one number for each word; got {floats['bias'].shape}."
+        )
+    labels = check_integers("labels", labels)
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {x.shape[:-1]}, the leading dims of x; got {labels.shape}."
+        )
+    return Inputs(x, kernel, floats.get("bias"), None), labels
+
+
+def _check_number(name: str, x: Any, end: float) -> float:
+    """Return x as a float if it is a number from 0 to below `end`."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
+        raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
+    number = float(x)
+    if not 0 <= number < end:
+        raise ValueError(f"{name}={number:g}: it must lie in [0, {end:g}).")
+    return number
+
+
+def _check_vocab_axis(axis: Any, kernel: Array) -> int:
+    """Return the number of devices along the axis."""
+    if not isinstance(axis, str):
+        raise TypeError(
+            f"vocab_axis must be the name of an axis of jax.shard_map, a str; got {kind_of(axis)}."
+        )
+    try:
+        devices = lax.axis_size(axis)
+    except NameError as e:
+        raise ValueError(
+            f"vocab_axis={axis!r}: there is no such axis around this call. Call it inside "
+            "jax.shard_map over a mesh that has it, or omit vocab_axis."
+        ) from e
+    checked = axis in varying_axes(lax.axis_index(axis))  # not with check_vma=False
+    if checked and axis not in varying_axes(kernel):
+        raise ValueError(
+            f"kernel is the same on all devices of vocab_axis={axis!r}. Shard its words over them "
+            f"by in_specs, P(None, {axis!r}), or omit vocab_axis."
+        )
+    return devices
+
+
+def _check_ignore_label(label: Any) -> int | None:
+    """Return the label as an int of 32 bits, or None."""
+    if label is None:
+        return None
+    if isinstance(label, bool) or not isinstance(label, numbers.Integral):
+        raise TypeError(
+            f"ignore_label must be an int (it is fixed while tracing) or None, got {kind_of(label)}."
+        )
+    label = operator.index(label)
+    if abs(label) > INT32_MAX:
+        raise ValueError(f"ignore_label={label}: it must fit in 32 bits.")
+    return label
+
+
+def _check_labels(options: Options, labels: Array, words: int) -> None:
+    """Raise an error if a label is known to be none of `words` words, and not ignored."""
+    known = known_values(labels)
+    if known is None:
+        return
+    wrong = known[((known < 0) | (known >= words)) & (known != options.ignore_label)]
+    if wrong.size:
+        cure = "" if options.ignore_label is not None else " Pass ignore_label to leave tokens out."
+        raise ValueError(
+            f"labels must lie between 0 and V - 1 = {words - 1}; got {wrong.flat[0]}.{cure}"
+        )
+
+
+def _to_int32(labels: Array) -> Array:
+    """Return labels as int32; numbers that do not fit become the nearest that do."""
+    limits = jnp.iinfo(labels.dtype)
+    labels = jnp.clip(labels, max(-INT32_MAX, int(limits.min)), min(INT32_MAX, int(limits.max)))
+    return labels.astype(jnp.int32)
+
+
+def _count_visible(bias: Array | None, words: int, vocab_axis: str | None) -> Array | float:
+    """Return the number of words, of all devices, that no bias hides."""
+    if bias is None:
+        return float(words)
+    count = jnp.sum(bias != -jnp.inf).astype(jnp.float32)
+    return count if vocab_axis is None else lax.psum(count, vocab_axis)
+
+
+def _sum_over_devices(sums: Sums, axis: str) -> Sums:
+    """Return the sums over the words of all devices."""
+    lse, hit, total = sums
+    m = lax.pmax(lax.stop_gradient(lse.high), axis)
+    shift = jnp.where(m == -jnp.inf, 0, m)
+    l = lax.psum(jnp.exp((lse.high - shift) + lse.low), axis)
+    return Sums(lse_of_sums(shift, l), lax.psum(hit, axis), lax.psum(total, axis))

@@ -1,0 +1,196 @@
+"""The loss of a large vocabulary on eight CPU devices (see conftest.py)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from loss_cases import HIDDEN, IGNORE, H, T, draw, f32
+from sharded import collectives, mesh_of
+
+from memeff import linear_cross_entropy
+from memeff.vocabulary import loops
+
+WORDS = 64  # over 8 or 4 devices
+SHARDED_CHUNK = (7, 5)
+
+
+def of_devices(axis, x, kernel, bias, labels, cotangents):
+    """Return loss, lse and gradients, with words sharded over `axis`, or None."""
+
+    def call(x, kernel, bias):
+        return linear_cross_entropy(
+            x,
+            kernel,
+            labels,
+            bias=bias,
+            vocab_axis=axis,
+            chunk_size=SHARDED_CHUNK,
+            label_smoothing=0.1,
+            z_loss=0.1,
+            ignore_label=IGNORE,
+            return_lse=True,
+        )
+
+    results, pull = jax.vjp(call, x, kernel, bias)
+    return *results, *pull(tuple(cotangents))
+
+
+def second_of_devices(axis, x, kernel, bias, labels, cotangents):
+    """Return tangents of the gradients along the operands, and the transpose at the operands."""
+
+    def gradients(x, kernel, bias):
+        return of_devices(axis, x, kernel, bias, labels, cotangents)[2:]
+
+    args = (x, kernel, bias)
+    direction = (x, kernel, jnp.where(bias == -jnp.inf, 0, bias))
+    _, tangents = jax.jvp(gradients, args, direction)
+    _, pull = jax.vjp(gradients, *args)
+    return *tangents, *pull(direction)
+
+
+def sharded_args():
+    x, kernel, labels, bias, *cotangents = draw(WORDS, (4, T))
+    labels[0, :5] = IGNORE
+    bias[list(HIDDEN)] = -np.inf
+    floats = (x, kernel, bias, *cotangents)
+    x, kernel, bias, *cotangents = (y.astype(f32) for y in floats)
+    return x, kernel, bias, labels, tuple(cotangents)
+
+
+@functools.cache
+def one_device(function):
+    run = jax.jit(functools.partial(function, None))
+    return jax.tree.map(np.asarray, run(*sharded_args()))
+
+
+def placed(mesh, specs, args):
+    """Return the arguments on the mesh."""
+
+    def put(spec, x):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, specs, args, is_leaf=lambda x: isinstance(x, P))
+
+
+ROWS = P("d")
+SPECS = (ROWS, P(None, "v"), P("v"), ROWS, (ROWS, ROWS))
+GRADIENT_SPECS = (ROWS, P(None, "v"), P("v"))
+
+
+def assert_near(actual, wanted, eps):
+    for x, y in zip(actual, wanted, strict=True):
+        atol = eps * max(1, np.abs(y).max())
+        np.testing.assert_allclose(np.asarray(x), y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("devices", [(1, 8), (2, 4)])
+def test_words_sharded_over_devices(devices, axis_type):
+    """Loss, lse and gradients inside shard_map are those of one device."""
+    mesh = mesh_of(axis_type, d=devices[0], v=devices[1])
+    run = jax.shard_map(
+        functools.partial(of_devices, "v"),
+        mesh=mesh,
+        in_specs=SPECS,
+        out_specs=(ROWS, ROWS, *GRADIENT_SPECS),
+    )
+    args = placed(mesh, SPECS, sharded_args())
+    program = jax.jit(run).lower(*args).compile()
+    assert_near(program(*args), one_device(of_devices), 2e-6)
+    assert all("all-reduce" in line for line in collectives(program.as_text()))
+
+
+def test_second_order_with_words_sharded_over_devices():
+    mesh = mesh_of(AxisType.Auto, d=2, v=4)
+    run = jax.shard_map(
+        functools.partial(second_of_devices, "v"),
+        mesh=mesh,
+        in_specs=SPECS,
+        out_specs=GRADIENT_SPECS * 2,
+    )
+    actual = jax.jit(run)(*placed(mesh, SPECS, sharded_args()))
+    assert_near(actual, one_device(second_of_devices), 1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_gradient_outside_of_shard_map(check):
+    mesh = mesh_of(AxisType.Auto, d=2, v=4)
+    x, kernel, bias, labels, cotangents = placed(mesh, SPECS, sharded_args())
+
+    def call(x, kernel, bias):
+        def on_device(x, kernel, bias, labels):
+            return linear_cross_entropy(
+                x,
+                kernel,
+                labels,
+                bias=bias,
+                vocab_axis="v",
+                chunk_size=SHARDED_CHUNK,
+                label_smoothing=0.1,
+                z_loss=0.1,
+                ignore_label=IGNORE,
+                return_lse=True,
+            )
+
+        run = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=SPECS[:4],
+            out_specs=(ROWS, ROWS),
+            check_vma=check,
+        )
+        return run(x, kernel, bias, labels)
+
+    @jax.jit
+    def run(x, kernel, bias):
+        results, pull = jax.vjp(call, x, kernel, bias)
+        return *results, *pull(cotangents)
+
+    assert_near(run(x, kernel, bias), one_device(of_devices), 2e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_tokens_without_shard_map(axis_type, monkeypatch):
+    """Tokens stay where they are: only the gradients of kernel and bias are added up."""
+    monkeypatch.setattr(f"{__name__}.SHARDED_CHUNK", None)
+    mesh = mesh_of(axis_type, d=4)
+    specs = (ROWS, P(), P(), ROWS, (ROWS, ROWS))
+    args = placed(mesh, specs, sharded_args())
+    run = jax.jit(functools.partial(of_devices, None)).lower(*args).compile()
+    results = run(*args)
+    assert_near(results, one_device(of_devices), 5e-6)
+    for x in results[:3]:
+        assert x.sharding.shard_shape(x.shape)[0] == 1
+    lines = collectives(run.as_text())
+    assert lines and all("all-reduce" in line for line in lines)
+    (line,) = lines
+    assert f"f32[{H},{WORDS}]" in line
+
+
+def test_tiles_of_sharded_tokens(monkeypatch):
+    """A tile has all tokens where they may be sharded, and fewer words instead."""
+    monkeypatch.setattr(loops, "may_be_sharded", lambda: True)
+    assert jax.device_count() == 8
+    V = 32_000
+    assert loops.choose_tile((None, None), 1000, V) == ((1024, 1024), 1)
+    assert loops.choose_tile((None, None), 8192, V) == ((8192, 1024), 1)
+    assert loops.choose_tile((None, None), 12_000, V) == ((12_000, 640), 1)
+    assert loops.choose_tile((None, None), 2**20, V) == ((2**20, 512), 1)
+    assert loops.choose_tile((7, None), 8192, V) == ((7, 1024), 146)
+
+
+def test_a_replicated_kernel_is_refused_with_vocab_axis():
+    mesh = mesh_of(AxisType.Auto, v=8)
+    run = jax.shard_map(
+        functools.partial(linear_cross_entropy, vocab_axis="v"),
+        mesh=mesh,
+        in_specs=(P(), P(), P()),
+        out_specs=P(),
+    )
+    message = r"kernel is the same on all devices of vocab_axis='v'\. .* P\(None, 'v'\), or omit"
+    with pytest.raises(ValueError, match=message):
+        run(np.ones((5, 8), f32), np.ones((8, 9), f32), np.zeros(5, np.int32))

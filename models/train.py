@@ -318,7 +318,7 @@ def read_record(out: str) -> dict[str, Any] | None:
         raise Refused(f"cannot read {path} ({error.strerror}): make it readable.") from error
     for step in saved_steps(out):
         with contextlib.suppress(Exception), open_checkpoint(out, step) as arrays:
-            record = json.loads(str(arrays["run"]))
+            record = json.loads(arrays["run"].item())
             warn(f"{path} is {trouble}: the settings are taken from checkpoint {step}.")
             return record
     if trouble == "damaged":
@@ -338,7 +338,8 @@ def save(out: str, step: int, state: tuple, record: dict[str, Any]) -> None:
     """
     arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
     contents = io.BytesIO()
-    np.savez(contents, **arrays, run=json.dumps(record))
+    # as bytes, because NumPy's text takes four bytes a character
+    np.savez(contents, **arrays, run=json.dumps(record).encode())
     folder = checkpoint_folder(out, step)
     unfinished = folder.with_name("unfinished")
     with writing(folder):

@@ -170,6 +170,18 @@ UNREADABLE_SETTINGS = [
 ]
 
 
+def test_settings_that_an_earlier_version_wrote_into_a_checkpoint(uninterrupted, monkeypatch):
+    """They are text there, not bytes."""
+    stop_after(5, monkeypatch)
+    path = OUT / "checkpoints/4/state.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["run"] = np.array(arrays["run"].item().decode())
+    np.savez(path, **arrays)
+    (OUT / "run.json").unlink()
+    assert train.read_settings("run") == Settings(**SETTINGS)
+
+
 def test_damaged_settings(uninterrupted, monkeypatch, capsys):
     """Checkpoints replace a damaged run.json, because each holds the settings too."""
     stop_after(5, monkeypatch)

@@ -16,6 +16,8 @@ from sharded import collectives, mesh_context, mesh_of, put
 from memeff import sharding
 from memeff.nn import blockwise
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 B, T, C, F = 2, 11, 5, 12
 CHUNKS = (1, 4, 10, 50)  # no rest; a rest of 3; a rest of 1 after one chunk; one chunk

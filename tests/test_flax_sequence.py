@@ -27,6 +27,8 @@ import memeff
 from memeff import nn, switch, transforms
 from memeff.nn import switch as flax_switch
 
+pytestmark = pytest.mark.once
+
 DEVICES = 4
 T = 16
 ROWS = P(None, "seq")

@@ -7,6 +7,8 @@ import pytest
 import memeff
 from memeff.sequence.layout import LAYOUTS, chunk_start, layout_order, natural_order, stride_of
 
+pytestmark = pytest.mark.once
+
 
 def test_picture():
     assert memeff.sequence_positions(12, 2).tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]

@@ -26,6 +26,8 @@ from loss_cases import (
 from memeff import linear_cross_entropy
 from memeff.vocabulary import loops
 
+pytestmark = pytest.mark.once
+
 # ---- transforms
 
 

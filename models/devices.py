@@ -7,6 +7,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -49,7 +50,7 @@ def lay_out(config: Config, batch: Batch) -> Rows:
     tokens = batch.tokens.astype(np.int32)  # B T+1
     seen, targets = tokens[:, :-1], tokens[:, 1:]
     segment_ids = np.cumsum(seen == 0, axis=1, dtype=np.int32)  # byte 0 starts a document
-    positions = positions_in_document(segment_ids)
+    positions = positions_in_document(jnp.asarray(segment_ids))
     rows = Rows(seen, targets, batch.weights, segment_ids, positions)
     if config.devices == 1:
         return rows

@@ -178,7 +178,8 @@ def enter_shard_map(
     shape = operands.shape
     sharding = jax.typeof(operands.query).sharding
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    batch, heads = (sharding.spec[0], sharding.spec[2]) if is_explicit else (None, None)
+    of_query: Any = sharding.spec if is_explicit else (None,) * 4
+    batch, _, heads, _ = of_query
     of_key_heads = None if shape.K == 1 else heads
     along = plan.axes if len(plan.axes) > 1 else plan.axes[0]
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}

@@ -180,7 +180,7 @@ def enter_shard_map(
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
     batch, _, heads, _ = sharding.spec if is_explicit else (None,) * 4
     of_key_heads = None if shape.K == 1 else heads
-    along = plan.axes if len(plan.axes) > 1 else plan.axes[0]
+    along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
 
     def spec(x: Array, dims: str) -> PartitionSpec:

@@ -42,7 +42,7 @@ def pair_positions(
     if origin is None or problem.whole is None:
         return query_positions(problem, as_column(operands.q_offset), rows), cols
     stride = problem.whole.stride
-    first = as_column(origin.q_offset) + origin.first_query
+    first = origin.q_offset[:, None] + origin.first_query
     return first + stride * rows, origin.first_key + stride * cols
 
 

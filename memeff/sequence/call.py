@@ -176,11 +176,11 @@ def enter_shard_map(
     lie on it. On an Auto mesh those of the sequence do, and XLA partitions batch and heads.
     """
     shape = operands.shape
-    sharding = jax.typeof(operands.query).sharding
+    sharding: Any = jax.typeof(operands.query).sharding
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    batch, heads = (sharding.spec[0], sharding.spec[2]) if is_explicit else (None, None)
+    batch, _, heads, _ = sharding.spec if is_explicit else (None,) * 4
     of_key_heads = None if shape.K == 1 else heads
-    along = plan.axes if len(plan.axes) > 1 else plan.axes[0]
+    along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
 
     def spec(x: Array, dims: str) -> PartitionSpec:

@@ -49,7 +49,7 @@ def gathered_walk(
             part = Part(problem, rows, Chunk(), first, 0, distance)
             here = cut_part(part, operands, whole_keys, size)
             along = None
-            if tangents is not None:
+            if tangents is not None and whole_tangents is not None:
                 along = cut_part(part, tangents, whole_tangents, size)
             state, of_keys = visit(state, part, here, along)
             if found is None:

@@ -56,8 +56,8 @@ class Sharded:
             chosen, here = self.choose(part, here)
             found = _forward(chosen, lse_for, here)
             if in_parts:
-                rows = jax.tree.map(lambda x: part.rows.pick(x, 3), state)
-                found = merge_partial(rows, found)
+                out, lse = jax.tree.map(lambda x: part.rows.pick(x, 3), state)
+                found = merge_partial((out, found[0]), (lse, found[1]))
             return jax.tree.map(lambda x, y: part.rows.put(x, y, 3), state, found), None
 
         o, l = empty_rows(operands)
@@ -116,9 +116,11 @@ class Sharded:
 
         def visit(state, part: Part, here: Operands, along: Operands):
             chosen, here = self.choose(part, here)
-            rows = jax.tree.map(lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse))
+            out_rows, lse_rows = jax.tree.map(
+                lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse)
+            )
             found = chunked_tangent.tangent(
-                chosen.problem, chosen.schedule, here, *rows, along, narrow
+                chosen.problem, chosen.schedule, here, out_rows, lse_rows, along, narrow
             )
             return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, found), None
 

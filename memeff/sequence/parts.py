@@ -38,7 +38,8 @@ class Shards:
         return chunk_start(self.layout, self.devices, device, chunk.number, length)
 
 
-class Chunk(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunk:
     """One of `count` equal chunks of the tokens that a device holds."""
 
     number: Any = 0  # an int or an int32 array

@@ -152,7 +152,7 @@ def ring_walk(
             size = keys.key.shape[1] // part.cols.count
             here = cut_part(part, operands, keys, size)
             along = None
-            if tangents is not None:
+            if tangents is not None and key_tangents is not None:
                 along = cut_part(part, tangents, key_tangents, size)
             state, of_keys = visit(state, part, here, along)
             found = _collect(found, of_keys, part, keys)

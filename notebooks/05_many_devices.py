@@ -17,9 +17,10 @@
 # values, and `memeff.dot_product_attention` gives the numbers of one device. This notebook draws who
 # has what and who does what, and checks results, gradients and a training run against one device.
 #
-# It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for them,
-# before JAX starts, and for fast compiling, which is most of the work here. It also installs memeff where it is missing, from the checkout that the notebook
-# lies in if there is one. The last two cells need that checkout, because `models/` lies there.
+# It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for them
+# before JAX starts, and for fast compiling, because that is most of the work here. It also installs
+# memeff where it is missing, from the checkout that the notebook lies in if there is one. The last two
+# cells need that checkout, because `models/` lies there.
 
 # %%
 import importlib.util
@@ -234,9 +235,7 @@ def compiled_memory(devices, strategy):
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,), devices=devices_of_mesh)
     options = {}
     if devices > 1:
-        options = dict(
-            sequence_axis="seq", sequence_layout="zigzag", context_parallel=strategy
-        )
+        options = dict(sequence_axis="seq", sequence_layout="zigzag", context_parallel=strategy)
 
     def loss(q, k, v):
         return memeff.dot_product_attention(q, k, v, is_causal=True, **options).sum()
@@ -252,14 +251,12 @@ def compiled_memory(devices, strategy):
 
 alone = compiled_memory(1, None)
 memory = {}
+print("strategy   devices  arguments + gradients  temporary")
 for strategy in ("all_to_all", "ring"):
     memory[strategy] = [alone]
     memory[strategy] += [compiled_memory(count, strategy) for count in counts[1:]]
     for count, (given, temporary) in zip(counts, memory[strategy], strict=True):
-        print(
-            f"{strategy:10s} {count} device{"s" * (count > 1):1s}: {bench.human(given):>9s} of arguments and gradients, "
-            f"{bench.human(temporary):>9s} temporary"
-        )
+        print(f"{strategy:10s} {count:7d} {bench.human(given):>23s} {bench.human(temporary):>10s}")
         assert abs(given * count / alone[0] - 1) < 0.01
 
 # %% [markdown]

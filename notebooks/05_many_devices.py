@@ -14,13 +14,14 @@
 # # One sequence over many devices
 #
 # A sequence that outgrows one device is shared by several. Each has a part of the queries, keys and
-# values, and `memeff.dot_product_attention` gives the numbers of one device. This notebook draws who
-# has what and who does what, and checks results, gradients and a training run against one device.
+# values, and `memeff.dot_product_attention` gives the numbers of one device. This notebook draws
+# who has what and who does what, and checks results, gradients and a training run against one
+# device.
 #
-# It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for them
-# before JAX starts, and for fast compiling, because that is most of the work here. It also installs
-# memeff where it is missing, from the checkout that the notebook lies in if there is one. The last two
-# cells need that checkout, because `models/` lies there.
+# It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for
+# them before JAX starts, and for fast compiling, because that is most of the work here. It also
+# installs memeff where it is missing, from the checkout that the notebook lies in if there is one.
+# The last two cells need that checkout, because `models/` lies there.
 
 # %%
 import importlib.util
@@ -65,7 +66,7 @@ print(f"jax {jax.__version__}, {len(jax.devices())} devices of kind {jax.devices
 # the back. A striped one deals out single tokens. `memeff.sequence_positions` says it in numbers.
 
 # %%
-DEVICES = 8
+DEVICES = 4 if SHORT else 8
 LAYOUTS = ("contiguous", "zigzag", "striped")
 COLORS = plt.get_cmap("tab10")
 tokens = 4 * DEVICES
@@ -88,8 +89,8 @@ plt.show()
 
 # %% [markdown]
 # **How much work that is.** In causal order the query at position `i` sees `i + 1` keys, so late
-# tokens are dear. The slowest device sets the time, because all others wait for it. A dashed line is
-# the mean.
+# tokens are dear. The slowest device sets the time, because all others wait for it. A dashed line
+# is the mean.
 
 # %%
 length = 1024
@@ -100,7 +101,7 @@ for panel, layout in zip(panels, LAYOUTS, strict=True):
     share = pairs / pairs.mean()
     panel.bar(range(DEVICES), share, color=COLORS(range(DEVICES)))
     panel.axhline(1, color="black", linestyle="--", linewidth=1)
-    panel.set(title=f"{layout}: {share.max():.3f} of the mean at most", xlabel="device")
+    panel.set(title=f"{layout}: at most {share.max():.3f}", xlabel="device")
     if layout == "zigzag":
         assert (pairs == pairs[0]).all()
 panels[0].set_ylabel("causal work, mean = 1")
@@ -113,7 +114,8 @@ plt.show()
 
 # %%
 B, T, N, K, H = 1, 512, 8, 4, 32
-mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,))
+devices_of_mesh = jax.devices()[:DEVICES]
+mesh = jax.make_mesh((DEVICES,), ("seq",), axis_types=(AxisType.Auto,), devices=devices_of_mesh)
 sharded = NamedSharding(mesh, PartitionSpec(None, "seq"))
 keys = jax.random.split(jax.random.key(0), 8)
 shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H)]
@@ -141,7 +143,8 @@ with jax.set_mesh(mesh):
     out = jax.jit(attend)(q, k, v)
 expected = attend_on_one(*arrays)
 check("out", memeff.from_zigzag(out, DEVICES), expected)
-print(f"out {out.shape} is sharded along {out.sharding.spec}; a device has {sharded.shard_shape(out.shape)}")
+assert out.sharding.is_equivalent_to(q.sharding, out.ndim)
+print(f"out has shape {out.shape}, and {out.sharding.shard_shape(out.shape)} on each device")
 
 # %% [markdown]
 # **Gradients** have the sharding of their operands. Those of keys and values are sums over the
@@ -166,11 +169,11 @@ for name, operand, gradient, x in zip("qkv", (q, k, v), gradients, expected, str
     check(f"d{name}, sharded as {name}", memeff.from_zigzag(gradient, DEVICES), x)
 
 # %% [markdown]
-# **The stops of a ring.** Keys and values go from device to device. At stop `s` device `r` has those
-# of device `r - s`, and works on them while the next ones travel. Here four devices have eight chunks
-# of the sequence. A square is a chunk of queries (down) with a chunk of keys (across), in the colour
-# of the device that computes it; paler ones are causal inside. A contiguous layout leaves more
-# devices idle at each stop. In a zigzag every device has two squares at each stop.
+# **The stops of a ring.** Keys and values go from device to device. At stop `s` device `r` has
+# those of device `r - s`, and works on them while the next ones travel. Here four devices have
+# eight chunks of the sequence. A square is a chunk of queries (down) with a chunk of keys (across),
+# in the colour of the device that computes it; paler ones are causal inside. A contiguous layout
+# leaves more devices idle at each stop. In a zigzag every device has two squares at each stop.
 
 # %%
 RING = 4
@@ -221,8 +224,8 @@ for tokens_of_call in (2**13, 2**20):
     print(f"{bench.tokens(tokens_of_call)} tokens:\n{reasons}\n")
 
 # %% [markdown]
-# **Memory of a device**, as XLA compiled it: forward and gradient of a fixed sequence over ever more
-# devices. Nothing is allocated to find it. One device makes the plain call.
+# **Memory of a device**, as XLA compiled it: forward and gradient of a fixed sequence over ever
+# more devices. Nothing is allocated to find it. One device makes the plain call.
 
 # %%
 fixed = 1024 if SHORT else 8192
@@ -231,8 +234,8 @@ counts = (1, 2) if SHORT else (1, 2, 4, 8)
 
 def compiled_memory(devices, strategy):
     """Return the bytes on a device: of arguments and outputs, and temporary."""
-    devices_of_mesh = jax.devices()[:devices]
-    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,), devices=devices_of_mesh)
+    chosen = jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,), devices=chosen)
     options = {}
     if devices > 1:
         options = dict(sequence_axis="seq", sequence_layout="zigzag", context_parallel=strategy)
@@ -260,10 +263,11 @@ for strategy in ("all_to_all", "ring"):
         assert abs(given * count / alone[0] - 1) < 0.01
 
 # %% [markdown]
-# **The same as a picture.** Arguments and gradients fall as one over the number of devices. So does
-# what `"all_to_all"` holds beside them, from two devices on. (One device needs no copies to send and
-# receive.) The ring's temporary memory hardly falls *here*: XLA's compiler for CPUs runs the stops in
-# an order of its own, and holds arrays of several of them. So this is no measure of a ring on GPUs.
+# **The same as a picture.** Arguments and gradients fall as one over the number of devices. What
+# `"all_to_all"` holds beside them falls, too, from two devices on. (One device needs no copies to
+# send and receive.) The ring's temporary memory hardly falls *here*: XLA's compiler for CPUs runs
+# the stops in an order of its own, and holds arrays of several of them. So this is no measure of a
+# ring on GPUs.
 
 # %%
 drawing, panels = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True, layout="constrained")
@@ -278,9 +282,9 @@ panels[0].legend()
 plt.show()
 
 # %% [markdown]
-# **Merging by hand.** Devices merge what they have found in parts of the keys, and `memeff.merge` is
-# that step. Here four sequences share a prompt, whose keys exist once. All their queries meet the
-# prompt in one call, and each sequence its own keys in another.
+# **Merging by hand.** Devices merge what they have found in parts of the keys, and `memeff.merge`
+# is that step. Here four sequences share a prompt, whose keys exist once. All their queries meet
+# the prompt in one call, and each sequence its own keys in another.
 
 # %%
 sequences, own, shared = 4, 64, 256
@@ -326,9 +330,9 @@ print(report)
 assert report.ok
 
 # %% [markdown]
-# **It also says which device is wrong.** Here an error of one in a hundred is planted in what device
-# 2 returns. The line of `out` names it. Gradients of keys and values are wrong on all devices, because
-# the queries of device 2 see keys of all of them.
+# **It also says which device is wrong.** Here an error of one in a hundred is planted in what
+# device 2 returns. The line of `out` names it. Gradients of keys and values are wrong on all
+# devices, because the queries of device 2 see keys of all of them.
 
 
 # %%

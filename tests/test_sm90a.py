@@ -74,7 +74,6 @@ def test_messages_of_a_ring_travel_beside_its_work():
         messages = int(devices) - 1
         if mode == "gradient":
             messages += int(devices)
-            messages -= 1  # the first of the backward is that of the forward
         assert schedule.count("S") == messages
         assert re.fullmatch(r"W*(SW+DW*)+", schedule), schedule
     # a device has as many tokens in both, so with twice the devices a sequence has twice as many

@@ -88,11 +88,13 @@ def tangent(
     heads, those along `LogitParams`, and those that are not `narrow`, which JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
+    from memeff.chunked.tangent import tangent as differentiable_tangent
     from memeff.pallas.hopper import calls
 
     term_tangents = jax.tree.leaves(tangents.logit_params)
     array_tangents = jax.tree.leaves(tangents[:3])
-    in_kernels = narrow and array_tangents and not term_tangents and backward_is_kernel(operands)
-    if not in_kernels:
-        return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow=narrow)
+    if not narrow:
+        return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
+    if term_tangents or not array_tangents or not backward_is_kernel(operands):
+        return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

@@ -43,6 +43,8 @@ class AttentionOptions(TypedDict, total=False):
     sequence_axis: str | tuple[str, str] | None
     sequence_layout: Layout
     context_parallel: Strategy | None
+    batch_axis: str | tuple[str, ...] | None
+    head_axis: str | tuple[str, ...] | None
 
 
 class AttentionKwargs(AttentionOptions, total=False):
@@ -90,3 +92,5 @@ class Arguments(NamedTuple):
     sequence_axis: str | tuple[str, str] | None = None
     sequence_layout: Layout = "contiguous"
     context_parallel: Strategy | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None

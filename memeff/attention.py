@@ -73,6 +73,8 @@ def dot_product_attention(
     sequence_axis: str | tuple[str, str] | None = None,
     sequence_layout: Layout = "contiguous",
     context_parallel: Strategy | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
     precision: lax.PrecisionLike = None,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -153,6 +155,10 @@ def dot_product_attention(
       context_parallel: "ring" (keys travel; least memory), "all_gather" (all keys on every
         device; one device's bits) or "all_to_all" (each device computes some of the heads).
         Default: memeff chooses, and `memeff.explain` says why.
+      batch_axis, head_axis: the mesh axes over which the first leading dim and the heads are
+        sharded, one name or several. Inside `jax.shard_map` over them, functions and dropout then
+        count batch entries and heads in the whole call. With `sequence_axis` outside of shard_map,
+        memeff enters shard_map over them too. Elsewhere the arrays are whole and need neither.
       precision: of the products, as in `jax.lax.dot_general`.
       dropout_rng: a key of `jax.random`, required if dropout_rate > 0. The same key gives the same
         mask as Flax, for any chunk_size.
@@ -215,5 +221,7 @@ def dot_product_attention(
         sequence_axis=sequence_axis,
         sequence_layout=sequence_layout,
         context_parallel=context_parallel,
+        batch_axis=batch_axis,
+        head_axis=head_axis,
     )
     return run_attention(arguments)

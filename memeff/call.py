@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -14,7 +15,16 @@ from memeff import compiling, dispatch, sharding, tile_sizes, validate, validate
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
-from memeff.problem import Operands, Problem, check_sizes_known
+from memeff.problem import Operands, Problem, WholeCall, check_sizes_known
+from memeff.sequence.batch_and_heads import (
+    WHOLE,
+    BatchAndHeads,
+    Parts,
+    batch_and_heads_of,
+    check_inside,
+    count_in_whole_call,
+    find_on_mesh,
+)
 from memeff.sequence.call import (
     Place,
     attend_here,
@@ -22,6 +32,7 @@ from memeff.sequence.call import (
     find_axes,
     locate,
     make_plan,
+    stride_in,
 )
 from memeff.sequence.choose import Plan, Sizes
 from memeff.shape import CallShape, fold_leads, unfold
@@ -65,27 +76,38 @@ class ShardedCall(NamedTuple):
     operands: Operands
     place: Place
     plan: Plan
-    sizes: Sizes  # of the whole call
+    sizes: Sizes  # of the whole sequence, and of the batch entries and heads of a device
+    others: BatchAndHeads
 
 
 def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     """Check each argument of a call whose sequence is sharded over the mesh axes `axes`."""
     place = find_axes(axes, (arguments.query, arguments.key, arguments.value))
-    shards = math.prod(place.devices) if place.inside else 1
-    shape, problem, operands = normalise(arguments, shards)
-    plan, sizes = make_plan(arguments, axes, place, problem, operands)
-    problem, operands = locate(plan, sizes, problem, operands)
-    return ShardedCall(shape, problem, operands, place, plan, sizes)
+    others = batch_and_heads_of(arguments)
+    parts = Parts(sequence=1)
+    if place.inside:
+        parts = check_inside(others)._replace(sequence=math.prod(place.devices))
+    shape, problem, operands = normalise(arguments, parts)
+    parts_of_device = WHOLE
+    if not place.inside:
+        mesh = jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
+        others, parts_of_device = find_on_mesh(others, mesh, operands)
+    plan, sizes = make_plan(arguments, axes, place, parts_of_device, problem, operands)
+    whole = WholeCall(sizes.T, sizes.S, shape.N * parts.heads, stride_in(plan, sizes))
+    problem, operands = locate(whole, problem, operands)
+    if place.inside:
+        operands = count_in_whole_call(others, operands)
+    return ShardedCall(shape, problem, operands, place, plan, sizes, others)
 
 
 def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[Array, Array]:
     """Return out, and lse with `return_residual`, of a sequence that is sharded over `axes`."""
-    shape, problem, operands, place, plan, _ = prepare_sharded(arguments, axes)
+    shape, problem, operands, place, plan, _, others = prepare_sharded(arguments, axes)
     want_lse = bool(arguments.return_residual)
     if place.inside:
         out, lse = attend_here(plan, problem, want_lse, operands)
     else:
-        static = plan, place.mesh, problem, want_lse
+        static = plan, others, place.mesh, problem, want_lse
         out, lse = sharding.on_mesh_of_operands(enter_shard_map, static, operands)
     out = unfold(shape, out)
     return out if lse is None else (out, to_public_rows(shape, lse))
@@ -109,7 +131,13 @@ def prepare(
             "sequence_layout and context_parallel are for a sequence that is sharded over devices: "
             "pass sequence_axis, the name of its mesh axis."
         )
-    shape, problem, operands = normalise(arguments)
+    others = batch_and_heads_of(arguments)
+    parts = check_inside(others)
+    shape, problem, operands = normalise(arguments, parts)
+    if others != BatchAndHeads():
+        whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
+        problem, operands = locate(whole, problem, operands)
+        operands = count_in_whole_call(others, operands)
     if chosen is None:
         limit = parse_bytes("memory_limit", arguments.memory_limit)
         chosen = dispatch.choose_implementation(
@@ -127,22 +155,22 @@ def prepare(
     return Call(shape, problem, operands, chosen)
 
 
-def normalise(
-    arguments: Arguments, shards: int | None = None
-) -> tuple[CallShape, Problem, Operands]:
+def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Problem, Operands]:
     """Check each argument.
 
-    Return the sizes, the static choices, and the arrays with the leading dims as one B. `shards`:
-    query, key and value hold one of so many equal parts of a sharded sequence; None: the sequence
-    is not sharded.
+    Return the sizes, the static choices, and the arrays with the leading dims as one B. The arrays
+    hold one of `parts` of the whole call.
     """
     a = arguments
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
-    sharding.check_layout(query, key, value, sequence=shards is not None)
+    is_sharded = parts.sequence is not None
+    sharding.check_layout(query, key, value, sequence=is_sharded)
     shape = CallShape.of(query, key, value)
-    count = shards or 1
+    count = parts.sequence or 1
     pairs = shape._replace(S=count * shape.S)  # a bias or a mask has all columns
-    whole = pairs._replace(T=count * shape.T)
+    whole = pairs._replace(
+        leads=(parts.batch, *shape.leads), T=count * shape.T, N=parts.heads * shape.N
+    )
     logit_params, (scale, soft_cap) = validate.check_logit_params(
         pairs, a.bias, a.scale, a.logits_soft_cap
     )
@@ -176,7 +204,7 @@ def normalise(
         precision=validate_options.check_precision(a.precision),
         score_fn=score_fn,
         mask_fn=mask_fn,
-        blocks=blocks if shards is None else None,  # a shard's tiles lie elsewhere
+        blocks=None if is_sharded else blocks,  # a shard's tiles lie elsewhere
         qk_transform=transform,
     )
     operands = Operands(

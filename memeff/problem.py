@@ -29,7 +29,7 @@ class WholeCall(NamedTuple):
     T: int
     S: int
     N: int
-    stride: int  # tokens from one position of a shard to the next
+    stride: int = 1  # tokens from one position of a shard to the next
 
 
 @dataclasses.dataclass(frozen=True)

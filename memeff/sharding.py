@@ -74,7 +74,7 @@ def may_be_sharded() -> bool:
 
 
 def _like_query(operands: Operands) -> Operands:
-    """Lay bias, mask and sinks out over batch and heads like the query, on an Explicit mesh.
+    """Lay bias, mask and sinks out over batch, heads and rows like the query, on an Explicit mesh.
 
     Otherwise XLA gathers their tiles.
     """
@@ -89,7 +89,7 @@ def _like_query(operands: Operands) -> Operands:
             return x
         spec = []
         for dim, size in zip(dims, x.shape, strict=True):
-            spec.append(axes[dim] if dim in "bn" and size > 1 else None)
+            spec.append(axes[dim] if dim in "bnt" and size > 1 else None)
         return reshard(x, NamedSharding(query_sharding.mesh, PartitionSpec(*spec)))
 
     return map_operands(shard, operands)

@@ -71,6 +71,8 @@ def switch_jax_nn(
     sequence_axis: str | tuple[str, str] | None = None,
     sequence_layout: Layout = "contiguous",
     context_parallel: Strategy | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ) -> Iterator[list[tuple[int, ...]]]:
     """Make `jax.nn.dot_product_attention` compute with memeff, whichever library calls it.
 
@@ -97,8 +99,9 @@ def switch_jax_nn(
       implementation: as in `memeff.dot_product_attention`: None (memeff chooses), "xla",
         "reference" or "pallas".
       strict: raise an error, instead of a warning, if memeff ran no call.
-      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
-        calls inside then have a sequence that is sharded over devices.
+      sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
+        `memeff.dot_product_attention`. With sequence_axis, all calls inside have a sequence
+        that is sharded over devices.
 
     Returns:
       A list of the shapes of `query` in the calls that memeff ran, filled as they are traced. Calls
@@ -124,7 +127,9 @@ def switch_jax_nn(
             f"switch_jax_nn: implementation={implementation!r} is not known: "
             f"use None or one of {known}."
         )
-    sequence = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    sequence = SequenceOptions(
+        sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis
+    )
     check_sequence_options(sequence)
     choice = Choice(implementation, sequence)
     switch = _Switch()

@@ -243,14 +243,14 @@ def second_order(attend, arrays, cotangents, tangents):
 # ---- how it runs
 
 
-def run_whole(call: Call, compute: Callable, **how) -> Arrays:
-    """Return the results of one device."""
+def run_whole(call: Call, compute: Callable, options: Any = None, **how) -> Arrays:
+    """Return the results of one device. `options` are XLA's, for the compiler."""
     static = call.static | how
     attend = functools.partial(dot_product_attention, **static, return_residual=True)
     run = functools.partial(compute, attend)
     # inside shard_map, because memeff knows there that one device runs it
     run = jax.shard_map(run, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
-    found = jax.jit(run)(call.arrays, *draw_directions(call))
+    found = jax.jit(run, compiler_options=options)(call.arrays, *draw_directions(call))
     return jax.tree.map(np.asarray, found)
 
 
@@ -284,10 +284,12 @@ def lower(
     return jax.jit(run).lower(*arguments), arguments
 
 
-def run_sharded(call: Call, compute: Callable, devices: int, layout: str, strategy, **how):
+def run_sharded(
+    call: Call, compute: Callable, devices: int, layout: str, strategy, options=None, **how
+):
     """Return the results of many devices, with tokens in their own order."""
     program, arguments = lower(call, compute, devices, layout, strategy, **how)
-    found = program.compile()(*arguments)
+    found = program.compile(options)(*arguments)
     found = jax.tree.map(np.asarray, found)
     return in_layout(call, found, devices, layout, back=True)
 

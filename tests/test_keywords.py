@@ -91,6 +91,8 @@ ELSEWHERE = {  # keywords that change no number, and the test that shows what th
     "sequence_axis": "test_many_devices.py",
     "sequence_layout": "test_many_devices.py",
     "context_parallel": "test_many_devices.py",
+    "batch_axis": "test_shard_map.py",
+    "head_axis": "test_shard_map.py",
     "deterministic": "test_wrong_calls_are_cured_by_their_message",
     "dtype": "test_wrong_calls_are_cured_by_their_message",
     "module": "test_wrong_calls_are_cured_by_their_message",

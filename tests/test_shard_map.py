@@ -103,6 +103,40 @@ def test_shard_map(kind, axis_type, is_set):
     assert_near(results, wanted)
 
 
+NAMED = dict(batch_axis="x", head_axis="y")
+
+
+@pytest.mark.parametrize("kind", ["dropout", "functions", pytest.param("causal", marks=slow)])
+@EACH_MESH
+def test_names_of_axes_count_batch_and_heads_in_the_whole_call(kind, axis_type, is_set):
+    axes, spec = MESHES["batch and heads"]
+    static, extra = KINDS[kind]
+    run, args = shard_mapped(
+        functools.partial(both_ways, static | NAMED),
+        mesh_of(axis_type, **axes),
+        is_set,
+        specs_of_call(extra, spec),
+        (spec, P(*spec[:3]), spec, spec, spec),
+        (*arrays(), extra),
+    )
+    assert not collectives(run.as_text())
+    assert_near(run(*args), expected(kind))
+
+
+def test_names_of_axes_that_do_not_shard_the_query():
+    q, k, v = arrays()[:3]
+    mesh = mesh_of(AxisType.Auto, x=4, y=2)
+    specs = P("x"), P("x"), P("x")
+    attend = jax.shard_map(
+        functools.partial(dot_product_attention, **NAMED),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P("x"),
+    )
+    with pytest.raises(ValueError, match="query is the same on all devices of head_axis='y'"):
+        attend(q, k, v)
+
+
 @EACH_MESH
 def test_shard_map_sums_gradients_of_what_is_shared(axis_type, is_set):
     """Gradients of arguments that all devices share are the sums over devices.

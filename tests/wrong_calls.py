@@ -420,6 +420,13 @@ WRONG = [
         TypeError,
         r"sequence_axis must be the name of a mesh axis, or two names, got 3",
     ),
+    (
+        {"head_axis": "model"},
+        ValueError,
+        r"head_axis='model' is no axis of a jax.shard_map around .*Omit head_axis where the arrays",
+    ),
+    ({"batch_axis": 3}, TypeError, r"batch_axis must be the name of a mesh axis, or a tuple"),
+    ({"batch_axis": "x", "head_axis": "x"}, ValueError, r"mesh axis 'x' is named twice"),
     ({"sequence_layout": "zigzag"}, ValueError, r"sequence_layout.* pass sequence_axis"),
     ({"context_parallel": "ring"}, ValueError, r"context_parallel are for .* pass sequence_axis"),
 ]

@@ -60,9 +60,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         "qk_transform_params".
       sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: a logit for each
         head that takes probability and gives nothing. None: no sinks.
-      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`, for a
-        sequence that is sharded over devices. `decode=True` is refused with sequence_axis. `init`
-        needs no mesh: outside of one it makes the parameters on one device, from any length.
+      sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
+        `memeff.dot_product_attention`, for arrays that are sharded over devices. `decode=True`
+        is refused with sequence_axis. `init` needs no mesh: outside of one it makes the parameters
+        on one device, from any length.
       attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
         chunk_size and other keywords.
 
@@ -102,6 +103,8 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     sequence_axis: str | tuple[str, str] | None = None
     sequence_layout: Layout = "contiguous"
     context_parallel: Strategy | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self):
         check_heads(self.num_heads, self.num_kv_heads)

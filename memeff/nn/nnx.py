@@ -52,8 +52,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         `layer.score_fn.params` and `layer.qk_transform.params`.
       sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: a logit for
         each head that takes probability and gives nothing. None: no sinks.
-      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`, for a
-        sequence that is sharded over devices. `decode=True` is refused with sequence_axis.
+      sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
+        `memeff.dot_product_attention`, for arrays that are sharded over devices. `decode=True`
+        is refused with sequence_axis.
       attention_fn: default `memeff.nn.attention_fn`; use `functools.partial` of it to fix
         chunk_size and other keywords.
 
@@ -101,6 +102,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         sequence_axis: str | tuple[str, str] | None = None,
         sequence_layout: Layout = "contiguous",
         context_parallel: Strategy | None = None,
+        batch_axis: str | tuple[str, ...] | None = None,
+        head_axis: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
         **flax: Any,  # Flax's own keywords, which differ from version to version
     ):
@@ -114,7 +117,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             mask_fn,
             sinks_init,
         )
-        options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+        options = SequenceOptions(
+            sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis
+        )
         check_sequence(attention_fn, options, flax.get("decode"))
         super().__init__(
             num_heads,
@@ -150,6 +155,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.sequence_axis = sequence_axis
         self.sequence_layout = sequence_layout
         self.context_parallel = context_parallel
+        self.batch_axis = batch_axis
+        self.head_axis = head_axis
 
     def __call__(
         self,

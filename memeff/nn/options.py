@@ -81,7 +81,7 @@ def check_options(
 
 def sequence_options(module: Any) -> SequenceOptions:
     """Return the attributes of a module that are about a sharded sequence."""
-    return SequenceOptions(module.sequence_axis, module.sequence_layout, module.context_parallel)
+    return SequenceOptions(*(getattr(module, name) for name in SequenceOptions._fields))
 
 
 def check_sequence(attention_fn, options: SequenceOptions, decode: bool | None) -> None:

@@ -46,6 +46,8 @@ def switch_linen(
     sequence_axis: str | tuple[str, str] | None = None,
     sequence_layout: Layout = "contiguous",
     context_parallel: Strategy | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ) -> Iterator[list[str]]:
     """Make Flax Linen's attention modules compute with memeff, in `init` and `apply` alike.
 
@@ -56,10 +58,11 @@ def switch_linen(
 
     Args:
       strict: raise an error, instead of a warning, if no module was switched.
-      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
-        attention modules inside then have a sequence that is sharded over devices, also those that
-        compute with memeff already, unless they have a sequence_axis of their own. `init` needs no
-        mesh: outside of one it makes the parameters on one device.
+      sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
+        `memeff.dot_product_attention`. With sequence_axis, all attention modules inside have
+        a sequence that is sharded over devices, also those that compute with memeff already, unless
+        they have a sequence_axis of their own. `init` needs no mesh: outside of one it makes the
+        parameters on one device.
 
     Returns:
       A list of the paths of the modules that were switched, filled as they are traced. A function
@@ -80,7 +83,9 @@ def switch_linen(
       >>> switched
       ['(root)']
     """
-    options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    options = SequenceOptions(
+        sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis
+    )
     check_sequence_options(options)
     seen = _Seen()
 
@@ -160,6 +165,8 @@ def switch_nnx(
     sequence_axis: str | tuple[str, str] | None = None,
     sequence_layout: Layout = "contiguous",
     context_parallel: Strategy | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
 ) -> list[str]:
     """Make every `nnx.MultiHeadAttention` in `model` compute with memeff from now on.
 
@@ -168,9 +175,10 @@ def switch_nnx(
 
     Args:
       model: a module that holds `nnx.MultiHeadAttention`, at any depth, or is one.
-      sequence_axis, sequence_layout, context_parallel: as in `memeff.dot_product_attention`. All
-        attention modules of the model then have a sequence that is sharded over devices, also those
-        that compute with memeff already, unless they have a sequence_axis of their own.
+      sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
+        `memeff.dot_product_attention`. With sequence_axis, all attention modules of the model
+        have a sequence that is sharded over devices, also those that compute with memeff already,
+        unless they have a sequence_axis of their own.
 
     Returns:
       The paths of the modules that were switched.
@@ -189,7 +197,9 @@ def switch_nnx(
         is_linen = isinstance(model, linen.Module)
         cure = "use switch_linen()" if is_linen else "merge it first, if it was split"
         raise TypeError(f"model must be an nnx.Module, got {type(model).__name__}: {cure}.")
-    options = SequenceOptions(sequence_axis, sequence_layout, context_parallel)
+    options = SequenceOptions(
+        sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis
+    )
     check_sequence_options(options)
     modules = [
         (".".join(map(str, path)) or "(root)", module)

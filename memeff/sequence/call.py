@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
@@ -24,6 +24,7 @@ from memeff.problem import (
     check_sizes_known,
     map_operands,
 )
+from memeff.sequence.batch_and_heads import BatchAndHeads, Parts, count_in_whole_call
 from memeff.sequence.choose import (
     STRATEGIES,
     Plan,
@@ -73,10 +74,14 @@ def make_plan(
     arguments: Arguments,
     axes: tuple[str, ...],
     place: "Place",
+    parts: Parts,
     problem: Problem,
     operands: Operands,
 ) -> tuple[Plan, Sizes]:
-    """Check the arguments of a sharded sequence, and choose a strategy unless one is given."""
+    """Check the arguments of a sharded sequence, and choose a strategy unless one is given.
+
+    A device has one of `parts` of the batch entries and heads of `operands`.
+    """
     layout = arguments.sequence_layout
     check_layout_name(layout)
     check_sizes_known(operands, "A sequence that is sharded over devices")
@@ -85,7 +90,8 @@ def make_plan(
             "memory_limit does not support a sequence that is sharded over devices. Omit it, and "
             "pass chunk_size for smaller tiles."
         )
-    sizes = sizes_of(operands, math.prod(place.devices) if place.inside else 1, place.devices)
+    shards = math.prod(place.devices) if place.inside else 1
+    sizes = sizes_of(operands, shards, parts, place.devices)
     check_lengths(sizes, layout)
     request = Request(
         arguments.implementation,
@@ -107,14 +113,15 @@ def make_plan(
     return Plan(axes, layout, strategy, request), sizes
 
 
-def locate(
-    plan: Plan, sizes: Sizes, problem: Problem, operands: Operands
-) -> tuple[Problem, Operands]:
-    """Return a problem and operands that know their place in the whole call."""
-    stride = stride_of(plan.layout, sizes.devices[0])
+def stride_in(plan: Plan, sizes: Sizes) -> int:
+    """Return how many tokens lie from one position of a shard to the next."""
     if plan.strategy == "all_to_all" and len(plan.axes) == 1:
-        stride = 1  # tokens come into their own order
-    whole = WholeCall(sizes.T, sizes.S, sizes.N, stride)
+        return 1  # tokens come into their own order
+    return stride_of(plan.layout, sizes.devices[0])
+
+
+def locate(whole: WholeCall, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Return a problem and operands that know the whole call, and begin at its first token."""
     origin = None
     if problem.names_positions:
         zero = jnp.int32(0)
@@ -166,19 +173,25 @@ def _mesh_of(x: Any) -> Any:
     return x.sharding.mesh
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def enter_shard_map(
-    plan: Plan, mesh: Any, problem: Problem, want_lse: bool, operands: Operands
+    plan: Plan,
+    others: BatchAndHeads,
+    mesh: Any,
+    problem: Problem,
+    want_lse: bool,
+    operands: Operands,
 ) -> tuple[Array, Array | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call.
 
-    On an Explicit mesh all axes become manual, because the query's type says how batch and heads
-    lie on it. On an Auto mesh those of the sequence do, and XLA partitions batch and heads.
+    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and `others`
+    do, and XLA partitions batch and heads over the rest.
     """
     shape = operands.shape
     sharding: Any = jax.typeof(operands.query).sharding
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    batch, _, heads, _ = sharding.spec if is_explicit else (None,) * 4
+    batch = others.batch or None
+    heads = others.heads or None
     of_key_heads = None if shape.K == 1 else heads
     along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
@@ -206,23 +219,14 @@ def enter_shard_map(
     rows = PartitionSpec(batch, of_key_heads, of_group, along)
 
     def run(operands: Operands) -> tuple[Array, Array | None]:
-        origin = operands.origin
-        if origin is not None:
-            first_batch = _first_of_device(batch, operands.query.shape[0])
-            first_head = _first_of_device(heads, operands.query.shape[2])
-            origin = origin._replace(first_batch=first_batch, first_head=first_head)
-        return attend_here(plan, problem, want_lse, operands._replace(origin=origin))
+        return attend_here(plan, problem, want_lse, count_in_whole_call(others, operands))
 
+    manual = {*plan.axes, *others.batch, *others.heads}
     sharded = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(specs,),
         out_specs=(rows, rows if want_lse else None),
-        axis_names=set(sharding.mesh.axis_names) if is_explicit else set(plan.axes),
+        axis_names=set(sharding.mesh.axis_names) if is_explicit else manual,
     )
     return sharded(operands)
-
-
-def _first_of_device(axes: Any, size: int) -> Array:
-    """Return the number of the first of `size` entries that this device has along a sharded dim."""
-    return jnp.int32(0) if axes is None else lax.axis_index(axes) * size

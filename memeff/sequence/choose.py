@@ -9,6 +9,7 @@ import numpy as np
 from memeff.arguments import Strategy
 from memeff.implementations import Request
 from memeff.problem import Operands, Problem
+from memeff.sequence.batch_and_heads import Parts
 from memeff.sequence.exchange import why_not_exchange
 from memeff.sequence.layout import Layout, chunks_of_device
 from memeff.units import format_bytes
@@ -36,7 +37,10 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of a whole call that matter for the choice, and the devices along each axis."""
+    """The sizes that matter for the choice: a whole sequence, some batch entries and heads of it.
+
+    `devices` are those along each axis of the sequence.
+    """
 
     B: int
     T: int
@@ -188,16 +192,20 @@ def explain_plan(
     return "\n".join(lines)
 
 
-def sizes_of(operands: Operands, shards: int, devices: tuple[int, ...]) -> Sizes:
-    """Return the sizes of a whole call of whose sequence `operands` hold one of `shards` parts."""
+def sizes_of(operands: Operands, shards: int, parts: Parts, devices: tuple[int, ...]) -> Sizes:
+    """Return the sizes of a whole sequence, and the batch entries and heads of a device.
+
+    `operands` hold one of `shards` parts of the sequence, and a device has one of `parts` of their
+    batch entries and heads. One key head serves all.
+    """
     shape = operands.shape
     itemsize: Any = operands.query.dtype.itemsize
     return Sizes(
-        shape.B,
+        shape.B // parts.batch,
         shards * shape.T,
         shards * shape.S,
-        shape.N,
-        shape.K,
+        shape.N // parts.heads,
+        shape.K if shape.K == 1 else shape.K // parts.heads,
         shape.H,
         shape.D,
         itemsize,

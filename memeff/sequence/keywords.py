@@ -7,16 +7,19 @@ from jax.core import Tracer
 
 from memeff import sharding
 from memeff.arguments import Strategy
+from memeff.sequence.batch_and_heads import batch_and_heads_of
 from memeff.sequence.choose import STRATEGIES
 from memeff.sequence.layout import Layout, check_layout_name
 
 
 class SequenceOptions(NamedTuple):
-    """The keywords of `dot_product_attention` for a sharded sequence, with its defaults."""
+    """The keywords of `dot_product_attention` for many devices, with its defaults."""
 
     sequence_axis: str | tuple[str, str] | None = None
     sequence_layout: Layout = "contiguous"
     context_parallel: Strategy | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords whose values are not the defaults."""
@@ -27,6 +30,7 @@ class SequenceOptions(NamedTuple):
 def check_sequence_options(options: SequenceOptions) -> None:
     """Refuse values that no call can have."""
     sharding.sequence_axes(options.sequence_axis, None)
+    batch_and_heads_of(options)
     check_layout_name(options.sequence_layout)
     strategy = options.context_parallel
     if strategy is not None and strategy not in STRATEGIES:

@@ -69,7 +69,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     if problem.dropout is not None:
         return "the Hopper kernels do not support dropout"
     if operands.origin is not None:
-        return "the Hopper kernels do not support functions on a part of a sequence"
+        return "the Hopper kernels do not support functions on a part of a whole call"
     if operands.mask is not None and not mask_is_of_tokens(operands.mask):
         return (
             "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "

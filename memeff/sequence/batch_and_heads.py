@@ -1,0 +1,149 @@
+"""Say over which mesh axes batch and heads are sharded, beside a sequence or without one."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AxisType
+
+from memeff.problem import Operands
+from memeff.sharding import varying_axes
+
+
+class BatchAndHeads(NamedTuple):
+    """The mesh axes over which batch and heads are sharded; () is none."""
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    def devices(self, mesh: Any) -> "Parts":
+        """Return over how many devices of a mesh each is sharded."""
+        counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in self]
+        return Parts(*counts)
+
+
+class Parts(NamedTuple):
+    """Of how many equal parts of a whole call the arrays hold one, along each of its dims."""
+
+    batch: int = 1
+    heads: int = 1
+    sequence: int | None = None  # None: the sequence is not sharded
+
+
+WHOLE = Parts()
+
+
+def batch_and_heads_of(options: Any) -> BatchAndHeads:
+    """Return the axes that `options.batch_axis` and `.head_axis` name, and refuse repeated names."""
+    batch = _names("batch_axis", options.batch_axis)
+    heads = _names("head_axis", options.head_axis)
+    names = [*batch, *heads, *_as_tuple(options.sequence_axis)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"the mesh axis {name!r} is named twice among sequence_axis, batch_axis and "
+                "head_axis. Name it where it shards a dim."
+            )
+    return BatchAndHeads(batch, heads)
+
+
+def check_inside(axes: BatchAndHeads) -> Parts:
+    """Return the parts inside `jax.shard_map`, and refuse axes that are not manual there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for argument, name in _named(axes):
+        if name not in mesh.manual_axes:
+            known = ", ".join(map(repr, mesh.manual_axes)) or "none"
+            raise ValueError(
+                f"{argument}={name!r} is no axis of a jax.shard_map around this call (its axes: "
+                f"{known}). Omit {argument} where the arrays are whole, unless sequence_axis is "
+                "given."
+            )
+    return axes.devices(mesh)
+
+
+def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[BatchAndHeads, Parts]:
+    """Return the axes over which whole operands lie on a mesh, and over how many devices.
+
+    On an Explicit mesh the query's type tells, and the arguments may not contradict it.
+    """
+    query: Any = jax.typeof(operands.query)
+    if AxisType.Explicit in query.sharding.mesh.axis_types:
+        batch, _, heads, _ = query.sharding.spec
+        typed = BatchAndHeads(_as_tuple(batch), _as_tuple(heads))
+        if axes not in (BatchAndHeads(), typed):
+            raise ValueError(
+                f"batch_axis={axes.batch} and head_axis={axes.heads} contradict the type of query, "
+                f"{typed.batch} and {typed.heads}. Omit them on a mesh with Explicit axes."
+            )
+        axes = typed
+    for argument, name in _named(axes):
+        if name not in mesh.axis_names:
+            known = ", ".join(map(repr, mesh.axis_names))
+            raise ValueError(
+                f"{argument}={name!r} is no axis of the mesh of sequence_axis. Its axes: {known}."
+            )
+    parts = axes.devices(mesh)
+    shape = operands.shape
+    if shape.B % parts.batch:
+        raise ValueError(
+            f"batch_axis={axes.batch} has {parts.batch} devices, which do not divide B={shape.B} "
+            "batch entries. Omit batch_axis, or pad the batch."
+        )
+    if shape.N % parts.heads or (shape.K > 1 and shape.K % parts.heads):
+        raise ValueError(
+            f"head_axis={axes.heads} has {parts.heads} devices, which must divide N={shape.N} query "
+            f"heads and K={shape.K} key heads. Omit head_axis, or repeat the key heads."
+        )
+    return axes, parts
+
+
+def count_in_whole_call(axes: BatchAndHeads, operands: Operands) -> Operands:
+    """Return a device's operands whose origin has its first batch entry and head.
+
+    Inside shard_map, whose default checks tell whether the query is sharded over the axes.
+    """
+    for argument, name in _named(axes):
+        checked = name in varying_axes(lax.axis_index(name))  # not with check_vma=False
+        if checked and name not in varying_axes(operands.query):
+            raise ValueError(
+                f"query is the same on all devices of {argument}={name!r}. Shard it over them by "
+                f"in_specs, or omit {argument}."
+            )
+    if operands.origin is None:
+        return operands
+    B, _, N, _ = operands.query.shape
+    first_batch = _rank(axes.batch) * B
+    first_head = _rank(axes.heads) * N
+    return operands._replace(
+        origin=operands.origin._replace(first_batch=first_batch, first_head=first_head)
+    )
+
+
+def _named(axes: BatchAndHeads) -> list[tuple[str, str]]:
+    """Return (argument, name) of each axis."""
+    batch = [("batch_axis", name) for name in axes.batch]
+    return batch + [("head_axis", name) for name in axes.heads]
+
+
+def _names(argument: str, value: Any) -> tuple[str, ...]:
+    """Return the names of mesh axes as a tuple."""
+    names = _as_tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be the name of a mesh axis, or a tuple of names, got {value!r}."
+        )
+    return names
+
+
+def _as_tuple(names: Any) -> tuple[Any, ...]:
+    """Return an entry of a PartitionSpec as a tuple of names."""
+    if names is None:
+        return ()
+    return names if isinstance(names, tuple) else (names,)
+
+
+def _rank(axes: tuple[str, ...]) -> Array:
+    """Return the number of this device along the axes together, int32."""
+    return lax.axis_index(axes) if axes else jnp.int32(0)

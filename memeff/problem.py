@@ -90,7 +90,8 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
-    partial_out: bool = False  # out stays in the accumulators' dtype, because it will be merged
+    # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added
+    partial_out: bool = False
 
     def heads_of_tile(self, B: int, K: int) -> tuple[int, int]:
         """Return the batch entries and key heads of a tile, of B and K."""

@@ -60,8 +60,8 @@ def merge_rows(
     return total, m, l
 
 
-def merge_partial(outs: tuple[Array, Array], lses: tuple[Lse, Lse]) -> tuple[Array, Lse]:
-    """Return out [B, K, G, T, D] and lse [B, K, G, T] of all keys from those of two parts."""
+def merge_partial(outs: Sequence[Array], lses: Sequence[Lse]) -> tuple[Array, Lse]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T] of all keys from those of the parts."""
     logs = [jnp.where(lse.high == LSE_OF_EMPTY_ROW, -jnp.inf, lse.high) for lse in lses]
     out, m, l = merge_rows(outs, logs, [lse.low for lse in lses])
     empty = l == 0

@@ -8,12 +8,12 @@ values of one layer exist whole on each device, and in the backward their gradie
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.problem import Operands, Problem, map_operands
 from memeff.sequence.layout import chunks_of_device, layout_order, natural_order
 from memeff.sequence.parts import Chunk, Keys, Part, Shards, cut_part, keys_of
+from memeff.sequence.terms import Term, sum_terms
 
 MOST_BRANCHES = 16  # devices; each has a branch of its own, which is compiled
 
@@ -41,7 +41,7 @@ def gathered_walk(
     count = chunks_of_device(shards.layout)
 
     def visit_chunks(rank: Any, state: Any) -> tuple[Any, Any]:
-        found = None
+        found = []
         for number in range(count):
             rows = Chunk(number, count)
             first = shards.start(rank, rows, operands.query.shape[1] // count)
@@ -52,11 +52,9 @@ def gathered_walk(
             if tangents is not None and whole_tangents is not None:
                 along = cut_part(part, tangents, whole_tangents, size)
             state, of_keys = visit(state, part, here, along)
-            if found is None:
-                found = of_keys
-            elif of_keys is not None:
-                found = jax.tree.map(jnp.add, found, of_keys)
-        return state, found
+            if of_keys is not None:
+                found.append(Term(Chunk(), of_keys))
+        return state, sum_terms(found, 1) if found else None
 
     if branches:
 

@@ -9,6 +9,7 @@ So what a part supports, the whole supports, in both modes and every order.
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -18,14 +19,22 @@ from jax import Array
 from memeff import dispatch
 from memeff.arguments import Strategy
 from memeff.chunked import tangent as chunked_tangent
-from memeff.chunked.row_sums import empty_rows
 from memeff.chunked.schedule import has_array_bounds
 from memeff.implementations import Chosen, Request
 from memeff.problem import Gradients, Operands, Problem, Schedule, accumulator_dtype
 from memeff.sequence.gathered import MOST_BRANCHES, gathered_walk
 from memeff.sequence.parts import Part, Shards, add_logit_params, place_part
 from memeff.sequence.ring import ring_walk
-from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, LseFor, lse_with_sinks, merge_partial
+from memeff.sequence.terms import (
+    Term,
+    add_term,
+    add_values,
+    combine_terms,
+    join_terms,
+    merge_values,
+    sum_terms,
+)
+from memeff.softmax import Lse, LseFor, lse_with_sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +61,14 @@ class Sharded:
             lse_for = "caller"
             operands = operands._replace(logit_params=params._replace(sinks=None))
 
-        def visit(state, part: Part, here: Operands, _):
+        def visit(terms, part: Part, here: Operands, _):
             chosen, here = self.choose(part, here)
-            found = _forward(chosen, lse_for, here)
-            if in_parts:
-                out, lse = jax.tree.map(lambda x: part.rows.pick(x, 3), state)
-                found = merge_partial((out, found[0]), (lse, found[1]))
-            return jax.tree.map(lambda x, y: part.rows.put(x, y, 3), state, found), None
+            term = Term(part.rows, _forward(chosen, lse_for, here))
+            return add_term(merge_values, terms, term, 3), None
 
-        o, l = empty_rows(operands)
-        start = o, Lse(l + LSE_OF_EMPTY_ROW, l)
-        (out, lse), _ = self.walk(problem, operands, start, visit)
+        terms, _ = self.walk(problem, operands, [], visit)
+        parts, lse = join_terms(combine_terms(merge_values, terms, 3), 3)
+        out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in parts])
         if sinks is not None:
             total, _ = lse_with_sinks(lse, sinks)
             share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
@@ -84,21 +90,21 @@ class Sharded:
         dtype = accumulator_dtype(operands)
 
         def visit(state, part: Part, here: Operands, _):
-            dquery, dparams, rows = state
+            dqueries, dparams, rows = state
             chosen, here = self.choose(part, here)
             found = _backward(chosen, here, *jax.tree.map(lambda x: part.rows.pick(x, 3), rows))
-            dquery = part.rows.add(dquery, found.query, 1)
+            dqueries = add_term(add_values, dqueries, Term(part.rows, found.query), 1)
             dparams = add_logit_params(part, dparams, found.logit_params)
-            return (dquery, dparams, rows), (found.key.astype(dtype), found.value.astype(dtype))
+            return (dqueries, dparams, rows), (found.key, found.value)
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
 
         dparams = jax.tree.map(zeros, operands.logit_params)
         rows = out, lse, dout, dlse  # in the state, so that a stop cuts its chunks when it runs
-        start = zeros(operands.query), dparams, rows
-        (dquery, dparams, _), (dkey, dvalue) = self.walk(problem, operands, start, visit)
-        return Gradients(dquery, dkey, dvalue, dparams)
+        start = [], dparams, rows
+        (dqueries, dparams, _), (dkey, dvalue) = self.walk(problem, operands, start, visit)
+        return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
     def tangent(
         self,
@@ -153,15 +159,16 @@ class Sharded:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(chosen: Chosen, lse_for: LseFor, operands: Operands) -> tuple[Array, Lse]:
-    """Return out, in the accumulators' dtype, and lse of a part."""
+def _forward(chosen: Chosen, lse_for: LseFor, operands: Operands) -> tuple[tuple[Array, ...], Lse]:
+    """Return a tuple of arrays whose sum is out of a part, and its lse."""
     problem, schedule, module = chosen
     out, lse = module.forward(problem, schedule, operands, lse_for)
+    out = out if isinstance(out, tuple) else (out,)
     return out, Lse(lse.high, jnp.zeros_like(lse.high) if lse.low is None else lse.low)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(chosen: Chosen, operands: Operands, out, lse, dout, dlse) -> Gradients:
-    """Return the gradients of a part in the accumulators' dtype."""
+    """Return the gradients of a part."""
     problem, schedule, module = chosen
     return module.backward(problem, schedule, operands, out, lse, dout, dlse)

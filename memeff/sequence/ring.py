@@ -26,7 +26,8 @@ from jax.sharding import AxisType
 
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
-from memeff.sequence.parts import Chunk, Keys, Part, Shards, cut_part, keys_of
+from memeff.sequence.parts import Chunk, Part, Shards, cut_part, keys_of
+from memeff.sequence.terms import Term, sum_terms
 
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
@@ -131,7 +132,8 @@ def ring_walk(
     send = functools.partial(_send, shards, all_manual and not differentiable)
     stops = ring_stops(shards, problem, operands)
     coming = own
-    behind = kept = None
+    behind = None  # gradients of keys that travel behind them
+    kept = []  # terms of the gradients of this device's keys
     previous = 0  # the distance at which `behind` was found
     for n, (s, parts) in enumerate(stops):
         keys, key_tangents = arrived = coming if s else own
@@ -144,10 +146,9 @@ def ring_walk(
             step = ahead - s if goes_on else ahead
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         coming, behind = send(outgoing, step % P, behind, (target - previous) % P)
-        if target == 0:
-            kept = _add(kept, behind)
-            behind = None
-        found = None
+        found = []
+        if behind is not None:
+            (found if target else kept).append(Term(WHOLE, behind))
         for part in parts:
             size = keys.key.shape[1] // part.cols.count
             here = cut_part(part, operands, keys, size)
@@ -155,11 +156,9 @@ def ring_walk(
             if tangents is not None and key_tangents is not None:
                 along = cut_part(part, tangents, key_tangents, size)
             state, of_keys = visit(state, part, here, along)
-            found = _collect(found, of_keys, part, keys)
-        if s:
-            behind = _add(behind, found)
-        else:
-            kept = _add(kept, found)
+            if of_keys is not None:
+                (found if s else kept).append(Term(part.cols, of_keys))
+        behind = sum_terms(found, 1) if found else None
         previous = s
         if (
             not differentiable
@@ -168,7 +167,9 @@ def ring_walk(
             held = coming, state, behind, kept, operands
             coming, state, behind, kept, operands = lax.optimization_barrier(held)
     _, behind = send(None, 0, behind, -previous % P)
-    return state, _add(kept, behind)
+    if behind is not None:
+        kept.append(Term(WHOLE, behind))
+    return state, sum_terms(kept, 1) if kept else None
 
 
 def _send(
@@ -201,20 +202,3 @@ def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
     for part, word, x in zip(jnp.split(message, ends[:-1]), words, arrays, strict=True):
         received.append(lax.bitcast_convert_type(part.reshape(word.shape), x.dtype))
     return jax.tree.unflatten(structure, received)
-
-
-def _add(x: Any, y: Any) -> Any:
-    """Return x + y of two pytrees; None is 0."""
-    if x is None or y is None:
-        return y if x is None else x
-    return jax.tree.map(jnp.add, x, y)
-
-
-def _collect(found: Any, of_keys: Any, part: Part, keys: Keys) -> Any:
-    """Add the gradients of a part's keys to those of all keys that are here; None is 0."""
-    if of_keys is None or part.cols.count == 1:
-        return _add(found, of_keys)
-    if found is None:
-        like = keys.key, keys.value
-        found = jax.tree.map(lambda x, dx: jnp.zeros_like(x, dx.dtype), like, of_keys)
-    return jax.tree.map(lambda x, dx: part.cols.add(x, dx, 1), found, of_keys)

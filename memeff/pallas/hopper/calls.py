@@ -225,8 +225,8 @@ def _pad_scalars(scalars: Scalars) -> Scalars:
 
 def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
-) -> tuple[Array, Lse | None]:
-    """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
+) -> tuple[Array | tuple[Array, ...], Lse | None]:
+    """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
     operands = _mask_as_segments(operands)
     scalars = _scalars(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
@@ -239,16 +239,18 @@ def forward(
         padded_scalars = _pad_scalars(jax.tree.unflatten(structure, leaves))
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
-        out, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
-        out = _unfold_heads(out, (B, T, K, G), value.shape[-1])
+        outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
+        outs = tuple(_unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
         if lse is None:
-            return (out,)
-        return out, lse[..., :T].reshape(B, K, G, T)
+            return outs
+        return *outs, lse[..., :T].reshape(B, K, G, T)
 
-    dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
+    out_count = 2 if partial_out else 1
+    dims_out = ("bkgtd",) * out_count + (("bkgt",) if lse_for else ())
     run = partitioned(call, (*DIMS, *_dims(scalars)), dims_out)
-    out, *lse = run(*_split_query(operands, operands.shape.K), *leaves)
-    return out, Lse(lse[0], None) if lse else None
+    found = run(*_split_query(operands, operands.shape.K), *leaves)
+    outs = tuple(found[:out_count])
+    return outs if partial_out else outs[0], Lse(found[-1], None) if lse_for else None
 
 
 class _GradientInputs(NamedTuple):

@@ -59,10 +59,10 @@ def attend(
     scalars: Scalars,
     want_lse: bool,
     tiling: Tiling,
-) -> tuple[Array, Array | None]:
-    """Return out [B, T, N, D] and lse [B, N, T'].
+) -> tuple[tuple[Array, ...], Array | None]:
+    """Return out [B, T, N, D] in the dtype of the query, and lse [B, N, T'].
 
-    out is float32 with `tiling.out_in_parts`, and otherwise has the dtype of the query.
+    With `tiling.out_in_parts` out is the sum of two arrays, otherwise there is one.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
     of 64. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
     padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
@@ -132,10 +132,7 @@ def attend(
         sums_over_rows=True,
     )
     found = kernel(query, key, value, *jax.tree.leaves(scalars))
-    out = found[0]
-    if tiling.out_in_parts:
-        out = found[0].astype(jnp.float32) + found[1].astype(jnp.float32)
-    return out, found[-1] if want_lse else None
+    return tuple(found[:out_parts]), found[-1] if want_lse else None
 
 
 def _copy_operands(

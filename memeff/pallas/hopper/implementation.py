@@ -46,8 +46,11 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 def forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
-) -> tuple[Array, Lse | None]:
-    """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles."""
+) -> tuple[Array | tuple[Array, ...], Lse | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles.
+
+    With `schedule.partial_out`, out is a tuple of arrays whose sum it is.
+    """
     from memeff.pallas.hopper import calls
 
     return calls.forward(problem, operands, lse_for, schedule.partial_out)

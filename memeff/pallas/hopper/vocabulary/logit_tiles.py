@@ -46,6 +46,7 @@ WORDS = 256  # of a tile
 FEATURES = 64  # of a step
 PART = 64  # words of a part of a tile, which is stored at a time
 STAGES = 4  # slots of the ring
+UNROLLED = 2  # steps, so that one multiplies while the next one is awaited
 SLOTS = 1  # parts of a tile that a consumer stores at the same time
 LONGEST_RUN = 64  # tiles of words in a work item
 TOGETHER = 16  # tiles of tokens whose items run at the same time, so that they share words in L2
@@ -529,12 +530,20 @@ class Consumer(NamedTuple):
         stages = scratch.x_s.shape[0]
         rows = pl.ds(self.warpgroup * ROWS, ROWS)
 
-        def step(n, _):
-            slot = lax.rem(done + n, jnp.int32(stages))
-            plgpu.barrier_wait(scratch.ready.at[slot])
-            plgpu.wgmma(total, scratch.x_s.at[slot, rows], scratch.k_s.at[slot])  # (1)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch.used.at[slot])
+        unrolled = 1 if self.steps % UNROLLED else UNROLLED
 
-        lax.fori_loop(0, self.steps, step, None)
+        def step(n, _):
+            used = None
+            for more in range(unrolled):
+                slot = lax.rem(done + n * unrolled + more, jnp.int32(stages))
+                plgpu.barrier_wait(scratch.ready.at[slot])
+                plgpu.wgmma(total, scratch.x_s.at[slot, rows], scratch.k_s.at[slot])  # (1)
+                if used is not None:
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(used)
+                used = scratch.used.at[slot]
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(used)
+
+        lax.fori_loop(0, self.steps // unrolled, step, None)
         return plgpu.wgmma_accumulator_load(total, wait_n=0)

@@ -237,8 +237,7 @@ def _block(
         def transposed(lse, dsums):
             return cotangents(lse, dsums), (None, None)
 
-        m, l, hit = rows
-        total = None
+        m, l, hit, total = rows
     else:
         raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
         zeros = jnp.zeros_like(weights)

@@ -83,13 +83,13 @@ def cotangents(settings: Settings, tokens: Tokens, words: Words, lse: Lse, dsums
 def kept_probabilities(
     settings: Settings, tokens: Tokens, words: Words
 ) -> tuple[list[Array], Callable[[Lse, Sums], Array]]:
-    """Return m, l and hit, each [t], and the function from lse and dsums to d_raw [t, V]."""
-    what = ProbabilityPass(SumPass(False))
+    """Return m, l, hit and total, each [t], and the function from lse and dsums to d_raw [t, V]."""
+    what = ProbabilityPass(SumPass(settings.wants_total))
     runs, codes, maxima = _visit(settings, what, (tokens.x, words.kernel, tokens.labels))
-    t, V = codes.shape
-    maxima = maxima[:, :t]
-    cotangents = functools.partial(_cotangents_of_codes, tokens, words, codes, maxima)
-    return _sums_of_runs(runs, t), cotangents
+    t = len(tokens.labels)
+    m, l, hit, *total = _sums_of_runs(runs, t)
+    cotangents = functools.partial(_cotangents_of_codes, tokens, words, codes, maxima[:, :t])
+    return [m, l, hit, total[0] if total else l], cotangents
 
 
 def _cotangents_of_codes(
@@ -97,10 +97,12 @@ def _cotangents_of_codes(
 ) -> Array:
     """Return d_raw [t, V] from exp(s - m) in 16 bits and the m [tiles, t] of each tile of words."""
     assert lse.low is not None
-    t, V = codes.shape
+    V = codes.shape[1]
     factors = jnp.exp((maxima - lse.high) - lse.low) * dsums.lse
     factors = jnp.repeat(factors.T, WORDS, axis=1)[:, :V]
     ds = decode_probabilities(codes) * factors + only_labels(tokens, words, dsums.hit[:, None])
+    if dsums.total is not None:
+        ds = ds + dsums.total[:, None]
     if tokens.visible is not None:
         ds = jnp.where(tokens.visible[:, None], ds, 0)
     return ds.astype(tokens.x.dtype)

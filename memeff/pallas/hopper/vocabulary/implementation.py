@@ -64,11 +64,11 @@ def cotangents(settings: Settings, tokens: Tokens, words: Words, lse: Lse, dsums
 
 def keeps_probabilities(settings: Settings, inputs: Inputs) -> bool:
     """Return whether `kept_probabilities` supports a call."""
-    return inputs.bias is None and settings.soft_cap is None and not settings.wants_total
+    return inputs.bias is None and settings.soft_cap is None
 
 
 def kept_probabilities(settings: Settings, tokens: Tokens, words: Words):
-    """Return m, l and hit, each [t], of all words, and a function.
+    """Return m, l, hit and total, each [t], of all words, and a function.
 
     The function maps lse and the cotangents of the sums to d_raw [t, V], from probabilities that
     are kept in 16 bits.

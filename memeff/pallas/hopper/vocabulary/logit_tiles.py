@@ -520,6 +520,7 @@ class Consumer(NamedTuple):
             return
         words = pl.ds(word_tile * WORDS, WORDS)
         ready = self.scratch.terms_ready.at[self.warpgroup]
+        plgpu.commit_smem()  # all threads have read the bias of the tile before
         plgpu.copy_gmem_to_smem(
             bias_ref.at[words], self.scratch.terms_s.at[self.warpgroup], ready
         )

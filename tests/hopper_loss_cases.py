@@ -18,34 +18,36 @@ HIDDEN = (0, 63, 64, 319)  # words
 
 OPTIONS = {  # of arrays, and static
     "plain": ({}, {}),
-    "bias": ({"bias": np.random.default_rng(5).standard_normal(V).astype(f32)}, {}),
+    "bias": ({"bias": None}, {}),
     "ignore": ({}, {"ignore_label": IGNORE}),
     "smoothing": ({}, {"label_smoothing": 0.2}),
     "z_loss": ({}, {"z_loss": 0.3}),
     "cap": ({}, {"logits_soft_cap": 1.5}),
 }
-OPTIONS["hidden"] = (
-    {"bias": np.where(np.isin(np.arange(V), HIDDEN), -np.inf, OPTIONS["bias"][0]["bias"])},
-    {},
-)
+OPTIONS["hidden"] = OPTIONS["bias"]
 EVERYTHING = "hidden&ignore&smoothing&z_loss&cap"
 
 
-def case(name: str, words: int = V):
+def case(name: str, sizes: tuple[int, int, int] = (T, H, V)):
     """Return x, kernel, labels, cotangents, arrays and static arguments of a case, in bfloat16."""
+    tokens, features, words = sizes
     rng = np.random.default_rng(3)
-    x = (0.5 * rng.standard_normal((T, H))).astype(jnp.bfloat16)
-    kernel = (0.3 * rng.standard_normal((H, words))).astype(jnp.bfloat16)
-    labels = rng.choice(np.setdiff1d(np.arange(words), HIDDEN), T).astype(np.int32)
-    cotangents = list(rng.standard_normal((2, T)).astype(f32))
+    x = (0.5 * rng.standard_normal((tokens, features))).astype(jnp.bfloat16)
+    kernel = (2.4 * features**-0.5 * rng.standard_normal((features, words))).astype(jnp.bfloat16)
+    labels = rng.choice(np.setdiff1d(np.arange(words), HIDDEN), tokens).astype(np.int32)
+    cotangents = list(rng.standard_normal((2, tokens)).astype(f32))
     arrays = {}
     static = {}
     for option in name.split("&"):
         more_arrays, more_static = OPTIONS[option]
         arrays |= more_arrays
         static |= more_static
+    if "bias" in arrays:
+        bias = rng.standard_normal(words).astype(f32)
+        hidden = "hidden" in name and np.isin(np.arange(words), HIDDEN)
+        arrays["bias"] = np.where(hidden, f32(-np.inf), bias)
     if "ignore_label" in static:
-        labels[[0, 7, 64, T - 1]] = IGNORE
+        labels[[0, 7, 64, -1]] = IGNORE
         x[[0, 64]] = np.nan
     return x, kernel, labels, cotangents, arrays, static
 

@@ -119,7 +119,7 @@ def linear_cross_entropy(
         the sum of the weights of tokens that are not ignored (0 if that is 0). As the weight of
         each loss is then known, the gradient is made together with the loss, in three products
         instead of four. That takes O(H * V) memory: a gradient of the kernel in float32, and a
-        block of logits for all words, of at most 4 GiB (docs/losses.md); and the gradients of x and
+        block of logits for all words, of 2 GiB on a GPU (docs/losses.md); and the gradients of x and
         kernel are kept, in their dtypes, from the forward until the backward multiplies them by the
         cotangent. The gradient is made as without `reduction`, in the least memory, if `chunk_size`,
         `vocab_axis` or `return_lse` is present, under vmap, and where arrays may be sharded.

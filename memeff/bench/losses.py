@@ -2,7 +2,7 @@
 
 A call is the mean of the losses of all tokens, and that with its gradient by the hidden states and
 the kernel. Times are medians of samples taken in turns; the temporary bytes are those that XLA
-reports. A call that would not fit into the device's memory is not run.
+reports. A call that does not fit into the device's memory has a note.
 
   memeff             the losses of tokens, averaged: the least memory
   memeff:chunked     the same without kernels
@@ -15,11 +15,12 @@ reports. A call that would not fit into the device's memory is not run.
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from memeff.bench.formatting import human, markdown, tokens
 from memeff.bench.speed import measure
 
 MODES = ("forward", "forward + gradient")
-SECONDS_PER_SAMPLE = 0.1
+SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
 
 
@@ -153,11 +154,29 @@ def arrays_of(case: LossCase) -> list[Array]:
     return list(draw())
 
 
-def loss_rows(cases: Sequence[LossCase], names: Sequence[str], rounds: int, jobs: int) -> list[Row]:
-    """Return a row for each case and implementation; `jobs` programs are compiled at a time."""
-    calls = [(name, case, mode) for case in cases for name in names for mode in MODES]
+def modes_of(name: str) -> tuple[str, ...]:
+    """Return the modes that differ from those of another implementation in the table."""
+    only_gradient = name in ("memeff:mean", "jla:objective")
+    return MODES[1:] if only_gradient else MODES
+
+
+def plain_bytes(name: str, case: LossCase) -> int:
+    """Return the bytes of logits and their gradient, which packages without tiles keep."""
+    itemsize = {"optax": 4, "optax:16": 2, "tokamax": 2}.get(name, 0)
+    return 2 * itemsize * case.tokens * case.words
+
+
+def loss_rows(
+    cases: Sequence[LossCase], names: Sequence[str], rounds: int, jobs: int
+) -> Iterator[Row]:
+    """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
+    calls = [(name, *call) for name in names for call in itertools.product(cases, modes_of(name))]
+
+    limit = free_bytes()
 
     def attempt(call):
+        if plain_bytes(*call[:2]) > limit:
+            return "out of memory"
         try:
             return compiled(*call)
         except Exception as error:  # noqa: BLE001
@@ -165,42 +184,34 @@ def loss_rows(cases: Sequence[LossCase], names: Sequence[str], rounds: int, jobs
 
     with ThreadPoolExecutor(jobs) as pool:
         programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
-    rows = []
     for case in cases:
-        rows += _rows_of_case(case, names, programs, rounds)
-    return rows
+        yield from _rows_of_case(case, names, programs, rounds)
 
 
 def _rows_of_case(
     case: LossCase, names: Sequence[str], programs: dict[Any, Any], rounds: int
 ) -> list[Row]:
     """Return a row for each implementation, whose programs are timed in turns."""
-    arrays = arrays_of(case)
-    rows = {name: {"implementation": name, **case._asdict()} for name in names}
+    x, kernel, labels = arrays_of(case)
+    arrays = {False: [x, kernel, labels], True: [x, kernel.T, labels]}
+    rows: dict[str, Row] = {name: {"implementation": name, **case._asdict()} for name in names}
     for mode in MODES:
         runs = {}
         for name in names:
-            program = programs[name, case, mode]
-            row = rows[name]
+            program = programs.get((name, case, mode))
+            if program is None:
+                continue
             if isinstance(program, str):
-                row["note"] = program
+                rows[name]["note"] = program
                 continue
-            memory = program.memory_analysis()
-            row[f"{mode}: temp_bytes"] = memory.temp_size_in_bytes
-            needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
-            if needed > free_bytes():
-                row["note"] = "out of memory"
-                continue
-            runs[name] = LossRun(program, arrays)
-        if any(name.startswith("jla") for name in runs):
-            transposed = [arrays[0], jax.block_until_ready(arrays[1].T), arrays[2]]
-            for name in runs:
-                if name.startswith("jla"):
-                    runs[name] = LossRun(runs[name].program, transposed)
-        for name, run in runs.items():
-            loss = run.call()
-            loss = loss if mode == "forward" else loss[0]
-            rows[name][f"{mode}: loss"] = float(loss)
+            rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
+            run = LossRun(program, arrays[name.startswith("jla")])
+            try:
+                loss = run.call()
+                rows[name][f"{mode}: loss"] = float(loss if mode == MODES[0] else loss[0])
+                runs[name] = run
+            except jax.errors.JaxRuntimeError as error:
+                rows[name]["note"] = str(error).splitlines()[0][:200]
         for name, samples in measure(runs, rounds, SECONDS_PER_SAMPLE).items():
             rows[name][f"{mode}: seconds"] = statistics.median(samples)
     return list(rows.values())
@@ -247,14 +258,14 @@ def main(arguments: Sequence[str]) -> None:
     for features in options.features:
         for length in options.tokens:
             cases.append(LossCase(length, options.words, features, options.dtype))
-    rows = loss_rows(cases, options.implementation, options.rounds, options.jobs)
-    records = [measurement(row, command) for row in rows]
+    records = []
+    for row in loss_rows(cases, options.implementation, options.rounds, options.jobs):
+        records.append(measurement(row, command))
+        print(json.dumps(records[-1]), flush=True)
     if options.save:
         path = Path(options.save)
         save_results(path, description_to_keep(path, "losses"), records)
-    for record in records:
-        print(json.dumps(record))
-    print(losses_markdown(rows))
+    print(losses_markdown(records))
 
 
 def without_save(arguments: Sequence[str]) -> list[str]:

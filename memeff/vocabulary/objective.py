@@ -49,9 +49,10 @@ from memeff.vocabulary.tile import (
     words_of_tile,
 )
 
-# Logits of a block, at most: 2^30 take 2 GiB in 16 bits where kernels keep probabilities, and as
-# much again for d_raw; 2^28 take 1 GiB in float32, and 0.5 GiB for d_raw.
-KERNEL_LOGITS = 2**30
+# Logits of a block, at most. Where kernels keep probabilities in 16 bits, 2^29 take 1 GiB, and as
+# much again for d_raw; 2^30 were no faster (H200, bfloat16, 32,768 tokens, 131,072 words, H = 1,024
+# and 4,096). Elsewhere 2^28 take 1 GiB in float32, and 0.5 GiB for d_raw.
+KERNEL_LOGITS = 2**29
 GPU_LOGITS = 2**28
 CPU_LOGITS = 2**23
 LEAST_TOKENS = 1024  # of a block; with fewer, adding to dk takes longer than the products

@@ -13,14 +13,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from memeff import pallas
 from memeff.autodiff.primitives import call
+from memeff.device import current_device
 from memeff.inputs import check_choice, kind_of, to_array
-from memeff.sharding import vary_together, varying_axes, with_auto_axes
+from memeff.sharding import may_be_sharded, vary_together, varying_axes, with_auto_axes
 from memeff.validate import check_integers, check_soft_cap, known_values
 from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
 from memeff.vocabulary.loops import choose_tile, lse_of_sums
-from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
+from memeff.vocabulary.loss import LossTerms, count_visible, token_losses
+from memeff.vocabulary.objective import Objective
+from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums, sum_dtype
 
 INT32_MAX = 2**31 - 1
 
@@ -39,6 +43,8 @@ def linear_cross_entropy(
     chunk_size: int | tuple[int, int] | None = None,
     vocab_axis: str | None = None,
     return_lse: Literal[False] = ...,
+    reduction: Literal["mean", "sum"] | None = None,
+    weights: ArrayLike | None = None,
     precision: lax.PrecisionLike = None,
 ) -> Array: ...
 
@@ -57,6 +63,8 @@ def linear_cross_entropy(
     chunk_size: int | tuple[int, int] | None = None,
     vocab_axis: str | None = None,
     return_lse: Literal[True],
+    reduction: Literal["mean", "sum"] | None = None,
+    weights: ArrayLike | None = None,
     precision: lax.PrecisionLike = None,
 ) -> tuple[Array, Array]: ...
 
@@ -74,12 +82,15 @@ def linear_cross_entropy(
     chunk_size: int | tuple[int, int] | None = None,
     vocab_axis: str | None = None,
     return_lse: bool = False,
+    reduction: Literal["mean", "sum"] | None = None,
+    weights: ArrayLike | None = None,
     precision: lax.PrecisionLike = None,
 ) -> Array | tuple[Array, Array]:
     r"""Compute the exact loss -log softmax(x kernel + bias)[label] without storing the logits.
 
     Memory: O(tokens * H) beyond inputs and outputs, for the forward and for the gradient. One tile
-    of logits exists at a time.
+    of logits exists at a time. With `reduction` the gradient takes less time and more memory, see
+    there.
 
     Derivatives: in both modes, of every order, in linear memory. They are with respect to x,
     kernel, bias, and logits_soft_cap as an array.
@@ -104,12 +115,21 @@ def linear_cross_entropy(
         sharded in equal parts. V is then the number of words of all devices together, and `labels`
         count all words. `x` and `labels` are the same on the devices of that axis.
       return_lse: also return lse.
+      reduction: "sum" returns the sum of weight * loss over all tokens, and "mean" divides it by
+        the sum of the weights of tokens that are not ignored (0 if that is 0). As the weight of
+        each loss is then known, the gradient is made together with the loss, in three products
+        instead of four. That takes O(H * V) memory: a gradient of the kernel in float32, and a
+        block of logits for all words, of 2 GiB on a GPU (docs/losses.md); and the gradients of x and
+        kernel are kept, in their dtypes, from the forward until the backward multiplies them by the
+        cotangent. The gradient is made as without `reduction`, in the least memory, if `chunk_size`,
+        `vocab_axis` or `return_lse` is present, under vmap, and where arrays may be sharded.
+      weights: [*B], float, the weight of each token; it needs `reduction`. Default: 1.
       precision: of the products, as in `jax.lax.dot_general`.
 
     Returns:
       loss [*B], in nats, in float32 (float64 for float64), one number for each token. With
       `return_lse` also lse [*B], the natural logarithm of the sum of exp(logits), in the same
-      dtype, differentiable.
+      dtype, differentiable. With `reduction` loss is one number.
 
     Raises:
       ValueError: if shapes or values disagree.
@@ -121,36 +141,55 @@ def linear_cross_entropy(
       >>> loss = memeff.linear_cross_entropy(x, kernel, jnp.zeros((2, 7), jnp.int32))
       >>> print(loss.shape, f"{loss.mean():.4f} = log 1000")
       (2, 7) 6.9078 = log 1000
+      >>> mean = memeff.linear_cross_entropy(x, kernel, jnp.zeros((2, 7), int), reduction="mean")
+      >>> print(f"{mean:.4f}")
+      6.9078
 
     Source: Wijmans et al. 2024 (arXiv:2411.09009), section 4; Milakov & Gimelshein 2018
     (arXiv:1805.02867), section 3.
     """
     inputs, labels = _check_arrays(x, kernel, labels, bias)
     check_choice("return_lse", return_lse)
+    token_weights = _check_weights(reduction, weights, inputs.x)
     cap, cap_array = check_soft_cap(logits_soft_cap)
     smoothing = _check_number("label_smoothing", label_smoothing, 1)
     V = inputs.kernel.shape[1]
     sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
     tile, calls_at_once = choose_tile(sides, labels.size, V)
+    precision = check_precision(precision)
+    flat = inputs._replace(
+        x=jax.ShapeDtypeStruct((labels.size, inputs.x.shape[-1]), inputs.x.dtype),
+        soft_cap=cap_array,
+    )
+    device = current_device(inputs.x)
+    kernels = sides == (None, None) and (
+        pallas.family_for(device).vocabulary.why_not(flat, precision, device) is None
+    )
     settings = Settings(
         soft_cap=cap if cap_array is None else None,
         has_ignored=ignore_label is not None,
         wants_total=smoothing > 0,
         tile=tile,
         calls_at_once=calls_at_once,
-        precision=check_precision(precision),
+        precision=precision,
+        kernels=kernels,
     )
     options = Options(
         ignore_label=_check_ignore_label(ignore_label),
-        label_smoothing=smoothing,
-        z_loss=_check_number("z_loss", z_loss, math.inf),
+        terms=LossTerms(smoothing, _check_number("z_loss", z_loss, math.inf)),
         vocab_axis=vocab_axis,
         devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
         settings=settings,
     )
     _check_labels(options, labels, V * options.devices)
     inputs = inputs._replace(soft_cap=cap_array)
+    if token_weights is not None:
+        one_pass = sides == (None, None) and vocab_axis is None and not return_lse
+        if one_pass and not may_be_sharded():
+            return _objective(options, reduction, inputs, labels, token_weights)
     loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
+    if token_weights is not None:
+        loss = jnp.sum(_normalized(options, reduction, labels, token_weights) * loss)
     return (loss, lse) if return_lse else loss
 
 
@@ -158,8 +197,7 @@ class Options(NamedTuple):
     """The checked arguments that are no arrays."""
 
     ignore_label: int | None
-    label_smoothing: float
-    z_loss: float
+    terms: LossTerms
     vocab_axis: str | None
     devices: int  # along that axis
     settings: Settings
@@ -168,33 +206,75 @@ class Options(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array]:
     """Return loss and lse, both [*B], from x [*B, H] and labels [*B]."""
-    H, V = inputs.kernel.shape
+    V = inputs.kernel.shape[1]
     words = V * options.devices
-    word = _to_int32(labels)
-    ignored = jnp.zeros_like(word, bool)
-    if options.ignore_label is not None:
-        ignored = word == options.ignore_label
-    valid = (word >= 0) & (word < words)
-    if options.vocab_axis is not None:
-        word = word - lax.axis_index(options.vocab_axis) * V
-    here = valid & (word >= 0) & (word < V)
-    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
-    inputs = inputs._replace(x=inputs.x.reshape(-1, H))
+    word, ignored, valid = _find_words(options, labels, V)
+    inputs = inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]))
     sums: Sums = call(Forward(options.settings), *vary_together((inputs, word.reshape(-1))))
     if options.vocab_axis is not None:
         sums = _sum_over_devices(sums, options.vocab_axis)
     sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
-    lse = jnp.where(ignored, 0, sums.lse.high)
-    target = sums.hit
-    if options.label_smoothing > 0:
-        mean = sums.total / _count_visible(inputs.bias, words, options.vocab_axis)
-        target = (1 - options.label_smoothing) * target + options.label_smoothing * mean
-    loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
-    if options.z_loss > 0:
-        loss = loss + options.z_loss * lse**2
-    # times NaN, because the gradients must become NaN as well
-    loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
-    return loss, lse
+    visible = count_visible(inputs.bias, words)
+    if options.vocab_axis is not None and inputs.bias is not None:
+        visible = lax.psum(visible, options.vocab_axis)
+    return token_losses(options.terms, sums, ignored, valid, visible)
+
+
+def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, Array]:
+    """Return each label's word of this device, and whether it is ignored, and valid; all [*B]."""
+    word = _to_int32(labels)
+    ignored = jnp.zeros_like(word, bool)
+    if options.ignore_label is not None:
+        ignored = word == options.ignore_label
+    valid = (word >= 0) & (word < V * options.devices)
+    if options.vocab_axis is not None:
+        word = word - lax.axis_index(options.vocab_axis) * V
+    here = valid & (word >= 0) & (word < V)
+    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    return word, ignored, valid
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _objective(
+    options: Options, reduction: str, inputs: Inputs, labels: Array, weights: Array
+) -> Array:
+    """Return the sum or mean of the losses, whose gradient is made together with it."""
+    weights = _normalized(options, reduction, labels, weights).reshape(-1)
+    word, _, _ = _find_words(options, labels, inputs.kernel.shape[1])
+    inputs = inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]))
+    arrays = vary_together((inputs, word.reshape(-1), weights))
+    return call(Objective(options.settings, options.terms), *arrays)
+
+
+def _normalized(options: Options, reduction: str, labels: Array, weights: Array) -> Array:
+    """Return the factor of each token's loss, [*B]."""
+    if options.ignore_label is not None:
+        weights = jnp.where(_to_int32(labels) == options.ignore_label, 0, weights)
+    if reduction == "sum":
+        return weights
+    total = weights.sum()
+    return jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
+
+
+def _check_weights(reduction: Any, weights: Any, x: Array) -> Array | None:
+    """Return the weight of each token, [*B], or None without a reduction."""
+    if reduction is None:
+        if weights is not None:
+            raise ValueError('weights need a reduction: pass reduction="mean" or "sum" as well.')
+        return None
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction={reduction!r}: it must be "mean", "sum" or None.')
+    dtype = sum_dtype(x.dtype)
+    if weights is None:
+        return jnp.ones(x.shape[:-1], dtype)
+    weights = to_array("weights", weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"weights must be a floating-point array, got {weights.dtype}. Cast it.")
+    if weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"weights must have shape {x.shape[:-1]}, the leading dims of x; got {weights.shape}."
+        )
+    return weights.astype(dtype)
 
 
 def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
@@ -305,14 +385,6 @@ def _to_int32(labels: Array) -> Array:
     limits = jnp.iinfo(labels.dtype)
     labels = jnp.clip(labels, max(-INT32_MAX, int(limits.min)), min(INT32_MAX, int(limits.max)))
     return labels.astype(jnp.int32)
-
-
-def _count_visible(bias: Array | None, words: int, vocab_axis: str | None) -> Array | float:
-    """Return the number of words, of all devices, that no bias hides."""
-    if bias is None:
-        return float(words)
-    count = jnp.sum(bias != -jnp.inf).astype(jnp.float32)
-    return count if vocab_axis is None else lax.psum(count, vocab_axis)
 
 
 def _sum_over_devices(sums: Sums, axis: str) -> Sums:

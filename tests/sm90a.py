@@ -69,6 +69,35 @@ CASES = {
     "jvp 64, alibi": dict(H=64, is_causal=True, score=scores.alibi, jvp=True),
 }
 
+# Passes of the loss of a large vocabulary: their settings, and what they compute.
+LOSSES = {
+    "loss": {},
+    "loss, mean": dict(reduction="mean"),
+    "loss, smoothing": dict(label_smoothing=0.1),
+    "loss, soft cap": dict(logits_soft_cap=30.0),
+    "loss, mean, tail": dict(reduction="mean", words=131_072 - 64),
+}
+
+
+def lowered_loss(words: int = 131_072, **options):
+    """Return the lowered loss of 8,192 tokens and its gradient."""
+    mesh = mesh_of(1, "x")
+    on_device = NamedSharding(mesh, PartitionSpec())
+
+    def loss(x, kernel, labels):
+        losses = memeff.linear_cross_entropy(x, kernel, labels, **options)
+        return losses.mean()
+
+    shapes = [
+        jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4096, words), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8192,), jnp.int32),
+    ]
+    with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
+        gradient = jax.value_and_grad(loss, (0, 1))
+        jitted = jax.jit(gradient, in_shardings=on_device, out_shardings=on_device)
+        return jitted.trace(*shapes).lower()
+
 
 def lowered(
     H: int,
@@ -113,9 +142,10 @@ def lowered(
 
 def main(names: list[str]) -> None:
     """Compile the named cases, or all."""
-    for name in names or CASES:
+    for name in names or (*CASES, *LOSSES):
         print("case", name, flush=True)
-        memory = lowered(**CASES[name]).compile().memory_analysis()
+        program = lowered_loss(**LOSSES[name]) if name in LOSSES else lowered(**CASES[name])
+        memory = program.compile().memory_analysis()
         print("temporary bytes", memory.temp_size_in_bytes, flush=True)
 
 

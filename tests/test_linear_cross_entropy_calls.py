@@ -332,6 +332,19 @@ WRONG = [
         ValueError,
         r"vocab_axis='v': there is no such axis around this call\. Call it inside jax\.shard_map",
     ),
+    ({"weights": ones(2, 5)}, ValueError, r'weights need a reduction: pass reduction="mean" or'),
+    (
+        {"weights": ones(5), "reduction": "sum"},
+        ValueError,
+        r"weights must have shape \(2, 5\), the leading dims of x; got \(5,\)",
+    ),
+    (
+        {"weights": ones(2, 5, dtype=bool), "reduction": "sum"},
+        TypeError,
+        r"weights must be a floating-point array, got bool\. Cast it",
+    ),
+    ({"reduction": "none"}, ValueError, r'reduction=\'none\': it must be "mean", "sum" or None'),
+    ({"reduction": True}, ValueError, r'reduction=True: it must be "mean", "sum" or None'),
     ({"return_lse": 1}, TypeError, r"return_lse must be True or False .*, got int 1"),
     ({"precision": "exact"}, ValueError, r"precision='exact' must be None, \"default\""),
 ]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from sm90a import CASES, B, N
+from sm90a import CASES, LOSSES, B, N
 from sm90a import T as LENGTH
 
 needs_plugin = pytest.mark.skipif(
@@ -114,3 +114,34 @@ def test_compiles(ptxas_output, name):
         ids = 8 * B * T if "mask_fn" in CASES[name] else 0  # of queries, and of keys
         differences = 8 * B * N * T if "t5" in name else 0
         assert temporary <= B * N * (T * (8 + fused * 4 * H) + rest) + ids + differences + 4096
+
+
+LOSS_KERNELS = {
+    "loss": {"sum": 0, "cotangent": 0},
+    "loss, mean": {"probability": 0},
+    "loss, smoothing": {"sum": 0, "cotangent": 0},
+    "loss, soft cap": {"sum": 180, "cotangent": 0},  # tanh takes registers
+    "loss, mean, tail": {"probability": 0},
+}
+MIB = 2**20
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_compiles(ptxas_output, name):
+    """The kernels of the loss spill nothing, and the logits are not stored."""
+    text = ptxas_output[name]
+    spilled = re.findall(
+        r"entry function 'memeff_vocabulary_(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores",
+        text,
+        flags=re.DOTALL,
+    )
+    assert {kernel for kernel, _ in spilled} == LOSS_KERNELS[name].keys()
+    for kernel, spills in spilled:
+        assert int(spills) <= LOSS_KERNELS[name][kernel], kernel
+    assert SERIAL.findall(text) == []
+    (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
+    if "mean" in name:  # dk in float32, and a block of 4,096 tokens in 16 bits, twice
+        assert temporary <= 4 * 4096 * 131_072 + 2 * 2 * 4096 * 131_072 + 128 * MIB
+    else:  # d_raw of a tile, dx in float32, tiles of the kernel and of dk
+        assert temporary <= 2 * 8192 * 4096 + 4 * 8192 * 4096 + 6 * 4096 * 4096 + 16 * MIB

@@ -7,6 +7,8 @@
            second)
   hard     errors on inputs that are hard to be exact on, over those of plain attention
            (its own options: hard --help)
+  losses   milliseconds and temporary bytes of the loss of a large vocabulary
+           (its own options: losses --help)
   report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
            (its own options: report --help)
 
@@ -31,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memeff.bench import doctor, hard, report
+from memeff.bench import doctor, hard, losses, report
 from memeff.bench.cases import Case, Row
 from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     match list(arguments):
         case ["hard", *rest]:
             hard.main(rest)
+        case ["losses", *rest]:
+            losses.main(rest)
         case ["report", *rest]:
             report.main(rest)
         case all_arguments:

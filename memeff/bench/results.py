@@ -10,7 +10,7 @@ Sizes of memory are in bytes and times in seconds. FLOP/s and "times less" are c
 "flops_per_second" is stored only where a result lacks the digits for that. `speed_against_jax_nn`
 is measured, because it compares the two within each turn. The description has these fields:
 
-- "table": "memory" or "speed" for the tables of `python -m memeff.bench`. "cells" for a table that
+- "table": "memory", "speed" or "losses" for the tables of `python -m memeff.bench`. "cells" for a table that
   this bench cannot measure: its results are the lines of the table, {header: cell}, and the
   description says where they are from.
 - "columns" (optional): the headers of the columns to show.
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
+from memeff.bench.losses import losses_markdown
 from memeff.bench.tables import memory_markdown, speed_markdown, unique
 
 FOLDER = Path("docs/benchmarks")
@@ -156,5 +157,6 @@ def cells_markdown(rows: Sequence[Row], columns: Sequence[str] | None) -> str:
 TO_MARKDOWN = {
     "memory": memory_markdown,
     "speed": speed_markdown,
+    "losses": losses_markdown,
     "cells": cells_markdown,
 }

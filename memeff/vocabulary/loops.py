@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.floats import lift_float16
-from memeff.device import current_platform
+from memeff.device import current_device, current_platform
 from memeff.sharding import may_be_sharded, vary_together
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import Lse, log_sum_exp
@@ -41,6 +41,9 @@ from memeff.vocabulary.tile import (
 # nine kernels beside its product, and one of the gradient adds [t, H] to dx and [H, c] to dk.
 # 2^26 logits take 256 MiB, and 128 MiB more for d_raw in 16 bits.
 GPU_TILE = (8192, 8192)
+# Where kernels compute d_raw, a tile takes 256 MiB for it alone. With all tokens in one tile, dx is
+# added to by the product itself, and dk is not added up.
+KERNEL_TILE = (32_768, 4096)
 # As for attention: 2^20 logits stay in the caches. It was within 4 % of the fastest of nine sizes from
 # 2^18 to 2^23 logits (two cores, float32 and bfloat16, 2,048 tokens, 32,000 words, H = 512).
 CPU_TILE = (1024, 1024)
@@ -133,13 +136,17 @@ def _scan(visit: Callable, carry: Any, size: int, side: int) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     """Return the sums of all tokens: (1) to (3)."""
+    if settings.kernels:
+        m, l, hit, total = kernel_family().sums(settings, inputs, labels)
+        return Sums(lse_of_sums(m, l), hit, total)
     tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     zeros = vary_together(jnp.zeros_like(labels, sum_dtype(inputs.x.dtype)), (inputs, labels))
 
     # words outside, because XLA copies a tile of the kernel: once for all tokens
     def visit_words(rows, _, words: Words):
         def visit_tokens(rows, start, tokens: Tokens):
-            new = _online_step(settings, tokens, words, tiles.of_tokens(rows, start))
+            raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
+            new = online_step(settings, tokens, words, raw, tiles.of_tokens(rows, start))
             return [write_slice(x, part, (start,)) for x, part in zip(rows, new, strict=True)]
 
         return tiles.fold_tokens(visit_tokens, rows)
@@ -149,11 +156,19 @@ def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     return Sums(lse_of_sums(m, l), hit, total if settings.wants_total else None)
 
 
-def _online_step(settings: Settings, tokens: Tokens, words: Words, rows) -> list[Array]:
-    """Return m, l, hit and total, each [t], after one more tile of words."""
+def kernel_family() -> Any:
+    """Return the functions of the kernels for the device on which calls run."""
+    from memeff import pallas
+
+    return pallas.family_for(current_device()).vocabulary
+
+
+def online_step(
+    settings: Settings, tokens: Tokens, words: Words, raw: Array, rows: Sequence[Array]
+) -> list[Array]:
+    """Return m, l, hit and total, each [t], after one more tile of words, from its raw."""
     m, l, hit, total = rows
     keep = visible_pairs(tokens, words)
-    raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
     s = logits(settings, raw, words.terms, keep)  # (2)
     new_m = jnp.maximum(m, s.max(1))  # (3)
     shift = jnp.where(new_m == -jnp.inf, 0, new_m)
@@ -174,7 +189,9 @@ def lse_of_sums(m: Array, l: Array) -> Lse:
 @functools.partial(jax.jit, static_argnums=0)
 def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums: Sums) -> Inputs:
     """Return the gradients of the inputs, in their dtypes: (1), (2), (4) to (6)."""
-    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
+    has_kernel = settings.kernels and inputs.bias is None
+    most = KERNEL_TILE if has_kernel else settings.tile
+    tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, most))
     # from dlse: otherwise XLA:CPU makes zeros before the forward, and keeps them through it
     zero, _ = lax.optimization_barrier((jnp.zeros((), lse.high.dtype), dsums.lse))
 
@@ -188,7 +205,12 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
         def visit_tokens(sums, row, tokens: Tokens):
             dx, dk, dterms = sums
             rows = tiles.of_tokens((lse, dsums), row)
-            d_raw, more_dterms = _transpose_logits(settings, tokens, words, *rows)
+            if has_kernel:
+                d_raw = kernel_family().cotangents(settings, tokens, words, *rows)
+                more_dterms = None, None
+            else:
+                raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
+                d_raw, more_dterms = transpose_logits(settings, tokens, words, raw, *rows)
             d_raw, lift = lift_float16(d_raw, tokens.x.dtype, (0, 1))
             d_raw = lax.optimization_barrier(d_raw)  # computed once, for two products
             more_dx = dot(settings, "tc,hc->th", d_raw, words.kernel)  # (6)
@@ -215,14 +237,15 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
 
 
-def _transpose_logits(settings: Settings, tokens: Tokens, words: Words, lse: Lse, dsums: Sums):
+def transpose_logits(
+    settings: Settings, tokens: Tokens, words: Words, raw: Array, lse: Lse, dsums: Sums
+) -> tuple[Array, tuple[Array | None, Array | None]]:
     """Return d_raw [t, c] and the tile's (dbias, dcap)."""
     keep = visible_pairs(tokens, words)
 
     def logits_of(raw, terms):
         return logits(settings, raw, terms, keep)
 
-    raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
     s, pull = jax.vjp(logits_of, raw, words.terms)  # (2)
     ds = probabilities(s, lse, keep) * dsums.lse[:, None]  # (4) (5)
     ds = ds + only_labels(tokens, words, dsums.hit[:, None])

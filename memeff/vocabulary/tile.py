@@ -40,6 +40,7 @@ class Settings:
     tile: tuple[int, int]  # t and c, at most
     calls_at_once: int  # under vmap
     precision: Any
+    kernels: bool = False  # of the device's family compute the logits?
 
 
 class Tokens(NamedTuple):

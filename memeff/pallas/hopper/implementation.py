@@ -11,6 +11,7 @@ from memeff.pallas.hopper.capability import (
     why_not,
 )
 from memeff.pallas.hopper.memory import temp_bytes
+from memeff.pallas.hopper.vocabulary import implementation as vocabulary
 from memeff.problem import Gradients, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor
 
@@ -25,6 +26,7 @@ __all__ = [
     "tangent",
     "temp_bytes",
     "tile_shape",
+    "vocabulary",
     "why_not",
 ]
 

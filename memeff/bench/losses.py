@@ -1,0 +1,295 @@
+"""`python -m memeff.bench losses`: measure the loss of a large vocabulary beside other packages.
+
+A call is the mean of the losses of all tokens, and that with its gradient by the hidden states and
+the kernel. Times are medians of samples taken in turns; the temporary bytes are those that XLA
+reports. A call that does not fit into the device's memory has a note.
+
+  memeff             the losses of tokens, averaged: the least memory
+  memeff:chunked     the same without kernels
+  memeff:mean        reduction="mean": the gradient is made together with the loss
+  optax, optax:16    softmax_cross_entropy_with_integer_labels, of float32 or 16-bit logits
+  tokamax            linear_softmax_cross_entropy_loss
+  jla, jla:xla       linear_cross_entropy of jax-linear-attention, with kernels and without
+  jla:objective      linear_cross_entropy_objective of jax-linear-attention
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import memeff
+from memeff.bench.cases import Row
+from memeff.bench.formatting import human, markdown, tokens
+from memeff.bench.speed import measure
+
+MODES = ("forward", "forward + gradient")
+SECONDS_PER_SAMPLE = 0.05
+STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
+
+
+class LossCase(NamedTuple):
+    """The sizes of a call."""
+
+    tokens: int
+    words: int
+    features: int
+    dtype: str
+
+    def shapes(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of hidden states, kernel and labels, as implementation `name` has them."""
+        kernel = (self.features, self.words)
+        if name.startswith("jla"):
+            kernel = kernel[::-1]
+        return [
+            jax.ShapeDtypeStruct((self.tokens, self.features), self.dtype),
+            jax.ShapeDtypeStruct(kernel, self.dtype),
+            jax.ShapeDtypeStruct((self.tokens,), jnp.int32),
+        ]
+
+
+def mean_loss(name: str) -> Callable[[Array, Array, Array], Array]:
+    """Return the function from hidden states, kernel and labels to the mean loss."""
+    library, _, variant = name.partition(":")
+    if library == "memeff":
+        return _memeff_mean(variant)
+    if library == "optax":
+        optax = importlib.import_module("optax")
+        dtype = None if variant == "16" else jnp.float32
+
+        def optax_mean(x, kernel, labels):
+            logits = jnp.dot(x, kernel, preferred_element_type=dtype)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        return optax_mean
+    if library == "tokamax":
+        tokamax = importlib.import_module("tokamax")
+
+        def tokamax_mean(x, kernel, labels):
+            return tokamax.linear_softmax_cross_entropy_loss(x, labels, kernel, reduction="mean")
+
+        return tokamax_mean
+    if library == "jla":
+        return _jla_mean(variant)
+    raise ValueError(f"implementation {name!r} is not known: see --help.")
+
+
+def _memeff_mean(variant: str) -> Callable[..., Array]:
+    """Return memeff's mean loss."""
+    if variant == "mean":
+
+        def mean(x, kernel, labels):
+            return memeff.linear_cross_entropy(x, kernel, labels, reduction="mean")
+
+        return mean
+    chunk_size = (8192, 8192) if variant == "chunked" else None  # the default's size on a GPU
+
+    def mean_of_tokens(x, kernel, labels):
+        return memeff.linear_cross_entropy(x, kernel, labels, chunk_size=chunk_size).mean()
+
+    return mean_of_tokens
+
+
+def _jla_mean(variant: str) -> Callable[..., Array]:
+    """Return jax-linear-attention's mean loss."""
+    losses = importlib.import_module("jla.ops.cross_entropy")
+
+    def mean(x, kernel, labels):
+        if variant == "objective":
+            loss = losses.linear_cross_entropy_objective(x, kernel, labels)
+            return loss.objective_sum / len(labels)
+        loss = losses.linear_cross_entropy(x, kernel, labels, impl=variant or "auto")
+        return loss.loss_sum / len(labels)
+
+    return mean
+
+
+def compiled(name: str, case: LossCase, mode: str) -> jax.stages.Compiled:
+    """Compile a call from its shapes."""
+    call = mean_loss(name)
+    if mode != "forward":
+        call = jax.value_and_grad(call, (0, 1))
+    return jax.jit(call).lower(*case.shapes(name)).compile()
+
+
+class LossRun(NamedTuple):
+    """A compiled call with its arrays."""
+
+    program: jax.stages.Compiled
+    arrays: Sequence[Array]
+
+    def call(self) -> Any:
+        """Start the call."""
+        return self.program(*self.arrays)
+
+    def wait(self, result: Any) -> None:
+        """Wait for a result."""
+        jax.block_until_ready(result)
+
+
+def arrays_of(case: LossCase) -> list[Array]:
+    """Return normal hidden states, a kernel that gives logits of size 2, and labels."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, kernel, labels = case.shapes("memeff")
+
+    @jax.jit
+    def draw():
+        return (
+            jax.random.normal(keys[0], x.shape, x.dtype),
+            2 * case.features**-0.5 * jax.random.normal(keys[1], kernel.shape, kernel.dtype),
+            jax.random.randint(keys[2], labels.shape, 0, case.words, jnp.int32),
+        )
+
+    return list(draw())
+
+
+def modes_of(name: str) -> tuple[str, ...]:
+    """Return the modes that differ from those of another implementation in the table."""
+    only_gradient = name in ("memeff:mean", "jla:objective")
+    return MODES[1:] if only_gradient else MODES
+
+
+def plain_bytes(name: str, case: LossCase) -> int:
+    """Return the bytes of logits and their gradient, which packages without tiles keep."""
+    itemsize = {"optax": 4, "optax:16": 2, "tokamax": 2}.get(name, 0)
+    return 2 * itemsize * case.tokens * case.words
+
+
+def loss_rows(
+    cases: Sequence[LossCase], names: Sequence[str], rounds: int, jobs: int
+) -> Iterator[Row]:
+    """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
+    calls = [(name, *call) for name in names for call in itertools.product(cases, modes_of(name))]
+
+    limit = free_bytes()
+
+    def attempt(call):
+        if plain_bytes(*call[:2]) > limit:
+            return "out of memory"
+        try:
+            return compiled(*call)
+        except Exception as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
+    for case in cases:
+        yield from _rows_of_case(case, names, programs, rounds)
+
+
+def _rows_of_case(
+    case: LossCase, names: Sequence[str], programs: dict[Any, Any], rounds: int
+) -> list[Row]:
+    """Return a row for each implementation, whose programs are timed in turns."""
+    x, kernel, labels = arrays_of(case)
+    arrays = {False: [x, kernel, labels], True: [x, kernel.T, labels]}
+    rows: dict[str, Row] = {name: {"implementation": name, **case._asdict()} for name in names}
+    for mode in MODES:
+        runs = {}
+        for name in names:
+            program = programs.get((name, case, mode))
+            if program is None:
+                continue
+            if isinstance(program, str):
+                rows[name]["note"] = program
+                continue
+            rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
+            run = LossRun(program, arrays[name.startswith("jla")])
+            try:
+                loss = run.call()
+                rows[name][f"{mode}: loss"] = float(loss if mode == MODES[0] else loss[0])
+                runs[name] = run
+            except jax.errors.JaxRuntimeError as error:
+                rows[name]["note"] = str(error).splitlines()[0][:200]
+        for name, samples in measure(runs, rounds, SECONDS_PER_SAMPLE).items():
+            rows[name][f"{mode}: seconds"] = statistics.median(samples)
+    return list(rows.values())
+
+
+def free_bytes() -> float:
+    """Return how much memory of the device is free; no limit where it is not known."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in statistics:
+        return float("inf")
+    return statistics["bytes_limit"] - statistics["bytes_in_use"]
+
+
+def losses_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each H and implementation, and columns for each length."""
+    lengths = sorted({row["tokens"] for row in rows})
+    header = ["H", "implementation"]
+    header += [f"{tokens(n)}: {what}" for n in lengths for what in ("ms", "memory")]
+    lines: dict[Any, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        key = row["features"], row["implementation"]
+        lines.setdefault(key, [f"{row['features']:,}", row["implementation"]])
+        lines[key] += [_milliseconds(row), human(row.get(f"{MODES[1]}: temp_bytes"))]
+    selected = columns or header
+    picked = [header.index(column) for column in selected]
+    return markdown(selected, [[line[n] for n in picked] for line in lines.values()])
+
+
+def _milliseconds(row: Row) -> str:
+    """Return the times of forward, and of forward and gradient."""
+    times = [row.get(f"{mode}: seconds") for mode in MODES]
+    if times == [None, None]:
+        return row.get("note", "-")
+    return " / ".join("-" if t is None else f"{1e3 * t:.3g}" for t in times)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command line."""
+    from memeff.bench.results import description_to_keep, measurement, save_results
+
+    options = parse(arguments)
+    command = f"python -m memeff.bench losses {shlex.join(without_save(arguments))}"
+    cases = []
+    for features in options.features:
+        for length in options.tokens:
+            cases.append(LossCase(length, options.words, features, options.dtype))
+    records = []
+    for row in loss_rows(cases, options.implementation, options.rounds, options.jobs):
+        records.append(measurement(row, command))
+        print(json.dumps(records[-1]), flush=True)
+    if options.save:
+        path = Path(options.save)
+        save_results(path, description_to_keep(path, "losses"), records)
+    print(losses_markdown(records))
+
+
+def without_save(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without the file that results are saved to."""
+    kept = list(arguments)
+    if "--save" in kept:
+        place = kept.index("--save")
+        del kept[place : place + 2]
+    return kept
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff.bench losses",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], metavar="T")
+    parser.add_argument("--features", type=int, nargs="+", default=[1024], metavar="H")
+    parser.add_argument("--words", type=int, default=131_072, metavar="V")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), metavar="N")
+    parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    return parser.parse_args(arguments)

@@ -1,0 +1,271 @@
+"""Compute attention of few queries to a long cache of keys on Hopper, at the speed of its memory.
+
+The heads of a group read the same keys. So the T queries of the G heads of a group are the rows i
+of one tile of 64, and each key and value is read once. Persistent thread blocks take splits of the
+keys (decode_work.py; Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding"). A producer copies tiles of
+keys j in place. Two consumers visit them in turn, each with sums of its own, in base 2:
+  (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
+  (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
+They store m, l and o of the split and count it. A fourth warpgroup waits until all splits of a row
+are counted, and merges them in the order of the keys:
+  (5) w_p = 2^(m_p - max m);  l = sum_p w_p l_p;  out = sum_p w_p o_p / l;  lse = max m + log2 l
+All thread blocks are on the device at once and consumers wait for no merge, so each count is
+reached. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
+NaN is NaN.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import allow_approx_math
+from memeff.pallas.hopper.decode_compute import (
+    DecodeScratch,
+    Partials,
+    SplitLoop,
+    count_visits,
+    decode_scratch,
+    first_tile,
+    merge_row,
+    store_partials,
+)
+from memeff.pallas.hopper.decode_work import (
+    ROWS,
+    DecodeItem,
+    DecodeSizes,
+    find_keys,
+    for_each_item,
+    place_of_tile,
+)
+from memeff.pallas.hopper.mosaic import (
+    count_up,
+    global_counters,
+    interpreting,
+    plgpu,
+    set_registers,
+    wait_for_count,
+    warp_specialized_kernel,
+)
+from memeff.pallas.hopper.persistent import drain, persistent_blocks
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.scheduler import CallSizes
+from memeff.pallas.hopper.score_tile import copy_token_vectors
+from memeff.problem import Problem
+
+CONSUMERS = 2
+STAGES = 3  # slots of a consumer for tiles of keys and values
+QUERIES = 2  # slots for tiles of queries
+# Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
+# has 512 threads, which begin with 128 each.
+REGISTERS = 168, 120, 56
+FIRST_REGISTERS = 128
+TILE_BYTES = 16384  # of keys, or of values
+
+
+def tile_keys(H: int) -> int:
+    """Return the keys of a tile."""
+    return TILE_BYTES // 2 // H
+
+
+class DecodeKernel(NamedTuple):
+    """One call of the decode kernel."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    scalars: Scalars  # arrays
+    want_lse: bool
+
+    def run(
+        self, query: Array, key: Array, value: Array, out_dtype
+    ) -> tuple[Array, Array | None]:
+        """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
+
+        The query is [B, K, R', H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
+        of 64, and S and R' of 8. R' is R, the rows of `sizes`, or more.
+        """
+        D = value.shape[-1]
+        partials = self._partial_types(D)
+        results = self._result_types(D, out_dtype)
+        inputs = (query, key, value, *jax.tree.leaves(self.scalars))
+        approx_math = allow_approx_math(self.problem)
+        items = self.sizes.most_items
+        blocks = persistent_blocks(max(items, self.sizes.merges))
+        scratch = {"scratch": self._scratch(query, D)}
+        compile_kernel = functools.partial(
+            warp_specialized_kernel, blocks=blocks, approx_math=approx_math
+        )
+        if interpreting():  # it has no counters
+            body = functools.partial(self._split_warpgroups, blocks, None)
+            kernel = compile_kernel(body, "memeff_decode", partials, scratch, warpgroups=3)
+            filled = kernel(*inputs)
+            body = functools.partial(self._merge_warpgroup, blocks)
+            kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
+            found = kernel(*filled, *inputs[3:])
+        else:
+            body = functools.partial(self._all_warpgroups, blocks)
+            kernel = compile_kernel(
+                body, "memeff_decode", (*results, *partials), scratch, warpgroups=4
+            )
+            found = kernel(*inputs)
+        return found[0], found[1][..., 0] if self.want_lse else None
+
+    def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the types of `Partials`."""
+        call = self.sizes.call
+        shape = call.B, call.K, self.sizes.parts
+        rows = self.sizes.row_tiles * ROWS
+        return (
+            jax.ShapeDtypeStruct((*shape, self.sizes.rows, D), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
+        )
+
+    def _result_types(self, D: int, out_dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the types of out and lse [B, K, R, D], the latter D times the same."""
+        call = self.sizes.call
+        shape = call.B, call.K, self.sizes.rows, D
+        out = jax.ShapeDtypeStruct(shape, out_dtype)
+        return (out, jax.ShapeDtypeStruct(shape, jnp.float32)) if self.want_lse else (out,)
+
+    def _scratch(self, query: Array, D: int) -> DecodeScratch:
+        """Return the types of a thread block's shared memory."""
+        queries = 1 if self.scalars.by_key else QUERIES
+        H = query.shape[-1]
+        return decode_scratch(self.scalars, self.sizes, STAGES, queries, H, D, query.dtype)
+
+    def _all_warpgroups(self, blocks: int, *refs, scratch: DecodeScratch):
+        """Run one warpgroup of the kernel on a GPU."""
+        results = len(self._result_types(1, jnp.float32))
+        inputs = 3 + len(jax.tree.leaves(self.scalars))
+        input_refs = refs[:inputs]
+        result_refs = refs[inputs : inputs + results]
+        partial_refs = refs[inputs + results :]
+        call = self.sizes.call
+        counters = global_counters(call.B * call.K)
+        self._split_warpgroups(blocks, counters, *input_refs, *partial_refs, scratch=scratch)
+
+        @pl.when(lax.axis_index("warpgroup") == CONSUMERS + 1)
+        def _merge():
+            set_registers(REGISTERS[1], FIRST_REGISTERS)
+            refs = *partial_refs, *input_refs[3:], *result_refs
+            self._merge_warpgroup(blocks, *refs, counters=counters)
+
+    def _split_warpgroups(self, blocks: int, counters, *refs, scratch: DecodeScratch):
+        """Run a consumer or the producer."""
+        remaining_refs = iter(refs)
+        operands = tuple(itertools.islice(remaining_refs, 3))
+        scalars = self.scalars.like(remaining_refs)
+        partials = Partials(*remaining_refs)
+        warpgroup = lax.axis_index("warpgroup")
+        for_items = functools.partial(
+            for_each_item, self.problem, self.sizes, scalars, blocks, lax.axis_index("block")
+        )
+        zero = jnp.int32(0)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _consume():
+            set_registers(REGISTERS[0], FIRST_REGISTERS)
+            consume = functools.partial(self._consume, scratch, partials, counters, warpgroup)
+            for_items(consume, (zero, zero))
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _produce():
+            set_registers(REGISTERS[2], FIRST_REGISTERS)
+            produce = functools.partial(self._produce, operands, scratch)
+            items, *visits = for_items(produce, (zero,) * (1 + CONSUMERS))
+            drain(items, scratch.q_s.shape[0], (scratch.q_used,))
+            for consumer, count in enumerate(visits):
+                drain(count, STAGES, (scratch.used,), consumer * STAGES)
+
+    def _consume(self, scratch: DecodeScratch, partials: Partials, counters, consumer, item, state):
+        """Compute and store a consumer's part of an item. Return the items and tiles done."""
+        items, visits = state
+        slot = lax.rem(items, jnp.int32(scratch.q_s.shape[0]))
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
+        loop = SplitLoop(
+            self.problem, self.sizes, scratch, consumer, item, scratch.q_s.at[slot], visits
+        )
+        m, l, o = loop.run()
+        plgpu.barrier_arrive(scratch.q_used.at[slot])
+        part = item.split * self.sizes.consumers + consumer
+        store_partials(partials, item, part, m, l, o)
+        count_up(counters, item.b * self.sizes.call.K + item.k)
+        return items + 1, visits + count_visits(self.sizes, item, consumer)
+
+    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, state):
+        """Copy the queries of an item, and its keys and values.
+
+        Return how many items were copied, and how many tiles for each consumer.
+        """
+        query_ref, key_ref, value_ref = operands
+        items, *visits = state
+        slots = scratch.q_s.shape[0]
+        slot = lax.rem(items, jnp.int32(slots))
+        pl.when(items >= slots)(lambda: plgpu.barrier_wait(scratch.q_used.at[slot]))
+        rows = pl.ds(item.row, ROWS)
+        queries = query_ref.at[item.b, item.k, rows]
+        plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], scratch.q_ready.at[slot])
+        size = self.sizes.tile
+
+        @pl.loop(item.first, item.end)
+        def _copy_tile(tile):
+            consumer = lax.rem(tile, jnp.int32(CONSUMERS))
+            number = (tile - first_tile(self.sizes, item, consumer)) // CONSUMERS
+            number = number + select(consumer, visits)
+            slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
+            pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
+            ready = scratch.ready.at[slot]
+            b, first = place_of_tile(item.b, tile, size)
+            cols = pl.ds(first, size)
+            plgpu.copy_gmem_to_smem(key_ref.at[b, cols, item.k], scratch.k_s.at[slot], ready)
+            plgpu.copy_gmem_to_smem(value_ref.at[b, cols, item.k], scratch.v_s.at[slot], ready)
+            by_key = item.keys.scalars.by_key
+            copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
+
+        counts = [count_visits(self.sizes, item, n) for n in range(CONSUMERS)]
+        return items + 1, *(old + new for old, new in zip(visits, counts, strict=True))
+
+    def _merge_warpgroup(self, blocks: int, *refs, counters=None):
+        """Merge the partial results of every `blocks`-th row."""
+        partials = Partials(*refs[:3])
+        remaining_refs = iter(refs[3:])
+        scalars = self.scalars.like(remaining_refs)
+        out_ref, *lse_refs = remaining_refs
+        sizes = self.sizes
+        call = sizes.call
+        rows = jnp.int32(sizes.rows)
+
+        def merge(n, _):
+            index = lax.axis_index("block") + n * blocks
+            head = lax.div(index, rows)
+            row = lax.rem(index, rows)
+            b = lax.div(head, jnp.int32(call.K))
+            k = lax.rem(head, jnp.int32(call.K))
+            keys = find_keys(self.problem, sizes, scalars, b)
+            results = keys.split_count * (sizes.consumers * sizes.row_tiles)
+            wait_for_count(counters, head, results)
+            sink = None
+            if keys.scalars.sinks is not None:
+                sink = keys.scalars.sinks[k * call.G + lax.div(row, jnp.int32(call.T))]
+            out, lse = merge_row(sizes, partials.of(b, k), keys, row, sink)
+            out_ref[b, k, row] = out.astype(out_ref.dtype)
+            for lse_ref in lse_refs:
+                lse_ref[b, k, row] = lse
+            return ()
+
+        block = lax.axis_index("block")
+        count = lax.div(sizes.merges - block + (blocks - 1), jnp.int32(blocks))
+        lax.fori_loop(0, count, merge, ())
+
+
+def select(n, values):
+    """Return `values[n]`."""
+    result = values[0]
+    for index, x in enumerate(values[1:], 1):
+        result = jnp.where(n == index, x, result)
+    return result

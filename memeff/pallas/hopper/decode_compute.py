@@ -1,0 +1,273 @@
+"""Compute the partial results of a split, and merge those of a row, in the decode kernel.
+
+decode.py has the algorithm, whose steps are numbered here as well.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import LOG2_E
+from memeff.pallas.hopper.decode_work import ROWS, DecodeItem, DecodeSizes, KeysOfSequence
+from memeff.pallas.hopper.mosaic import (
+    ROW,
+    Barrier,
+    Ref,
+    accumulators,
+    broadcast_vector,
+    full_tile,
+    init_accumulator,
+    interpreter_staging,
+    multiply,
+    plgpu,
+    positions,
+    tile_ref,
+)
+from memeff.pallas.hopper.nonfinite import clean_own_values
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.score_tile import (
+    HeadNumbers,
+    ScoreTile,
+    TokenVectors,
+    barrier_arrivals,
+    scratch_shapes,
+)
+from memeff.pallas.hopper.threads import load_columns, store_rows
+from memeff.problem import Problem
+from memeff.softmax import LSE_OF_EMPTY_ROW
+
+MERGED_AT_ONCE = 32  # partial results
+
+
+class DecodeScratch(NamedTuple):
+    """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
+
+    q_s: Ref  # [slots, 64, H]
+    q_ready: Barrier
+    q_used: Barrier
+    k_s: Ref  # [consumers * stages, c, H]
+    v_s: Ref  # [consumers * stages, c, D]
+    ready: Barrier  # for a slot of keys and values
+    used: Barrier
+    key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
+    bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
+    bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
+    stage: Ref = None  # [consumers, 64, c], in the interpreter alone
+
+
+def decode_scratch(
+    scalars: Scalars, sizes: DecodeSizes, stages: int, queries: int, H: int, D: int, dtype
+) -> DecodeScratch:
+    """Return the types of a thread block's shared memory."""
+    consumers = sizes.consumers
+    slots = consumers * stages
+    _, key_numbers = barrier_arrivals(scalars)
+    _, key_vectors = scratch_shapes(scalars, (1, ROWS), (slots, sizes.tile))["token_vectors"]
+    return DecodeScratch(
+        q_s=tile_ref(queries, ROWS, H, dtype),
+        q_ready=plgpu.Barrier(num_barriers=queries),
+        q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=queries),
+        k_s=tile_ref(slots, sizes.tile, H, dtype),
+        v_s=tile_ref(slots, sizes.tile, D, dtype),
+        ready=plgpu.Barrier(num_arrivals=2 + key_numbers, num_barriers=slots),
+        used=plgpu.Barrier(num_barriers=slots),
+        key_vectors=tuple(key_vectors),
+        bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
+        bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
+        **interpreter_staging(consumers, ROWS, sizes.tile, dtype),
+    )
+
+
+class Partials(NamedTuple):
+    """The partial results of all rows, in float32 in global memory.
+
+    P is the number of partial results for each row of a whole cache, R the number of rows.
+    """
+
+    o: Ref  # [B, K, P, R, D], not divided by l
+    m: Ref  # [B, K, P, R'], R' = R in whole tiles of 64
+    l: Ref  # [B, K, P, R']
+
+    def of(self, b, k) -> "Partials":
+        """Return those of one key head."""
+        return Partials(*(ref.at[b, k] for ref in self))
+
+
+class SplitLoop(NamedTuple):
+    """The loop of one consumer over its tiles of the keys of an item.
+
+    m and l are [64], o is [64, D], and raw, s and p of a tile are [64, c].
+    """
+
+    problem: Problem
+    sizes: DecodeSizes
+    scratch: DecodeScratch
+    consumer: Array
+    item: DecodeItem
+    q: Ref  # [64, H]
+    first_visit: Array  # visits of this consumer in the items before
+
+    @property
+    def stages(self) -> int:
+        """Return the number of slots of this consumer."""
+        return self.scratch.k_s.shape[0] // self.sizes.consumers
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Return the shape of a tile of logits."""
+        return ROWS, self.sizes.tile
+
+    def run(self):
+        """Return m, l and o of this consumer's tiles."""
+        m = full_tile((ROWS,), -jnp.inf)
+        l = full_tile((ROWS,), 0.0)
+        o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
+        count = count_visits(self.sizes, self.item, self.consumer)
+        return lax.fori_loop(0, count, self._step, (m, l, o))
+
+    def _step(self, n, carry):
+        """Return m, l and o after the n-th tile of this consumer."""
+        m, l, o = carry
+        scratch = self.scratch
+        tile_number = first_tile(self.sizes, self.item, self.consumer) + n * self.sizes.consumers
+        slot = lax.rem(self.first_visit + n, jnp.int32(self.stages))
+        slot = self.consumer * self.stages + slot
+        tile = self._score_tile(tile_number, slot)
+        plgpu.barrier_wait(scratch.ready.at[slot])
+
+        def dot_products(raw):
+            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(dot_products, self.tile_shape)
+
+        def masked(raw, o):
+            memory = (scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer])
+            o = clean_own_values(scratch.v_s.at[slot], o, tile, memory)
+            return tile.logits(raw, tile.mask()), o
+
+        def whole(raw, o):
+            return tile.logits(raw, None), o
+
+        is_masked = self.item.keys.is_masked(tile_number)
+        s, o = lax.cond(is_masked, masked, whole, raw, o)  # (2)
+        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
+        l = a * l + p.sum(axis=1)  # (4)
+        o = o * broadcast_vector(a, o.shape)
+        p = p.astype(scratch.v_s.dtype)
+
+        def add_values(total):
+            finish = init_accumulator(total, o)
+            stage = scratch.stage and scratch.stage.at[self.consumer]
+            multiply(total, p, scratch.v_s.at[slot], stage)
+            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        o = accumulators(add_values, o.shape)
+        plgpu.barrier_arrive(scratch.used.at[slot])
+        return m_new, l, o
+
+    def _score_tile(self, tile_number, slot) -> ScoreTile:
+        """Return the positions, masks and functions of a tile."""
+        item = self.item
+        scalars = item.keys.scalars
+        rows = slice_of_rows(item.row)
+        numbers = []
+        for ref in scalars.head_numbers:  # [K, R']
+            number = plgpu.load(ref.at[item.k, rows], layout=ROW)
+            numbers.append(broadcast_vector(number, self.tile_shape))
+        query_vectors = tuple(ref.at[rows] for ref in scalars.by_query)
+        key_vectors = tuple(ref.at[slot] for ref in self.scratch.key_vectors)
+        vectors: TokenVectors = (query_vectors, key_vectors)
+        return ScoreTile(
+            self.problem,
+            self.tile_shape,
+            (item.row, tile_number * self.sizes.tile),
+            item.keys.mask_inputs,
+            scalars,
+            HeadNumbers(tuple(numbers)),
+            vectors,
+            row_period=self.sizes.call.T,
+        )
+
+
+def slice_of_rows(row):
+    """Return the 64 rows from `row` on."""
+    return pl.ds(row, ROWS)
+
+
+def first_tile(sizes: DecodeSizes, item: DecodeItem, consumer) -> Array:
+    """Return the first tile of the item that is a `consumer`'s: tile number modulo consumers.
+
+    This does not depend on where the item begins, so that a row's sums are the same in any call.
+    """
+    return item.first + lax.rem(
+        consumer - item.first + sizes.consumers * sizes.tiles_of_split * sizes.splits,
+        jnp.int32(sizes.consumers),
+    )
+
+
+def count_visits(sizes: DecodeSizes, item: DecodeItem, consumer) -> Array:
+    """Return how many tiles of the item are a `consumer`'s."""
+    first = first_tile(sizes, item, consumer)
+    return lax.div(jnp.maximum(item.end - first + sizes.consumers - 1, 0), sizes.consumers)
+
+
+def store_partials(partials: Partials, item: DecodeItem, part, m, l, o) -> None:
+    """Store the partial result `part` of the item's rows."""
+    o_parts, m_parts, l_parts = partials.of(item.b, item.k)
+    rows = slice_of_rows(item.row)
+    store_rows(o_parts.at[part], item.row, o)
+    m_parts[part, rows] = m
+    l_parts[part, rows] = l
+
+
+def merge_row(
+    sizes: DecodeSizes, partials: Partials, keys: KeysOfSequence, row, sink
+) -> tuple[Array, Array]:
+    """Return out and lse of one row from its partial results, in the order of the keys (5).
+
+    Both are vectors [D]; lse is everywhere the same.
+    """
+    D = partials.o.shape[-1]
+    at_once = min(MERGED_AT_ONCE, partials.o.shape[0])
+    shape = D, at_once
+    first_part = keys.first_split * sizes.consumers
+    end_part = keys.end_split * sizes.consumers
+    ends = lax.div(end_part + (at_once - 1), jnp.int32(at_once))
+
+    def step(n, carry):
+        m, l, o = carry
+        first = n * at_once
+        part = positions(first, shape, 1)
+        is_filled = (part >= first_part) & (part < end_part)
+        m_parts = load_columns(partials.m, first, row, shape)
+        l_parts = load_columns(partials.l, first, row, shape)
+        o_parts = load_columns(partials.o, first, row, shape)
+        m_parts = jnp.where(is_filled, m_parts, -jnp.inf)
+        m_new = jnp.maximum(m, m_parts.max(axis=1))
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        w = jnp.exp2(m_parts - broadcast_vector(shift, shape))
+        l = a * l + jnp.where(is_filled, w * l_parts, 0.0).sum(axis=1)
+        o = a * o + jnp.where(is_filled, w * o_parts, 0.0).sum(axis=1)
+        return m_new, l, o
+
+    m = full_tile((D,), -jnp.inf)
+    zeros = full_tile((D,), 0.0)
+    start = lax.div(first_part, jnp.int32(at_once))
+    m, l, o = lax.fori_loop(start, ends, step, (m, zeros, zeros))
+    sees_nothing = l == 0
+    lse = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, (m + jnp.log2(l)) * (1 / LOG2_E))
+    l = jnp.where(sees_nothing, 1.0, l)
+    if sink is None:
+        return o / l, lse
+    sink = lax.broadcast(sink, l.shape)
+    m = jnp.where(m == -jnp.inf, 0.0, m)
+    top = jnp.maximum(m, sink)
+    share = jnp.exp2(m - top)
+    return o * (share / (l * share + jnp.exp2(sink - top))), lse

@@ -1,0 +1,197 @@
+"""Split the keys of each sequence into pieces of a fixed length, and hand them to thread blocks.
+
+A piece has `keys_of_split(S)` keys, a function of the capacity S alone, and begins at a multiple of
+that. So the sums of a row, and their order, do not depend on the batch that it is in. A work item
+is one piece of one key head of one sequence, for 64 rows. Items are found from the lengths on the
+device: pieces that nobody sees are no items.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.masking import MaskInputs
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.scheduler import CallSizes, ends_and_mask
+from memeff.pallas.hopper.tile_ranges import TileRange, keys_seen
+from memeff.problem import Problem
+
+ROWS = 64  # of an item: the rows of a product's first factor
+
+
+def keys_of_split(S: int) -> int:
+    """Return the keys of a split for a cache of S keys.
+
+    A split should be long, because each writes a partial result, and so short that one sequence
+    fills all multiprocessors.
+    """
+    if S > 65536:
+        return 2048
+    return 1024 if S > 16384 else 512
+
+
+class DecodeSizes(NamedTuple):
+    """The sizes of a call, and of its pieces."""
+
+    call: CallSizes
+    tile: int  # keys of a tile
+    consumers: int  # each visits one of as many neighbouring tiles
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a key head: the heads of its group, times the queries."""
+        return self.call.G * self.call.T
+
+    @property
+    def row_tiles(self) -> int:
+        """Return the number of items that these rows need."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def tiles_of_split(self) -> int:
+        """Return the number of tiles of keys in a split."""
+        return keys_of_split(self.call.S) // self.tile
+
+    @property
+    def splits(self) -> int:
+        """Return the number of splits of a whole cache."""
+        return -(-self.call.S // keys_of_split(self.call.S))
+
+    @property
+    def parts(self) -> int:
+        """Return the number of partial results for each row of a whole cache."""
+        return self.splits * self.consumers
+
+    @property
+    def most_items(self) -> int:
+        """Return the number of items of full caches."""
+        return self.call.B * self.call.K * self.splits * self.row_tiles
+
+    @property
+    def merges(self) -> int:
+        """Return the number of rows of all key heads."""
+        return self.call.B * self.call.K * self.rows
+
+
+class KeysOfSequence(NamedTuple):
+    """The keys that the queries of one batch entry see."""
+
+    b: Array
+    tiles: TileRange
+    first_split: Array
+    end_split: Array
+    mask_inputs: MaskInputs
+    scalars: Scalars
+
+    @property
+    def split_count(self) -> Array:
+        """Return the number of splits that hold such keys."""
+        return self.end_split - self.first_split
+
+    def is_masked(self, tile) -> Array:
+        """Return True if a query may not attend to some key of `tile`."""
+        tiles = self.tiles
+        whole = (tile >= tiles.first + tiles.masked_left) & (tile < tiles.end - tiles.masked_right)
+        return ~whole
+
+
+def find_keys(problem: Problem, sizes: DecodeSizes, scalars: Scalars, b) -> KeysOfSequence:
+    """Return what the queries of batch entry b see."""
+    call = sizes.call
+    scalars = scalars.of(b)
+    ends, mask_inputs = ends_and_mask(call, scalars, sizes.tile)
+    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
+    tiles = keys_seen(problem, offset, jnp.int32(0), call.T - 1, ends, sizes.tile)
+    if problem.mask_fn is not None or scalars.q_segments is not None:
+        tiles = tiles.all_masked()
+    in_split = jnp.int32(sizes.tiles_of_split)
+    first = lax.div(tiles.first, in_split)
+    end = lax.div(tiles.end + (sizes.tiles_of_split - 1), in_split)
+    end = jnp.where(tiles.end > tiles.first, end, first)
+    return KeysOfSequence(b, tiles, first, end, mask_inputs, scalars)
+
+
+class DecodeItem(NamedTuple):
+    """A split of the keys of one key head, for 64 rows."""
+
+    keys: KeysOfSequence
+    k: Array  # key head
+    split: Array
+    row: Array  # first row
+    first: Array  # tile of keys
+    end: Array
+
+    @property
+    def b(self) -> Array:
+        """Return the batch entry."""
+        return self.keys.b
+
+
+def place_of_tile(b, tile, size: int) -> tuple[Any, Any]:
+    """Return where a tile of `size` keys of batch entry b lies in key and value.
+
+    The result is the index along their first dim, and the first token.
+    """
+    return b, tile * size
+
+
+def for_each_item(
+    problem: Problem,
+    sizes: DecodeSizes,
+    scalars: Scalars,
+    blocks: int,
+    block,
+    do: Callable[[DecodeItem, Any], Any],
+    state: Any,
+) -> Any:
+    """Apply `state = do(item, state)` to every `blocks`-th item from item `block` on.
+
+    Heads come first, then splits, then sequences: neighbouring blocks read neighbouring memory.
+    """
+    call = sizes.call
+    items_of_split = jnp.int32(call.K * sizes.row_tiles)
+
+    def keys_of(b) -> KeysOfSequence:
+        return find_keys(problem, sizes, scalars, jnp.minimum(b, call.B - 1))
+
+    def skip_sequences(index, b, before):
+        """Return the sequence that has item `index`, and the number of items before it."""
+
+        def items_of(b):
+            return keys_of(b).split_count * items_of_split
+
+        def is_behind(carry):
+            b, before, count = carry
+            return (b < call.B) & (index - before >= count)
+
+        def step(carry):
+            b, before, count = carry
+            return b + 1, before + count, items_of(b + 1)
+
+        b, before, _ = lax.while_loop(is_behind, step, (b, before, items_of(b)))
+        return b, before
+
+    def has_item(carry):
+        _, b, _, _ = carry
+        return b < call.B
+
+    def step(carry):
+        index, b, before, state = carry
+        keys = keys_of(b)
+        split = lax.div(index - before, items_of_split)
+        rest = lax.rem(index - before, items_of_split)
+        k = lax.div(rest, jnp.int32(sizes.row_tiles))
+        row = lax.rem(rest, jnp.int32(sizes.row_tiles)) * ROWS
+        split = keys.first_split + split
+        first = jnp.maximum(keys.tiles.first, split * sizes.tiles_of_split)
+        end = jnp.minimum(keys.tiles.end, (split + 1) * sizes.tiles_of_split)
+        state = do(DecodeItem(keys, k, split, row, first, end), state)
+        index = index + blocks
+        b, before = skip_sequences(index, b, before)
+        return index, b, before, state
+
+    zero = jnp.int32(0)
+    b, before = skip_sequences(block, zero, zero)
+    return lax.while_loop(has_item, step, (block, b, before, state))[-1]

@@ -38,8 +38,6 @@ from memeff.pallas.hopper.threads import load_columns, store_rows
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
-MERGED_AT_ONCE = 32  # partial results
-
 
 class DecodeScratch(NamedTuple):
     """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
@@ -234,7 +232,7 @@ def merge_row(
     Both are vectors [D]; lse is everywhere the same.
     """
     D = partials.o.shape[-1]
-    at_once = min(MERGED_AT_ONCE, partials.o.shape[0])
+    at_once = sizes.merged_at_once
     shape = D, at_once
     first_part = keys.first_split * sizes.consumers
     end_part = keys.end_split * sizes.consumers

@@ -19,6 +19,7 @@ from memeff.pallas.hopper.tile_ranges import TileRange, keys_seen
 from memeff.problem import Problem
 
 ROWS = 64  # of an item: the rows of a product's first factor
+MERGED_AT_ONCE = 32  # partial results, at most
 
 
 def keys_of_split(S: int) -> int:
@@ -60,9 +61,15 @@ class DecodeSizes(NamedTuple):
         return -(-self.call.S // keys_of_split(self.call.S))
 
     @property
+    def merged_at_once(self) -> int:
+        """Return the number of partial results that are merged at once."""
+        return min(MERGED_AT_ONCE, -(-self.splits * self.consumers // 8) * 8)
+
+    @property
     def parts(self) -> int:
-        """Return the number of partial results for each row of a whole cache."""
-        return self.splits * self.consumers
+        """Return the number of places for partial results of each row of a whole cache."""
+        at_once = self.merged_at_once
+        return -(-self.splits * self.consumers // at_once) * at_once
 
     @property
     def most_items(self) -> int:

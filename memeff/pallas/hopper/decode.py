@@ -53,11 +53,9 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.persistent import drain, persistent_blocks
 from memeff.pallas.hopper.scalars import Scalars
-from memeff.pallas.hopper.scheduler import CallSizes
 from memeff.pallas.hopper.score_tile import copy_token_vectors
 from memeff.problem import Problem
 
-CONSUMERS = 2
 STAGES = 3  # slots of a consumer for tiles of keys and values
 QUERIES = 2  # slots for tiles of queries
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
@@ -119,8 +117,9 @@ class DecodeKernel(NamedTuple):
         call = self.sizes.call
         shape = call.B, call.K, self.sizes.parts
         rows = self.sizes.row_tiles * ROWS
+        stored_rows = self.sizes.rows if self.sizes.row_tiles == 1 else rows
         return (
-            jax.ShapeDtypeStruct((*shape, self.sizes.rows, D), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, stored_rows, D), jnp.float32),
             jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
             jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
         )
@@ -149,7 +148,7 @@ class DecodeKernel(NamedTuple):
         counters = global_counters(call.B * call.K)
         self._split_warpgroups(blocks, counters, *input_refs, *partial_refs, scratch=scratch)
 
-        @pl.when(lax.axis_index("warpgroup") == CONSUMERS + 1)
+        @pl.when(lax.axis_index("warpgroup") == self.sizes.consumers + 1)
         def _merge():
             set_registers(REGISTERS[1], FIRST_REGISTERS)
             refs = *partial_refs, *input_refs[3:], *result_refs
@@ -167,17 +166,17 @@ class DecodeKernel(NamedTuple):
         )
         zero = jnp.int32(0)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < self.sizes.consumers)
         def _consume():
             set_registers(REGISTERS[0], FIRST_REGISTERS)
             consume = functools.partial(self._consume, scratch, partials, counters, warpgroup)
             for_items(consume, (zero, zero))
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
             set_registers(REGISTERS[2], FIRST_REGISTERS)
             produce = functools.partial(self._produce, operands, scratch)
-            items, *visits = for_items(produce, (zero,) * (1 + CONSUMERS))
+            items, *visits = for_items(produce, (zero,) * (1 + self.sizes.consumers))
             drain(items, scratch.q_s.shape[0], (scratch.q_used,))
             for consumer, count in enumerate(visits):
                 drain(count, STAGES, (scratch.used,), consumer * STAGES)
@@ -214,8 +213,8 @@ class DecodeKernel(NamedTuple):
 
         @pl.loop(item.first, item.end)
         def _copy_tile(tile):
-            consumer = lax.rem(tile, jnp.int32(CONSUMERS))
-            number = (tile - first_tile(self.sizes, item, consumer)) // CONSUMERS
+            consumer = lax.rem(tile, jnp.int32(self.sizes.consumers))
+            number = (tile - first_tile(self.sizes, item, consumer)) // self.sizes.consumers
             number = number + select(consumer, visits)
             slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
             pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
@@ -227,7 +226,7 @@ class DecodeKernel(NamedTuple):
             by_key = item.keys.scalars.by_key
             copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
 
-        counts = [count_visits(self.sizes, item, n) for n in range(CONSUMERS)]
+        counts = [count_visits(self.sizes, item, n) for n in range(self.sizes.consumers)]
         return items + 1, *(old + new for old, new in zip(visits, counts, strict=True))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):

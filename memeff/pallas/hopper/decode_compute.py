@@ -81,11 +81,12 @@ def decode_scratch(
 class Partials(NamedTuple):
     """The partial results of all rows, in float32 in global memory.
 
-    P is the number of partial results for each row of a whole cache, R the number of rows.
+    P is the number of partial results for each row of a whole cache. R is the number of rows if
+    that is at most 64. Else it is R', the number of rows in whole tiles of 64.
     """
 
     o: Ref  # [B, K, P, R, D], not divided by l
-    m: Ref  # [B, K, P, R'], R' = R in whole tiles of 64
+    m: Ref  # [B, K, P, R']
     l: Ref  # [B, K, P, R']
 
     def of(self, b, k) -> "Partials":
@@ -219,7 +220,8 @@ def store_partials(partials: Partials, item: DecodeItem, part, m, l, o) -> None:
     """Store the partial result `part` of the item's rows."""
     o_parts, m_parts, l_parts = partials.of(item.b, item.k)
     rows = slice_of_rows(item.row)
-    store_rows(o_parts.at[part], item.row, o)
+    stored = min(ROWS, o_parts.shape[1])
+    store_rows(o_parts.at[part, pl.ds(item.row, stored)], o)
     m_parts[part, rows] = m
     l_parts[part, rows] = l
 

@@ -38,7 +38,7 @@ class DecodeSizes(NamedTuple):
 
     call: CallSizes
     tile: int  # keys of a tile
-    consumers: int  # each visits one of as many neighbouring tiles
+    consumers: int = 2  # each visits one of as many neighbouring tiles
 
     @property
     def rows(self) -> int:

@@ -34,31 +34,23 @@ def _entries(layout, shape: tuple[int, int]) -> _Entries:
     return _Entries(row, col, pairs)
 
 
-def store_rows(ref: Ref, first, tile: Array) -> None:
-    """Store row i of `tile` [64, D] to row `first` + i of `ref` [R, D], if `ref` has that row.
-
-    `ref` is in global memory, and float32 as the tile.
-    """
-    count, D = ref.shape
+def store_rows(ref: Ref, tile: Array) -> None:
+    """Store the first rows of `tile` [64, D] to `ref` [R, D] in global memory, R of them."""
+    count, _ = ref.shape
     if interpreting():
-        row = jnp.arange(count, dtype=jnp.int32) - first
-        is_inside = (row >= 0) & (row < tile.shape[0])
-        rows = tile[jnp.clip(row, 0, tile.shape[0] - 1)]
-        ref[...] = jnp.where(is_inside[:, None], rows, ref[...])
+        ref[...] = tile[:count]
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
-    def store(_, ref, first, tile):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_, ref, tile):
         mgpu, ir, arith, memref, vector, scf = mlir_modules()
-        index = ir.IndexType.get()
 
         def constant(x: int):
-            return arith.constant(index, x)
+            return arith.constant(ir.IndexType.get(), x)
 
         entries = _entries(tile.layout, tile.shape)
-        start = arith.addi(entries.row, arith.index_cast(index, first.registers.item()))
         for row_offset in sorted({row for _, row, _ in entries.pairs}):
-            row = arith.addi(start, constant(row_offset))
+            row = arith.addi(entries.row, constant(row_offset))
             is_inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(count))
             branch = scf.IfOp(is_inside)
             with ir.InsertionPoint(branch.then_block):
@@ -68,7 +60,7 @@ def store_rows(ref: Ref, first, tile: Array) -> None:
                         vector.store(tile.registers[register], ref, [row, col])
                 scf.yield_([])
 
-    store(ref, first, tile)
+    store(ref, tile)
 
 
 def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:

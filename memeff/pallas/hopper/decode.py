@@ -28,9 +28,7 @@ from memeff.pallas.hopper.decode_compute import (
     DecodeScratch,
     Partials,
     SplitLoop,
-    count_visits,
     decode_scratch,
-    first_tile,
     merge_row,
     store_partials,
 )
@@ -41,6 +39,7 @@ from memeff.pallas.hopper.decode_work import (
     find_keys,
     for_each_item,
     place_of_tile,
+    visits_of,
 )
 from memeff.pallas.hopper.mosaic import (
     count_up,
@@ -57,7 +56,6 @@ from memeff.pallas.hopper.score_tile import copy_token_vectors
 from memeff.problem import Problem
 
 STAGES = 3  # slots of a consumer for tiles of keys and values
-QUERIES = 2  # slots for tiles of queries
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
 # has 512 threads, which begin with 128 each.
 REGISTERS = 168, 120, 56
@@ -133,9 +131,8 @@ class DecodeKernel(NamedTuple):
 
     def _scratch(self, query: Array, D: int) -> DecodeScratch:
         """Return the types of a thread block's shared memory."""
-        queries = 1 if self.scalars.by_key else QUERIES
         H = query.shape[-1]
-        return decode_scratch(self.scalars, self.sizes, STAGES, queries, H, D, query.dtype)
+        return decode_scratch(self.scalars, self.sizes, STAGES, H, D, query.dtype)
 
     def _all_warpgroups(self, blocks: int, *refs, scratch: DecodeScratch):
         """Run one warpgroup of the kernel on a GPU."""
@@ -169,65 +166,68 @@ class DecodeKernel(NamedTuple):
         @pl.when(warpgroup < self.sizes.consumers)
         def _consume():
             set_registers(REGISTERS[0], FIRST_REGISTERS)
-            consume = functools.partial(self._consume, scratch, partials, counters, warpgroup)
-            for_items(consume, (zero, zero))
+            consume = functools.partial(
+                self._consume, operands[0], scratch, partials, counters, warpgroup
+            )
+            for_items(consume, zero)
 
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
             set_registers(REGISTERS[2], FIRST_REGISTERS)
-            produce = functools.partial(self._produce, operands, scratch)
-            items, *visits = for_items(produce, (zero,) * (1 + self.sizes.consumers))
-            drain(items, scratch.q_s.shape[0], (scratch.q_used,))
+            produce = functools.partial(self._produce, operands[1:], scratch)
+            visits = for_items(produce, (zero,) * self.sizes.consumers)
             for consumer, count in enumerate(visits):
                 drain(count, STAGES, (scratch.used,), consumer * STAGES)
 
-    def _consume(self, scratch: DecodeScratch, partials: Partials, counters, consumer, item, state):
-        """Compute and store a consumer's part of an item. Return the items and tiles done."""
-        items, visits = state
-        slot = lax.rem(items, jnp.int32(scratch.q_s.shape[0]))
-        plgpu.barrier_wait(scratch.q_ready.at[slot])
-        loop = SplitLoop(
-            self.problem, self.sizes, scratch, consumer, item, scratch.q_s.at[slot], visits
-        )
+    def _consume(
+        self, query_ref, scratch: DecodeScratch, partials: Partials, counters, consumer, item, done
+    ):
+        """Compute and store a consumer's part of an item. Return the tiles done, `done` before."""
+        visits = visits_of(self.sizes, item, consumer)
+        ready = scratch.q_ready.at[consumer]
+        queries = query_ref.at[item.b, visits.k, pl.ds(item.row, ROWS)]
+        plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[consumer], ready)
+        plgpu.barrier_wait(ready)
+        loop = SplitLoop(self.problem, self.sizes, scratch, consumer, item, visits, done)
         m, l, o = loop.run()
-        plgpu.barrier_arrive(scratch.q_used.at[slot])
-        part = item.split * self.sizes.consumers + consumer
-        store_partials(partials, item, part, m, l, o)
-        count_up(counters, item.b * self.sizes.call.K + item.k)
-        return items + 1, visits + count_visits(self.sizes, item, consumer)
+        store_partials(partials, item, visits, m, l, o)
+        count_up(counters, item.b * self.sizes.call.K + visits.k)
+        return done + visits.count
 
-    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, state):
-        """Copy the queries of an item, and its keys and values.
+    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, done):
+        """Copy the keys and values of an item. Return the tiles copied for each consumer."""
+        all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
+        rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
 
-        Return how many items were copied, and how many tiles for each consumer.
-        """
-        query_ref, key_ref, value_ref = operands
-        items, *visits = state
-        slots = scratch.q_s.shape[0]
-        slot = lax.rem(items, jnp.int32(slots))
-        pl.when(items >= slots)(lambda: plgpu.barrier_wait(scratch.q_used.at[slot]))
-        rows = pl.ds(item.row, ROWS)
-        queries = query_ref.at[item.b, item.k, rows]
-        plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], scratch.q_ready.at[slot])
+        def copy(n, consumer: int):
+            visits = all_visits[consumer]
+            slot = self._free_slot(scratch, consumer, done[consumer] + n)
+            self._copy_tile(operands, scratch, item, visits.k, visits.tile(n), slot)
+
+        @pl.loop(0, rounds)
+        def _copy_tiles(n):
+            for consumer, visits in enumerate(all_visits):
+                pl.when(n < visits.count)(functools.partial(copy, n, consumer))
+
+        return tuple(old + visits.count for old, visits in zip(done, all_visits, strict=True))
+
+    def _free_slot(self, scratch: DecodeScratch, consumer: int, number):
+        """Return the slot of a consumer's tile, numbered from its first, once it is free."""
+        slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
+        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
+        return slot
+
+    def _copy_tile(self, operands, scratch: DecodeScratch, item: DecodeItem, k, tile, slot):
+        """Copy the keys, the values and their token vectors of a tile to `slot`."""
+        key_ref, value_ref = operands
         size = self.sizes.tile
-
-        @pl.loop(item.first, item.end)
-        def _copy_tile(tile):
-            consumer = lax.rem(tile, jnp.int32(self.sizes.consumers))
-            number = (tile - first_tile(self.sizes, item, consumer)) // self.sizes.consumers
-            number = number + select(consumer, visits)
-            slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
-            pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
-            ready = scratch.ready.at[slot]
-            b, first = place_of_tile(item.b, tile, size)
-            cols = pl.ds(first, size)
-            plgpu.copy_gmem_to_smem(key_ref.at[b, cols, item.k], scratch.k_s.at[slot], ready)
-            plgpu.copy_gmem_to_smem(value_ref.at[b, cols, item.k], scratch.v_s.at[slot], ready)
-            by_key = item.keys.scalars.by_key
-            copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
-
-        counts = [count_visits(self.sizes, item, n) for n in range(self.sizes.consumers)]
-        return items + 1, *(old + new for old, new in zip(visits, counts, strict=True))
+        ready = scratch.ready.at[slot]
+        b, first = place_of_tile(item.b, tile, size)
+        cols = pl.ds(first, size)
+        plgpu.copy_gmem_to_smem(key_ref.at[b, cols, k], scratch.k_s.at[slot], ready)
+        plgpu.copy_gmem_to_smem(value_ref.at[b, cols, k], scratch.v_s.at[slot], ready)
+        by_key = item.keys.scalars.by_key
+        copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):
         """Merge the partial results of every `blocks`-th row."""
@@ -246,7 +246,7 @@ class DecodeKernel(NamedTuple):
             b = lax.div(head, jnp.int32(call.K))
             k = lax.rem(head, jnp.int32(call.K))
             keys = find_keys(self.problem, sizes, scalars, b)
-            results = keys.split_count * (sizes.consumers * sizes.row_tiles)
+            results = keys.split_count * (sizes.turns * sizes.row_tiles)
             wait_for_count(counters, head, results)
             sink = None
             if keys.scalars.sinks is not None:
@@ -261,10 +261,3 @@ class DecodeKernel(NamedTuple):
         count = lax.div(sizes.merges - block + (blocks - 1), jnp.int32(blocks))
         lax.fori_loop(0, count, merge, ())
 
-
-def select(n, values):
-    """Return `values[n]`."""
-    result = values[0]
-    for index, x in enumerate(values[1:], 1):
-        result = jnp.where(n == index, x, result)
-    return result

@@ -10,7 +10,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E
-from memeff.pallas.hopper.decode_work import ROWS, DecodeItem, DecodeSizes, KeysOfSequence
+from memeff.pallas.hopper.decode_work import (
+    ROWS,
+    DecodeItem,
+    DecodeSizes,
+    KeysOfSequence,
+    Visits,
+)
 from memeff.pallas.hopper.mosaic import (
     ROW,
     Barrier,
@@ -42,9 +48,8 @@ from memeff.softmax import LSE_OF_EMPTY_ROW
 class DecodeScratch(NamedTuple):
     """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
 
-    q_s: Ref  # [slots, 64, H]
+    q_s: Ref  # [consumers, 64, H]
     q_ready: Barrier
-    q_used: Barrier
     k_s: Ref  # [consumers * stages, c, H]
     v_s: Ref  # [consumers * stages, c, D]
     ready: Barrier  # for a slot of keys and values
@@ -56,7 +61,7 @@ class DecodeScratch(NamedTuple):
 
 
 def decode_scratch(
-    scalars: Scalars, sizes: DecodeSizes, stages: int, queries: int, H: int, D: int, dtype
+    scalars: Scalars, sizes: DecodeSizes, stages: int, H: int, D: int, dtype
 ) -> DecodeScratch:
     """Return the types of a thread block's shared memory."""
     consumers = sizes.consumers
@@ -64,9 +69,8 @@ def decode_scratch(
     _, key_numbers = barrier_arrivals(scalars)
     _, key_vectors = scratch_shapes(scalars, (1, ROWS), (slots, sizes.tile))["token_vectors"]
     return DecodeScratch(
-        q_s=tile_ref(queries, ROWS, H, dtype),
-        q_ready=plgpu.Barrier(num_barriers=queries),
-        q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=queries),
+        q_s=tile_ref(consumers, ROWS, H, dtype),
+        q_ready=plgpu.Barrier(num_barriers=consumers),
         k_s=tile_ref(slots, sizes.tile, H, dtype),
         v_s=tile_ref(slots, sizes.tile, D, dtype),
         ready=plgpu.Barrier(num_arrivals=2 + key_numbers, num_barriers=slots),
@@ -105,7 +109,7 @@ class SplitLoop(NamedTuple):
     scratch: DecodeScratch
     consumer: Array
     item: DecodeItem
-    q: Ref  # [64, H]
+    visits: Visits
     first_visit: Array  # visits of this consumer in the items before
 
     @property
@@ -123,21 +127,20 @@ class SplitLoop(NamedTuple):
         m = full_tile((ROWS,), -jnp.inf)
         l = full_tile((ROWS,), 0.0)
         o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
-        count = count_visits(self.sizes, self.item, self.consumer)
-        return lax.fori_loop(0, count, self._step, (m, l, o))
+        return lax.fori_loop(0, self.visits.count, self._step, (m, l, o))
 
     def _step(self, n, carry):
         """Return m, l and o after the n-th tile of this consumer."""
         m, l, o = carry
         scratch = self.scratch
-        tile_number = first_tile(self.sizes, self.item, self.consumer) + n * self.sizes.consumers
+        tile_number = self.visits.tile(n)
         slot = lax.rem(self.first_visit + n, jnp.int32(self.stages))
         slot = self.consumer * self.stages + slot
         tile = self._score_tile(tile_number, slot)
         plgpu.barrier_wait(scratch.ready.at[slot])
 
         def dot_products(raw):
-            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+            plgpu.wgmma(raw, scratch.q_s.at[self.consumer], scratch.k_s.at[slot].T)  # (1)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(dot_products, self.tile_shape)
@@ -177,7 +180,7 @@ class SplitLoop(NamedTuple):
         rows = slice_of_rows(item.row)
         numbers = []
         for ref in scalars.head_numbers:  # [K, R']
-            number = plgpu.load(ref.at[item.k, rows], layout=ROW)
+            number = plgpu.load(ref.at[self.visits.k, rows], layout=ROW)
             numbers.append(broadcast_vector(number, self.tile_shape))
         query_vectors = tuple(ref.at[rows] for ref in scalars.by_query)
         key_vectors = tuple(ref.at[slot] for ref in self.scratch.key_vectors)
@@ -199,26 +202,12 @@ def slice_of_rows(row):
     return pl.ds(row, ROWS)
 
 
-def first_tile(sizes: DecodeSizes, item: DecodeItem, consumer) -> Array:
-    """Return the first tile of the item that is a `consumer`'s: tile number modulo consumers.
-
-    This does not depend on where the item begins, so that a row's sums are the same in any call.
-    """
-    return item.first + lax.rem(
-        consumer - item.first + sizes.consumers * sizes.tiles_of_split * sizes.splits,
-        jnp.int32(sizes.consumers),
-    )
-
-
-def count_visits(sizes: DecodeSizes, item: DecodeItem, consumer) -> Array:
-    """Return how many tiles of the item are a `consumer`'s."""
-    first = first_tile(sizes, item, consumer)
-    return lax.div(jnp.maximum(item.end - first + sizes.consumers - 1, 0), sizes.consumers)
-
-
-def store_partials(partials: Partials, item: DecodeItem, part, m, l, o) -> None:
-    """Store the partial result `part` of the item's rows."""
-    o_parts, m_parts, l_parts = partials.of(item.b, item.k)
+def store_partials(
+    partials: Partials, item: DecodeItem, visits: Visits, m: Array, l: Array, o: Array
+) -> None:
+    """Store the partial result of the visited tiles."""
+    o_parts, m_parts, l_parts = partials.of(item.b, visits.k)
+    part = item.split * visits.step + visits.turn
     rows = slice_of_rows(item.row)
     stored = min(ROWS, o_parts.shape[1])
     store_rows(o_parts.at[part, pl.ds(item.row, stored)], o)
@@ -236,8 +225,8 @@ def merge_row(
     D = partials.o.shape[-1]
     at_once = sizes.merged_at_once
     shape = D, at_once
-    first_part = keys.first_split * sizes.consumers
-    end_part = keys.end_split * sizes.consumers
+    first_part = keys.first_split * sizes.turns
+    end_part = keys.end_split * sizes.turns
     ends = lax.div(end_part + (at_once - 1), jnp.int32(at_once))
 
     def step(n, carry):

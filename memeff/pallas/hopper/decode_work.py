@@ -2,7 +2,7 @@
 
 A piece has `keys_of_split(S)` keys, a function of the capacity S alone, and begins at a multiple of
 that. So the sums of a row, and their order, do not depend on the batch that it is in. A work item
-is one piece of one key head of one sequence, for 64 rows. Items are found from the lengths on the
+is one piece of two key heads of one sequence, for 64 rows of each. Items are found from the lengths on the
 device: pieces that nobody sees are no items.
 """
 
@@ -38,7 +38,20 @@ class DecodeSizes(NamedTuple):
 
     call: CallSizes
     tile: int  # keys of a tile
-    consumers: int = 2  # each visits one of as many neighbouring tiles
+    consumers: int = 2
+
+    @property
+    def heads(self) -> int:
+        """Return the key heads of an item: one for each consumer if that divides them, or one.
+
+        Neighbouring heads are neighbours in memory, so they should be read at the same time.
+        """
+        return self.consumers if self.call.K % self.consumers == 0 else 1
+
+    @property
+    def turns(self) -> int:
+        """Return how many consumers share a key head. They visit its tiles in turn."""
+        return self.consumers // self.heads
 
     @property
     def rows(self) -> int:
@@ -63,18 +76,23 @@ class DecodeSizes(NamedTuple):
     @property
     def merged_at_once(self) -> int:
         """Return the number of partial results that are merged at once."""
-        return min(MERGED_AT_ONCE, -(-self.splits * self.consumers // 8) * 8)
+        return min(MERGED_AT_ONCE, -(-self.splits * self.turns // 8) * 8)
 
     @property
     def parts(self) -> int:
         """Return the number of places for partial results of each row of a whole cache."""
         at_once = self.merged_at_once
-        return -(-self.splits * self.consumers // at_once) * at_once
+        return -(-self.splits * self.turns // at_once) * at_once
+
+    @property
+    def items_of_split(self) -> int:
+        """Return the number of items of each split of a sequence."""
+        return self.call.K // self.heads * self.row_tiles
 
     @property
     def most_items(self) -> int:
         """Return the number of items of full caches."""
-        return self.call.B * self.call.K * self.splits * self.row_tiles
+        return self.call.B * self.items_of_split * self.splits
 
     @property
     def merges(self) -> int:
@@ -121,10 +139,10 @@ def find_keys(problem: Problem, sizes: DecodeSizes, scalars: Scalars, b) -> Keys
 
 
 class DecodeItem(NamedTuple):
-    """A split of the keys of one key head, for 64 rows."""
+    """A split of the keys of one key head or two, for 64 rows of each."""
 
     keys: KeysOfSequence
-    k: Array  # key head
+    k: Array  # first key head
     split: Array
     row: Array  # first row
     first: Array  # tile of keys
@@ -134,6 +152,35 @@ class DecodeItem(NamedTuple):
     def b(self) -> Array:
         """Return the batch entry."""
         return self.keys.b
+
+
+class Visits(NamedTuple):
+    """The tiles of an item that one consumer visits."""
+
+    k: Array  # key head
+    first: Array  # tile of keys
+    step: int  # from a tile to the next
+    count: Array
+    turn: Array  # of the consumers that share the key head
+
+    def tile(self, n) -> Array:
+        """Return the n-th tile."""
+        return self.first + n * self.step
+
+
+def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
+    """Return the tiles of an item that `consumer` visits.
+
+    Which consumer visits a tile does not depend on where the item begins, so that a row's sums are
+    the same in any call.
+    """
+    heads = jnp.int32(sizes.heads)
+    turns = jnp.int32(sizes.turns)
+    k = item.k + lax.rem(consumer, heads)
+    turn = lax.div(consumer, heads)
+    first = item.first + lax.rem(turn + turns - lax.rem(item.first, turns), turns)
+    count = lax.div(jnp.maximum(item.end - first + turns - 1, 0), turns)
+    return Visits(k, first, sizes.turns, count, turn)
 
 
 def place_of_tile(b, tile, size: int) -> tuple[Any, Any]:
@@ -158,7 +205,7 @@ def for_each_item(
     Heads come first, then splits, then sequences: neighbouring blocks read neighbouring memory.
     """
     call = sizes.call
-    items_of_split = jnp.int32(call.K * sizes.row_tiles)
+    items_of_split = jnp.int32(sizes.items_of_split)
 
     def keys_of(b) -> KeysOfSequence:
         return find_keys(problem, sizes, scalars, jnp.minimum(b, call.B - 1))
@@ -189,7 +236,7 @@ def for_each_item(
         keys = keys_of(b)
         split = lax.div(index - before, items_of_split)
         rest = lax.rem(index - before, items_of_split)
-        k = lax.div(rest, jnp.int32(sizes.row_tiles))
+        k = lax.div(rest, jnp.int32(sizes.row_tiles)) * sizes.heads
         row = lax.rem(rest, jnp.int32(sizes.row_tiles)) * ROWS
         split = keys.first_split + split
         first = jnp.maximum(keys.tiles.first, split * sizes.tiles_of_split)

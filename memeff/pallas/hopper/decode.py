@@ -42,6 +42,7 @@ from memeff.pallas.hopper.decode_work import (
     visits_of,
 )
 from memeff.pallas.hopper.mosaic import (
+    Ref,
     count_up,
     global_counters,
     interpreting,
@@ -58,14 +59,50 @@ from memeff.problem import Problem
 STAGES = 3  # slots of a consumer for tiles of keys and values
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
 # has 512 threads, which begin with 128 each.
-REGISTERS = 168, 120, 56
+REGISTERS = 176, 104, 56
 FIRST_REGISTERS = 128
-TILE_BYTES = 16384  # of keys, or of values
 
 
-def tile_keys(H: int) -> int:
-    """Return the keys of a tile."""
-    return TILE_BYTES // 2 // H
+class Consumer(NamedTuple):
+    """A warpgroup that computes."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    query_ref: Ref  # [B, K, R', H]
+    scratch: DecodeScratch
+    partials: Partials
+    counters: Ref  # [B * K]
+    number: Array
+
+    def do(self, item: DecodeItem, next_item: DecodeItem, is_last, state):
+        """Compute and store this consumer's part of an item.
+
+        `state` is the number of tiles that it has visited before, and whether the item is its
+        first. Return the next state.
+        """
+        done, is_first = state
+        sizes = self.sizes
+        visits = visits_of(sizes, item, self.number)
+        pl.when(is_first)(functools.partial(self._copy_queries, item))
+        plgpu.barrier_wait(self.scratch.q_ready.at[self.number])
+        loop = SplitLoop(self.problem, sizes, self.scratch, self.number, item, visits, done)
+        results = loop.run()
+        # beside what follows
+        pl.when(~is_last)(functools.partial(self._copy_queries, next_item))
+        part = item.split * visits.step + visits.turn
+        for k, result in zip(visits.heads, results, strict=True):
+            store_partials(self.partials.of(item.b, k), item, part, *result)
+        for k in visits.heads:
+            count_up(self.counters, item.b * sizes.call.K + k)
+        return done + visits.count, jnp.bool_(False)
+
+    def _copy_queries(self, item: DecodeItem):
+        """Copy the queries of an item."""
+        ready = self.scratch.q_ready.at[self.number]
+        for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
+            queries = self.query_ref.at[item.b, k, pl.ds(item.row, ROWS)]
+            shared = self.scratch.q_s.at[self.number * self.sizes.heads_of_consumer + n]
+            plgpu.copy_gmem_to_smem(queries, shared, ready)
 
 
 class DecodeKernel(NamedTuple):
@@ -166,10 +203,10 @@ class DecodeKernel(NamedTuple):
         @pl.when(warpgroup < self.sizes.consumers)
         def _consume():
             set_registers(REGISTERS[0], FIRST_REGISTERS)
-            consume = functools.partial(
-                self._consume, operands[0], scratch, partials, counters, warpgroup
+            consumer = Consumer(
+                self.problem, self.sizes, operands[0], scratch, partials, counters, warpgroup
             )
-            for_items(consume, zero)
+            for_items(consumer.do, (zero, jnp.bool_(True)))
 
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
@@ -179,22 +216,7 @@ class DecodeKernel(NamedTuple):
             for consumer, count in enumerate(visits):
                 drain(count, STAGES, (scratch.used,), consumer * STAGES)
 
-    def _consume(
-        self, query_ref, scratch: DecodeScratch, partials: Partials, counters, consumer, item, done
-    ):
-        """Compute and store a consumer's part of an item. Return the tiles done, `done` before."""
-        visits = visits_of(self.sizes, item, consumer)
-        ready = scratch.q_ready.at[consumer]
-        queries = query_ref.at[item.b, visits.k, pl.ds(item.row, ROWS)]
-        plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[consumer], ready)
-        plgpu.barrier_wait(ready)
-        loop = SplitLoop(self.problem, self.sizes, scratch, consumer, item, visits, done)
-        m, l, o = loop.run()
-        store_partials(partials, item, visits, m, l, o)
-        count_up(counters, item.b * self.sizes.call.K + visits.k)
-        return done + visits.count
-
-    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, done):
+    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, _next, _is_last, done):
         """Copy the keys and values of an item. Return the tiles copied for each consumer."""
         all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
         rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
@@ -202,7 +224,7 @@ class DecodeKernel(NamedTuple):
         def copy(n, consumer: int):
             visits = all_visits[consumer]
             slot = self._free_slot(scratch, consumer, done[consumer] + n)
-            self._copy_tile(operands, scratch, item, visits.k, visits.tile(n), slot)
+            self._copy_tile(operands, scratch, item, visits.heads, visits.tile(n), slot)
 
         @pl.loop(0, rounds)
         def _copy_tiles(n):
@@ -217,15 +239,17 @@ class DecodeKernel(NamedTuple):
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
         return slot
 
-    def _copy_tile(self, operands, scratch: DecodeScratch, item: DecodeItem, k, tile, slot):
+    def _copy_tile(self, operands, scratch: DecodeScratch, item: DecodeItem, heads, tile, slot):
         """Copy the keys, the values and their token vectors of a tile to `slot`."""
         key_ref, value_ref = operands
         size = self.sizes.tile
         ready = scratch.ready.at[slot]
         b, first = place_of_tile(item.b, tile, size)
         cols = pl.ds(first, size)
-        plgpu.copy_gmem_to_smem(key_ref.at[b, cols, k], scratch.k_s.at[slot], ready)
-        plgpu.copy_gmem_to_smem(value_ref.at[b, cols, k], scratch.v_s.at[slot], ready)
+        for ref, shared in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
+            for n, k in enumerate(heads):
+                tile_s = shared.at[slot * self.sizes.heads_of_consumer + n]
+                plgpu.copy_gmem_to_smem(ref.at[b, cols, k], tile_s, ready)
         by_key = item.keys.scalars.by_key
         copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.pallas.hopper.decode import DecodeKernel, tile_keys
-from memeff.pallas.hopper.decode_work import DecodeSizes, keys_of_split
+from memeff.pallas.hopper.decode import DecodeKernel
+from memeff.pallas.hopper.decode_work import ROWS, DecodeSizes, keys_of_split
 from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,
@@ -22,6 +22,15 @@ from memeff.problem import Operands, Problem
 from memeff.softmax import Lse, LseFor
 
 QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
+
+
+def tile_shape(operands: Operands) -> tuple[int, int]:
+    """Return the rows and columns of a tile."""
+    shape = operands.shape
+    sizes = DecodeSizes.of(
+        CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G), shape.H, shape.D
+    )
+    return ROWS, sizes.tile
 
 
 def describe(operands: Operands) -> str:
@@ -44,7 +53,7 @@ def forward(
         rows = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)  # b k r h
         rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
         row_scalars = _scalars_of_rows(jax.tree.unflatten(structure, leaves), T, G)
-        sizes = DecodeSizes(CallSizes(B, T, key.shape[1], K, G), tile_keys(max(H, D)))
+        sizes = DecodeSizes.of(CallSizes(B, T, key.shape[1], K, G), H, D)
         kernel = DecodeKernel(on_tiles, sizes, row_scalars, lse_for is not None)
         out, lse = kernel.run(rows, key, value, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, K, G, T, D)

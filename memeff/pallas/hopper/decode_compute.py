@@ -48,10 +48,10 @@ from memeff.softmax import LSE_OF_EMPTY_ROW
 class DecodeScratch(NamedTuple):
     """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
 
-    q_s: Ref  # [consumers, 64, H]
+    q_s: Ref  # [consumers * heads, 64, H], heads of a consumer
     q_ready: Barrier
-    k_s: Ref  # [consumers * stages, c, H]
-    v_s: Ref  # [consumers * stages, c, D]
+    k_s: Ref  # [consumers * stages * heads, c, H]
+    v_s: Ref  # [consumers * stages * heads, c, D]
     ready: Barrier  # for a slot of keys and values
     used: Barrier
     key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
@@ -66,14 +66,15 @@ def decode_scratch(
     """Return the types of a thread block's shared memory."""
     consumers = sizes.consumers
     slots = consumers * stages
+    heads = sizes.heads_of_consumer
     _, key_numbers = barrier_arrivals(scalars)
     _, key_vectors = scratch_shapes(scalars, (1, ROWS), (slots, sizes.tile))["token_vectors"]
     return DecodeScratch(
-        q_s=tile_ref(consumers, ROWS, H, dtype),
-        q_ready=plgpu.Barrier(num_barriers=consumers),
-        k_s=tile_ref(slots, sizes.tile, H, dtype),
-        v_s=tile_ref(slots, sizes.tile, D, dtype),
-        ready=plgpu.Barrier(num_arrivals=2 + key_numbers, num_barriers=slots),
+        q_s=tile_ref(consumers * heads, ROWS, H, dtype),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=consumers),
+        k_s=tile_ref(slots * heads, sizes.tile, H, dtype),
+        v_s=tile_ref(slots * heads, sizes.tile, D, dtype),
+        ready=plgpu.Barrier(num_arrivals=2 * heads + key_numbers, num_barriers=slots),
         used=plgpu.Barrier(num_barriers=slots),
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
@@ -101,7 +102,7 @@ class Partials(NamedTuple):
 class SplitLoop(NamedTuple):
     """The loop of one consumer over its tiles of the keys of an item.
 
-    m and l are [64], o is [64, D], and raw, s and p of a tile are [64, c].
+    m and l are [64], o is [64, D], and raw, s and p of a tile are [64, c], all for each key head.
     """
 
     problem: Problem
@@ -115,7 +116,7 @@ class SplitLoop(NamedTuple):
     @property
     def stages(self) -> int:
         """Return the number of slots of this consumer."""
-        return self.scratch.k_s.shape[0] // self.sizes.consumers
+        return self.scratch.ready.shape[0] // self.sizes.consumers
 
     @property
     def tile_shape(self) -> tuple[int, int]:
@@ -123,31 +124,41 @@ class SplitLoop(NamedTuple):
         return ROWS, self.sizes.tile
 
     def run(self):
-        """Return m, l and o of this consumer's tiles."""
+        """Return m, l and o of this consumer's tiles, for each of its key heads."""
         m = full_tile((ROWS,), -jnp.inf)
         l = full_tile((ROWS,), 0.0)
         o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
-        return lax.fori_loop(0, self.visits.count, self._step, (m, l, o))
+        start = ((m, l, o),) * self.sizes.heads_of_consumer
+        return lax.fori_loop(0, self.visits.count, self._step, start)
 
-    def _step(self, n, carry):
-        """Return m, l and o after the n-th tile of this consumer."""
-        m, l, o = carry
+    def _step(self, n, heads):
+        """Return m, l and o of each key head after the n-th tile of this consumer."""
         scratch = self.scratch
-        tile_number = self.visits.tile(n)
         slot = lax.rem(self.first_visit + n, jnp.int32(self.stages))
         slot = self.consumer * self.stages + slot
-        tile = self._score_tile(tile_number, slot)
         plgpu.barrier_wait(scratch.ready.at[slot])
+        results = tuple(self._visit(n, slot, head, *rows) for head, rows in enumerate(heads))
+        plgpu.barrier_arrive(scratch.used.at[slot])
+        return results
+
+    def _visit(self, n, slot, head: int, m, l, o):
+        """Return m, l and o of one key head after the n-th tile, in `slot`."""
+        scratch = self.scratch
+        q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
+        keys = scratch.k_s.at[slot * self.sizes.heads_of_consumer + head]
+        values = scratch.v_s.at[slot * self.sizes.heads_of_consumer + head]
+        tile_number = self.visits.tile(n)
+        tile = self._score_tile(tile_number, slot, self.visits.heads[head])
 
         def dot_products(raw):
-            plgpu.wgmma(raw, scratch.q_s.at[self.consumer], scratch.k_s.at[slot].T)  # (1)
+            plgpu.wgmma(raw, q, keys.T)  # (1)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(dot_products, self.tile_shape)
 
         def masked(raw, o):
-            memory = (scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer])
-            o = clean_own_values(scratch.v_s.at[slot], o, tile, memory)
+            memory = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
+            o = clean_own_values(values, o, tile, memory)
             return tile.logits(raw, tile.mask()), o
 
         def whole(raw, o):
@@ -166,21 +177,19 @@ class SplitLoop(NamedTuple):
         def add_values(total):
             finish = init_accumulator(total, o)
             stage = scratch.stage and scratch.stage.at[self.consumer]
-            multiply(total, p, scratch.v_s.at[slot], stage)
+            multiply(total, p, values, stage)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        o = accumulators(add_values, o.shape)
-        plgpu.barrier_arrive(scratch.used.at[slot])
-        return m_new, l, o
+        return m_new, l, accumulators(add_values, o.shape)
 
-    def _score_tile(self, tile_number, slot) -> ScoreTile:
-        """Return the positions, masks and functions of a tile."""
+    def _score_tile(self, tile_number, slot, k) -> ScoreTile:
+        """Return the positions, masks and functions of a tile of key head k."""
         item = self.item
         scalars = item.keys.scalars
         rows = slice_of_rows(item.row)
         numbers = []
         for ref in scalars.head_numbers:  # [K, R']
-            number = plgpu.load(ref.at[self.visits.k, rows], layout=ROW)
+            number = plgpu.load(ref.at[k, rows], layout=ROW)
             numbers.append(broadcast_vector(number, self.tile_shape))
         query_vectors = tuple(ref.at[rows] for ref in scalars.by_query)
         key_vectors = tuple(ref.at[slot] for ref in self.scratch.key_vectors)
@@ -203,11 +212,10 @@ def slice_of_rows(row):
 
 
 def store_partials(
-    partials: Partials, item: DecodeItem, visits: Visits, m: Array, l: Array, o: Array
+    partials: Partials, item: DecodeItem, part, m: Array, l: Array, o: Array
 ) -> None:
-    """Store the partial result of the visited tiles."""
-    o_parts, m_parts, l_parts = partials.of(item.b, visits.k)
-    part = item.split * visits.step + visits.turn
+    """Store the partial result `part` of the item's rows; `partials` are those of one key head."""
+    o_parts, m_parts, l_parts = partials
     rows = slice_of_rows(item.row)
     stored = min(ROWS, o_parts.shape[1])
     store_rows(o_parts.at[part, pl.ds(item.row, stored)], o)

@@ -2,7 +2,7 @@
 
 A piece has `keys_of_split(S)` keys, a function of the capacity S alone, and begins at a multiple of
 that. So the sums of a row, and their order, do not depend on the batch that it is in. A work item
-is one piece of two key heads of one sequence, for 64 rows of each. Items are found from the lengths on the
+is one piece of some key heads of one sequence, for 64 rows of each. Items are found from the lengths on the
 device: pieces that nobody sees are no items.
 """
 
@@ -20,6 +20,9 @@ from memeff.problem import Problem
 
 ROWS = 64  # of an item: the rows of a product's first factor
 MERGED_AT_ONCE = 32  # partial results, at most
+CONSUMERS = 2
+TILE_BYTES = 16384  # of keys, or of values, for one consumer
+LARGEST_WIDTH = 128  # of heads
 
 
 def keys_of_split(S: int) -> int:
@@ -38,20 +41,33 @@ class DecodeSizes(NamedTuple):
 
     call: CallSizes
     tile: int  # keys of a tile
-    consumers: int = 2
+    consumers: int  # warpgroups
+    heads: int  # key heads of an item, which consumers visit at the same time
+
+    @staticmethod
+    def of(call: CallSizes, H: int, D: int) -> "DecodeSizes":
+        """Return the fastest sizes for these head dims.
+
+        Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
+        read at the same time (H200, 8 x 32k keys, 8 heads of 128: 3.9 TB/s with one head of an
+        item, 4.2 with two).
+        """
+        width = max(H, D)
+        heads = CONSUMERS * (LARGEST_WIDTH // width)
+        while call.K % heads:
+            heads //= 2
+        tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
+        return DecodeSizes(call, tile, CONSUMERS, heads)
 
     @property
-    def heads(self) -> int:
-        """Return the key heads of an item: one for each consumer if that divides them, or one.
-
-        Neighbouring heads are neighbours in memory, so they should be read at the same time.
-        """
-        return self.consumers if self.call.K % self.consumers == 0 else 1
+    def heads_of_consumer(self) -> int:
+        """Return the key heads of an item that one consumer computes."""
+        return max(1, self.heads // self.consumers)
 
     @property
     def turns(self) -> int:
         """Return how many consumers share a key head. They visit its tiles in turn."""
-        return self.consumers // self.heads
+        return max(1, self.consumers // self.heads)
 
     @property
     def rows(self) -> int:
@@ -139,7 +155,7 @@ def find_keys(problem: Problem, sizes: DecodeSizes, scalars: Scalars, b) -> Keys
 
 
 class DecodeItem(NamedTuple):
-    """A split of the keys of one key head or two, for 64 rows of each."""
+    """A split of the keys of neighbouring key heads, for 64 rows of each."""
 
     keys: KeysOfSequence
     k: Array  # first key head
@@ -157,7 +173,7 @@ class DecodeItem(NamedTuple):
 class Visits(NamedTuple):
     """The tiles of an item that one consumer visits."""
 
-    k: Array  # key head
+    heads: tuple[Array, ...]  # key heads
     first: Array  # tile of keys
     step: int  # from a tile to the next
     count: Array
@@ -174,13 +190,14 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
     Which consumer visits a tile does not depend on where the item begins, so that a row's sums are
     the same in any call.
     """
-    heads = jnp.int32(sizes.heads)
     turns = jnp.int32(sizes.turns)
-    k = item.k + lax.rem(consumer, heads)
-    turn = lax.div(consumer, heads)
+    groups = sizes.heads // sizes.heads_of_consumer
+    k = item.k + lax.rem(jnp.int32(consumer), jnp.int32(groups)) * sizes.heads_of_consumer
+    turn = lax.div(jnp.int32(consumer), jnp.int32(groups))
     first = item.first + lax.rem(turn + turns - lax.rem(item.first, turns), turns)
     count = lax.div(jnp.maximum(item.end - first + turns - 1, 0), turns)
-    return Visits(k, first, sizes.turns, count, turn)
+    heads = tuple(k + n for n in range(sizes.heads_of_consumer))
+    return Visits(heads, first, sizes.turns, count, turn)
 
 
 def place_of_tile(b, tile, size: int) -> tuple[Any, Any]:
@@ -197,12 +214,13 @@ def for_each_item(
     scalars: Scalars,
     blocks: int,
     block,
-    do: Callable[[DecodeItem, Any], Any],
+    do: Callable[[DecodeItem, DecodeItem, Array, Any], Any],
     state: Any,
 ) -> Any:
-    """Apply `state = do(item, state)` to every `blocks`-th item from item `block` on.
+    """Apply `state = do(item, next_item, is_last, state)` to every `blocks`-th item from `block` on.
 
     Heads come first, then splits, then sequences: neighbouring blocks read neighbouring memory.
+    The next item means nothing if `is_last`.
     """
     call = sizes.call
     items_of_split = jnp.int32(sizes.items_of_split)
@@ -227,23 +245,26 @@ def for_each_item(
         b, before, _ = lax.while_loop(is_behind, step, (b, before, items_of(b)))
         return b, before
 
+    def item_at(index, b, before) -> DecodeItem:
+        keys = keys_of(b)
+        split = keys.first_split + lax.div(index - before, items_of_split)
+        rest = lax.rem(index - before, items_of_split)
+        k = lax.div(rest, jnp.int32(sizes.row_tiles)) * sizes.heads
+        row = lax.rem(rest, jnp.int32(sizes.row_tiles)) * ROWS
+        first = jnp.maximum(keys.tiles.first, split * sizes.tiles_of_split)
+        end = jnp.minimum(keys.tiles.end, (split + 1) * sizes.tiles_of_split)
+        return DecodeItem(keys, k, split, row, first, end)
+
     def has_item(carry):
         _, b, _, _ = carry
         return b < call.B
 
     def step(carry):
         index, b, before, state = carry
-        keys = keys_of(b)
-        split = lax.div(index - before, items_of_split)
-        rest = lax.rem(index - before, items_of_split)
-        k = lax.div(rest, jnp.int32(sizes.row_tiles)) * sizes.heads
-        row = lax.rem(rest, jnp.int32(sizes.row_tiles)) * ROWS
-        split = keys.first_split + split
-        first = jnp.maximum(keys.tiles.first, split * sizes.tiles_of_split)
-        end = jnp.minimum(keys.tiles.end, (split + 1) * sizes.tiles_of_split)
-        state = do(DecodeItem(keys, k, split, row, first, end), state)
+        item = item_at(index, b, before)
         index = index + blocks
         b, before = skip_sequences(index, b, before)
+        state = do(item, item_at(index, b, before), b >= call.B, state)
         return index, b, before, state
 
     zero = jnp.int32(0)

@@ -32,10 +32,10 @@ __all__ = [
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of the forward's tiles."""
-    from memeff.pallas.hopper import calls, decode
+    from memeff.pallas.hopper import calls, decode_calls
 
     if why_not_decode(problem, operands) is None:
-        return decode.ROWS, decode.tile_keys(max(operands.shape.H, operands.shape.D))
+        return decode_calls.tile_shape(operands)
     tiling = calls.forward_tiling(problem, operands)
     return tiling.rows, tiling.keys
 

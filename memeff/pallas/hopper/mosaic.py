@@ -250,13 +250,13 @@ def global_counters(count: int) -> Ref:
 def count_up(counters: Ref, n) -> None:
     """Add 1 to counter n after all that this warpgroup wrote to global memory."""
     if counters is not None:
-        pl.semaphore_signal(counters.at[n])
+        plgpu.semaphore_signal(counters.at[n], memory_scope="gpu")
 
 
 def wait_for_count(counters: Ref, n, count) -> None:
     """Wait until counter n is at least `count`, and see all that was written before."""
     if counters is not None:
-        pl.semaphore_wait(counters.at[n], count, decrement=False)
+        plgpu.semaphore_wait(counters.at[n], count, decrement=False, memory_scope="gpu")
 
 
 def add_to(shared, total, spare=None) -> None:

@@ -59,7 +59,7 @@ from memeff.problem import Problem
 STAGES = 3  # slots of a consumer for tiles of keys and values
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
 # has 512 threads, which begin with 128 each.
-REGISTERS = 176, 104, 56
+REGISTERS = 192, 72, 56
 FIRST_REGISTERS = 128
 
 

@@ -157,7 +157,9 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
     if differences:
         return "does not support functions that read a table of distances"
     if vectors[1] > MOST_DECODE_VECTORS:
-        return f"supports {MOST_DECODE_VECTORS} numbers for each key, and this call has {vectors[1]}"
+        return (
+            f"supports {MOST_DECODE_VECTORS} numbers for each key, and this call has {vectors[1]}"
+        )
     return None
 
 

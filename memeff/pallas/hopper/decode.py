@@ -3,14 +3,15 @@
 The heads of a group read the same keys. So the T queries of the G heads of a group are the rows i
 of one tile of 64, and each key and value is read once. Persistent thread blocks take splits of the
 keys (decode_work.py; Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding"). A producer copies tiles of
-keys j in place. Two consumers visit them in turn, each with sums of its own, in base 2:
+keys j, where they lie, into rings of two consumers. These compute in base 2, each for heads or for
+tiles of its own:
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
-They store m, l and o of the split and count it. A fourth warpgroup waits until all splits of a row
-are counted, and merges them in the order of the keys:
+They store m, l and o of a split as a partial result p, and count it. A fourth warpgroup waits until
+all splits of a row are counted, and merges them in the order of the keys:
   (5) w_p = 2^(m_p - max m);  l = sum_p w_p l_p;  out = sum_p w_p o_p / l;  lse = max m + log2 l
-All thread blocks are on the device at once and consumers wait for no merge, so each count is
-reached. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
+Each count is reached, because all thread blocks are on the device at once, and consumers wait for
+no merge. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
 NaN is NaN.
 """
 
@@ -105,6 +106,91 @@ class Consumer(NamedTuple):
             plgpu.copy_gmem_to_smem(queries, shared, ready)
 
 
+class Producer(NamedTuple):
+    """The warpgroup that copies keys and values into the consumers' slots."""
+
+    sizes: DecodeSizes
+    key_ref: Ref  # [B, S, K, H]
+    value_ref: Ref  # [B, S, K, D]
+    scratch: DecodeScratch
+
+    def do(self, item: DecodeItem, _next_item: DecodeItem, _is_last, done):
+        """Copy the keys and values of an item.
+
+        `done` are the numbers of tiles that were copied before, for each consumer. Return the new
+        ones.
+        """
+        all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
+        rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
+
+        def copy(n, consumer: int):
+            slot = self._free_slot(consumer, done[consumer] + n)
+            visits = all_visits[consumer]
+            self._copy_tile(item, visits.heads, visits.tile(n), slot)
+
+        @pl.loop(0, rounds)
+        def _copy_tiles(n):
+            for consumer, visits in enumerate(all_visits):
+                pl.when(n < visits.count)(functools.partial(copy, n, consumer))
+
+        return tuple(old + visits.count for old, visits in zip(done, all_visits, strict=True))
+
+    def drain(self, done) -> None:
+        """Wait until all slots are used."""
+        for consumer, count in enumerate(done):
+            drain(count, STAGES, (self.scratch.used,), consumer * STAGES)
+
+    def _free_slot(self, consumer: int, number):
+        """Return the slot of a consumer's tile, numbered from its first, once it is free."""
+        slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
+        used = self.scratch.used.at[slot]
+        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(used))
+        return slot
+
+    def _copy_tile(self, item: DecodeItem, heads, tile, slot) -> None:
+        """Copy the keys, the values and their token vectors of a tile to `slot`."""
+        scratch = self.scratch
+        size = self.sizes.tile
+        ready = scratch.ready.at[slot]
+        b, first = place_of_tile(item.b, tile, size)
+        cols = pl.ds(first, size)
+        for ref, shared in ((self.key_ref, scratch.k_s), (self.value_ref, scratch.v_s)):
+            for n, k in enumerate(heads):
+                tile_s = shared.at[slot * self.sizes.heads_of_consumer + n]
+                plgpu.copy_gmem_to_smem(ref.at[b, cols, k], tile_s, ready)
+        by_key = item.keys.scalars.by_key
+        copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
+
+
+class Merger(NamedTuple):
+    """The warpgroup that merges partial results."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    scalars: Scalars  # refs
+    partials: Partials
+    counters: Ref  # [B * K]
+
+    def merge(self, index):
+        """Wait for the partial results of row `index` of all key heads, and merge them.
+
+        Return the batch entry, the key head, the row of these, and its out and lse [D].
+        """
+        sizes = self.sizes
+        call = sizes.call
+        head = lax.div(index, jnp.int32(sizes.rows))
+        row = lax.rem(index, jnp.int32(sizes.rows))
+        b = lax.div(head, jnp.int32(call.K))
+        k = lax.rem(head, jnp.int32(call.K))
+        keys = find_keys(self.problem, sizes, self.scalars, b)
+        wait_for_count(self.counters, head, keys.split_count * (sizes.turns * sizes.row_tiles))
+        sink = None
+        if keys.scalars.sinks is not None:
+            sink = keys.scalars.sinks[k * call.G + lax.div(row, jnp.int32(call.T))]
+        out, lse = merge_row(sizes, self.partials.of(b, k), keys, row, sink)
+        return b, k, row, out, lse
+
+
 class DecodeKernel(NamedTuple):
     """One call of the decode kernel."""
 
@@ -113,9 +199,7 @@ class DecodeKernel(NamedTuple):
     scalars: Scalars  # arrays
     want_lse: bool
 
-    def run(
-        self, query: Array, key: Array, value: Array, out_dtype
-    ) -> tuple[Array, Array | None]:
+    def run(self, query: Array, key: Array, value: Array, out_dtype) -> tuple[Array, Array | None]:
         """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
 
         The query is [B, K, R', H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
@@ -125,16 +209,16 @@ class DecodeKernel(NamedTuple):
         partials = self._partial_types(D)
         results = self._result_types(D, out_dtype)
         inputs = (query, key, value, *jax.tree.leaves(self.scalars))
-        approx_math = allow_approx_math(self.problem)
-        items = self.sizes.most_items
-        blocks = persistent_blocks(max(items, self.sizes.merges))
-        scratch = {"scratch": self._scratch(query, D)}
+        blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
+        scratch = decode_scratch(self.scalars, self.sizes, STAGES, query.shape[-1], D, query.dtype)
         compile_kernel = functools.partial(
-            warp_specialized_kernel, blocks=blocks, approx_math=approx_math
+            warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
         )
         if interpreting():  # it has no counters
             body = functools.partial(self._split_warpgroups, blocks, None)
-            kernel = compile_kernel(body, "memeff_decode", partials, scratch, warpgroups=3)
+            kernel = compile_kernel(
+                body, "memeff_decode", partials, {"scratch": scratch}, warpgroups=3
+            )
             filled = kernel(*inputs)
             body = functools.partial(self._merge_warpgroup, blocks)
             kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
@@ -142,7 +226,7 @@ class DecodeKernel(NamedTuple):
         else:
             body = functools.partial(self._all_warpgroups, blocks)
             kernel = compile_kernel(
-                body, "memeff_decode", (*results, *partials), scratch, warpgroups=4
+                body, "memeff_decode", (*results, *partials), {"scratch": scratch}, warpgroups=4
             )
             found = kernel(*inputs)
         return found[0], found[1][..., 0] if self.want_lse else None
@@ -152,9 +236,8 @@ class DecodeKernel(NamedTuple):
         call = self.sizes.call
         shape = call.B, call.K, self.sizes.parts
         rows = self.sizes.row_tiles * ROWS
-        stored_rows = self.sizes.rows if self.sizes.row_tiles == 1 else rows
         return (
-            jax.ShapeDtypeStruct((*shape, stored_rows, D), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, self.sizes.rows_stored, D), jnp.float32),
             jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
             jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
         )
@@ -165,11 +248,6 @@ class DecodeKernel(NamedTuple):
         shape = call.B, call.K, self.sizes.rows, D
         out = jax.ShapeDtypeStruct(shape, out_dtype)
         return (out, jax.ShapeDtypeStruct(shape, jnp.float32)) if self.want_lse else (out,)
-
-    def _scratch(self, query: Array, D: int) -> DecodeScratch:
-        """Return the types of a thread block's shared memory."""
-        H = query.shape[-1]
-        return decode_scratch(self.scalars, self.sizes, STAGES, H, D, query.dtype)
 
     def _all_warpgroups(self, blocks: int, *refs, scratch: DecodeScratch):
         """Run one warpgroup of the kernel on a GPU."""
@@ -211,77 +289,22 @@ class DecodeKernel(NamedTuple):
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
             set_registers(REGISTERS[2], FIRST_REGISTERS)
-            produce = functools.partial(self._produce, operands[1:], scratch)
-            visits = for_items(produce, (zero,) * self.sizes.consumers)
-            for consumer, count in enumerate(visits):
-                drain(count, STAGES, (scratch.used,), consumer * STAGES)
-
-    def _produce(self, operands, scratch: DecodeScratch, item: DecodeItem, _next, _is_last, done):
-        """Copy the keys and values of an item. Return the tiles copied for each consumer."""
-        all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
-        rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
-
-        def copy(n, consumer: int):
-            visits = all_visits[consumer]
-            slot = self._free_slot(scratch, consumer, done[consumer] + n)
-            self._copy_tile(operands, scratch, item, visits.heads, visits.tile(n), slot)
-
-        @pl.loop(0, rounds)
-        def _copy_tiles(n):
-            for consumer, visits in enumerate(all_visits):
-                pl.when(n < visits.count)(functools.partial(copy, n, consumer))
-
-        return tuple(old + visits.count for old, visits in zip(done, all_visits, strict=True))
-
-    def _free_slot(self, scratch: DecodeScratch, consumer: int, number):
-        """Return the slot of a consumer's tile, numbered from its first, once it is free."""
-        slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
-        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
-        return slot
-
-    def _copy_tile(self, operands, scratch: DecodeScratch, item: DecodeItem, heads, tile, slot):
-        """Copy the keys, the values and their token vectors of a tile to `slot`."""
-        key_ref, value_ref = operands
-        size = self.sizes.tile
-        ready = scratch.ready.at[slot]
-        b, first = place_of_tile(item.b, tile, size)
-        cols = pl.ds(first, size)
-        for ref, shared in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
-            for n, k in enumerate(heads):
-                tile_s = shared.at[slot * self.sizes.heads_of_consumer + n]
-                plgpu.copy_gmem_to_smem(ref.at[b, cols, k], tile_s, ready)
-        by_key = item.keys.scalars.by_key
-        copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
+            producer = Producer(self.sizes, *operands[1:], scratch)
+            producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):
         """Merge the partial results of every `blocks`-th row."""
-        partials = Partials(*refs[:3])
-        remaining_refs = iter(refs[3:])
+        remaining_refs = iter(refs)
+        partials = Partials(*itertools.islice(remaining_refs, 3))
         scalars = self.scalars.like(remaining_refs)
         out_ref, *lse_refs = remaining_refs
-        sizes = self.sizes
-        call = sizes.call
-        rows = jnp.int32(sizes.rows)
+        merger = Merger(self.problem, self.sizes, scalars, partials, counters)
+        block = lax.axis_index("block")
+        count = lax.div(self.sizes.merges - block + (blocks - 1), jnp.int32(blocks))
 
-        def merge(n, _):
-            index = lax.axis_index("block") + n * blocks
-            head = lax.div(index, rows)
-            row = lax.rem(index, rows)
-            b = lax.div(head, jnp.int32(call.K))
-            k = lax.rem(head, jnp.int32(call.K))
-            keys = find_keys(self.problem, sizes, scalars, b)
-            results = keys.split_count * (sizes.turns * sizes.row_tiles)
-            wait_for_count(counters, head, results)
-            sink = None
-            if keys.scalars.sinks is not None:
-                sink = keys.scalars.sinks[k * call.G + lax.div(row, jnp.int32(call.T))]
-            out, lse = merge_row(sizes, partials.of(b, k), keys, row, sink)
+        @pl.loop(0, count)
+        def _merge(n):
+            b, k, row, out, lse = merger.merge(block + n * blocks)
             out_ref[b, k, row] = out.astype(out_ref.dtype)
             for lse_ref in lse_refs:
                 lse_ref[b, k, row] = lse
-            return ()
-
-        block = lax.axis_index("block")
-        count = lax.div(sizes.merges - block + (blocks - 1), jnp.int32(blocks))
-        lax.fori_loop(0, count, merge, ())
-

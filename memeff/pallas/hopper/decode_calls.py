@@ -27,9 +27,7 @@ QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
 def tile_shape(operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
     shape = operands.shape
-    sizes = DecodeSizes.of(
-        CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G), shape.H, shape.D
-    )
+    sizes = DecodeSizes.of(CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G), shape.H, shape.D)
     return ROWS, sizes.tile
 
 

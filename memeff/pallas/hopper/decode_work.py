@@ -2,8 +2,8 @@
 
 A piece has `keys_of_split(S)` keys, a function of the capacity S alone, and begins at a multiple of
 that. So the sums of a row, and their order, do not depend on the batch that it is in. A work item
-is one piece of some key heads of one sequence, for 64 rows of each. Items are found from the lengths on the
-device: pieces that nobody sees are no items.
+is one piece of some key heads of one sequence, for 64 rows of each. Items are found from the
+lengths on the device: pieces that nobody sees are no items.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def keys_of_split(S: int) -> int:
     """Return the keys of a split for a cache of S keys.
 
     A split should be long, because each writes a partial result, and so short that one sequence
-    fills all multiprocessors.
+    fills all multiprocessors (H200, 32k keys, 8 heads: 128 items of 1024 keys).
     """
     if S > 65536:
         return 2048
@@ -78,6 +78,11 @@ class DecodeSizes(NamedTuple):
     def row_tiles(self) -> int:
         """Return the number of items that these rows need."""
         return -(-self.rows // ROWS)
+
+    @property
+    def rows_stored(self) -> int:
+        """Return the rows of a partial result: whole tiles, if there are several."""
+        return self.rows if self.row_tiles == 1 else self.row_tiles * ROWS
 
     @property
     def tiles_of_split(self) -> int:

@@ -101,9 +101,7 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
                         where.append(arith.addi(entries.row, constant(row_offset)))
                     loaded[key] = memref.load(ref, where)
                 pair.append(loaded[key])
-            registers[register] = vector.from_elements(
-                ir.VectorType.get((2,), pair[0].type), pair
-            )
+            registers[register] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(ref, first, place)

@@ -98,13 +98,13 @@ def explain_choice(chosen: Chosen, operands: Operands) -> str:
     drawbacks = {
         "reference": f"needs quadratic memory ({shape.B * shape.N} x {shape.T} x {shape.S} logits)",
         "xla": "slower for this call",
-        "pallas": family.slower(problem, operands),
     }
     for name in IMPLEMENTATIONS:
         if name == chosen.name:
             continue
         reason = why_not(name, problem, operands)
         if reason is None:
-            reason = f'available with implementation="{name}"; {drawbacks[name]}'
+            drawback = drawbacks.get(name) or family.slower(problem, operands)
+            reason = f'available with implementation="{name}"; {drawback}'
         lines.append(f'"{name}": {reason}.')
     return "\n".join(lines)

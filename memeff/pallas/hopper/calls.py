@@ -1,7 +1,6 @@
-"""Bring the arrays of a call into the layout of the Hopper kernels, and call these (H100, H200).
+"""Call the Hopper kernels (H100, H200), which are written in Pallas with its Mosaic GPU backend.
 
-The kernels are written in Pallas with its Mosaic GPU backend. All head dims, also that of the
-values, are padded to one multiple of 64, and lengths to multiples of 8.
+decode_calls.py calls the kernel for few queries.
 """
 
 import functools
@@ -17,32 +16,31 @@ from memeff.logits import LOG2_E
 from memeff.pallas.hopper import backward_common, backward_key, backward_query
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
+from memeff.pallas.hopper.layout import (
+    DIMS,
+    ROWS_MULTIPLE,
+    dims_of,
+    fold_heads,
+    mask_as_segments,
+    pad_rows,
+    pad_scalars,
+    pad_tokens,
+    padded_width,
+    scalars_of,
+    split_query,
+    unfold_heads,
+)
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.tangent import tangents
 from memeff.pallas.hopper.tangent_compute import TangentArrays
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients
-from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule, split_axis
-from memeff.sharding import sharding_of_sum, vary_together
+from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule
+from memeff.sharding import sharding_of_sum
 from memeff.softmax import Lse, LseFor
 
-HEAD_MULTIPLE = 64  # of padded head dims
-ROWS_MULTIPLE = 128  # of padded rows and token vectors, because a thread block reads whole tiles
 TWO_WARPGROUPS_SPEED = 0.8  # logits a second of two computing warpgroups, relative to three
-
-# Dims of query, key and value, in letters.
-DIMS = "btkgh", "bskh", "bskd"
-# Dims of the fields of `Scalars`; fields without an entry are [B].
-SCALAR_DIMS = {
-    "q_segments": "bt",
-    "kv_segments": "bs",
-    "head_numbers": "bkg",
-    "sinks": "bkg",
-    "query_numbers": "bt",
-    "key_numbers": "bs",
-    "difference_numbers": "bkgx",
-}
 # Dims of B K G T over which the cotangents of per-head and per-query numbers are summed.
 SUMMED_DIMS = {"head_numbers": 3, "query_numbers": (1, 2)}
 
@@ -59,7 +57,7 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     """Return the fastest tiling of the forward that docs/kernels-log.md has for this head dim."""
-    width = _width(operands)
+    width = padded_width(operands)
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
@@ -80,7 +78,7 @@ def backward_tilings(
     problem: Problem, operands: Operands
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
     """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
-    if _width(operands) == 64:
+    if padded_width(operands) == 64:
         warpgroups = 2 if problem.has_pair_functions else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
@@ -95,129 +93,17 @@ def backward_tilings(
 
 def fused_tiling(operands: Operands) -> backward_common.Tiling:
     """Return the tiling of the gradient in one kernel."""
-    tile_size = 128 if _width(operands) == 64 else 64
+    tile_size = 128 if padded_width(operands) == 64 else 64
     return backward_common.Tiling(2, tile_size, 2, 1)
 
 
 def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tiling:
     """Return the tiling of the kernel for tangents."""
-    if _width(operands) > 64:
+    if padded_width(operands) > 64:
         return backward_common.Tiling(2, 64, 2, 1)
     if problem.has_pair_functions:
         return backward_common.Tiling(2, 64, 4, 2)
     return backward_common.Tiling(3, 64, 3, 2)
-
-
-# ---- layout
-
-
-def _width(operands: Operands) -> int:
-    """Return the padded head dim, which the kernels use for queries, keys and values alike."""
-    largest = max(operands.query.shape[-1], operands.value.shape[-1])
-    return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
-
-
-def _split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]:
-    """Return the query as [B, T, K, G, H], the key and the value, with the dims of DIMS.
-
-    A mesh may shard the key heads along one axis and the heads of their groups along another.
-    """
-    query = None if operands.query is None else split_axis(operands.query, 2, K)
-    return query, operands.key, operands.value
-
-
-def _padded(x: Array, width: int) -> Array:
-    """Pad x [B, T, N, H] with zeros to head dim `width` and to the next multiple of 8 tokens."""
-    _, T, _, H = x.shape
-    if T % 8 == 0 and H == width:
-        return x
-    return jnp.pad(x, [(0, 0), (0, -T % 8), (0, 0), (0, width - H)])
-
-
-def _padded_rows(x: Array) -> Array:
-    """Merge the heads of row sums x [B, K, G, T], and pad them to whole tiles: [B, N, T']."""
-    x = lax.collapse(x, 1, 3)  # b n t
-    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % ROWS_MULTIPLE)])
-
-
-def _fold_heads(x: Array) -> Array:
-    """Return x [B, K, G, T, D] as [B, T, N, D]."""
-    return lax.collapse(x.transpose(0, 3, 1, 2, 4), 2, 4)
-
-
-def _unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
-    """Return x [B, T', N, D'] without its padding as [B, K, G, T, D]; `shape` is B T K G."""
-    B, T, K, G = shape
-    x = x[:, :T, :, :D].reshape(B, T, K, G, D)
-    return x.transpose(0, 2, 3, 1, 4)
-
-
-def _mask_as_segments(operands: Operands) -> Operands:
-    """Replace a mask of keys or of queries by segment ids.
-
-    Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that
-    padding leaves the ids of keys in order. Hidden queries get 2.
-    """
-    if operands.mask is None:
-        return operands
-    shape = operands.shape
-    mask = operands.mask[:, 0]  # B|1 T|1 S|1
-    q_segments = kv_segments = jnp.int32(0)
-    if mask.shape[1] == 1:
-        visible = mask[:, 0]  # B|1 S
-        before = jnp.arange(visible.shape[1]) < visible.argmax(axis=1, keepdims=True)
-        kv_segments = jnp.where(visible, 0, jnp.where(before, -1, 1))
-    else:
-        q_segments = jnp.where(mask[:, :, 0], 0, 2)
-    return operands._replace(
-        mask=None,
-        q_segments=jnp.broadcast_to(q_segments, (shape.B, shape.T)),
-        kv_segments=jnp.broadcast_to(kv_segments, (shape.B, shape.S)),
-    )
-
-
-def _scalars(problem: Problem, operands: Operands) -> Scalars:
-    """Return the numbers that the kernels read besides query, key and value; heads are K G."""
-    B = operands.query.shape[0]
-
-    def for_each_batch_entry(x: Array | None) -> Array | None:
-        return None if x is None else jnp.broadcast_to(x, (B,))
-
-    scalars = Scalars(
-        q_offset=for_each_batch_entry(operands.q_offset),
-        q_lengths=for_each_batch_entry(operands.q_lengths),
-        kv_lengths=for_each_batch_entry(operands.kv_lengths),
-        q_segments=operands.q_segments,
-        kv_segments=operands.kv_segments,
-    )
-    numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
-    sinks = operands.logit_params.sinks
-    if sinks is not None:
-        sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
-        sinks = jnp.broadcast_to(sinks, (B, *sinks.shape))
-        sinks = vary_together(sinks, operands.query)
-    return scalars._replace(**numbers._asdict(), sinks=sinks)
-
-
-def _dims(scalars: Scalars) -> tuple[str, ...]:
-    """Return the dims, in letters, of each array in `scalars`."""
-    dims = []
-    for name, arrays in scalars._asdict().items():
-        dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
-    return tuple(dims)
-
-
-def _pad_scalars(scalars: Scalars) -> Scalars:
-    """Pad token vectors to whole tiles, and merge the dims of heads into one."""
-
-    def pad(x: Array) -> Array:
-        if x.ndim > 2:
-            return lax.collapse(x, 1, 3)  # B N, or B N X
-        if x.ndim == 2:
-            return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge")
-        return x
-
-    return jax.tree.map(pad, scalars)
 
 
 # ---- calls
@@ -227,28 +113,28 @@ def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
     """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
-    operands = _mask_as_segments(operands)
-    scalars = _scalars(problem, operands)
+    operands = mask_as_segments(operands)
+    scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
 
     def call(query, key, value, *leaves):
         B, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
-        arrays = tuple(_padded(x, _width(operands)) for x in arrays)
-        padded_scalars = _pad_scalars(jax.tree.unflatten(structure, leaves))
+        arrays = tuple(pad_tokens(x, padded_width(operands)) for x in arrays)
+        padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
         outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
-        outs = tuple(_unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
+        outs = tuple(unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
         if lse is None:
             return outs
         return *outs, lse[..., :T].reshape(B, K, G, T)
 
     out_count = 2 if partial_out else 1
     dims_out = ("bkgtd",) * out_count + (("bkgt",) if lse_for else ())
-    run = partitioned(call, (*DIMS, *_dims(scalars)), dims_out)
-    found = run(*_split_query(operands, operands.shape.K), *leaves)
+    run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
+    found = run(*split_query(operands, operands.shape.K), *leaves)
     outs = tuple(found[:out_count])
     return outs if partial_out else outs[0], Lse(found[-1], None) if lse_for else None
 
@@ -279,8 +165,8 @@ def backward(
     `dlse` is None if lse has no cotangent.
     """
     original = operands
-    operands = _mask_as_segments(operands)
-    scalars = _scalars(problem, operands)
+    operands = mask_as_segments(operands)
+    scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     query_functions = calls.tile_functions(problem, operands, "all")
     key_functions = calls.tile_functions(problem, operands, "score")
@@ -292,10 +178,10 @@ def backward(
     def call(query, key, value, out, dout, *more):
         B, T, K, G, H = query.shape
         _, S, _, D = value.shape
-        padded_scalars = _pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
-        padded_rows = [_padded_rows(x) for x in more[: len(rows)]]
-        arrays = lax.collapse(query, 2, 4), key, value, _fold_heads(out), _fold_heads(dout)
-        arrays = [_padded(x, _width(operands)) for x in arrays]
+        padded_scalars = pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
+        padded_rows = [pad_rows(x) for x in more[: len(rows)]]
+        arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
+        arrays = [pad_tokens(x, padded_width(operands)) for x in arrays]
         inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,
@@ -317,10 +203,10 @@ def backward(
         dv = dv[:, :S, :, :D]
         return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums]
 
-    dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *_dims(scalars)
+    dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
     sum_count = backward_common.count_score_gradients(query_functions)
     run = partitioned(call, dims_in, (*DIMS, *["bkgt"] * sum_count))
-    dq, dk, dv, *sums = run(*_split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
+    dq, dk, dv, *sums = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
@@ -420,11 +306,11 @@ def tangent(
 
     `input_tangents` holds those of query, key and value; a tangent that is None is 0.
     """
-    operands = _mask_as_segments(operands)
-    scalars = _scalars(problem, operands)
-    known_tangents = _split_query(input_tangents, operands.shape.K)
+    operands = mask_as_segments(operands)
+    scalars = scalars_of(problem, operands)
+    known_tangents = split_query(input_tangents, operands.shape.K)
     active = [dims for dims, x in zip(DIMS, known_tangents, strict=True) if x is not None]
-    dims_in = *DIMS, "bkgtd", "bkgt", *active, *_dims(scalars)
+    dims_in = *DIMS, "bkgtd", "bkgt", *active, *dims_of(scalars)
     leaves, structure = jax.tree.flatten((known_tangents, scalars))
     on_tiles = calls.tile_functions(problem, operands, "score")
     moves_logits = input_tangents.query is not None or input_tangents.key is not None
@@ -435,18 +321,18 @@ def tangent(
         B, T, K, G, _ = query.shape
         (dq, dk, dv), scalars = jax.tree.unflatten(structure, leaves)
         lse = lax.collapse(lse, 1, 3)  # b n t
-        out = _fold_heads(out) if moves_logits else None
+        out = fold_heads(out) if moves_logits else None
         query = lax.collapse(query, 2, 4)
         dq = None if dq is None else lax.collapse(dq, 2, 4)
         arrays = query, key, None, value if moves_logits else None, out, dq, dk, dv
-        arrays = [None if x is None else _padded(x, _width(operands)) for x in arrays]
+        arrays = [None if x is None else pad_tokens(x, padded_width(operands)) for x in arrays]
         lse_padding = [(0, 0), (0, 0), (0, -T % ROWS_MULTIPLE)]
         inputs = TangentArrays(*arrays)._replace(lse=jnp.pad(lse, lse_padding))
         tiling = tangent_tiling(problem, operands)
         lengths = T, key.shape[1]
-        dout, dlse = tangents(on_tiles, lengths, inputs, _pad_scalars(scalars), tiling, shared)
-        dout = _unfold_heads(dout, (B, T, K, G), value.shape[-1])
+        dout, dlse = tangents(on_tiles, lengths, inputs, pad_scalars(scalars), tiling, shared)
+        dout = unfold_heads(dout, (B, T, K, G), value.shape[-1])
         return dout, dlse[..., :T].reshape(B, K, G, T)
 
     run = partitioned(call, dims_in, ("bkgtd", "bkgt"))
-    return run(*_split_query(operands, operands.shape.K), out, lse.high * LOG2_E, *leaves)
+    return run(*split_query(operands, operands.shape.K), out, lse.high * LOG2_E, *leaves)

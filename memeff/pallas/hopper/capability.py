@@ -14,8 +14,11 @@ from memeff.problem import Operands, Problem
 LARGEST_HEAD = 256
 # For larger heads the chunked path computes the gradient, from the kernel's out and lse.
 LARGEST_HEAD_BACKWARD = 128
-# Kernels were measured to be faster from 64 queries on; with fewer, most of a tile is empty.
+# Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
+# in the decode kernel.
 FEWEST_QUERIES = 64
+MOST_DECODE_ROWS = 128  # queries, times the heads of a group: two tiles of the decode kernel
+MOST_DECODE_VECTORS = 4  # numbers of user functions for each key, for which shared memory is left
 
 
 def for_device(device: Device) -> str | None:
@@ -116,8 +119,47 @@ def mask_is_of_tokens(mask: Array) -> bool:
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is faster where both can run; None if it is not."""
     T = operands.query.shape[1]
-    if T < FEWEST_QUERIES:
-        return f"a tile of the Hopper kernels would be mostly empty with {T} queries"
+    if T >= FEWEST_QUERIES:
+        return None
+    reason = why_not_decode(problem, operands)
+    if reason is None:
+        return None
+    return (
+        f"a tile of the Hopper kernels would be mostly empty with {T} queries, and their decode "
+        f"kernel {reason}"
+    )
+
+
+def why_not_decode(problem: Problem, operands: Operands) -> str | None:
+    """Return why the decode kernel cannot run a call that the other kernels can; None if it can.
+
+    The reason stands behind "their decode kernel".
+    """
+    shape = operands.shape
+    T, S, H, D = shape.T, shape.S, shape.H, shape.D
+    rows = T * shape.G
+    if T >= FEWEST_QUERIES or rows > MOST_DECODE_ROWS:
+        return (
+            f"supports up to {MOST_DECODE_ROWS} rows, queries times heads of a group, and this "
+            f"call has {rows}"
+        )
+    if not {H, D} <= {64, 128}:
+        return (
+            f"reads keys and values in place and supports heads of 64 and 128, and this call has "
+            f"H={H}, D={D}"
+        )
+    if S % 8:
+        return (
+            "reads keys and values in place and supports lengths that are multiples of 8, and this "
+            f"call has S={S}"
+        )
+    vectors, differences, _ = calls.count_numbers(problem, operands)
+    if differences:
+        return "does not support functions that read a table of distances"
+    if vectors[1] > MOST_DECODE_VECTORS:
+        return (
+            f"supports {MOST_DECODE_VECTORS} numbers for each key, and this call has {vectors[1]}"
+        )
     return None
 
 

@@ -9,6 +9,7 @@ from memeff.pallas.hopper.capability import (
     fused_is_faster,
     slower,
     why_not,
+    why_not_decode,
 )
 from memeff.pallas.hopper.memory import temp_bytes
 from memeff.pallas.hopper.vocabulary import implementation as vocabulary
@@ -33,16 +34,20 @@ __all__ = [
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of the forward's tiles."""
-    from memeff.pallas.hopper import calls
+    from memeff.pallas.hopper import calls, decode_calls
 
+    if why_not_decode(problem, operands) is None:
+        return decode_calls.tile_shape(operands)
     tiling = calls.forward_tiling(problem, operands)
     return tiling.rows, tiling.keys
 
 
 def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
-    from memeff.pallas.hopper import calls
+    from memeff.pallas.hopper import calls, decode_calls
 
+    if why_not_decode(problem, operands) is None:
+        return decode_calls.describe(operands)
     return calls.describe(problem, schedule, operands)
 
 
@@ -53,9 +58,10 @@ def forward(
 
     With `schedule.partial_out`, out is a tuple of arrays whose sum it is.
     """
-    from memeff.pallas.hopper import calls
+    from memeff.pallas.hopper import calls, decode_calls
 
-    return calls.forward(problem, operands, lse_for, schedule.partial_out)
+    module = decode_calls if why_not_decode(problem, operands) is None else calls
+    return module.forward(problem, operands, lse_for, schedule.partial_out)
 
 
 def backward(

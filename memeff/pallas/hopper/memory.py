@@ -1,5 +1,6 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
+from memeff.pallas.hopper.capability import why_not_decode
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
 
@@ -39,7 +40,26 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
         gradient += 4 * B * N * _round_up(T, 8) * width
     if calls.needs_extra_pass(problem, operands):
         gradient += extra_pass_bytes(schedule, operands)
+    if why_not_decode(problem, operands) is None:
+        vectors = 4 * B * (query_vectors * _round_up(T * N // K, 128) + key_vectors * cols)
+        forward = decode_bytes(operands) + vectors
+        gradient += forward
     return forward, gradient
+
+
+def decode_bytes(operands: Operands) -> int:
+    """Return the bytes of the decode kernel: partial results, lse, and padded queries."""
+    from memeff.pallas.hopper.decode_work import ROWS, DecodeSizes
+    from memeff.pallas.hopper.scheduler import CallSizes
+
+    shape = operands.shape
+    B, K, H, D = shape.B, shape.K, shape.H, shape.D
+    sizes = DecodeSizes.of(CallSizes(B, shape.T, shape.S, K, shape.G), H, D)
+    rows = sizes.row_tiles * ROWS
+    parts = sizes.parts * (sizes.rows_stored * D + 2 * rows)
+    lse = sizes.rows * D
+    queries = _round_up(sizes.rows, 8) * H * operands.query.dtype.itemsize
+    return B * K * (4 * parts + 4 * lse + queries)
 
 
 def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:

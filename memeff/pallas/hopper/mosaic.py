@@ -86,6 +86,11 @@ def warp_specialized_kernel(
     )
 
 
+def set_registers(count: int, default: int) -> None:
+    """Set the registers of each thread of this warpgroup, which had `default` at first."""
+    plgpu.set_max_registers(count, action="increase" if count > default else "decrease")
+
+
 def take_registers(warpgroups: int, computes: bool) -> None:
     """Set the registers of each thread of a consumer (`computes`), or of the producer.
 
@@ -182,7 +187,7 @@ def diagonal_values(ref, first, shape: tuple[int, int], dim: int) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=result)
     def load(_, ref, first):
-        mgpu, ir, arith, memref, vector = _mlir_modules()
+        mgpu, ir, arith, memref, vector, _ = mlir_modules()
         layout = mgpu.WGMMA_LAYOUT
         index = ir.IndexType.get()
         row, col = next(iter(layout.thread_idxs(shape)))  # of the thread's first entry
@@ -209,7 +214,7 @@ def diagonal_values(ref, first, shape: tuple[int, int], dim: int) -> Array:
     return load(ref, first)
 
 
-def _mlir_modules() -> tuple[Any, ...]:
+def mlir_modules() -> tuple[Any, ...]:
     """Return the modules in which code for single threads is written."""
     dialects = "jax.extend.mlir.dialects"
     names = (
@@ -218,6 +223,7 @@ def _mlir_modules() -> tuple[Any, ...]:
         f"{dialects}.arith",
         f"{dialects}.memref",
         f"{dialects}.vector",
+        f"{dialects}.scf",
     )
     return tuple(map(importlib.import_module, names))
 
@@ -231,6 +237,26 @@ def sync(barrier) -> None:
     """Wait until all warpgroups that share `barrier` have come here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def global_counters(count: int) -> Ref:
+    """Return `count` counters in global memory, which are 0 when the kernel starts.
+
+    The interpreter has none.
+    """
+    return None if interpreting() else pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+
+
+def count_up(counters: Ref, n) -> None:
+    """Add 1 to counter n after all that this warpgroup wrote to global memory."""
+    if counters is not None:
+        plgpu.semaphore_signal(counters.at[n], memory_scope="gpu")
+
+
+def wait_for_count(counters: Ref, n, count) -> None:
+    """Wait until counter n is at least `count`, and see all that was written before."""
+    if counters is not None:
+        plgpu.semaphore_wait(counters.at[n], count, decrement=False, memory_scope="gpu")
 
 
 def add_to(shared, total, spare=None) -> None:

@@ -1,6 +1,7 @@
 """Keep NaN and Inf of values that a row does not see out of its result: 0 times NaN is NaN."""
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +19,62 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.persistent import ROWS
 from memeff.pallas.hopper.score_tile import ScoreTile
+from memeff.pallas.hopper.threads import mark_columns
+
+
+class _Patches(NamedTuple):
+    """A tile of values [c, D] in shared memory, in patches of 64 x 64."""
+
+    values: Ref
+
+    @property
+    def rows(self) -> range:
+        """Return the first rows of the patches."""
+        return range(0, self.values.shape[0], ROWS)
+
+    @property
+    def cols(self) -> range:
+        """Return the first columns of the patches."""
+        return range(0, self.values.shape[1], ROWS)
+
+    def at(self, row: int, col: int) -> Ref:
+        """Return a patch."""
+        return self.values.at[row : row + ROWS, col : col + ROWS]
+
+    def load(self, row: int, col: int):
+        """Return a patch in float32."""
+        return plgpu.load(self.at(row, col), layout=WGMMA).astype(jnp.float32)
+
+    def is_bad(self, row: int, col: int):
+        """Return 1 where a number of a patch is not finite, and else 0."""
+        return jnp.where(jnp.abs(self.load(row, col)) < jnp.inf, 0.0, 1.0)
+
+    def find_bad_keys(self, bad_keys_s: Ref) -> None:
+        """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
+        for row in self.rows:
+            bad_keys = [self.is_bad(row, col).max(axis=1) for col in self.cols]
+            bad_keys_s[row : row + ROWS] = functools.reduce(jnp.maximum, bad_keys)
+
+    def clean(self) -> None:
+        """Replace each bad number by 0."""
+        for row in self.rows:
+            for col in self.cols:
+                clean_values = jnp.where(self.is_bad(row, col) > 0, 0.0, self.load(row, col))
+                self.at(row, col)[...] = clean_values.astype(self.values.dtype)
+        plgpu.commit_smem()
+
+
+def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile):
+    """Return 1 for each row of the tile that sees a bad key, and else 0."""
+    bad_keys = broadcast_vector(plgpu.load(bad_keys_s, layout=COL), tile.shape, 1)
+    return jnp.where(tile.mask(), bad_keys, 0.0).max(axis=1)
+
+
+def _with_nan(o, sees_bad, bad_columns_s: Ref):
+    """Return o with NaN in the rows that see a bad value, in its column."""
+    bad_columns = broadcast_vector(plgpu.load(bad_columns_s, layout=COL), o.shape, 1)
+    is_nan = bad_columns * broadcast_vector(sees_bad, o.shape) > 0
+    return jnp.where(is_nan, jnp.nan, o)
 
 
 def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, Ref, Barrier]):
@@ -27,42 +84,44 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
-    rows = range(0, values.shape[0], ROWS)
-    cols = range(0, values.shape[1], ROWS)
-
-    def patch(row, col):
-        """Return 64 x 64 of the values."""
-        return values.at[row : row + ROWS, col : col + ROWS]
-
-    def load(row, col):
-        return plgpu.load(patch(row, col), layout=WGMMA).astype(jnp.float32)
-
-    def is_bad(row, col):
-        return jnp.where(jnp.abs(load(row, col)) < jnp.inf, 0.0, 1.0)
-
-    for row in rows:
-        bad_keys = [is_bad(row, col).max(axis=1) for col in cols]
-        bad_keys_s[row : row + ROWS] = functools.reduce(jnp.maximum, bad_keys)
+    patches = _Patches(values)
+    patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
-        bad_keys = broadcast_vector(plgpu.load(bad_keys_s, layout=COL), tile.shape, 1)
-        sees_bad = jnp.where(tile.mask(), bad_keys, 0.0).max(axis=1)
+        sees_bad = _rows_seeing(bad_keys_s, tile)
         sync(all_consumers)
 
         @pl.when(warpgroup == 0)  # one alone, because sums over rows share their memory
         def _write():
-            for col in cols:
-                bad_columns = [is_bad(row, col).max(axis=0) for row in rows]
+            for col in patches.cols:
+                bad_columns = [patches.is_bad(row, col).max(axis=0) for row in patches.rows]
                 bad_columns_s[col : col + ROWS] = functools.reduce(jnp.maximum, bad_columns)
-            for row in rows:
-                for col in cols:
-                    clean_values = jnp.where(is_bad(row, col) > 0, 0.0, load(row, col))
-                    patch(row, col)[...] = clean_values.astype(values.dtype)
-            plgpu.commit_smem()
+            patches.clean()
 
         sync(all_consumers)
-        bad_columns = broadcast_vector(plgpu.load(bad_columns_s, layout=COL), o.shape, 1)
-        is_nan = bad_columns * broadcast_vector(sees_bad, o.shape) > 0
-        return jnp.where(is_nan, jnp.nan, o)
+        return _with_nan(o, sees_bad, bad_columns_s)
+
+    return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)
+
+
+def clean_own_values(values: Ref, o, tile: ScoreTile, shared: tuple[Ref, Ref]):
+    """Apply `clean_values` to values that no other warpgroup reads.
+
+    `shared` is memory for the bad keys [c] and the bad columns [D]. Nothing is summed over rows,
+    because warpgroups would share the memory for that.
+    """
+    bad_keys_s, bad_columns_s = shared
+    patches = _Patches(values)
+    patches.find_bad_keys(bad_keys_s)
+
+    def clean(o):
+        sees_bad = _rows_seeing(bad_keys_s, tile)
+        zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
+        bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
+        for col in patches.cols:
+            for row in patches.rows:
+                mark_columns(bad_columns_s.at[col : col + ROWS], patches.is_bad(row, col))
+        patches.clean()
+        return _with_nan(o, sees_bad, bad_columns_s)
 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)

@@ -205,10 +205,13 @@ def skip_item(*rings, at) -> None:
         plgpu.barrier_arrive(used.at[at])
 
 
-def drain(total, slots: int, used: Sequence[Barrier]) -> None:
-    """Wait until the last of `total` filled slots are used: no barrier may end in an open phase."""
+def drain(total, slots: int, used: Sequence[Barrier], first_slot: int = 0) -> None:
+    """Wait until the last of `total` filled slots are used: no barrier may end in an open phase.
+
+    The slots are numbered from `first_slot` on.
+    """
 
     @pl.loop(jnp.maximum(total - slots, 0), total)
     def _(n):
         for barrier in used:
-            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(slots))])
+            plgpu.barrier_wait(barrier.at[first_slot + lax.rem(n, jnp.int32(slots))])

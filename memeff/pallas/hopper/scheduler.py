@@ -106,7 +106,7 @@ def _balance(count: int, times: np.ndarray, blocks: int, order: TileOrder) -> fl
     return work.mean() / work.max()
 
 
-def _ends_and_mask(
+def ends_and_mask(
     sizes: CallSizes, scalars: Scalars, keys: int
 ) -> tuple[tuple[Any, Any], MaskInputs]:
     """Return the numbers of queries and keys, and what masks pairs in tiles of `keys` keys."""
@@ -156,7 +156,7 @@ def find_query_work(
     b = lax.div(head, jnp.int32(N))
     n = lax.rem(head, jnp.int32(N))
     scalars = scalars.of(b)
-    ends, mask_inputs = _ends_and_mask(sizes, scalars, keys)
+    ends, mask_inputs = ends_and_mask(sizes, scalars, keys)
     row = tile * rows
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
 
@@ -233,7 +233,7 @@ def find_key_work(
     k = lax.rem(head, jnp.int32(sizes.K))
     scalars = scalars.of(b)
     # Keys behind the last need no mask, because nobody stores them.
-    ends, mask_inputs = _ends_and_mask(sizes, scalars, 1)
+    ends, mask_inputs = ends_and_mask(sizes, scalars, 1)
     # Rows that only pad the last tile of queries must see nothing: NaN in a key would reach its dk
     # and dv.
     if sizes.T % queries:

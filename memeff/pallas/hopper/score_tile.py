@@ -88,11 +88,14 @@ class ScoreTile(NamedTuple):
     token_vectors: TokenVectors  # of this tile
     query_dim: int = 0  # along which queries are
     loaded: dict[int, Array] = {}  # tiles of position differences, by their index
+    # Row r is the query r modulo `row_period`, of one head after the other; None: of one head.
+    row_period: int | None = None
 
     @property
     def rows(self) -> Array:
         """Return the queries' positions as a tile."""
-        return positions(self.first[0], self.shape, self.query_dim)
+        rows = positions(self.first[0], self.shape, self.query_dim)
+        return rows if self.row_period is None else lax.rem(rows, jnp.int32(self.row_period))
 
     @property
     def cols(self) -> Array:

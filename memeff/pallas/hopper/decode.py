@@ -1,0 +1,310 @@
+"""Compute attention of few queries to a long cache of keys on Hopper, at the speed of its memory.
+
+The heads of a group read the same keys. So the T queries of the G heads of a group are the rows i
+of one tile of 64, and each key and value is read once. Persistent thread blocks take splits of the
+keys (decode_work.py; Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding"). A producer copies tiles of
+keys j, where they lie, into rings of two consumers. These compute in base 2, each for heads or for
+tiles of its own:
+  (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
+  (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
+They store m, l and o of a split as a partial result p, and count it. A fourth warpgroup waits until
+all splits of a row are counted, and merges them in the order of the keys:
+  (5) w_p = 2^(m_p - max m);  l = sum_p w_p l_p;  out = sum_p w_p o_p / l;  lse = max m + log2 l
+Each count is reached, because all thread blocks are on the device at once, and consumers wait for
+no merge. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
+NaN is NaN.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import allow_approx_math
+from memeff.pallas.hopper.decode_compute import (
+    DecodeScratch,
+    Partials,
+    SplitLoop,
+    decode_scratch,
+    merge_row,
+    store_partials,
+)
+from memeff.pallas.hopper.decode_work import (
+    ROWS,
+    DecodeItem,
+    DecodeSizes,
+    find_keys,
+    for_each_item,
+    place_of_tile,
+    visits_of,
+)
+from memeff.pallas.hopper.mosaic import (
+    Ref,
+    count_up,
+    global_counters,
+    interpreting,
+    plgpu,
+    set_registers,
+    wait_for_count,
+    warp_specialized_kernel,
+)
+from memeff.pallas.hopper.persistent import drain, persistent_blocks
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.score_tile import copy_token_vectors
+from memeff.problem import Problem
+
+STAGES = 3  # slots of a consumer for tiles of keys and values
+# Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
+# has 512 threads, which begin with 128 each.
+REGISTERS = 192, 72, 56
+FIRST_REGISTERS = 128
+
+
+class Consumer(NamedTuple):
+    """A warpgroup that computes."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    query_ref: Ref  # [B, K, R', H]
+    scratch: DecodeScratch
+    partials: Partials
+    counters: Ref  # [B * K]
+    number: Array
+
+    def do(self, item: DecodeItem, next_item: DecodeItem, is_last, state):
+        """Compute and store this consumer's part of an item.
+
+        `state` is the number of tiles that it has visited before, and whether the item is its
+        first. Return the next state.
+        """
+        done, is_first = state
+        sizes = self.sizes
+        visits = visits_of(sizes, item, self.number)
+        pl.when(is_first)(functools.partial(self._copy_queries, item))
+        plgpu.barrier_wait(self.scratch.q_ready.at[self.number])
+        loop = SplitLoop(self.problem, sizes, self.scratch, self.number, item, visits, done)
+        results = loop.run()
+        # beside what follows
+        pl.when(~is_last)(functools.partial(self._copy_queries, next_item))
+        part = item.split * visits.step + visits.turn
+        for k, result in zip(visits.heads, results, strict=True):
+            store_partials(self.partials.of(item.b, k), item, part, *result)
+        for k in visits.heads:
+            count_up(self.counters, item.b * sizes.call.K + k)
+        return done + visits.count, jnp.bool_(False)
+
+    def _copy_queries(self, item: DecodeItem):
+        """Copy the queries of an item."""
+        ready = self.scratch.q_ready.at[self.number]
+        for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
+            queries = self.query_ref.at[item.b, k, pl.ds(item.row, ROWS)]
+            shared = self.scratch.q_s.at[self.number * self.sizes.heads_of_consumer + n]
+            plgpu.copy_gmem_to_smem(queries, shared, ready)
+
+
+class Producer(NamedTuple):
+    """The warpgroup that copies keys and values into the consumers' slots."""
+
+    sizes: DecodeSizes
+    key_ref: Ref  # [B, S, K, H]
+    value_ref: Ref  # [B, S, K, D]
+    scratch: DecodeScratch
+
+    def do(self, item: DecodeItem, _next_item: DecodeItem, _is_last, done):
+        """Copy the keys and values of an item.
+
+        `done` are the numbers of tiles that were copied before, for each consumer. Return the new
+        ones.
+        """
+        all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
+        rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
+
+        def copy(n, consumer: int):
+            slot = self._free_slot(consumer, done[consumer] + n)
+            visits = all_visits[consumer]
+            self._copy_tile(item, visits.heads, visits.tile(n), slot)
+
+        @pl.loop(0, rounds)
+        def _copy_tiles(n):
+            for consumer, visits in enumerate(all_visits):
+                pl.when(n < visits.count)(functools.partial(copy, n, consumer))
+
+        return tuple(old + visits.count for old, visits in zip(done, all_visits, strict=True))
+
+    def drain(self, done) -> None:
+        """Wait until all slots are used."""
+        for consumer, count in enumerate(done):
+            drain(count, STAGES, (self.scratch.used,), consumer * STAGES)
+
+    def _free_slot(self, consumer: int, number):
+        """Return the slot of a consumer's tile, numbered from its first, once it is free."""
+        slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
+        used = self.scratch.used.at[slot]
+        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(used))
+        return slot
+
+    def _copy_tile(self, item: DecodeItem, heads, tile, slot) -> None:
+        """Copy the keys, the values and their token vectors of a tile to `slot`."""
+        scratch = self.scratch
+        size = self.sizes.tile
+        ready = scratch.ready.at[slot]
+        b, first = place_of_tile(item.b, tile, size)
+        cols = pl.ds(first, size)
+        for ref, shared in ((self.key_ref, scratch.k_s), (self.value_ref, scratch.v_s)):
+            for n, k in enumerate(heads):
+                tile_s = shared.at[slot * self.sizes.heads_of_consumer + n]
+                plgpu.copy_gmem_to_smem(ref.at[b, cols, k], tile_s, ready)
+        by_key = item.keys.scalars.by_key
+        copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
+
+
+class Merger(NamedTuple):
+    """The warpgroup that merges partial results."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    scalars: Scalars  # refs
+    partials: Partials
+    counters: Ref  # [B * K]
+
+    def merge(self, index):
+        """Wait for the partial results of row `index` of all key heads, and merge them.
+
+        Return the batch entry, the key head, the row of these, and its out and lse [D].
+        """
+        sizes = self.sizes
+        call = sizes.call
+        head = lax.div(index, jnp.int32(sizes.rows))
+        row = lax.rem(index, jnp.int32(sizes.rows))
+        b = lax.div(head, jnp.int32(call.K))
+        k = lax.rem(head, jnp.int32(call.K))
+        keys = find_keys(self.problem, sizes, self.scalars, b)
+        wait_for_count(self.counters, head, keys.split_count * (sizes.turns * sizes.row_tiles))
+        sink = None
+        if keys.scalars.sinks is not None:
+            sink = keys.scalars.sinks[k * call.G + lax.div(row, jnp.int32(call.T))]
+        out, lse = merge_row(sizes, self.partials.of(b, k), keys, row, sink)
+        return b, k, row, out, lse
+
+
+class DecodeKernel(NamedTuple):
+    """One call of the decode kernel."""
+
+    problem: Problem
+    sizes: DecodeSizes
+    scalars: Scalars  # arrays
+    want_lse: bool
+
+    def run(self, query: Array, key: Array, value: Array, out_dtype) -> tuple[Array, Array | None]:
+        """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
+
+        The query is [B, K, R', H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
+        of 64, and S and R' of 8. R' is R, the rows of `sizes`, or more.
+        """
+        D = value.shape[-1]
+        partials = self._partial_types(D)
+        results = self._result_types(D, out_dtype)
+        inputs = (query, key, value, *jax.tree.leaves(self.scalars))
+        blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
+        scratch = decode_scratch(self.scalars, self.sizes, STAGES, query.shape[-1], D, query.dtype)
+        compile_kernel = functools.partial(
+            warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
+        )
+        if interpreting():  # it has no counters
+            body = functools.partial(self._split_warpgroups, blocks, None)
+            kernel = compile_kernel(
+                body, "memeff_decode", partials, {"scratch": scratch}, warpgroups=3
+            )
+            filled = kernel(*inputs)
+            body = functools.partial(self._merge_warpgroup, blocks)
+            kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
+            found = kernel(*filled, *inputs[3:])
+        else:
+            body = functools.partial(self._all_warpgroups, blocks)
+            kernel = compile_kernel(
+                body, "memeff_decode", (*results, *partials), {"scratch": scratch}, warpgroups=4
+            )
+            found = kernel(*inputs)
+        return found[0], found[1][..., 0] if self.want_lse else None
+
+    def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the types of `Partials`."""
+        call = self.sizes.call
+        shape = call.B, call.K, self.sizes.parts
+        rows = self.sizes.row_tiles * ROWS
+        return (
+            jax.ShapeDtypeStruct((*shape, self.sizes.rows_stored, D), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, rows), jnp.float32),
+        )
+
+    def _result_types(self, D: int, out_dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the types of out and lse [B, K, R, D], the latter D times the same."""
+        call = self.sizes.call
+        shape = call.B, call.K, self.sizes.rows, D
+        out = jax.ShapeDtypeStruct(shape, out_dtype)
+        return (out, jax.ShapeDtypeStruct(shape, jnp.float32)) if self.want_lse else (out,)
+
+    def _all_warpgroups(self, blocks: int, *refs, scratch: DecodeScratch):
+        """Run one warpgroup of the kernel on a GPU."""
+        results = len(self._result_types(1, jnp.float32))
+        inputs = 3 + len(jax.tree.leaves(self.scalars))
+        input_refs = refs[:inputs]
+        result_refs = refs[inputs : inputs + results]
+        partial_refs = refs[inputs + results :]
+        call = self.sizes.call
+        counters = global_counters(call.B * call.K)
+        self._split_warpgroups(blocks, counters, *input_refs, *partial_refs, scratch=scratch)
+
+        @pl.when(lax.axis_index("warpgroup") == self.sizes.consumers + 1)
+        def _merge():
+            set_registers(REGISTERS[1], FIRST_REGISTERS)
+            refs = *partial_refs, *input_refs[3:], *result_refs
+            self._merge_warpgroup(blocks, *refs, counters=counters)
+
+    def _split_warpgroups(self, blocks: int, counters, *refs, scratch: DecodeScratch):
+        """Run a consumer or the producer."""
+        remaining_refs = iter(refs)
+        operands = tuple(itertools.islice(remaining_refs, 3))
+        scalars = self.scalars.like(remaining_refs)
+        partials = Partials(*remaining_refs)
+        warpgroup = lax.axis_index("warpgroup")
+        for_items = functools.partial(
+            for_each_item, self.problem, self.sizes, scalars, blocks, lax.axis_index("block")
+        )
+        zero = jnp.int32(0)
+
+        @pl.when(warpgroup < self.sizes.consumers)
+        def _consume():
+            set_registers(REGISTERS[0], FIRST_REGISTERS)
+            consumer = Consumer(
+                self.problem, self.sizes, operands[0], scratch, partials, counters, warpgroup
+            )
+            for_items(consumer.do, (zero, jnp.bool_(True)))
+
+        @pl.when(warpgroup == self.sizes.consumers)
+        def _produce():
+            set_registers(REGISTERS[2], FIRST_REGISTERS)
+            producer = Producer(self.sizes, *operands[1:], scratch)
+            producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
+
+    def _merge_warpgroup(self, blocks: int, *refs, counters=None):
+        """Merge the partial results of every `blocks`-th row."""
+        remaining_refs = iter(refs)
+        partials = Partials(*itertools.islice(remaining_refs, 3))
+        scalars = self.scalars.like(remaining_refs)
+        out_ref, *lse_refs = remaining_refs
+        merger = Merger(self.problem, self.sizes, scalars, partials, counters)
+        block = lax.axis_index("block")
+        count = lax.div(self.sizes.merges - block + (blocks - 1), jnp.int32(blocks))
+
+        @pl.loop(0, count)
+        def _merge(n):
+            b, k, row, out, lse = merger.merge(block + n * blocks)
+            out_ref[b, k, row] = out.astype(out_ref.dtype)
+            for lse_ref in lse_refs:
+                lse_ref[b, k, row] = lse

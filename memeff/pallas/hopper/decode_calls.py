@@ -1,0 +1,91 @@
+"""Call the decode kernel: few queries of each key head, and a cache that is read in place."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.pallas.hopper.decode import DecodeKernel
+from memeff.pallas.hopper.decode_work import ROWS, DecodeSizes, keys_of_split
+from memeff.pallas.hopper.layout import (
+    DIMS,
+    ROWS_MULTIPLE,
+    dims_of,
+    mask_as_segments,
+    scalars_of,
+    split_query,
+)
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.scheduler import CallSizes
+from memeff.pallas.partitioning import partitioned
+from memeff.pallas.user_functions import calls
+from memeff.problem import Operands, Problem
+from memeff.softmax import Lse, LseFor
+
+QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
+
+
+def tile_shape(operands: Operands) -> tuple[int, int]:
+    """Return the rows and columns of a tile."""
+    shape = operands.shape
+    sizes = DecodeSizes.of(CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G), shape.H, shape.D)
+    return ROWS, sizes.tile
+
+
+def describe(operands: Operands) -> str:
+    """Return a phrase that names the kernel and its splits."""
+    return f"decode kernel, {keys_of_split(operands.key.shape[1])} keys a split"
+
+
+def forward(
+    problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
+) -> tuple[Array, Lse | None]:
+    """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
+    operands = mask_as_segments(operands)
+    scalars = scalars_of(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
+    on_tiles = calls.tile_functions(problem, operands)
+
+    def call(query, key, value, *leaves):
+        B, T, K, G, H = query.shape
+        D = value.shape[-1]
+        rows = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)  # b k r h
+        rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
+        row_scalars = _scalars_of_rows(jax.tree.unflatten(structure, leaves), T, G)
+        sizes = DecodeSizes.of(CallSizes(B, T, key.shape[1], K, G), H, D)
+        kernel = DecodeKernel(on_tiles, sizes, row_scalars, lse_for is not None)
+        out, lse = kernel.run(rows, key, value, jnp.float32 if partial_out else query.dtype)
+        out = out.reshape(B, K, G, T, D)
+        return (out,) if lse is None else (out, lse.reshape(B, K, G, T))
+
+    dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
+    run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
+    out, *lse = run(*split_query(operands, operands.shape.K), *leaves)
+    return out, Lse(lse[0], None) if lse else None
+
+
+def _scalars_of_rows(scalars: Scalars, T: int, G: int) -> Scalars:
+    """Return the scalars with numbers of queries and of heads as numbers of rows, padded.
+
+    Row g T + t of a key head is query t of head g of its group. Numbers of queries [B, T] become
+    [B, R], those of heads [B, K, G] become [B, K, R], and sinks [B, N].
+    """
+
+    def pad(x: Array) -> Array:
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % ROWS_MULTIPLE)]
+        return jnp.pad(x, padding, mode="edge")
+
+    def of_query(x: Array) -> Array:
+        return pad(jnp.tile(x, (1, G)))
+
+    def of_head(x: Array) -> Array:
+        return pad(jnp.repeat(x, T, axis=2))
+
+    q_segments, kv_segments, sinks = scalars.q_segments, scalars.kv_segments, scalars.sinks
+    return scalars._replace(
+        q_segments=None if q_segments is None else of_query(q_segments),
+        kv_segments=None if kv_segments is None else pad(kv_segments),
+        head_numbers=tuple(map(of_head, scalars.head_numbers)),
+        query_numbers=tuple(map(of_query, scalars.query_numbers)),
+        key_numbers=tuple(map(pad, scalars.key_numbers)),
+        sinks=None if sinks is None else lax.collapse(sinks, 1, 3),
+    )

@@ -1,0 +1,270 @@
+"""Compute the partial results of a split, and merge those of a row, in the decode kernel.
+
+decode.py has the algorithm, whose steps are numbered here as well.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import LOG2_E
+from memeff.pallas.hopper.decode_work import (
+    ROWS,
+    DecodeItem,
+    DecodeSizes,
+    KeysOfSequence,
+    Visits,
+)
+from memeff.pallas.hopper.mosaic import (
+    ROW,
+    Barrier,
+    Ref,
+    accumulators,
+    broadcast_vector,
+    full_tile,
+    init_accumulator,
+    interpreter_staging,
+    multiply,
+    plgpu,
+    positions,
+    tile_ref,
+)
+from memeff.pallas.hopper.nonfinite import clean_own_values
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.hopper.score_tile import (
+    HeadNumbers,
+    ScoreTile,
+    TokenVectors,
+    barrier_arrivals,
+    scratch_shapes,
+)
+from memeff.pallas.hopper.threads import load_columns, store_rows
+from memeff.problem import Problem
+from memeff.softmax import LSE_OF_EMPTY_ROW
+
+
+class DecodeScratch(NamedTuple):
+    """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
+
+    q_s: Ref  # [consumers * heads, 64, H], heads of a consumer
+    q_ready: Barrier
+    k_s: Ref  # [consumers * stages * heads, c, H]
+    v_s: Ref  # [consumers * stages * heads, c, D]
+    ready: Barrier  # for a slot of keys and values
+    used: Barrier
+    key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
+    bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
+    bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
+    stage: Ref = None  # [consumers, 64, c], in the interpreter alone
+
+
+def decode_scratch(
+    scalars: Scalars, sizes: DecodeSizes, stages: int, H: int, D: int, dtype
+) -> DecodeScratch:
+    """Return the types of a thread block's shared memory."""
+    consumers = sizes.consumers
+    slots = consumers * stages
+    heads = sizes.heads_of_consumer
+    _, key_numbers = barrier_arrivals(scalars)
+    _, key_vectors = scratch_shapes(scalars, (1, ROWS), (slots, sizes.tile))["token_vectors"]
+    return DecodeScratch(
+        q_s=tile_ref(consumers * heads, ROWS, H, dtype),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=consumers),
+        k_s=tile_ref(slots * heads, sizes.tile, H, dtype),
+        v_s=tile_ref(slots * heads, sizes.tile, D, dtype),
+        ready=plgpu.Barrier(num_arrivals=2 * heads + key_numbers, num_barriers=slots),
+        used=plgpu.Barrier(num_barriers=slots),
+        key_vectors=tuple(key_vectors),
+        bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
+        bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
+        **interpreter_staging(consumers, ROWS, sizes.tile, dtype),
+    )
+
+
+class Partials(NamedTuple):
+    """The partial results of all rows, in float32 in global memory.
+
+    P is the number of partial results for each row of a whole cache. R is the number of rows if
+    that is at most 64. Else it is R', the number of rows in whole tiles of 64.
+    """
+
+    o: Ref  # [B, K, P, R, D], not divided by l
+    m: Ref  # [B, K, P, R']
+    l: Ref  # [B, K, P, R']
+
+    def of(self, b, k) -> "Partials":
+        """Return those of one key head."""
+        return Partials(*(ref.at[b, k] for ref in self))
+
+
+class SplitLoop(NamedTuple):
+    """The loop of one consumer over its tiles of the keys of an item.
+
+    m and l are [64], o is [64, D], and raw, s and p of a tile are [64, c], all for each key head.
+    """
+
+    problem: Problem
+    sizes: DecodeSizes
+    scratch: DecodeScratch
+    consumer: Array
+    item: DecodeItem
+    visits: Visits
+    first_visit: Array  # visits of this consumer in the items before
+
+    @property
+    def stages(self) -> int:
+        """Return the number of slots of this consumer."""
+        return self.scratch.ready.shape[0] // self.sizes.consumers
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Return the shape of a tile of logits."""
+        return ROWS, self.sizes.tile
+
+    def run(self):
+        """Return m, l and o of this consumer's tiles, for each of its key heads."""
+        m = full_tile((ROWS,), -jnp.inf)
+        l = full_tile((ROWS,), 0.0)
+        o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
+        start = ((m, l, o),) * self.sizes.heads_of_consumer
+        return lax.fori_loop(0, self.visits.count, self._step, start)
+
+    def _step(self, n, heads):
+        """Return m, l and o of each key head after the n-th tile of this consumer."""
+        scratch = self.scratch
+        slot = lax.rem(self.first_visit + n, jnp.int32(self.stages))
+        slot = self.consumer * self.stages + slot
+        plgpu.barrier_wait(scratch.ready.at[slot])
+        results = tuple(self._visit(n, slot, head, *rows) for head, rows in enumerate(heads))
+        plgpu.barrier_arrive(scratch.used.at[slot])
+        return results
+
+    def _visit(self, n, slot, head: int, m, l, o):
+        """Return m, l and o of one key head after the n-th tile, in `slot`."""
+        scratch = self.scratch
+        q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
+        keys = scratch.k_s.at[slot * self.sizes.heads_of_consumer + head]
+        values = scratch.v_s.at[slot * self.sizes.heads_of_consumer + head]
+        tile_number = self.visits.tile(n)
+        tile = self._score_tile(tile_number, slot, self.visits.heads[head])
+
+        def dot_products(raw):
+            plgpu.wgmma(raw, q, keys.T)  # (1)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(dot_products, self.tile_shape)
+
+        def masked(raw, o):
+            memory = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
+            o = clean_own_values(values, o, tile, memory)
+            return tile.logits(raw, tile.mask()), o
+
+        def whole(raw, o):
+            return tile.logits(raw, None), o
+
+        is_masked = self.item.keys.is_masked(tile_number)
+        s, o = lax.cond(is_masked, masked, whole, raw, o)  # (2)
+        m_new = jnp.maximum(m, s.max(axis=1))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
+        l = a * l + p.sum(axis=1)  # (4)
+        o = o * broadcast_vector(a, o.shape)
+        p = p.astype(scratch.v_s.dtype)
+
+        def add_values(total):
+            finish = init_accumulator(total, o)
+            stage = scratch.stage and scratch.stage.at[self.consumer]
+            multiply(total, p, values, stage)
+            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        return m_new, l, accumulators(add_values, o.shape)
+
+    def _score_tile(self, tile_number, slot, k) -> ScoreTile:
+        """Return the positions, masks and functions of a tile of key head k."""
+        item = self.item
+        scalars = item.keys.scalars
+        rows = slice_of_rows(item.row)
+        numbers = []
+        for ref in scalars.head_numbers:  # [K, R']
+            number = plgpu.load(ref.at[k, rows], layout=ROW)
+            numbers.append(broadcast_vector(number, self.tile_shape))
+        query_vectors = tuple(ref.at[rows] for ref in scalars.by_query)
+        key_vectors = tuple(ref.at[slot] for ref in self.scratch.key_vectors)
+        vectors: TokenVectors = (query_vectors, key_vectors)
+        return ScoreTile(
+            self.problem,
+            self.tile_shape,
+            (item.row, tile_number * self.sizes.tile),
+            item.keys.mask_inputs,
+            scalars,
+            HeadNumbers(tuple(numbers)),
+            vectors,
+            row_period=self.sizes.call.T,
+        )
+
+
+def slice_of_rows(row):
+    """Return the 64 rows from `row` on."""
+    return pl.ds(row, ROWS)
+
+
+def store_partials(
+    partials: Partials, item: DecodeItem, part, m: Array, l: Array, o: Array
+) -> None:
+    """Store the partial result `part` of the item's rows; `partials` are those of one key head."""
+    o_parts, m_parts, l_parts = partials
+    rows = slice_of_rows(item.row)
+    stored = min(ROWS, o_parts.shape[1])
+    store_rows(o_parts.at[part, pl.ds(item.row, stored)], o)
+    m_parts[part, rows] = m
+    l_parts[part, rows] = l
+
+
+def merge_row(
+    sizes: DecodeSizes, partials: Partials, keys: KeysOfSequence, row, sink
+) -> tuple[Array, Array]:
+    """Return out and lse of one row from its partial results, in the order of the keys (5).
+
+    Both are vectors [D]; lse is everywhere the same.
+    """
+    D = partials.o.shape[-1]
+    at_once = sizes.merged_at_once
+    shape = D, at_once
+    first_part = keys.first_split * sizes.turns
+    end_part = keys.end_split * sizes.turns
+    ends = lax.div(end_part + (at_once - 1), jnp.int32(at_once))
+
+    def step(n, carry):
+        m, l, o = carry
+        first = n * at_once
+        part = positions(first, shape, 1)
+        is_filled = (part >= first_part) & (part < end_part)
+        m_parts = load_columns(partials.m, first, row, shape)
+        l_parts = load_columns(partials.l, first, row, shape)
+        o_parts = load_columns(partials.o, first, row, shape)
+        m_parts = jnp.where(is_filled, m_parts, -jnp.inf)
+        m_new = jnp.maximum(m, m_parts.max(axis=1))
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        w = jnp.exp2(m_parts - broadcast_vector(shift, shape))
+        l = a * l + jnp.where(is_filled, w * l_parts, 0.0).sum(axis=1)
+        o = a * o + jnp.where(is_filled, w * o_parts, 0.0).sum(axis=1)
+        return m_new, l, o
+
+    m = full_tile((D,), -jnp.inf)
+    zeros = full_tile((D,), 0.0)
+    start = lax.div(first_part, jnp.int32(at_once))
+    m, l, o = lax.fori_loop(start, ends, step, (m, zeros, zeros))
+    sees_nothing = l == 0
+    lse = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, (m + jnp.log2(l)) * (1 / LOG2_E))
+    l = jnp.where(sees_nothing, 1.0, l)
+    if sink is None:
+        return o / l, lse
+    sink = lax.broadcast(sink, l.shape)
+    m = jnp.where(m == -jnp.inf, 0.0, m)
+    top = jnp.maximum(m, sink)
+    share = jnp.exp2(m - top)
+    return o * (share / (l * share + jnp.exp2(sink - top))), lse

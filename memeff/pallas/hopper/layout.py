@@ -1,0 +1,140 @@
+"""Bring the arrays of a call into the layout of the Hopper kernels.
+
+All head dims, also that of the values, are padded to one multiple of 64, and lengths to multiples
+of 8.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.logits import LOG2_E
+from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.user_functions import calls
+from memeff.problem import Operands, Problem, split_axis
+from memeff.sharding import vary_together
+
+HEAD_MULTIPLE = 64  # of padded head dims
+ROWS_MULTIPLE = 128  # of padded rows and token vectors, because a thread block reads whole tiles
+
+# Dims of query, key and value, in letters.
+DIMS = "btkgh", "bskh", "bskd"
+# Dims of the fields of `Scalars`; fields without an entry are [B].
+SCALAR_DIMS = {
+    "q_segments": "bt",
+    "kv_segments": "bs",
+    "head_numbers": "bkg",
+    "sinks": "bkg",
+    "query_numbers": "bt",
+    "key_numbers": "bs",
+    "difference_numbers": "bkgx",
+}
+
+
+def padded_width(operands: Operands) -> int:
+    """Return the padded head dim, which the kernels use for queries, keys and values alike."""
+    largest = max(operands.query.shape[-1], operands.value.shape[-1])
+    return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+def split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]:
+    """Return the query as [B, T, K, G, H], the key and the value, with the dims of DIMS.
+
+    A mesh may shard the key heads along one axis and the heads of their groups along another.
+    """
+    query = None if operands.query is None else split_axis(operands.query, 2, K)
+    return query, operands.key, operands.value
+
+
+def pad_tokens(x: Array, width: int) -> Array:
+    """Pad x [B, T, N, H] with zeros to head dim `width` and to the next multiple of 8 tokens."""
+    _, T, _, H = x.shape
+    if T % 8 == 0 and H == width:
+        return x
+    return jnp.pad(x, [(0, 0), (0, -T % 8), (0, 0), (0, width - H)])
+
+
+def pad_rows(x: Array) -> Array:
+    """Merge the heads of row sums x [B, K, G, T], and pad them to whole tiles: [B, N, T']."""
+    x = lax.collapse(x, 1, 3)  # b n t
+    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % ROWS_MULTIPLE)])
+
+
+def fold_heads(x: Array) -> Array:
+    """Return x [B, K, G, T, D] as [B, T, N, D]."""
+    return lax.collapse(x.transpose(0, 3, 1, 2, 4), 2, 4)
+
+
+def unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
+    """Return x [B, T', N, D'] without its padding as [B, K, G, T, D]; `shape` is B T K G."""
+    B, T, K, G = shape
+    x = x[:, :T, :, :D].reshape(B, T, K, G, D)
+    return x.transpose(0, 2, 3, 1, 4)
+
+
+def mask_as_segments(operands: Operands) -> Operands:
+    """Replace a mask of keys or of queries by segment ids.
+
+    Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that
+    padding leaves the ids of keys in order. Hidden queries get 2.
+    """
+    if operands.mask is None:
+        return operands
+    shape = operands.shape
+    mask = operands.mask[:, 0]  # B|1 T|1 S|1
+    q_segments = kv_segments = jnp.int32(0)
+    if mask.shape[1] == 1:
+        visible = mask[:, 0]  # B|1 S
+        before = jnp.arange(visible.shape[1]) < visible.argmax(axis=1, keepdims=True)
+        kv_segments = jnp.where(visible, 0, jnp.where(before, -1, 1))
+    else:
+        q_segments = jnp.where(mask[:, :, 0], 0, 2)
+    return operands._replace(
+        mask=None,
+        q_segments=jnp.broadcast_to(q_segments, (shape.B, shape.T)),
+        kv_segments=jnp.broadcast_to(kv_segments, (shape.B, shape.S)),
+    )
+
+
+def scalars_of(problem: Problem, operands: Operands) -> Scalars:
+    """Return the numbers that the kernels read besides query, key and value; heads are K G."""
+    B = operands.query.shape[0]
+
+    def for_each_batch_entry(x: Array | None) -> Array | None:
+        return None if x is None else jnp.broadcast_to(x, (B,))
+
+    scalars = Scalars(
+        q_offset=for_each_batch_entry(operands.q_offset),
+        q_lengths=for_each_batch_entry(operands.q_lengths),
+        kv_lengths=for_each_batch_entry(operands.kv_lengths),
+        q_segments=operands.q_segments,
+        kv_segments=operands.kv_segments,
+    )
+    numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
+    sinks = operands.logit_params.sinks
+    if sinks is not None:
+        sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
+        sinks = jnp.broadcast_to(sinks, (B, *sinks.shape))
+        sinks = vary_together(sinks, operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks)
+
+
+def dims_of(scalars: Scalars) -> tuple[str, ...]:
+    """Return the dims, in letters, of each array in `scalars`."""
+    dims = []
+    for name, arrays in scalars._asdict().items():
+        dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
+    return tuple(dims)
+
+
+def pad_scalars(scalars: Scalars) -> Scalars:
+    """Pad token vectors to whole tiles, and merge the dims of heads into one."""
+
+    def pad(x: Array) -> Array:
+        if x.ndim > 2:
+            return lax.collapse(x, 1, 3)  # B N, or B N X
+        if x.ndim == 2:
+            return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge")
+        return x
+
+    return jax.tree.map(pad, scalars)

@@ -1,0 +1,138 @@
+"""Read and write tiles thread by thread, where Pallas has no operation for it.
+
+A tile [rows, cols] is in registers in the layout of a product: each thread holds pairs of
+neighbours in a row. The interpreter computes the same from whole arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+
+from memeff.pallas.hopper.mosaic import WGMMA, Ref, interpreting, mlir_modules, plgpu
+
+
+class _Entries(NamedTuple):
+    """The entries of a tile that a thread holds, in pairs."""
+
+    row: Any  # of the thread's first pair, an index
+    col: Any
+    pairs: list[tuple[tuple[int, ...], int, int]]  # (register, rows further, columns further)
+
+
+def _entries(layout, shape: tuple[int, int]) -> _Entries:
+    """Return the entries that a thread holds of a tile of `shape`."""
+    row, col = next(iter(layout.thread_idxs(shape)))
+    strides = layout.tiling.tile_strides((shape[1], 1))
+    pairs = []
+    for register in np.ndindex(*layout.registers_shape(shape)):
+        row_offset, col_offset = divmod(int(np.dot(register, strides)), shape[1])
+        pairs.append((register, row_offset, col_offset))
+    return _Entries(row, col, pairs)
+
+
+def store_rows(ref: Ref, tile: Array) -> None:
+    """Store the first rows of `tile` [64, D] to `ref` [R, D] in global memory, R of them."""
+    count, _ = ref.shape
+    if interpreting():
+        ref[...] = tile[:count]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_, ref, tile):
+        mgpu, ir, arith, memref, vector, scf = mlir_modules()
+
+        def constant(x: int):
+            return arith.constant(ir.IndexType.get(), x)
+
+        entries = _entries(tile.layout, tile.shape)
+        for row_offset in sorted({row for _, row, _ in entries.pairs}):
+            row = arith.addi(entries.row, constant(row_offset))
+            is_inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(count))
+            branch = scf.IfOp(is_inside)
+            with ir.InsertionPoint(branch.then_block):
+                for register, further, col_offset in entries.pairs:
+                    if further == row_offset:
+                        col = arith.addi(entries.col, constant(col_offset))
+                        vector.store(tile.registers[register], ref, [row, col])
+                scf.yield_([])
+
+    store(ref, tile)
+
+
+def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
+    """Return a tile [rows, cols] of `ref` [P, R, rows]: its column j is ref[first + j, place].
+
+    All rows are the same if `ref` is [P, R]. `ref` is float32, in global memory.
+    """
+    if interpreting():
+        rows = ref[pl.ds(first, shape[1])]  # [cols, R, rows] or [cols, R]
+        columns = jax.lax.dynamic_index_in_dim(rows, place, 1, keepdims=False)
+        return columns.T if columns.ndim == 2 else jnp.broadcast_to(columns, shape)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA)
+    by_row = len(ref.shape) == 3
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA), return_type=result)
+    def load(_, ref, first, place):
+        mgpu, ir, arith, memref, vector, _scf = mlir_modules()
+        layout = mgpu.WGMMA_LAYOUT
+        index = ir.IndexType.get()
+
+        def constant(x: int):
+            return arith.constant(index, x)
+
+        place = arith.index_cast(index, place.registers.item())
+        first = arith.index_cast(index, first.registers.item())
+        entries = _entries(layout, shape)
+        start = arith.addi(first, entries.col)
+        registers = np.empty(layout.registers_shape(shape), object)
+        loaded = {}
+        for register, row_offset, col_offset in entries.pairs:
+            pair = []
+            for col in (col_offset, col_offset + 1):
+                key = row_offset if by_row else 0, col
+                if key not in loaded:
+                    part = arith.addi(start, constant(col))
+                    where = [part, place]
+                    if by_row:
+                        where.append(arith.addi(entries.row, constant(row_offset)))
+                    loaded[key] = memref.load(ref, where)
+                pair.append(loaded[key])
+            registers[register] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref, first, place)
+
+
+def mark_columns(ref: Ref, tile: Array) -> None:
+    """Set ref[j] to 1 for each column j of `tile` that has a number above 0.
+
+    `ref` [cols] is float32, in shared memory. Several threads may write the same 1.
+    """
+    if interpreting():
+        ref[...] = jnp.where(tile.max(axis=0) > 0, 1.0, ref[...])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def mark(_, ref, tile):
+        mgpu, ir, arith, memref, vector, scf = mlir_modules()
+        index = ir.IndexType.get()
+        float32 = ir.F32Type.get()
+        zero = arith.constant(float32, 0.0)
+        one = arith.constant(float32, 1.0)
+        mgpu.utils.warpgroup_barrier()
+        entries = _entries(tile.layout, tile.shape)
+        for register, _row, col_offset in entries.pairs:
+            for n in range(2):
+                x = vector.extract(tile.registers[register], [], [n])
+                col = arith.addi(entries.col, arith.constant(index, col_offset + n))
+                branch = scf.IfOp(arith.cmpf(arith.CmpFPredicate.OGT, x, zero))
+                with ir.InsertionPoint(branch.then_block):
+                    memref.store(one, ref, [col])
+                    scf.yield_([])
+        mgpu.utils.warpgroup_barrier()
+
+    mark(ref, tile)

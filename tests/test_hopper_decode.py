@@ -1,0 +1,268 @@
+"""The decode kernel: few queries of each sequence against a long cache that is read in place.
+
+It runs in Mosaic's interpreter, which has no counters in global memory. So it merges in a second
+kernel there, and only the tests on a GPU see one kernel.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Sizes
+from conftest import Result, assert_result, assert_truth, few, plain_call, true_call
+from decode_cases import CASES, FUNCTIONS, SPLIT, filled
+from hopper_cases import (
+    assert_equal_bits,
+    bf16,
+    draw,
+    f32,
+    i32,
+    interpreted,
+    kernels,
+    lowered,
+    needs_kernels,
+    not_finite,
+    run_kernels,
+)
+
+import memeff
+from memeff.device import pretend_device
+
+pytestmark = needs_kernels
+
+FUNCTION_ARGUMENTS = ("score_fn", "mask_fn")
+
+
+def attend(*args, **kwargs):
+    """Return out and lse of the kernels."""
+    return memeff.dot_product_attention(
+        *args, **kwargs, implementation="pallas", return_residual=True
+    )
+
+
+def arrays_of(kwargs: dict) -> dict:
+    """Return the keyword arguments that are arrays."""
+    return {name: x for name, x in kwargs.items() if isinstance(x, np.ndarray)}
+
+
+def run_all(inputs: list, **static) -> list:
+    """Return out and lse of calls (args, kwargs) that share one compilation."""
+    run = jax.jit(lambda args, kwargs: attend(*args, **kwargs, **static))
+    with interpreted():
+        return [jax.tree.map(np.asarray, run(args, kwargs)) for args, kwargs in inputs]
+
+
+def assert_right(name: str, dtype, z: Sizes, kwargs: dict, instead: dict | None = None) -> None:
+    """Compare out and lse with the oracle, which has `instead` of functions; on any device."""
+    args = draw(dtype, z)
+    out, lse = jax.tree.map(np.asarray, jax.jit(functools.partial(attend, **kwargs))(*args))
+    known = {key: x for key, x in kwargs.items() if key not in FUNCTION_ARGUMENTS}
+    known |= instead or {}
+    dtype = jnp.dtype(dtype).name
+    truth = true_call(args, known, dtype)
+    assert_result(Result(out, lse, {}), plain_call(args, known, dtype), truth, dtype, name)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", few(CASES, ("drafts",)))
+def test_values(name):
+    with interpreted():
+        assert_right(name, bf16, *CASES[name])
+
+
+@pytest.mark.parametrize("name", few(FUNCTIONS, ("alibi",)))
+def test_functions(name):
+    with interpreted():
+        assert_right(name, bf16, *FUNCTIONS[name])
+
+
+@pytest.mark.slow
+def test_float16():
+    with interpreted():
+        assert_right("float16", np.float16, *CASES["ragged"])
+
+
+@pytest.mark.slow
+def test_gradient_and_tangent():
+    z, kwargs = CASES["ragged"]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), "ragged", args, kwargs, "bfloat16")
+    along = draw(bf16, z)[::-1][1:]
+    with interpreted():
+        call = functools.partial(attend, args[0], **kwargs)
+        _, tangents = jax.jit(lambda *key_value: jax.jvp(call, key_value, along))(*args[1:])
+    expected = oracle.tangent(*args, along=(None, *along), **kwargs)
+    for x, y in zip(tangents, expected, strict=True):
+        np.testing.assert_allclose(f32(x), np.where(np.isfinite(y), y, 0), atol=0.05)
+
+
+@pytest.mark.slow
+def test_vmap_adds_to_the_batch():
+    z = Sizes(B=1, T=1, S=600, K=2, G=1, H=64, D=64)
+    args = [np.stack([x, x[..., ::-1]]) for x in draw(bf16, z)]
+    lengths = i32([[600], [130]])
+
+    def call(query, key, value, lengths):
+        return attend(query, key, value, key_value_seq_lengths=lengths)
+
+    with interpreted():
+        mapped = jax.jit(jax.vmap(call))(*args, lengths)
+        for n in range(2):
+            alone = jax.jit(call)(*(x[n] for x in args), lengths[n])
+            assert_equal_bits(jax.tree.map(lambda x, n=n: x[n], mapped), alone)
+
+
+# ---- bits
+
+BITS = Sizes(B=7, T=1, S=1088, K=2, G=2, H=64, D=64)  # two whole splits, and one tile
+
+
+@not_finite
+def test_the_rest_of_the_cache_changes_no_bit():
+    """Neither numbers behind a sequence's end nor NaN do, in tiles that are read or not."""
+    z = Sizes(B=4, T=1, S=1088, K=2, G=2, H=64, D=64)
+    lengths = [0, 3, 640, 1088]
+    query, key, value = draw(bf16, z)
+    behind = np.arange(z.S)[:, None, None] >= np.reshape(lengths, (-1, 1, 1, 1))
+    arrays = arrays_of(filled(lengths))
+    calls = [((query, key, value), arrays)]
+    for bad in (np.nan, np.inf, 7.0):
+        dirty = (np.where(behind, bad, x.astype(f32)).astype(bf16) for x in (key, value))
+        calls.append(((query, *dirty), arrays))
+    clean, *dirty = run_all(calls, is_causal=True)
+    for results in dirty:
+        assert_equal_bits(results, clean)
+
+
+@pytest.mark.slow
+def test_a_row_has_the_same_bits_alone_and_in_a_batch():
+    lengths = i32([1088, 1, 512, 513, 0, 1000, 64])
+    args = draw(bf16, BITS)
+    (together,) = run_all([(args, arrays_of(filled(lengths)))], is_causal=True)
+    inputs = []
+    for b in range(BITS.B):
+        row = tuple(x[b : b + 1] for x in args)
+        inputs.append((row, arrays_of(filled(lengths[b : b + 1]))))
+    for b, alone in enumerate(run_all(inputs, is_causal=True)):
+        assert_equal_bits(alone, jax.tree.map(lambda x, b=b: x[b : b + 1], together))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [2, 8])
+def test_drafts_have_the_bits_of_single_tokens(T):
+    """Row t of T queries is the row of a call with that query alone."""
+    z = BITS._replace(B=2, T=T)
+    ends = i32([1080, 515])
+    args = draw(bf16, z)
+    (together,) = run_all([(args, arrays_of(filled(ends, T)))], is_causal=True)
+    query, key, value = args
+    inputs = []
+    for t in range(T):
+        row = query[:, t : t + 1], key, value
+        inputs.append((row, arrays_of(filled(ends - T + 1 + t))))
+    for t, alone in enumerate(run_all(inputs, is_causal=True)):
+        assert_equal_bits(alone, jax.tree.map(lambda x, t=t: x[:, t : t + 1], together))
+
+
+@pytest.mark.slow
+def test_rows_are_those_of_the_full_causal_call():
+    """T queries from 1 to 8 at several offsets, by the law of tolerance."""
+    z = Sizes(B=1, T=648, S=648, K=1, G=2, H=64, D=64)
+    query, key, value = draw(bf16, z)
+    kwargs = dict(is_causal=True)
+    truth = true_call((query, key, value), kwargs, "bfloat16")
+    plain = plain_call((query, key, value), kwargs, "bfloat16")
+    for T in range(1, 9):
+        for end in (T, 65, 513, 648):
+            rows = slice(end - T, end)
+            part = query[:, rows], key, value
+            ((out, lse),) = run_all([(part, arrays_of(filled([end], T)))], is_causal=True)
+            baselines = tuple(Result(x.out[:, rows], x.lse[:, rows], {}) for x in plain)
+            expected = Result(truth.out[:, rows], truth.lse[:, rows], {})
+            assert_result(Result(out, lse, {}), baselines, expected, "bfloat16", f"{T} to {end}")
+
+
+@not_finite
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 128])
+def test_nan_reaches_the_rows_that_see_it_alone(D):
+    """A value that is NaN in one column makes that column NaN, for the queries that see the key."""
+    z = Sizes(B=1, T=4, S=600, K=1, G=2, H=64, D=D)
+    query, key, value = draw(bf16, z)
+    arrays = arrays_of(filled([580], T=4))
+    bad = value.copy()
+    bad[0, 578, 0, D - 3] = np.nan  # only the last two queries see it
+    (out, lse), (dirty_out, dirty_lse) = run_all(
+        [((query, key, value), arrays), ((query, key, bad), arrays)], is_causal=True
+    )
+    expected = out.copy()
+    expected[:, 2:, :, D - 3] = np.nan
+    assert_equal_bits((dirty_out, dirty_lse), (expected, lse))
+
+
+# ---- the choice
+
+LONG = Sizes(B=2, T=1, S=8192, K=4, G=2, H=128, D=128)
+
+
+def explain(z: Sizes, **kwargs) -> str:
+    """Return what `memeff.explain` says of a call in bfloat16 on an H200."""
+    shapes = [(z.B, z.T, z.K * z.G, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)]
+    args = [jax.ShapeDtypeStruct(shape, bf16) for shape in shapes]
+    with pretend_device("gpu", "9.0"):
+        return str(memeff.explain(*args, **kwargs))
+
+
+@pytest.mark.parametrize("S, keys", [(8192, 512), (32768, 1024), (131072, 2048)])
+def test_explain_names_the_kernel(S, keys):
+    text = explain(LONG._replace(S=S), is_causal=True)
+    assert f'"pallas" runs this call on gpu: decode kernel, {keys} keys a split.' in text
+
+
+@pytest.mark.parametrize(
+    "change, kwargs, reason",
+    [
+        (dict(T=33, G=4), {}, "their decode kernel supports up to 128 rows, queries times heads"),
+        (dict(H=96, D=96), {}, "supports heads of 64 and 128, and this call has H=96, D=96"),
+        (dict(S=8188), {}, "supports lengths that are multiples of 8, and this call has S=8188"),
+        (
+            {},
+            dict(score_fn=memeff.scores.relative(np.zeros((8, 5), f32))),
+            "does not support functions that read a table of distances",
+        ),
+    ],
+)
+def test_explain_says_why_the_chunked_path_runs_instead(change, kwargs, reason):
+    text = explain(LONG._replace(**change), **kwargs)
+    assert text.startswith('"xla" runs this call')
+    assert reason in text
+
+
+def test_the_call_is_one_kernel_that_reads_the_cache_in_place():
+    """Nothing else reads or writes an array as long as the cache."""
+    shapes = [(2, 1, 8, 128), (2, 8192, 4, 128), (2, 8192, 4, 128)]
+    args = [jax.ShapeDtypeStruct(shape, bf16) for shape in shapes]
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def call(query, key, value, lengths):
+        return memeff.dot_product_attention(
+            query, key, value, is_causal=True, q_offset=lengths - 1, key_value_seq_lengths=lengths
+        )
+
+    text = lowered(call, *args, lengths)
+    assert kernels(text) == 1
+    for line in text.splitlines():
+        if "8192" in line and "mosaic_gpu" not in line:
+            assert re.search(r"func\.func|call @|optimization_barrier|return", line), line
+
+
+def test_splits_begin_at_multiples_of_their_length():
+    from memeff.pallas.hopper.decode_work import keys_of_split
+
+    assert SPLIT == keys_of_split(1) == keys_of_split(16384)

@@ -17,7 +17,14 @@ from memeff import pallas
 from memeff.autodiff.primitives import call
 from memeff.device import current_device
 from memeff.inputs import check_choice, kind_of, to_array
-from memeff.sharding import may_be_sharded, vary_together, varying_axes, with_auto_axes
+from memeff.sharding import (
+    may_be_sharded,
+    on_explicit_mesh,
+    shard_like,
+    vary_together,
+    varying_axes,
+    with_auto_axes,
+)
 from memeff.validate import check_integers, check_soft_cap, known_values
 from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
@@ -185,11 +192,14 @@ def linear_cross_entropy(
     inputs = inputs._replace(soft_cap=cap_array)
     if token_weights is not None:
         one_pass = sides == (None, None) and vocab_axis is None and not return_lse
-        if one_pass and not may_be_sharded():
+        arrays = inputs, labels, token_weights
+        if one_pass and not may_be_sharded() and not on_explicit_mesh(arrays):
             return _objective(options, reduction, inputs, labels, token_weights)
     loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
     if token_weights is not None:
-        loss = jnp.sum(_normalized(options, reduction, labels, token_weights) * loss)
+        token_weights = shard_like(token_weights, loss)
+        factors = _normalized(options, reduction, shard_like(labels, loss), token_weights)
+        loss = jnp.sum(factors * loss)
     return (loss, lse) if return_lse else loss
 
 
@@ -236,7 +246,7 @@ def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _objective(
-    options: Options, reduction: str, inputs: Inputs, labels: Array, weights: Array
+    options: Options, reduction: str | None, inputs: Inputs, labels: Array, weights: Array
 ) -> Array:
     """Return the sum or mean of the losses, whose gradient is made together with it."""
     weights = _normalized(options, reduction, labels, weights).reshape(-1)
@@ -246,7 +256,9 @@ def _objective(
     return call(Objective(options.settings, options.terms), *arrays)
 
 
-def _normalized(options: Options, reduction: str, labels: Array, weights: Array) -> Array:
+def _normalized(
+    options: Options, reduction: str | None, labels: Array, weights: Array
+) -> Array:
     """Return the factor of each token's loss, [*B]."""
     if options.ignore_label is not None:
         weights = jnp.where(_to_int32(labels) == options.ignore_label, 0, weights)

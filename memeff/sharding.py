@@ -139,6 +139,11 @@ def _with_auto_axes(
         return jax.sharding.auto_axes(f, out_sharding=NamedSharding(mesh, spec))(*arrays)
 
 
+def on_explicit_mesh(arrays: Any) -> bool:
+    """Return True if the type of some array of the tree has axes of an Explicit mesh."""
+    return any(_explicit(x) for x in jax.tree.leaves(arrays))
+
+
 def shard_like(x: Array, like: Array) -> Array:
     """Return x in the layout of `like` if that is on an Explicit mesh, else x unchanged."""
     if not _explicit(like):

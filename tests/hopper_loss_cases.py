@@ -64,7 +64,7 @@ def interpreted(detect_races: bool = True):
     with pytest.MonkeyPatch.context() as patch, hopper_cases.interpreted(detect_races):
         for module in modules:
             patch.setattr(module, "may_be_sharded", lambda: False)
-        patch.setattr(loops, "KERNEL_TILE", (128, 192))
+        patch.setattr(loops, "GPU_TILE", (128, 192))
         patch.setattr(objective, "block_tokens", lambda *_: 128)
         patch.setattr(logit_tiles, "multiprocessors", lambda: 3)
         yield

@@ -22,7 +22,7 @@ NAMES = ("plain", "ignore&smoothing", "ignore&z_loss", "smoothing&cap", "hidden"
 def small_tiles(monkeypatch):
     """Let a call have several tiles and blocks, of which the last overlap."""
     skip_without_kernels()
-    monkeypatch.setattr(loops, "KERNEL_TILE", (384, 1536))
+    monkeypatch.setattr(loops, "GPU_TILE", (384, 1536))
     monkeypatch.setattr(objective, "block_tokens", lambda *_: 384)
 
 

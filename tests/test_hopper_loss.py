@@ -145,7 +145,10 @@ def test_grids_visit_every_tile_once():
 # ---- which calls
 
 
-def why_not(device=Device("gpu", "9.0"), dtype=jnp.bfloat16, shape=(T, H, V), **changes):
+HOPPER = Device("gpu", "9.0")
+
+
+def why_not(device=HOPPER, dtype=jnp.bfloat16, shape=(T, H, V), **changes):
     """Return why the kernels cannot run a call."""
     from memeff.pallas.hopper.vocabulary import implementation
     from memeff.vocabulary.tile import Inputs

@@ -194,3 +194,72 @@ def test_a_replicated_kernel_is_refused_with_vocab_axis():
     message = r"kernel is the same on all devices of vocab_axis='v'\. .* P\(None, 'v'\), or omit"
     with pytest.raises(ValueError, match=message):
         run(np.ones((5, 8), f32), np.ones((8, 9), f32), np.zeros(5, np.int32))
+
+
+# ---- sums and means
+
+
+def mean_and_gradients(x, kernel, labels, weights):
+    """Return the weighted mean and its gradients."""
+
+    def mean(x, kernel, weights):
+        return linear_cross_entropy(
+            x, kernel, labels, weights=weights, reduction="mean", ignore_label=IGNORE
+        )
+
+    value, gradients = jax.value_and_grad(mean, (0, 1, 2))(x, kernel, weights)
+    return value, *gradients
+
+
+def sum_and_gradients(x, kernel, labels, weights):
+    """Return the sum over the tokens of all devices, each with its own, and its gradients."""
+
+    def total(x, kernel, weights):
+        options = dict(weights=weights, reduction="sum", ignore_label=IGNORE)
+        return jax.lax.psum(linear_cross_entropy(x, kernel, labels, **options), "d")
+
+    value, gradients = jax.value_and_grad(total, (0, 1, 2))(x, kernel, weights)
+    return value, *gradients
+
+
+def reduced_args():
+    x, kernel, _, labels, (weights, _) = sharded_args()
+    labels = labels[:, :36]
+    weights = np.where(labels == IGNORE, 0, np.abs(weights[:, :36]))
+    return x[:, :36], kernel, labels, weights / weights.sum()
+
+
+@functools.cache
+def reduced_on_one_device():
+    """Return mean and gradients from the losses of tokens."""
+
+    def mean(x, kernel, weights):
+        losses = linear_cross_entropy(x, kernel, labels, ignore_label=IGNORE)
+        return (losses * weights).sum() / jnp.where(labels == IGNORE, 0, weights).sum()
+
+    x, kernel, labels, weights = reduced_args()
+    value, gradients = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))(x, kernel, weights)
+    return jax.tree.map(np.asarray, (value, *gradients))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_means_of_sharded_tokens(axis_type):
+    mesh = mesh_of(axis_type, d=4)
+    args = placed(mesh, (ROWS, P(), ROWS, ROWS), reduced_args())
+    assert_near(jax.jit(mean_and_gradients)(*args), reduced_on_one_device(), 2e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sums_inside_shard_map(axis_type):
+    """Each device makes the gradient of its own sum in one pass."""
+    mesh = mesh_of(axis_type, d=4)
+    specs = (ROWS, P(), ROWS, ROWS)
+    run = jax.shard_map(
+        sum_and_gradients, mesh=mesh, in_specs=specs, out_specs=(P(), ROWS, P(), ROWS)
+    )
+    args = placed(mesh, specs, reduced_args())
+    program = jax.jit(run)
+    assert program.lower(*args).as_text().count("stablehlo.dot_general") == 3
+    value, dx, dkernel, _ = program(*args)
+    wanted, wanted_dx, wanted_dkernel, _ = reduced_on_one_device()
+    assert_near((value, dx, dkernel), (wanted, wanted_dx, wanted_dkernel), 2e-6)

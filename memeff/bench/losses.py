@@ -17,7 +17,6 @@ import argparse
 import importlib
 import itertools
 import json
-import os
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -290,6 +289,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), metavar="N")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="programs compiled at a time; each of "
+        "them may take as much of a GPU's memory as its arrays need (default: 1)",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
     return parser.parse_args(arguments)

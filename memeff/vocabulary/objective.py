@@ -101,12 +101,12 @@ class Objective(Function):
 
     def in_batch(self, size, axes, inputs, labels, weights):
         """Return the sums under vmap from the losses of tokens, whose gradient is not batched."""
-        input_axes, label_axis, weight_axis = axes
+        input_axes, label_axis, _ = axes
 
-        losses = self.losses
+        call_losses: Any = self.losses
         if any(axis is not None for axis in (*input_axes, label_axis)):
-            losses = jax.vmap(losses, (input_axes, label_axis), axis_size=size)
-        return jnp.sum(losses(inputs, labels) * weights, -1)
+            call_losses = jax.vmap(call_losses, (input_axes, label_axis), axis_size=size)
+        return jnp.sum(call_losses(inputs, labels) * weights, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +127,10 @@ class ValueAndGradient(Function):
         """Return losses and gradients, and their tangents by way of the losses of tokens."""
 
         def from_tokens(inputs, labels, weights):
-            def losses(inputs):
+            def losses_of(inputs):
                 return Objective(self.settings, self.terms).losses(inputs, labels)
 
-            losses, pull = jax.vjp(losses, inputs)
+            losses, pull = jax.vjp(losses_of, inputs)
             (gradients,) = pull(weights)
             return losses, self.only_wanted(gradients)
 
@@ -164,7 +164,9 @@ class InnerProduct:
         gradients, _ = args
         (cotangent,) = cotangents
         products = (g.astype(self.dtype) * cotangent for g in jax.tree.leaves(gradients))
-        return [x.astype(g.dtype) for x, g in zip(products, jax.tree.leaves(gradients), strict=True)]
+        return [
+            x.astype(g.dtype) for x, g in zip(products, jax.tree.leaves(gradients), strict=True)
+        ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -233,18 +235,20 @@ def _block(
     settings = function.settings
     if _keeps_probabilities(settings, inputs):
         rows, cotangents = kernel_family().kept_probabilities(settings, tokens, words)
+        m, l, hit, total = rows
 
-        def transposed(lse, dsums):
+        def transposed(lse: Lse, dsums: Sums) -> Any:
             return cotangents(lse, dsums), (None, None)
 
-        m, l, hit, total = rows
     else:
         raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
         zeros = jnp.zeros_like(weights)
         m, l, hit, total = online_step(
             settings, tokens, words, raw, (zeros - jnp.inf, zeros, zeros, zeros)
         )
-        transposed = functools.partial(transpose_logits, settings, tokens, words, raw)
+
+        def transposed(lse: Lse, dsums: Sums) -> Any:
+            return transpose_logits(settings, tokens, words, raw, lse, dsums)
 
     lse = lse_of_sums(m, l)
     sums = Sums(lse, hit, total if settings.wants_total else None)
@@ -252,7 +256,8 @@ def _block(
     losses, pull = jax.vjp(functools.partial(objective.losses_of, inputs, labels), sums)
     (dsums,) = pull(weights)
     dsums = dsums._replace(lse=dsums.lse.high)
-    if tokens.visible is not None:
-        dsums = jax.tree.map(lambda x: jnp.where(tokens.visible, x, 0), dsums)
+    visible = tokens.visible
+    if visible is not None:
+        dsums = jax.tree.map(lambda x: jnp.where(visible, x, 0), dsums)
     d_raw, dterms = transposed(Lse(*lse), dsums)
     return losses, d_raw, dterms

@@ -36,14 +36,16 @@ def _visit(
 
     @jax.custom_batching.sequential_vmap
     def run(*leaves):
-        arrays, bias, rows = jax.tree.unflatten(structure, leaves)
-        return visit_logits(settings, what, *arrays, bias, rows)
+        (x, kernel, labels), bias, rows = jax.tree.unflatten(structure, leaves)
+        return visit_logits(settings, what, x, kernel, labels, bias, rows)
 
     # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
     return vary_together(run(*leaves), leaves)
 
 
-def sums(settings: Settings, inputs: Inputs, labels: Array) -> tuple[Array, ...]:
+def sums(
+    settings: Settings, inputs: Inputs, labels: Array
+) -> tuple[Array, Array, Array, Array | None]:
     """Return m, l, hit and total of all words, each [T]; total is None unless wanted."""
     bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
     what = SumPass(settings.wants_total)

@@ -25,7 +25,9 @@ def why_not(inputs: Inputs, precision: jax.lax.PrecisionLike, device: Device) ->
     T, H = inputs.x.shape
     V = inputs.kernel.shape[1]
     if inputs.x.dtype != jnp.bfloat16:
-        return f"the Hopper kernels of this loss support bfloat16, and this call has {inputs.x.dtype}"
+        return (
+            f"the Hopper kernels of this loss support bfloat16, and this call has {inputs.x.dtype}"
+        )
     if H % MULTIPLE or V % MULTIPLE or 0 in (H, V):
         return (
             f"the Hopper kernels of this loss need H and V that are multiples of {MULTIPLE}, and "
@@ -42,7 +44,9 @@ def why_not(inputs: Inputs, precision: jax.lax.PrecisionLike, device: Device) ->
     return None
 
 
-def sums(settings: Settings, inputs: Inputs, labels: Array) -> tuple[Array, ...]:
+def sums(
+    settings: Settings, inputs: Inputs, labels: Array
+) -> tuple[Array, Array, Array, Array | None]:
     """Return m, l, hit and total of all words, each [T]; total is None unless wanted."""
     from memeff.pallas.hopper.vocabulary import calls
 

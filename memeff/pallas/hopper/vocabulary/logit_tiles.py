@@ -471,7 +471,7 @@ class Consumer(NamedTuple):
     what: Pass
     grid: Grid
     scratch: Scratch
-    inputs: tuple[Ref, Ref | None, Ref | None]  # labels, rows, bias
+    inputs: tuple[Ref, Ref, Ref]  # labels, rows or None, bias or None
     outputs: list[Ref]
     warpgroup: Any
     words: int  # V
@@ -521,9 +521,7 @@ class Consumer(NamedTuple):
         words = pl.ds(word_tile * WORDS, WORDS)
         ready = self.scratch.terms_ready.at[self.warpgroup]
         plgpu.commit_smem()  # all threads have read the bias of the tile before
-        plgpu.copy_gmem_to_smem(
-            bias_ref.at[words], self.scratch.terms_s.at[self.warpgroup], ready
-        )
+        plgpu.copy_gmem_to_smem(bias_ref.at[words], self.scratch.terms_s.at[self.warpgroup], ready)
 
     def _product(self, done, total) -> Array:
         """Return raw of a tile, whose first step is `done`."""

@@ -55,6 +55,7 @@ from memeff.pallas.hopper.mosaic import (
 from memeff.pallas.hopper.persistent import drain, persistent_blocks
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.score_tile import copy_token_vectors
+from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
@@ -312,6 +313,6 @@ class DecodeKernel(NamedTuple):
         @pl.loop(0, count)
         def _merge(n):
             b, k, row, out, lse = merger.merge(block + n * blocks)
-            out_ref[b, k, row] = out.astype(out_ref.dtype)
+            store_vector(out_ref.at[b, k, row], out.astype(out_ref.dtype))
             for lse_ref in lse_refs:
                 lse_ref[b, k, row] = lse

@@ -68,6 +68,41 @@ CASES = {
     "jvp, alibi": dict(H=128, is_causal=True, score=scores.alibi, jvp=True),
     "jvp 64, alibi": dict(H=64, is_causal=True, score=scores.alibi, jvp=True),
 }
+# Calls of T queries at the end of a cache of S keys.
+DECODE_CASES = {
+    "decode": dict(H=128, K=4),
+    "decode 64": dict(H=64, K=4),
+    "decode, one head": dict(H=128, K=1),
+    "decode, drafts": dict(H=128, K=4, T=8),
+    "decode, drafts 64": dict(H=64, K=4, T=8),
+    "decode, rows of two tiles": dict(H=128, K=2, T=16),
+    "decode, window": dict(H=128, K=4, T=4, local_window_size=(4095, 0), sinks=SINKS),
+    "decode, soft cap": dict(H=128, K=4, logits_soft_cap=20.0),
+    "decode, float16": dict(H=64, K=4, dtype="float16"),
+    "decode, alibi": dict(H=128, K=4, T=4, score_fn=scores.alibi(SINKS)),
+    "decode, documents": dict(H=64, K=4, T=4, mask_fn=masks.documents(IDS[:, :4], IDS)),
+}
+
+
+def lowered_decode(H: int, K: int, T: int = 1, S: int = 32768, dtype: str = "bfloat16", **options):
+    """Return the lowered forward of T queries at the end of a cache of S keys."""
+    mesh = mesh_of(1, "x")
+    on_device = NamedSharding(mesh, PartitionSpec())
+    if "mask_fn" in options:
+        S = IDS.shape[1]
+
+    def attend(query, key, value, lengths):
+        offset = {} if "mask_fn" in options else dict(is_causal=True, q_offset=lengths - T)
+        return memeff.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, **offset, **options
+        )
+
+    shapes = [jax.ShapeDtypeStruct((B, T, N, H), dtype)]
+    shapes += [jax.ShapeDtypeStruct((B, S, K, H), dtype)] * 2
+    shapes.append(jax.ShapeDtypeStruct((B,), jnp.int32))
+    with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
+        jitted = jax.jit(attend, in_shardings=on_device, out_shardings=on_device)
+        return jitted.trace(*shapes).lower()
 
 # Passes of the loss of a large vocabulary: their settings, and what they compute.
 LOSSES = {
@@ -142,9 +177,14 @@ def lowered(
 
 def main(names: list[str]) -> None:
     """Compile the named cases, or all."""
-    for name in names or (*CASES, *LOSSES):
+    for name in names or (*CASES, *LOSSES, *DECODE_CASES):
         print("case", name, flush=True)
-        program = lowered_loss(**LOSSES[name]) if name in LOSSES else lowered(**CASES[name])
+        if name in LOSSES:
+            program = lowered_loss(**LOSSES[name])
+        elif name in DECODE_CASES:
+            program = lowered_decode(**DECODE_CASES[name])
+        else:
+            program = lowered(**CASES[name])
         memory = program.compile().memory_analysis()
         print("temporary bytes", memory.temp_size_in_bytes, flush=True)
 

@@ -10,8 +10,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+import test_hopper_tangent
 from cases import Sizes
 from conftest import Result, assert_result, assert_truth, few, plain_call, true_call
 from decode_cases import CASES, FUNCTIONS, SPLIT, filled
@@ -89,17 +89,19 @@ def test_float16():
 
 
 @pytest.mark.slow
-def test_gradient_and_tangent():
+def test_gradient():
     z, kwargs = CASES["ragged"]
     args = draw(bf16, z)
     assert_truth(run_kernels(args, kwargs), "ragged", args, kwargs, "bfloat16")
-    along = draw(bf16, z)[::-1][1:]
-    with interpreted():
-        call = functools.partial(attend, args[0], **kwargs)
-        _, tangents = jax.jit(lambda *key_value: jax.jvp(call, key_value, along))(*args[1:])
-    expected = oracle.tangent(*args, along=(None, *along), **kwargs)
-    for x, y in zip(tangents, expected, strict=True):
-        np.testing.assert_allclose(f32(x), np.where(np.isfinite(y), y, 0), atol=0.05)
+
+
+@pytest.mark.slow
+def test_tangent():
+    z, kwargs = CASES["ragged"]
+    args = draw(bf16, z)
+    along = test_hopper_tangent.directions(args)
+    tangents = test_hopper_tangent.interpreted_tangents(args, along, kwargs)
+    test_hopper_tangent.assert_right(tangents, args, along, kwargs, "bfloat16", "ragged")
 
 
 @pytest.mark.slow
@@ -179,10 +181,13 @@ def test_rows_are_those_of_the_full_causal_call():
     truth = true_call((query, key, value), kwargs, "bfloat16")
     plain = plain_call((query, key, value), kwargs, "bfloat16")
     for T in range(1, 9):
-        for end in (T, 65, 513, 648):
+        ends = (T, 65, 513, 648)
+        inputs = []
+        for end in ends:
+            part = query[:, end - T : end], key, value
+            inputs.append((part, arrays_of(filled([end], T))))
+        for end, (out, lse) in zip(ends, run_all(inputs, is_causal=True), strict=True):
             rows = slice(end - T, end)
-            part = query[:, rows], key, value
-            ((out, lse),) = run_all([(part, arrays_of(filled([end], T)))], is_causal=True)
             baselines = tuple(Result(x.out[:, rows], x.lse[:, rows], {}) for x in plain)
             expected = Result(truth.out[:, rows], truth.lse[:, rows], {})
             assert_result(Result(out, lse, {}), baselines, expected, "bfloat16", f"{T} to {end}")
@@ -258,11 +263,64 @@ def test_the_call_is_one_kernel_that_reads_the_cache_in_place():
     text = lowered(call, *args, lengths)
     assert kernels(text) == 1
     for line in text.splitlines():
-        if "8192" in line and "mosaic_gpu" not in line:
+        if "x8192x" in line and "mosaic_gpu" not in line:
             assert re.search(r"func\.func|call @|optimization_barrier|return", line), line
 
 
-def test_splits_begin_at_multiples_of_their_length():
+# ---- the work of thread blocks
+
+
+@pytest.mark.parametrize("window", [(None, 0), (700, 0), (90, 40), (None, None)])
+def test_items_visit_each_tile_that_is_seen_once(window):
+    """Split n holds the tiles from n times its length on, whatever the window and the blocks."""
+    from memeff.pallas.hopper.decode_work import DecodeSizes, for_each_item, visits_of
+    from memeff.pallas.hopper.scalars import Scalars
+    from memeff.pallas.hopper.scheduler import CallSizes
+    from memeff.problem import Problem
+
+    B, T, S, K = 5, 3, 2000, 3
+    lengths = jnp.array([0, 1, 600, 1024, 2000])
+    offset = lengths - T
+    sizes = DecodeSizes.of(CallSizes(B, T, S, K, 2), 64, 64)
+    problem = Problem(left=window[0], right=window[1])
+    scalars = Scalars(q_offset=offset, kv_lengths=lengths)
+    tiles = np.arange(-(-S // sizes.tile))
+
+    def count(item, _next_item, _is_last, visited):
+        assert sizes.consumers == 2
+        for consumer in range(2):
+            visits = visits_of(sizes, item, consumer)
+            n = (tiles - visits.first) // visits.step
+            is_visited = (tiles - visits.first) % visits.step == 0
+            is_visited &= (n >= 0) & (n < visits.total)
+            is_visited &= tiles // sizes.tiles_of_split == item.split
+            visited = visited.at[item.b, visits.heads[0], :-1].add(is_visited.astype(jnp.int32))
+            visited = visited.at[item.b, visits.heads[0], -1].add(visits.total)
+        return visited
+
+    @jax.jit
+    def run(block, visited):
+        return for_each_item(problem, sizes, scalars, 4, block, count, visited)
+
+    visited = jnp.zeros((B, K, len(tiles) + 1), jnp.int32)
+    for block in range(4):
+        visited = run(jnp.int32(block), visited)
+    q_pos, k_pos = np.arange(T)[:, None] + np.reshape(offset, (-1, 1, 1)), np.arange(S)
+    seen = k_pos < np.reshape(lengths, (-1, 1, 1))
+    if window[0] is not None:
+        seen = seen & (k_pos >= q_pos - window[0])
+    if window[1] is not None:
+        seen = seen & (k_pos <= q_pos + window[1])
+    seen = np.pad(seen.any(axis=1), [(0, 0), (0, -S % sizes.tile)])
+    expected = seen.reshape(B, -1, sizes.tile).any(axis=2)
+    expected = np.repeat(expected[:, None], K, axis=1)
+    np.testing.assert_array_equal(visited[..., :-1], expected)
+    np.testing.assert_array_equal(visited[..., -1], expected.sum(axis=2))
+
+
+def test_the_length_of_a_split_depends_on_the_capacity_alone():
     from memeff.pallas.hopper.decode_work import keys_of_split
 
     assert SPLIT == keys_of_split(1) == keys_of_split(16384)
+    assert keys_of_split(32768) == 1024
+    assert keys_of_split(131072) == 2048

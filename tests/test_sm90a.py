@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from sm90a import CASES, LOSSES, B, N
+from sm90a import CASES, DECODE_CASES, LOSSES, B, N
 from sm90a import T as LENGTH
 
 needs_plugin = pytest.mark.skipif(
@@ -37,6 +37,8 @@ SPILLED_IN_CASES = {
     "t5, all keys": 280,
     "tails 64": 272,
 }
+# The decode kernel spills only where an item has one of two tiles of rows.
+SPILLED_IN_DECODE_CASES = {"decode, rows of two tiles": 40}
 # ptxas warns that it ignored setmaxnreg; or that products run one after the other, for want of
 # registers, or because one still runs over a branch.
 SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
@@ -90,6 +92,31 @@ def expected_kernels(name: str) -> set[str]:
     if "fused" in name:
         kernels |= {"memeff_delta", "memeff_fused"}
     return kernels
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_decoding_compiles(ptxas_output, name):
+    """One kernel runs, which spills nothing, and beside partial results nothing needs memory."""
+    text = ptxas_output[name]
+    spilled = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes spill stores", text, flags=re.DOTALL
+    )
+    ((kernel, spills),) = spilled
+    assert kernel.startswith("memeff_decode")
+    assert int(spills) <= SPILLED_IN_DECODE_CASES.get(name, 0)
+    assert SERIAL.findall(text) == []
+    case = DECODE_CASES[name]
+    T = case.get("T", 1)
+    H = case["H"]
+    parts = 64 if case["K"] == 1 else 32  # of 32,768 keys; two consumers share a single head
+    rows = 64 * -(-T * N // case["K"] // 64)  # in whole tiles
+    stored = T * N // case["K"] if rows == 64 else rows
+    numbers = B * case["K"] * parts * (stored * H + 2 * rows)
+    (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
+    assert (
+        temporary <= 4 * numbers + 2 * B * N * T * H + 4 * B * LENGTH * ("mask_fn" in case) + 16384
+    )
 
 
 @needs_plugin

@@ -55,9 +55,9 @@ from memeff.pallas.hopper.mosaic import (
 from memeff.pallas.hopper.persistent import drain, persistent_blocks
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.score_tile import copy_token_vectors
+from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
-STAGES = 3  # slots of a consumer for tiles of keys and values
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
 # has 512 threads, which begin with 128 each.
 REGISTERS = 192, 72, 56
@@ -95,15 +95,21 @@ class Consumer(NamedTuple):
             store_partials(self.partials.of(item.b, k), item, part, *result)
         for k in visits.heads:
             count_up(self.counters, item.b * sizes.call.K + k)
-        return done + visits.count, jnp.bool_(False)
+        return done + visits.total, jnp.bool_(False)
 
-    def _copy_queries(self, item: DecodeItem):
-        """Copy the queries of an item."""
-        ready = self.scratch.q_ready.at[self.number]
+    def _copy_queries(self, item: DecodeItem) -> None:
+        """Copy the queries of an item, and the vectors of its rows."""
+        scratch = self.scratch
+        scalars = item.keys.scalars
+        ready = scratch.q_ready.at[self.number]
+        rows = pl.ds(item.row, ROWS)
+        copy_token_vectors(scalars.by_query, rows, scratch.query_vectors, self.number, ready)
         for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
-            queries = self.query_ref.at[item.b, k, pl.ds(item.row, ROWS)]
-            shared = self.scratch.q_s.at[self.number * self.sizes.heads_of_consumer + n]
-            plgpu.copy_gmem_to_smem(queries, shared, ready)
+            slot = self.number * self.sizes.heads_of_consumer + n
+            queries = self.query_ref.at[item.b, k, rows]
+            plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], ready)
+            for ref, shared in zip(scalars.head_numbers, scratch.head_numbers, strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[k, rows], shared.at[slot], ready)
 
 
 class Producer(NamedTuple):
@@ -121,7 +127,7 @@ class Producer(NamedTuple):
         ones.
         """
         all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
-        rounds = functools.reduce(jnp.maximum, (visits.count for visits in all_visits))
+        rounds = functools.reduce(jnp.maximum, (visits.total for visits in all_visits))
 
         def copy(n, consumer: int):
             slot = self._free_slot(consumer, done[consumer] + n)
@@ -131,20 +137,22 @@ class Producer(NamedTuple):
         @pl.loop(0, rounds)
         def _copy_tiles(n):
             for consumer, visits in enumerate(all_visits):
-                pl.when(n < visits.count)(functools.partial(copy, n, consumer))
+                pl.when(n < visits.total)(functools.partial(copy, n, consumer))
 
-        return tuple(old + visits.count for old, visits in zip(done, all_visits, strict=True))
+        return tuple(old + visits.total for old, visits in zip(done, all_visits, strict=True))
 
     def drain(self, done) -> None:
         """Wait until all slots are used."""
+        stages = self.scratch.stages
         for consumer, count in enumerate(done):
-            drain(count, STAGES, (self.scratch.used,), consumer * STAGES)
+            drain(count, stages, (self.scratch.used,), consumer * stages)
 
     def _free_slot(self, consumer: int, number):
         """Return the slot of a consumer's tile, numbered from its first, once it is free."""
-        slot = consumer * STAGES + lax.rem(number, jnp.int32(STAGES))
+        stages = self.scratch.stages
+        slot = consumer * stages + lax.rem(number, jnp.int32(stages))
         used = self.scratch.used.at[slot]
-        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(used))
+        pl.when(number >= stages)(lambda: plgpu.barrier_wait(used))
         return slot
 
     def _copy_tile(self, item: DecodeItem, heads, tile, slot) -> None:
@@ -210,7 +218,7 @@ class DecodeKernel(NamedTuple):
         results = self._result_types(D, out_dtype)
         inputs = (query, key, value, *jax.tree.leaves(self.scalars))
         blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
-        scratch = decode_scratch(self.scalars, self.sizes, STAGES, query.shape[-1], D, query.dtype)
+        scratch = decode_scratch(self.scalars, self.sizes, query.shape[-1], D, query.dtype)
         compile_kernel = functools.partial(
             warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
         )
@@ -269,7 +277,7 @@ class DecodeKernel(NamedTuple):
     def _split_warpgroups(self, blocks: int, counters, *refs, scratch: DecodeScratch):
         """Run a consumer or the producer."""
         remaining_refs = iter(refs)
-        operands = tuple(itertools.islice(remaining_refs, 3))
+        query_ref, key_ref, value_ref = itertools.islice(remaining_refs, 3)
         scalars = self.scalars.like(remaining_refs)
         partials = Partials(*remaining_refs)
         warpgroup = lax.axis_index("warpgroup")
@@ -282,14 +290,14 @@ class DecodeKernel(NamedTuple):
         def _consume():
             set_registers(REGISTERS[0], FIRST_REGISTERS)
             consumer = Consumer(
-                self.problem, self.sizes, operands[0], scratch, partials, counters, warpgroup
+                self.problem, self.sizes, query_ref, scratch, partials, counters, warpgroup
             )
             for_items(consumer.do, (zero, jnp.bool_(True)))
 
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
             set_registers(REGISTERS[2], FIRST_REGISTERS)
-            producer = Producer(self.sizes, *operands[1:], scratch)
+            producer = Producer(self.sizes, key_ref, value_ref, scratch)
             producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):
@@ -305,6 +313,6 @@ class DecodeKernel(NamedTuple):
         @pl.loop(0, count)
         def _merge(n):
             b, k, row, out, lse = merger.merge(block + n * blocks)
-            out_ref[b, k, row] = out.astype(out_ref.dtype)
+            store_vector(out_ref.at[b, k, row], out.astype(out_ref.dtype))
             for lse_ref in lse_refs:
                 lse_ref[b, k, row] = lse

@@ -24,6 +24,7 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     broadcast_vector,
     full_tile,
+    hide_from_cse,
     init_accumulator,
     interpreter_staging,
     multiply,
@@ -44,12 +45,16 @@ from memeff.pallas.hopper.threads import load_columns, store_rows
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
+STAGES = 3  # slots of a consumer for tiles of keys and values
+
 
 class DecodeScratch(NamedTuple):
     """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
 
     q_s: Ref  # [consumers * heads, 64, H], heads of a consumer
-    q_ready: Barrier
+    q_ready: Barrier  # for queries and their vectors
+    query_vectors: tuple[Ref, ...]  # [consumers, 64]
+    head_numbers: tuple[Ref, ...]  # [consumers * heads, 64], for each row the number of its head
     k_s: Ref  # [consumers * stages * heads, c, H]
     v_s: Ref  # [consumers * stages * heads, c, D]
     ready: Barrier  # for a slot of keys and values
@@ -59,19 +64,31 @@ class DecodeScratch(NamedTuple):
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
     stage: Ref = None  # [consumers, 64, c], in the interpreter alone
 
+    @property
+    def stages(self) -> int:
+        """Return the number of slots of a consumer."""
+        return self.ready.shape[0] // self.q_ready.shape[0]
+
 
 def decode_scratch(
-    scalars: Scalars, sizes: DecodeSizes, stages: int, H: int, D: int, dtype
+    scalars: Scalars, sizes: DecodeSizes, H: int, D: int, dtype
 ) -> DecodeScratch:
     """Return the types of a thread block's shared memory."""
     consumers = sizes.consumers
-    slots = consumers * stages
+    has_vectors = bool(scalars.by_query or scalars.by_key or scalars.head_numbers)
+    slots = consumers * (STAGES - has_vectors)  # vectors need shared memory
     heads = sizes.heads_of_consumer
-    _, key_numbers = barrier_arrivals(scalars)
-    _, key_vectors = scratch_shapes(scalars, (1, ROWS), (slots, sizes.tile))["token_vectors"]
+    query_numbers, key_numbers = barrier_arrivals(scalars)
+    vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))
+    query_vectors, key_vectors = vectors["token_vectors"]
+    head_numbers = scalars.head_numbers
     return DecodeScratch(
         q_s=tile_ref(consumers * heads, ROWS, H, dtype),
-        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=consumers),
+        q_ready=plgpu.Barrier(
+            num_arrivals=heads * (1 + len(head_numbers)) + query_numbers, num_barriers=consumers
+        ),
+        query_vectors=tuple(query_vectors),
+        head_numbers=tuple(plgpu.SMEM((consumers * heads, ROWS), x.dtype) for x in head_numbers),
         k_s=tile_ref(slots * heads, sizes.tile, H, dtype),
         v_s=tile_ref(slots * heads, sizes.tile, D, dtype),
         ready=plgpu.Barrier(num_arrivals=2 * heads + key_numbers, num_barriers=slots),
@@ -114,11 +131,6 @@ class SplitLoop(NamedTuple):
     first_visit: Array  # visits of this consumer in the items before
 
     @property
-    def stages(self) -> int:
-        """Return the number of slots of this consumer."""
-        return self.scratch.ready.shape[0] // self.sizes.consumers
-
-    @property
     def tile_shape(self) -> tuple[int, int]:
         """Return the shape of a tile of logits."""
         return ROWS, self.sizes.tile
@@ -129,13 +141,13 @@ class SplitLoop(NamedTuple):
         l = full_tile((ROWS,), 0.0)
         o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
         start = ((m, l, o),) * self.sizes.heads_of_consumer
-        return lax.fori_loop(0, self.visits.count, self._step, start)
+        return lax.fori_loop(0, self.visits.total, self._step, start)
 
     def _step(self, n, heads):
         """Return m, l and o of each key head after the n-th tile of this consumer."""
         scratch = self.scratch
-        slot = lax.rem(self.first_visit + n, jnp.int32(self.stages))
-        slot = self.consumer * self.stages + slot
+        slot = lax.rem(self.first_visit + n, jnp.int32(self.scratch.stages))
+        slot = self.consumer * self.scratch.stages + slot
         plgpu.barrier_wait(scratch.ready.at[slot])
         results = tuple(self._visit(n, slot, head, *rows) for head, rows in enumerate(heads))
         plgpu.barrier_arrive(scratch.used.at[slot])
@@ -148,7 +160,7 @@ class SplitLoop(NamedTuple):
         keys = scratch.k_s.at[slot * self.sizes.heads_of_consumer + head]
         values = scratch.v_s.at[slot * self.sizes.heads_of_consumer + head]
         tile_number = self.visits.tile(n)
-        tile = self._score_tile(tile_number, slot, self.visits.heads[head])
+        tile = self._score_tile(tile_number, slot, head)
 
         def dot_products(raw):
             plgpu.wgmma(raw, q, keys.T)  # (1)
@@ -182,22 +194,25 @@ class SplitLoop(NamedTuple):
 
         return m_new, l, accumulators(add_values, o.shape)
 
-    def _score_tile(self, tile_number, slot, k) -> ScoreTile:
-        """Return the positions, masks and functions of a tile of key head k."""
+    def _score_tile(self, tile_number, slot, head: int) -> ScoreTile:
+        """Return the positions, masks and functions of a tile of one key head."""
         item = self.item
         scalars = item.keys.scalars
-        rows = slice_of_rows(item.row)
+        scratch = self.scratch
+        place = self.consumer * self.sizes.heads_of_consumer + head
         numbers = []
-        for ref in scalars.head_numbers:  # [K, R']
-            number = plgpu.load(ref.at[k, rows], layout=ROW)
+        for ref in scratch.head_numbers:
+            number = plgpu.load(ref.at[place], layout=ROW)
             numbers.append(broadcast_vector(number, self.tile_shape))
-        query_vectors = tuple(ref.at[rows] for ref in scalars.by_query)
-        key_vectors = tuple(ref.at[slot] for ref in self.scratch.key_vectors)
+        query_vectors = tuple(ref.at[self.consumer] for ref in scratch.query_vectors)
+        key_vectors = tuple(ref.at[slot] for ref in scratch.key_vectors)
+        # Positions of rows that differ from item to item are made anew in each tile.
+        first_row = hide_from_cse(item.row) if self.sizes.row_tiles > 1 else jnp.int32(0)
         vectors: TokenVectors = (query_vectors, key_vectors)
         return ScoreTile(
             self.problem,
             self.tile_shape,
-            (item.row, tile_number * self.sizes.tile),
+            (first_row, tile_number * self.sizes.tile),
             item.keys.mask_inputs,
             scalars,
             HeadNumbers(tuple(numbers)),

@@ -181,7 +181,7 @@ class Visits(NamedTuple):
     heads: tuple[Array, ...]  # key heads
     first: Array  # tile of keys
     step: int  # from a tile to the next
-    count: Array
+    total: Array
     turn: Array  # of the consumers that share the key head
 
     def tile(self, n) -> Array:
@@ -200,9 +200,9 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
     k = item.k + lax.rem(jnp.int32(consumer), jnp.int32(groups)) * sizes.heads_of_consumer
     turn = lax.div(jnp.int32(consumer), jnp.int32(groups))
     first = item.first + lax.rem(turn + turns - lax.rem(item.first, turns), turns)
-    count = lax.div(jnp.maximum(item.end - first + turns - 1, 0), turns)
+    total = lax.div(jnp.maximum(item.end - first + turns - 1, 0), turns)
     heads = tuple(k + n for n in range(sizes.heads_of_consumer))
-    return Visits(heads, first, sizes.turns, count, turn)
+    return Visits(heads, first, sizes.turns, total, turn)
 
 
 def place_of_tile(b, tile, size: int) -> tuple[Any, Any]:

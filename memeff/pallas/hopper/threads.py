@@ -12,7 +12,16 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper.mosaic import WGMMA, Ref, interpreting, mlir_modules, plgpu
+from memeff.pallas.hopper.mosaic import (
+    WGMMA,
+    Ref,
+    broadcast_vector,
+    interpreting,
+    mlir_modules,
+    plgpu,
+)
+
+NARROWEST = 8  # columns of a tile
 
 
 class _Entries(NamedTuple):
@@ -61,6 +70,35 @@ def store_rows(ref: Ref, tile: Array) -> None:
                 scf.yield_([])
 
     store(ref, tile)
+
+
+def store_vector(ref: Ref, x: Array) -> None:
+    """Store a vector with one number for each row of a tile, [D], to `ref` [D] in global memory.
+
+    Pallas stores no vectors of 16-bit numbers there.
+    """
+    if interpreting():
+        ref[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_, ref, tile):
+        _mgpu, ir, arith, memref, vector, scf = mlir_modules()
+
+        def constant(x: int):
+            return arith.constant(ir.IndexType.get(), x)
+
+        entries = _entries(tile.layout, tile.shape)
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, entries.col, constant(0))
+        branch = scf.IfOp(is_first)
+        with ir.InsertionPoint(branch.then_block):
+            for register, row_offset, _col in entries.pairs:
+                row = arith.addi(entries.row, constant(row_offset))
+                number = vector.extract(tile.registers[register], [], [0])
+                memref.store(number, ref, [row])
+            scf.yield_([])
+
+    store(ref, broadcast_vector(x, (x.shape[0], NARROWEST)))
 
 
 def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:

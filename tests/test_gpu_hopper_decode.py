@@ -1,0 +1,77 @@
+"""The decode kernel on a GPU: against the oracle, bits that repeat, and one kernel that merges."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_hopper_decode
+from cases import Sizes
+from decode_cases import CASES, FUNCTIONS, filled
+from gpu_calls import normal_arrays, skip_without_kernels
+from hopper_cases import assert_equal_bits, bf16
+
+import memeff
+
+pytestmark = pytest.mark.gpu
+
+LONG = Sizes(B=5, T=2, S=32768, K=8, G=4, H=128, D=128)
+LENGTHS = [32768, 2, 1025, 20000, 31744]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    skip_without_kernels()
+    test_hopper_decode.assert_right(name, bf16, *CASES[name])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    skip_without_kernels()
+    test_hopper_decode.assert_right(name, bf16, *FUNCTIONS[name])
+
+
+def long_call():
+    """Return query, key and value of a long cache, and the arguments of its lengths."""
+    z = LONG
+    shapes = [(z.B, z.T, z.K * z.G, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)]
+    arrays = {n: jnp.asarray(x) for n, x in filled(LENGTHS, z.T).items() if n != "is_causal"}
+    return normal_arrays(*shapes), arrays
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def attend(args, arrays, implementation=None):
+    """Return out and lse of a causal call."""
+    return memeff.dot_product_attention(
+        *args, **arrays, is_causal=True, implementation=implementation, return_residual=True
+    )
+
+
+def test_a_long_cache_is_as_the_chunked_path_has_it():
+    skip_without_kernels()
+    args, arrays = long_call()
+    out, lse = attend(args, arrays)
+    truth, true_lse = attend([x.astype(jnp.float32) for x in args], arrays, "xla")
+    np.testing.assert_allclose(out.astype(jnp.float32), truth, atol=0.02)
+    np.testing.assert_allclose(lse, true_lse, atol=1e-5)
+
+
+def test_bits_repeat_in_every_run_and_in_every_batch():
+    """The merge may wait for any thread block, in any order, and adds in the order of the keys."""
+    skip_without_kernels()
+    args, arrays = long_call()
+    first = attend(args, arrays)
+    for _ in range(100):
+        assert_equal_bits(attend(args, arrays), first)
+    for b in range(LONG.B):
+        alone = attend([x[b : b + 1] for x in args], {n: x[b : b + 1] for n, x in arrays.items()})
+        assert_equal_bits(alone, jax.tree.map(lambda x, b=b: x[b : b + 1], first))
+
+
+def test_nan_behind_the_lengths_changes_no_bit():
+    skip_without_kernels()
+    (query, key, value), arrays = long_call()
+    behind = jnp.arange(LONG.S)[:, None, None] >= jnp.reshape(jnp.array(LENGTHS), (-1, 1, 1, 1))
+    dirty = [jnp.where(behind, jnp.nan, x).astype(x.dtype) for x in (key, value)]
+    assert_equal_bits(attend((query, *dirty), arrays), attend((query, key, value), arrays))

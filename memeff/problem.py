@@ -126,7 +126,8 @@ class Origin(NamedTuple):
 class Operands(NamedTuple):
     """The arrays of one call.
 
-    A `Tile` holds the parts of one tile, with the heads split (`split_heads`).
+    A `Tile` holds the parts of one tile, with the heads split (`split_heads`). In a forward of the
+    chunked path `key` and `value` may be `stored.StoredKeys`, of which it cuts tiles.
     """
 
     query: Array  # B T N H; query head n = k * G + g

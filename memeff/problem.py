@@ -90,6 +90,8 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
+    # keys of a split in a forward that reads the keys of few queries in place; None: a loop of tiles
+    split_keys: int | None = None
     partial_out: bool = False  # out stays in the accumulators' dtype, because it will be merged
 
     def heads_of_tile(self, B: int, K: int) -> tuple[int, int]:

@@ -163,7 +163,8 @@ class KVCache:
           key: [B, T, K, H], in the dtype of the cache (any float if that has 8 bits).
           value: [B, T, K, D].
           counts: [B], integers from 0 to T: how many of the T tokens of each sequence are valid,
-            counted from the first, such as of prompts of different lengths. Default: all.
+            counted from the first, such as of prompts of different lengths. Booleans say which
+            sequences go on. Default: all.
 
         Raises:
           ValueError: if shapes disagree, or the cache is full and lengths are known.

@@ -65,6 +65,9 @@ def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
     """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all."""
     if counts is None:
         return jnp.full((batch,), T, jnp.int32)
+    counts = to_array("counts", counts)
+    if counts.dtype == bool:  # which sequences go on
+        counts = counts.astype(jnp.int32)
     counts = check_integers("counts", counts)
     if counts.shape not in ((), (1,), (batch,)):
         raise ValueError(f"counts must have shape (B={batch},); got {counts.shape}.")

@@ -270,7 +270,7 @@ config = Config(layers=2, width=128, heads=4, kv_heads=2)
 graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)), nnx.Param)
 options = dict(length=32, temperature=0.9, top_p=0.95, seed=1)
 prompts = ["def f(x):", "import", "class"]
-together = ["".join(x) for x in zip(*writer.stream(graphdef, params, prompts, **options))]
+together = ["".join(x) for x in zip(*writer.stream(graphdef, params, prompts, **options), strict=True)]
 alone = writer.write(graphdef, params, prompt=prompts[0], **options)
 print(repr(alone))
 assert alone == together[0]

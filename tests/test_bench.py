@@ -158,6 +158,7 @@ def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
         assert row["error"] < 1e-5  # against all 96 keys
 
 
+@pytest.mark.slow
 def test_decode_measures_the_caches():
     case = bench.Case(128, batch=2, heads=4, kv_heads=2, head_dim=8, query_length=2)
     rows = {row["implementation"]: row for row in bench.speed_table([case], rounds=1)}

@@ -12,6 +12,7 @@ import memeff
 from memeff import KVCache, PagedKVCache, dot_product_attention, masks
 
 f32 = np.float32
+slow = pytest.mark.slow
 K, G, H = 2, 2, 8
 RNG = np.random.default_rng(0)
 
@@ -41,7 +42,7 @@ def caches(B, k, v):
     return {"plain": plain, "paged": paged.with_sequences(table, [0, 0]).append(k, v)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "paged"])
+@pytest.mark.parametrize("kind", ["paged", pytest.param("plain", marks=slow)])
 def test_a_tree_equals_its_paths_decoded_one_by_one(kind):
     """In one call, under jit, with prompts of 3 and 5 tokens; then the best path is kept."""
     B, T = PARENTS.shape
@@ -84,6 +85,7 @@ def test_a_tree_equals_its_paths_decoded_one_by_one(kind):
         np.testing.assert_allclose(out[b], alone[0], atol=2e-6)
 
 
+@slow
 def test_32_drafts_use_every_bit():
     q, k, v = tokens(1, 32)
     chain = np.arange(32)[None] - 1
@@ -126,6 +128,7 @@ def attend_with_prefix(cache, q, prefix_key, prefix_value):
     return memeff.merge(of_prefix, cache.attend(q, return_residual=True))[0]
 
 
+@slow
 def test_a_shared_prefix_and_own_keys_are_the_whole():
     B, P, T = 3, 9, 2
     _, pk, pv = tokens(1, P)
@@ -160,6 +163,7 @@ def test_a_shared_prefix_and_own_keys_are_the_whole():
 # ---- prompts in chunks
 
 
+@slow
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_prompt_in_chunks_is_the_prompt(window):
     q, k, v = tokens(2, 13)
@@ -177,7 +181,7 @@ def test_a_prompt_in_chunks_is_the_prompt(window):
 # ---- keys over devices
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=slow)])
 def test_each_device_has_its_part_of_the_cache(devices):
     """One token for each of three sequences: written where it belongs, and merged by lse."""
     B, S = 3, 16

@@ -14,6 +14,7 @@ from memeff.chunked import few_queries
 from memeff.device import pretend_device
 
 f32 = np.float32
+slow = pytest.mark.slow
 B, T, S, K, G, H, D = 3, 2, 96, 2, 3, 16, 11
 LENGTHS = np.array([0, 37, S], np.int32)
 RNG = np.random.default_rng(0)
@@ -58,7 +59,7 @@ def explained(**options):
     return memeff.explain(Q, KEY, VALUE, **options)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_feature_is_as_good_as_plain_attention(name, dtype):
     assert "few queries: keys are read in place, in splits of 32" in explained(**CALLS[name])
@@ -70,6 +71,7 @@ def test_every_feature_is_as_good_as_plain_attention(name, dtype):
         np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=atol, rtol=1e-6)
 
 
+@slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_dropout_are_those_of_the_loop(name):
     assert "few queries" in explained(**FUNCTIONS[name])
@@ -96,7 +98,7 @@ def run(q, k, v):
     )(q, k, v)
 
 
-@pytest.mark.parametrize("fill", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("fill", [np.nan, *(pytest.param(x, marks=slow) for x in (np.inf, 1e38))])
 def test_what_nobody_sees_reaches_no_result(fill):
     """In keys it changes no bit. In values its rows are computed again, to within rounding."""
     hidden = (np.arange(S) >= LENGTHS[:, None])[..., None, None]
@@ -132,6 +134,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch():
         np.testing.assert_array_equal(x[1:2], y)
 
 
+@slow
 def test_when_the_loop_runs_instead():
     for sizes, options in (
         ((T, S + 1), {}),  # S has no divisor that serves
@@ -147,6 +150,7 @@ def test_when_the_loop_runs_instead():
         np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
+@slow
 def test_pages_and_8_bits_take_the_loop():
     cache = memeff.KVCache.zeros(B, S, K, H, jnp.int8, value_size=D)
     cache = cache.append(KEY, VALUE)

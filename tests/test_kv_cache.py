@@ -12,6 +12,7 @@ import memeff
 from memeff import KVCache, dot_product_attention, masks, scores
 
 f32 = np.float32
+slow = pytest.mark.slow
 K, G, H, D, S = 2, 2, 8, 5, 21
 RNG = np.random.default_rng(0)
 
@@ -29,7 +30,12 @@ def assert_same_bits(x, y):
 # ---- decoding equals the full call
 
 
-@pytest.mark.parametrize("T", range(1, 9))
+FAST = (1, 5)
+
+
+@pytest.mark.parametrize(
+    "T", [T if T in FAST else pytest.param(T, marks=slow) for T in range(1, 9)]
+)
 def test_rows_at_every_offset_are_those_of_the_full_causal_call(T):
     q, k, v = tokens(1, S)
     full, full_lse = oracle.attention(q, k, v, is_causal=True)
@@ -62,7 +68,7 @@ def ragged(dtype, fill):
     return KVCache(jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths)), q
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
 def test_what_is_not_written_changes_no_bit(dtype):
     counts = np.array([0, 1, 3, 3])
 
@@ -89,6 +95,7 @@ def test_what_is_not_written_changes_no_bit(dtype):
         np.testing.assert_allclose(out[b, : counts[b]], row[0], atol=3e-6 if dtype == f32 else 2e-2)
 
 
+@slow
 def test_a_ragged_prompt_then_single_tokens():
     """Prompts of 2, 0 and 4 tokens, then one token for each: as the full calls of each sequence."""
     q, k, v = tokens(3, 8)
@@ -103,7 +110,7 @@ def test_a_ragged_prompt_then_single_tokens():
         np.testing.assert_allclose(out[b, 0], full[0, -1], atol=3e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=slow)])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
     rng = np.random.default_rng(2)
     S, B, T = 300, 64, 2
@@ -162,7 +169,9 @@ def test_under_jit_a_full_cache_overwrites_nothing_and_says_so():
 # ---- rings
 
 
-@pytest.mark.parametrize("T, capacity", [(1, 4), (3, 6), (2, 9)])
+@pytest.mark.parametrize(
+    "T, capacity", [(3, 6), *(pytest.param(*x, marks=slow) for x in ((1, 4), (2, 9)))]
+)
 def test_a_ring_equals_the_full_call_with_a_window(T, capacity):
     q, k, v = tokens(2, S)
     options = dict(
@@ -186,6 +195,7 @@ def test_a_ring_equals_the_full_call_with_a_window(T, capacity):
     assert not cache.overflowed.any()
 
 
+@slow
 def test_a_ring_takes_plain_functions_and_ragged_counts():
     q, k, v = tokens(2, 12)
     cache = KVCache.zeros(2, 6, K, H, value_size=D, window=2)
@@ -245,7 +255,7 @@ CONVERTS = importlib.metadata.version("jaxlib").startswith("0.10.")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("loop", [True, pytest.param(False, marks=slow)])
 def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loop):
     """Donated and in a scan: outputs alias inputs, and temporary memory is far below the cache's."""
     if CONVERTS and dtype == jnp.bfloat16:
@@ -274,7 +284,10 @@ def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loo
 # ---- 8 bits
 
 
-@pytest.mark.parametrize("dtype, bound", [(jnp.int8, 0.011), (jnp.float8_e4m3fn, 0.042)])
+@pytest.mark.parametrize(
+    "dtype, bound",
+    [(jnp.int8, 0.011), pytest.param(jnp.float8_e4m3fn, 0.042, marks=slow)],
+)
 def test_the_error_of_a_cache_of_8_bits(dtype, bound):
     """Of Gaussian numbers, as |out - true| / |true| over all entries; bfloat16 errs by 0.004."""
     rng = np.random.default_rng(4)
@@ -296,6 +309,7 @@ def test_the_error_of_a_cache_of_8_bits(dtype, bound):
         assert 1.5 * plain < error(dtype, query_dtype) < bound
 
 
+@slow
 def test_numbers_that_are_not_finite_stay_so_in_8_bits():
     q, k, v = tokens(2, 4)
     v[0, 1, 0, 0] = np.nan
@@ -307,6 +321,7 @@ def test_numbers_that_are_not_finite_stay_so_in_8_bits():
         assert out[1, 2:, G:].any(-1).all() and not out[1, :2].any() and not out[1, :, :G].any()
 
 
+@slow
 def test_gradients_and_large_and_tiny_numbers_in_8_bits():
     q, k, v = tokens(2, 4)
     cache = KVCache.zeros(2, 5, K, H, jnp.int8, value_size=D).append(1e-3 * k, 1e6 * v)
@@ -325,6 +340,7 @@ def test_gradients_and_large_and_tiny_numbers_in_8_bits():
 # ---- drafts
 
 
+@slow
 def test_rejected_drafts_are_forgotten():
     q, k, v = tokens(2, 7)
     cache = KVCache.zeros(2, 8, K, H, value_size=D).append(k[:, :5], v[:, :5])

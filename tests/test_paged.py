@@ -18,6 +18,7 @@ from memeff import (
 )
 
 f32 = np.float32
+slow = pytest.mark.slow
 B, K, G, H, D, S, T = 3, 2, 2, 8, 5, 128, 3
 LENGTHS = np.array([7, S, 0], np.int32)
 OPTIONS = {
@@ -69,8 +70,15 @@ def in_pages(page, k, v, fill):
     return *pools, np.where(np.arange(n) * page < LENGTHS[:, None], table, -1)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(
+    "page, dtype",
+    [
+        (1, jnp.float32),
+        (16, jnp.bfloat16),
+        (64, jnp.float32),
+        *(pytest.param(*x, marks=slow) for x in ((1, jnp.bfloat16), (16, f32), (64, jnp.bfloat16))),
+    ],
+)
 def test_pages_have_the_bits_of_the_contiguous_call(page, dtype):
     q, k, v = contiguous(dtype)
     for name, options in OPTIONS.items():
@@ -98,6 +106,7 @@ def test_pages_have_the_bits_of_the_contiguous_call(page, dtype):
         assert name == "all" or (np.asarray(result[1])[2] == -np.inf).all()
 
 
+@slow
 def test_gradients_of_pages_are_those_of_their_tokens():
     q, k, v = contiguous()
     key_pages, value_pages, table = in_pages(16, k, v, 0)
@@ -121,6 +130,7 @@ def test_gradients_of_pages_are_those_of_their_tokens():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
+@slow
 def test_pages_under_vmap():
     q, k, v = contiguous()
     *pages, table = in_pages(16, k, v, 0)
@@ -159,7 +169,7 @@ def test_a_page_that_is_missing_gives_nan_where_it_cannot_be_refused():
 # ---- the cache
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.float32, marks=slow)])
 def test_a_paged_cache_has_the_bits_of_a_plain_one(dtype):
     """Ragged prompts, then single tokens, under jit, in pages that fill up on the way."""
     rng = np.random.default_rng(2)

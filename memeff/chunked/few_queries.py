@@ -10,6 +10,9 @@ A product for each key head would do K times less work. But its keys lie K H num
 copies all of them to its layout first. On an H200 the work hides behind the reading while there are
 at most 256 rows.
 
+Of a cache in 8 bits the products read its numbers. The scales of keys are factors of raw, and those
+of values of p.
+
 The splits depend on S alone. A NaN or Inf that a row does not see may spoil it here (0 * NaN is
 NaN). Then the row is not finite, and forward.py redoes it.
 """
@@ -46,9 +49,9 @@ def split_length(shape: CallShape) -> int | None:
 
 
 def reads_in_place(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether this forward runs: enabled, with keys that are arrays and not transformed."""
-    stored = isinstance(operands.key, StoredKeys)
-    return schedule.split_keys is not None and not stored and problem.qk_transform is None
+    """Return whether this forward runs: enabled, and keys are not in pages and not transformed."""
+    in_pages = isinstance(operands.key, StoredKeys) and operands.key.table is not None
+    return schedule.split_keys is not None and not in_pages and problem.qk_transform is None
 
 
 def for_loop(schedule: Schedule, operands: Operands) -> Schedule:
@@ -59,8 +62,8 @@ def for_loop(schedule: Schedule, operands: Operands) -> Schedule:
     if schedule.split_keys is None:
         return schedule
     rows, _ = schedule.chunk_size
-    in_place = not isinstance(operands.key, StoredKeys)
-    cols = LEAST_SPLIT if in_place else schedule.split_keys
+    in_pages = isinstance(operands.key, StoredKeys) and operands.key.table is not None
+    cols = schedule.split_keys if in_pages else LEAST_SPLIT
     return dataclasses.replace(schedule, chunk_size=(rows, cols))
 
 
@@ -69,7 +72,10 @@ def read_by_gathers(operands: Operands) -> Operands:
 
     Otherwise XLA transposes all of them before the loop that redoes rows, even if it never runs.
     """
-    key, value = (StoredKeys(x, None, None, x.dtype.name) for x in operands[1:3])
+    key, value = (
+        x if isinstance(x, StoredKeys) else StoredKeys(x, None, None, x.dtype.name)
+        for x in operands[1:3]
+    )
     as_operands: Any = operands._replace
     return as_operands(key=key, value=value)
 
@@ -87,19 +93,29 @@ def few_queries_forward(problem: Problem, schedule: Schedule, operands: Operands
         jnp.einsum, preferred_element_type=dtype, precision=problem.precision
     )
     rows = _in_own_columns(tile.operands.query).reshape(B, K * G * T, K * H)
-    raw = product("brx,bsx->brs", rows, operands.key.reshape(B, S, K * H))  # (1)
-    raw = raw.reshape(B, K, G, T, S)
+    key, key_scale = _numbers_and_scale(operands.key)
+    value, value_scale = _numbers_and_scale(operands.value)
+    raw = product("brx,bsx->brs", rows, key.reshape(B, S, K * H).astype(rows.dtype))  # (1)
+    raw = raw.reshape(B, K, G, T, S) * key_scale
     s = logits_from_dots(problem, raw, tile.operands.logit_params, tile.keep, tile.indices)  # (2)
     m = s.max(-1)
     shift = jnp.where(m == -jnp.inf, 0, m)
     p = jnp.exp(s - shift[..., None])
     l = p.reshape(B, K, G, T, n, -1).sum(-1).sum(-1)
-    p = apply_dropout(problem, tile, p).astype(operands.value.dtype)
+    p = (apply_dropout(problem, tile, p) * value_scale).astype(rows.dtype)
     p = p.reshape(B, K * G * T, n, -1)
-    v = operands.value.reshape(B, n, -1, K * D)
+    v = value.reshape(B, n, -1, K * D).astype(rows.dtype)
     o = product("brnc,bncx->bnrx", p, v)  # (3)
     o = _own_columns(o.reshape(B, n, K, G * T, K, D)).sum(1)
     return RowSums(m, l, l, o.reshape(B, K, G, T, D))
+
+
+def _numbers_and_scale(x: Array | StoredKeys) -> tuple[Array, Any]:
+    """Return the numbers [B, S, K, H] of keys or values, and their factor: 1 or [B, K, 1, 1, S]."""
+    if not isinstance(x, StoredKeys):
+        return x, 1
+    assert x.scales is not None
+    return x.values, x.scales.swapaxes(1, 2)[:, :, None, None]
 
 
 def finite_rows(rows: RowSums) -> Array:

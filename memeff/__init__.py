@@ -4,6 +4,10 @@ from memeff import masks, scores, transforms
 from memeff.attention import dot_product_attention
 from memeff.attention_ad import RESIDUAL_NAMES
 from memeff.block_mask import BlockMask, block_mask
+from memeff.decoding.allocator import PageAllocator
+from memeff.decoding.cache import KVCache
+from memeff.decoding.paged import paged_attention
+from memeff.decoding.paged_cache import PagedKVCache
 from memeff.diagnostics.audit import Audit, audit
 from memeff.diagnostics.plan import Plan, explain, plan
 from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
@@ -19,7 +23,10 @@ __all__ = [
     "RESIDUAL_NAMES",
     "Audit",
     "BlockMask",
+    "KVCache",
     "Mask",
+    "PageAllocator",
+    "PagedKVCache",
     "Plan",
     "Score",
     "Statistics",
@@ -36,6 +43,7 @@ __all__ = [
     "masks",
     "memory_limit",
     "merge",
+    "paged_attention",
     "plan",
     "scores",
     "sequence_positions",

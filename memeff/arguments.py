@@ -17,20 +17,16 @@ Backward = Literal["split", "fused", "fastest"]
 Strategy = Literal["all_gather", "ring", "all_to_all"]
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Keywords of `dot_product_attention` that Flax's attention functions do not have."""
+class CachedOptions(TypedDict, total=False):
+    """Keywords of `dot_product_attention` that a cache leaves to its caller."""
 
     scale: ArrayLike | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int | None, int | None] | None
     implementation: Implementation | None
     backward: Backward | None
     logits_soft_cap: ArrayLike | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
-    q_offset: ArrayLike
     score_fn: Callable[..., Any] | Score | None
     score_params: Any
     mask_fn: Callable[..., Any] | Mask | BlockMask | None
@@ -45,6 +41,15 @@ class AttentionOptions(TypedDict, total=False):
     context_parallel: Strategy | None
     batch_axis: str | tuple[str, ...] | None
     head_axis: str | tuple[str, ...] | None
+
+
+class AttentionOptions(CachedOptions, total=False):
+    """Keywords of `dot_product_attention` that Flax's attention functions do not have."""
+
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    q_offset: ArrayLike
 
 
 class AttentionKwargs(AttentionOptions, total=False):

@@ -24,9 +24,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from memeff.user_functions import Mask, with_sizes
+from memeff.validate import known_values
 
 
 def causal() -> Mask:
@@ -133,6 +135,92 @@ class _BlockCausal:
 
     def __call__(self, batch, head, q_pos, k_pos, params):
         return k_pos // self.size <= q_pos // self.size
+
+
+def tree(ancestors: ArrayLike, start: ArrayLike) -> Mask:
+    """Show each of up to 32 drafts all keys before the drafts, its ancestors, and itself.
+
+    Speculative decoding with a tree of drafts appends all of them and verifies them in one call.
+    Drafts lie in any order in which none comes before its parent.
+
+    Args:
+      ancestors: [B, T] or [T], integers: bit j is set where draft j is an ancestor of the draft.
+        `ancestors_of` makes them from parents.
+      start: the position of draft 0 among the keys, a number or [B], such as cache.lengths - T.
+
+    >>> parents = [[-1, 0, 0, 1]]  # 1 and 2 follow 0, and 3 follows 1
+    >>> import memeff
+    >>> x = jnp.ones((1, 6, 1, 2))
+    >>> mask = tree(ancestors_of(parents), start=2)
+    >>> memeff.dot_product_attention(x[:, :4], x, x, q_offset=2, mask_fn=mask).shape
+    (1, 4, 1, 2)
+    """
+    bits = _array(ancestors)
+    if not jnp.issubdtype(bits.dtype, jnp.integer) or bits.ndim not in (1, 2):
+        raise TypeError(
+            f"masks.tree: ancestors must be integers [B, T] or [T], got {bits.dtype}{bits.shape}."
+        )
+    if bits.shape[-1] > MOST_DRAFTS:
+        raise ValueError(
+            f"masks.tree: ancestors has {bits.shape[-1]} drafts, and a number has a bit for "
+            f"{MOST_DRAFTS}."
+        )
+    return Mask(_tree, (bits.astype(jnp.uint32), _array(start)))
+
+
+MOST_DRAFTS = 32
+
+
+def _tree_sizes(params):
+    bits, start = params
+    batches = {x.shape[0] for x in (bits[..., 0], start) if x.ndim}
+    if len(batches) > 1:
+        raise ValueError(
+            f"masks.tree got ancestors of shape {bits.shape} and start of shape {start.shape}: "
+            "their batch sizes must be equal."
+        )
+    sizes = {"T": bits.shape[-1]}
+    return sizes | {"B": batches.pop()} if batches else sizes
+
+
+@with_sizes(_tree_sizes)
+def _tree(batch, head, q_pos, k_pos, params):
+    bits, start = params
+    if start.ndim:
+        start = start[batch]
+    query_draft = q_pos - start
+    key_draft = k_pos - start
+    own = jnp.clip(query_draft, 0, bits.shape[-1] - 1)
+    own_bits = bits[batch, own] if bits.ndim == 2 else bits[own]
+    bit = jnp.clip(key_draft, 0, MOST_DRAFTS - 1).astype(jnp.uint32)
+    is_ancestor = ((own_bits >> bit) & jnp.uint32(1)) == jnp.uint32(1)
+    is_ancestor &= (key_draft >= 0) & (key_draft < MOST_DRAFTS)
+    return (key_draft < 0) | (key_draft == query_draft) | is_ancestor
+
+
+def ancestors_of(parents: ArrayLike) -> jax.Array:
+    """Return the ancestors [B, T], uint32, that `tree` takes, from the parent of each draft.
+
+    Args:
+      parents: [B, T], integers: the draft that each draft follows, or -1 where it follows the last
+        token before the drafts. A parent comes before its children.
+
+    >>> ancestors_of([[-1, 0, 0, 1]]).tolist()
+    [[0, 1, 1, 3]]
+    """
+    parents = _array(parents)
+    known = known_values(parents)
+    T = parents.shape[-1]
+    if known is not None and (known >= np.arange(T)).any():
+        raise ValueError("ancestors_of: a draft comes before its parent. Order them by depth.")
+    columns = []
+    for i in range(T):
+        parent = parents[..., i]
+        found = jnp.zeros(parent.shape, jnp.uint32)
+        for j, bits in enumerate(columns):
+            found = jnp.where(parent == j, bits | jnp.uint32(1 << j), found)
+        columns.append(found)
+    return jnp.stack(columns, axis=-1)
 
 
 def _array(x: ArrayLike) -> jax.Array:

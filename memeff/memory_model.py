@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from memeff.chunked import eligible
+from memeff.chunked import eligible, few_queries
 from memeff.chunked.schedule import has_array_bounds, has_elementwise_mask
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.user_functions import PairIndices
@@ -402,6 +402,8 @@ def _on_gpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     forward = GPU_FORWARD_OUT * z.o + GPU_FORWARD_KEY * z.k
     forward += fit.forward_logits * z.logits
     forward += GPU_FORWARD_QUERY_SLICE * z.slices[0]
+    if few_queries.reads_in_place(problem, schedule, operands):
+        forward = GPU_FUSED_MARGIN * (z.wide + z.narrow) * z.row * operands.shape.S
     gradient = fit.query * z.q + fit.key * z.k
     gradient += fit.logits * z.logits
     gradient += fit.bias * z.bias

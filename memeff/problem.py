@@ -90,6 +90,8 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
+    # keys of a split in a forward that reads the keys of few queries in place; None: a loop of tiles
+    split_keys: int | None = None
     # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added
     partial_out: bool = False
 
@@ -127,7 +129,8 @@ class Origin(NamedTuple):
 class Operands(NamedTuple):
     """The arrays of one call.
 
-    A `Tile` holds the parts of one tile, with the heads split (`split_heads`).
+    A `Tile` holds the parts of one tile, with the heads split (`split_heads`). In a forward of the
+    chunked path `key` and `value` may be `stored.StoredKeys`, of which it cuts tiles.
     """
 
     query: Array  # B T N H; query head n = k * G + g

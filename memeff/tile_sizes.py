@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
-from memeff.chunked import eligible
+from memeff.chunked import eligible, few_queries
 from memeff.device import _pretended, current_device, current_platform
 from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
 from memeff.problem import Operands, Problem, Schedule
@@ -265,7 +265,11 @@ def _gpu_tiles(
     tile = (rows, math.prod(GPU_TILE) // max(1, rows))  # few rows: more columns
     if not plain or G * T < GPU_ROWS:
         logits = (GPU_LOGITS >> halvings) // 2 // heads
-        return Schedule(_fit(_shrink(tile, logits), requested, shape))
+        split = None
+        # a tile that the user chose is one of the loop
+        if in_blocks and halvings == 0 and requested == (None, None):
+            split = few_queries.split_length(shape)
+        return Schedule(_fit(_shrink(tile, logits), requested, shape), split_keys=split)
     stair = windowed and 8 * T > S
     block = _gpu_block(shape, stair, halvings) if in_blocks else None
     if block is not None:

@@ -1,22 +1,52 @@
-"""Writes text with a trained model.
+"""Writes text with a trained model: reads prompts in chunks into a cache, then goes on token by token.
 
-python -m models.generate --checkpoint runs/train --prompt "def main(" --length 200 --temperature 0.8 --top-k 40
+python -m models.generate --checkpoint runs/train --prompt "def main(" --length 200 --temperature 0.8 --top-p 0.95
+
+Several --prompt make a batch. Each text is what the model would write if it had that prompt alone: the draws of text n
+come from the seed and n, and rows of a batch do not see each other. One prompt is printed as it is written.
 """
 
 import argparse
+import codecs
 import dataclasses
 import functools
-from typing import Any
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from memeff.units import parse_bytes
 from models.data import START, VOCABULARY, Refused
 from models.files import one_sentence
 from models.train import read_settings, restore
-from models.transformer import Transformer
+from models.transformer import Caches, Transformer
+
+CHUNK = 2048  # tokens of a prompt that are read at a time at most
+LEAST_CHUNK = 16
+BLOCK = 16  # tokens that are written before text is printed
+ROUND = 256  # room in a cache is a multiple of this, of which GPUs read splits in place
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: Array | float  # 0 takes the likeliest
+    top_k: Array | int = VOCABULARY  # among so many likeliest
+    top_p: Array | float = 1.0  # among the fewest likeliest whose chances add up to this
+
+
+class State(NamedTuple):
+    """What is known after some tokens of each row."""
+
+    logits: Array  # B VOCABULARY, of the token that comes next
+    caches: Caches
+    written: Array  # tokens after the prompt, which number the draws
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -26,7 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--checkpoint", default="runs/train", help="folder of the run, the --out of models.train"
     )
-    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument(
+        "--prompt", action="append", help="what a text begins with; several make a batch"
+    )
     parser.add_argument(
         "--length", type=int, default=400, help="bytes to write at most; the model may end sooner"
     )
@@ -39,11 +71,46 @@ def main(arguments: list[str] | None = None) -> None:
         default=None,
         help="choose among this many likeliest bytes (default: all)",
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="choose among the fewest likeliest bytes whose chances add up to this",
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--memory-limit",
+        default=None,
+        help='temporary memory for reading prompts, such as "512MiB"; they are read in smaller chunks',
+    )
     options = vars(parser.parse_args(arguments))
     with one_sentence("models.generate"):
         graphdef, params = load(options.pop("checkpoint"))
-        print(options["prompt"] + write(graphdef, params, **options))
+        prompts = options.pop("prompt") or [""]
+        show(stream(graphdef, params, prompts, **options), prompts)
+
+
+def show(pieces: Iterator[list[str]], prompts: list[str]) -> None:
+    """Print one text as it is written, or several at the end, and tokens per second to stderr."""
+    texts = list(prompts)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+    began, counted = time.perf_counter(), 0
+    for n, new in enumerate(pieces):
+        if n == 0:  # with the prompt, and the compiler
+            began = time.perf_counter()
+        else:
+            counted += BLOCK * len(prompts)
+        texts = [text + piece for text, piece in zip(texts, new, strict=True)]
+        if len(prompts) == 1:
+            print(new[0], end="", flush=True)
+    seconds = time.perf_counter() - began
+    if len(prompts) == 1:
+        print()
+    else:
+        print("\n----\n".join(texts))
+    if counted:
+        print(f"{counted / seconds:,.0f} tokens per second", file=sys.stderr)
 
 
 def load(out: str) -> tuple[Any, Any]:
@@ -59,17 +126,53 @@ def load(out: str) -> tuple[Any, Any]:
     return graphdef, params
 
 
-def write(
+def write(graphdef: Any, params: Any, *, prompt: str, length: int, **options: Any) -> str:
+    """Return the text that follows `prompt`: `length` bytes, or fewer where the model ends the document."""
+    pieces = stream(graphdef, params, [prompt], length=length, **options)
+    return "".join(piece for (piece,) in pieces)
+
+
+def stream(
     graphdef: Any,
     params: Any,
+    prompts: Sequence[str],
     *,
-    prompt: str,
     length: int,
     temperature: float,
     top_k: int | None = None,
+    top_p: float = 1.0,
     seed: int = 0,
-) -> str:
-    """Return the text that follows `prompt`: `length` bytes, or fewer where the model ends the document."""
+    memory_limit: int | str | None = None,
+) -> Iterator[list[str]]:
+    """Yield what is written after each of `prompts`, a few bytes at a time, until all end or have `length` bytes."""
+    check_choices(length, temperature, top_k, top_p)
+    starts = [tokens_of(prompt) for prompt in prompts]
+    sampling = Sampling(temperature, min(top_k or VOCABULARY, VOCABULARY), top_p)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
+        jnp.arange(len(prompts))
+    )
+    state = read_prompts(
+        graphdef, params, starts, length, parse_bytes("memory_limit", memory_limit)
+    )
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
+    ended = [False] * len(prompts)
+    for first in range(0, length, BLOCK):
+        tokens, state = write_block(graphdef, params, state, keys, sampling)
+        new = np.asarray(tokens, np.uint8)[:, : length - first]
+        last = first + BLOCK >= length
+        pieces = []
+        for n, row in enumerate(new):
+            text, end, _ = row.tobytes().partition(START)
+            done = ended[n]
+            ended[n] = done or bool(end)
+            pieces.append("" if done else decoders[n].decode(text, ended[n] or last))
+        yield pieces
+        if all(ended):
+            return
+
+
+def check_choices(length: int, temperature: float, top_k: int | None, top_p: float) -> None:
+    """Refuse what means nothing."""
     if length < 1:
         raise Refused(f"length={length}: it must be at least 1 byte.")
     if temperature < 0:
@@ -80,45 +183,107 @@ def write(
         raise Refused(
             f"top_k={top_k}: it must be at least 1; leave it out to choose among all bytes."
         )
+    if not 0 < top_p <= 1:
+        raise Refused(f"top_p={top_p}: it must be above 0 and at most 1, which means all bytes.")
+
+
+def tokens_of(prompt: str) -> np.ndarray:
+    """Return the tokens of a document that begins with `prompt`."""
     try:
-        start = jnp.asarray(list(START + prompt.encode()), jnp.int32)
+        return np.frombuffer(START + prompt.encode(), np.uint8).astype(np.int32)
     except UnicodeEncodeError:
         raise Refused(f"prompt={ascii(prompt)} is not UTF-8: give it in UTF-8.") from None
-    k = min(top_k or VOCABULARY, VOCABULARY)
-    tokens = sample(graphdef, length, params, start, jax.random.key(seed), temperature, k)
-    return bytes(tokens.tolist()).split(START)[0].decode(errors="replace")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def sample(
-    graphdef: Any,
-    length: int,
-    params: Any,
-    start: Array,
-    key: Array,
-    temperature: Array | float,
-    top_k: Array | int,
-) -> Array:
-    """`length` tokens after `start` [T]; each is computed from the keys and values that the cache holds of the others."""
+def read_prompts(
+    graphdef: Any, params: Any, starts: Sequence[np.ndarray], length: int, limit: int | None = None
+) -> State:
+    """Read prompts of different lengths into caches with room for `length` more tokens, a chunk at a time.
+
+    Chunks have CHUNK tokens, or as many as keep the temporary memory of a chunk below `limit` bytes, as XLA reports it.
+    """
+    counts = np.array([len(start) for start in starts])
+    longest = int(counts.max())
+    room = longest + -(-length // BLOCK) * BLOCK
+    if room > ROUND:
+        room = -(-room // ROUND) * ROUND
+    chunk = min(CHUNK, longest)
+    while True:
+        state, pieces = first_state(graphdef, params, starts, room, chunk)
+        arguments = graphdef, params, state, pieces[0], jnp.asarray(counts)
+        if limit is None:
+            break
+        compiled: Any = read_chunk.lower(*arguments).compile()
+        needed = compiled.memory_analysis().temp_size_in_bytes
+        if needed <= limit:
+            break
+        if chunk <= LEAST_CHUNK:
+            raise Refused(
+                f"memory_limit={limit} bytes: chunks of {chunk} tokens of {len(starts)} prompts need {needed}. Raise the "
+                "limit to that, or give fewer prompts at a time."
+            )
+        chunk = max(LEAST_CHUNK, chunk // 2)
+    for n, tokens in enumerate(pieces):
+        valid = jnp.asarray(np.clip(counts - n * chunk, 0, chunk))
+        state = read_chunk(graphdef, params, state, tokens, valid)
+    return state
+
+
+def first_state(
+    graphdef: Any, params: Any, starts: Sequence[np.ndarray], room: int, chunk: int
+) -> tuple[State, list[Array]]:
+    """Return empty caches, and the prompts, padded and cut into chunks [B, chunk]."""
+    B = len(starts)
+    longest = max(map(len, starts))
+    padded = np.zeros((B, -(-longest // chunk) * chunk), np.int32)
+    for row, start in zip(padded, starts, strict=True):
+        row[: len(start)] = start
+    pieces = [jnp.asarray(x) for x in np.split(padded, padded.shape[1] // chunk, axis=1)]
     model: Transformer = nnx.merge(graphdef, params)
-    logits, cache = model.decode(start[None], model.empty_cache(1, len(start) + length))
-
-    def next_token(carry, key):
-        logits, cache = carry
-        token = choose(logits[:, -1], key, temperature, top_k)
-        return model.decode(token[:, None], cache), token[0]
-
-    _, tokens = lax.scan(next_token, (logits[:, -1:], cache), jax.random.split(key, length))
-    return tokens
+    caches = model.empty_cache(B, room, chunk)
+    logits = jnp.zeros((B, VOCABULARY), jnp.float32)
+    return State(logits, caches, jnp.int32(0)), pieces
 
 
-def choose(logits: Array, key: Array, temperature: Array | float, top_k: Array | int) -> Array:
-    """One token per row of `logits` [B, VOCABULARY]."""
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def read_chunk(graphdef: Any, params: Any, state: State, tokens: Array, counts: Array) -> State:
+    """Append counts[b] of the tokens [B, chunk]; where there are some, keep the logits after the last of them."""
+    model: Transformer = nnx.merge(graphdef, params)
+    x, caches = model.decode_hidden(tokens, state.caches, counts)
+    last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B 1 C
+    logits = model.head(last)[:, 0].astype(jnp.float32)
+    return State(jnp.where((counts > 0)[:, None], logits, state.logits), caches, state.written)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def write_block(
+    graphdef: Any, params: Any, state: State, keys: Array, sampling: Sampling
+) -> tuple[Array, State]:
+    """Return BLOCK more tokens of each row [B, BLOCK], and the state behind them."""
+
+    def next_token(state: State, _: None) -> tuple[State, Array]:
+        model: Transformer = nnx.merge(graphdef, params)
+        now = jax.vmap(jax.random.fold_in, (0, None))(keys, state.written)
+        token = jax.vmap(choose, (0, 0, None))(state.logits, now, sampling)
+        logits, caches = model.decode(token[:, None], state.caches)
+        return State(logits[:, 0].astype(jnp.float32), caches, state.written + 1), token
+
+    state, tokens = lax.scan(next_token, state, length=BLOCK)
+    return tokens.T, state
+
+
+def choose(logits: Array, key: Array, sampling: Sampling) -> Array:
+    """Return one token for `logits` [VOCABULARY]."""
+    temperature, top_k, top_p = sampling
     logits = logits.astype(jnp.float32)
-    least = jnp.take(jnp.sort(logits, descending=True), top_k - 1, axis=-1)[:, None]  # B 1
-    logits = jnp.where(logits >= least, logits, -jnp.inf)
-    drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+    order = jnp.argsort(logits, descending=True)
+    ranked = logits[order] / jnp.maximum(temperature, 1e-6)
+    chances = jax.nn.softmax(ranked)
+    before = jnp.cumsum(chances) - chances  # of all that are likelier
+    rank = jnp.arange(len(ranked))
+    allowed = (rank < top_k) & ((before < top_p) | (rank == 0))
+    drawn = jax.random.categorical(key, jnp.where(allowed, ranked, -jnp.inf))
+    return order[jnp.where(temperature > 0, drawn, 0)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ distances alone, so this changes no meaning; it keeps the angles small and a pac
 
 import dataclasses
 import functools
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -101,10 +101,7 @@ class Config:
         return memeff.sequence_positions(length, self.devices, self.layout or "zigzag")
 
 
-class Cache(NamedTuple):
-    key: Array  # L B S K H
-    value: Array  # L B S K H
-    length: Array  # tokens in it, of S
+Caches = tuple[memeff.KVCache, ...]  # one for each layer
 
 
 class Transformer(nnx.Module):
@@ -180,33 +177,48 @@ class Transformer(nnx.Module):
             return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         return positions_in_document(segment_ids)
 
-    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-        """Logits of `tokens` [B, T] that follow what `cache` holds, and the cache with them; one document per row."""
-        B, T = tokens.shape
-        turn = rotation(self.config, jnp.broadcast_to(cache.length + jnp.arange(T), (B, T)))
+    def decode(
+        self, tokens: Array, caches: Caches, counts: Array | None = None
+    ) -> tuple[Array, Caches]:
+        """Logits of `tokens` [B, T] that follow what `caches` hold, and the caches with them; one document per row.
+
+        Of a row, only the first counts[b] tokens count. Layers are compiled one by one, so that each writes its cache in
+        place.
+        """
+        x, caches = self.decode_hidden(tokens, caches, counts)
+        return self.head(x), caches
+
+    def decode_hidden(
+        self, tokens: Array, caches: Caches, counts: Array | None = None
+    ) -> tuple[Array, Caches]:
+        """Return the same with the vectors [B, T, C] before the head."""
+        turn = rotation(self.config, caches[0].lengths[:, None] + jnp.arange(tokens.shape[1]))
         layer_def, parameters = nnx.split(self.layers)
-
-        def layer(x, slices):
-            parameters, key, value = slices
-            here: Layer = nnx.merge(layer_def, parameters)
+        x = self.embedding(tokens)
+        appended = []
+        for n, cache in enumerate(caches):
+            here: Layer = nnx.merge(layer_def, jax.tree.map(lambda p, n=n: p[n], parameters))
             q, k, v = here.project(x, turn)
-            key = lax.dynamic_update_slice_in_dim(key, k, cache.length, 1)
-            value = lax.dynamic_update_slice_in_dim(value, v, cache.length, 1)
-            return here.combine(x, attend_cached(self.config, q, key, value, cache.length)), (
-                key,
-                value,
-            )
+            cache = cache.append(k, v, counts)
+            x = here.combine(x, attend_cached(self.config, q, cache, counts))
+            appended.append(cache)
+        return self.norm(x), tuple(appended)
 
-        x, (key, value) = lax.scan(
-            layer, self.embedding(tokens), (parameters, cache.key, cache.value)
-        )
-        return self.head(self.norm(x)), Cache(key, value, cache.length + T)
+    def empty_cache(self, batch: int, size: int, chunk: int = 1) -> Caches:
+        """Room for `size` tokens in each of `batch` rows, of which a call brings at most `chunk`.
 
-    def empty_cache(self, batch: int, size: int) -> Cache:
-        """Room for `size` tokens in each of `batch` rows."""
+        With a window that is shorter, the caches are rings.
+        """
         c = self.config
-        zeros = jnp.zeros((c.layers, batch, size, c.kv_heads, c.width // c.heads), c.dtype)
-        return Cache(zeros, zeros, jnp.int32(0))
+        window = c.window
+        if window is not None and window + chunk < size:
+            size = window + chunk
+        else:
+            window = None
+        shape = batch, size, c.kv_heads, c.width // c.heads
+        return tuple(
+            memeff.KVCache.zeros(*shape, jnp.dtype(c.dtype), window=window) for _ in range(c.layers)
+        )
 
 
 def likeliest(head: nnx.Linear, x: Array) -> Array:
@@ -281,12 +293,11 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
     )
 
 
-def attend_cached(config: Config, q: Array, key: Array, value: Array, length: Array) -> Array:
-    """Attend from queries that follow `length` cached keys, always by memeff, because all names mean the same function."""
-    window = None if config.window is None else (config.window, 0)
-    return memeff.dot_product_attention(
-        q, key, value, is_causal=True, local_window_size=window, q_offset=length
-    )
+def attend_cached(config: Config, q: Array, cache: memeff.KVCache, counts: Array | None) -> Array:
+    """Attend to a cache, always by memeff, because all names mean the same function."""
+    if config.window is None or cache.window is not None:  # a ring knows its window
+        return cache.attend(q, counts=counts)
+    return cache.attend(q, counts=counts, local_window_size=(config.window, 0))
 
 
 def rotation(config: Config, positions: Array) -> tuple[Array, Array]:

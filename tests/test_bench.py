@@ -14,8 +14,9 @@ import pytest
 
 import memeff.bench.__main__ as command_line
 from memeff import bench
-from memeff.bench import calls, extras, implementations
+from memeff.bench import caches, calls, extras, implementations
 from memeff.bench.cases import call_title, case_row
+from memeff.bench.formatting import count_per_second
 
 pytestmark = pytest.mark.once
 
@@ -155,6 +156,28 @@ def test_decode_is_the_last_query_against_every_key(capsys, tmp_path):
         size = 2 * 2 * 96 * 2 * 8 * 4
         assert row["bytes_per_second"] == pytest.approx(size / row["seconds"])
         assert row["error"] < 1e-5  # against all 96 keys
+
+
+@pytest.mark.slow
+def test_decode_measures_the_caches():
+    case = bench.Case(128, batch=2, heads=4, kv_heads=2, head_dim=8, query_length=2)
+    rows = {row["implementation"]: row for row in bench.speed_table([case], rounds=1)}
+    errors = {name: rows[name]["error"] for name in caches.STANDARD}
+    assert errors["memeff:cache"] == errors["memeff:pages64"] < 1e-5
+    assert 1e-5 < errors["memeff:int8"] < 0.03
+    text = bench.speed_markdown(list(rows.values()))
+    assert "| tokens/s |" in text
+    seconds = rows["memeff:int8"]["seconds"]
+    assert f" {count_per_second(4 / seconds)} |" in text
+    notes = [
+        next(bench.speed_table([wrong], [name], rounds=1))["note"]
+        for name, wrong in (
+            ("memeff:cache", dataclasses.replace(case, mode="gradient")),
+            ("memeff:pages48", case),
+        )
+    ]
+    assert notes[0].startswith("a cache computes causal forwards of the newest queries")
+    assert notes[1] == "pages of 48 tokens do not divide 128 keys"
 
 
 def test_fewer_queries_than_keys_are_the_last():

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
@@ -109,3 +110,97 @@ def test_decoding_equals_the_full_forward_nnx(name):
     assert_close(np.concatenate(outs, 1), full)
     assert module.cache_index[...] == T
     assert "q_offset" not in str(module.attention_fn)
+
+
+# ---- prompts of several tokens, and a position for each sequence
+
+PROMPTS = np.array([2, 4])  # tokens of a padded prompt of 4; then both go on with X[:, 4:]
+OPTIONS = {"window": DECODING["window"], "functions": DECODING["functions"]}
+
+
+def rows_of(b):
+    """Return the tokens of X that sequence b has: its prompt, and what follows."""
+    return [*range(PROMPTS[b]), *range(4, T)]
+
+
+def linen_decoder(**constructor):
+    """Return decode(tokens, lengths or None) of a Linen module, and its full causal forward."""
+    constructor = dict(num_heads=N, kernel_init=uniform, **constructor)
+    module = LINEN[0](decode=True, **constructor)
+    variables = module.init(jax.random.key(0), X)
+    params = {"params": variables["params"]}
+    step = linen_step(module, params)
+    state = {"cache": variables["cache"]}
+
+    def decode(tokens, lengths=None):
+        if lengths is not None:
+            state["cache"] = state["cache"] | {"cache_index": jnp.asarray(lengths, jnp.int32)}
+        state["cache"], out = step(state["cache"], tokens)
+        return out
+
+    causal = LINEN[0](**(constructor | {"is_causal": True}))
+    return decode, functools.partial(causal.apply, params)
+
+
+def nnx_decoder(**constructor):
+    """Return the same of an NNX module."""
+    module = NNX[0](N, F, decode=True, kernel_init=uniform, rngs=flax_nnx.Rngs(0), **constructor)
+    module.init_cache(X.shape)
+    step = flax_nnx.jit(lambda module, tokens: module(tokens))
+
+    def decode(tokens, lengths=None):
+        if lengths is not None:
+            module.cache_index = flax_nnx.Cache(jnp.asarray(lengths, jnp.int32))
+        return step(module, tokens)
+
+    return decode, functools.partial(module, decode=False, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (linen_decoder, "window"),
+        (nnx_decoder, "functions"),
+        pytest.param(linen_decoder, "functions", marks=pytest.mark.slow),
+        pytest.param(nnx_decoder, "window", marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_of_different_lengths_in_one_call(make, name):
+    constructor = dict(OPTIONS[name])
+    if name == "functions":  # a block mask has positions of T tokens, and sequences have 5 and 7
+        constructor["mask_fn"] = masks.causal() & ~masks.dilated(3) | masks.sliding_window(1)
+    decode, full = make(**constructor)
+    prompt = decode(X[:, :4])
+    outs = [decode(X[:, 4:6], PROMPTS), decode(X[:, 6:])]
+    for b in range(2):
+        rows = rows_of(b)
+        expected = full(X[b : b + 1, rows])
+        count = PROMPTS[b]
+        actual = np.concatenate([prompt[b, :count], *(out[b] for out in outs)])
+        assert_close(actual[None], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [linen_decoder, nnx_decoder])
+def test_a_sequence_that_outgrows_the_cache_gives_nan_under_jit(make):
+    decode, _ = make()
+    decode(X)
+    out = decode(X[:, :2], [T - 1, T - 2])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
+def test_wrong_indices_are_refused():
+    module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
+    module.init_cache(X.shape)
+    module.cache_index = flax_nnx.Cache(jnp.array([T, 0]))
+    with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came"):
+        module(X[:, :1])
+    module.cache_index = flax_nnx.Cache(jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"cache_index has shape \(3,\): it must be one number"):
+        module(X[:, :1])
+    module.cache_index = flax_nnx.Cache(jnp.int32(0))
+    with pytest.raises(ValueError, match="they must bring 1 to 7 tokens"):
+        module(np.concatenate([X, X], 1))
+    module.attention_fn = flax_nnx.dot_product_attention
+    with pytest.raises(ValueError, match="does not take q_offset, which is needed here"):
+        module(X[:, :2])

@@ -190,7 +190,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
 
 
 def test_decoding_equals_the_full_forward():
-    """Decode token by token, and after a prompt that is read at once."""
+    """Decode token by token, after a prompt that is read at once, and in rings."""
     graphdef, params = build(window=4)
     tokens = draw_tokens(2, 13)
     full = compute_logits(graphdef, params, tokens)
@@ -199,15 +199,20 @@ def test_decoding_equals_the_full_forward():
     def decode(params, tokens, cache):
         return nnx.merge(graphdef, params).decode(tokens, cache)
 
-    for sizes in ([1] * 13, [6] + [1] * 7):
-        cache = nnx.merge(graphdef, params).empty_cache(2, 17)
+    for sizes, chunk, capacity in (
+        ([1] * 13, 17, 17),
+        ([6] + [1] * 7, 17, 17),
+        ([3, 3, 1] + [2] * 3, 3, 7),
+    ):
+        cache = nnx.merge(graphdef, params).empty_cache(2, 17, chunk)
+        assert {x.capacity for x in cache} == {capacity}
         start = 0
         pieces = []
         for size in sizes:
             logits, cache = decode(params, tokens[:, start : start + size], cache)
             pieces.append(logits)
             start += size
-        assert cache.length == 13
+        assert [x.lengths.tolist() for x in cache] == [[13, 13]] * 2
         assert_close(jnp.concatenate(pieces, axis=1), full, 2e-6)
 
 

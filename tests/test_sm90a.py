@@ -82,6 +82,20 @@ def test_messages_of_a_ring_travel_beside_its_work():
     assert found["gradient", 8] <= 1.1 * found["gradient", 4]
 
 
+@needs_plugin
+def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
+    """Temporary memory is that of logits, and no array of keys is made, however it is laid out."""
+    script = pathlib.Path(__file__).with_name("sm90a_decode.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = re.findall(r"^([\w ]+): (\d+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
+    assert len(lines) == 5
+    for name, temporary, cache, largest in lines:
+        rows = {"four drafts": 4, "8 bits": 3}.get(name, 1)  # beside the bytes of keys
+        assert int(temporary) < rows * int(cache) / 16, name
+        assert int(largest) <= rows * int(cache) / 64, name
+
+
 def expected_kernels(name: str) -> set[str]:
     """Return the names of the kernels that a case runs."""
     if "jvp" in CASES[name]:

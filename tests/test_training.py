@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_cases import ROOT, TINY, compute_logits, write_novel
+from model_cases import ROOT, TINY, write_novel
 
 from memeff import bench
 from models import demo, generate, train
@@ -256,18 +256,19 @@ def test_the_script_refuses_in_a_sentence(tmp_path, novel, settings, full_run):
 
 
 def test_generates_from_a_checkpoint(full_run, capsys):
-    flags = ["--prompt", "def ", "--length", "12", "--temperature", "1", "--top-k", "40"]
+    flags = ["--prompt", "def ", "--length", "40", "--temperature", "1", "--top-k", "40"]
     generate.main(["--checkpoint", str(full_run), *flags])
-    assert capsys.readouterr().out.startswith("def ")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("def ")
+    assert "tokens per second" in printed.err
+    generate.main(["--checkpoint", str(full_run), *flags, "--prompt", "x", "--top-p", "0.9"])
+    first, second = capsys.readouterr().out.split("\n----\n")
+    assert first.startswith("def ") and second.startswith("x")
     graphdef, params = generate.load(str(full_run))
     write = functools.partial(generate.write, graphdef, params, prompt="def ", length=12)
     assert write(temperature=0) == write(temperature=1.0, top_k=1, seed=7)
+    assert write(temperature=0) == write(temperature=1.0, top_p=1e-6, seed=7)
     assert len({write(temperature=2.0, seed=seed) for seed in range(3)}) == 3
-    start = jnp.asarray(list(b"\0def "))
-    greedy = generate.sample(graphdef, 12, params, start, jax.random.key(0), 0.0, 256)
-    tokens = jnp.concatenate([start, greedy])
-    logits = compute_logits(graphdef, params, tokens[None, :-1])
-    assert jnp.argmax(logits[0, 4:], -1).tolist() == greedy.tolist()
     for wrong, message in (
         ({"length": 0}, "length=0: it must be at least 1 byte."),
         (
@@ -275,6 +276,14 @@ def test_generates_from_a_checkpoint(full_run, capsys):
             "temperature=-1.0: it must be >= 0; 0 takes the likeliest byte each time.",
         ),
         ({"top_k": 0}, "top_k=0: it must be at least 1; leave it out to choose among all bytes."),
+        (
+            {"top_p": 0.0},
+            "top_p=0.0: it must be above 0 and at most 1, which means all bytes.",
+        ),
+        (
+            {"prompt": "\ud800"},
+            "prompt='\\ud800' is not UTF-8: give it in UTF-8.",
+        ),
     ):
         with pytest.raises(Refused) as refusal:
             write(**{"temperature": 1.0} | wrong)
@@ -288,17 +297,21 @@ def test_a_run_without_checkpoint_cannot_generate(tmp_path):
         generate.load(str(tmp_path))
 
 
-def test_choosing_heeds_top_k_and_temperature():
-    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
+def test_choosing_heeds_top_k_top_p_and_temperature():
+    logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 
-    def draws(temperature, top_k):
-        keys = [jax.random.key(i) for i in range(40)]
-        return {int(generate.choose(logits, key, temperature, top_k)[0]) for key in keys}
+    def draws(*sampling):
+        keys = jax.vmap(jax.random.key)(jnp.arange(40))
+        choose = jax.vmap(generate.choose, (None, 0, None))
+        return set(choose(logits, keys, generate.Sampling(*sampling)).tolist())
 
-    assert draws(1.0, 4) == {0, 1, 2, 3}
+    assert draws(1.0) == {0, 1, 2, 3}
     assert draws(1.0, 2) == {1, 3}
-    assert draws(0.0, 4) == {1}
-    assert draws(0.01, 4) == {1}
+    assert draws(1.0, 4, 0.8) == {1, 2, 3}
+    assert draws(1.0, 4, 0.65) == {1, 3}
+    assert draws(1.0, 4, 0.01) == {1}
+    assert draws(0.0) == {1}
+    assert draws(0.01) == {1}
 
 
 # ---- the demonstration

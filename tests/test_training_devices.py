@@ -135,9 +135,7 @@ def test_a_model_of_several_devices_generates_on_one(run_once):
     tokens = jnp.zeros((1, 7), jnp.int32)
     logits = jax.eval_shape(lambda params: nnx.merge(graphdef, params)(tokens), params)
     assert logits.shape == (1, 7, 256)
-    sample = functools.partial(generate.sample, graphdef, 12)
-    key = jax.random.key(0)
-    assert jax.eval_shape(sample, params, tokens[0], key, 1.0, 40).shape == (12,)
+    assert len(generate.write(graphdef, params, prompt="a", length=3, temperature=1.0)) <= 3
 
 
 # ---- rows

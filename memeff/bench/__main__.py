@@ -3,8 +3,9 @@
   memory   temporary bytes of the compiled call. Nothing is allocated, so the length may be one
            that no machine could run
   speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error
-           against float64 (--decode: one query against many keys, and the bytes that it reads in a
-           second)
+           against float64. --decode: one query of each sequence against many keys, with the bytes
+           that it reads and the tokens of one layer in a second, also from memeff's caches:
+           memeff:cache (lengths are arrays), memeff:pages64, memeff:int8 (bytes in --dtype)
   hard     errors on inputs that are hard to be exact on, over those of plain attention
            (its own options: hard --help)
   losses   milliseconds and temporary bytes of the loss of a large vocabulary

@@ -14,12 +14,14 @@ import jax
 from jax import Array
 
 import memeff
+from memeff.bench import caches
 from memeff.bench.cases import Case
 from memeff.bench.extras import extra_arguments, extra_as_array
 
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")
 NAMES = (
-    "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], jax.nn[:cudnn], reference, torch, "
+    "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], "
+    "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], reference, torch, "
     "tokamax[:IMPLEMENTATION]"
 )
 MEMEFF_NAME = re.compile(
@@ -53,7 +55,9 @@ def why_not(name: str, dtype: str) -> str | None:
 
 
 def attention(name: str) -> Callable[..., Any]:
-    """Return the JAX function behind `name`."""
+    """Return the JAX function behind `name`; of a cache that of its keys as arrays."""
+    if caches.is_cache(name):
+        return memeff.dot_product_attention
     memeff_name = MEMEFF_NAME.fullmatch(name)
     if memeff_name:
         options = memeff_options(memeff_name)

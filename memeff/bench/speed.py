@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
+from memeff.bench import caches
 from memeff.bench.calls import Run, attempt, prepare
 from memeff.bench.cases import Case, Row, case_row
 from memeff.bench.formatting import progress
@@ -24,12 +25,15 @@ def speed_table(
 
     Yields:
       One row each: the fields of `Case`, `implementation`, `seconds` (median), `seconds_min`,
-      `flops_per_second`, `bytes_per_second` (keys and values, read once), `speed_against_jax_nn`,
+      `flops_per_second`, `bytes_per_second` (keys and values in the case's dtype, read once),
+      `speed_against_jax_nn`,
       `error` (see `error_of`), `temp_bytes`, `peak_bytes` (see `run_and_watch`), and `note` (the
       reason where it could not run). What was not found is None.
     """
     if not names:
-        names = [name for name in STANDARD if why_not(name, cases[0].dtype) is None]
+        decodes = all(case.query_length and case.mode == "forward" for case in cases)
+        standard = (*STANDARD, *caches.STANDARD) if decodes else STANDARD
+        names = [name for name in standard if why_not(name, cases[0].dtype) is None]
     for case in progress(cases, "timing"):
         yield from speed_rows(case, names, rounds)
 

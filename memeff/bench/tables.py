@@ -63,13 +63,14 @@ def times_less(plain: Row, linear: Row) -> str:
 def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return a table with a line for each row; `columns` selects from SPEED_COLUMNS.
 
-    By default the device has no column. Key and value bytes have one where a row has its own
-    number of queries, and the peak where a device reported one.
+    By default the device has no column. Key and value bytes and tokens have one where a row has
+    its own number of queries, and the peak where a device reported one.
     """
     if columns is None:
         columns = [name for name in SPEED_COLUMNS if name != "device"]
         if not any(row.get("query_length") for row in rows):
             columns.remove("key and value B/s")
+            columns.remove("tokens/s")
         if not any(row.get("peak_bytes") for row in rows):
             columns.remove("peak")
     lines = []
@@ -104,6 +105,14 @@ def key_value_bytes_per_second(row: Row) -> str:
     return count_per_second(case_of_row(row).key_value_bytes / row["seconds"])
 
 
+def tokens_per_second(row: Row) -> str:
+    """Return how many queries a second one layer answers, in all sequences together."""
+    if not row["seconds"]:
+        return "-"
+    case = case_of_row(row)
+    return count_per_second(case.batch * case.queries / row["seconds"])
+
+
 def speed_ratio(row: Row) -> str:
     """Return how many times as fast as jax.nn the implementation is."""
     ratio = row["speed_against_jax_nn"]
@@ -123,6 +132,7 @@ SPEED_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms (least)": milliseconds,
     "FLOP/s": flops_per_second,
     "key and value B/s": key_value_bytes_per_second,
+    "tokens/s": tokens_per_second,
     "x jax.nn": speed_ratio,
     "temporary": lambda row: human(row["temp_bytes"]),
     "peak": lambda row: human(row["peak_bytes"]),

@@ -6,7 +6,7 @@
   at the end: out = o / l, lse = m + log l
 
 Where the maximum can be bounded beforehand, fixed_max.py runs first. Then this loop redoes the rows
-in which the bound failed.
+in which the bound failed. Few queries on a GPU take few_queries.py in the same way.
 """
 
 import dataclasses
@@ -18,6 +18,13 @@ from jax import Array, lax
 
 from memeff.chunked.eligible import fixed_max_applies, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_lengths
+from memeff.chunked.few_queries import (
+    few_queries_forward,
+    finite_rows,
+    for_loop,
+    read_by_gathers,
+    reads_in_place,
+)
 from memeff.chunked.fixed_max import (
     fixed_max_forward,
     log_sum_exp_wide,
@@ -37,6 +44,7 @@ from memeff.chunked.row_sums import (
 from memeff.chunked.tile import Tile, distances, row_max, tile_logits, weighted_values
 from memeff.problem import Operands, Problem, Schedule, check_sizes_known, out_dtype
 from memeff.softmax import Lse, LseFor, log_sum_exp
+from memeff.stored import StoredKeys
 
 
 def forward(
@@ -49,6 +57,13 @@ def forward(
         padded = divide_sums(schedule, operands, sums, log_sum_exp)
         T = operands.query.shape[1]
         return jax.tree.map(lambda x: lax.slice_in_dim(x, 0, T, axis=3), padded)
+    if reads_in_place(problem, schedule, operands):
+        rows = few_queries_forward(problem, schedule, operands)
+        loop = for_loop(schedule, operands)
+        rows = _redo_rows(problem, loop, read_by_gathers(operands), rows, finite_rows(rows))
+        return divide_sums(schedule, operands, rows, log_sum_exp)
+    if isinstance(operands.key, StoredKeys):
+        schedule = for_loop(schedule, operands)
     if not fixed_max_applies(problem, schedule, operands):
         sums = online_forward(problem, schedule, operands)
         return divide_sums(schedule, operands, sums, log_sum_exp)
@@ -60,6 +75,14 @@ def forward(
         return run_by_blocks(schedule, operands, call, (), 1, results)
     rows = fixed_max_forward(problem, schedule, operands, lse_for)
     valid = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
+    rows = _redo_rows(problem, schedule, operands, rows, valid)
+    return divide_sums(schedule, operands, rows, log_sum_exp_wide)
+
+
+def _redo_rows(
+    problem: Problem, schedule: Schedule, operands: Operands, rows: RowSums, valid: Array
+) -> RowSums:
+    """Return `rows`, with those that are not `valid` [B, K, G, T] computed again."""
 
     def redo(state):
         done, rows = state
@@ -67,7 +90,7 @@ def forward(
 
     # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
     _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
-    return divide_sums(schedule, operands, rows, log_sum_exp_wide)
+    return rows
 
 
 def online_forward(

@@ -5,6 +5,7 @@ import math
 
 from memeff.chunked.backward import backward, logit_param_gradients
 from memeff.chunked.eligible import fixed_max_applies, uses_gpu_fusion
+from memeff.chunked.few_queries import reads_in_place
 from memeff.chunked.forward import forward
 from memeff.chunked.schedule import count_tiles, tile_groups
 from memeff.chunked.tangent import tangent
@@ -24,6 +25,11 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     if gradient != tiles:
         tiles += f"; in the gradient {gradient}"
     shape = operands.shape
+    if reads_in_place(problem, schedule, operands):
+        return (
+            f"few queries: keys are read in place, in splits of {schedule.split_keys}, all "
+            f"{shape.B * shape.N} heads at a time; in the gradient {gradient}"
+        )
     b, k = schedule.heads_of_tile(shape.B, shape.K)
     softmax = "a running maximum"
     if fixed:

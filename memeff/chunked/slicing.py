@@ -11,6 +11,7 @@ from memeff.chunked.tile import Tile
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import LogitParams, Operands, Problem, map_operands, split_axis, split_heads
 from memeff.slicing import add_slice, slice_dims, slice_letters
+from memeff.stored import StoredKeys
 
 
 def pin_layout(x: Array, dim: int = 2) -> Array:
@@ -59,8 +60,8 @@ def cut_tile(
     batch, head = first
     cuts = {"b": (batch, b), "n": (head * G, k * G), "k": (head, k), "t": (row, t), "s": (col, c)}
 
-    def cut(x: Array, dims: str) -> Array:
-        return slice_letters(x, dims, cuts)
+    def cut(x: Array | StoredKeys, dims: str) -> Array:
+        return x.cut(cuts) if isinstance(x, StoredKeys) else slice_letters(x, dims, cuts)
 
     here = split_heads(map_operands(cut, operands), k)
     query_vectors = [split_axis(cut(x, "btnd"), 2, k).transpose(0, 2, 3, 1, 4) for x in like_query]

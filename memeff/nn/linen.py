@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
-from jax import Array, lax
-from jax.core import Tracer
+from jax import Array
 
 from memeff.arguments import Strategy
 from memeff.block_mask import BlockMask
+from memeff.nn import cache
 from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import (
     bind,
@@ -43,6 +43,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       token by token. Each row sees what it would see in the full causal forward. More tokens than
       the cache holds are refused where the index is known. Under jit, as in Flax, the last entries
       are overwritten.
+    * The variable "cache_index" may be replaced by one number for each sequence, [*B], such as the
+      lengths of prompts that came padded in one call. Then each sequence goes on behind its own
+      tokens. One that would grow beyond the cache is refused where the index is known, and gives
+      NaN under jit.
 
     Attributes beyond Flax's:
       num_kv_heads: number of key and value heads, K, a divisor of `num_heads`, N. None: N. Query
@@ -188,7 +192,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )
-        return project_out(attention(query, key, value))
+        out = attention(query, key, value)
+        if position is not None:
+            out = cache.nan_where_full(out, position, key.shape[-3])
+        return project_out(out)
 
     def _project(
         self, inputs_q: Array, inputs_k: Array, inputs_v: Array
@@ -257,27 +264,14 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
         if not exists:
             return key, value, None
-        *batch, T, K, H = key.shape
-        *cached_batch, S, _, _ = keys.value.shape
-        if keys.value.shape != (*batch, S, K, H) or query.shape[:-2] != key.shape[:-2] or T > S:
+        T = key.shape[-3]
+        if query.shape[:-2] != key.shape[:-2]:
             raise ValueError(
-                f"decode: inputs give queries {query.shape} and keys {key.shape}, and the cache "
-                f"holds {keys.value.shape}: both must bring the same 1 to {S} tokens, for the "
-                f"leading dims {tuple(cached_batch)} that init saw."
+                f"decode: inputs give queries {query.shape} and keys {key.shape}: both must bring "
+                "the same tokens."
             )
         start = index.value
-        if not isinstance(start, Tracer) and start.ndim == 0 and start + T > S:
-            raise ValueError(
-                f"decode: the cache of {S} tokens holds {start} and {T} came: init with longer "
-                "inputs."
-            )
-        axis = key.ndim - 3
-        keys.value = lax.dynamic_update_slice_in_dim(
-            keys.value, key.astype(keys.value.dtype), start, axis
-        )
-        values.value = lax.dynamic_update_slice_in_dim(
-            values.value, value.astype(values.value.dtype), start, axis
-        )
+        keys.value, values.value = cache.append((keys.value, values.value), (key, value), start)
         index.value = start + T
         return keys.value, values.value, start
 

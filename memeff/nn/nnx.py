@@ -1,6 +1,7 @@
 """Add memeff's attention and its options to Flax NNX's attention module."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax import Array
 
 from memeff.arguments import Strategy
 from memeff.block_mask import BlockMask
+from memeff.nn import cache
 from memeff.nn.attention_fn import attention_fn
 from memeff.nn.options import (
     bind,
@@ -38,6 +40,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     * `sow_weights=True` is refused with the size that the weights would need.
     * `is_causal=True` and `decode=True` work together, because the cache is causal by itself (Flax
       0.12.8 saw one key).
+    * With `decode=True` a call may bring more than one token: a whole prompt in one call. More
+      tokens than the cache holds are refused where the index is known. Under jit, as in Flax, the
+      last entries are overwritten.
+    * `cache_index` may be replaced by one number for each sequence, an `nnx.Cache` of [*B], such as
+      the lengths of prompts that came padded in one call. Then each sequence goes on behind its own
+      tokens. One that would grow beyond the cache is refused where the index is known, and gives
+      NaN under jit.
 
     Args beyond Flax's:
       is_causal: True: row i sees keys up to i. The `is_causal` of a call takes precedence.
@@ -189,12 +198,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             **sequence_options(self).keywords(),
         }
         optional: dict[str, Any] = {}
+        appends = decode and self.cache_index is not None and self._appends_itself(inputs_q)
         # The one new row has this position; Flax's mask hides the entries that are not written yet.
         if decode and self.cache_index is not None:
-            is_required = any(x is not None for x in needs_positions.values())
+            is_required = appends or any(x is not None for x in needs_positions.values())
             keywords = required if is_required else optional
             keywords["q_offset"] = self.cache_index[...]
         attention = bind(self.attention_fn, required, optional)
+        if appends:
+            attention = functools.partial(self._attend_to_cache, attention)
+            decode = False  # for Flax, which appends one token only
+            is_causal = False
         module = self
         if attention is not self.attention_fn:
             # A copy that shares variables and submodules, so that `self` keeps its attention_fn.
@@ -209,6 +223,31 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             is_causal=is_causal and not decode,
             **flax,
         )
+
+    def _appends_itself(self, inputs_q: Array) -> bool:
+        """Return whether Flax's cache does not do: several tokens, or an index of each sequence."""
+        assert self.cache_index is not None
+        return inputs_q.shape[-2] != 1 or self.cache_index[...].ndim > 0
+
+    def _attend_to_cache(
+        self,
+        attention: Callable[..., Array],
+        query: Array,
+        key: Array,
+        value: Array,
+        **keywords: Any,
+    ) -> Array:
+        """Append key and value to the cache, and attend to all that it holds."""
+        index, keys, values = self.cache_index, self.cached_key, self.cached_value
+        assert index is not None and keys is not None and values is not None
+        start = index[...]
+        key, value = cache.append((keys[...], values[...]), (key, value), start)
+        keys[...] = key
+        values[...] = value
+        index[...] = start + query.shape[-3]
+        keywords["is_causal"] = True  # it hides the entries that are not written yet
+        out = attention(query, key.astype(query.dtype), value.astype(query.dtype), **keywords)
+        return cache.nan_where_full(out, start, key.shape[-3])
 
 
 def _params(function: Any) -> Any:

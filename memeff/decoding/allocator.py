@@ -1,0 +1,195 @@
+"""Define `PageAllocator`, which knows on the host which sequence owns which page."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from memeff.decoding.storage import check_size
+
+
+class PageAllocator:
+    """Who owns which page of a pool, counted by references; plain Python, without devices.
+
+    A server adds a sequence, extends it before each step, and frees it at its end:
+
+    >>> allocator = PageAllocator(pages=4, page_size=16)
+    >>> allocator.add("prompt")
+    >>> allocator.extend("prompt", 20)
+    []
+    >>> allocator.fork("prompt", "beam")  # shares both pages
+    >>> allocator.free_pages, allocator.owners(0)
+    (2, 2)
+    >>> allocator.extend("beam", 1)  # copy page 1 to page 2 before the beam writes into it
+    [(1, 2)]
+    >>> allocator.table(["prompt", "beam"], 3)
+    array([[ 0,  1, -1],
+           [ 0,  2, -1]], dtype=int32)
+    >>> allocator.free("prompt")
+    >>> allocator.free_pages
+    2
+
+    A call that cannot be done changes nothing. Pages are handed out in the order of their numbers,
+    and freed pages again at last, so that equal calls give equal tables.
+    """
+
+    def __init__(self, pages: int, page_size: int):
+        """Make an allocator of `pages` pages of `page_size` tokens each."""
+        self.pages = check_size("pages", pages)
+        self.page_size = check_size("page_size", page_size)
+        self._free = deque(range(self.pages))  # next page first
+        self._owners = [0] * self.pages
+        self._pages: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Return how many pages nobody owns."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> list[Hashable]:
+        """Return the names of all sequences, in the order in which they came."""
+        return list(self._pages)
+
+    def owners(self, page: int) -> int:
+        """Return how many sequences own `page`."""
+        return self._owners[page]
+
+    def length(self, name: Hashable) -> int:
+        """Return the tokens for which sequence `name` was extended."""
+        self._check_known(name)
+        return self._lengths[name]
+
+    def add(self, name: Hashable) -> None:
+        """Add an empty sequence. `name` is anything with a hash.
+
+        Raises: ValueError if there is a sequence of that name.
+        """
+        self._check_new(name)
+        self._pages[name] = []
+        self._lengths[name] = 0
+
+    def fork(self, name: Hashable, child: Hashable, tokens: int | None = None) -> None:
+        """Add sequence `child` that shares the first `tokens` of `name`; None: all of them.
+
+        Beams and samples share a prompt in this way, and requests a prefix. Nothing is copied until
+        one of them writes into a page that it shares.
+
+        Raises: ValueError if there is no `name`, or a `child` already, or `tokens` is too large.
+        """
+        self._check_known(name)
+        self._check_new(child)
+        length = self._lengths[name]
+        tokens = length if tokens is None else check_size("tokens", tokens, 0)
+        if tokens > length:
+            raise ValueError(f"tokens={tokens}: sequence {name!r} has {length}.")
+        shared = self._pages[name][: -(-tokens // self.page_size)]
+        for page in shared:
+            self._owners[page] += 1
+        self._pages[child] = shared
+        self._lengths[child] = tokens
+
+    def extend(self, name: Hashable, tokens: int) -> list[tuple[int, int]]:
+        """Make room for so many further tokens of sequence `name`.
+
+        Returns:
+          pairs (source, target) of pages that must be copied before the tokens are written, because
+          another sequence owns the source, too: pass them to `PagedKVCache.copy_pages`. There is at
+          most one.
+
+        Raises:
+          ValueError: if there is no such sequence.
+          MemoryError: if there are too few free pages. Then nothing has changed.
+        """
+        self._check_known(name)
+        tokens = check_size("tokens", tokens, 0)
+        own = self._pages[name]
+        length = self._lengths[name]
+        in_last = length % self.page_size  # tokens that the last page holds
+        copies = bool(tokens and in_last and self._owners[own[-1]] > 1)
+        missing = -(-(length + tokens) // self.page_size) - len(own)
+        needed = missing + copies
+        if needed > len(self._free):
+            raise MemoryError(
+                f"out of pages: {tokens} more tokens of sequence {name!r} need {needed} pages of "
+                f"{self.page_size} tokens, and {len(self._free)} of {self.pages} are free. Free a "
+                f"sequence (there are {len(self._pages)}), or make a larger pool."
+            )
+        pairs = []
+        if copies:
+            source = own[-1]
+            own[-1] = self._take()
+            self._owners[source] -= 1
+            pairs.append((source, own[-1]))
+        own.extend(self._take() for _ in range(missing))
+        self._lengths[name] = length + tokens
+        return pairs
+
+    def truncate(self, name: Hashable, tokens: int) -> None:
+        """Keep the first `tokens` of sequence `name`, and give back the pages behind them.
+
+        Raises: ValueError if there is no such sequence, or it is shorter.
+        """
+        self._check_known(name)
+        tokens = check_size("tokens", tokens, 0)
+        if tokens > self._lengths[name]:
+            raise ValueError(f"tokens={tokens}: sequence {name!r} has {self._lengths[name]}.")
+        kept = -(-tokens // self.page_size)
+        own = self._pages[name]
+        self._give_back(own[kept:])
+        self._pages[name] = own[:kept]
+        self._lengths[name] = tokens
+
+    def free(self, name: Hashable) -> None:
+        """Remove sequence `name`, and give back the pages that nobody else owns.
+
+        Raises: ValueError if there is no such sequence.
+        """
+        self._check_known(name)
+        self._give_back(self._pages.pop(name))
+        del self._lengths[name]
+
+    def table(self, names: Sequence[Hashable], pages_per_sequence: int) -> np.ndarray:
+        """Return the page_table [B, pages_per_sequence], int32, of the sequences `names`.
+
+        Raises: ValueError if a sequence is not known or has more pages.
+        """
+        table = np.full((len(names), pages_per_sequence), -1, np.int32)
+        for row, name in zip(table, names, strict=True):
+            self._check_known(name)
+            own = self._pages[name]
+            if len(own) > pages_per_sequence:
+                raise ValueError(
+                    f"sequence {name!r} has {len(own)} pages, and "
+                    f"pages_per_sequence={pages_per_sequence}: make the table wider."
+                )
+            row[: len(own)] = own
+        return table
+
+    def lengths(self, names: Sequence[Hashable]) -> np.ndarray:
+        """Return the tokens [B], int32, for which the sequences `names` were extended."""
+        return np.array([self.length(name) for name in names], np.int32)
+
+    def _take(self) -> int:
+        """Return a free page, which then has one owner."""
+        page = self._free.popleft()
+        self._owners[page] = 1
+        return page
+
+    def _give_back(self, pages: list[int]) -> None:
+        """Count one owner less of each page, and free those without an owner."""
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+
+    def _check_known(self, name: Hashable) -> None:
+        if name not in self._pages:
+            raise ValueError(f"there is no sequence {name!r}: add it first.")
+
+    def _check_new(self, name: Hashable) -> None:
+        if name in self._pages:
+            raise ValueError(f"there is a sequence {name!r} already: free it first.")

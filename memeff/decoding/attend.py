@@ -1,0 +1,105 @@
+"""Attend to keys and values that are stored in pages, or as 8-bit numbers."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType
+
+from memeff.arguments import Arguments
+from memeff.attention_ad import attend
+from memeff.call import prepare, run_attention, to_public_rows
+from memeff.implementations import Chosen
+from memeff.problem import Operands
+from memeff.shape import unfold
+from memeff.sharding import vary_together
+from memeff.stored import StoredKeys
+
+ONLY_XLA = (
+    'implementation="{name}" does not read keys that are stored in pages or in 8 bits. Omit it, or '
+    'use "xla".'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The arguments of a call that jit does not trace, and the tree that they stand in."""
+
+    structure: Any
+    leaves: tuple[Any, ...]  # None in the places of arrays
+
+
+def attend_stored(
+    arguments: Arguments, key: StoredKeys, value: StoredKeys
+) -> Array | tuple[Array, Array]:
+    """Return what `dot_product_attention` does of the keys and values that `key`, `value` hold.
+
+    `arguments.key` and `arguments.value` are ignored. The forward reads one tile at a time. A
+    derivative reads all keys and values into arrays first.
+    """
+    if arguments.implementation not in (None, "xla"):
+        raise NotImplementedError(ONLY_XLA.format(name=arguments.implementation))
+    if arguments.sequence_axis is not None:
+        raise NotImplementedError(
+            "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "
+            "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
+        )
+    arguments = arguments._replace(key=0, value=0, implementation="xla")
+    leaves, structure = jax.tree.flatten(arguments)
+    arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
+    static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
+    return _attend_stored(_Static(structure, tuple(static)), arrays, key, value)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_stored(
+    static: _Static, arrays: list[Any], key: StoredKeys, value: StoredKeys
+) -> Array | tuple[Array, Array]:
+    """Check the call, choose its tiles, and run it."""
+    pairs = zip(arrays, static.leaves, strict=True)
+    leaves = [leaf if x is None else x for x, leaf in pairs]
+    arguments: Arguments = jax.tree.unflatten(static.structure, leaves)
+    # Arrays of the same sizes stand for keys and values until the call is checked. Nothing reads
+    # them, so the compiled program does not have them.
+    likes = [jnp.zeros(x.shape, x.dtype) for x in (key, value)]
+    plain = arguments._replace(key=likes[0], value=likes[1])
+    call = prepare(plain, run_attention)
+    operands = call.operands._replace(key=key, value=value)
+    mesh = jax.typeof(operands.query).sharding.mesh
+    if AxisType.Explicit in mesh.axis_types:
+        raise NotImplementedError(
+            "query is on an Explicit mesh, which does not support keys that are stored in pages or "
+            "in 8 bits. Use jax.shard_map or an Auto mesh."
+        )
+    want_lse = bool(arguments.return_residual)
+    out, lse = _forward(call.chosen, want_lse, vary_together(operands))
+    out = unfold(call.shape, out)
+    if lse is None:
+        return out
+    return out, to_public_rows(call.shape, lse)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _forward(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T], or None for lse."""
+    lse_for = "caller" if want_lse else None
+    out, lse = chosen.module.forward(chosen.problem, chosen.schedule, operands, lse_for)
+    return out, lse.high if want_lse else None
+
+
+@_forward.defjvp
+def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) -> Any:
+    """Return the results and their tangents, by the rules of keys that are arrays."""
+
+    def read_all(operands: Operands) -> tuple[Array, Array | None]:
+        key: Any = operands.key
+        value: Any = operands.value
+        # Rows that no sequence has are hidden, and must be finite for the gradient of scatters.
+        plain = operands._replace(key=key.whole(), value=value.whole())
+        return attend(chosen, want_lse, plain)
+
+    return jax.jvp(read_all, primals, tangents)

@@ -1,0 +1,372 @@
+"""Define `KVCache`: the keys and values of the tokens that a model has read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from memeff.arguments import Arguments, CachedOptions
+from memeff.attention import dot_product_attention
+from memeff.decoding.attend import attend_stored
+from memeff.decoding.ring import ring_mask, ring_score
+from memeff.decoding.storage import (
+    Places,
+    check_counts,
+    check_dtype,
+    check_room,
+    check_size,
+    check_tokens,
+    read,
+    stored_form,
+    write_all,
+)
+from memeff.stored import StoredKeys
+from memeff.user_functions import Mask, Score
+from memeff.validate import check_integers
+
+# arguments of dot_product_attention that the cache itself gives
+OWN = ("q_offset", "key_value_seq_lengths", "query_seq_lengths")
+# those that name keys by their slots, so that a ring would read them at wrong positions
+BY_SLOT = (
+    *("bias", "mask", "query_segment_ids", "key_value_segment_ids"),
+    *("qk_transform", "qk_transform_params", "local_window_size", "sequence_axis"),
+)
+CURE = "Make it with a larger capacity, or with `window` where attention has one."
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "value", "lengths", "key_scale", "value_scale"],
+    meta_fields=["window"],
+)
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The keys and values of the tokens that each of B sequences has read; a pytree.
+
+    `append` adds tokens, and `attend` attends to all of them. Both work under jit, scan, vmap and
+    grad. Where the cache is donated to jit or carried by scan, XLA writes in place:
+
+    >>> cache = KVCache.zeros(2, 16, 4, 8)
+    >>> x = jnp.ones((2, 3, 4, 8))
+    >>> cache = cache.append(x, x)
+    >>> cache.attend(x).shape, cache.lengths.tolist()
+    ((2, 3, 4, 8), [3, 3])
+
+    `attend` is `dot_product_attention(query, cache.key, cache.value, is_causal=True,
+    q_offset=cache.lengths - T, key_value_seq_lengths=cache.lengths)`, which can be called as well.
+
+    With a `window` the cache is a ring: token n lies in slot n % capacity, and new tokens replace
+    those that no query sees any more.
+
+    **A full cache.** `append` raises an error if lengths are known. Under jit they are not: then
+    tokens beyond the capacity are dropped, nothing is overwritten, `lengths` still counts them,
+    `overflowed` is True, and `attend` gives NaN for that sequence. `check` raises the error when
+    the program returned.
+
+    Attributes:
+      key, value: [B, capacity, K, H] and [B, capacity, K, D].
+      lengths: [B], int32, tokens that each sequence has read.
+      key_scale, value_scale: [B, capacity, K], float32, where key and value are int8 or
+        float8_e4m3fn; else None.
+      window: tokens that a query sees before its own position, of a ring; None: no ring.
+    """
+
+    key: Array
+    value: Array
+    lengths: Array
+    key_scale: Array | None = None
+    value_scale: Array | None = None
+    window: int | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        capacity: int,
+        key_heads: int,
+        head_size: int,
+        dtype: Any = jnp.float32,
+        *,
+        value_size: int | None = None,
+        window: int | None = None,
+    ) -> KVCache:
+        """Return an empty cache.
+
+        Args:
+          batch: sequences, B.
+          capacity: tokens that there is room for in each sequence.
+          key_heads: key and value heads, K.
+          head_size: of keys, H.
+          dtype: of key and value. int8 and float8_e4m3fn take half the memory of bfloat16; each
+            token and head then has a scale in float32.
+          value_size: of values, D. Default: `head_size`.
+          window: make a ring for `local_window_size=(window, 0)`. The capacity must be at least
+            window + T for T tokens in one call.
+
+        Raises:
+          ValueError: if a size is too small.
+          TypeError: if `dtype` cannot be cached.
+
+        Example:
+          >>> KVCache.zeros(2, 1024, 4, 64, jnp.bfloat16).key.shape
+          (2, 1024, 4, 64)
+        """
+        batch = check_size("batch", batch, 0)
+        capacity = check_size("capacity", capacity)
+        K = check_size("key_heads", key_heads)
+        H = check_size("head_size", head_size)
+        D = H if value_size is None else check_size("value_size", value_size)
+        dtype = check_dtype(dtype)
+        if window is not None and capacity <= check_size("window", window, 0):
+            raise ValueError(
+                f"capacity={capacity} and window={window}: a ring needs room for the window and "
+                "the query's own token, window + 1, and one more for each further token of a call."
+            )
+        scales = [None, None]
+        if dtype.itemsize == 1:
+            scales = [jnp.zeros((batch, capacity, K), jnp.float32) for _ in range(2)]
+        return cls(
+            jnp.zeros((batch, capacity, K, H), dtype),
+            jnp.zeros((batch, capacity, K, D), dtype),
+            jnp.zeros((batch,), jnp.int32),
+            *scales,
+            window=window,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Return the tokens that there is room for in each sequence."""
+        return self.key.shape[-3]
+
+    @property
+    def overflowed(self) -> Array:
+        """Return which sequences [B] brought more tokens than fit; never those of a ring."""
+        if self.window is not None:
+            return jnp.zeros_like(self.lengths, bool)
+        return self.lengths > self.capacity
+
+    def check(self) -> None:
+        """Raise a ValueError if a sequence brought more tokens than fit; not inside jit."""
+        if self.window is None:
+            check_room(self.lengths, self.capacity, CURE)
+
+    def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> KVCache:
+        """Return the cache with T more tokens of each sequence.
+
+        Args:
+          key: [B, T, K, H], in the dtype of the cache (any float if that has 8 bits).
+          value: [B, T, K, D].
+          counts: [B], integers from 0 to T: how many of the T tokens of each sequence are valid,
+            counted from the first, such as of prompts of different lengths. Booleans say which
+            sequences go on. Default: all.
+
+        Raises:
+          ValueError: if shapes disagree, or the cache is full and lengths are known.
+          TypeError: if dtypes disagree.
+        """
+        key, value = check_tokens(key, value, (self.key, self.value), self.lengths.shape[0])
+        T = key.shape[1]
+        counts = check_counts(counts, *key.shape[:2])
+        if self.window is not None and T > self.capacity:
+            raise ValueError(
+                f"T={T} tokens came for a ring of {self.capacity} slots: append at most "
+                f"{self.capacity - self.window} at a time, which can then attend."
+            )
+        lengths = self.lengths + counts
+        if self.window is None:
+            check_room(lengths, self.capacity, CURE)
+        token = jnp.arange(T)
+        places = self._places(self.lengths[:, None] + token, token < counts[:, None])
+        return self._write(places, key, value, lengths)
+
+    @overload
+    def attend(
+        self,
+        query: ArrayLike,
+        *,
+        counts: ArrayLike | None = ...,
+        is_causal: bool = ...,
+        return_residual: Literal[False] = ...,
+        **options: Unpack[CachedOptions],
+    ) -> Array: ...
+
+    @overload
+    def attend(
+        self,
+        query: ArrayLike,
+        *,
+        counts: ArrayLike | None = ...,
+        is_causal: bool = ...,
+        return_residual: Literal[True],
+        **options: Unpack[CachedOptions],
+    ) -> tuple[Array, Array]: ...
+
+    def attend(
+        self,
+        query: ArrayLike,
+        *,
+        counts: ArrayLike | None = None,
+        is_causal: bool = True,
+        return_residual: bool = False,
+        **options: Any,
+    ) -> Array | tuple[Array, Array]:
+        """Attend from the T newest tokens, which were appended before, to all that are cached.
+
+        Args:
+          query: [B, T, N, H]. Row i of sequence b is token lengths[b] - counts[b] + i.
+          counts: [B], as `append` got them: rows from counts[b] on give 0. Default: all T are
+            valid.
+          is_causal: hide keys behind each row's own token. False shows all cached tokens.
+          return_residual: also return lse.
+          options: other keywords of `dot_product_attention`. q_offset and lengths are the cache's.
+            A ring takes its window from the cache; score_fn and mask_fn get positions, not slots.
+
+        Returns:
+          out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
+          NaN for a sequence that overflowed.
+
+        Raises:
+          ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
+            few slots for T queries.
+          NotImplementedError: if an option does not work with a ring or with 8 bits.
+        """
+        self.check()
+        for name in OWN:
+            if name in options:
+                raise ValueError(f"{name} comes from the cache: omit it.")
+        arguments = Arguments(
+            query=query,
+            key=self.key,
+            value=self.value,
+            is_causal=is_causal,
+            return_residual=return_residual,
+            **options,
+        )
+        T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
+        valid = check_counts(counts, self.lengths.shape[0], T)
+        if counts is not None:
+            arguments = arguments._replace(query_seq_lengths=valid)
+        arguments = arguments._replace(
+            q_offset=self.lengths - valid,
+            key_value_seq_lengths=jnp.minimum(self.lengths, self.capacity),
+        )
+        if self.window is not None:
+            arguments = self._on_ring(arguments, T)
+        if self.key_scale is None:
+            call: dict[str, Any] = arguments._asdict()
+            results = dot_product_attention(**call)
+        else:
+            results = attend_stored(arguments, *self._stored(jnp.result_type(query)))
+        return nan_where(self.overflowed, results)
+
+    def truncate(self, lengths: ArrayLike) -> KVCache:
+        """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
+
+        A ring cannot bring back the tokens that newer ones have replaced: leave out at most
+        capacity - window - 1 tokens of a ring.
+        """
+        kept = jnp.minimum(self.lengths, check_integers("lengths", lengths).astype(jnp.int32))
+        return dataclasses.replace(self, lengths=kept)
+
+    def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> KVCache:
+        """Return the cache with some of the T newest tokens, in the order of `path`, and no others.
+
+        Args:
+          T: drafts that were appended at last.
+          path: [B, n], integers: the drafts to keep, from 0 to T - 1, in increasing order.
+          counts: [B]: how many of the n entries of `path` are valid.
+
+        Example:
+          >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
+          >>> cache = KVCache.zeros(1, 6, 1, 1).append(x, x)
+          >>> kept = cache.keep_drafts(3, [[0, 2]], [2])  # of tokens 1, 2, 3
+          >>> kept.lengths.tolist(), kept.key[0, :3, 0, 0].tolist()
+          ([3], [0.0, 1.0, 3.0])
+        """
+        path = check_integers("path", path)
+        counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
+        first = (self.lengths - T)[:, None]
+        old = self._places(first + path, path >= 0)
+        token = jnp.arange(path.shape[1])
+        new = self._places(first + token, token < counts[:, None])
+        arrays = self._arrays()
+        moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
+        return self._replace_arrays(moved, first[:, 0] + counts)
+
+    def _on_ring(self, arguments: Arguments, T: int) -> Arguments:
+        """Return the arguments of a call whose keys lie in the slots of a ring."""
+        window = self.window
+        assert window is not None
+        if window + T > self.capacity:
+            raise ValueError(
+                f"T={T} queries at a time need capacity >= window + T = {window + T} slots, and "
+                f"the ring has {self.capacity}: newer tokens would have replaced some that the "
+                "first queries see."
+            )
+        for name in BY_SLOT:
+            if getattr(arguments, name) is not None:
+                raise NotImplementedError(
+                    f"{name} does not support a ring, whose keys do not lie in their order. Omit "
+                    "it (rotary positions: apply them before append; the window is the cache's)."
+                )
+        if not arguments.is_causal:
+            raise NotImplementedError("is_causal=False does not support a ring. Omit it.")
+        rest = arguments.mask_fn
+        if rest is not None and not isinstance(rest, Mask):
+            rest = Mask(rest, arguments.mask_params)  # pyright: ignore[reportArgumentType]
+        score = arguments.score_fn
+        if score is not None:
+            if not isinstance(score, Score):
+                score = Score(score, arguments.score_params)
+            score = ring_score(score, self.lengths, self.capacity)
+        return arguments._replace(
+            is_causal=False,
+            mask_fn=ring_mask(self.lengths, self.capacity, window, rest),
+            mask_params=None,
+            score_fn=score,
+            score_params=None,
+        )
+
+    def _stored(self, dtype: Any) -> tuple[StoredKeys, StoredKeys]:
+        """Return keys and values that are read in `dtype`."""
+        name = jnp.dtype(dtype).name
+        return (
+            StoredKeys(self.key, self.key_scale, None, name),
+            StoredKeys(self.value, self.value_scale, None, name),
+        )
+
+    def _places(self, positions: Array, valid: Array) -> Places:
+        """Return where tokens at `positions` [B, T] lie; those that are not `valid` lie outside."""
+        B, T = positions.shape
+        slots = positions if self.window is None else positions % self.capacity
+        slots = jnp.where(valid, slots, self.capacity)
+        return jnp.broadcast_to(jnp.arange(B)[:, None], (B, T)), slots
+
+    def _arrays(self) -> list[Array | None]:
+        """Return the arrays that hold a number of each token."""
+        return [self.key, self.value, self.key_scale, self.value_scale]
+
+    def _replace_arrays(self, arrays: list[Any], lengths: Array) -> KVCache:
+        """Return the cache with other arrays."""
+        key, value, key_scale, value_scale = arrays
+        return KVCache(key, value, lengths, key_scale, value_scale, self.window)
+
+    def _write(self, places: Places, key: Array, value: Array, lengths: Array) -> KVCache:
+        """Return the cache with tokens at `places`."""
+        new = stored_form(key, value, self.key.dtype)
+        return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
+
+
+def nan_where(overflowed: Array, results: Any) -> Any:
+    """Return the results [B, ...] with NaN where a sequence overflowed [B]."""
+
+    def mark(x: Array) -> Array:
+        return jnp.where(overflowed.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+
+    return jax.tree.map(mark, results)

@@ -1,0 +1,281 @@
+"""Define `PagedKVCache`: keys and values of sequences that own pages of one pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from memeff.decoding.cache import OWN, nan_where
+from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
+from memeff.decoding.storage import (
+    Places,
+    check_counts,
+    check_dtype,
+    check_room,
+    check_size,
+    check_tokens,
+    read,
+    stored_form,
+    write_all,
+)
+from memeff.stored import page_places
+from memeff.validate import check_integers, known_values
+
+NO_PAGE = "Give it more pages (memeff.PageAllocator.extend), and pass the new page_table."
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key_pages", "value_pages", "page_table", "lengths", "key_scales", "value_scales"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values of sequences that own pages of one pool; a pytree.
+
+    `append` and `attend` are those of `memeff.KVCache`. `memeff.PageAllocator`, on the host, says
+    who owns which page:
+
+    >>> allocator = memeff.PageAllocator(pages=8, page_size=4)
+    >>> cache = PagedKVCache.zeros(8, 4, 2, 16, batch=1, pages_per_sequence=3)
+    >>> allocator.add("a")
+    >>> copies = allocator.extend("a", 5)  # makes room for 5 tokens
+    >>> cache = cache.with_sequences(allocator.table(["a"], 3), [0])
+    >>> x = jnp.ones((1, 5, 2, 16))
+    >>> cache = cache.append(x, x)
+    >>> cache.attend(x).shape
+    (1, 5, 2, 16)
+
+    **A full cache** is one whose page_table has no page for a new token; else as in
+    `memeff.KVCache`: an error where it is known, and NaN under jit.
+
+    Attributes:
+      key_pages, value_pages: [pages, page, K, H] and [pages, page, K, D].
+      page_table: [B, n], int32, -1 beyond the end of a sequence.
+      lengths: [B], int32, tokens that each sequence has read.
+      key_scales, value_scales: [pages, page, K], float32, of pages of 8 bits; else None.
+    """
+
+    key_pages: Array
+    value_pages: Array
+    page_table: Array
+    lengths: Array
+    key_scales: Array | None = None
+    value_scales: Array | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        pages: int,
+        page_size: int,
+        key_heads: int,
+        head_size: int,
+        dtype: Any = jnp.float32,
+        *,
+        batch: int,
+        pages_per_sequence: int,
+        value_size: int | None = None,
+    ) -> PagedKVCache:
+        """Return a cache of empty pages that nobody owns yet.
+
+        Args:
+          pages: in the pool that all sequences share.
+          page_size: tokens of a page, 1 to 256.
+          key_heads: key and value heads, K.
+          head_size: of keys, H.
+          dtype: of the pages, as in `memeff.KVCache.zeros`.
+          batch: sequences, B.
+          pages_per_sequence: columns of page_table, n.
+          value_size: of values, D. Default: `head_size`.
+
+        Raises:
+          ValueError: if a size is too small, or a page too large.
+          TypeError: if `dtype` cannot be cached.
+        """
+        pages = check_size("pages", pages)
+        page = check_size("page_size", page_size)
+        if page > MOST_TOKENS:
+            raise ValueError(f"page_size={page}: a page has 1 to {MOST_TOKENS} tokens.")
+        K = check_size("key_heads", key_heads)
+        H = check_size("head_size", head_size)
+        D = H if value_size is None else check_size("value_size", value_size)
+        B = check_size("batch", batch, 0)
+        n = check_size("pages_per_sequence", pages_per_sequence)
+        dtype = check_dtype(dtype)
+        scales = [None, None]
+        if dtype.itemsize == 1:
+            scales = [jnp.zeros((pages, page, K), jnp.float32) for _ in range(2)]
+        return cls(
+            jnp.zeros((pages, page, K, H), dtype),
+            jnp.zeros((pages, page, K, D), dtype),
+            jnp.full((B, n), -1, jnp.int32),
+            jnp.zeros((B,), jnp.int32),
+            *scales,
+        )
+
+    @property
+    def page_size(self) -> int:
+        """Return the tokens of a page."""
+        return self.key_pages.shape[-3]
+
+    @property
+    def room(self) -> Array:
+        """Return the tokens [B] for which each sequence has pages."""
+        return self.page_size * leading_pages(self.page_table)
+
+    @property
+    def overflowed(self) -> Array:
+        """Return which sequences [B] brought tokens for which they have no page."""
+        return self.lengths > self.room
+
+    def check(self) -> None:
+        """Raise a ValueError if a sequence brought more tokens than fit; not inside jit."""
+        check_room(self.lengths, self.room, NO_PAGE)
+
+    def with_sequences(self, page_table: ArrayLike, lengths: ArrayLike) -> PagedKVCache:
+        """Return the same pages with other sequences: their table [B, n] and their lengths [B].
+
+        So sequences come, go, fork and change places without a copy.
+        """
+        table = check_integers("page_table", page_table).astype(jnp.int32)
+        lengths = check_integers("lengths", lengths).astype(jnp.int32)
+        if table.ndim != 2 or lengths.shape != table.shape[:1]:
+            raise ValueError(
+                f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
+                f"{lengths.shape}."
+            )
+        known = known_values(table)
+        if known is not None and known.max() >= len(self.key_pages):
+            raise ValueError(
+                f"page_table names page {known.max()}, and the cache has {len(self.key_pages)}."
+            )
+        cache = dataclasses.replace(self, page_table=table, lengths=lengths)
+        cache.check()
+        return cache
+
+    def copy_pages(self, sources: ArrayLike, targets: ArrayLike) -> PagedKVCache:
+        """Return the cache with pages `sources` [n] copied over pages `targets` [n].
+
+        `PageAllocator.extend` says which, before a sequence writes into a page that it shares.
+        A pair of -1 copies nothing, so that jit can have as many pairs in each step.
+        """
+        sources = check_integers("sources", sources)
+        targets = check_integers("targets", targets)
+        targets = jnp.where(targets < 0, len(self.key_pages), targets)
+
+        def copy(x: Array | None) -> Array | None:
+            return None if x is None else x.at[targets].set(x[sources], mode="drop")
+
+        return self._replace_arrays([copy(x) for x in self._arrays()], self.lengths)
+
+    def append(
+        self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None
+    ) -> PagedKVCache:
+        """Return the cache with T more tokens of each sequence, as `memeff.KVCache.append`.
+
+        Raises:
+          ValueError: if shapes disagree, or a sequence has no page for a token, or two sequences
+            would write into one page, where that is known.
+          TypeError: if dtypes disagree.
+        """
+        pages = self.key_pages, self.value_pages
+        key, value = check_tokens(key, value, pages, self.lengths.shape[0])
+        T = key.shape[1]
+        counts = check_counts(counts, *key.shape[:2])
+        lengths = self.lengths + counts
+        check_room(lengths, self.room, NO_PAGE)
+        self._check_writes(lengths)
+        token = jnp.arange(T)
+        places = self._places(self.lengths[:, None] + token, token < counts[:, None])
+        new = stored_form(key, value, self.key_pages.dtype)
+        return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
+
+    def attend(
+        self,
+        query: ArrayLike,
+        *,
+        counts: ArrayLike | None = None,
+        is_causal: bool = True,
+        return_residual: bool = False,
+        **options: Any,
+    ) -> Array | tuple[Array, Array]:
+        """Attend from the T newest tokens to all that are cached, as `memeff.KVCache.attend`."""
+        self.check()
+        for name in OWN:
+            if name in options:
+                raise ValueError(f"{name} comes from the cache: omit it.")
+        T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
+        valid = check_counts(counts, self.lengths.shape[0], T)
+        call: dict[str, Any] = dict(
+            q_offset=self.lengths - valid,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
+            query_seq_lengths=None if counts is None else valid,
+            is_causal=is_causal,
+            return_residual=return_residual,
+            **options,
+        )
+        lengths = jnp.minimum(self.lengths, self.room)
+        results = paged_attention(
+            query, self.key_pages, self.value_pages, self.page_table, lengths, **call
+        )
+        return nan_where(self.overflowed, results)
+
+    def truncate(self, lengths: ArrayLike) -> PagedKVCache:
+        """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
+        kept = jnp.minimum(self.lengths, check_integers("lengths", lengths).astype(jnp.int32))
+        return dataclasses.replace(self, lengths=kept)
+
+    def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
+        """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
+        path = check_integers("path", path)
+        counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
+        first = (self.lengths - T)[:, None]
+        old = self._places(first + path, path >= 0)
+        token = jnp.arange(path.shape[1])
+        new = self._places(first + token, token < counts[:, None])
+        arrays = self._arrays()
+        moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
+        return self._replace_arrays(moved, first[:, 0] + counts)
+
+    def _check_writes(self, lengths: Array) -> None:
+        """Refuse to write tokens up to `lengths` [B] into a page that another sequence has, too."""
+        known = [known_values(x) for x in (self.page_table, self.lengths, lengths)]
+        table, before, after = known
+        if table is None or before is None or after is None:
+            return
+        owners = np.bincount(table[table >= 0].ravel(), minlength=len(self.key_pages))
+        for b in np.flatnonzero(after > before):
+            first = before[b] // self.page_size
+            end = -(-after[b] // self.page_size)
+            shared = [page for page in table[b, first:end] if owners[page] > 1]
+            if shared:
+                raise ValueError(
+                    f"sequence {b} would write into page {shared[0]}, which another sequence has, "
+                    "too. Copy it first: memeff.PageAllocator.extend says which pages, and "
+                    "copy_pages copies them."
+                )
+
+    def _places(self, positions: Array, valid: Array) -> Places:
+        """Return where tokens at `positions` [B, T] lie; those that are not `valid` lie outside."""
+        n = self.page_table.shape[1]
+        column = positions // self.page_size
+        valid = valid & (positions >= 0) & (positions < self.room[:, None])
+        pages = jnp.take_along_axis(self.page_table, jnp.clip(column, 0, n - 1), axis=1)
+        return page_places(jnp.where(valid, pages, -1), positions, self.key_pages)
+
+    def _arrays(self) -> list[Array | None]:
+        """Return the arrays that hold a number of each token."""
+        return [self.key_pages, self.value_pages, self.key_scales, self.value_scales]
+
+    def _replace_arrays(self, arrays: list[Any], lengths: Array) -> PagedKVCache:
+        """Return the cache with other arrays."""
+        key, value, key_scales, value_scales = arrays
+        return PagedKVCache(key, value, self.page_table, lengths, key_scales, value_scales)

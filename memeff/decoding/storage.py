@@ -1,0 +1,148 @@
+"""Check, quantise, write and move the tokens of a cache; what all caches share."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from memeff.inputs import kind_of, to_array
+from memeff.validate import check_integers, known_values
+
+Places = tuple[Array, Array]  # indices of the first two dims of an array
+EIGHT_BITS = ("int8", "float8_e4m3fn")
+
+
+def check_size(name: str, size: Any, least: int = 1) -> int:
+    """Return a size as an int of at least `least`."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {kind_of(size)}.")
+    if size < least:
+        raise ValueError(f"{name}={size}: it must be at least {least}.")
+    return int(size)
+
+
+def check_dtype(dtype: Any) -> Any:
+    """Return the dtype of a cache: a float that attention computes in, or one of 8 bits."""
+    dtype = jnp.dtype(dtype)
+    wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+    if not wide and dtype.name not in EIGHT_BITS:
+        raise TypeError(
+            f"dtype={dtype.name}: a cache holds bfloat16, float16, float32 or float64, or "
+            f"{' or '.join(EIGHT_BITS)} with a scale for each token and head."
+        )
+    return dtype
+
+
+def check_tokens(
+    key: ArrayLike, value: ArrayLike, stored: tuple[Array, Array], batch: int
+) -> tuple[Array, Array]:
+    """Return new keys and values [B, T, K, H] that fit the `stored` ones."""
+    arrays = []
+    for name, new, like in (("key", key, stored[0]), ("value", value, stored[1])):
+        x = to_array(name, new)
+        K, H = like.shape[2:]
+        if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != (K, H):
+            raise ValueError(
+                f"{name} must have shape (B={batch}, T, K={K}, {H}), as the cache; got {x.shape}."
+            )
+        if like.dtype.itemsize > 1 and x.dtype != like.dtype:
+            raise TypeError(f"{name} is {x.dtype} and the cache is {like.dtype}: cast one of them.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
+        arrays.append(x)
+    T, T_of_value = (x.shape[1] for x in arrays)
+    if T != T_of_value:
+        raise ValueError(f"key brings T={T} tokens and value {T_of_value}: they must be as many.")
+    return arrays[0], arrays[1]
+
+
+def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
+    """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all."""
+    if counts is None:
+        return jnp.full((batch,), T, jnp.int32)
+    counts = to_array("counts", counts)
+    if counts.dtype == bool:  # which sequences go on
+        counts = counts.astype(jnp.int32)
+    counts = check_integers("counts", counts)
+    if counts.shape not in ((), (1,), (batch,)):
+        raise ValueError(f"counts must have shape (B={batch},); got {counts.shape}.")
+    known = known_values(counts)
+    if known is not None and (known.min() < 0 or known.max() > T):
+        raise ValueError(
+            f"counts must lie between 0 and T={T}, the tokens that came; got {known.min()} to "
+            f"{known.max()}."
+        )
+    return jnp.broadcast_to(jnp.clip(counts, 0, T).astype(jnp.int32), (batch,))
+
+
+def check_room(lengths: Array, capacity: ArrayLike, cure: str) -> None:
+    """Raise an error if `lengths` [B] are known and exceed `capacity`, a number or [B]."""
+    known = known_values(lengths)
+    room = known_values(capacity)
+    if known is None or room is None:
+        return
+    room = np.broadcast_to(room, known.shape)
+    full = np.flatnonzero(known > room)
+    if len(full):
+        b = full[0]
+        raise ValueError(
+            f"the cache is full: sequence {b} has {known[b]} tokens, with those that came, and "
+            f"room for {room[b]}. {cure}"
+        )
+
+
+def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return x [B, T, K, H] in 8 bits, and the scales [B, T, K] that bring it back, in float32.
+
+    The largest entry of each token and head becomes the largest number of `dtype`. So int8 errs by
+    at most 1 / 254 of that entry, and float8_e4m3fn by 1 / 16 of each entry that is not tiny.
+    """
+    integers = dtype == jnp.int8
+    most = 127.0 if integers else float(jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / most
+    scaled = x / jnp.where(scale == 0, 1, scale)[..., None]
+    # int8 has no NaN, so a token that is not finite is read as NaN by its scale
+    if integers:
+        finite = jnp.isfinite(scale)
+        scaled = jnp.where(finite[..., None], jnp.round(scaled), 0)
+        scale = jnp.where(finite, scale, jnp.nan)
+    return scaled.astype(dtype), scale
+
+
+def write(x: Array, places: Places, new: Array) -> Array:
+    """Return x [A, P, ...] with `new` [B, T, ...] at `places` [B, T]; places outside are left out.
+
+    XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
+    converts a bfloat16 array to float32 and back for it.
+    """
+    return x.at[places].set(new, mode="drop", unique_indices=True)
+
+
+def stored_form(key: Array, value: Array, dtype: Any) -> list[Array | None]:
+    """Return key and value as a cache of `dtype` holds them, and their scales or None."""
+    if dtype.itemsize > 1:
+        return [key, value, None, None]
+    key, key_scale = quantise(key, dtype)
+    value, value_scale = quantise(value, dtype)
+    return [key, value, key_scale, value_scale]
+
+
+def write_all(
+    arrays: list[Array | None], places: Places, new: list[Array | None]
+) -> list[Array | None]:
+    """Return `arrays` with `new` at `places`; None stays None."""
+    written: list[Array | None] = []
+    for x, y in zip(arrays, new, strict=True):
+        written.append(None if x is None or y is None else write(x, places, y))
+    return written
+
+
+def read(x: Array, places: Places) -> Array:
+    """Return x [A, P, ...] at `places` [B, T], clipped to x."""
+    return x.at[places].get(mode="clip")

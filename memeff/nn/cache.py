@@ -1,0 +1,72 @@
+"""Append tokens to the decode cache of a Flax module, at one position or at one of each sequence."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+
+from memeff.decoding.storage import write
+from memeff.validate import known_values
+
+
+def append(
+    cached: tuple[Array, Array], new: tuple[Array, Array], start: Array
+) -> tuple[Array, Array]:
+    """Return the cached keys and values [*B, S, K, H] with new ones [*B, T, K, H] from `start` on.
+
+    If `start` is one number, all sequences are as long as each other. Tokens beyond S then overwrite
+    the last ones, as in Flax. If it is [*B], such tokens are left out (see `nan_where_full`).
+
+    Raises: ValueError if shapes disagree, or the cache is known to be full.
+    """
+    keys, values = cached
+    key, value = new
+    *batch, T, K, H = key.shape
+    *cached_batch, S, _, _ = keys.shape
+    if keys.shape != (*batch, S, K, H) or T > S:
+        raise ValueError(
+            f"decode: inputs give keys {key.shape}, and the cache holds {keys.shape}: they must "
+            f"bring 1 to {S} tokens, for the leading dims {tuple(cached_batch)} that it was made for."
+        )
+    if start.ndim and start.shape != tuple(batch):
+        raise ValueError(
+            f"decode: cache_index has shape {start.shape}: it must be one number, or one for each "
+            f"sequence, {tuple(batch)}."
+        )
+    _check_room(start, T, S)
+    return _write(keys, key, start), _write(values, value, start)
+
+
+def nan_where_full(out: Array, start: Array, capacity: int) -> Array:
+    """Return out [*B, T, N, D] with NaN for sequences whose tokens went beyond the cache.
+
+    One number as `start` is left to Flax's rule.
+    """
+    if start.ndim == 0:
+        return out
+    full = start + out.shape[-3] > capacity
+    return jnp.where(full[..., None, None, None], jnp.nan, out)
+
+
+def _check_room(start: Array, T: int, S: int) -> None:
+    """Refuse tokens beyond the cache where the index is known."""
+    known = None if isinstance(start, Tracer) else known_values(start)
+    if known is not None and known.max() + T > S:
+        raise ValueError(
+            f"decode: the cache of {S} tokens holds {known.max()} and {T} came: init with longer "
+            "inputs."
+        )
+
+
+def _write(x: Array, new: Array, start: Array) -> Array:
+    """Return x [*B, S, K, H] with `new` [*B, T, K, H] at `start`, a number or [*B]."""
+    new = new.astype(x.dtype)
+    if start.ndim == 0:
+        return lax.dynamic_update_slice_in_dim(x, new, start, x.ndim - 3)
+    T = new.shape[-3]
+    S = x.shape[-3]
+    flat = x.reshape(-1, *x.shape[-3:])
+    B = len(flat)
+    slots = start.reshape(B, 1) + jnp.arange(T)
+    rows = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
+    slots = jnp.where(slots < 0, S, slots)  # a negative index would count from the end
+    return write(flat, (rows, slots), new.reshape(B, *new.shape[-3:])).reshape(x.shape)

@@ -1,0 +1,400 @@
+"""`memeff.KVCache`: decoding equals the full call; what happens at the edges; memory."""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import memeff
+from memeff import KVCache, dot_product_attention, masks, scores
+
+f32 = np.float32
+slow = pytest.mark.slow
+K, G, H, D, S = 2, 2, 8, 5, 21
+RNG = np.random.default_rng(0)
+
+
+def tokens(*leads, dtype=f32):
+    """Return queries, keys and values with the leading dims [B, T]."""
+    shapes = ((K * G, H), (K, H), (K, D))
+    return tuple(RNG.standard_normal((*leads, *shape)).astype(dtype) for shape in shapes)
+
+
+def assert_same_bits(x, y):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+
+
+# ---- decoding equals the full call
+
+
+FAST = (1, 5)
+
+
+@pytest.mark.parametrize(
+    "T", [T if T in FAST else pytest.param(T, marks=slow) for T in range(1, 9)]
+)
+def test_rows_at_every_offset_are_those_of_the_full_causal_call(T):
+    q, k, v = tokens(1, S)
+    full, full_lse = oracle.attention(q, k, v, is_causal=True)
+    offsets = np.arange(S - T + 1)
+    B = len(offsets)
+    window = offsets[:, None] + np.arange(T)  # b t: positions of the new tokens
+    # entries from the length on are other keys, which nobody may see
+    keys, values = (np.where(0, x, np.broadcast_to(x, (B, *x.shape[1:]))) for x in (k, v))
+    before = KVCache(*(9 * x for x in (keys, values)), jnp.int32(offsets))
+    written = np.arange(S) < offsets[:, None]
+    before = KVCache(
+        jnp.where(written[..., None, None], keys, before.key),
+        jnp.where(written[..., None, None], values, before.value),
+        before.lengths,
+    )
+    cache = before.append(k[0, window], v[0, window])
+    out, lse = cache.attend(q[0, window], return_residual=True)
+    np.testing.assert_allclose(out, full[0, window], atol=3e-6)
+    np.testing.assert_allclose(lse, full_lse[0, window], atol=3e-6)
+
+
+def ragged(dtype, fill):
+    """Return a cache of sequences of 0, 1, 5 and 21 tokens, filled up with `fill`, and queries."""
+    rng = np.random.default_rng(1)
+    lengths = np.array([0, 1, 5, S], np.int32)
+    q = rng.standard_normal((4, 3, K * G, H)).astype(dtype)
+    k, v = (rng.standard_normal((4, S, K, d)).astype(dtype) for d in (H, D))
+    seen = (np.arange(S) < lengths[:, None])[..., None, None]
+    k, v = (np.where(seen, x, np.asarray(fill, dtype)) for x in (k, v))
+    return KVCache(jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths)), q
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=slow)])
+def test_what_is_not_written_changes_no_bit(dtype):
+    counts = np.array([0, 1, 3, 3])
+
+    @jax.jit
+    def attend(cache, q):
+        return cache.attend(q, counts=counts, return_residual=True)
+
+    cache, q = ragged(dtype, 0)
+    results = attend(cache, q)
+    for fill in (np.nan, np.inf, 1e30):
+        jax.tree.map(assert_same_bits, results, attend(ragged(dtype, fill)[0], q))
+    out, lse = (np.asarray(x, np.float64) for x in results)
+    assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
+    assert (out[1, 1:] == 0).all()  # rows beyond counts
+    for b in range(1, 4):
+        first = int(cache.lengths[b]) - counts[b]
+        length = int(cache.lengths[b])
+        row, _ = oracle.attention(
+            *(q[b : b + 1, : counts[b]], cache.key[b : b + 1, :length]),
+            cache.value[b : b + 1, :length],
+            is_causal=True,
+            q_offset=first,
+        )
+        np.testing.assert_allclose(out[b, : counts[b]], row[0], atol=3e-6 if dtype == f32 else 2e-2)
+
+
+@slow
+def test_a_ragged_prompt_then_single_tokens():
+    """Prompts of 2, 0 and 4 tokens, then one token for each: as the full calls of each sequence."""
+    q, k, v = tokens(3, 8)
+    counts = np.array([2, 0, 4])
+    cache = KVCache.zeros(3, 6, K, H, value_size=D).append(k[:, :4], v[:, :4], counts)
+    assert cache.lengths.tolist() == [2, 0, 4]
+    cache = cache.append(k[:, 4:5], v[:, 4:5])
+    out = cache.attend(q[:, 4:5])
+    for b, count in enumerate(counts):
+        rows = [*range(count), 4]
+        full, _ = oracle.attention(*(x[b : b + 1, rows] for x in (q, k, v)), is_causal=True)
+        np.testing.assert_allclose(out[b, 0], full[0, -1], atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=slow)])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
+    rng = np.random.default_rng(2)
+    S, B, T = 300, 64, 2
+    q = rng.standard_normal((B, T, 8, 16)).astype(dtype)
+    k, v = (rng.standard_normal((B, S, 2, 16)).astype(dtype) for _ in range(2))
+    lengths = rng.integers(2, S + 1, B).astype(np.int32)
+
+    @jax.jit
+    def attend(q, k, v, lengths):
+        return KVCache(k, v, lengths).attend(q, return_residual=True)
+
+    whole = attend(q, k, v, lengths)
+    for size in (1, 7):
+        rows = slice(5, 5 + size)
+        part = attend(*(x[rows] for x in (q, k, v, lengths)))
+        for x, y in zip(whole, part, strict=True):
+            assert_same_bits(x[rows], y)
+
+
+# ---- a full cache
+
+
+def test_a_full_cache_is_refused_where_lengths_are_known():
+    _, k, v = tokens(2, 5)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D).append(k, v, [5, 3])
+    with pytest.raises(ValueError, match="sequence 0 has 8 tokens.*room for 6.*larger capacity"):
+        cache.append(k[:, :3], v[:, :3])
+    assert cache.append(k[:, :3], v[:, :3], [1, 3]).lengths.tolist() == [6, 6]
+
+
+def test_under_jit_a_full_cache_overwrites_nothing_and_says_so():
+    q, k, v = tokens(2, 5)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D).append(k, v, [5, 3])
+
+    @jax.jit
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache, cache.attend(q)
+
+    after, out = step(cache, q[:, :3], k[:, :3], v[:, :3])
+    assert after.overflowed.tolist() == [True, False]
+    assert after.lengths.tolist() == [8, 6]
+    assert_same_bits(after.key[0, :5], k[0])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    full, _ = oracle.attention(
+        *(np.concatenate([x[1:, :3], x[1:, :3]], 1) for x in (q, k, v)), is_causal=True
+    )
+    np.testing.assert_allclose(out[1], full[0, 3:], atol=3e-6)
+    with pytest.raises(ValueError, match="the cache is full: sequence 0 has 8 tokens"):
+        after.check()
+    with pytest.raises(ValueError, match="the cache is full"):
+        after.attend(q[:, :1])
+    cache.check()
+
+
+# ---- rings
+
+
+@pytest.mark.parametrize(
+    "T, capacity", [(3, 6), *(pytest.param(*x, marks=slow) for x in ((1, 4), (2, 9)))]
+)
+def test_a_ring_equals_the_full_call_with_a_window(T, capacity):
+    q, k, v = tokens(2, S)
+    options = dict(
+        score_fn=scores.alibi(scores.alibi_slopes(K * G)),
+        mask_fn=masks.prefix([9, 30]) | ~masks.dilated(3),
+        logits_soft_cap=5.0,
+        sinks=np.linspace(-1, 1, K * G, dtype=f32),
+    )
+    full = dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0), **options)
+    cache = KVCache.zeros(2, capacity, K, H, value_size=D, window=3)
+
+    @jax.jit
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache, cache.attend(q, **options)
+
+    for first in range(0, S - T + 1, T):
+        new = slice(first, first + T)
+        cache, out = step(cache, q[:, new], k[:, new], v[:, new])
+        np.testing.assert_allclose(out, full[:, new], atol=3e-6)
+    assert not cache.overflowed.any()
+
+
+@slow
+def test_a_ring_takes_plain_functions_and_ragged_counts():
+    q, k, v = tokens(2, 12)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D, window=2)
+    for first, counts in ((0, [4, 1]), (4, [3, 4]), (8, [2, 4])):
+        new = slice(first, first + 4)
+        cache = cache.append(k[:, new], v[:, new], counts)
+        out = cache.attend(q[:, new], counts=counts, score_fn=distance, score_params=jnp.float32(2))
+    for b, rows in enumerate(([0, 1, 2, 3, 4, 5, 6, 8, 9], [0, *range(4, 12)])):
+        call = [x[b : b + 1, rows] for x in (q, k, v)]
+        full = dot_product_attention(
+            *call, is_causal=True, local_window_size=(2, 0), score_fn=distance, score_params=2.0
+        )
+        count = (2, 4)[b]
+        np.testing.assert_allclose(out[b, :count], full[0, -count:], atol=3e-6)
+
+
+def distance(score, batch, head, q_pos, k_pos, params):
+    return score - params * (q_pos - k_pos) * (k_pos % 3)
+
+
+# ---- transforms and memory
+
+
+def test_scan_and_vmap_and_gradients():
+    q, k, v = (x[:, :6] for x in tokens(2, 6))
+
+    def decoded(q, k, v):
+        """Decode token by token in a scan, under vmap over two groups of sequences."""
+
+        def group(q, k, v):
+            def step(cache, qkv):
+                q, k, v = (x[:, None] for x in qkv)
+                cache = cache.append(k, v)
+                return cache, cache.attend(q)[:, 0]
+
+            cache = KVCache.zeros(1, 6, K, H, value_size=D)
+            _, out = jax.lax.scan(step, cache, [x.swapaxes(0, 1) for x in (q, k, v)])
+            return out.swapaxes(0, 1)
+
+        return jax.vmap(group)(*(x[:, None] for x in (q, k, v)))[:, 0]
+
+    def full(q, k, v):
+        return dot_product_attention(q, k, v, is_causal=True)
+
+    dout = np.random.default_rng(3).standard_normal((2, 6, K * G, D)).astype(f32)
+    for x, y in zip(*(with_gradients(f, dout, q, k, v) for f in (decoded, full)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def with_gradients(f, dout, *arguments):
+    """Return the result of f and its gradients."""
+    out, pull = jax.vjp(f, *arguments)
+    return out, *pull(dout)
+
+
+CONVERTS = importlib.metadata.version("jaxlib").startswith("0.10.")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("loop", [True, pytest.param(False, marks=slow)])
+def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loop):
+    """Donated and in a scan: outputs alias inputs, and temporary memory is far below the cache's."""
+    if CONVERTS and dtype == jnp.bfloat16:
+        pytest.skip("XLA:CPU before JAX 0.11 converts a bfloat16 array that a scatter writes to")
+    wide = jnp.float32 if dtype == jnp.int8 else dtype
+    q, k = (jax.ShapeDtypeStruct((2, 1, n, 64), wide) for n in (8, 2))
+    cache = jax.eval_shape(lambda: KVCache.zeros(2, 16384, 2, 64, dtype))
+
+    def step(cache, q, k):
+        cache = cache.append(k, k)
+        return cache, cache.attend(q)
+
+    def steps(cache, q, k):
+        def body(cache, _):
+            return step(cache, q, k)
+
+        return jax.lax.scan(body, cache, None, length=3)
+
+    program = jax.jit(steps if loop else step, donate_argnums=0).lower(cache, q, k).compile()
+    memory = program.memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 6
+
+
+# ---- 8 bits
+
+
+@pytest.mark.parametrize(
+    "dtype, bound",
+    [(jnp.int8, 0.011), pytest.param(jnp.float8_e4m3fn, 0.042, marks=slow)],
+)
+def test_the_error_of_a_cache_of_8_bits(dtype, bound):
+    """Of Gaussian numbers, as |out - true| / |true| over all entries; bfloat16 errs by 0.004."""
+    rng = np.random.default_rng(4)
+    B, T, S = 2, 4, 160
+    q = rng.standard_normal((B, T, 8, 64)).astype(f32)
+    k, v = (rng.standard_normal((B, S, 2, 64)).astype(f32) for _ in range(2))
+    true, _ = oracle.attention(q, k, v, is_causal=True, q_offset=S - T)
+
+    def error(cache_dtype, dtype):
+        cache = KVCache.zeros(B, S, 2, 64, cache_dtype)
+        cache = cache.append(k.astype(dtype), v.astype(dtype))
+        out = cache.attend(q.astype(dtype))
+        assert out.dtype == dtype
+        return np.linalg.norm(np.asarray(out, np.float64) - true) / np.linalg.norm(true)
+
+    plain = error(jnp.bfloat16, jnp.bfloat16)
+    assert plain < 0.0045
+    for query_dtype in (jnp.float32, jnp.bfloat16):
+        assert 1.5 * plain < error(dtype, query_dtype) < bound
+
+
+@slow
+def test_numbers_that_are_not_finite_stay_so_in_8_bits():
+    q, k, v = tokens(2, 4)
+    v[0, 1, 0, 0] = np.nan
+    v[1, 2, 1, 0] = np.inf
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        cache = KVCache.zeros(2, 5, K, H, dtype, value_size=D).append(k, v)
+        out = np.isnan(np.asarray(cache.attend(q)))
+        assert out[0, 1:, :G].any(-1).all() and not out[0, 0].any() and not out[0, :, G:].any()
+        assert out[1, 2:, G:].any(-1).all() and not out[1, :2].any() and not out[1, :, :G].any()
+
+
+@slow
+def test_gradients_and_large_and_tiny_numbers_in_8_bits():
+    q, k, v = tokens(2, 4)
+    cache = KVCache.zeros(2, 5, K, H, jnp.int8, value_size=D).append(1e-3 * k, 1e6 * v)
+
+    def loss(q):
+        return (cache.attend(q) * 1e-6).sum()
+
+    def plain(q):
+        out = dot_product_attention(q, 1e-3 * k, 1e6 * v, is_causal=True)
+        return (out * 1e-6).sum()
+
+    np.testing.assert_allclose(loss(q), plain(q), rtol=0.02)
+    np.testing.assert_allclose(jax.grad(loss)(q), jax.grad(plain)(q), atol=1e-4)
+
+
+# ---- drafts
+
+
+@slow
+def test_rejected_drafts_are_forgotten():
+    q, k, v = tokens(2, 7)
+    cache = KVCache.zeros(2, 8, K, H, value_size=D).append(k[:, :5], v[:, :5])
+    cache = cache.truncate([3, 2])
+    cache = cache.append(k[:, 5:], v[:, 5:])
+    out = cache.attend(q[:, 5:])
+    for b, kept in enumerate((3, 2)):
+        rows = [*range(kept), 5, 6]
+        full, _ = oracle.attention(*(x[b : b + 1, rows] for x in (q, k, v)), is_causal=True)
+        np.testing.assert_allclose(out[b], full[0, -2:], atol=3e-6)
+
+
+# ---- wrong calls
+
+X = np.ones((2, 3, K, H), f32)
+CACHE = KVCache.zeros(2, 6, K, H)
+RING = KVCache.zeros(2, 6, K, H, window=3)
+QUERY = np.ones((2, 1, K * G, H), f32)
+WRONG = [
+    (lambda: KVCache.zeros(2, 0, K, H), ValueError, "capacity=0: it must be at least 1"),
+    (lambda: KVCache.zeros(2, 4.0, K, H), TypeError, "capacity must be an int, got float 4.0"),
+    (lambda: KVCache.zeros(2, 4, K, H, jnp.int32), TypeError, "dtype=int32: a cache holds"),
+    (lambda: KVCache.zeros(2, 4, K, H, window=4), ValueError, "capacity=4 and window=4: a ring"),
+    (lambda: CACHE.append(X[:1], X[:1]), ValueError, r"key must have shape \(B=2, T, K=2, 8\)"),
+    (lambda: CACHE.append(X, X[..., :2]), ValueError, "value must have shape"),
+    (lambda: CACHE.append(X, X[:, :1]), ValueError, "key brings T=3 tokens and value 1"),
+    (lambda: CACHE.append(X, X.astype(np.float16)), TypeError, "value is float16 and the cache"),
+    (lambda: CACHE.append(X, X, [1, 4]), ValueError, "counts must lie between 0 and T=3"),
+    (lambda: CACHE.append(X, X, [1.0, 2]), TypeError, "counts must be integers"),
+    (lambda: CACHE.append(X, X, [1, 2, 3]), ValueError, r"counts must have shape \(B=2,\)"),
+    (lambda: CACHE.append(None, X), TypeError, "key must be an array, got None"),
+    (lambda: CACHE.attend(QUERY, q_offset=3), ValueError, "q_offset comes from the cache: omit"),
+    (lambda: RING.append(*(np.ones((2, 7, K, H), f32),) * 2), ValueError, "at most 3 at a time"),
+    (
+        lambda: RING.append(X, X).attend(np.ones((2, 4, 4, H), f32)),
+        ValueError,
+        "capacity >= window",
+    ),
+    (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), NotImplementedError, "bias does not"),
+    (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
+    (
+        lambda: KVCache.zeros(2, 4, K, H, jnp.int8).attend(QUERY, implementation="pallas"),
+        NotImplementedError,
+        'implementation="pallas" does not read keys that are stored in pages or in 8 bits',
+    ),
+]
+
+
+@pytest.mark.parametrize("i", range(len(WRONG)))
+def test_wrong_calls_are_cured_by_their_message(i):
+    call, error, pattern = WRONG[i]
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def test_importing_memeff_names_the_caches():
+    assert memeff.KVCache is KVCache

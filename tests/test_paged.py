@@ -1,0 +1,408 @@
+"""Keys in pages: `paged_attention` has the bits of the contiguous call; `PagedKVCache`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memeff
+from memeff import (
+    KVCache,
+    PageAllocator,
+    PagedKVCache,
+    dot_product_attention,
+    paged_attention,
+    scores,
+)
+
+f32 = np.float32
+slow = pytest.mark.slow
+B, K, G, H, D, S, T = 3, 2, 2, 8, 5, 128, 3
+LENGTHS = np.array([7, S, 0], np.int32)
+OPTIONS = {
+    "causal": dict(is_causal=True),
+    "all": dict(
+        is_causal=True,
+        local_window_size=(40, 0),
+        logits_soft_cap=3.0,
+        sinks=np.linspace(-1, 1, K * G, dtype=f32),
+        score_fn=scores.alibi(scores.alibi_slopes(K * G)),
+        scale=0.3,
+    ),
+}
+
+
+def assert_same_bits(x, y):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+
+
+def contiguous(dtype=f32):
+    """Return queries, keys and values, where every sequence begins with the same 64 tokens."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((B, T, K * G, H))
+    k, v = (rng.standard_normal((B, S, K, d)) for d in (H, D))
+    k[:, :64], v[:, :64] = k[:1, :64], v[:1, :64]
+    return tuple(x.astype(dtype) for x in (q, k, v))
+
+
+def in_pages(page, k, v, fill):
+    """Return shuffled pages of k and v, and their table; the first 64 tokens are shared.
+
+    Pages that nobody has, and tokens beyond a sequence's end, are `fill`.
+    """
+    rng = np.random.default_rng(page)
+    n = S // page
+    shared = 64 // page
+    count = B * n + 3
+    order = rng.permutation(count)
+    table = order[: B * n].reshape(B, n)
+    table[:, :shared] = table[:1, :shared]
+    pools = []
+    for x in (k, v):
+        hidden = np.arange(S) >= LENGTHS[:, None]
+        hidden[:, :64] = np.arange(64) >= LENGTHS.max()
+        x = np.where(hidden[..., None, None], np.asarray(fill, x.dtype), x)
+        pool = np.full((count, page, *x.shape[2:]), fill, x.dtype)
+        pool[table] = x.reshape(B, n, page, *x.shape[2:])
+        pools.append(pool)
+    return *pools, np.where(np.arange(n) * page < LENGTHS[:, None], table, -1)
+
+
+@pytest.mark.parametrize(
+    "page, dtype",
+    [
+        (1, jnp.float32),
+        (16, jnp.bfloat16),
+        (64, jnp.float32),
+        *(pytest.param(*x, marks=slow) for x in ((1, jnp.bfloat16), (16, f32), (64, jnp.bfloat16))),
+    ],
+)
+def test_pages_have_the_bits_of_the_contiguous_call(page, dtype):
+    q, k, v = contiguous(dtype)
+    for name, options in OPTIONS.items():
+
+        @jax.jit
+        def plain(q, k, v, options=options):
+            return dot_product_attention(
+                q,
+                k,
+                v,
+                q_offset=LENGTHS - T,
+                key_value_seq_lengths=LENGTHS,
+                return_residual=True,
+                implementation="xla",
+                **options,
+            )
+
+        whole = plain(q, k, v)
+        for fill in (np.nan, 1e30):
+            pages = in_pages(page, k, v, fill)
+            result = paged_attention(q, *pages, LENGTHS, return_residual=True, **options)
+            jax.tree.map(assert_same_bits, whole, result)
+        traced = jax.jit(functools.partial(paged_attention, return_residual=True, **options))
+        jax.tree.map(assert_same_bits, whole, traced(q, *pages, LENGTHS))
+        assert name == "all" or (np.asarray(result[1])[2] == -np.inf).all()
+
+
+@slow
+def test_gradients_of_pages_are_those_of_their_tokens():
+    q, k, v = contiguous()
+    key_pages, value_pages, table = in_pages(16, k, v, 0)
+    dout = np.random.default_rng(1).standard_normal((B, T, K * G, D)).astype(f32)
+
+    def paged(q, key_pages, value_pages):
+        return paged_attention(q, key_pages, value_pages, table, LENGTHS, is_causal=True)
+
+    def plain(q, key_pages, value_pages):
+        k, v = (x[table].reshape(B, S, K, -1) for x in (key_pages, value_pages))
+        return dot_product_attention(
+            q, k, v, is_causal=True, q_offset=LENGTHS - T, key_value_seq_lengths=LENGTHS
+        )
+
+    results = []
+    for f in (paged, plain):
+        out, pull = jax.vjp(f, q, key_pages, value_pages)
+        tangent = jax.jvp(f, (q, key_pages, value_pages), (q, key_pages, value_pages))[1]
+        results.append((out, *pull(dout), tangent))
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+@slow
+def test_pages_under_vmap():
+    q, k, v = contiguous()
+    *pages, table = in_pages(16, k, v, 0)
+    result = jax.vmap(
+        lambda q, table, length: paged_attention(
+            q[None], *pages, table[None], length[None], is_causal=True
+        )[0]
+    )(q, table, jnp.asarray(LENGTHS))
+    whole = paged_attention(q, *pages, table, LENGTHS, is_causal=True)
+    np.testing.assert_allclose(result, whole, atol=1e-6)
+
+
+def test_no_buffer_of_the_size_of_the_cache():
+    page = jax.ShapeDtypeStruct((600, 64, 2, 64), f32)
+    query = jax.ShapeDtypeStruct((4, 1, 8, 64), f32)
+    table = jax.ShapeDtypeStruct((4, 128), np.int32)
+    lengths = jax.ShapeDtypeStruct((4,), np.int32)
+    call = jax.jit(functools.partial(paged_attention, is_causal=True))
+    program = call.lower(query, page, page, table, lengths).compile()
+    gathered = 4 * 128 * 64 * 2 * 64 * 4
+    assert program.memory_analysis().temp_size_in_bytes < gathered / 4
+
+
+def test_a_page_that_is_missing_gives_nan_where_it_cannot_be_refused():
+    q, k, v = contiguous()
+    *pages, table = in_pages(16, k, v, 0)
+    whole = paged_attention(q, *pages, table, LENGTHS, is_causal=True)
+    for wrong in (-1, 1000):
+        bad = table.copy()
+        bad[1, 2] = wrong
+        out = jax.jit(functools.partial(paged_attention, is_causal=True))(q, *pages, bad, LENGTHS)
+        assert np.isnan(out[1]).all()
+        assert_same_bits(out[0], whole[0])
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.float32, marks=slow)])
+def test_a_paged_cache_has_the_bits_of_a_plain_one(dtype):
+    """Ragged prompts, then single tokens, under jit, in pages that fill up on the way."""
+    rng = np.random.default_rng(2)
+    page, n = 4, 5
+    paged = PagedKVCache.zeros(40, page, K, H, dtype, batch=B, pages_per_sequence=n, value_size=D)
+    plain = KVCache.zeros(B, page * n, K, H, dtype, value_size=D)
+    allocator = PageAllocator(40, page)
+    for b in range(B):
+        allocator.add(b)
+
+    @jax.jit
+    def step(paged, plain, q, k, v, counts):
+        caches = [cache.append(k, v, counts) for cache in (paged, plain)]
+        return *caches, *(cache.attend(q, counts=counts) for cache in caches)
+
+    for counts in ([4, 1, 0], [1, 3, 4], [1, 1, 1], [4, 4, 4]):
+        q, k, v = (rng.standard_normal((B, 4, *x)).astype(f32) for x in ((4, H), (K, H), (K, D)))
+        for b in np.random.default_rng(3).permutation(B):
+            assert allocator.extend(b, counts[b]) == []
+        paged = paged.with_sequences(allocator.table(range(B), n), paged.lengths)
+        paged, plain, x, y = step(paged, plain, q, k, v, np.array(counts))
+        assert_same_bits(x, y)
+        assert_same_bits(paged.lengths, plain.lengths)
+    assert paged.lengths.tolist() == allocator.lengths(range(B)).tolist() == [10, 9, 9]
+
+
+def test_samples_share_a_prompt_until_they_write():
+    """One prompt, two samples and a later fork: each as if it had been computed alone."""
+    rng = np.random.default_rng(4)
+    page, n = 4, 4
+    k, v = (rng.standard_normal((1, 6, K, d)).astype(f32) for d in (H, D))
+    allocator = PageAllocator(7, page)
+    cache = PagedKVCache.zeros(7, page, K, H, batch=1, pages_per_sequence=n, value_size=D)
+    allocator.add("a")
+    allocator.extend("a", 6)
+    cache = cache.with_sequences(allocator.table(["a"], n), [0]).append(k, v)
+    allocator.fork("a", "b")
+    names = ["a", "b"]
+    texts = {name: (k[0], v[0]) for name in names}
+    cache = cache.with_sequences(allocator.table(names, n), [6, 6])
+    one = np.ones((2, 1, K, H), f32)
+    with pytest.raises(ValueError, match="sequence 0 would write into page 1, which another"):
+        cache.append(one, one[..., :D])
+    for step in range(4):
+        if step == 2:
+            allocator.fork("b", "c", tokens=7)
+            names.append("c")
+            texts["c"] = tuple(x[:7] for x in texts["b"])
+        copies = [pair for name in names for pair in allocator.extend(name, 1)]
+        if copies:
+            cache = cache.copy_pages(*np.array(copies).T)
+        lengths = [allocator.length(name) - 1 for name in names]
+        cache = cache.with_sequences(allocator.table(names, n), lengths)
+        q, k, v = (
+            rng.standard_normal((len(names), 1, *x)).astype(f32) for x in ((4, H), (K, H), (K, D))
+        )
+        cache = cache.append(k, v)
+        out = cache.attend(q)
+        for b, name in enumerate(names):
+            texts[name] = tuple(
+                np.concatenate([x, y[b]]) for x, y in zip(texts[name], (k, v), strict=True)
+            )
+            alone = dot_product_attention(q[b], *texts[name])
+            np.testing.assert_allclose(out[b], alone, atol=2e-6)
+    assert allocator.free_pages == 0  # one page is shared by all, and each has two of its own
+    copied = cache.copy_pages(np.array([-1, 0]), np.array([-1, 5]))
+    assert_same_bits(copied.key_pages[5], cache.key_pages[0])
+    assert_same_bits(copied.key_pages[:5], cache.key_pages[:5])
+
+
+def test_a_sequence_without_a_page_for_its_token():
+    cache = PagedKVCache.zeros(4, 2, K, H, batch=2, pages_per_sequence=3)
+    cache = cache.with_sequences([[2, -1, -1], [0, 3, -1]], [0, 0])
+    x = np.ones((2, 3, K, H), f32)
+    with pytest.raises(ValueError, match="sequence 0 has 3 tokens.*room for 2. Give it more pages"):
+        cache.append(x, x)
+    after = jax.jit(lambda cache: cache.append(x, 2 * x))(cache)
+    assert after.overflowed.tolist() == [True, False]
+    assert after.lengths.tolist() == [3, 3]
+    assert np.asarray(after.key_pages[..., 0, 0]).tolist() == [[1, 1], [0, 0], [1, 1], [1, 0]]
+    out = jax.jit(lambda cache, q: cache.attend(q))(after, np.ones((2, 1, 4, H), f32))
+    assert np.isnan(out[0]).all() and (np.asarray(out[1]) == 2).all()
+    with pytest.raises(ValueError, match="the cache is full"):
+        after.check()
+
+
+def test_append_to_pages_is_in_place():
+    cache = jax.eval_shape(
+        lambda: PagedKVCache.zeros(512, 64, 2, 64, batch=4, pages_per_sequence=64)
+    )
+    x = jax.ShapeDtypeStruct((4, 1, 2, 64), f32)
+    q = jax.ShapeDtypeStruct((4, 1, 8, 64), f32)
+
+    def steps(cache, q, k):
+        def body(cache, _):
+            cache = cache.append(k, k)
+            return cache, cache.attend(q)
+
+        return jax.lax.scan(body, cache, None, length=3)
+
+    program = jax.jit(steps, donate_argnums=0).lower(cache, q, x).compile()
+    memory = program.memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 6
+
+
+# ---- wrong calls
+
+QUERY = np.ones((2, 1, 4, H), f32)
+PAGES = np.ones((5, 4, K, H), f32)
+TABLE = np.array([[0, 1], [2, -1]])
+CALL = dict(query=QUERY, key_pages=PAGES, value_pages=PAGES, page_table=TABLE, lengths=[8, 4])
+CACHE = PagedKVCache.zeros(5, 4, K, H, batch=2, pages_per_sequence=2)
+WRONG = [
+    (dict(query=QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got \(1, 4, 8\)"),
+    (dict(key_pages=PAGES[0]), ValueError, r"key_pages must have shape \[pages, page, K, H\]"),
+    (dict(value_pages=PAGES[:3]), ValueError, "value_pages must have shape .*like key_pages"),
+    (dict(key_pages=np.ones((1, 257, K, H), f32)), ValueError, "pages of 257 tokens"),
+    (dict(page_table=TABLE[:1]), ValueError, r"page_table must have shape \(B=2, pages"),
+    (dict(page_table=TABLE / 1), TypeError, "page_table must be integers, got float"),
+    (dict(page_table=TABLE + 4), ValueError, "page_table names page 6, and key_pages has 5"),
+    (dict(lengths=[8, 5]), ValueError, "sequence 1 has 5 tokens.*room for 4.*-1 too early"),
+    (dict(lengths=[8]), ValueError, r"lengths must have shape \(B=2,\)"),
+    (dict(query=QUERY.astype(np.float16)), TypeError, "key_pages is float32 and query is float16"),
+    (dict(key_scales=np.ones(3)), ValueError, "key_pages is float32, which does not take key_sc"),
+    (dict(key_pages=PAGES.astype(np.int8)), ValueError, "int8, which needs key_scales"),
+    (
+        dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 4))),
+        ValueError,
+        r"key_scales must have shape \(5, 4, 2\)",
+    ),
+    (dict(key_value_seq_lengths=[1, 2]), ValueError, "is the argument `lengths` here"),
+    (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" does not read'),
+    (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
+    (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
+    (dict(backward="fused"), NotImplementedError, "only the kernels support"),
+]
+WRONG_CACHES = [
+    (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),
+    (lambda: CACHE.with_sequences([[0, 9], [1, 2]], [0, 0]), "names page 9, and the cache has 5"),
+    (lambda: CACHE.with_sequences([[0, 1]], [9]), "sequence 0 has 9 tokens"),
+    (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
+    (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
+]
+
+
+@pytest.mark.parametrize("i", range(len(WRONG)))
+def test_wrong_calls_are_cured_by_their_message(i):
+    arguments, error, pattern = WRONG[i]
+    with pytest.raises(error, match=pattern):
+        paged_attention(**CALL | arguments)
+
+
+@pytest.mark.parametrize("i", range(len(WRONG_CACHES)))
+def test_wrong_calls_of_the_cache(i):
+    call, pattern = WRONG_CACHES[i]
+    with pytest.raises(ValueError, match=pattern):
+        call()
+
+
+# ---- the allocator
+
+
+def test_any_history_keeps_each_text_and_counts_each_owner():
+    """Random calls, with the tokens of each sequence kept beside it and in numbered pages."""
+    rng = np.random.default_rng(5)
+    page = 3
+    for _ in range(20):
+        allocator = PageAllocator(9, page)
+        texts: dict = {}
+        pool = np.zeros((9, page), int)
+        for name in range(60):
+            names = list(texts)
+            action = rng.choice(["add", "extend", "extend", "fork", "free", "truncate"])
+            if action == "add" or not names:
+                allocator.add(name)
+                texts[name] = []
+                continue
+            other = names[rng.integers(len(names))]
+            size = int(rng.integers(len(texts[other]) + 1))
+            if action == "fork":
+                allocator.fork(other, name, size)
+                texts[name] = texts[other][:size]
+            elif action == "free":
+                allocator.free(other)
+                del texts[other]
+            elif action == "truncate":
+                allocator.truncate(other, size)
+                texts[other] = texts[other][:size]
+            else:
+                before = allocator.table([other], 9).tolist(), allocator.free_pages
+                new = [int(x) for x in rng.integers(1, 1000, rng.integers(1, 6))]
+                try:
+                    copies = allocator.extend(other, len(new))
+                except MemoryError:
+                    assert before == (allocator.table([other], 9).tolist(), allocator.free_pages)
+                    continue
+                for source, target in copies:
+                    pool[target] = pool[source]
+                first = len(texts[other])
+                texts[other] = texts[other] + new
+                own = allocator.table([other], 9)[0]
+                for position in range(first, len(texts[other])):
+                    pool[own[position // page], position % page] = texts[other][position]
+            tables = [allocator.table([name], 9)[0] for name in texts]
+            for text, table in zip(texts.values(), tables, strict=True):
+                own = table[table >= 0]
+                assert len(own) == -(-len(text) // page)
+                assert pool[own].ravel()[: len(text)].tolist() == text
+            owners = np.bincount([x for t in tables for x in t if x >= 0], minlength=9)
+            assert owners.tolist() == [allocator.owners(x) for x in range(9)]
+            assert allocator.free_pages == (owners == 0).sum()
+            assert allocator.sequences == list(texts)
+
+
+def test_an_allocator_says_in_words_what_cannot_be_done():
+    allocator = PageAllocator(2, 4)
+    allocator.add("a")
+    with pytest.raises(MemoryError, match="9 more tokens of sequence 'a' need 3 pages of 4 tokens"):
+        allocator.extend("a", 9)
+    allocator.extend("a", 5)
+    for call, pattern in (
+        (lambda: allocator.add("a"), "there is a sequence 'a' already: free it first"),
+        (lambda: allocator.fork("b", "c"), "there is no sequence 'b': add it first"),
+        (lambda: allocator.fork("a", "b", 6), "tokens=6: sequence 'a' has 5"),
+        (lambda: allocator.truncate("a", 6), "tokens=6: sequence 'a' has 5"),
+        (lambda: allocator.table(["a"], 1), "sequence 'a' has 2 pages, and pages_per_sequence=1"),
+        (lambda: PageAllocator(0, 4), "pages=0: it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            call()
+    allocator.fork("a", "b")
+    with pytest.raises(MemoryError, match="need 1 pages .* and 0 of 2 are free"):
+        allocator.extend("b", 1)  # a copy needs a page, too
+    assert memeff.PageAllocator is PageAllocator

@@ -7,7 +7,7 @@ shard_map. Each distinct jaxpr is searched once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,13 @@ from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recipe import run_recipe
 from memeff.rewrite.recognise import Match, NoAttention, match
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import bodies_of, scan_counts, source_line
+from memeff.rewrite.versions import bodies_of, is_derivative, scan_counts, source_line
 
 
+IN_DERIVATIVE = (
+    "the program takes its derivative, which needs the probabilities: "
+    "replace attention before, as in jax.grad(replace_attention(f))"
+)
 Reading = Callable[[Value], Any]
 
 
@@ -31,6 +35,7 @@ class Left:
 
     equation: Equation
     reason: str
+    has_derivative: bool = False  # a derivative is taken inside the program
 
 
 class Search:
@@ -41,19 +46,36 @@ class Search:
         self.visited = 0  # equations
         self._scopes: dict[Any, Scope] = {}
 
-    def scope(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None] = ()) -> Scope:
-        """Return the scope of a jaxpr; `outer` are values of another scope that its inputs equal."""
+    def scope(
+        self,
+        jaxpr: ClosedJaxpr,
+        outer: Sequence[Value | None] = (),
+        *,
+        in_derivative: bool = False,
+    ) -> Scope:
+        """Return the scope of a jaxpr.
+
+        `outer` are values of another scope that its inputs equal. `in_derivative`: its equation was
+        made by a derivative.
+        """
         outer = tuple(outer) or (None,) * len(jaxpr.jaxpr.invars)
-        key = id(jaxpr.jaxpr), outer
+        key = id(jaxpr.jaxpr), outer, in_derivative
         if key not in self._scopes:
-            self._scopes[key] = Scope(jaxpr, outer, self)
+            self._scopes[key] = Scope(jaxpr, outer, self, in_derivative)
         return self._scopes[key]
 
 
 class Scope:
     """The equations of one jaxpr, what replaces some of them, and the scopes within it."""
 
-    def __init__(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None], search: Search):
+    def __init__(
+        self,
+        jaxpr: ClosedJaxpr,
+        outer: Sequence[Value | None],
+        search: Search,
+        in_derivative: bool,
+    ):
+        self.in_derivative = in_derivative
         self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
         self.graph = Graph(jaxpr, outer)
         self.left: list[Left] = []
@@ -68,11 +90,21 @@ class Scope:
             for body in bodies_of(equation.eqn):
                 values = [None if n is None else equation.inputs[n] for n in body.inputs]
                 known = [x if x is not None and is_made_of_less(x) else None for x in values]
-                scopes.append(search.scope(body.jaxpr, known))
+                makers = (equation, *equation.calls)
+                inside = in_derivative or any(is_derivative(x.eqn) for x in makers)
+                scopes.append(search.scope(body.jaxpr, known, in_derivative=inside))
             if scopes:
                 self.inner[equation] = scopes
         self.live = self._drop_useless()
         self.touched = self._touched_calls()
+
+    @property
+    def scopes(self) -> Iterator[Scope]:
+        """Visit this scope and those within it; a scope that runs twice is visited twice."""
+        yield self
+        for inner in self.inner.values():
+            for scope in inner:
+                yield from scope.scopes
 
     @property
     def is_changed(self) -> bool:
@@ -87,15 +119,21 @@ class Scope:
 
     def _find(self, second: Equation, min_logits: int) -> None:
         """Add the replacement of a product, or the reason why it is left."""
+        makers = (second, *second.calls)
+        in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
         for side in (0, 1):
             try:
                 found = match(self.graph, second, side)
+                if in_derivative:
+                    self.left.append(Left(second, IN_DERIVATIVE, has_derivative=True))
+                    return
                 _check_gain(found, min_logits)
                 replacement = translate(found)
             except NoAttention:
                 continue
             except NoMatch as reason:
-                self.left.append(Left(second, str(reason)))
+                if not in_derivative:
+                    self.left.append(Left(second, str(reason)))
                 continue
             assert found.result.maker is not None
             self.replaced[found.result.maker] = replacement

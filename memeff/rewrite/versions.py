@@ -55,6 +55,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
+def is_derivative(eqn: JaxprEqn) -> bool:
+    """Return True for an equation that a derivative inside the program has made."""
+    name_stack = str(eqn.source_info.name_stack)
+    return "jvp(" in name_stack or "transpose(" in name_stack
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """Return "file:line" of the program, outside JAX and this library, that made an equation."""
     traceback = eqn.source_info.traceback

@@ -46,7 +46,8 @@ from memeff.rewrite.symbols import (
 )
 
 # A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
-HIDDEN = -1e9
+# Programs write -1e9 or less; log(2) of it is what exp2 leaves.
+HIDDEN = -0.6e9
 MEAN = "mean"  # a row that sees no key gives the mean of all values
 NAN = "nan"
 LARGEST_SHIFT = 1e4  # a constant of all logits that changes them by rounding alone

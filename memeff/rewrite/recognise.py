@@ -355,33 +355,40 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     """Return the softmax of exponentials that no sum divides before the second product."""
     value, index = terms
     logits, shifts = _shifts(_inputs(value, index)[0], keys)
-    logs = [x for x in shifts if x[0].op == "log"]
+    logs = [x for x, _ in shifts if x[0].op == "log"]
     if not logs:
         softmax = _of_terms(terms, keys, outside)
         return dataclasses.replace(softmax, unnormalised=terms)
     if value.op != "exp" or len(logs) != 1:
         raise NoAttention("exponentials")
-    others = [x for x, _ in shifts if x is not logs[0][0]]
+    others = [x[0] for x, _ in shifts if x[0] is not logs[0][0]]
+    (is_added,) = [flag for x, flag in shifts if x is logs[0]]
     if not _is_log_of_sum(logs[0], logits, others, keys):
         raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
-    return Softmax(logits, 1.0, outside, loses_log=bool(others))
+    return Softmax(logits, 1.0, outside, loses_log=is_added)
 
 
-def _shifts(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, list[Element]]:
-    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys."""
-    shifts: list[Element] = []
+def _shifts(
+    element: Element, keys: tuple[Letter, ...]
+) -> tuple[Element, list[tuple[Element, bool]]]:
+    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys.
+
+    Each of these comes with a flag: was it part of a sum?
+    """
+    shifts: list[tuple[Element, bool]] = []
     element = chain(*element)[-1]
     while element[0].op == "sub":
         logits, shift = _inputs(*element)
         if _depends(shift, keys):
             break
-        waiting = [shift]
+        waiting = [(shift, False)]
         while waiting:
-            value, index = chain(*waiting.pop())[-1]
+            part, is_added = waiting.pop()
+            value, index = chain(*part)[-1]
             if value.op == "add":
-                waiting.extend(_inputs(value, index))
+                waiting.extend((x, True) for x in _inputs(value, index))
             else:
-                shifts.append((value, index))
+                shifts.append(((value, index), is_added))
         element = chain(*logits)[-1]
     return element, shifts
 

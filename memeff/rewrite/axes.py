@@ -190,16 +190,23 @@ def _known_starts(equation: Equation) -> list[int] | None:
 
 def known_number(value: Value) -> Any:
     """Return the number that every element of a value is, or None where that is not known."""
-    while value.op in SAME_NUMBER:
-        assert value.maker is not None
-        value = value.maker.inputs[0]
+    if not value.known:
+        value.known.append(_known_number(value))
+    return value.known[0]
+
+
+def _known_number(value: Value) -> Any:
     if value.constant is not None:
         numbers = as_numpy(value.constant)
         if numbers is None or numbers.size == 0:
             return None
         first = numbers.reshape(-1)[0]
         return first if numbers.size == 1 or (numbers == first).all() else None
-    if value.maker is None or value.op not in ELEMENTWISE:
+    if value.maker is None:
+        return None
+    if value.op in SAME_NUMBER:
+        return known_number(value.maker.inputs[0])
+    if value.op not in ELEMENTWISE:
         return None
     inputs = [known_number(x) for x in value.maker.inputs]
     if any(x is None for x in inputs):

@@ -14,6 +14,7 @@ The algorithm, from the second product backward:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -45,6 +46,7 @@ from memeff.rewrite.symbols import (
     negate,
 )
 
+NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
 Element = tuple[Value, Index]
 
@@ -156,8 +158,8 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     (contracted, _) = second.params["dimension_numbers"]
     probabilities = second.inputs[side]
     index = new_index(probabilities.shape)
-    if not letters_in(index[d] for d in contracted[side]):
-        raise NoAttention("a product of size 1")
+    if not letters_in(index[d] for d in contracted[side]) or not _may_be_softmax(probabilities):
+        raise NoAttention("no softmax")
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         keys = tuple(letters_in(index[d] for d in contracted[side]))
@@ -170,9 +172,25 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
         if expand_all(index) == before:
             break
     first = _maker(dots[0])
+    if first.params["precision"] != second.params["precision"]:
+        raise NoMatch("the two products have different precisions")
     query, key = _operands_of_first(first, dots[1], keys)
     letters = tuple(letters_in(index))
     return Match(first, second, *result, dots, softmax, query, key, value, letters, keys, columns)
+
+
+def _may_be_softmax(value: Value) -> bool:
+    """Return True if an exponential is among the few equations before a value."""
+    waiting = collections.deque([value])
+    for _ in range(NEAR):
+        if not waiting:
+            return False
+        value = waiting.popleft()
+        if value.op in ("exp", "exp2"):
+            return True
+        if value.maker is not None and value.op in ELEMENTWISE | MOVES:
+            waiting.extend(value.maker.inputs)
+    return False
 
 
 # ---- (2) The softmax

@@ -1,0 +1,125 @@
+"""Read jaxprs in the same way on every supported version of JAX."""
+
+import os
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")  # equations that only name their body
+_JAX_FILES = os.path.dirname(jax.__file__) + os.sep
+_THIS_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """Return a jaxpr with its constants, which JAX 0.10 leaves out where there are none."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def body_of(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that a call, a scan, a remat or a shard_map runs."""
+    params = eqn.params
+    return closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"])
+
+
+def can_inline(eqn: JaxprEqn) -> bool:
+    """Return True if an equation means the same as the equations of its body.
+
+    A `jit` with shardings does not, nor does a function with a derivative of its own. But the
+    derivative that JAX gives its softmax and logsumexp is the true one.
+    """
+    name = eqn.primitive.name
+    if name == "custom_jvp_call":
+        body = body_of(eqn).jaxpr
+        names = {x.primitive.name for x in body.eqns}
+        return {"exp", "reduce_sum"} <= names and _defined_by_jax(body)
+    if name not in CALLS:
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    options = eqn.params.get("compiler_options_kvs", ())
+    return not options and all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+
+
+def _defined_by_jax(jaxpr: Jaxpr) -> bool:
+    """Return True if the function that was traced to `jaxpr` stands in a file of JAX."""
+    info = getattr(jaxpr.debug_info, "func_src_info", None) or ""
+    return f" at {_JAX_FILES}" in info
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return how many constants and carried arrays a scan has; they are its first inputs."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def is_derivative(eqn: JaxprEqn) -> bool:
+    """Return True for an equation that a derivative inside the program has made."""
+    name_stack = str(eqn.source_info.name_stack)
+    return "jvp(" in name_stack or "transpose(" in name_stack
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Return "file:line" of the program, outside JAX and this library, that made an equation."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return "?"
+    for frame in traceback.frames:
+        if not frame.file_name.startswith((_JAX_FILES, _THIS_LIBRARY)):
+            return f"{frame.file_name}:{frame.line_num}"
+    return "?"
+
+
+def vary_alike(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return arrays that vary over the same devices of a shard_map, as primitives demand."""
+    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    every = frozenset().union(*axes)
+    alike = []
+    for x, own in zip(arrays, axes, strict=True):
+        missing = tuple(every - own)
+        if missing and hasattr(lax, "pcast"):
+            x = lax.pcast(x, missing, to="varying")
+        elif missing:
+            x = lax.pvary(x, missing)
+        alike.append(x)
+    return alike
+
+
+class Body(NamedTuple):
+    """A jaxpr within an equation, and the inputs of the equation that it receives unchanged."""
+
+    jaxpr: ClosedJaxpr
+    inputs: tuple[int | None, ...]  # for each input of the jaxpr; None: it is made by a loop
+
+
+def bodies_of(eqn: JaxprEqn) -> list[Body]:
+    """Return the jaxprs in which attention is replaced; none where that could change a derivative.
+
+    The derivative of a `custom_vjp` or `custom_jvp` function is its author's. The body of a
+    shard_map sees parts of its inputs.
+    """
+    name = eqn.primitive.name
+    params = eqn.params
+    everything = tuple(range(len(eqn.invars)))
+    if name in ("remat", "remat2", "checkpoint", "jit", "pjit"):
+        return [Body(body_of(eqn), everything)]
+    if name == "shard_map":
+        return [Body(body_of(eqn), (None,) * len(everything))]
+    if name == "scan":
+        constants, _ = scan_counts(eqn)
+        changing = (None,) * (len(everything) - constants)
+        return [Body(body_of(eqn), (*everything[:constants], *changing))]
+    if name == "while":
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry = (None,) * (len(everything) - second)
+        return [
+            Body(closed(params["cond_jaxpr"]), (*everything[:first], *carry)),
+            Body(closed(params["body_jaxpr"]), (*everything[first:second], *carry)),
+        ]
+    if name == "cond":
+        return [Body(closed(x), everything[1:]) for x in params["branches"]]
+    return []

@@ -9,6 +9,7 @@ from memeff.diagnostics.plan import Plan, explain, plan
 from memeff.diagnostics.statistics import Statistics, attention_statistics, key_mass
 from memeff.linear_cross_entropy import linear_cross_entropy
 from memeff.merge import merge
+from memeff.rewrite.transform import find_attention, replace_attention
 from memeff.sequence.layout import from_zigzag, sequence_positions, to_zigzag
 from memeff.switch import switch_jax_nn
 from memeff.tile_sizes import memory_limit
@@ -30,6 +31,7 @@ __all__ = [
     "block_mask",
     "dot_product_attention",
     "explain",
+    "find_attention",
     "from_zigzag",
     "key_mass",
     "linear_cross_entropy",
@@ -37,6 +39,7 @@ __all__ = [
     "memory_limit",
     "merge",
     "plan",
+    "replace_attention",
     "scores",
     "sequence_positions",
     "switch_jax_nn",

@@ -1,0 +1,211 @@
+"""Follow the axes of arrays backward through equations that only move or map elements.
+
+An axis of more than one element is a `Letter`. An index has, for each dim of an array, the letters
+that count along it, the slowest first. A dim of size 1 has none. A reshape that splits an axis
+splits its letter, so that every earlier index stays valid (`expand`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memeff.rewrite.graph import Equation, Value
+from memeff.rewrite.numbers import as_numpy, compute
+
+# Each element of the result is computed from the elements of the operands at the same index.
+ELEMENTWISE = frozenset(
+    "abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv erfc "
+    "exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
+    "nextafter not or pow reduce_precision rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor".split()
+)
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+MOVES = RESHAPES | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
+
+
+class NoMatch(Exception):
+    """A place is not attention in a form that can be replaced. The text says why."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Letter:
+    """An axis: its size, and the two letters into which a reshape has split it."""
+
+    size: int
+    parts: tuple[Letter, Letter] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.size}>"
+
+
+Dim = tuple[Letter, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A dim of an array of which a slice reads the positions start + stride * i, of `size`."""
+
+    start: int
+    stride: int
+    inner: Any  # Dim or Slice
+    size: int
+
+
+Index = tuple[Any, ...]  # of Dim or Slice
+
+
+def new_index(shape: Sequence[int]) -> Index:
+    """Return an index with a new letter for each dim of more than one element."""
+    return tuple((Letter(size),) if size != 1 else () for size in shape)
+
+
+def expand(dim: Any) -> Any:
+    """Return a dim with the parts of its letters in the places of those that were split."""
+    if isinstance(dim, Slice):
+        return dataclasses.replace(dim, inner=expand(dim.inner))
+    letters = []
+    for letter in dim:
+        if letter.parts is None:
+            letters.append(letter)
+        else:
+            letters.extend(expand(letter.parts))
+    return tuple(letters)
+
+
+def expand_all(index: Index) -> Index:
+    """Return an index with `expand` applied to each dim."""
+    return tuple(expand(dim) for dim in index)
+
+
+def letters_in(index: Iterable[Any]) -> list[Letter]:
+    """Return the letters of all dims in their order."""
+    letters = []
+    for dim in index:
+        letters.extend(letters_in([dim.inner]) if isinstance(dim, Slice) else expand(dim))
+    return letters
+
+
+def regroup(index: Index, shape: Sequence[int]) -> Index:
+    """Return the index, into an array of `shape`, of the element that `index` has in a reshape."""
+    rest: list[Any] = []
+    for dim in index:
+        rest.extend([dim] if isinstance(dim, Slice) else expand(dim))
+    dims = []
+    for size in shape:
+        dim: list[Any] = []
+        have = 1
+        while have < size:
+            if not rest:
+                raise NoMatch("a reshape mixes axes")
+            item = rest.pop(0)
+            need = size // have
+            if isinstance(item, Letter) and item.size > need:
+                if item.size % need:
+                    raise NoMatch("a reshape splits an axis unevenly")
+                item.parts = (Letter(need), Letter(item.size // need))
+                rest.insert(0, item.parts[1])
+                item = item.parts[0]
+            dim.append(item)
+            have *= item.size
+        if have != size:
+            raise NoMatch("a reshape mixes axes")
+        if len(dim) == 1 and isinstance(dim[0], Slice):
+            dims.append(dim[0])
+        elif any(isinstance(item, Slice) for item in dim):
+            raise NoMatch("a reshape mixes a slice with other axes")
+        else:
+            dims.append(tuple(dim))
+    if rest:
+        raise NoMatch("a reshape mixes axes")
+    return tuple(dims)
+
+
+def fit(index: Index, value: Value) -> Index:
+    """Return the index into an operand of an elementwise equation, which may be a scalar."""
+    if not value.shape:
+        return ()
+    return tuple(() if n == 1 else dim for n, dim in zip(value.shape, index, strict=True))
+
+
+def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | None:
+    """Return the elements from which the element `index` of the first result is computed.
+
+    Return None for equations that do more than move or map elements.
+    """
+    name = equation.eqn.primitive.name
+    params = equation.params
+    first = equation.inputs[0] if equation.inputs else None
+    if name in ELEMENTWISE:
+        return [(x, fit(index, x)) for x in equation.inputs]
+    if first is None:
+        return None
+    if name == "broadcast_in_dim" and len(equation.inputs) == 1:
+        inner = tuple(index[d] for d in params["broadcast_dimensions"])
+        return [(first, fit(inner, first))]
+    if name == "transpose":
+        permutation = list(params["permutation"])
+        return [(first, tuple(index[permutation.index(d)] for d in range(len(index))))]
+    if name in RESHAPES and params.get("dimensions") is None or name in ("squeeze", "expand_dims"):
+        return [(first, regroup(index, first.shape))]
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(index)
+        return [(first, _sliced(index, params["start_indices"], strides, first))]
+    if name == "dynamic_slice":
+        starts = _known_starts(equation)
+        if starts is not None:
+            return [(first, _sliced(index, starts, (1,) * len(index), first))]
+    return None
+
+
+def _sliced(index: Index, starts: Sequence[int], strides: Sequence[int], value: Value) -> Index:
+    """Return the index into the operand of a slice."""
+    dims: list[Any] = []
+    for dim, start, stride, size in zip(index, starts, strides, value.shape, strict=True):
+        unchanged = start == 0 and stride == 1 and math.prod(x.size for x in letters_in([dim]))
+        dims.append(dim if unchanged == size else Slice(start, stride, dim, size))
+    return tuple(dims)
+
+
+def _known_starts(equation: Equation) -> list[int] | None:
+    """Return where a dynamic slice begins, clipped as JAX clips it; None where it is traced."""
+    shape = equation.inputs[0].shape
+    sizes = equation.outputs[0].shape
+    starts = []
+    for start, size, whole in zip(equation.inputs[1:], sizes, shape, strict=True):
+        number = known_number(start)
+        if number is None:
+            return None
+        starts.append(min(max(int(number), 0), whole - size))
+    return starts
+
+
+def known_number(value: Value) -> Any:
+    """Return the number that every element of a value is, or None where that is not known."""
+    while value.op in ("broadcast_in_dim", "reshape", "copy", "squeeze", "stop_gradient"):
+        assert value.maker is not None
+        value = value.maker.inputs[0]
+    if value.constant is not None:
+        numbers = as_numpy(value.constant)
+        if numbers is None or numbers.size == 0:
+            return None
+        first = numbers.reshape(-1)[0]
+        return first if numbers.size == 1 or (numbers == first).all() else None
+    if value.maker is None or value.op not in ELEMENTWISE:
+        return None
+    inputs = [known_number(x) for x in value.maker.inputs]
+    if any(x is None for x in inputs):
+        return None
+    return compute(value.maker.eqn, inputs)
+
+
+def is_closed(value: Value) -> bool:
+    """Return True if a value is computed from positions and known numbers alone."""
+    if known_number(value) is not None or value.op == "iota":
+        return True
+    if value.maker is None or value.op not in ELEMENTWISE | MOVES:
+        return False
+    return all(is_closed(x) for x in value.maker.inputs)

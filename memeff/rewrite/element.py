@@ -1,0 +1,352 @@
+"""Compute one element of an array from positions and from the arrays at which its equations begin.
+
+The result is a `score_fn` or a `mask_fn` of memeff. It is plain data, so that equal functions of
+equal layers compare equal, and JAX traces their call once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memeff.rewrite.axes import (
+    ELEMENTWISE,
+    MOVES,
+    Index,
+    Letter,
+    NoMatch,
+    Slice,
+    expand,
+    expand_all,
+    is_closed,
+    known_number,
+    letters_in,
+    sources,
+)
+from memeff.rewrite.graph import Value
+from memeff.rewrite.symbols import (
+    Affine,
+    And,
+    AtLeastZero,
+    Formula,
+    IsZero,
+    Known,
+    Leaf,
+    Not,
+    Opaque,
+    SameIds,
+)
+
+BATCH, HEAD, QUERY, KEY = range(4)  # the four numbers that memeff gives a function of pairs
+MOST_STEPS = 500  # more equations than this are not the elements of a mask or a bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Say what each letter counts: batch entries, heads, queries or keys; the slowest first."""
+
+    batch: tuple[Letter, ...]
+    heads: tuple[Letter, ...]
+    query: tuple[Letter, ...]
+    keys: tuple[Letter, ...]
+
+    @property
+    def groups(self) -> tuple[tuple[Letter, ...], ...]:
+        """Return the letters of batch entries, heads, queries and keys."""
+        return self.batch, self.heads, self.query, self.keys
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return B, N, T and S."""
+        return tuple(math.prod(x.size for x in group) for group in self.groups)
+
+
+Step = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementFunction:
+    """A function of one pair: steps, each computed from the results of earlier ones.
+
+    A step is a kind and its arguments: ("position", which of the four numbers, what to subtract,
+    divisor, modulus), ("affine", ((step, factor), ...), constant), ("number", number, dtype),
+    ("cast", step, dtype), ("leaf", param, steps of its index), ("score", dtype), ("op", primitive,
+    params, steps), ("all", steps), ("any", steps), ("not", step), ("equal", step, step),
+    ("positive", step), ("zero", step), ("sum", steps), ("times", step, factor).
+    """
+
+    steps: tuple[Step, ...]
+    kind: str  # "score", "mask" or "bias"
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Compute the element; the arguments are those of a score_fn or of a mask_fn."""
+        *arguments, leaves = arguments
+        score = arguments[0] if self.kind == "score" else None
+        positions = arguments[-4:]
+        done: list[Any] = []
+        for kind, *rest in self.steps:
+            done.append(_STEPS[kind](_State(done, positions, score, leaves), *rest))
+        result = done[-1]
+        if self.kind == "mask":
+            return jnp.asarray(result, bool)
+        return result if score is None else result.astype(score.dtype)
+
+    def uses(self) -> tuple[bool, ...]:
+        """Return which of the four numbers the steps read."""
+        read = {step[1] for step in self.steps if step[0] == "position"}
+        return tuple(which in read for which in range(4))
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What a step may read."""
+
+    done: list[Any]
+    positions: Any
+    score: Any
+    leaves: Any
+
+
+def _position(state, which, subtract, divisor, modulus):
+    x = state.positions[which]
+    x = x - subtract if subtract else x
+    x = x // divisor if divisor > 1 else x
+    return x % modulus if modulus else x
+
+
+def _affine(state, terms, constant):
+    total: Any = None
+    for step, factor in terms:
+        term = state.done[step] if factor == 1 else state.done[step] * factor
+        total = term if total is None else total + term
+    if total is None:
+        return jnp.int32(constant)
+    return total + constant if constant else total
+
+
+def _leaf(state, param, steps):
+    leaf = state.leaves[param]
+    return leaf[tuple(state.done[step] for step in steps)] if steps else leaf.reshape(())
+
+
+def _op(state, primitive, params, steps):
+    return primitive.bind(*(state.done[step] for step in steps), **dict(params))
+
+
+def _sum(state, steps):
+    terms = [state.done[step] for step in steps]
+    dtype = jnp.result_type(*terms, jnp.float32)
+    total = terms[0].astype(dtype)
+    for term in terms[1:]:
+        total = total + term.astype(dtype)
+    return total
+
+
+def _times(state, step, factor):
+    x = state.done[step]
+    return x * jnp.asarray(factor, x.dtype)
+
+
+def _all(state, steps):
+    result = state.done[steps[0]]
+    for step in steps[1:]:
+        result = result & state.done[step]
+    return result
+
+
+def _any(state, steps):
+    result = state.done[steps[0]]
+    for step in steps[1:]:
+        result = result | state.done[step]
+    return result
+
+
+_STEPS = {
+    "position": _position,
+    "affine": _affine,
+    "number": lambda state, number, dtype: jnp.asarray(np.asarray(number, dtype)),
+    "cast": lambda state, step, dtype: jnp.asarray(state.done[step], dtype),
+    "leaf": _leaf,
+    "score": lambda state, dtype: state.score.astype(dtype),
+    "op": _op,
+    "sum": _sum,
+    "times": _times,
+    "all": _all,
+    "any": _any,
+    "not": lambda state, step: ~state.done[step],
+    "equal": lambda state, first, second: state.done[first] == state.done[second],
+    "positive": lambda state, step: state.done[step] >= 0,
+    "zero": lambda state, step: state.done[step] == 0,
+}
+
+
+class Builder:
+    """Collect the steps of an element, and the arrays that it reads.
+
+    `dots` is the product that a score stands for, at `dots_index`; None in a mask.
+    """
+
+    def __init__(self, roles: Roles, q_offset: int = 0):
+        self.roles = roles
+        self.q_offset = q_offset
+        self.steps: list[Step] = []
+        self.leaves: list[Value] = []
+        self.dots: Value | None = None
+        self.dots_index: Index = ()
+        self.depends: Any = None  # value -> bool: is it computed from the dots?
+        self.reads_pairs = False  # an array is read that has an element for each pair
+        self._known: dict[Any, int] = {}
+
+    def function(self, kind: str) -> ElementFunction:
+        """Return the function whose result is the last step."""
+        return ElementFunction(tuple(self.steps), kind)
+
+    def add(self, *step: Any) -> int:
+        """Add a step, or find the same one, and return its number."""
+        if step not in self._known:
+            if len(self.steps) >= MOST_STEPS:
+                raise NoMatch(f"more than {MOST_STEPS} operations make a mask or a bias")
+            self.steps.append(step)
+            self._known[step] = len(self.steps) - 1
+        return self._known[step]
+
+    def scaled(self, step: int, factor: float) -> int:
+        """Return the step times a factor."""
+        return step if factor == 1 else self.add("times", step, factor)
+
+    def letter(self, letter: Letter) -> int:
+        """Return the step of the position along a letter."""
+        for which, group in enumerate(self.roles.groups):
+            if letter not in group:
+                continue
+            after = group[group.index(letter) + 1 :]
+            divisor = math.prod(x.size for x in after)
+            modulus = 0 if group[0] is letter else letter.size
+            subtract = self.q_offset if which == QUERY else 0
+            return self.add("position", which, subtract, divisor, modulus)
+        raise NoMatch("an axis is neither of the batch, nor of heads, queries or keys")
+
+    def affine(self, affine: Affine) -> int:
+        """Return the step of an affine function of positions."""
+        terms = []
+        for letter, coefficient in affine.coefficients:
+            terms.append((self.letter(letter), coefficient))
+        return self.add("affine", tuple(terms), affine.constant)
+
+    def position(self, dim: Any) -> int:
+        """Return the step of the position along a dim."""
+        if isinstance(dim, Slice):
+            terms: Any = ((self.position(dim.inner), dim.stride),)
+            return self.add("affine", terms, dim.start)
+        terms = []
+        stride = 1
+        for letter in reversed(expand(dim)):
+            terms.append((self.letter(letter), stride))
+            stride *= letter.size
+        return self.add("affine", tuple(reversed(terms)), 0)
+
+    def element(self, value: Value, index: Index) -> int:
+        """Return the step of the element of `value` at `index`."""
+        index = expand_all(index)
+        number = known_number(value)
+        if number is not None:
+            return self.add("number", _hashable(number), str(value.dtype))
+        if value is self.dots:
+            if index != expand_all(self.dots_index):
+                raise NoMatch("the logits of one pair depend on those of another pair")
+            return self.add("score", str(value.dtype))
+        computed = self.depends is not None and self.depends(value)
+        if not computed and self._is_leaf(value, index):
+            return self.leaf(value, index)
+        equation = value.maker
+        inputs = sources(equation, index) if equation is not None else None
+        if equation is not None and value.op == "iota":
+            step = self.position(index[equation.params["dimension"]])
+            return self.add("cast", step, str(value.dtype))
+        if equation is None or inputs is None:
+            if computed:
+                raise NoMatch(f"the logits pass through `{value.op}`")
+            return self.leaf(value, index)
+        steps = tuple(self.element(*source) for source in inputs)
+        if value.op not in ELEMENTWISE:
+            return steps[0]
+        params = dict(equation.params)
+        if "sharding" in params:
+            params["sharding"] = None
+        return self.add("op", equation.eqn.primitive, tuple(sorted(params.items())), steps)
+
+    def _is_leaf(self, value: Value, index: Index) -> bool:
+        """Return True for an array that is best computed once, and not for each pair."""
+        if value.op in MOVES or self._over_pairs(index):
+            return False
+        return not is_closed(value)
+
+    def _over_pairs(self, index: Index) -> bool:
+        """Return True if an index has letters of queries and of keys."""
+        letters = letters_in(index)
+        _, _, query, keys = self.roles.groups
+        return any(x in letters for x in query) and any(x in letters for x in keys)
+
+    def leaf(self, value: Value, index: Index) -> int:
+        """Return the step that reads an element of an array."""
+        self.reads_pairs |= self._over_pairs(index)
+        if value not in self.leaves:
+            self.leaves.append(value)
+        steps = []
+        for dim, size in zip(index, value.shape, strict=True):
+            steps.append(self.add("affine", (), 0) if size == 1 else self.position(dim))
+        return self.add("leaf", self.leaves.index(value), tuple(steps))
+
+    def formula(self, formula: Formula) -> int:
+        """Return the step of a formula."""
+        if isinstance(formula, Known):
+            return self.add("number", formula.value, "bool")
+        if isinstance(formula, AtLeastZero):
+            return self.add("positive", self.affine(formula.affine))
+        if isinstance(formula, IsZero):
+            return self.add("zero", self.affine(formula.affine))
+        if isinstance(formula, Leaf):
+            return self._opaque(formula.element)
+        if isinstance(formula, SameIds):
+            return self.add("equal", self._opaque(formula.first), self._opaque(formula.second))
+        if isinstance(formula, Not):
+            return self.add("not", self.formula(formula.part))
+        steps = tuple(self.formula(x) for x in formula.parts)
+        return self.add("all" if isinstance(formula, And) else "any", steps)
+
+    def _opaque(self, element: Opaque) -> int:
+        return self.element(element.value, element.index)
+
+
+def _hashable(number: Any) -> Any:
+    """Return a NumPy number as Python's, and NaN as a text, because NaN is not equal to itself."""
+    number = np.asarray(number)
+    if number.dtype == bool:
+        return bool(number)
+    if np.issubdtype(number.dtype, np.integer):
+        return int(number)
+    number = float(number)
+    return "nan" if math.isnan(number) else number  # NumPy reads the text as a float
+
+
+def tabulate(function: ElementFunction, sizes: Iterable[int], leaves: Any) -> jax.Array:
+    """Return the results of a function without scores for all its batch entries, heads and pairs.
+
+    The result is [B|1, N|1, T|1, S|1]: a dim on which the function does not depend has size 1.
+    """
+    uses = function.uses()
+    grids = []
+    for size, used in zip(sizes, uses, strict=True):
+        grids.append(jnp.arange(size, dtype=jnp.int32) if used else jnp.zeros(1, jnp.int32))
+    mapped = lambda *positions: function(*positions, leaves)
+    for which in reversed(range(4)):
+        axes = [None] * 4
+        axes[which] = 0
+        mapped = jax.vmap(mapped, tuple(axes))
+    return mapped(*grids)

@@ -1,0 +1,104 @@
+"""Hold a jaxpr as a graph of values, in which the bodies of plain calls are inlined.
+
+An inlined call keeps its own equation, so that a program that nobody changed inside runs as it was
+written (`jax.jit` stays `jax.jit`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal
+
+from memeff.rewrite.versions import body_of, can_inline
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """An array of the program: its type, the equation that makes it, or its known numbers."""
+
+    aval: Any
+    maker: Equation | None = None
+    constant: Any = None  # an array or a number; None: not known
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def op(self) -> str:
+        """Return the name of the primitive that makes this value; "" for inputs and constants."""
+        return "" if self.maker is None else self.maker.eqn.primitive.name
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Equation:
+    """One equation, between values of the graph."""
+
+    eqn: JaxprEqn
+    inputs: list[Value]
+    outputs: list[Value]
+    number: int  # its place in the order of the program
+    calls: tuple[Call, ...] = ()  # the inlined calls in which it stands, the outermost first
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call:
+    """An inlined call: its equation, and the equations and calls of its body."""
+
+    eqn: JaxprEqn
+    inputs: list[Value]
+    outputs: list[Value]
+    items: list[Equation | Call] = dataclasses.field(default_factory=list)
+
+
+class Graph:
+    """The values and equations of one jaxpr."""
+
+    def __init__(self, jaxpr: ClosedJaxpr):
+        self.equations: list[Equation] = []  # of all calls, in the order of the program
+        self.inputs = [Value(x.aval) for x in jaxpr.jaxpr.invars]
+        self.items, self.results = self._inline(jaxpr, self.inputs, ())
+
+    def _inline(
+        self, jaxpr: ClosedJaxpr, inputs: Sequence[Value], calls: tuple[Call, ...]
+    ) -> tuple[list[Equation | Call], list[Value]]:
+        """Add the equations of a jaxpr. Return them in their calls, and the jaxpr's results."""
+        values = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+        for variable, constant in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+            values[variable] = Value(variable.aval, constant=constant)
+
+        def read(atom):
+            if isinstance(atom, Literal):
+                return Value(atom.aval, constant=np.asarray(atom.val, atom.aval.dtype))
+            return values[atom]
+
+        items: list[Equation | Call] = []
+        for eqn in jaxpr.jaxpr.eqns:
+            arguments = [read(x) for x in eqn.invars]
+            if can_inline(eqn):
+                call = Call(eqn, arguments, [])
+                call.items, call.outputs = self._inline(body_of(eqn), arguments, (*calls, call))
+                items.append(call)
+                outputs = call.outputs
+            else:
+                equation = Equation(eqn, arguments, [], len(self.equations), calls)
+                equation.outputs = [Value(x.aval, equation) for x in eqn.outvars]
+                self.equations.append(equation)
+                items.append(equation)
+                outputs = equation.outputs
+            for variable, value in zip(eqn.outvars, outputs, strict=True):
+                if not isinstance(variable, DropVar):
+                    values[variable] = value
+        return items, [read(x) for x in jaxpr.jaxpr.outvars]

@@ -1,0 +1,185 @@
+"""Describe one replaced attention as plain data, and run it.
+
+A recipe names no array of the program, so equal layers have equal recipes, and JAX traces the call
+of each recipe once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.attention import dot_product_attention
+from memeff.rewrite.element import ElementFunction, tabulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Bring an array into another shape: slice, split axes, transpose, broadcast, merge axes."""
+
+    slices: tuple[tuple[int, int, int] | None, ...]  # of each dim: start, stride, count
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    with_ones: tuple[int, ...]  # axes that the array lacks have size 1
+    broadcast: tuple[int, ...]
+    merged: tuple[int, ...]
+
+    def __call__(self, x: Array) -> Array:
+        for d, cut in enumerate(self.slices):
+            if cut is not None:
+                start, stride, count = cut
+                x = lax.slice_in_dim(x, start, start + stride * (count - 1) + 1, stride, d)
+        x = x.reshape(self.split).transpose(self.order).reshape(self.with_ones)
+        return jnp.broadcast_to(x, self.broadcast).reshape(self.merged)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An array of the program: its number among the inputs, and how it is arranged."""
+
+    number: int
+    arrangement: Arrangement
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PairFunction:
+    """A function of pairs, and the numbers of the inputs that are its params."""
+
+    function: ElementFunction
+    numbers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A call of `dot_product_attention` in place of equations of a program."""
+
+    query: Argument  # [*leads, T, N, H]
+    key: Argument  # [*leads, S, K, H]
+    value: Argument  # [*leads, S, K, D]
+    dtype: str  # of the call
+    sizes: tuple[int, int, int, int]  # B, N, T, S
+    leads: tuple[int, ...]
+    scale: float
+    scales: tuple[tuple[str, int], ...]  # "mul" or "div" by a scalar input
+    soft_cap: float | None
+    window: tuple[int | None, int | None]
+    q_offset: int
+    segments: tuple[Argument, Argument] | None
+    mask: Argument | None  # an array of the program, True = may attend
+    mask_is_hidden: bool  # True = may not attend
+    mask_table: PairFunction | None  # a small mask that is computed once
+    mask_fn: PairFunction | None
+    bias: Argument | None
+    bias_table: PairFunction | None  # a small bias that is computed once
+    score_fn: PairFunction | None
+    empty_rows: str | None  # "mean" of all values, or "nan"; None: no row is empty
+    factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
+    precision: Any
+    out: Arrangement
+    out_dtype: str
+
+    def keywords(self, inputs: list[Array]) -> dict[str, Any]:
+        """Return the arguments of the call besides query, key and value."""
+        keywords: dict[str, Any] = {"scale": self._scale(inputs), "precision": self.precision}
+        left, right = self.window
+        if (left, right) == (None, 0):
+            keywords["is_causal"] = True
+        elif self.window != (None, None):
+            keywords["local_window_size"] = self.window
+        if self.q_offset:
+            keywords["q_offset"] = self.q_offset
+        if self.soft_cap is not None:
+            keywords["logits_soft_cap"] = self.soft_cap
+        if self.segments is not None:
+            query_ids, key_ids = (self._array(x, inputs) for x in self.segments)
+            keywords["query_segment_ids"] = query_ids
+            keywords["key_value_segment_ids"] = key_ids
+        mask = self._mask(inputs)
+        if mask is not None:
+            keywords["mask"] = mask
+        bias = self._bias(inputs)
+        if bias is not None:
+            keywords["bias"] = bias
+        for name, pair_function in (("score", self.score_fn), ("mask", self.mask_fn)):
+            if pair_function is not None:
+                keywords[f"{name}_fn"] = pair_function.function
+                keywords[f"{name}_params"] = [inputs[n] for n in pair_function.numbers]
+        return keywords
+
+    def operands(self, inputs: list[Array]) -> list[Array]:
+        """Return query, key and value as the call takes them."""
+        arguments = (self.query, self.key, self.value)
+        return [self._array(x, inputs).astype(self.dtype) for x in arguments]
+
+    def _array(self, argument: Argument, inputs: list[Array]) -> Array:
+        return argument.arrangement(inputs[argument.number])
+
+    def _scale(self, inputs: list[Array]) -> Any:
+        scale: Any = self.scale
+        for operation, number in self.scales:
+            x = inputs[number].reshape(()).astype(jnp.promote_types(self.dtype, jnp.float32))
+            scale = scale * x if operation == "mul" else scale / x
+        return scale
+
+    def _table(self, pair_function: PairFunction, inputs: list[Array]) -> Array:
+        """Return the results of a function of positions, [*leads|1, N|1, T|1, S|1]."""
+        leaves = [inputs[n] for n in pair_function.numbers]
+        table = tabulate(pair_function.function, self.sizes, leaves)
+        if table.shape[0] == 1:
+            leads = (1,) * len(self.leads)
+        else:
+            leads = self.leads
+        return table.reshape(*leads, *table.shape[1:])
+
+    def _mask(self, inputs: list[Array]) -> Array | None:
+        mask = None
+        if self.mask is not None:
+            mask = self._array(self.mask, inputs)
+            mask = ~mask if self.mask_is_hidden else mask
+        if self.mask_table is not None:
+            mask = self._table(self.mask_table, inputs)
+        return mask
+
+    def _bias(self, inputs: list[Array]) -> Array | None:
+        """Return the bias. Its finite numbers must not count as hidden, as they do in memeff."""
+        if self.bias is not None:
+            bias = self._array(self.bias, inputs)
+            bias = bias if self.bias.factor == 1 else bias * self.bias.factor
+        elif self.bias_table is not None:
+            bias = self._table(self.bias_table, inputs)
+        else:
+            return None
+        lowest = float(jnp.finfo(bias.dtype).min) / 2
+        return jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, lowest))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
+    """Return what the replaced equations would return."""
+    query, key, value = recipe.operands(inputs)
+    keywords = recipe.keywords(inputs)
+    if recipe.empty_rows is None:
+        out = dot_product_attention(query, key, value, **keywords)
+    else:
+        out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
+        out = jnp.where(jnp.isneginf(lse)[..., None], _of_empty_rows(recipe, value), out)
+    for operation, argument in recipe.factors:
+        factor = recipe._array(argument, inputs).astype(out.dtype)
+        out = out * factor if operation == "mul" else out / factor
+    return recipe.out(out).astype(recipe.out_dtype)
+
+
+def _of_empty_rows(recipe: Recipe, value: Array) -> Array:
+    """Return what the program gives in rows that see no key: NaN, or the mean [*leads, 1, N, D]."""
+    if recipe.empty_rows == "nan":
+        return jnp.full((), jnp.nan, value.dtype)
+    _, N, _, _ = recipe.sizes
+    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    mean = wide.mean(-3, keepdims=True).astype(value.dtype)
+    return jnp.repeat(mean, N // value.shape[-2], axis=-2)

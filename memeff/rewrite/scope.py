@@ -1,0 +1,311 @@
+"""Find the attention of a jaxpr and of the jaxprs within it, and evaluate it with its replacements.
+
+A scope is one jaxpr: that of the program, or the body of a scan, a loop, a branch, a remat or a
+shard_map. Each distinct jaxpr is searched once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from memeff.rewrite.axes import NoMatch
+from memeff.rewrite.graph import Call, Equation, Graph, Value
+from memeff.rewrite.recipe import run_recipe
+from memeff.rewrite.recognise import Match, NoAttention, match
+from memeff.rewrite.translate import Replacement, translate
+from memeff.rewrite.versions import bodies_of, scan_counts, source_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A softmax between two products that is left as it is, and why."""
+
+    equation: Equation
+    reason: str
+
+
+class Search:
+    """Search jaxprs, each once."""
+
+    def __init__(self, min_logits: int):
+        self.min_logits = min_logits
+        self.visited = 0  # equations
+        self._scopes: dict[int, Scope] = {}
+
+    def scope(self, jaxpr: ClosedJaxpr) -> Scope:
+        """Return the scope of a jaxpr."""
+        key = id(jaxpr.jaxpr)
+        if key not in self._scopes:
+            self._scopes[key] = Scope(jaxpr, self)
+        return self._scopes[key]
+
+
+class Scope:
+    """The equations of one jaxpr, what replaces some of them, and the scopes within it."""
+
+    def __init__(self, jaxpr: ClosedJaxpr, search: Search):
+        self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
+        self.graph = Graph(jaxpr)
+        self.left: list[Left] = []
+        self.replaced: dict[Equation, Replacement] = {}
+        self.inner: dict[Equation, list[Scope]] = {}
+        search.visited += len(self.graph.equations)
+        for equation in self.graph.equations:
+            if equation.eqn.primitive.name == "dot_general":
+                self._find(equation, search.min_logits)
+                continue
+            bodies = bodies_of(equation.eqn)
+            if bodies:
+                self.inner[equation] = [search.scope(body) for body in bodies]
+        self.live = self._drop_useless()
+        self.touched = self._touched_calls()
+
+    @property
+    def is_changed(self) -> bool:
+        """Return True if something is replaced here or in an inner scope."""
+        return bool(self.replaced) or any(self.changes(x) for x in self.inner)
+
+    def changes(self, equation: Equation) -> bool:
+        """Return True if something is replaced in the bodies of an equation."""
+        return any(x.is_changed for x in self.inner.get(equation, ()))
+
+    # ---- Finding
+
+    def _find(self, second: Equation, min_logits: int) -> None:
+        """Add the replacement of a product, or the reason why it is left."""
+        for side in (0, 1):
+            try:
+                found = match(second, side)
+                _check_gain(found, min_logits)
+                replacement = translate(found)
+            except NoAttention:
+                continue
+            except NoMatch as reason:
+                self.left.append(Left(second, str(reason)))
+                continue
+            assert found.result.maker is not None
+            self.replaced[found.result.maker] = replacement
+            return
+
+    def _drop_useless(self) -> set[Value]:
+        """Undo replacements whose logits something else needs. Return the values that are needed."""
+        by_product: dict[Value, list[Equation]] = {}
+        for equation, replacement in self.replaced.items():
+            by_product.setdefault(replacement.match.dots[0], []).append(equation)
+        for equations in by_product.values():
+            if len(equations) > 1:
+                for equation in equations:
+                    self._leave(equation, "the same probabilities are multiplied with two arrays")
+        while True:
+            live = self._live_values()
+            useless = [x for x, r in self.replaced.items() if r.match.dots[0] in live]
+            if not useless:
+                return live
+            users = [_user_of(self, x, live) for x in useless]
+            for equation, user in zip(useless, users, strict=True):
+                self._leave(equation, f"the logits or probabilities are {user}")
+
+    def _leave(self, equation: Equation, reason: str) -> None:
+        replacement = self.replaced.pop(equation)
+        self.left.append(Left(replacement.match.second, reason))
+
+    def _live_values(self) -> set[Value]:
+        """Return the values that the results need when all replacements are made."""
+        live = set(self.graph.results)
+        for equation in reversed(self.graph.equations):
+            if not equation.eqn.effects and live.isdisjoint(equation.outputs):
+                continue
+            if equation in self.replaced:
+                live.update(self.replaced[equation].inputs)
+            else:
+                live.update(equation.inputs)
+        return live
+
+    def _touched_calls(self) -> set[Call]:
+        """Return the inlined calls that cannot run as they are written."""
+        touched: set[Call] = set()
+        for equation in self.graph.equations:
+            if equation in self.replaced or self.changes(equation):
+                touched.update(equation.calls)
+        for replacement in self.replaced.values():
+            for value in replacement.inputs:
+                calls = () if value.maker is None else value.maker.calls
+                touched.update(x for x in calls if value not in x.outputs)
+        return touched
+
+
+def _check_gain(found: Match, min_logits: int) -> None:
+    """Refuse attention whose logits are small."""
+    T = S = 1
+    for letter in found.query_only:
+        T = max(T, letter.size)
+    for letter in found.keys:
+        S *= letter.size
+    if T == 1:
+        raise NoMatch("one query only, so the logits are no larger than the keys")
+    if T * S < min_logits:
+        raise NoMatch(
+            f"T x S = {T} x {S} is less than min_logits={min_logits}, so there is little to gain"
+        )
+
+
+def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
+    """Return in words what else uses the logits or the probabilities of a replaced equation."""
+    found = scope.replaced[equation].match
+    inside = {found.dots[0]}
+    between = []
+    for x in scope.graph.equations[found.first.number : found.second.number]:
+        if not inside.isdisjoint(x.inputs):
+            inside.update(x.outputs)
+            between.append(x)
+    if not inside.isdisjoint(scope.graph.results):
+        return "returned"
+    for x in reversed(scope.graph.equations):
+        is_live = not live.isdisjoint(x.outputs) or x.eqn.effects
+        if not is_live or x in scope.replaced or x is found.second or x in between:
+            continue
+        if not inside.isdisjoint(x.inputs):
+            return f"used by `{x.eqn.primitive.name}` at {source_line(x.eqn)}"
+    for x in between:
+        if not live.isdisjoint(x.outputs):
+            return f"used by `{x.eqn.primitive.name}` at {source_line(x.eqn)}"
+    return "used elsewhere"
+
+
+# ---- Evaluation
+
+
+def evaluate(scope: Scope, arguments: Sequence[Any]) -> list[Any]:
+    """Compute the results of a scope with its replacements."""
+    return _Evaluation(scope, arguments).results()
+
+
+class _Evaluation:
+    """The arrays of one evaluation."""
+
+    def __init__(self, scope: Scope, arguments: Sequence[Any]):
+        self.scope = scope
+        self.arrays = dict(zip(scope.graph.inputs, arguments, strict=True))
+        self._run(scope.graph.items)
+
+    def results(self) -> list[Any]:
+        return [self._read(x) for x in self.scope.graph.results]
+
+    def _read(self, value: Value) -> Any:
+        return self.arrays[value] if value.constant is None else value.constant
+
+    def _run(self, items: Sequence[Equation | Call]) -> None:
+        scope = self.scope
+        for item in items:
+            is_needed = item.eqn.effects or not scope.live.isdisjoint(item.outputs)
+            if isinstance(item, Call):
+                if item in scope.touched or not self._has_inputs(item):
+                    self._run(item.items)
+                elif is_needed:
+                    self._bind(item)
+            elif not is_needed:
+                continue
+            elif item in scope.replaced:
+                replacement = scope.replaced[item]
+                inputs = [self._read(x) for x in replacement.inputs]
+                self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
+            elif scope.changes(item):
+                inputs = [self._read(x) for x in item.inputs]
+                results = _run_bodies(item.eqn, scope.inner[item], inputs)
+                self.arrays.update(zip(item.outputs, results, strict=True))
+            else:
+                self._bind(item)
+
+    def _has_inputs(self, call: Call) -> bool:
+        return all(x.constant is not None or x in self.arrays for x in call.inputs)
+
+    def _bind(self, item: Equation | Call) -> None:
+        """Compute the outputs of an equation as the program wrote it."""
+        eqn = item.eqn
+        values = {}
+        for variable, value in zip(eqn.invars, item.inputs, strict=True):
+            if not isinstance(variable, Literal):
+                values[variable] = self._read(value)
+        outputs = {}
+        for variable, value in zip(eqn.outvars, item.outputs, strict=True):
+            if not isinstance(variable, DropVar):
+                outputs[variable] = value
+        info = self.scope.jaxpr.jaxpr.debug_info
+        alone = Jaxpr((), list(values), list(outputs), [eqn], eqn.effects, info)
+        results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
+        self.arrays.update(zip(outputs.values(), results, strict=True))
+
+
+def _run_bodies(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any]) -> Sequence[Any]:
+    """Run an equation with the replacements in its bodies."""
+
+    def function(scope):
+        return lambda *arguments: evaluate(scope, arguments)
+
+    params = eqn.params
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan(eqn, scopes[0], inputs)
+    if name == "while":
+        return _while(eqn, scopes, inputs)
+    if name == "cond":
+        return lax.switch(inputs[0], [function(x) for x in scopes], *inputs[1:])
+    if name == "shard_map":
+        mapped = jax.shard_map(
+            function(scopes[0]),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return mapped(*inputs)
+    if name in ("jit", "pjit"):
+        shardings = {key: params[key] for key in ("in_shardings", "out_shardings")}
+        return jax.jit(function(scopes[0]), **shardings)(*inputs)
+    remat = jax.checkpoint(
+        function(scopes[0]), prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    return remat(*inputs)
+
+
+def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any]) -> Sequence[Any]:
+    constants, carried = scan_counts(eqn)
+    fixed = inputs[:constants]
+    first = inputs[constants : constants + carried]
+
+    def step(carry, slices):
+        results = evaluate(scope, [*fixed, *carry, *slices])
+        return results[:carried], results[carried:]
+
+    params = eqn.params
+    carry, stacked = lax.scan(
+        step,
+        first,
+        inputs[constants + carried :],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any]) -> Sequence[Any]:
+    condition, body = scopes
+    of_condition = eqn.params["cond_nconsts"]
+    of_body = of_condition + eqn.params["body_nconsts"]
+
+    def go_on(carry):
+        (result,) = evaluate(condition, [*inputs[:of_condition], *carry])
+        return result
+
+    def step(carry):
+        return evaluate(body, [*inputs[of_condition:of_body], *carry])
+
+    return lax.while_loop(go_on, step, inputs[of_body:])

@@ -1,0 +1,82 @@
+"""Read jaxprs in the same way on every supported version of JAX."""
+
+import os
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")  # equations that only name their body
+_JAX_FILES = os.path.dirname(jax.__file__) + os.sep
+_THIS_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """Return a jaxpr with its constants, which JAX 0.10 leaves out where there are none."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def body_of(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that a call, a scan, a remat or a shard_map runs."""
+    params = eqn.params
+    return closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"])
+
+
+def can_inline(eqn: JaxprEqn) -> bool:
+    """Return True if an equation means the same as the equations of its body.
+
+    A `jit` with shardings does not, nor does a function with a derivative of its own. But the
+    derivative that JAX gives its softmax and logsumexp is the true one.
+    """
+    name = eqn.primitive.name
+    if name == "custom_jvp_call":
+        body = body_of(eqn).jaxpr
+        names = {x.primitive.name for x in body.eqns}
+        return {"exp", "reduce_sum"} <= names and _defined_by_jax(body)
+    if name not in CALLS:
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    options = eqn.params.get("compiler_options_kvs", ())
+    return not options and all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+
+
+def _defined_by_jax(jaxpr: Jaxpr) -> bool:
+    """Return True if the function that was traced to `jaxpr` stands in a file of JAX."""
+    info = getattr(jaxpr.debug_info, "func_src_info", None) or ""
+    return f" at {_JAX_FILES}" in info
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return how many constants and carried arrays a scan has; they are its first inputs."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Return "file:line" of the program, outside JAX and this library, that made an equation."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return "?"
+    for frame in traceback.frames:
+        if not frame.file_name.startswith((_JAX_FILES, _THIS_LIBRARY)):
+            return f"{frame.file_name}:{frame.line_num}"
+    return "?"
+
+
+def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """Return the jaxprs in which attention is replaced; none where that could change a derivative.
+
+    The derivative of a `custom_vjp` or `custom_jvp` function is its author's.
+    """
+    name = eqn.primitive.name
+    params = eqn.params
+    if name in ("scan", "remat", "remat2", "checkpoint", "shard_map", "jit", "pjit"):
+        return [body_of(eqn)]
+    if name == "while":
+        return [closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])]
+    if name == "cond":
+        return [closed(x) for x in params["branches"]]
+    return []

@@ -5,8 +5,11 @@ which computes exactly what the program computes. A mask may be named only if ro
 keep their meaning:
 
 - Some key is proved to be visible in each row (causal order, windows, a segment's own token).
-- All masks hide with the same number, so that such a row of the program gives the mean of all
-  values, or NaN if that number is -inf. memeff then puts the same into these rows.
+- All masks replace hidden logits by the same number, so that such a row of the program gives the
+  mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
+
+Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
+not computes all logits as numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ from memeff.rewrite.symbols import (
     Formula,
     IsZero,
     Known,
+    Leaf,
+    Not,
     Number,
+    Opaque,
+    Or,
     Reader,
     SameIds,
     as_formula,
@@ -39,8 +46,6 @@ from memeff.rewrite.symbols import (
 
 # A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
 HIDDEN = -1e9
-# The sum of this or less and a logit is this number in float32, so that hidden logits are equal.
-ABSORBS = -1e30
 MEAN = "mean"  # a row that sees no key gives the mean of all values
 NAN = "nan"
 LARGEST_SHIFT = 1e4  # a constant of all logits that changes them by rounding alone
@@ -88,6 +93,7 @@ class Logits:
     empty_rows: str | None  # MEAN or NAN: what rows give that see no key; None: no row is empty
     biases: tuple[BiasTerm, ...]
     inner: Scaling | Core
+    exact: Logits | None = None  # those to use if some row sees no key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,7 @@ class _Layer:
 
     term: MaskTerm | BiasTerm
     outside: Core  # the logits with this term
-    is_bias: BiasTerm | None = None  # the same term as a bias, if it is added
+    as_bias: BiasTerm | None = None  # the same term as a bias, if it is added
 
 
 class Dependence:
@@ -128,7 +134,7 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     """Return the logits of a match in memeff's terms."""
     walk = _Walk(match, reader, depends)
     layers, inner = walk.layers()
-    return _choose(match, layers, inner)
+    return _with_meaning_of_empty_rows(match, layers, inner)
 
 
 class _Walk:
@@ -317,12 +323,10 @@ class _Walk:
 # ---- Rows that see no key
 
 
-def _choose(match: Match, layers: list[_Layer], inner: Scaling | Core) -> Logits:
-    """Return the terms that keep the meaning of rows that see no key.
-
-    If no such form is found, the outermost mask that replaces logits, and all that is within it,
-    becomes a score function.
-    """
+def _with_meaning_of_empty_rows(
+    match: Match, layers: list[_Layer], inner: Scaling | Core
+) -> Logits:
+    """Return the logits in the form that keeps the meaning of rows that see no key."""
     masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
     biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
     condition = both(*(x.condition for x in masks))
@@ -331,15 +335,26 @@ def _choose(match: Match, layers: list[_Layer], inner: Scaling | Core) -> Logits
     meaning = _meaning_of_empty_rows(layers)
     if meaning is not None:
         return Logits(condition, meaning, biases, inner)
-    kept: list[BiasTerm] = []
+    exact = _without_masks(layers, inner)
+    if match.over_pairs(formula_letters(condition)):
+        return Logits(condition, None, biases, inner, exact)
+    return exact
+
+
+def _without_masks(layers: list[_Layer], inner: Scaling | Core) -> Logits:
+    """Return the logits with added masks as biases.
+
+    A mask that replaces logits, and all that is within it, becomes a score function.
+    """
+    biases: list[BiasTerm] = []
     for layer in layers:
         if isinstance(layer.term, BiasTerm):
-            kept.append(layer.term)
-        elif layer.is_bias is not None:
-            kept.append(layer.is_bias)
+            biases.append(layer.term)
+        elif layer.as_bias is not None:
+            biases.append(layer.as_bias)
         else:
-            return Logits(Known(True), None, tuple(kept), layer.outside)
-    return Logits(Known(True), None, tuple(kept), inner)
+            return Logits(Known(True), None, tuple(biases), layer.outside)
+    return Logits(Known(True), None, tuple(biases), inner)
 
 
 def _meaning_of_empty_rows(layers: list[_Layer]) -> str | None:
@@ -353,10 +368,8 @@ def _meaning_of_empty_rows(layers: list[_Layer]) -> str | None:
         return NAN
     if any(isinstance(x.term, BiasTerm) for x in layers):
         return None  # a bias may hide keys too, and a row may then see hidden keys alone
-    added = [x for x in masks if x.is_added]
-    if not added:
-        return MEAN
-    return MEAN if len(masks) == 1 and low <= ABSORBS else None
+    # A mask that is added leaves the derivative of such a row with respect to the logits.
+    return None if any(x.is_added for x in masks) else MEAN
 
 
 def conjuncts(formula: Formula) -> tuple[Formula, ...]:
@@ -459,3 +472,16 @@ def query_letters(match: Match) -> tuple[Letter, ...]:
     return (last,)
 
 
+def formula_letters(formula: Formula) -> set[Letter]:
+    """Return the letters on which a formula depends."""
+    if isinstance(formula, Leaf):
+        return letters_of(formula.element.value, formula.element.index)
+    if isinstance(formula, SameIds):
+        elements: list[Opaque] = [formula.first, formula.second]
+        return set().union(*(letters_of(x.value, x.index) for x in elements))
+    if isinstance(formula, Not):
+        return formula_letters(formula.part)
+    if isinstance(formula, And | Or):
+        return set().union(*(formula_letters(x) for x in formula.parts))
+    affine = getattr(formula, "affine", None)
+    return set() if affine is None else {letter for letter, _ in affine.coefficients}

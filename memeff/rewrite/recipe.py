@@ -79,6 +79,7 @@ class Recipe:
     bias_table: PairFunction | None  # a small bias that is computed once
     score_fn: PairFunction | None
     empty_rows: str | None  # "mean" of all values, or "nan"; None: no row is empty
+    if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
     precision: Any
     out: Arrangement
@@ -97,7 +98,7 @@ class Recipe:
         if self.soft_cap is not None:
             keywords["logits_soft_cap"] = self.soft_cap
         if self.segments is not None:
-            query_ids, key_ids = (self._array(x, inputs) for x in self.segments)
+            query_ids, key_ids = (self.array(x, inputs) for x in self.segments)
             keywords["query_segment_ids"] = query_ids
             keywords["key_value_segment_ids"] = key_ids
         mask = self._mask(inputs)
@@ -115,9 +116,9 @@ class Recipe:
     def operands(self, inputs: list[Array]) -> list[Array]:
         """Return query, key and value as the call takes them."""
         arguments = (self.query, self.key, self.value)
-        return [self._array(x, inputs).astype(self.dtype) for x in arguments]
+        return [self.array(x, inputs).astype(self.dtype) for x in arguments]
 
-    def _array(self, argument: Argument, inputs: list[Array]) -> Array:
+    def array(self, argument: Argument, inputs: list[Array]) -> Array:
         return argument.arrangement(inputs[argument.number])
 
     def _scale(self, inputs: list[Array]) -> Any:
@@ -140,7 +141,7 @@ class Recipe:
     def _mask(self, inputs: list[Array]) -> Array | None:
         mask = None
         if self.mask is not None:
-            mask = self._array(self.mask, inputs)
+            mask = self.array(self.mask, inputs)
             mask = ~mask if self.mask_is_hidden else mask
         if self.mask_table is not None:
             mask = self._table(self.mask_table, inputs)
@@ -149,30 +150,39 @@ class Recipe:
     def _bias(self, inputs: list[Array]) -> Array | None:
         """Return the bias. Its finite numbers must not count as hidden, as they do in memeff."""
         if self.bias is not None:
-            bias = self._array(self.bias, inputs)
+            bias = self.array(self.bias, inputs)
             bias = bias if self.bias.factor == 1 else bias * self.bias.factor
         elif self.bias_table is not None:
             bias = self._table(self.bias_table, inputs)
         else:
             return None
         lowest = float(jnp.finfo(bias.dtype).min) / 2
-        return jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, lowest))
+        raised = jnp.where(jnp.isneginf(bias), 0, jnp.maximum(bias, lowest) - bias)
+        return bias + lax.stop_gradient(raised)  # the gradient of the bias stays as it is
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
-    query, key, value = recipe.operands(inputs)
-    keywords = recipe.keywords(inputs)
-    if recipe.empty_rows is None:
-        out = dot_product_attention(query, key, value, **keywords)
-    else:
-        out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
-        out = jnp.where(jnp.isneginf(lse)[..., None], _of_empty_rows(recipe, value), out)
+    out = _attend(recipe, inputs)
     for operation, argument in recipe.factors:
-        factor = recipe._array(argument, inputs).astype(out.dtype)
+        factor = recipe.array(argument, inputs).astype(out.dtype)
         out = out * factor if operation == "mul" else out / factor
     return recipe.out(out).astype(recipe.out_dtype)
+
+
+def _attend(recipe: Recipe, inputs: list[Array]) -> Array:
+    """Return the output of attention, [*leads, T, N, D]."""
+    query, key, value = recipe.operands(inputs)
+    keywords = recipe.keywords(inputs)
+    exact = recipe.if_some_row_is_empty
+    if recipe.empty_rows is None and exact is None:
+        return dot_product_attention(query, key, value, **keywords)
+    out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
+    is_empty = jnp.isneginf(lse)
+    if exact is not None:
+        return lax.cond(is_empty.any(), lambda: _attend(exact, inputs), lambda: out)
+    return jnp.where(is_empty[..., None], _of_empty_rows(recipe, value), out)
 
 
 def _of_empty_rows(recipe: Recipe, value: Array) -> Array:

@@ -9,6 +9,7 @@ array and the index at which it is read.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from memeff.rewrite.axes import (
     sources,
 )
 from memeff.rewrite.graph import Value
-from memeff.rewrite.numbers import compute
+from memeff.rewrite.numbers import as_numpy, compute
+
+LARGEST_CONSTANT = 2**28  # elements of a constant mask that is compared with a band
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Affine:
         ends = [c * (letter.size - 1) for letter, c in self.coefficients]
         low = self.constant + sum(min(x, 0) for x in ends)
         return low, self.constant + sum(max(x, 0) for x in ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """The absolute value of an affine integer."""
+
+    affine: Affine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +142,7 @@ class Or:
 
 
 Formula = Known | AtLeastZero | IsZero | SameIds | Leaf | Not | And | Or
-Symbol = Affine | Opaque | Number | Choice
+Symbol = Affine | Distance | Opaque | Number | Choice
 
 
 def negate(formula: Formula) -> Formula:
@@ -204,6 +214,8 @@ class Reader:
             return Number(number)
         opaque = Opaque(value, index)
         equation = value.maker
+        if value.constant is not None:
+            return self._band(value.constant, index) or opaque
         if equation is None:
             return opaque
         if value.op == "iota":
@@ -215,9 +227,41 @@ class Reader:
         if inputs is None:
             return opaque
         if value.op not in ELEMENTWISE:
-            return self.read(*inputs[0])
+            symbol = self.read(*inputs[0])
+            is_slice = value.op in ("slice", "dynamic_slice")
+            return opaque if is_slice and isinstance(symbol, Opaque) else symbol
         symbols = [self.read(*source) for source in inputs]
         return _combine(equation, symbols) or opaque
+
+    def _band(self, constant: Any, index: Index) -> Choice | None:
+        """Return an array of two numbers as a choice, if one of them fills a band of diagonals."""
+        array = as_numpy(constant)
+        dims = [d for d, dim in enumerate(index) if letters_in([dim])]
+        if array is None or len(dims) != 2 or array.size > LARGEST_CONSTANT:
+            return None
+        for d, dim in enumerate(index):
+            if isinstance(dim, Slice) and not isinstance(dim.inner, Slice):
+                count = math.prod(x.size for x in dim.inner)
+                array = array.take(dim.start + dim.stride * np.arange(count), axis=d)
+            elif isinstance(dim, Slice):
+                return None
+        array = array.reshape([array.shape[d] for d in dims])
+        yes = array.max()
+        no = array.min()
+        if not ((array == yes) | (array == no)).all():
+            return None
+        inner = [x.inner if isinstance(x, Slice) else x for x in (index[d] for d in dims)]
+        rows, columns = (self._position(x) for x in inner)
+        for visible, first, second in ((array == yes, yes, no), (array == no, no, yes)):
+            band = _band_of(visible)
+            if band is None:
+                continue
+            low, high = band
+            distance = columns.plus(rows, -1)
+            above = AtLeastZero(distance.plus(Affine((), -low)))
+            below = AtLeastZero(distance.times(-1).plus(Affine((), high)))
+            return Choice(both(_decide(above), _decide(below)), first, second)
+        return None
 
     def _position(self, dim: Any) -> Affine:
         """Return the position along a dim."""
@@ -231,6 +275,20 @@ class Reader:
         return Affine(tuple(terms), 0)
 
 
+def _band_of(visible: np.ndarray) -> tuple[int, int] | None:
+    """Return (low, high) if [T, S] is True where low <= column - row <= high, else None."""
+    T, S = visible.shape
+    if not visible.any():
+        return None
+    rows, columns = visible.nonzero()
+    distances = columns - rows
+    low = int(distances.min())
+    high = int(distances.max())
+    everywhere = np.arange(S) - np.arange(T)[:, None]
+    band = (everywhere >= low) & (everywhere <= high)
+    return (low, high) if (band == visible).all() else None
+
+
 def _combine(equation: Any, symbols: list[Any]) -> Symbol | None:
     """Return the result of an elementwise equation for symbols, or None where it is unknown."""
     name = equation.eqn.primitive.name
@@ -241,7 +299,11 @@ def _combine(equation: Any, symbols: list[Any]) -> Symbol | None:
         return _select(symbols, dtype)
     if dtype == bool and name in ("and", "or", "not", "xor"):
         return _logic(name, [as_formula(x) for x in symbols])
+    if name == "abs" and isinstance(symbols[0], Affine):
+        return Distance(symbols[0])
     affine = [_as_affine(x) for x in symbols]
+    if any(isinstance(x, Distance) for x in symbols):
+        return _compare_distance(name, symbols, affine)
     if all(x is not None for x in affine):
         result = _arithmetic(name, affine, dtype)
         if result is not None:
@@ -305,6 +367,23 @@ def _compare(name: str, difference: Affine) -> Choice:
         formula = AtLeastZero(difference.plus(Affine((), -1)))
     positive = name in ("ge", "gt", "eq")
     return Choice(_decide(formula), positive, not positive)
+
+
+def _compare_distance(name: str, symbols: list[Any], affine: list[Any]) -> Choice | None:
+    """Return the comparison of a distance with a number."""
+    if name not in ("ge", "gt", "le", "lt") or len(symbols) != 2:
+        return None
+    reverse = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
+    distance, limit = symbols[0], affine[1]
+    if isinstance(symbols[1], Distance):
+        distance, limit, name = symbols[1], affine[0], reverse[name]
+    if not isinstance(distance, Distance) or limit is None or limit.coefficients:
+        return None
+    most = Affine((), limit.constant - (name in ("lt", "ge")))
+    above = AtLeastZero(most.plus(distance.affine))
+    below = AtLeastZero(most.plus(distance.affine, -1))
+    inside = both(_decide(above), _decide(below))
+    return Choice(inside, name in ("le", "lt"), name in ("gt", "ge"))
 
 
 def _decide(formula: Formula) -> Formula:

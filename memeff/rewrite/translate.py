@@ -29,22 +29,13 @@ from memeff.rewrite.logits import (
     Pairs,
     Scaling,
     conjuncts,
+    formula_letters,
     query_letters,
     take_apart,
 )
 from memeff.rewrite.recipe import Argument, Arrangement, PairFunction, Recipe
 from memeff.rewrite.recognise import Element, Match, Operand, chain, is_cast
-from memeff.rewrite.symbols import (
-    And,
-    Formula,
-    Leaf,
-    Not,
-    Opaque,
-    Or,
-    Reader,
-    SameIds,
-    letters_of,
-)
+from memeff.rewrite.symbols import Formula, Leaf, Not, Reader, SameIds, letters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +54,13 @@ def translate(match: Match) -> Replacement:
     depends = Dependence(match.first)
     take_apart(match, reader, depends)  # splits letters where a reshape does
     match = _expanded(match)
-    return _Translation(match, depends).result()
+    logits = take_apart(match, Reader(), depends)
+    inputs = _Inputs()
+    recipe = _Translation(match, depends, logits, inputs).recipe()
+    if logits.exact is not None:
+        exact = _Translation(match, depends, logits.exact, inputs).recipe()
+        recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact)
+    return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs))
 
 
 def _expanded(match: Match) -> Match:
@@ -97,15 +94,22 @@ class _Condition:
     rest: list[Formula] = dataclasses.field(default_factory=list)
 
 
-class _Translation:
-    """The translation of one match."""
+@dataclasses.dataclass
+class _Inputs:
+    """The values of the program that a replacement reads."""
 
-    def __init__(self, match: Match, depends: Dependence):
+    values: list[Value] = dataclasses.field(default_factory=list)
+    of_pairs: list[tuple[str, Value]] = dataclasses.field(default_factory=list)
+
+
+class _Translation:
+    """The translation of one match, whose logits are known."""
+
+    def __init__(self, match: Match, depends: Dependence, logits: Logits, inputs: _Inputs):
         self.match = match
         self.depends = depends
-        self.logits: Logits = take_apart(match, Reader(), depends)
-        self.inputs: list[Value] = []
-        self.pair_arrays: list[tuple[str, Value]] = []
+        self.logits = logits
+        self.inputs = inputs
         self.query = query_letters(match)
         self.condition = self._sort(self.logits.condition)
         self.biases = list(self.logits.biases)
@@ -145,8 +149,7 @@ class _Translation:
         """Return True for ids of queries that are compared with ids of keys."""
         if not isinstance(part, SameIds):
             return False
-        batch = [x for x in self.match.letters if x not in self.match.query_only]
-        heads = set(batch[-1:]) | (set(self.match.query_only) - set(self.query))
+        heads = set(self._roles_without_choice().heads)
         sides = [set(letters_of(x.value, x.index)) for x in (part.first, part.second)]
         if any(heads & side for side in sides):
             return False
@@ -210,8 +213,8 @@ class _Translation:
 
     # ---- The recipe
 
-    def result(self) -> Replacement:
-        """Return the recipe and its inputs."""
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
         match = self.match
         query, key, value, dtype = self._operands()
         scaling = self.logits.inner if isinstance(self.logits.inner, Scaling) else Scaling(1.0)
@@ -221,7 +224,7 @@ class _Translation:
         empty_rows = self.logits.empty_rows
         if empty_rows is None and may_be_empty:
             empty_rows = NAN  # of a bias that is -inf for all keys
-        recipe = Recipe(
+        return Recipe(
             query=query,
             key=key,
             value=value,
@@ -247,13 +250,13 @@ class _Translation:
             out=self._out(),
             out_dtype=str(match.result.dtype),
         )
-        return Replacement(match, recipe, tuple(self.inputs), tuple(self.pair_arrays))
 
     def _number(self, value: Value) -> int:
         """Return the number of a value among the inputs."""
-        if value not in self.inputs:
-            self.inputs.append(value)
-        return self.inputs.index(value)
+        values = self.inputs.values
+        if value not in values:
+            values.append(value)
+        return values.index(value)
 
     def _scalar(self, value: Value) -> int:
         elements = chain(value, ((),) * len(value.shape))
@@ -327,7 +330,7 @@ class _Translation:
         leaf = part.part if isinstance(part, Not) else part
         assert isinstance(leaf, Leaf)
         value, index = _smallest((leaf.element.value, leaf.element.index))
-        self.pair_arrays.append(("mask", value))
+        self.inputs.of_pairs.append(("mask", value))
         argument = Argument(self._number(value), arrange(index, self._pair_form(), is_full=False))
         return argument, isinstance(part, Not)
 
@@ -336,7 +339,7 @@ class _Translation:
         dense = None
         if self.dense_bias is not None:
             value, index = _smallest(self.dense_bias.element)
-            self.pair_arrays.append(("bias", value))
+            self.inputs.of_pairs.append(("bias", value))
             arrangement = arrange(index, self._pair_form(), is_full=False)
             dense = Argument(self._number(value), arrangement, self.dense_bias.factor)
         inner = self.logits.inner
@@ -440,21 +443,6 @@ def _copies(roles: Roles, letters: set[Letter]) -> float:
         if present:
             copies *= math.prod(x.size for x in group if x not in letters)
     return copies - 1
-
-
-def formula_letters(formula: Formula) -> set[Letter]:
-    """Return the letters on which a formula depends."""
-    if isinstance(formula, Leaf):
-        return letters_of(formula.element.value, formula.element.index)
-    if isinstance(formula, SameIds):
-        elements: list[Opaque] = [formula.first, formula.second]
-        return set().union(*(letters_of(x.value, x.index) for x in elements))
-    if isinstance(formula, Not):
-        return formula_letters(formula.part)
-    if isinstance(formula, And | Or):
-        return set().union(*(formula_letters(x) for x in formula.parts))
-    affine = getattr(formula, "affine", None)
-    return set() if affine is None else {letter for letter, _ in affine.coefficients}
 
 
 def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangement:

@@ -34,12 +34,14 @@ from memeff.rewrite.symbols import (
     Affine,
     And,
     AtLeastZero,
+    Choice,
     Formula,
     IsZero,
     Known,
     Leaf,
     Not,
     Opaque,
+    Reader,
     SameIds,
 )
 
@@ -78,7 +80,8 @@ class ElementFunction:
     divisor, modulus), ("affine", ((step, factor), ...), constant), ("number", number, dtype),
     ("cast", step, dtype), ("leaf", param, steps of its index), ("score", dtype), ("op", primitive,
     params, steps), ("all", steps), ("any", steps), ("not", step), ("equal", step, step),
-    ("positive", step), ("zero", step), ("sum", steps), ("times", step, factor).
+    ("positive", step), ("zero", step), ("sum", steps), ("times", step, factor),
+    ("choice", step, number, number, dtype).
     """
 
     steps: tuple[Step, ...]
@@ -153,6 +156,11 @@ def _times(state, step, factor):
     return x * jnp.asarray(factor, x.dtype)
 
 
+def _choice(state, step, yes, no, dtype):
+    yes, no = (jnp.asarray(np.asarray(x, dtype)) for x in (yes, no))
+    return jnp.where(state.done[step], yes, no)
+
+
 def _all(state, steps):
     result = state.done[steps[0]]
     for step in steps[1:]:
@@ -177,6 +185,7 @@ _STEPS = {
     "op": _op,
     "sum": _sum,
     "times": _times,
+    "choice": _choice,
     "all": _all,
     "any": _any,
     "not": lambda state, step: ~state.done[step],
@@ -261,6 +270,11 @@ class Builder:
             if index != expand_all(self.dots_index):
                 raise NoMatch("the logits of one pair depend on those of another pair")
             return self.add("score", str(value.dtype))
+        if value.constant is not None and self._over_pairs(index):
+            symbol = Reader().read(value, index)
+            if isinstance(symbol, Choice):
+                numbers = _hashable(symbol.yes), _hashable(symbol.no)
+                return self.add("choice", self.formula(symbol.condition), *numbers, str(value.dtype))
         computed = self.depends is not None and self.depends(value)
         if not computed and self._is_leaf(value, index):
             return self.leaf(value, index)

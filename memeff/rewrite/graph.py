@@ -70,6 +70,10 @@ class Graph:
         self.equations: list[Equation] = []  # of all calls, in the order of the program
         self.inputs = [Value(x.aval) for x in jaxpr.jaxpr.invars]
         self.items, self.results = self._inline(jaxpr, self.inputs, ())
+        self.consumers: dict[Value, list[Equation]] = {}
+        for equation in self.equations:
+            for value in equation.inputs:
+                self.consumers.setdefault(value, []).append(equation)
 
     def _inline(
         self, jaxpr: ClosedJaxpr, inputs: Sequence[Value], calls: tuple[Call, ...]

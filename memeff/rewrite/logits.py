@@ -22,6 +22,7 @@ import numpy as np
 
 from memeff.rewrite.axes import MOVES, Index, Letter, NoMatch, known_number, sources
 from memeff.rewrite.graph import Equation, Value
+from memeff.rewrite.random_bits import is_random
 from memeff.rewrite.recognise import Element, Match, is_cast
 from memeff.rewrite.symbols import (
     Affine,
@@ -94,6 +95,7 @@ class Logits:
     biases: tuple[BiasTerm, ...]
     inner: Scaling | Core
     exact: Logits | None = None  # those to use if some row sees no key
+    dropout: Formula | None = None  # under which a probability is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +134,17 @@ class Dependence:
 
 def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     """Return the logits of a match in memeff's terms."""
-    walk = _Walk(match, reader, depends)
-    layers, inner = walk.layers()
-    return _with_meaning_of_empty_rows(match, layers, inner)
+    layers, inner = _Walk(match, reader, depends).layers()
+    softmax = match.softmax
+    dropout = [x for x in softmax.outside.shown if is_random(x)]
+    shown = [x for x in softmax.outside.shown if x not in dropout]
+    if len(dropout) > 1:
+        raise NoMatch("dropout of the probabilities, twice")
+    if shown or softmax.shown_in_sum:
+        logits = _with_zeros(match, layers, inner, both(*shown))
+    else:
+        logits = _with_meaning_of_empty_rows(match, layers, inner)
+    return dataclasses.replace(logits, dropout=dropout[0] if dropout else None)
 
 
 class _Walk:
@@ -339,6 +349,28 @@ def _with_meaning_of_empty_rows(
     if match.over_pairs(formula_letters(condition)):
         return Logits(condition, None, biases, inner, exact)
     return exact
+
+
+def _with_zeros(
+    match: Match, layers: list[_Layer], inner: Scaling | Core, shown: Formula
+) -> Logits:
+    """Return the logits where probabilities of hidden pairs are set to 0.
+
+    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros.
+    """
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    before = set(conjuncts(both(*(x.condition for x in masks))))
+    after = set(conjuncts(shown))
+    summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
+    if before | after != before | summed:
+        raise NoMatch("a mask after the softmax hides other keys than the mask before it")
+    condition = both(shown, *before)
+    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    if no_row_is_empty(match, condition):
+        return Logits(condition, None, biases, inner)
+    if before <= after and not biases:
+        return Logits(condition, None, biases, inner)
+    raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
 
 
 def _without_masks(layers: list[_Layer], inner: Scaling | Core) -> Logits:

@@ -56,6 +56,15 @@ class PairFunction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout of the probabilities."""
+
+    key_number: int  # of the key among the inputs
+    rate: float
+    is_shared: bool  # one mask for all batch entries and heads
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """A call of `dot_product_attention` in place of equations of a program."""
 
@@ -81,6 +90,8 @@ class Recipe:
     empty_rows: str | None  # "mean" of all values, or "nan"; None: no row is empty
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
+    factor: float  # of the output
+    dropout: Dropout | None
     precision: Any
     out: Arrangement
     out_dtype: str
@@ -101,6 +112,10 @@ class Recipe:
             query_ids, key_ids = (self.array(x, inputs) for x in self.segments)
             keywords["query_segment_ids"] = query_ids
             keywords["key_value_segment_ids"] = key_ids
+        if self.dropout is not None:
+            keywords["dropout_rng"] = inputs[self.dropout.key_number]
+            keywords["dropout_rate"] = self.dropout.rate
+            keywords["broadcast_dropout"] = self.dropout.is_shared
         mask = self._mask(inputs)
         if mask is not None:
             keywords["mask"] = mask
@@ -165,6 +180,7 @@ class Recipe:
 def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
     out = _attend(recipe, inputs)
+    out = out if recipe.factor == 1 else out * recipe.factor
     for operation, argument in recipe.factors:
         factor = recipe.array(argument, inputs).astype(out.dtype)
         out = out * factor if operation == "mul" else out / factor

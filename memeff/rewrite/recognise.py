@@ -4,7 +4,8 @@ The algorithm, from the second product backward:
 
   (1) Each axis of the probabilities gets a letter. The contracted ones are the keys (S).
   (2) The probabilities must be e / sum(e) over S with e = exp(s - m), or exp(s - lse). The shift m
-      does not depend on S. Factors that do not depend on S move to the output.
+      does not depend on S. The division may follow the second product. Factors that do not depend
+      on S move to the output. What sets probabilities to 0 is a mask, or dropout.
   (3) Follow s through element-wise equations to a product of two arrays. The operand whose free
       axes are S is the key, the other one the query.
   (4) Axes that only the query has are T (the longest) and grouped heads. Axes of key or value are
@@ -25,13 +26,24 @@ from memeff.rewrite.axes import (
     NoMatch,
     Slice,
     expand_all,
+    fit,
     known_number,
     letters_in,
     new_index,
+    regroup,
     sources,
 )
-from memeff.rewrite.graph import Equation, Value
-from memeff.rewrite.symbols import letters_of
+from memeff.rewrite.graph import Equation, Graph, Value
+from memeff.rewrite.symbols import (
+    Choice,
+    Formula,
+    Number,
+    Opaque,
+    Reader,
+    as_formula,
+    letters_of,
+    negate,
+)
 
 MOST_STEPS = 400  # equations between the two products of attention
 Element = tuple[Value, Index]
@@ -47,7 +59,26 @@ class Softmax:
 
     logits: Element
     base: float  # e = base ** s, given as log(base)
+    outside: Outside
+    shown_in_sum: tuple[Formula, ...] = ()  # only pairs for which these are true are summed
+    unnormalised: Element | None = None  # e, if the division follows the second product
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What stands between the softmax and the second product."""
+
     factors: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and what does not depend on S
+    shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
+    number: float = 1.0  # by which probabilities are multiplied
+
+    def times(self, operation: str, element: Element) -> Outside:
+        """Return this with one more factor."""
+        return dataclasses.replace(self, factors=(*self.factors, (operation, element)))
+
+    def showing(self, formula: Formula, number: float) -> Outside:
+        """Return this with one more condition and a number."""
+        return Outside(self.factors, (*self.shown, formula), self.number * number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,39 +148,29 @@ def _maker(value: Value) -> Equation:
     return value.maker
 
 
-def match(second: Equation, side: int) -> Match:
+def match(graph: Graph, second: Equation, side: int) -> Match:
     """Return the attention whose second product has its probabilities as the operand `side`."""
-    (contracted, batch) = second.params["dimension_numbers"]
+    (contracted, _) = second.params["dimension_numbers"]
     probabilities = second.inputs[side]
     index = new_index(probabilities.shape)
-    keys = tuple(letters_in(index[d] for d in contracted[side]))
-    if not keys:
+    if not letters_in(index[d] for d in contracted[side]):
         raise NoAttention("a product of size 1")
-    softmax = find_softmax(probabilities, index, keys)
-    while True:
+    while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         keys = tuple(letters_in(index[d] for d in contracted[side]))
-        softmax = find_softmax(probabilities, expand_all(index), keys)
+        softmax = find_softmax(probabilities, before, keys)
         dots = _find_product(softmax.logits, keys)
+        value, columns = _value_operand(second, side, index)
+        result = second.outputs[0], _result_index(second, side, index, value)
+        if softmax.unnormalised is not None:
+            result = _division_after(graph, result, softmax.unnormalised, keys)
         if expand_all(index) == before:
             break
     first = _maker(dots[0])
     query, key = _operands_of_first(first, dots[1], keys)
-    value, columns = _value_operand(second, side, index)
-    result_index = _result_index(second, side, index, value)
+    letters = tuple(letters_in(index))
     return Match(
-        first,
-        second,
-        second.outputs[0],
-        result_index,
-        dots,
-        softmax,
-        query,
-        key,
-        value,
-        tuple(letters_in(index)),
-        keys,
-        columns,
+        first, second, *result, dots, softmax, query, key, value, letters, keys, columns
     )
 
 
@@ -157,33 +178,73 @@ def match(second: Equation, side: int) -> Match:
 
 
 def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
-    """Return the softmax over `keys` that a value is, up to factors that do not depend on them."""
-    factors: list[tuple[str, Element]] = []
+    """Return the softmax over `keys` that a value is, up to what `Outside` can say."""
+    outside = Outside()
     for _ in range(MOST_STEPS):
         value, index = chain(value, index)[-1]
+        if value.op in ("exp", "exp2"):
+            return _of_exponential((value, index), keys, outside)
         if value.op == "div":
             numerator, denominator = _inputs(value, index)
             if _depends(denominator, keys):
                 raise NoAttention("a quotient")
-            if not _is_sum(denominator, numerator, keys):
-                factors.append(("div", denominator))
-                value, index = numerator
+            softmax = _of_quotient(numerator, denominator, keys, outside)
+            if softmax is not None:
+                return softmax
+            outside = outside.times("div", denominator)
+            value, index = numerator
+        elif value.op == "mul":
+            first, second = _inputs(value, index)
+            if _depends(first, keys):
+                first, second = second, first
+            total = _reciprocal(first)
+            softmax = None
+            if total is not None:
+                softmax = _of_quotient(second, total, keys, outside)
+            if softmax is not None:
+                return softmax
+            if not _depends(first, keys):
+                outside = outside.times("mul", first)
+                value, index = second
                 continue
-            return _of_exponential(numerator, keys, tuple(factors))
-        if value.op == "mul":
-            inputs = _inputs(value, index)
-            constant = [x for x in inputs if not _depends(x, keys)]
-            if len(constant) != 1:
-                _refuse_product(inputs, keys)
-            (other,) = [x for x in inputs if x is not constant[0]]
-            total = _reciprocal(constant[0])
-            if total is not None and _is_sum(total, other, keys):
-                return _of_exponential(other, keys, tuple(factors))
-            factors.append(("mul", constant[0]))
-            value, index = other
-            continue
-        break
+            (value, index), formula, number = _zeroed_product(first, second)
+            outside = outside.showing(formula, number)
+        elif value.op == "select_n":
+            element, formula = _zeroed(value, index)
+            value, index = element
+            outside = outside.showing(formula, 1.0)
+        else:
+            break
     raise NoAttention("no softmax")
+
+
+def _zeroed(value: Value, index: Index) -> tuple[Element, Formula]:
+    """Return x and the condition of select(condition, x, 0)."""
+    inputs = _inputs(value, index)
+    if len(inputs) != 3:
+        raise NoAttention("a selection of many")
+    which, if_false, if_true = inputs
+    symbol = Reader().read(*which)
+    if isinstance(symbol, Choice | Opaque | Number) and which[0].dtype == bool:
+        if known_number(if_false[0]) == 0:
+            return if_true, as_formula(symbol)
+        if known_number(if_true[0]) == 0:
+            return if_false, negate(as_formula(symbol))
+    raise NoAttention("a selection")
+
+
+def _zeroed_product(first: Element, second: Element) -> tuple[Element, Formula, float]:
+    """Return x, the condition and the number of x * (condition ? number : 0)."""
+    for factor, other in ((first, second), (second, first)):
+        symbol = Reader().read(*factor)
+        if not isinstance(symbol, Choice):
+            continue
+        yes, no = float(symbol.yes), float(symbol.no)
+        if no == 0:
+            return other, symbol.condition, yes
+        if yes == 0:
+            return other, negate(symbol.condition), no
+    raise NoAttention("a product of two arrays")
 
 
 def _inputs(value: Value, index: Index) -> list[Element]:
@@ -197,17 +258,6 @@ def _depends(element: Element, letters: tuple[Letter, ...]) -> bool:
     return bool(letters_of(*element) & set(letters))
 
 
-def _refuse_product(inputs: list[Element], keys: tuple[Letter, ...]) -> None:
-    """Raise for probabilities that are multiplied by an array along the keys."""
-    for element in inputs:
-        try:
-            find_softmax(*element, keys)
-        except NoAttention:
-            continue
-        raise NoMatch("the probabilities are multiplied by an array along the keys (dropout?)")
-    raise NoAttention("a product of two arrays")
-
-
 def _reciprocal(element: Element) -> Element | None:
     """Return x if the element is 1 / x."""
     value, index = chain(*element)[-1]
@@ -219,38 +269,181 @@ def _reciprocal(element: Element) -> Element | None:
     return None
 
 
-def _is_sum(total: Element, terms: Element, keys: tuple[Letter, ...]) -> bool:
-    """Return True if `total` is the sum of `terms` over all keys and over nothing else."""
+def _of_quotient(
+    numerator: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
+) -> Softmax | None:
+    """Return the softmax that a quotient is; None if it divides by something else than the sum."""
+    terms = chain(*numerator)[-1]
+    while terms[0].op == "select_n":
+        terms, formula = _zeroed(*terms)
+        outside = outside.showing(formula, 1.0)
+        terms = chain(*terms)[-1]
+    shown = _shown_in_sum(denominator, [*chain(*numerator), *chain(*terms)], keys)
+    if shown is None:
+        return None
+    if terms[0].op not in ("exp", "exp2"):
+        raise NoAttention("a quotient by a sum")
+    return dataclasses.replace(_of_terms(terms, keys, outside), shown_in_sum=shown)
+
+
+def _shown_in_sum(
+    total: Element, terms: list[Element], keys: tuple[Letter, ...]
+) -> tuple[Formula, ...] | None:
+    """Return which terms are summed if `total` is their sum over the keys; None if it is not.
+
+    `terms` are forms of the same terms, some of which may have zeros. Terms with zeros are found
+    first, so that their zeros count for both.
+    """
     value, index = chain(*total)[-1]
     if value.op != "reduce_sum":
-        return False
+        return None
     equation = _maker(value)
     summed = equation.inputs[0]
-    while is_cast(summed):
-        summed = _maker(summed).inputs[0]
     axes = equation.params["axes"]
-    for term, term_index in chain(*terms):
-        if term is not summed:
-            continue
-        if any(isinstance(dim, Slice) for dim in term_index):
-            return False
-        over = letters_in(term_index[d] for d in axes)
-        kept = tuple(dim for d, dim in enumerate(term_index) if d not in axes)
-        same_rows = expand_all(kept) == expand_all(index)
-        return same_rows and len(over) == len(keys) and set(over) == set(keys)
-    return False
+    zeros: list[Value] = []
+    while True:
+        for term, term_index in terms:
+            if term is summed and _sums_keys(term_index, axes, index, keys):
+                formulas = [_zeroed(x, term_index)[1] for x in zeros]
+                formulas += _zeros_within(term, term_index)
+                return tuple(formulas)
+        if is_cast(summed):
+            summed = _maker(summed).inputs[0]
+        elif summed.op == "select_n":
+            zeros.append(summed)
+            cases = [x for x in _maker(summed).inputs[1:] if known_number(x) is None]
+            if len(cases) != 1:
+                return None
+            summed = cases[0]
+        else:
+            return None
 
 
-def _of_exponential(
-    terms: Element, keys: tuple[Letter, ...], factors: tuple[tuple[str, Element], ...]
-) -> Softmax:
+def _zeros_within(value: Value, index: Index) -> list[Formula]:
+    """Return the conditions of the selections with 0 that make a term."""
+    formulas = []
+    value, index = chain(value, index)[-1]
+    while value.op == "select_n":
+        element, formula = _zeroed(value, index)
+        formulas.append(formula)
+        value, index = chain(*element)[-1]
+    return formulas
+
+
+def _sums_keys(term: Index, axes: Any, total: Index, keys: tuple[Letter, ...]) -> bool:
+    """Return True if a sum over `axes` of terms at an index is over all keys, and nothing else."""
+    if any(isinstance(dim, Slice) for dim in term):
+        return False
+    over = letters_in(term[d] for d in axes)
+    kept = tuple(dim for d, dim in enumerate(term) if d not in axes)
+    same_rows = expand_all(kept) == expand_all(total)
+    return same_rows and len(over) == len(keys) and set(over) == set(keys)
+
+
+def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of which `terms` are the exponentials."""
-    value, index = chain(*terms)[-1]
-    if value.op not in ("exp", "exp2"):
-        raise NoAttention("a quotient by a sum")
+    value, index = terms
     base = 1.0 if value.op == "exp" else math.log(2)
     logits = _without_shift(_inputs(value, index)[0], keys)
-    return Softmax(logits, base, factors)
+    return Softmax(logits, base, outside)
+
+
+def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+    """Return the softmax of exponentials that no sum divides before the second product."""
+    value, index = terms
+    logits, shifts = _shifts(_inputs(value, index)[0], keys)
+    logs = [x for x in shifts if x[0].op == "log"]
+    if not logs:
+        softmax = _of_terms(terms, keys, outside)
+        return dataclasses.replace(softmax, unnormalised=terms)
+    if value.op != "exp" or len(logs) != 1:
+        raise NoAttention("exponentials")
+    others = [x for x, _ in shifts if x is not logs[0][0]]
+    if not _is_log_of_sum(logs[0], logits, others, keys):
+        raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
+    return Softmax(logits, 1.0, outside)
+
+
+def _shifts(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, list[Element]]:
+    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys."""
+    shifts: list[Element] = []
+    element = chain(*element)[-1]
+    while element[0].op == "sub":
+        logits, shift = _inputs(*element)
+        if _depends(shift, keys):
+            break
+        waiting = [shift]
+        while waiting:
+            value, index = chain(*waiting.pop())[-1]
+            if value.op == "add":
+                waiting.extend(_inputs(value, index))
+            else:
+                shifts.append((value, index))
+        element = chain(*logits)[-1]
+    return element, shifts
+
+
+def _is_log_of_sum(
+    log: Element, logits: Element, others: list[Value], keys: tuple[Letter, ...]
+) -> bool:
+    """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `others` are a."""
+    value, index = chain(*_inputs(*log)[0])[-1]
+    if value.op == "abs":
+        value, index = chain(*_inputs(value, index)[0])[-1]
+    if value.op != "reduce_sum":
+        return False
+    axes = _maker(value).params["axes"]
+    summed = _maker(value).inputs[0]
+    while is_cast(summed):
+        summed = _maker(summed).inputs[0]
+    if summed.op != "exp":
+        return False
+    term = _maker(summed).inputs[0]
+    shifts = []
+    while term is not logits[0] and (is_cast(term) or term.op == "sub"):
+        if term.op == "sub":
+            shift = _maker(term).inputs[1]
+            while shift.op in ("broadcast_in_dim", "reshape"):
+                shift = _maker(shift).inputs[0]
+            shifts.append(shift)
+        term = _maker(term).inputs[0]
+    same_shifts = sorted(map(id, shifts)) == sorted(map(id, others))
+    return term is logits[0] and same_shifts and _sums_keys(logits[1], axes, index, keys)
+
+
+def _division_after(
+    graph: Graph, result: Element, terms: Element, keys: tuple[Letter, ...]
+) -> Element:
+    """Return the quotient of the second product by the sum of the exponentials."""
+    value, index = result
+    for _ in range(MOST_STEPS):
+        consumers = graph.consumers.get(value, [])
+        if len(consumers) != 1:
+            break
+        (equation,) = consumers
+        output = equation.outputs[0]
+        name = equation.eqn.primitive.name
+        if is_cast(output):
+            value = output
+        elif name == "transpose":
+            index = tuple(index[d] for d in equation.params["permutation"])
+            value = output
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            index = regroup(index, output.shape)
+            value = output
+        elif name in ("div", "mul"):
+            inputs = [(x, fit(index, x)) for x in equation.inputs]
+            others = [x for x in inputs if x[0] is not value]
+            if name == "div" and inputs[0][0] is value and others:
+                total = others[0]
+            else:
+                total = _reciprocal(others[0]) if name == "mul" and others else None
+            if total is not None and _shown_in_sum(total, chain(*terms), keys) == ():
+                return output, index
+            break
+        else:
+            break
+    raise NoAttention("exponentials that no sum divides")
 
 
 def _without_shift(element: Element, keys: tuple[Letter, ...]) -> Element:

@@ -81,7 +81,7 @@ class Scope:
         """Add the replacement of a product, or the reason why it is left."""
         for side in (0, 1):
             try:
-                found = match(second, side)
+                found = match(self.graph, second, side)
                 _check_gain(found, min_logits)
                 replacement = translate(found)
             except NoAttention:

@@ -33,7 +33,8 @@ from memeff.rewrite.logits import (
     query_letters,
     take_apart,
 )
-from memeff.rewrite.recipe import Argument, Arrangement, PairFunction, Recipe
+from memeff.rewrite.random_bits import Bernoulli, find_bernoulli
+from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
 from memeff.rewrite.recognise import Element, Match, Operand, chain, is_cast
 from memeff.rewrite.symbols import Formula, Leaf, Not, Reader, SameIds, letters_of
 
@@ -246,6 +247,8 @@ class _Translation:
             score_fn=score_fn,
             empty_rows=empty_rows,
             factors=self._factors(),
+            factor=self._factor(),
+            dropout=self._dropout(),
             precision=match.first.params["precision"],
             out=self._out(),
             out_dtype=str(match.result.dtype),
@@ -297,11 +300,34 @@ class _Translation:
         """Return what the output is multiplied with or divided by."""
         form = (*((x,) for x in self.roles.batch), self.query, self.roles.heads, ())
         factors = []
-        for operation, element in self.match.softmax.factors:
+        for operation, element in self.match.softmax.outside.factors:
             value, index = _smallest(element)
             arrangement = arrange(index, form, is_full=False)
             factors.append((operation, Argument(self._number(value), arrangement)))
         return tuple(factors)
+
+    def _bernoulli(self) -> Bernoulli | None:
+        formula = self.logits.dropout
+        return find_bernoulli(formula.element.value) if isinstance(formula, Leaf) else None
+
+    def _factor(self) -> float:
+        """Return the number by which the output is multiplied; memeff divides by the keep rate."""
+        bernoulli = self._bernoulli()
+        keep_rate = 1.0 if bernoulli is None else bernoulli.keep_rate
+        return self.match.softmax.outside.number * keep_rate
+
+    def _dropout(self) -> Dropout | None:
+        """Return the dropout, if its bits have the order in which memeff draws them."""
+        formula = self.logits.dropout
+        bernoulli = self._bernoulli()
+        if bernoulli is None or not isinstance(formula, Leaf):
+            return None
+        order = letters_in(formula.element.index)
+        pairs = [*self.query, *self.match.keys]
+        is_shared = order == pairs
+        if not is_shared and order != [*self.roles.batch, *self.roles.heads, *pairs]:
+            raise NoMatch("the bits of its dropout are drawn in another order of axes")
+        return Dropout(self._number(bernoulli.key), 1 - bernoulli.keep_rate, is_shared)
 
     def _segments(self) -> tuple[Argument, Argument] | None:
         part = self.condition.segments

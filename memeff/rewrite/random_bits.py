@@ -1,0 +1,81 @@
+"""Recognise the keep-mask of dropout, whose bits memeff can draw again.
+
+`jax.random.bernoulli` compares uniform numbers, made of the 23 upper bits of random words, with the
+rate. memeff draws the same bits from the same key by the flat index of each pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from memeff.rewrite.axes import NoMatch, known_number
+from memeff.rewrite.graph import Value
+from memeff.rewrite.symbols import Formula, Leaf
+
+# From the comparison back to the bits: the operation, and the number that is its other operand.
+_STEPS = (
+    ("max", 0.0),
+    ("add", 0.0),
+    ("mul", 1.0),
+    ("sub", 1.0),
+    ("bitcast_convert_type", None),
+    ("or", 0x3F800000),
+    ("shift_right_logical", 9),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bernoulli:
+    """Booleans that `jax.random.bernoulli(key, keep_rate, shape)` draws."""
+
+    key: Value
+    keep_rate: float
+    shape: tuple[int, ...]
+
+
+def is_random(formula: Formula) -> bool:
+    """Return True for a condition that is made of random bits."""
+    if not isinstance(formula, Leaf):
+        return False
+    waiting = [formula.element.value]
+    for _ in range(40):
+        if not waiting:
+            return False
+        value = waiting.pop()
+        if value.op in ("random_bits", "threefry2x32", "rng_bit_generator"):
+            return True
+        if value.maker is not None:
+            waiting.extend(value.maker.inputs)
+    return False
+
+
+def find_bernoulli(value: Value) -> Bernoulli:
+    """Return how a keep-mask is drawn."""
+    refuse = NoMatch("dropout whose bits are not those of one jax.random.bernoulli")
+    config: Any = jax.config
+    if value.op != "lt" or value.maker is None or not config.jax_threefry_partitionable:
+        raise refuse
+    uniform, rate = value.maker.inputs
+    keep_rate = known_number(rate)
+    for name, number in _STEPS:
+        if uniform.op != name or uniform.maker is None:
+            raise refuse
+        inputs = uniform.maker.inputs
+        if number is None:
+            uniform = inputs[0]
+            continue
+        others = [x for x in inputs if known_number(x) is None]
+        numbers = [known_number(x) for x in inputs if known_number(x) is not None]
+        if len(others) != 1 or len(numbers) != 1 or numbers[0] != number:
+            raise refuse
+        uniform = others[0]
+    if uniform.op != "random_bits" or uniform.maker is None or keep_rate is None:
+        raise refuse
+    (key,) = uniform.maker.inputs
+    if key.shape != () or "fry" not in str(key.dtype) or uniform.maker.params["bit_width"] != 32:
+        raise NoMatch("dropout with several keys, or with a key that is not threefry's")
+    return Bernoulli(key, float(np.float32(keep_rate)), value.shape)

@@ -116,12 +116,10 @@ def alphafold_rows(tokens):
         logits = logits + pair_bias[None]
         weights = jax.nn.softmax(logits)
         average = jnp.einsum("bhqk,bkhc->bqhc", weights, v)
-        gate = jax.nn.sigmoid(
-            jnp.einsum("bqa,ahc->bqhc", x, params["gate"]) + params["gate_bias"]
-        )
+        gate = jax.nn.sigmoid(jnp.einsum("bqa,ahc->bqhc", x, params["gate"]) + params["gate_bias"])
         return alignment + jnp.einsum("bqhc,hco->bqo", average * gate, params["out"])
 
-    known = jnp.arange(tokens) < jnp.array([[tokens], [tokens - 3], [tokens // 2], [tokens // 3]])
+    known = jnp.arange(tokens) < jnp.array([[tokens], [tokens - 3], [tokens // 2], [0]])
     alignment = features(rows, tokens, WIDTH)
     pair = features(tokens, tokens, pair_width, seed=2)
     return model, (params, alignment, pair, known.astype(jnp.float32))

@@ -40,7 +40,7 @@ def random_params(init, *arguments):
     rng = np.random.default_rng(1)
 
     def drawn(x):
-        scale = 0.7 * x.shape[0] ** -0.5 if len(x.shape) > 1 else 0.5
+        scale = 0.7 * x.shape[0] ** -0.5 if len(x.shape) > 1 else 0.2
         return jnp.asarray(scale * rng.standard_normal(x.shape), x.dtype)
 
     return jax.tree.map(drawn, jax.eval_shape(init, *arguments))
@@ -162,7 +162,6 @@ def levanter(tokens):
     embed = hax.Axis("embed", WIDTH)
     size = hax.Axis("head_size", HEAD_SIZE)
     position = hax.Axis("position", tokens)
-    key_position = hax.Axis("key_position", tokens)
     init = random_params(
         lambda: {
             "q": jnp.zeros((WIDTH, 2, HEADS // 2, HEAD_SIZE)),
@@ -545,41 +544,56 @@ def attnax_alibi(tokens):
 
 
 class Model(NamedTuple):
-    """A model, and what becomes of each attention in it."""
+    """A model, how its user replaces its attention, and what becomes of it."""
 
     make: Callable[[int], tuple[Callable[..., Any], tuple]]
     replaced: int  # the number of places that compute with memeff
-    left: str = ""  # why a place is left alone or its memory is not linear; empty: nothing is
+    line: str  # what the user writes
+    left: str = ""  # what is left alone and why; empty: nothing is
+    quadratic: str = ""  # what array of tokens x tokens the model keeps; empty: none
 
 
 HAND = replaced_by_hand
+FUNCTION = "replace_attention(model)"
+APPLY = "replace_attention(model.apply)"
+MERGED = "replace_attention(lambda params, x: nnx.merge(graph, params, rest)(x))"
+STATELESS = "replace_attention(model.stateless_call)"
+HUGGING_FACE = "replace_attention(lambda params, ids: model(ids, params=params)[0])"
+EQUINOX = "replace_attention(lambda layer, x: layer(x, x, x))"
 MODELS = {
-    "nanoGPT by hand": Model(HAND.nano_gpt, 2),
-    "AlphaFold rows by hand": Model(HAND.alphafold_rows, 1),
-    "ViT by hand": Model(HAND.vision_transformer, 1),
-    "Perceiver by hand": Model(HAND.perceiver, 2),
-    "optax nanoLM": Model(HAND.optax_nano_lm, 2),
-    "Flax lm1b": Model(HAND.flax_packed_lm, 1),
-    "Flax Linen": Model(flax_linen, 1),
-    "Flax NNX": Model(flax_nnx, 1),
-    "Equinox": Model(equinox, 1),
-    "Haiku": Model(haiku, 2),
-    "Keras": Model(keras_heads, 1),
-    "Keras, dropout": Model(keras_heads_with_dropout, 1),
-    "Keras, grouped heads": Model(keras_grouped_heads, 1),
-    "Levanter": Model(levanter, 1),
-    "transformers GPT-2": Model(flax_gpt2, 2),
-    "transformers BERT": Model(flax_bert, 2),
-    "transformers Llama": Model(flax_llama, 2),
-    "transformers Whisper": Model(flax_whisper, 3),
-    "transformers T5": Model(flax_t5, 3),
-    "gemma": Model(gemma, 2),
-    "tunix Llama 3": Model(tunix_llama, 2),
-    "keras-hub GPT-2": Model(keras_hub_gpt2, 2),
-    "keras-hub BERT": Model(keras_hub_bert, 2),
-    "keras-hub Gemma": Model(keras_hub_gemma, 2),
-    "Penzai Gemma": Model(penzai_gemma, 2),
-    "Equimo ViT": Model(equimo_vit, 1),
-    "ablanx": Model(ablanx_block, 1),
-    "attnax": Model(attnax_alibi, 1),
+    "nanoGPT by hand": Model(HAND.nano_gpt, 2, FUNCTION),
+    "AlphaFold rows by hand": Model(
+        HAND.alphafold_rows, 1, FUNCTION, quadratic="the pair representation and its bias"
+    ),
+    "ViT by hand": Model(HAND.vision_transformer, 1, FUNCTION),
+    "Perceiver by hand": Model(HAND.perceiver, 2, FUNCTION),
+    "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
+    "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
+    "Flax Linen": Model(flax_linen, 1, APPLY),
+    "Flax NNX": Model(flax_nnx, 1, MERGED),
+    "Equinox": Model(equinox, 1, EQUINOX),
+    "Haiku": Model(haiku, 2, APPLY),
+    "Keras": Model(keras_heads, 1, STATELESS),
+    "Keras, dropout": Model(keras_heads_with_dropout, 1, STATELESS),
+    "Keras, grouped heads": Model(keras_grouped_heads, 1, STATELESS),
+    "Levanter": Model(levanter, 1, FUNCTION),
+    "transformers GPT-2": Model(flax_gpt2, 2, HUGGING_FACE),
+    "transformers BERT": Model(flax_bert, 2, HUGGING_FACE),
+    "transformers Llama": Model(flax_llama, 2, HUGGING_FACE),
+    "transformers Whisper": Model(flax_whisper, 3, HUGGING_FACE),
+    "transformers T5": Model(
+        flax_t5,
+        3,
+        HUGGING_FACE,
+        quadratic="the bias of positions, which the model gathers from a table",
+    ),
+    "gemma": Model(gemma, 2, APPLY),
+    "tunix Llama 3": Model(tunix_llama, 2, MERGED),
+    "keras-hub GPT-2": Model(keras_hub_gpt2, 2, STATELESS),
+    "keras-hub BERT": Model(keras_hub_bert, 2, STATELESS),
+    "keras-hub Gemma": Model(keras_hub_gemma, 2, STATELESS),
+    "Penzai Gemma": Model(penzai_gemma, 2, FUNCTION),
+    "Equimo ViT": Model(equimo_vit, 1, EQUINOX),
+    "ablanx": Model(ablanx_block, 1, APPLY),
+    "attnax": Model(attnax_alibi, 1, MERGED),
 }

@@ -35,15 +35,15 @@ MIB = 2**20
 def with_gradients(function):
     """Return a function that returns the results of `function` and the gradients of its arguments.
 
-    Each result is weighted by its own random numbers. Integers among the arguments have no gradient.
+    Results are weighted unevenly. Integers among the arguments have no gradient.
     """
 
     def weighted(*args):
         results = function(*args)
         total = 0.0
-        for n, result in enumerate(jax.tree.leaves(results)):
-            cotangent = jax.random.normal(jax.random.key(n), result.shape, result.dtype)
-            total = total + (result * cotangent).sum()
+        for result in jax.tree.leaves(results):
+            cotangent = jnp.cos(1.7 * (jnp.arange(result.size) % 97).astype(result.dtype))
+            total = total + (result * cotangent.reshape(result.shape)).sum()
         return total, results
 
     def run(*args):

@@ -25,6 +25,9 @@ ELEMENTWISE = frozenset(
 )
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 MOVES = RESHAPES | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
+# A number stays what it is; shard_map marks numbers as varying by pvary or pcast.
+SAME_NUMBER = RESHAPES | {"broadcast_in_dim", "copy", "stop_gradient", "pvary", "pcast"}
+MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
 class NoMatch(Exception):
@@ -185,7 +188,7 @@ def _known_starts(equation: Equation) -> list[int] | None:
 
 def known_number(value: Value) -> Any:
     """Return the number that every element of a value is, or None where that is not known."""
-    while value.op in ("broadcast_in_dim", "reshape", "copy", "squeeze", "stop_gradient"):
+    while value.op in SAME_NUMBER:
         assert value.maker is not None
         value = value.maker.inputs[0]
     if value.constant is not None:
@@ -209,3 +212,25 @@ def is_closed(value: Value) -> bool:
     if value.maker is None or value.op not in ELEMENTWISE | MOVES:
         return False
     return all(is_closed(x) for x in value.maker.inputs)
+
+
+def is_made_of_less(value: Value) -> bool:
+    """Return True for an array that is computed element by element from smaller ones, or known.
+
+    Masks and biases of positions are, and activations are not.
+    """
+    size = math.prod(value.shape)
+    if len(value.shape) < 2 or value.maker is None and value.constant is None:
+        return False
+    waiting = [value]
+    for _ in range(MOST_STEPS):
+        if not waiting:
+            return True
+        x = waiting.pop()
+        if x.op == "iota" or x.constant is not None:
+            continue
+        if x.maker is not None and x.op in ELEMENTWISE | MOVES:
+            waiting.extend(x.maker.inputs)
+        elif math.prod(x.shape) >= size:
+            return False
+    return False

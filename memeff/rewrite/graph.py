@@ -45,7 +45,8 @@ class Equation:
     eqn: JaxprEqn
     inputs: list[Value]
     outputs: list[Value]
-    number: int  # its place in the order of the program
+    graph: Graph
+    number: int  # its place in the order of the graph
     calls: tuple[Call, ...] = ()  # the inlined calls in which it stands, the outermost first
 
     @property
@@ -64,11 +65,17 @@ class Call:
 
 
 class Graph:
-    """The values and equations of one jaxpr."""
+    """The values and equations of one jaxpr.
 
-    def __init__(self, jaxpr: ClosedJaxpr):
+    `outer` are the values of an enclosing graph that inputs of this one equal, or None. Then what
+    an input is made of can be read, such as a mask that a scan receives.
+    """
+
+    def __init__(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None]):
         self.equations: list[Equation] = []  # of all calls, in the order of the program
-        self.inputs = [Value(x.aval) for x in jaxpr.jaxpr.invars]
+        self.inputs = []
+        for variable, value in zip(jaxpr.jaxpr.invars, outer, strict=True):
+            self.inputs.append(Value(variable.aval) if value is None else value)
         self.items, self.results = self._inline(jaxpr, self.inputs, ())
         self.consumers: dict[Value, list[Equation]] = {}
         for equation in self.equations:
@@ -97,7 +104,7 @@ class Graph:
                 items.append(call)
                 outputs = call.outputs
             else:
-                equation = Equation(eqn, arguments, [], len(self.equations), calls)
+                equation = Equation(eqn, arguments, [], self, len(self.equations), calls)
                 equation.outputs = [Value(x.aval, equation) for x in eqn.outvars]
                 self.equations.append(equation)
                 items.append(equation)

@@ -121,14 +121,16 @@ class Dependence:
             if x in self._known:
                 waiting.pop()
                 continue
-            if x.maker is None or x.maker.number < self.first.number:
+            maker = x.maker
+            is_outside = maker is None or maker.graph is not self.first.graph
+            if is_outside or maker.number < self.first.number:
                 self._known[x] = False
                 continue
-            unknown = [y for y in x.maker.inputs if y not in self._known]
+            unknown = [y for y in maker.inputs if y not in self._known]
             if unknown:
                 waiting.extend(unknown)
             else:
-                self._known[x] = any(self._known[y] for y in x.maker.inputs)
+                self._known[x] = any(self._known[y] for y in maker.inputs)
         return self._known[value]
 
 

@@ -187,6 +187,8 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
         if value.op == "div":
             numerator, denominator = _inputs(value, index)
             if _depends(denominator, keys):
+                if chain(*numerator)[-1][0].op == "exp":
+                    raise NoMatch("exponentials are divided by something that depends on the keys")
                 raise NoAttention("a quotient")
             softmax = _of_quotient(numerator, denominator, keys, outside)
             if softmax is not None:
@@ -443,7 +445,7 @@ def _division_after(
             break
         else:
             break
-    raise NoAttention("exponentials that no sum divides")
+    raise NoMatch("exponentials are not divided by their sum over the keys, and nothing else")
 
 
 def _without_shift(element: Element, keys: tuple[Letter, ...]) -> Element:

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+from typing import Any
 
+import jax
+
+from memeff.diagnostics.plan import plan
+from memeff.rewrite.recipe import Recipe
 from memeff.rewrite.scope import Scope
+from memeff.rewrite.translate import Replacement
 from memeff.rewrite.versions import source_line
+from memeff.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Attention that a program writes out."""
+    """Attention that a program writes out: a softmax between two products.
 
-    source: str  # "file:line" of the program
+    Bytes are temporary, of forward and gradient of this attention alone, by `memeff.plan`'s
+    estimates.
+    """
+
+    source: str  # "file:line" of the second product, in the program or in a library
     reason: str | None  # why it is left as it is; None: it is replaced
-    found: str = ""
+    sizes: tuple[int, int, int, int] | None = None  # B, N, T, S
+    found: tuple[str, ...] = ()  # what memeff's call says: "causal", "bias", ...
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+    # arrays of the program with an element for each pair that the call still reads: name and bytes
+    pair_arrays: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.source}\n  left: {self.reason}"
+        assert self.sizes is not None
+        B, N, T, S = self.sizes
+        lines = [f"{self.source}\n  B={B} N={N} T={T} S={S}: {', '.join(self.found)}"]
+        if self.bytes_before is not None and self.bytes_after is not None:
+            before = format_bytes(self.bytes_before)
+            lines.append(f"  gradient about {before} -> {format_bytes(self.bytes_after)}")
+        for name, size in self.pair_arrays:
+            lines.append(f"  the program makes an array of T x S for it: {name}, {format_bytes(size)}")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What `memeff.find_attention` found. Its `str` is a table."""
 
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # a place in a function that is called twice appears twice
 
     @property
     def replaced(self) -> tuple[Place, ...]:
@@ -34,33 +65,90 @@ class Report:
         return tuple(x for x in self.places if x.reason is not None)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} replaced, {len(self.left)} left"]
-        for place in self.places:
-            state = "replaced" if place.reason is None else f"left: {place.reason}"
-            lines.append(f"{place.source}: {state} {place.found}")
+        if not self.places:
+            return NOTHING
+        lines = [f"attention: {len(self.replaced)} replaced, {len(self.left)} left as written"]
+        for place, count in collections.Counter(self.places).items():
+            times = f"{count} times " if count > 1 else ""
+            lines.append(f"{times}{place}")
         return "\n".join(lines)
+
+
+NOTHING = (
+    "no attention found: no product of two arrays meets a softmax before a second product. Attention "
+    "that a function with a derivative of its own or a kernel computes is not visible."
+)
 
 
 def make_report(scope: Scope) -> Report:
     """Return the report of a scope and of those within it."""
-    return Report(tuple(_places(scope)))
-
-
-def _places(scope: Scope) -> list[Place]:
     places = []
-    for replacement in scope.replaced.values():
-        recipe = replacement.recipe
-        B, N, T, S = recipe.sizes
-        parts = [f"B={B} N={N} T={T} S={S}"]
-        for name in ("window", "q_offset", "soft_cap", "segments", "mask", "mask_table", "mask_fn",
-                     "bias", "bias_table", "score_fn", "empty_rows", "scale"):
-            value = getattr(recipe, name)
-            if value not in (None, 0, (None, None)):
-                parts.append(name if not isinstance(value, (str, float, tuple)) else f"{name}={value}")
-        places.append(Place(source_line(replacement.match.second.eqn), None, " ".join(parts)))
-    for left in scope.left:
-        places.append(Place(source_line(left.equation.eqn), left.reason))
-    for inner in scope.inner.values():
-        for x in inner:
-            places.extend(_places(x))
-    return places
+    known: dict[Any, Place] = {}
+    for part in scope.scopes:
+        for replacement in part.replaced.values():
+            source = source_line(replacement.match.second.eqn)
+            key = source, replacement.recipe
+            if key not in known:
+                known[key] = _describe(source, replacement)
+            places.append(known[key])
+        for left in part.left:
+            places.append(Place(source_line(left.equation.eqn), left.reason))
+    return Report(tuple(places))
+
+
+def _describe(source: str, replacement: Replacement) -> Place:
+    """Return the place of a replacement."""
+    recipe = replacement.recipe
+    before, after = _bytes(replacement)
+    arrays = []
+    for name, value in replacement.pair_arrays:
+        arrays.append((name, math.prod(value.shape) * value.dtype.itemsize))
+    return Place(
+        source, None, recipe.sizes, tuple(_words(recipe)), before, after, tuple(arrays)
+    )
+
+
+def _bytes(replacement: Replacement) -> tuple[int, int]:
+    """Return the temporary bytes of forward and gradient before and after, as `plan` estimates."""
+    recipe = replacement.recipe
+    results = []
+
+    def call(*inputs):
+        query, key, value = recipe.operands(list(inputs))
+        results.append(plan(query, key, value, **recipe.keywords(list(inputs))))
+        return query
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in replacement.inputs]
+    jax.eval_shape(call, *shapes)
+    (estimate,) = results
+    return estimate.plain_gradient_bytes, estimate.gradient_bytes
+
+
+def _words(recipe: Recipe) -> list[str]:
+    """Return what the call of a recipe says, in words."""
+    words = []
+    left, right = recipe.window
+    offset = f" from position {recipe.q_offset}" if recipe.q_offset else ""
+    if (left, right) == (None, 0):
+        words.append(f"causal{offset}")
+    elif recipe.window != (None, None):
+        words.append(f"window ({left}, {right}){offset}")
+    names = {
+        "segments": "segments",
+        "mask": "an array as mask",
+        "mask_table": "mask of queries or keys",
+        "mask_fn": "mask_fn",
+        "bias": "an array as bias",
+        "bias_table": "bias of queries or keys",
+        "score_fn": "score_fn",
+        "dropout": "dropout",
+        "if_some_row_is_empty": "all logits as numbers if some row sees no key",
+    }
+    words.extend(text for name, text in names.items() if getattr(recipe, name) is not None)
+    if recipe.empty_rows == "mean":
+        words.append("rows that see no key give the mean of the values")
+    if recipe.soft_cap is not None:
+        words.append(f"soft cap {recipe.soft_cap:g}")
+    words.append("traced scale" if recipe.scales else f"scale {recipe.scale:.6g}")
+    words.append(recipe.dtype)
+    return words

@@ -7,19 +7,26 @@ shard_map. Each distinct jaxpr is searched once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from memeff.rewrite.axes import NoMatch
+from memeff.rewrite.axes import NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recipe import run_recipe
 from memeff.rewrite.recognise import Match, NoAttention, match
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import bodies_of, scan_counts, source_line
+from memeff.rewrite.versions import bodies_of, is_derivative, scan_counts, source_line
+
+
+IN_DERIVATIVE = (
+    "the program takes its derivative, which needs the probabilities: "
+    "replace attention before, as in jax.grad(replace_attention(f))"
+)
+Reading = Callable[[Value], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Left:
 
     equation: Equation
     reason: str
+    has_derivative: bool = False  # a derivative is taken inside the program
 
 
 class Search:
@@ -36,22 +44,40 @@ class Search:
     def __init__(self, min_logits: int):
         self.min_logits = min_logits
         self.visited = 0  # equations
-        self._scopes: dict[int, Scope] = {}
+        self._scopes: dict[Any, Scope] = {}
 
-    def scope(self, jaxpr: ClosedJaxpr) -> Scope:
-        """Return the scope of a jaxpr."""
-        key = id(jaxpr.jaxpr)
+    def scope(
+        self,
+        jaxpr: ClosedJaxpr,
+        outer: Sequence[Value | None] = (),
+        *,
+        in_derivative: bool = False,
+    ) -> Scope:
+        """Return the scope of a jaxpr.
+
+        `outer` are values of another scope that its inputs equal. `in_derivative`: its equation was
+        made by a derivative.
+        """
+        outer = tuple(outer) or (None,) * len(jaxpr.jaxpr.invars)
+        key = id(jaxpr.jaxpr), outer, in_derivative
         if key not in self._scopes:
-            self._scopes[key] = Scope(jaxpr, self)
+            self._scopes[key] = Scope(jaxpr, outer, self, in_derivative)
         return self._scopes[key]
 
 
 class Scope:
     """The equations of one jaxpr, what replaces some of them, and the scopes within it."""
 
-    def __init__(self, jaxpr: ClosedJaxpr, search: Search):
+    def __init__(
+        self,
+        jaxpr: ClosedJaxpr,
+        outer: Sequence[Value | None],
+        search: Search,
+        in_derivative: bool,
+    ):
+        self.in_derivative = in_derivative
         self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
-        self.graph = Graph(jaxpr)
+        self.graph = Graph(jaxpr, outer)
         self.left: list[Left] = []
         self.replaced: dict[Equation, Replacement] = {}
         self.inner: dict[Equation, list[Scope]] = {}
@@ -60,11 +86,25 @@ class Scope:
             if equation.eqn.primitive.name == "dot_general":
                 self._find(equation, search.min_logits)
                 continue
-            bodies = bodies_of(equation.eqn)
-            if bodies:
-                self.inner[equation] = [search.scope(body) for body in bodies]
+            scopes = []
+            for body in bodies_of(equation.eqn):
+                values = [None if n is None else equation.inputs[n] for n in body.inputs]
+                known = [x if x is not None and is_made_of_less(x) else None for x in values]
+                makers = (equation, *equation.calls)
+                inside = in_derivative or any(is_derivative(x.eqn) for x in makers)
+                scopes.append(search.scope(body.jaxpr, known, in_derivative=inside))
+            if scopes:
+                self.inner[equation] = scopes
         self.live = self._drop_useless()
         self.touched = self._touched_calls()
+
+    @property
+    def scopes(self) -> Iterator[Scope]:
+        """Visit this scope and those within it; a scope that runs twice is visited twice."""
+        yield self
+        for inner in self.inner.values():
+            for scope in inner:
+                yield from scope.scopes
 
     @property
     def is_changed(self) -> bool:
@@ -79,15 +119,21 @@ class Scope:
 
     def _find(self, second: Equation, min_logits: int) -> None:
         """Add the replacement of a product, or the reason why it is left."""
+        makers = (second, *second.calls)
+        in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
         for side in (0, 1):
             try:
                 found = match(self.graph, second, side)
+                if in_derivative:
+                    self.left.append(Left(second, IN_DERIVATIVE, has_derivative=True))
+                    return
                 _check_gain(found, min_logits)
                 replacement = translate(found)
             except NoAttention:
                 continue
             except NoMatch as reason:
-                self.left.append(Left(second, str(reason)))
+                if not in_derivative:
+                    self.left.append(Left(second, str(reason)))
                 continue
             assert found.result.maker is not None
             self.replaced[found.result.maker] = replacement
@@ -125,7 +171,25 @@ class Scope:
                 live.update(self.replaced[equation].inputs)
             else:
                 live.update(equation.inputs)
+            for scope in self.inner.get(equation, ()):
+                live.update(scope.outer_values)
         return live
+
+    @property
+    def outer_values(self) -> set[Value]:
+        """Return the values of enclosing scopes that replacements read."""
+        values: set[Value] = set()
+        for replacement in self.replaced.values():
+            values.update(replacement.inputs)
+        for scopes in self.inner.values():
+            values.update(*(x.outer_values for x in scopes))
+        return {x for x in values if not self._is_own(x)}
+
+    def _is_own(self, value: Value) -> bool:
+        """Return True for constants, inputs and values made in this scope."""
+        if value.constant is not None or value in self.graph.inputs:
+            return True
+        return value.maker is not None and value.maker.graph is self.graph
 
     def _touched_calls(self) -> set[Call]:
         """Return the inlined calls that cannot run as they are written."""
@@ -135,7 +199,8 @@ class Scope:
                 touched.update(equation.calls)
         for replacement in self.replaced.values():
             for value in replacement.inputs:
-                calls = () if value.maker is None else value.maker.calls
+                is_inner = value.maker is not None and value.maker.graph is self.graph
+                calls = value.maker.calls if is_inner else ()
                 touched.update(x for x in calls if value not in x.outputs)
         return touched
 
@@ -181,24 +246,34 @@ def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
 # ---- Evaluation
 
 
-def evaluate(scope: Scope, arguments: Sequence[Any]) -> list[Any]:
-    """Compute the results of a scope with its replacements."""
-    return _Evaluation(scope, arguments).results()
+def evaluate(scope: Scope, arguments: Sequence[Any], outer: Reading | None = None) -> list[Any]:
+    """Compute the results of a scope with its replacements.
+
+    `outer` returns the arrays of the values of enclosing scopes.
+    """
+    return _Evaluation(scope, arguments, outer).results()
 
 
 class _Evaluation:
     """The arrays of one evaluation."""
 
-    def __init__(self, scope: Scope, arguments: Sequence[Any]):
+    def __init__(self, scope: Scope, arguments: Sequence[Any], outer: Reading | None):
         self.scope = scope
+        self.outer = outer
         self.arrays = dict(zip(scope.graph.inputs, arguments, strict=True))
         self._run(scope.graph.items)
 
     def results(self) -> list[Any]:
-        return [self._read(x) for x in self.scope.graph.results]
+        return [self.read(x) for x in self.scope.graph.results]
 
-    def _read(self, value: Value) -> Any:
-        return self.arrays[value] if value.constant is None else value.constant
+    def read(self, value: Value) -> Any:
+        """Return the array of a value."""
+        if value in self.arrays:
+            return self.arrays[value]
+        if value.constant is not None:
+            return value.constant
+        assert self.outer is not None
+        return self.outer(value)
 
     def _run(self, items: Sequence[Equation | Call]) -> None:
         scope = self.scope
@@ -213,11 +288,11 @@ class _Evaluation:
                 continue
             elif item in scope.replaced:
                 replacement = scope.replaced[item]
-                inputs = [self._read(x) for x in replacement.inputs]
+                inputs = [self.read(x) for x in replacement.inputs]
                 self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
             elif scope.changes(item):
-                inputs = [self._read(x) for x in item.inputs]
-                results = _run_bodies(item.eqn, scope.inner[item], inputs)
+                inputs = [self.read(x) for x in item.inputs]
+                results = _run_bodies(item.eqn, scope.inner[item], inputs, self.read)
                 self.arrays.update(zip(item.outputs, results, strict=True))
             else:
                 self._bind(item)
@@ -231,7 +306,7 @@ class _Evaluation:
         values = {}
         for variable, value in zip(eqn.invars, item.inputs, strict=True):
             if not isinstance(variable, Literal):
-                values[variable] = self._read(value)
+                values[variable] = self.read(value)
         outputs = {}
         for variable, value in zip(eqn.outvars, item.outputs, strict=True):
             if not isinstance(variable, DropVar):
@@ -242,18 +317,20 @@ class _Evaluation:
         self.arrays.update(zip(outputs.values(), results, strict=True))
 
 
-def _run_bodies(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any]) -> Sequence[Any]:
+def _run_bodies(
+    eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
+) -> Sequence[Any]:
     """Run an equation with the replacements in its bodies."""
 
     def function(scope):
-        return lambda *arguments: evaluate(scope, arguments)
+        return lambda *arguments: tuple(evaluate(scope, arguments, outer))
 
     params = eqn.params
     name = eqn.primitive.name
     if name == "scan":
-        return _scan(eqn, scopes[0], inputs)
+        return _scan(eqn, scopes[0], inputs, outer)
     if name == "while":
-        return _while(eqn, scopes, inputs)
+        return _while(eqn, scopes, inputs, outer)
     if name == "cond":
         return lax.switch(inputs[0], [function(x) for x in scopes], *inputs[1:])
     if name == "shard_map":
@@ -275,13 +352,13 @@ def _run_bodies(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any]) -> Sequen
     return remat(*inputs)
 
 
-def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any]) -> Sequence[Any]:
+def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any], outer: Reading) -> Sequence[Any]:
     constants, carried = scan_counts(eqn)
     fixed = inputs[:constants]
     first = inputs[constants : constants + carried]
 
     def step(carry, slices):
-        results = evaluate(scope, [*fixed, *carry, *slices])
+        results = evaluate(scope, [*fixed, *carry, *slices], outer)
         return results[:carried], results[carried:]
 
     params = eqn.params
@@ -296,16 +373,18 @@ def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any]) -> Sequence[Any]:
     return [*carry, *stacked]
 
 
-def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any]) -> Sequence[Any]:
+def _while(
+    eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
+) -> Sequence[Any]:
     condition, body = scopes
     of_condition = eqn.params["cond_nconsts"]
     of_body = of_condition + eqn.params["body_nconsts"]
 
     def go_on(carry):
-        (result,) = evaluate(condition, [*inputs[:of_condition], *carry])
+        (result,) = evaluate(condition, [*inputs[:of_condition], *carry], outer)
         return result
 
     def step(carry):
-        return evaluate(body, [*inputs[of_condition:of_body], *carry])
+        return evaluate(body, [*inputs[of_condition:of_body], *carry], outer)
 
     return lax.while_loop(go_on, step, inputs[of_body:])

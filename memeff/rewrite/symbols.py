@@ -312,9 +312,17 @@ def _combine(equation: Any, symbols: list[Any]) -> Symbol | None:
         if np.issubdtype(equation.inputs[0].dtype, np.integer):
             same: Formula = SameIds(*symbols)
             return Choice(same, name == "eq", name != "eq")
+    symbols = [_as_choice(x) for x in symbols]
     if all(isinstance(x, Choice | Number) for x in symbols):
         return _of_choices(equation.eqn, symbols)
     return None
+
+
+def _as_choice(symbol: Any) -> Any:
+    """Return an unknown boolean as a choice, so that numbers made of it are choices too."""
+    if isinstance(symbol, Opaque) and symbol.value.dtype == bool:
+        return Choice(Leaf(symbol), np.True_, np.False_)
+    return symbol
 
 
 def _as_affine(symbol: Symbol) -> Affine | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.core import Tracer
 
+from memeff.rewrite.check import check_size, compare
 from memeff.rewrite.report import Report, make_report
 from memeff.rewrite.scope import Scope, Search, evaluate
 
-# Below this many logits for each head, plain attention takes less memory than memeff's tiles.
+# Logits of so few pairs take 64 KiB for each head in float32, less than one tile of 512 x 512.
 MIN_LOGITS = 128 * 128
 
 
@@ -24,19 +25,81 @@ def replace_attention(
     check: bool = False,
     min_logits: int = MIN_LOGITS,
 ) -> Callable[..., Any]:
-    """Return f with the attention that it writes out computed by `dot_product_attention`."""
+    """Return f with the attention that it writes out computed by `memeff.dot_product_attention`.
 
-    @functools.wraps(f)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        arrays, static = _split((args, kwargs))
-        return run(static, arrays)
+    f may call any library. It is traced, as `jax.jit` does. Where a product of two arrays meets
+    only element-wise operations and a softmax before a second product, one call of memeff takes
+    their place, in any order of axes and at any depth: in `jit`, `vmap`, `scan`, loops, branches,
+    `remat` and `shard_map`. Scale, soft cap, causal order, windows, segments, masks, biases and
+    dropout become arguments of the call, and what they do not cover becomes a `score_fn` or a
+    `mask_fn`.
+
+    The result is the same function up to rounding, with derivatives of every order. What cannot be
+    proved equal is left as it is; `memeff.find_attention` says where and why. In particular:
+
+    * A row that sees no key keeps its meaning. A mask that replaces logits by a finite number gives
+      the mean of all values there.
+    * A number of -1e9 or less is taken to hide a key beside others that are visible, because exp of
+      its distance to any logit of a model is 0.
+    * Where exp of the program overflows, because it subtracts no maximum, memeff does not. NaN and
+      Inf in what nobody sees do not reach the result.
+
+    Memory: O(T + S) for each attention that is replaced, forward and gradient. Arrays of T x S that
+    the program makes for a mask or a bias stay, unless they are made of positions or of smaller
+    arrays element by element.
+
+    Differentiate the new function: `jax.grad(replace_attention(f))`. A gradient inside f needs the
+    probabilities, so `replace_attention(jax.grad(f))` raises an error.
+
+    Args:
+      f: a function of pytrees. Arrays are traced. Other leaves, such as Python's numbers, bools and
+        texts, are passed as they are, and f is traced again for new ones.
+      strict: raise an error if nothing is replaced.
+      check: also run the original at each call, outside jit, and raise an error if results or
+        gradients differ by more than rounding.
+      min_logits: leave attention alone whose T x S is smaller, because there is little to gain.
+
+    Returns:
+      A function of the same arguments. It is jitted.
+
+    Raises:
+      ValueError: with `strict`, nothing was replaced. Or f takes a derivative of all attention that
+        was found. Or `check` would need too much memory.
+      TypeError: `check` inside jit or grad. Or an argument is neither an array nor hashable.
+      AssertionError: `check` found a difference.
+
+    Example:
+      >>> def attend(q, k, v):
+      ...     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+      ...     visible = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+      ...     weights = jax.nn.softmax(jnp.where(visible, logits, -1e9))
+      ...     return jnp.einsum("bnts,bsnh->btnh", weights, v)
+      >>> x = jnp.ones((1, 256, 2, 16))
+      >>> replace_attention(attend, strict=True)(x, x, x).shape
+      (1, 256, 2, 16)
+
+    Source: the attention is that of `dot_product_attention`; the search is memeff's own.
+    """
+    _check_function("replace_attention", f)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(static: _Static, arrays: list[Any]) -> Any:
         scope, structure = _search(f, static, arrays, min_logits)
-        if strict and not scope.is_changed:
-            raise ValueError(str(make_report(scope)))
+        _refuse(scope, strict)
         return jax.tree.unflatten(structure, evaluate(scope, arrays))
+
+    @functools.wraps(f)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        arrays, static = _split((args, kwargs))
+        if check:
+            if any(isinstance(x, Tracer) for x in arrays):
+                raise TypeError(
+                    "check=True compares numbers, and the arguments are traced: call the function "
+                    "outside jit and grad, or omit check."
+                )
+            check_size(_search(f, static, arrays, min_logits)[0])
+            compare(static.bind(f), lambda *arrays: run(static, list(arrays)), arrays)
+        return run(static, arrays)
 
     return replaced
 
@@ -44,10 +107,53 @@ def replace_attention(
 def find_attention(
     f: Callable[..., Any], *args: Any, min_logits: int = MIN_LOGITS, **kwargs: Any
 ) -> Report:
-    """Return what `replace_attention` would replace in f, and what it would leave and why."""
+    """Return what `replace_attention` would replace in f, and what it would leave and why.
+
+    Nothing is computed. Memory: none.
+
+    Args:
+      f: the function.
+      args, kwargs: its arguments. An array may be a `jax.ShapeDtypeStruct`.
+      min_logits: as in `replace_attention`.
+
+    Returns:
+      A report. Its `str` is a table: each place with file and line, what was found there and
+      temporary bytes before and after, or the reason why it is left.
+
+    Raises:
+      TypeError: an argument is neither an array nor hashable.
+
+    Example:
+      >>> def attend(q, k, v):
+      ...     return jax.nn.softmax(q @ k.T / 4) @ v
+      >>> x = jax.ShapeDtypeStruct((512, 16), jnp.float32)
+      >>> len(find_attention(attend, x, x, x).replaced)
+      1
+    """
+    _check_function("find_attention", f)
     arrays, static = _split((args, kwargs))
     scope, _ = _search(f, static, arrays, min_logits)
     return make_report(scope)
+
+
+def _check_function(name: str, f: Any) -> None:
+    if not callable(f):
+        raise TypeError(f"{name} takes a function, got {type(f).__name__}.")
+
+
+def _refuse(scope: Scope, strict: bool) -> None:
+    """Raise if nothing is replaced and that is an error."""
+    if scope.is_changed:
+        return
+    left = [x for part in scope.scopes for x in part.left]
+    if any(x.has_derivative for x in left):
+        raise ValueError(
+            "replace_attention got a function that takes the derivative of its attention, which "
+            "needs the probabilities. Differentiate the new function instead: write "
+            "jax.grad(replace_attention(f)), not replace_attention(jax.grad(f))."
+        )
+    if strict:
+        raise ValueError(f"replace_attention(strict=True) replaced nothing.\n{make_report(scope)}")
 
 
 class _Static:
@@ -57,47 +163,46 @@ class _Static:
         self.structure = structure
         self.leaves = leaves
         self.is_array = is_array
-
-    def _key(self) -> Any:
-        kinds = tuple(type(x) for x in self.leaves)  # because 1 == True == 1.0
-        return self.structure, self.leaves, kinds, self.is_array
+        kinds = tuple(type(x) for x in leaves)  # because 1 == True == 1.0
+        self._key = structure, leaves, kinds, is_array
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key() == other._key()
+        return isinstance(other, _Static) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
-    def join(self, arrays: Any) -> Any:
-        """Return the arguments with these arrays."""
-        arrays = iter(arrays)
-        rest = iter(self.leaves)
-        leaves = [next(arrays if flag else rest) for flag in self.is_array]
-        return jax.tree.unflatten(self.structure, leaves)
+    def bind(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Return f as a function of the arrays alone."""
+
+        def call(*arrays):
+            parts = {True: iter(arrays), False: iter(self.leaves)}
+            leaves = [next(parts[flag]) for flag in self.is_array]
+            args, kwargs = jax.tree.unflatten(self.structure, leaves)
+            return f(*args, **kwargs)
+
+        return call
 
 
 def _split(arguments: Any) -> tuple[list[Any], _Static]:
-    """Separate arrays, which are traced, from numbers and other objects of Python, which are not."""
+    """Separate arrays, which are traced, from other objects, which are not."""
     leaves, structure = jax.tree.flatten(arguments)
-    is_array = tuple(isinstance(x, jax.Array | np.ndarray | np.generic) or _is_shape(x) for x in leaves)
+    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    is_array = tuple(isinstance(x, kinds) for x in leaves)
     arrays = [x for x, flag in zip(leaves, is_array, strict=True) if flag]
     rest = tuple(x for x, flag in zip(leaves, is_array, strict=True) if not flag)
+    try:
+        hash(rest)
+    except TypeError as e:
+        raise TypeError(
+            f"Arguments of a function with replaced attention must be arrays or hashable: {e}."
+        ) from None
     return arrays, _Static(structure, rest, is_array)
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _search(
     f: Callable[..., Any], static: _Static, arrays: list[Any], min_logits: int
 ) -> tuple[Scope, Any]:
     """Trace f and search it. Return its scope and the structure of its results."""
-
-    def call(*arrays):
-        args, kwargs = static.join(arrays)
-        return f(*args, **kwargs)
-
-    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
-    closed: ClosedJaxpr = jaxpr
-    return Search(min_logits).scope(closed), jax.tree.structure(shapes)
+    jaxpr, shapes = jax.make_jaxpr(static.bind(f), return_shape=True)(*arrays)
+    return Search(min_logits).scope(jaxpr), jax.tree.structure(shapes)

@@ -1,7 +1,7 @@
 """Read jaxprs in the same way on every supported version of JAX."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -55,6 +55,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
+def is_derivative(eqn: JaxprEqn) -> bool:
+    """Return True for an equation that a derivative inside the program has made."""
+    name_stack = str(eqn.source_info.name_stack)
+    return "jvp(" in name_stack or "transpose(" in name_stack
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """Return "file:line" of the program, outside JAX and this library, that made an equation."""
     traceback = eqn.source_info.traceback
@@ -66,17 +72,38 @@ def source_line(eqn: JaxprEqn) -> str:
     return "?"
 
 
-def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+class Body(NamedTuple):
+    """A jaxpr within an equation, and the inputs of the equation that it receives unchanged."""
+
+    jaxpr: ClosedJaxpr
+    inputs: tuple[int | None, ...]  # for each input of the jaxpr; None: it is made by a loop
+
+
+def bodies_of(eqn: JaxprEqn) -> list[Body]:
     """Return the jaxprs in which attention is replaced; none where that could change a derivative.
 
-    The derivative of a `custom_vjp` or `custom_jvp` function is its author's.
+    The derivative of a `custom_vjp` or `custom_jvp` function is its author's. The body of a
+    shard_map sees parts of its inputs.
     """
     name = eqn.primitive.name
     params = eqn.params
-    if name in ("scan", "remat", "remat2", "checkpoint", "shard_map", "jit", "pjit"):
-        return [body_of(eqn)]
+    everything = tuple(range(len(eqn.invars)))
+    if name in ("remat", "remat2", "checkpoint", "jit", "pjit"):
+        return [Body(body_of(eqn), everything)]
+    if name == "shard_map":
+        return [Body(body_of(eqn), (None,) * len(everything))]
+    if name == "scan":
+        constants, _ = scan_counts(eqn)
+        changing = (None,) * (len(everything) - constants)
+        return [Body(body_of(eqn), (*everything[:constants], *changing))]
     if name == "while":
-        return [closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])]
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry = (None,) * (len(everything) - second)
+        return [
+            Body(closed(params["cond_jaxpr"]), (*everything[:first], *carry)),
+            Body(closed(params["body_jaxpr"]), (*everything[first:second], *carry)),
+        ]
     if name == "cond":
-        return [closed(x) for x in params["branches"]]
+        return [Body(closed(x), everything[1:]) for x in params["branches"]]
     return []

@@ -451,7 +451,7 @@ def keras_hub_gemma(tokens):
     return function, (params, inputs)
 
 
-# ---- packages that nobody here had tried
+# ---- packages of fewer users, tried last
 
 
 def penzai_gemma(tokens):
@@ -556,10 +556,10 @@ class Model(NamedTuple):
 HAND = replaced_by_hand
 FUNCTION = "replace_attention(model)"
 APPLY = "replace_attention(model.apply)"
-MERGED = "replace_attention(lambda params, x: nnx.merge(graph, params, rest)(x))"
+NNX = "replace_attention(lambda model, x: model(x))"
 STATELESS = "replace_attention(model.stateless_call)"
 HUGGING_FACE = "replace_attention(lambda params, ids: model(ids, params=params)[0])"
-EQUINOX = "replace_attention(lambda layer, x: layer(x, x, x))"
+EQUINOX = "replace_attention(lambda model, x: model(x, x, x))"
 MODELS = {
     "nanoGPT by hand": Model(HAND.nano_gpt, 2, FUNCTION),
     "AlphaFold rows by hand": Model(
@@ -570,7 +570,7 @@ MODELS = {
     "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
     "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
     "Flax Linen": Model(flax_linen, 1, APPLY),
-    "Flax NNX": Model(flax_nnx, 1, MERGED),
+    "Flax NNX": Model(flax_nnx, 1, NNX),
     "Equinox": Model(equinox, 1, EQUINOX),
     "Haiku": Model(haiku, 2, APPLY),
     "Keras": Model(keras_heads, 1, STATELESS),
@@ -588,12 +588,12 @@ MODELS = {
         quadratic="the bias of positions, which the model gathers from a table",
     ),
     "gemma": Model(gemma, 2, APPLY),
-    "tunix Llama 3": Model(tunix_llama, 2, MERGED),
+    "tunix Llama 3": Model(tunix_llama, 2, NNX),
     "keras-hub GPT-2": Model(keras_hub_gpt2, 2, STATELESS),
     "keras-hub BERT": Model(keras_hub_bert, 2, STATELESS),
     "keras-hub Gemma": Model(keras_hub_gemma, 2, STATELESS),
     "Penzai Gemma": Model(penzai_gemma, 2, FUNCTION),
-    "Equimo ViT": Model(equimo_vit, 1, EQUINOX),
+    "Equimo ViT": Model(equimo_vit, 1, "replace_attention(lambda model, x: model(x, key=key))"),
     "ablanx": Model(ablanx_block, 1, APPLY),
-    "attnax": Model(attnax_alibi, 1, MERGED),
+    "attnax": Model(attnax_alibi, 1, NNX),
 }

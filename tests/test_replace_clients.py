@@ -3,9 +3,12 @@
 replaced_models.py has the models. `make clients` installs their packages and runs this.
 """
 
+import functools
+
 import jax
 import pytest
 from conftest import watch_dispatch
+from replaced_by_hand import HEADS, WIDTH, features
 from replaced_models import MODELS
 from replaced_results import MIB, largest_error, temp_bytes, with_gradients
 
@@ -60,3 +63,26 @@ def test_memory(name):
     if not model.quadratic:
         function, args = model.make(8192)
         assert temp_bytes(memeff.replace_attention(function), args) <= 2.2 * after
+
+
+def test_modules_are_arguments():
+    """Modules that hold their parameters need no splitting: Equinox's and NNX's are arguments."""
+    eqx = pytest.importorskip("equinox")
+    nnx = pytest.importorskip("flax.nnx")
+    x = features(45, WIDTH)
+
+    def run(layer, x):
+        arguments = (x, x, x) if isinstance(layer, eqx.Module) else (x,)
+        return layer(*arguments)
+
+    def loss(function, layer, x):
+        return (function(layer, x) ** 2).sum()
+
+    replaced = memeff.replace_attention(run, strict=True, min_logits=0)
+    equinox_layer = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=jax.random.key(0))
+    nnx_layer = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    for layer, grad in ((equinox_layer, eqx.filter_grad), (nnx_layer, nnx.grad)):
+        gradients = []
+        for function in (run, replaced):
+            gradients.append(grad(functools.partial(loss, function))(layer, x))
+        assert largest_error(gradients[1], gradients[0]) < 1e-5

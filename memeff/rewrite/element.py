@@ -274,7 +274,9 @@ class Builder:
             symbol = Reader().read(value, index)
             if isinstance(symbol, Choice):
                 numbers = _hashable(symbol.yes), _hashable(symbol.no)
-                return self.add("choice", self.formula(symbol.condition), *numbers, str(value.dtype))
+                return self.add(
+                    "choice", self.formula(symbol.condition), *numbers, str(value.dtype)
+                )
         computed = self.depends is not None and self.depends(value)
         if not computed and self._is_leaf(value, index):
             return self.leaf(value, index)

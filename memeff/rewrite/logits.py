@@ -345,6 +345,8 @@ def _with_meaning_of_empty_rows(
     if condition == Known(True) or no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
     meaning = _meaning_of_empty_rows(layers)
+    if match.softmax.loses_log and meaning != NAN:
+        raise NoMatch("exp(s - logsumexp(s)) gives the sum of the values in rows that see no key")
     if meaning is not None:
         return Logits(condition, meaning, biases, inner)
     exact = _without_masks(layers, inner)

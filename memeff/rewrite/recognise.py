@@ -62,6 +62,9 @@ class Softmax:
     outside: Outside
     shown_in_sum: tuple[Formula, ...] = ()  # only pairs for which these are true are summed
     unnormalised: Element | None = None  # e, if the division follows the second product
+    # The logarithm of the sum is added to the maximum. Beside a maximum of -1e9 it is lost, so a
+    # row that sees no key gives the sum of the values instead of their mean.
+    loses_log: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +172,7 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     first = _maker(dots[0])
     query, key = _operands_of_first(first, dots[1], keys)
     letters = tuple(letters_in(index))
-    return Match(
-        first, second, *result, dots, softmax, query, key, value, letters, keys, columns
-    )
+    return Match(first, second, *result, dots, softmax, query, key, value, letters, keys, columns)
 
 
 # ---- (2) The softmax
@@ -346,8 +347,8 @@ def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Sof
     """Return the softmax of which `terms` are the exponentials."""
     value, index = terms
     base = 1.0 if value.op == "exp" else math.log(2)
-    logits = _without_shift(_inputs(value, index)[0], keys)
-    return Softmax(logits, base, outside)
+    logits, factor = _without_shift(_inputs(value, index)[0], keys)
+    return Softmax(logits, base * factor, outside)
 
 
 def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
@@ -363,7 +364,7 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     others = [x for x, _ in shifts if x is not logs[0][0]]
     if not _is_log_of_sum(logs[0], logits, others, keys):
         raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
-    return Softmax(logits, 1.0, outside)
+    return Softmax(logits, 1.0, outside, loses_log=bool(others))
 
 
 def _shifts(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, list[Element]]:
@@ -448,16 +449,30 @@ def _division_after(
     raise NoMatch("exponentials are not divided by their sum over the keys, and nothing else")
 
 
-def _without_shift(element: Element, keys: tuple[Letter, ...]) -> Element:
-    """Return s of s - m, where m is made of a maximum and is the same for all keys."""
+def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, float]:
+    """Return s and c of c * (s - m), where m is made of a maximum and is the same for all keys."""
+    logits = element
+    factor = 1.0
+    product = 1.0
     while True:
         value, index = chain(*element)[-1]
-        if value.op != "sub":
-            return element
-        logits, shift = _inputs(value, index)
-        if _depends(shift, keys) or not _made_of_maximum(shift[0]):
-            return element
-        element = logits
+        if value.op == "sub":
+            inner, shift = _inputs(value, index)
+            if _depends(shift, keys) or not _made_of_maximum(shift[0]):
+                return logits, factor
+            logits = element = inner
+            factor = product
+        elif value.op in ("mul", "div"):
+            inner, other = _inputs(value, index)
+            if value.op == "mul" and known_number(other[0]) is None:
+                inner, other = other, inner
+            number = known_number(other[0])
+            if number is None or not math.isfinite(number) or number == 0:
+                return logits, factor
+            product = product * float(number) if value.op == "mul" else product / float(number)
+            element = inner
+        else:
+            return logits, factor
 
 
 def _made_of_maximum(value: Value) -> bool:
@@ -576,5 +591,3 @@ def _result_index(second: Equation, side: int, index: Index, value: Operand) -> 
         used = (*batch[number], *contracted[number])
         dims.extend(indices[number][d] for d in range(len(x.shape)) if d not in used)
     return expand_all(tuple(dims))
-
-

@@ -44,7 +44,9 @@ class Place:
             before = format_bytes(self.bytes_before)
             lines.append(f"  gradient about {before} -> {format_bytes(self.bytes_after)}")
         for name, size in self.pair_arrays:
-            lines.append(f"  the program makes an array of T x S for it: {name}, {format_bytes(size)}")
+            lines.append(
+                f"  the program makes an array of T x S for it: {name}, {format_bytes(size)}"
+            )
         return "\n".join(lines)
 
 
@@ -103,9 +105,7 @@ def _describe(source: str, replacement: Replacement) -> Place:
     arrays = []
     for name, value in replacement.pair_arrays:
         arrays.append((name, math.prod(value.shape) * value.dtype.itemsize))
-    return Place(
-        source, None, recipe.sizes, tuple(_words(recipe)), before, after, tuple(arrays)
-    )
+    return Place(source, None, recipe.sizes, tuple(_words(recipe)), before, after, tuple(arrays))
 
 
 def _bytes(replacement: Replacement) -> tuple[int, int]:

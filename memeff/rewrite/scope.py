@@ -21,7 +21,6 @@ from memeff.rewrite.recognise import Match, NoAttention, match
 from memeff.rewrite.translate import Replacement, translate
 from memeff.rewrite.versions import bodies_of, is_derivative, scan_counts, source_line
 
-
 IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "
     "replace attention before, as in jax.grad(replace_attention(f))"
@@ -373,9 +372,7 @@ def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any], outer: Reading) -> Seq
     return [*carry, *stacked]
 
 
-def _while(
-    eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
-) -> Sequence[Any]:
+def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading) -> Sequence[Any]:
     condition, body = scopes
     of_condition = eqn.params["cond_nconsts"]
     of_body = of_condition + eqn.params["body_nconsts"]

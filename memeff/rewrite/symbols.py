@@ -297,7 +297,7 @@ def _combine(equation: Any, symbols: list[Any]) -> Symbol | None:
         return symbols[0]
     if name == "select_n":
         return _select(symbols, dtype)
-    if dtype == bool and name in ("and", "or", "not", "xor"):
+    if np.issubdtype(dtype, np.bool_) and name in ("and", "or", "not", "xor"):
         return _logic(name, [as_formula(x) for x in symbols])
     if name == "abs" and isinstance(symbols[0], Affine):
         return Distance(symbols[0])
@@ -431,7 +431,7 @@ def _select(symbols: list[Any], dtype: Any) -> Symbol | None:
     if isinstance(which, Opaque) and which.value.dtype != bool:
         return None
     condition = as_formula(which)
-    if dtype == bool:
+    if np.issubdtype(dtype, np.bool_):
         yes = both(condition, as_formula(if_true))
         no = both(negate(condition), as_formula(if_false))
         return Choice(either(yes, no), True, False)
@@ -452,7 +452,7 @@ def _select(symbols: list[Any], dtype: Any) -> Symbol | None:
 def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
     """Return an operation on choices, if its result is again one of two numbers."""
     choices = list(dict.fromkeys(x for x in symbols if isinstance(x, Choice)))
-    if len(choices) > 2:
+    if len(choices) not in (1, 2):
         return None
 
     def result(*branches: bool) -> Any:

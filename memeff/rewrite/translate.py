@@ -512,5 +512,3 @@ def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangemen
         tuple(broadcast),
         tuple(merged),
     )
-
-

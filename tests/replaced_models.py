@@ -35,15 +35,26 @@ def random_like(tree, scale=0.1):
     return jax.tree.map(moved, tree)
 
 
+NORM_SCALES = ("scale", "weight")  # what Linen and transformers call them
+
+
 def random_params(init, *arguments):
-    """Return float32 normal numbers in the shapes that `init(*arguments)` has, without running it."""
+    """Return float32 random numbers in the shapes of `init(*arguments)`, without running it.
+
+    Scales of norms are near 1, because tokens with a small scale are all alike.
+    """
     rng = np.random.default_rng(1)
 
-    def drawn(x):
-        scale = 0.7 * x.shape[0] ** -0.5 if len(x.shape) > 1 else 0.2
-        return jnp.asarray(scale * rng.standard_normal(x.shape), x.dtype)
+    def drawn(path, x):
+        noise = rng.standard_normal(x.shape)
+        if len(x.shape) > 1:
+            noise *= 0.7 * x.shape[0] ** -0.5
+        else:
+            name = getattr(path[-1], "key", None)
+            noise = 0.2 * noise + (name in NORM_SCALES)
+        return jnp.asarray(noise, x.dtype)
 
-    return jax.tree.map(drawn, jax.eval_shape(init, *arguments))
+    return jax.tree_util.tree_map_with_path(drawn, jax.eval_shape(init, *arguments))
 
 
 def padded(tokens):
@@ -115,11 +126,9 @@ def haiku(tokens):
 
 def keras_variables(model):
     """Return values of the trainable variables, far from even attention, and of the others."""
-    rng = np.random.default_rng(1)
-    params = []
-    for variable in model.trainable_variables:
-        params.append(jnp.asarray(0.3 * rng.standard_normal(variable.shape), jnp.float32))
-    return params, [np.asarray(variable) for variable in model.non_trainable_variables]
+    params = [variable.value for variable in model.trainable_variables]
+    state = [np.asarray(variable) for variable in model.non_trainable_variables]
+    return random_like(params, scale=0.2), state
 
 
 def keras_layer(layer, tokens, **options):
@@ -350,7 +359,7 @@ def gemma(tokens):
         dtype=jnp.float32,
     )
     ids = token_ids(1, tokens)
-    params = random_params(model.init, jax.random.key(0), ids)
+    params = random_like(model.init(jax.random.key(0), ids[:, :8]))
 
     def function(params, ids):
         return model.apply(params, ids).logits

@@ -24,9 +24,9 @@ ELEMENTWISE = frozenset(
     "tanh xor".split()
 )
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-MOVES = RESHAPES | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
-# A number stays what it is; shard_map marks numbers as varying by pvary or pcast.
-SAME_NUMBER = RESHAPES | {"broadcast_in_dim", "copy", "stop_gradient", "pvary", "pcast"}
+VARYING = frozenset({"pvary", "pcast"})  # shard_map marks values as varying over devices
+MOVES = RESHAPES | VARYING | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
+SAME_NUMBER = RESHAPES | VARYING | {"broadcast_in_dim", "copy", "stop_gradient"}
 MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
@@ -146,6 +146,8 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
         return [(x, fit(index, x)) for x in equation.inputs]
     if first is None:
         return None
+    if name in VARYING:
+        return [(first, index)] if len(equation.inputs) == 1 else None
     if name == "broadcast_in_dim" and len(equation.inputs) == 1:
         inner = tuple(index[d] for d in params["broadcast_dimensions"])
         return [(first, fit(inner, first))]
@@ -188,16 +190,23 @@ def _known_starts(equation: Equation) -> list[int] | None:
 
 def known_number(value: Value) -> Any:
     """Return the number that every element of a value is, or None where that is not known."""
-    while value.op in SAME_NUMBER:
-        assert value.maker is not None
-        value = value.maker.inputs[0]
+    if not value.known:
+        value.known.append(_known_number(value))
+    return value.known[0]
+
+
+def _known_number(value: Value) -> Any:
     if value.constant is not None:
         numbers = as_numpy(value.constant)
         if numbers is None or numbers.size == 0:
             return None
         first = numbers.reshape(-1)[0]
         return first if numbers.size == 1 or (numbers == first).all() else None
-    if value.maker is None or value.op not in ELEMENTWISE:
+    if value.maker is None:
+        return None
+    if value.op in SAME_NUMBER:
+        return known_number(value.maker.inputs[0])
+    if value.op not in ELEMENTWISE:
         return None
     inputs = [known_number(x) for x in value.maker.inputs]
     if any(x is None for x in inputs):

@@ -44,6 +44,7 @@ from memeff.rewrite.symbols import (
     Reader,
     SameIds,
 )
+from memeff.rewrite.versions import vary_alike
 
 BATCH, HEAD, QUERY, KEY = range(4)  # the four numbers that memeff gives a function of pairs
 MOST_STEPS = 500  # more equations than this are not the elements of a mask or a bias
@@ -139,7 +140,8 @@ def _leaf(state, param, steps):
 
 
 def _op(state, primitive, params, steps):
-    return primitive.bind(*(state.done[step] for step in steps), **dict(params))
+    operands = vary_alike([state.done[step] for step in steps])
+    return primitive.bind(*operands, **dict(params))
 
 
 def _sum(state, steps):

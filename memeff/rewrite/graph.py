@@ -23,6 +23,7 @@ class Value:
     aval: Any
     maker: Equation | None = None
     constant: Any = None  # an array or a number; None: not known
+    known: list[Any] = dataclasses.field(default_factory=list)  # what `axes.known_number` found
 
     @property
     def shape(self) -> tuple[int, ...]:

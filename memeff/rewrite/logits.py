@@ -46,7 +46,8 @@ from memeff.rewrite.symbols import (
 )
 
 # A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
-HIDDEN = -1e9
+# Programs write -1e9 or less; log(2) of it is what exp2 leaves.
+HIDDEN = -0.6e9
 MEAN = "mean"  # a row that sees no key gives the mean of all values
 NAN = "nan"
 LARGEST_SHIFT = 1e4  # a constant of all logits that changes them by rounding alone
@@ -146,7 +147,12 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
         logits = _with_zeros(match, layers, inner, both(*shown))
     else:
         logits = _with_meaning_of_empty_rows(match, layers, inner)
-    return dataclasses.replace(logits, dropout=dropout[0] if dropout else None)
+    if not dropout:
+        return logits
+    exact = logits.exact
+    if exact is not None:
+        exact = dataclasses.replace(exact, dropout=dropout[0])
+    return dataclasses.replace(logits, exact=exact, dropout=dropout[0])
 
 
 class _Walk:
@@ -209,7 +215,7 @@ class _Walk:
         which, if_false, if_true = inputs
         other = if_false if inner is if_true else if_true
         number = known_number(other[0])
-        if number is None:
+        if number is None or which[0].dtype != bool:
             return False
         low = float(number) * self.factor
         symbol = self.reader.read(*which)

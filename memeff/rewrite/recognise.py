@@ -14,6 +14,7 @@ The algorithm, from the second product backward:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -45,6 +46,7 @@ from memeff.rewrite.symbols import (
     negate,
 )
 
+NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
 Element = tuple[Value, Index]
 
@@ -156,8 +158,8 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     (contracted, _) = second.params["dimension_numbers"]
     probabilities = second.inputs[side]
     index = new_index(probabilities.shape)
-    if not letters_in(index[d] for d in contracted[side]):
-        raise NoAttention("a product of size 1")
+    if not letters_in(index[d] for d in contracted[side]) or not _may_be_softmax(probabilities):
+        raise NoAttention("no softmax")
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         keys = tuple(letters_in(index[d] for d in contracted[side]))
@@ -170,9 +172,25 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
         if expand_all(index) == before:
             break
     first = _maker(dots[0])
+    if first.params["precision"] != second.params["precision"]:
+        raise NoMatch("the two products have different precisions")
     query, key = _operands_of_first(first, dots[1], keys)
     letters = tuple(letters_in(index))
     return Match(first, second, *result, dots, softmax, query, key, value, letters, keys, columns)
+
+
+def _may_be_softmax(value: Value) -> bool:
+    """Return True if an exponential is among the few equations before a value."""
+    waiting = collections.deque([value])
+    for _ in range(NEAR):
+        if not waiting:
+            return False
+        value = waiting.popleft()
+        if value.op in ("exp", "exp2"):
+            return True
+        if value.maker is not None and value.op in ELEMENTWISE | MOVES:
+            waiting.extend(value.maker.inputs)
+    return False
 
 
 # ---- (2) The softmax
@@ -355,33 +373,40 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     """Return the softmax of exponentials that no sum divides before the second product."""
     value, index = terms
     logits, shifts = _shifts(_inputs(value, index)[0], keys)
-    logs = [x for x in shifts if x[0].op == "log"]
+    logs = [x for x, _ in shifts if x[0].op == "log"]
     if not logs:
         softmax = _of_terms(terms, keys, outside)
         return dataclasses.replace(softmax, unnormalised=terms)
     if value.op != "exp" or len(logs) != 1:
         raise NoAttention("exponentials")
-    others = [x for x, _ in shifts if x is not logs[0][0]]
+    others = [x[0] for x, _ in shifts if x[0] is not logs[0][0]]
+    (is_added,) = [flag for x, flag in shifts if x is logs[0]]
     if not _is_log_of_sum(logs[0], logits, others, keys):
         raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
-    return Softmax(logits, 1.0, outside, loses_log=bool(others))
+    return Softmax(logits, 1.0, outside, loses_log=is_added)
 
 
-def _shifts(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, list[Element]]:
-    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys."""
-    shifts: list[Element] = []
+def _shifts(
+    element: Element, keys: tuple[Letter, ...]
+) -> tuple[Element, list[tuple[Element, bool]]]:
+    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys.
+
+    Each of these comes with a flag: was it part of a sum?
+    """
+    shifts: list[tuple[Element, bool]] = []
     element = chain(*element)[-1]
     while element[0].op == "sub":
         logits, shift = _inputs(*element)
         if _depends(shift, keys):
             break
-        waiting = [shift]
+        waiting = [(shift, False)]
         while waiting:
-            value, index = chain(*waiting.pop())[-1]
+            part, is_added = waiting.pop()
+            value, index = chain(*part)[-1]
             if value.op == "add":
-                waiting.extend(_inputs(value, index))
+                waiting.extend((x, True) for x in _inputs(value, index))
             else:
-                shifts.append((value, index))
+                shifts.append(((value, index), is_added))
         element = chain(*logits)[-1]
     return element, shifts
 

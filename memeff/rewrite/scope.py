@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import AxisType
 
 from memeff.rewrite.axes import NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
@@ -118,6 +119,9 @@ class Scope:
 
     def _find(self, second: Equation, min_logits: int) -> None:
         """Add the replacement of a product, or the reason why it is left."""
+        shapes = [x.shape for x in (*second.inputs, *second.outputs)]
+        if not all(isinstance(size, int) and size for shape in shapes for size in shape):
+            return  # symbolic, or nothing to compute
         makers = (second, *second.calls)
         in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
         for side in (0, 1):
@@ -127,6 +131,7 @@ class Scope:
                     self.left.append(Left(second, IN_DERIVATIVE, has_derivative=True))
                     return
                 _check_gain(found, min_logits)
+                _check_sharding(found)
                 replacement = translate(found)
             except NoAttention:
                 continue
@@ -217,6 +222,14 @@ def _check_gain(found: Match, min_logits: int) -> None:
         raise NoMatch(
             f"T x S = {T} x {S} is less than min_logits={min_logits}, so there is little to gain"
         )
+
+
+def _check_sharding(found: Match) -> None:
+    """Refuse arrays on a mesh with Explicit axes, whose merged axes would need a sharding."""
+    for operand in (found.query, found.key, found.value):
+        sharding = operand.value.aval.sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
+            raise NoMatch("its arrays are sharded over Explicit axes of a mesh")
 
 
 def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:

@@ -29,6 +29,8 @@ from memeff.rewrite.axes import (
 from memeff.rewrite.graph import Value
 from memeff.rewrite.numbers import as_numpy, compute
 
+MOST_VALUES = 400  # that are followed to find on which axes a value depends
+DEEPEST = 100  # equations, one made of the other, through which a symbol is read
 LARGEST_CONSTANT = 2**28  # elements of a constant mask that is compared with a band
 
 
@@ -199,13 +201,19 @@ class Reader:
 
     def __init__(self):
         self._known: dict[Any, Symbol] = {}
+        self._depth = 0
 
     def read(self, value: Value, index: Index) -> Symbol:
         """Return what the element of `value` at `index` is."""
         index = expand_all(index)
         key = id(value), index
-        if key not in self._known:
-            self._known[key] = self._read(value, index)
+        if key in self._known:
+            return self._known[key]
+        if self._depth >= DEEPEST:
+            return Opaque(value, index)
+        self._depth += 1
+        self._known[key] = self._read(value, index)
+        self._depth -= 1
         return self._known[key]
 
     def _read(self, value: Value, index: Index) -> Symbol:
@@ -485,20 +493,25 @@ def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
 
 
 def letters_of(value: Value, index: Index) -> set[Letter]:
-    """Return the letters on which the element of `value` at `index` depends."""
-    if known_number(value) is not None:
-        return set()
-    equation = value.maker
-    if equation is not None and value.op == "iota":
-        return set(letters_in([index[equation.params["dimension"]]]))
-    if equation is not None:
-        try:
-            inputs = sources(equation, index)
-        except NoMatch:
-            inputs = None
-        if inputs is not None:
-            found: set[Letter] = set()
-            for source in inputs:
-                found |= letters_of(*source)
-            return found
-    return set(letters_in(index))
+    """Return the letters on which the element of `value` at `index` depends, or a few more."""
+    found: set[Letter] = set()
+    seen: set[Any] = set()
+    waiting = [(value, expand_all(index))]
+    while waiting:
+        value, index = waiting.pop()
+        if (value, index) in seen or known_number(value) is not None:
+            continue
+        seen.add((value, index))
+        if value.op == "iota":
+            assert value.maker is not None
+            index = (index[value.maker.params["dimension"]],)
+        elif value.maker is not None and len(seen) < MOST_VALUES:
+            try:
+                inputs = sources(value.maker, index)
+            except NoMatch:
+                inputs = None
+            if inputs is not None:
+                waiting.extend((x, expand_all(at)) for x, at in inputs)
+                continue
+        found.update(letters_in(index))
+    return found

@@ -1,0 +1,390 @@
+"""`memeff.replace_attention` and `find_attention`: what is found, and that it is the same function."""
+
+import dataclasses
+import functools
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_programs import (
+    CHOICES,
+    DECOYS,
+    B,
+    N,
+    Program,
+    S,
+    T,
+    make_arrays,
+    results_and_gradients,
+)
+from jax import lax
+
+import memeff
+from memeff.rewrite.scope import Search
+from memeff.rewrite.transform import MIN_LOGITS
+
+find = functools.partial(memeff.find_attention, min_logits=0)
+replace = functools.partial(memeff.replace_attention, min_logits=0)
+
+# program: words that the report must contain
+FOUND = {
+    Program(): "scale 0.5",
+    Program(order="hbnt", scale="root"): "scale 0.57735",
+    Program(heads="grouped", mask="tril"): "causal",
+    Program(heads="repeated", mask="iota"): "causal",
+    Program(heads="folded", mask="constant"): "causal from position 1",
+    Program(heads="vmapped", mask="window"): "window (3, 1)",
+    Program(heads="keys_first", mask="distance"): "window (2, 2)",
+    Program(scale="array", cap="tanh"): "soft cap 3, traced scale",
+    Program(scale="after", cap="tanh"): "soft cap 3",
+    Program(mask="padding"): "mask of queries or keys, rows that see no key give the mean",
+    Program(mask="padding", hiding="added"): "bias of queries or keys",
+    Program(mask="causal_padding"): "causal, mask of queries or keys, rows that see no key",
+    Program(mask="causal_padding", hiding="added"): "all logits as numbers if some row sees no key",
+    Program(mask="segments"): "segments",
+    Program(mask="dense", hiding="where_not"): "an array as mask",
+    Program(mask="blocks"): "mask_fn",
+    Program(mask="tril", low=-1e4): "score_fn",
+    Program(bias="alibi"): "score_fn",
+    Program(bias="dense"): "an array as bias",
+    Program(bias="both"): "an array as bias, score_fn",
+    Program(softmax="plain", mask="tril", hiding="multiplied"): "causal",
+    Program(softmax="lse", mask="tril"): "causal",
+    Program(softmax="log_softmax"): "scale 0.5",
+    Program(softmax="exp2", mask="tril"): "causal",
+    Program(softmax="no_max"): "scale 0.5",
+    Program(softmax="late"): "scale 0.5",
+    Program(softmax="reciprocal"): "scale 0.5",
+    Program(after="head_factor"): "scale 0.5",
+    Program(after="zeros", mask="padding"): "mask of queries or keys",
+    Program(nesting="scan_mask", mask="causal_padding"): "causal, mask of queries or keys",
+    Program(nesting="remat", mask="tril"): "causal",
+    Program(nesting="cond", mask="tril"): "causal",
+    Program(nesting="loop", mask="tril"): "causal",
+    Program(nesting="vmap", mask="tril"): "causal",
+}
+
+
+def spelled(program):
+    """Return the choices of a program that are not the usual ones."""
+    usual = dataclasses.asdict(Program())
+    chosen = dataclasses.asdict(program).items()
+    return "-".join(f"{name}={x}" for name, x in chosen if x != usual[name]) or "usual"
+
+
+@pytest.mark.parametrize("program", FOUND, ids=spelled)
+def test_what_is_found(program):
+    report = find(program, make_arrays())
+    assert report.replaced and not report.left
+    assert all(FOUND[program] in str(place) for place in report.replaced), report
+
+
+def assert_same(program, arrays, limit=1e-9):
+    """Compare results, and gradients where those of the original are finite."""
+    before = jax.jit(results_and_gradients(program))(arrays)
+    after = jax.jit(results_and_gradients(replace(program, strict=True)))(arrays)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    ):
+        x = np.asarray(x)
+        y = np.asarray(y)
+        is_gradient = path[0].idx == 1
+        compared = np.isfinite(x) if is_gradient else np.ones(x.shape, bool)
+        largest = np.abs(x[np.isfinite(x)]).max(initial=1e-3)
+        np.testing.assert_allclose(y[compared], x[compared], rtol=0, atol=limit * largest)
+
+
+# Spellings that together have each choice that changes the call, and rows that see no key.
+FAST = (
+    Program(heads="folded", scale="array", cap="tanh", mask="window", bias="both"),
+    Program(heads="grouped", mask="causal_padding", hiding="added", nesting="scan_mask"),
+    Program(order="tbnh", mask="dense_empty", softmax="late", after="head_factor"),
+    Program(mask="empty_row", hiding="added", low="min", softmax="exp2", nesting="remat"),
+)
+
+
+@pytest.mark.parametrize("program", FAST, ids=spelled)
+def test_same_function(program):
+    with jax.enable_x64(True):
+        assert_same(program, make_arrays("float64"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", FOUND, ids=spelled)
+def test_same_function_for_each_spelling(program):
+    with jax.enable_x64(True):
+        assert_same(program, make_arrays("float64"))
+
+
+def draw(seed):
+    """Return a random program."""
+    rng = random.Random(seed)
+    choices = {name: rng.choice(values) for name, values in CHOICES.items()}
+    if rng.random() < 0.15:
+        choices["decoy"] = rng.choice(DECOYS)
+    if choices.get("decoy") == "other_sum":  # jax.nn.softmax has no other sum
+        choices["softmax"] = "plain"
+    return Program(**choices)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_are_replaced_or_left_with_a_reason(seed):
+    program = draw(seed)
+    report = find(program, make_arrays())
+    assert bool(report.replaced) == (program.decoy is None) or report.left, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300))
+def test_random_programs_are_the_same_function(seed):
+    program = draw(seed)
+    with jax.enable_x64(True):
+        arrays = make_arrays("float64")
+        report = find(program, arrays)
+        if report.replaced:
+            assert program.decoy is None
+            assert_same(program, arrays)
+        else:
+            assert report.left or program.decoy == "wrong_axis"
+
+
+@pytest.mark.parametrize("decoy", DECOYS)
+@pytest.mark.parametrize("softmax", ["jax", "plain"])
+def test_decoys_are_left(decoy, softmax):
+    if decoy == "other_sum" and softmax == "jax":
+        pytest.skip("the sum is inside jax.nn.softmax")
+    program = Program(softmax=softmax, decoy=decoy)
+    arrays = make_arrays()
+    report = find(program, arrays)
+    assert not report.replaced
+    assert report.left
+    with pytest.raises(ValueError, match="replaced nothing"):
+        jax.eval_shape(replace(program, strict=True), arrays)
+
+
+REASONS = {
+    "wrong_axis": "divided by something that depends on the keys",
+    "twice": "multiplied with two arrays",
+    "returned": r"used by `reduce_sum` at .*attention_programs.py",
+    "other_sum": "not divided by their sum over the keys",
+    "values": "pass through `sort`",
+    "transposed": "not made of a product",
+    "zeros_after": "hides other keys than the mask before it",
+}
+
+
+@pytest.mark.parametrize("decoy", DECOYS)
+def test_reasons(decoy):
+    report = find(Program(softmax="plain", decoy=decoy), make_arrays())
+    assert re.search(REASONS[decoy], str(report)), report
+    for place in report.left:
+        file, line = place.source.rsplit(":", 1)
+        assert file.endswith("attention_programs.py") and int(line) > 0
+
+
+def plain(q, k, v):
+    """Return causal attention of B T N H."""
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    visible = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(visible, logits, -1e9))
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def qkv(length=16, dtype="float32"):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(1, length, 2, 4)), dtype) for _ in range(3)]
+
+
+def test_small_attention_is_left():
+    report = memeff.find_attention(plain, *qkv())
+    (place,) = report.left
+    assert f"T x S = 16 x 16 is less than min_logits={MIN_LOGITS}" in place.reason
+    one_query = memeff.find_attention(
+        lambda q, k, v: plain(q[:, :1], k, v), *qkv(2**15), min_logits=0
+    )
+    assert "one query only" in one_query.left[0].reason
+
+
+def test_derivative_inside_is_refused():
+    gradient = jax.grad(lambda q, k, v: plain(q, k, v).sum())
+    with pytest.raises(ValueError, match=r"write jax.grad\(replace_attention\(f\)\)"):
+        replace(gradient)(*qkv())
+    assert "replace attention before" in str(find(gradient, *qkv()))
+
+
+def test_arguments():
+    q, k, v = qkv()
+
+    def attend(arrays, *, flip: bool, name: str, scale=1.0):
+        assert isinstance(flip, bool) and isinstance(name, str)
+        out = plain(arrays["q"] * scale, arrays["k"], v)
+        return {name: out[::-1] if flip else out}
+
+    replaced = replace(attend, strict=True)
+    arrays = {"q": q, "k": k}
+    out = replaced(arrays, flip=False, name="x", scale=2.0)
+    np.testing.assert_allclose(out["x"], plain(2.0 * q, k, v), atol=1e-6)
+    assert replaced.__name__ == "attend"
+    with pytest.raises(TypeError, match="must be arrays or hashable"):
+        replaced(arrays, flip=False, name={1, 2})
+    with pytest.raises(TypeError, match="takes a function, got int"):
+        memeff.replace_attention(3)
+
+
+def test_higher_derivatives():
+    q, k, v = qkv(5)
+    direction = jnp.cos(q)
+
+    def second(f):
+        g = jax.grad(lambda q: jnp.sin(f(q, k, v)).sum())
+        return jax.jvp(g, (q,), (direction,))
+
+    for x, y in zip(second(plain), second(replace(plain)), strict=True):
+        np.testing.assert_allclose(y, x, atol=1e-5)
+
+
+def test_narrow_floats():
+    q, k, v = qkv(dtype="bfloat16")
+
+    def attend(q, k, v):
+        wide = [x.astype(jnp.float32) for x in (q, k)]
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", *wide) / 2)
+        return jnp.einsum("bnts,bsnh->btnh", weights.astype(v.dtype), v)
+
+    out = replace(attend, strict=True)(q, k, v)
+    assert out.dtype == jnp.bfloat16
+    error = jnp.abs(out.astype(jnp.float32) - attend(q, k, v).astype(jnp.float32)).max()
+    assert error < 2e-2
+    assert "bfloat16" in str(find(attend, q, k, v))
+
+
+def test_dropout_has_the_same_bits():
+    def attend(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(key, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
+
+    def shared(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(key, 0.7, (1, 1, *weights.shape[2:]))
+        weights = weights * (keep.astype(weights.dtype) / 0.7)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    key = jax.random.key(3)
+    for f in (attend, shared):
+        out = replace(f, strict=True)(key, *qkv())
+        np.testing.assert_allclose(out, f(key, *qkv()), atol=1e-5)
+
+    def other_order(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->btns", q, k))
+        keep = jax.random.bernoulli(key, 0.7, weights.shape)
+        return jnp.einsum("btns,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
+
+    assert "another order of axes" in find(other_order, key, *qkv()).left[0].reason
+
+
+def test_custom_derivatives_are_left():
+    @jax.custom_vjp
+    def attend(q, k, v):
+        return plain(q, k, v)
+
+    attend.defvjp(lambda *x: (plain(*x), x), lambda x, d: (d, d, d))
+    assert not find(attend, *qkv()).places
+
+    def stopped(q, k, v):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+        weights = jnp.exp(logits) / lax.stop_gradient(jnp.exp(logits).sum(-1, keepdims=True))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    assert not find(stopped, *qkv()).replaced
+
+
+def test_check():
+    calls = []
+
+    def attend(q, k, v):
+        calls.append(None)
+        return plain(q, k, v)
+
+    checked = memeff.replace_attention(attend, check=True, min_logits=0)
+    checked(*qkv())
+    assert calls
+    with pytest.raises(TypeError, match="check=True compares numbers"):
+        jax.jit(checked)(*qkv())
+    from memeff.rewrite import check
+
+    with pytest.raises(AssertionError, match="result 0 of shape .* differs from the original"):
+        check.compare(plain, lambda q, k, v: 1.01 * plain(q, k, v), qkv())
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("batch")
+    attend = jax.shard_map(plain, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert "causal" in str(find(attend, *qkv()))
+    out = replace(attend, strict=True)(*qkv())
+    np.testing.assert_allclose(out, plain(*qkv()), atol=1e-6)
+
+
+def layers(count):
+    """Return a function of count layers, written out one after the other."""
+
+    def model(x, weights):
+        for w in weights:
+            q, k, v = jnp.split((x @ w).reshape(1, -1, 2, 12), 3, -1)
+            x = x + plain(q, k, v).reshape(x.shape)
+        return x
+
+    weights = [jnp.ones((8, 24))] * count
+    return model, jnp.ones((256, 8)), weights
+
+
+def test_cost_of_tracing():
+    """Each equation is visited once, and the call of equal layers is traced once."""
+    model, x, weights = layers(24)
+    jaxpr = jax.make_jaxpr(model)(x, weights)
+    search = Search(0)
+    scope = search.scope(jaxpr)
+    assert len(scope.replaced) == 24
+    assert len({r.recipe for r in scope.replaced.values()}) == 1
+    assert search.visited == len(scope.graph.equations)
+
+    def body(x, w):
+        return model(x, [w]), None
+
+    def scanned(x, weights):
+        x, _ = lax.scan(body, x, jnp.stack(weights))
+        return lax.scan(body, x, jnp.stack(weights))[0]
+
+    search = Search(0)
+    search.scope(jax.make_jaxpr(scanned)(x, weights))
+    once = Search(0)
+    once.scope(jax.make_jaxpr(lambda x, w: lax.scan(body, x, jnp.stack(w))[0])(x, weights))
+    assert search.visited < 1.9 * once.visited
+
+
+@pytest.mark.once
+def test_memory_grows_with_the_length():
+    def temp(length):
+        model, x, weights = layers(2)
+        x = jax.ShapeDtypeStruct((length, 8), x.dtype)
+        loss = lambda x, w: memeff.replace_attention(model, strict=True)(x, w).sum()
+        compiled = jax.jit(jax.grad(loss)).lower(x, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temp(8192) <= 2.2 * temp(4096)
+
+
+def test_report_names_what_stays():
+    arrays = make_arrays()
+    (place,) = find(Program(mask="dense", bias="dense"), arrays).replaced
+    assert place.sizes == (B, N, T, S)
+    assert ("bias", N * T * S * 4) in place.pair_arrays
+    assert ("mask", B * T * S) in place.pair_arrays
+    (place,) = find(Program(mask="tril", bias="alibi"), arrays).replaced
+    assert not place.pair_arrays
+    assert place.bytes_before is not None and place.bytes_after is not None
+    assert not dataclasses.asdict(find(lambda x: x, 1.0))["places"]

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,13 @@ from replaced_models import MODELS
 
 import memeff
 from memeff.bench.device import machine
-from memeff.bench.results import save_results
+from memeff.bench.results import read_lines, save_results
 
 MEMORY_TOKENS = 4096
 SPEED_TOKENS = 2048
 MIB = 2**20
+PACKAGES = """flax equinox dm-haiku keras keras-hub levanter haliax transformers gemma google-tunix
+    penzai equimo ablanx attnax""".split()
 
 
 def with_gradients(function):
@@ -97,17 +100,20 @@ def row_of(name: str) -> dict[str, str]:
     """Return the table's row of a model."""
     model = MODELS[name]
     function, args = model.make(MEMORY_TOKENS)
+    report = memeff.find_attention(function, *args)
     before = temp_bytes(function, args) / MIB
     after = temp_bytes(memeff.replace_attention(function), args) / MIB
     function, args = model.make(SPEED_TOKENS)
     plain, ours = best_seconds([function, memeff.replace_attention(function)], args)
+    stays = [model.left, model.quadratic and f"{model.quadratic} stays T x S"]
     return {
         "model": name,
-        "places": str(model.replaced),
+        "the line": f"`{model.line}`",
+        "places": str(len(report.replaced)),
         "MiB before": f"{before:,.0f}",
         "MiB after": f"{after:,.0f}",
-        "forward, times as fast": f"{plain / ours:.1f}",
-        "left alone": model.left,
+        "times as fast": f"{plain / ours:.1f}",
+        "what stays": "; ".join(filter(None, stays)),
     }
 
 
@@ -116,34 +122,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--save", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="replace the rows of these models"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = []
+    rows = {}
+    if options.save and options.save.exists():
+        rows = {row["model"]: row for row in read_lines(options.save)[1:]}
     for name in options.only:
         try:
-            rows.append(row_of(name))
+            rows[name] = row_of(name)
         except pytest.skip.Exception as reason:
             sys.exit(f"{name}: {reason}")
-        print(json.dumps(rows[-1]), flush=True)
-    if options.save:
-        description = {
-            "table": "cells",
-            "date": datetime.date.today().isoformat(),
-            **machine(),
-            "command": "python tests/replaced_results.py",
-            "packages": installed(),
-        }
-        save_results(options.save, description, rows)
+        print(json.dumps(rows[name]), flush=True)
+        if options.save:
+            ordered = [rows[name] for name in MODELS if name in rows]
+            save_results(options.save, description(), ordered)
 
 
-PACKAGES = """flax equinox dm-haiku keras keras-hub levanter haliax transformers gemma google-tunix
-    penzai equimo ablanx attnax""".split()
-
-
-def installed() -> dict[str, str]:
-    """Return the versions of the packages that the models are from."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+def description() -> dict[str, Any]:
+    """Return the first line of the results: what they belong to."""
+    return {
+        "table": "cells",
+        "date": datetime.date.today().isoformat(),
+        **machine(),
+        "command": "python tests/replaced_results.py",
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
 
 
 if __name__ == "__main__":

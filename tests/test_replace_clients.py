@@ -7,7 +7,6 @@ import functools
 
 import jax
 import pytest
-from conftest import watch_dispatch
 from replaced_by_hand import HEADS, WIDTH, features
 from replaced_models import MODELS
 from replaced_results import MIB, largest_error, temp_bytes, with_gradients
@@ -39,9 +38,7 @@ def test_outputs_and_gradients(small_tiles, name):
     print(report)
     assert len(report.replaced) == model.replaced, str(report)
     replaced = memeff.replace_attention(function, strict=bool(model.replaced), min_logits=0)
-    with watch_dispatch() as calls:
-        actual = jax.jit(with_gradients(replaced))(*args)
-    assert bool(calls) == bool(model.replaced)
+    actual = jax.jit(with_gradients(replaced))(*args)
     expected = jax.jit(with_gradients(function))(*args)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     assert largest_error(actual, expected) < 1e-5

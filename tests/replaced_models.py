@@ -78,6 +78,20 @@ def flax_linen(tokens):
     return model, (random_params(layer.init, jax.random.key(0), x), x)
 
 
+def flax_linen_in_training(tokens):
+    """Return Linen's module with dropout of the probabilities, whose bits come from a key."""
+    nn = pytest.importorskip("flax.linen")
+    layer = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, deterministic=False)
+    x = features(B, tokens, WIDTH)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+    def model(params, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        return layer.apply(params, x, mask=mask, rngs={"dropout": jax.random.key(2)})
+
+    return model, (random_params(layer.init, keys, x), x)
+
+
 def flax_nnx(tokens):
     """Return NNX's module with a causal mask, whose keys are those of fewer heads by repetition."""
     nnx = pytest.importorskip("flax.nnx")
@@ -579,6 +593,7 @@ MODELS = {
     "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
     "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
     "Flax Linen": Model(flax_linen, 1, APPLY),
+    "Flax Linen in training": Model(flax_linen_in_training, 1, APPLY),
     "Flax NNX": Model(flax_nnx, 1, NNX),
     "Equinox": Model(equinox, 1, EQUINOX),
     "Haiku": Model(haiku, 2, APPLY),

@@ -22,6 +22,7 @@ from memeff.sequence.batch_and_heads import (
     Parts,
     batch_and_heads_of,
     check_inside,
+    check_sharded,
     count_in_whole_call,
     find_on_mesh,
 )
@@ -96,6 +97,7 @@ def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     whole = WholeCall(sizes.T, sizes.S, shape.N * parts.heads, stride_in(plan, sizes))
     problem, operands = locate(whole, problem, operands)
     if place.inside:
+        check_sharded(others, operands.query)
         operands = count_in_whole_call(others, operands)
     return ShardedCall(shape, problem, operands, place, plan, sizes, others)
 
@@ -135,6 +137,7 @@ def prepare(
     parts = check_inside(others)
     shape, problem, operands = normalise(arguments, parts)
     if others != BatchAndHeads():
+        check_sharded(others, operands.query)
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
         problem, operands = locate(whole, problem, operands)
         operands = count_in_whole_call(others, operands)

@@ -99,18 +99,19 @@ def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[Ba
     return axes, parts
 
 
-def count_in_whole_call(axes: BatchAndHeads, operands: Operands) -> Operands:
-    """Return a device's operands whose origin has its first batch entry and head.
-
-    Inside shard_map, whose default checks tell whether the query is sharded over the axes.
-    """
+def check_sharded(axes: BatchAndHeads, query: Array) -> None:
+    """Refuse axes over which the query is not sharded, where the checks of shard_map tell."""
     for argument, name in _named(axes):
         checked = name in varying_axes(lax.axis_index(name))  # not with check_vma=False
-        if checked and name not in varying_axes(operands.query):
+        if checked and name not in varying_axes(query):
             raise ValueError(
                 f"query is the same on all devices of {argument}={name!r}. Shard it over them by "
                 f"in_specs, or omit {argument}."
             )
+
+
+def count_in_whole_call(axes: BatchAndHeads, operands: Operands) -> Operands:
+    """Return a device's operands whose origin has its first batch entry and head."""
     if operands.origin is None:
         return operands
     B, _, N, _ = operands.query.shape

@@ -34,13 +34,8 @@ from pathlib import Path
 
 if importlib.util.find_spec("memeff") is None:
     here = Path.cwd()
-    checkout = next(
-        (f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None
-    )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"],
-        check=True,
-    )
+    checkout = next((f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"], check=True)
 
 # %matplotlib inline
 import jax
@@ -76,9 +71,7 @@ def check(name, found, expected, tolerance=1e-12):
 s = scale * q @ k.T  # T S
 p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
 out = p @ v  # T D
-print(
-    f"q, k, v: {q.size + k.size + v.size} numbers; s: {s.size}; in float32 at T = S = 2^20: {4 * 2**40 / 2**40:.0f} TiB"
-)
+print(f"q, k, v: {q.size + k.size + v.size} numbers; s: {s.size}; in float32 at T = S = 2^20: {4 * 2**40 / 2**40:.0f} TiB")
 
 # %% [markdown]
 # **A row of softmax does not change when a number is subtracted from its logits**, so the largest logit `m` is: nothing
@@ -142,16 +135,10 @@ def forward(q, k, v, t, c, visible):
     out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
     for i in range(0, len(q), t):
         rows = np.arange(i, min(i + t, len(q)))
-        m, l, o = (
-            np.full(len(rows), -np.inf),
-            np.zeros(len(rows)),
-            np.zeros((len(rows), v.shape[1])),
-        )
+        m, l, o = np.full(len(rows), -np.inf), np.zeros(len(rows)), np.zeros((len(rows), v.shape[1]))
         for j in range(0, len(k), c):
             cols = np.arange(j, min(j + c, len(k)))
-            s = np.where(
-                visible(rows[:, None], cols), scale * q[rows] @ k[cols].T, -np.inf
-            )  # (1) (2)
+            s = np.where(visible(rows[:, None], cols), scale * q[rows] @ k[cols].T, -np.inf)  # (1) (2)
             m_new = np.maximum(m, s.max(-1))  # (3)
             shift = np.where(m_new == -np.inf, 0, m_new)  # -inf - -inf is not a number
             a, e = np.exp(m - shift), np.exp(s - shift[:, None])
@@ -175,11 +162,7 @@ out, lse = forward(q, k, v, 7, 13, causal)
 s_masked = np.where(causal(np.arange(T)[:, None], np.arange(S)), scale * q @ k.T, -np.inf)
 with np.errstate(divide="ignore"):
     exact_lse = np.log(np.exp(s_masked).sum(-1))
-p = np.where(
-    exact_lse[:, None] > -np.inf,
-    np.exp(s_masked - np.where(exact_lse > -np.inf, exact_lse, 0)[:, None]),
-    0,
-)
+p = np.where(exact_lse[:, None] > -np.inf, np.exp(s_masked - np.where(exact_lse > -np.inf, exact_lse, 0)[:, None]), 0)
 check("causal out in tiles", out, p @ v)
 check("causal lse in tiles", lse[3:], exact_lse[3:])
 assert (out[:3] == 0).all() and (lse[:3] == -np.inf).all()
@@ -201,10 +184,7 @@ ds = p * (dp - (p * dp).sum(-1, keepdims=True))
 dq, dk, dv = scale * ds @ k, scale * ds.T @ q, p.T @ dout
 
 direction = [rng.standard_normal(x.shape) for x in (q, k, v)]
-loss = lambda e: (
-    dout
-    * forward(q + e * direction[0], k + e * direction[1], v + e * direction[2], T, S, causal)[0]
-).sum()
+loss = lambda e: (dout * forward(q + e * direction[0], k + e * direction[1], v + e * direction[2], T, S, causal)[0]).sum()
 slope = sum((g * d).sum() for g, d in zip((dq, dk, dv), direction, strict=True))
 check("slope by the formulas and by a small step", slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, 1e-6)
 
@@ -256,14 +236,10 @@ check("dq of a loss on lse", dq_lse, scale * (p * dlse[:, None]) @ k)
 
 # %%
 arrays = [jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, v)]  # B T N H with B = N = 1
-attend = lambda q, k, v: memeff.dot_product_attention(
-    q, k, v, is_causal=True, q_offset=-3, chunk_size=(7, 13)
-)
+attend = lambda q, k, v: memeff.dot_product_attention(q, k, v, is_causal=True, q_offset=-3, chunk_size=(7, 13))
 result, pull = jax.vjp(attend, *arrays)
 gradients = pull(jnp.asarray(dout, jnp.float32)[None, :, None])
-for name, x, exact in zip(
-    ("out", "dq", "dk", "dv"), (result, *gradients), (out, dq, dk, dv), strict=True
-):
+for name, x, exact in zip(("out", "dq", "dk", "dv"), (result, *gradients), (out, dq, dk, dv), strict=True):
     check(f"memeff's {name}, float32", np.asarray(x)[0, :, 0], exact, 1e-5)
 
 # %% [markdown]
@@ -274,9 +250,7 @@ for name, x, exact in zip(
 # %%
 def draw(T, S, **options):
     zeros = jnp.zeros((1, T, 1, 2)), jnp.zeros((1, S, 1, 2))
-    weights = np.asarray(
-        memeff.dot_product_attention(*zeros, jnp.eye(S)[None, :, None], **options)
-    )[0, :, 0]
+    weights = np.asarray(memeff.dot_product_attention(*zeros, jnp.eye(S)[None, :, None], **options))[0, :, 0]
     return [" ".join("#" if weight > 0 else "." for weight in row) for row in weights]
 
 

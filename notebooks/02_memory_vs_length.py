@@ -32,13 +32,8 @@ from pathlib import Path
 
 if importlib.util.find_spec("memeff") is None:
     here = Path.cwd()
-    checkout = next(
-        (f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None
-    )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"],
-        check=True,
-    )
+    checkout = next((f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"], check=True)
 
 # %matplotlib inline
 import jax
@@ -68,9 +63,7 @@ case = bench.Case(length=1024 if SHORT else 16384)
 logits = 4 * case.heads * case.length**2
 for name in ("jax.nn", "memeff"):
     need = bench.temp_bytes(name, case)
-    print(
-        f"{name:8s} {bench.human(need):>9s} beyond inputs and output: {need / logits:.4f} times the logits"
-    )
+    print(f"{name:8s} {bench.human(need):>9s} beyond inputs and output: {need / logits:.4f} times the logits")
 
 # %% [markdown]
 # **Up to a million tokens**, forward and forward + gradient (`jax.vjp` with a random cotangent). Where a `~` stands, the
@@ -113,19 +106,12 @@ for mode in bench.MODES:
 
 # %%
 last, mode = lengths[-1], "gradient"
-arrays = (
-    8 / 3 * next(row["input_bytes"] for row in rows if row["length"] == last)
-)  # q, k, v, dout; out, dq, dk, dv
+arrays = 8 / 3 * next(row["input_bytes"] for row in rows if row["length"] == last)  # q, k, v, dout; out, dq, dk, dv
 for gibibytes in (8, 16, 24, 80, 141):
-    square, line = (
-        need("jax.nn", mode, last) / last**2,
-        (need("memeff", mode, last) + arrays) / last,
-    )
+    square, line = need("jax.nn", mode, last) / last**2, (need("memeff", mode, last) + arrays) / last
     side = arrays / last / (2 * square)  # square T^2 + (arrays / last) T = memory
     plain, tiled = (gibibytes * 2**30 / square + side**2) ** 0.5 - side, gibibytes * 2**30 / line
-    print(
-        f"{gibibytes:4d} GiB: jax.nn {plain:10,.0f} tokens, memeff {tiled:12,.0f}: {tiled / plain:4.0f} times longer"
-    )
+    print(f"{gibibytes:4d} GiB: jax.nn {plain:10,.0f} tokens, memeff {tiled:12,.0f}: {tiled / plain:4.0f} times longer")
     assert SHORT or gibibytes < 16 or tiled >= 16 * plain
 
 # %% [markdown]
@@ -160,9 +146,7 @@ used = paper_lengths[:2] if SHORT else paper_lengths
 redone = {}
 for mode, (standard, theirs) in paper.items():
     print(f"\n{bench.TITLES[mode]}: times less memory than standard attention, and bytes")
-    print(
-        f"{'tokens':>9s} {'paper':>9s} {'memeff':>9s}   {'paper':>9s} {'memeff':>9s} {'standard':>9s}"
-    )
+    print(f"{'tokens':>9s} {'paper':>9s} {'memeff':>9s}   {'paper':>9s} {'memeff':>9s} {'standard':>9s}")
     for n, length in enumerate(used):
         one = bench.memory_table([length], [dataclasses.replace(single, mode=mode)])
         plain, own = (row["temp_bytes"] for row in one)
@@ -179,9 +163,7 @@ for mode, (standard, theirs) in paper.items():
 drawing, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
 for panel, mode in zip(panels, paper, strict=True):
     ratios = [redone[mode, length] for length in used]
-    for name, values in zip(
-        ("Rabe & Staats 2021", "memeff"), zip(*ratios, strict=True), strict=True
-    ):
+    for name, values in zip(("Rabe & Staats 2021", "memeff"), zip(*ratios, strict=True), strict=True):
         panel.loglog(used, values, marker="o", label=name)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(lambda x, _: bench.tokens(int(x)))
@@ -201,9 +183,7 @@ if SHORT:
 else:
     sizes = dict(heads=16, kv_heads=16, head_dim=128) if ON_GPU else dict(heads=4, kv_heads=4)
     steps = range(11, 19) if ON_GPU else range(9, 13)
-    timed = [
-        bench.Case(2**n, mode=mode, dtype=dtype, **sizes) for n in steps for mode in bench.MODES
-    ]
+    timed = [bench.Case(2**n, mode=mode, dtype=dtype, **sizes) for n in steps for mode in bench.MODES]
 speed = list(bench.speed_table(timed, names, rounds=1 if SHORT else 5))
 print(bench.speed_markdown(speed))
 assert all(row["note"] is None for row in speed if row["implementation"] == "memeff")
@@ -233,10 +213,7 @@ bench.figure(speed, "seconds")
 # %%
 written = Path("h200.jsonl")
 h200 = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
-print(
-    ", ".join(sorted({f"{row['device']}, jax {row['jax']}" for row in h200}))
-    or "No h200.jsonl here."
-)
+print(", ".join(sorted({f"{row['device']}, jax {row['jax']}" for row in h200})) or "No h200.jsonl here.")
 if h200:
     print(bench.speed_markdown(h200))
 
@@ -248,12 +225,6 @@ if h200:
 for field in ("seconds", "peak_bytes") if h200 else ():
     display(bench.figure(h200, field))
 for name in dict.fromkeys(row["implementation"] for row in h200):
-    ran = [
-        row
-        for row in h200
-        if row["implementation"] == name and row["mode"] == "gradient" and row["seconds"]
-    ]
+    ran = [row for row in h200 if row["implementation"] == name and row["mode"] == "gradient" and row["seconds"]]
     for row in ran[-1:]:
-        print(
-            f"{name:20s} {row['length']:8,d} tokens in {row['seconds']:.3g} s and {bench.human(row['peak_bytes'])}"
-        )
+        print(f"{name:20s} {row['length']:8,d} tokens in {row['seconds']:.3g} s and {bench.human(row['peak_bytes'])}")

@@ -31,13 +31,8 @@ from pathlib import Path
 
 if importlib.util.find_spec("memeff") is None:
     here = Path.cwd()
-    checkout = next(
-        (f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None
-    )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"],
-        check=True,
-    )
+    checkout = next((f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"], check=True)
 
 # %matplotlib inline
 import jax
@@ -60,14 +55,9 @@ SHORT = os.environ.get("MEMEFF_NOTEBOOK_SHORT") == "1"  # the test suite's form:
 T, N, K, H = 300, 4, 2, 16
 keys = jax.random.split(jax.random.key(0), 6)
 shapes = [(1, T, N, H), (1, T, K, H), (1, T, K, H)]
-arrays, along = (
-    [jax.random.normal(k, shape) for k, shape in zip(keys[i : i + 3], shapes, strict=True)]
-    for i in (0, 3)
-)
+arrays, along = ([jax.random.normal(k, shape) for k, shape in zip(keys[i : i + 3], shapes, strict=True)] for i in (0, 3))
 tiled = functools.partial(memeff.dot_product_attention, is_causal=True, chunk_size=(64, 128))
-quadratic = functools.partial(
-    memeff.dot_product_attention, is_causal=True, implementation="reference"
-)
+quadratic = functools.partial(memeff.dot_product_attention, is_causal=True, implementation="reference")
 
 
 def check(name, found, expected, tolerance=2e-5):
@@ -101,9 +91,7 @@ def derivatives(attend):
 
 
 second = list(derivatives(tiled))[2:]
-found, expected = (
-    [jax.jit(derivatives(x)[name])(arrays, along) for name in second] for x in (tiled, quadratic)
-)
+found, expected = ([jax.jit(derivatives(x)[name])(arrays, along) for name in second] for x in (tiled, quadratic))
 for name, one, other in zip(second, found, expected, strict=True):
     check(name, one, other)
 check("the three with one another", found[1:], found[:1] * 2)
@@ -130,13 +118,9 @@ used, table = {}, []
 for length in lengths:
     inputs = [jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)] * 3
     for kind in kinds:
-        one = [
-            temporary(derivatives(attend)[kind], inputs, inputs) for attend in attentions.values()
-        ]
+        one = [temporary(derivatives(attend)[kind], inputs, inputs) for attend in attentions.values()]
         used[kind, length] = one
-        table.append(
-            [bench.tokens(length), kind, *map(bench.human, one), f"{one[1] / one[0]:,.1f}"]
-        )
+        table.append([bench.tokens(length), kind, *map(bench.human, one), f"{one[1] / one[0]:,.1f}"])
 print(bench.markdown(["tokens", "derivative", *attentions, "times less"], table))
 for kind in kinds if not SHORT else ():
     own, plain = (used[kind, lengths[-1]][n] / used[kind, lengths[-2]][n] for n in (0, 1))
@@ -149,9 +133,7 @@ for kind in kinds if not SHORT else ():
 # %%
 drawing, panel = plt.subplots(figsize=(8, 4.5), layout="constrained")
 for color, kind in enumerate(kinds):
-    for name, style, one in zip(
-        attentions, ("o-", "o--"), zip(*(used[kind, n] for n in lengths), strict=True), strict=True
-    ):
+    for name, style, one in zip(attentions, ("o-", "o--"), zip(*(used[kind, n] for n in lengths), strict=True), strict=True):
         panel.plot(lengths, one, style, color=f"C{color}", label=f"{kind}, {name}")
 panel.set_xscale("log", base=2)
 panel.set_yscale("log", base=2)
@@ -171,9 +153,7 @@ plt.show()
 
 # %%
 POINTS, WIDTH, HEADS, LAYERS, BATCH = 128, 48, 4, 2, 16
-waves = lambda x, n: jnp.concatenate(
-    [f(x[..., None] * jnp.arange(1, n + 1)) for f in (jnp.sin, jnp.cos)], -1
-)
+waves = lambda x, n: jnp.concatenate([f(x[..., None] * jnp.arange(1, n + 1)) for f in (jnp.sin, jnp.cos)], -1)
 norm = lambda x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 place = lambda length: 2 * jnp.pi * jnp.arange(length) / length
 
@@ -186,9 +166,7 @@ def petals(angle):  # [B] -> B T 2
 
 def initial(key):
     keys = iter(jax.random.split(key, 5 + 5 * LAYERS))
-    matrix = lambda rows, cols, scale=1.0: (
-        scale * rows**-0.5 * jax.random.normal(next(keys), (rows, cols))
-    )
+    matrix = lambda rows, cols, scale=1.0: scale * rows**-0.5 * jax.random.normal(next(keys), (rows, cols))
     layer = lambda: {
         "modulate": matrix(WIDTH, 2 * WIDTH, 0.1),
         "qkv": matrix(WIDTH, 3 * WIDTH),
@@ -203,9 +181,7 @@ def initial(key):
 
 def average_velocity(params, z, r, t, implementation=None):  # B T 2, [B], [B] -> B T 2
     B, T, _ = z.shape
-    when = jax.nn.silu(
-        waves(jnp.stack([t, t - r], -1) * jnp.pi / 2, 2).reshape(B, 8) @ params["time"]
-    )[:, None]  # B 1 W
+    when = jax.nn.silu(waves(jnp.stack([t, t - r], -1) * jnp.pi / 2, 2).reshape(B, 8) @ params["time"])[:, None]  # B 1 W
     x = z @ params["point"] + waves(place(T), 8) @ params["place"] + when
     for layer in params["layers"]:
         before_attention, before_mlp = jnp.split(1 + when @ layer["modulate"], 2, -1)
@@ -271,9 +247,7 @@ for n in range(STEPS):
     params, state, error = step(params, state, jax.random.fold_in(jax.random.key(1), n))
     errors.append(error)
 errors = np.array(errors)
-print(
-    f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {STEPS} steps in {time.perf_counter() - start:.0f} s"
-)
+print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {STEPS} steps in {time.perf_counter() - start:.0f} s")
 window = min(25, STEPS)
 smooth = np.stack([np.convolve(x, np.ones(window) / window, "valid") for x in errors.T])
 print(f"squared error where r = t: {smooth[0, 0]:.2f} at first, {smooth[0, -1]:.2f} at last")
@@ -302,17 +276,11 @@ def distance(x):
 e = jax.random.normal(jax.random.key(7), (12, POINTS, 2))
 data = petals(jax.random.uniform(jax.random.key(8), (12,), maxval=2 * jnp.pi))
 made = e - average_velocity(params, e, jnp.zeros(12), jnp.ones(12))
-drawing, panels = plt.subplots(
-    1, 3, figsize=(11, 3.9), sharex=True, sharey=True, layout="constrained"
-)
-for panel, (name, xs) in zip(
-    panels, {"noise": e, "one step": made, "data": data}.items(), strict=True
-):
+drawing, panels = plt.subplots(1, 3, figsize=(11, 3.9), sharex=True, sharey=True, layout="constrained")
+for panel, (name, xs) in zip(panels, {"noise": e, "one step": made, "data": data}.items(), strict=True):
     for n, x in enumerate(np.asarray(xs)):
         panel.plot(*x.T, ".", color=plt.get_cmap("hsv")(n / 12), markersize=3)
-    panel.set(
-        title=f"{name}: {distance(xs):.2f} from a petal", aspect="equal", xlim=(-3, 3), ylim=(-3, 3)
-    )
+    panel.set(title=f"{name}: {distance(xs):.2f} from a petal", aspect="equal", xlim=(-3, 3), ylim=(-3, 3))
 plt.show()
 assert SHORT or distance(made) < 0.25 * distance(e)
 
@@ -324,9 +292,7 @@ assert SHORT or distance(made) < 0.25 * distance(e)
 length, one = 256 if SHORT else 8192, {}
 for name, which in (("memeff", None), ("quadratic", "reference")):
     gradient = jax.grad(functools.partial(meanflow_loss, implementation=which), has_aux=True)
-    one[name] = temporary(
-        gradient, params, jax.ShapeDtypeStruct((2, length, 2), jnp.float32), jax.random.key(0)
-    )
+    one[name] = temporary(gradient, params, jax.ShapeDtypeStruct((2, length, 2), jnp.float32), jax.random.key(0))
 told = ", ".join(f"{name} {bench.human(x)}" for name, x in one.items())
 print(f"{length:,} points: {told}: {one['quadratic'] / one['memeff']:.1f} times less")
 
@@ -344,9 +310,7 @@ def loss(slopes, attend):
     return jnp.square(out.sum(2)).mean()  # heads together, so that their slopes meet
 
 
-hessian, expected = (
-    jax.jit(jax.hessian(loss), static_argnums=1)(slopes, attend) for attend in (tiled, quadratic)
-)
+hessian, expected = (jax.jit(jax.hessian(loss), static_argnums=1)(slopes, attend) for attend in (tiled, quadratic))
 check("Hessian of the slopes", hessian, expected)
 print(np.array2string(np.asarray(hessian), precision=2, suppress_small=True, floatmode="fixed"))
 
@@ -377,16 +341,10 @@ assert values[-1] < 0.1 * values[0]
 
 # %%
 mask = memeff.block_mask(
-    memeff.masks.causal() & (memeff.masks.sliding_window(256) | memeff.masks.prefix(128)),
-    1024,
-    block_size=64,
+    memeff.masks.causal() & (memeff.masks.sliding_window(256) | memeff.masks.prefix(128)), 1024, block_size=64
 )
 print(mask)
 wide = [jax.random.normal(key, (1, 1024, 2, 8)) for key in keys]
 masked = functools.partial(memeff.dot_product_attention, mask_fn=mask)
 jvp = jax.jit(lambda attend: jax.jvp(attend, wide[:3], wide[3:]), static_argnums=0)
-check(
-    "out and its tangent under the mask",
-    jvp(masked),
-    jvp(functools.partial(masked, implementation="reference")),
-)
+check("out and its tangent under the mask", jvp(masked), jvp(functools.partial(masked, implementation="reference")))

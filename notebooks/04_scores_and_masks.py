@@ -28,13 +28,8 @@ from pathlib import Path
 
 if importlib.util.find_spec("memeff") is None:
     here = Path.cwd()
-    checkout = next(
-        (f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None
-    )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"],
-        check=True,
-    )
+    checkout = next((f for f in (here, *here.parents) if (f / "memeff" / "attention.py").exists()), None)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"{checkout or 'memeff'}[notebooks]"], check=True)
 
 # %matplotlib inline
 import jax
@@ -55,9 +50,7 @@ SHORT = os.environ.get("MEMEFF_NOTEBOOK_SHORT") == "1"  # the test suite's form:
 B, N, K, H = 2, 4, 2, 16
 T = 140 if SHORT else 420  # a multiple of 35, for pictures of 5 x 7 pixels
 keys = jax.random.split(jax.random.key(0), 16)
-query, key, value = (
-    jax.random.normal(k, (B, T, n, H)) for k, n in zip(keys, (N, K, K), strict=False)
-)
+query, key, value = (jax.random.normal(k, (B, T, n, H)) for k, n in zip(keys, (N, K, K), strict=False))
 
 
 def near_past(score, batch, head, q_pos, k_pos, params):
@@ -66,9 +59,7 @@ def near_past(score, batch, head, q_pos, k_pos, params):
 
 def loss(params, implementation, **how):
     how |= dict(chunk_size=(64, 128)) if implementation == "xla" else {}
-    out = memeff.dot_product_attention(
-        query, key, value, **how, **params, implementation=implementation
-    )
+    out = memeff.dot_product_attention(query, key, value, **how, **params, implementation=implementation)
     return (out * jnp.cos(jnp.arange(H))).sum() / T, out
 
 
@@ -76,16 +67,12 @@ def compared(params, **how):
     """out and the params' gradient, in tiles and by the formula: the largest difference of either."""
     gradient = lambda name: jax.grad(lambda p: loss(p, name, **how), has_aux=True, allow_int=True)
     both = [jax.jit(gradient(name))(params) for name in ("xla", "reference")]
-    pairs = [
-        (x, y) for x, y in zip(*map(jax.tree.leaves, both), strict=True) if x.dtype == jnp.float32
-    ]
+    pairs = [(x, y) for x, y in zip(*map(jax.tree.leaves, both), strict=True) if x.dtype == jnp.float32]
     return max(float(abs(x - y).max()) for x, y in pairs)
 
 
 slopes = {"score_params": {"log_slope": -jnp.arange(1.0, N + 1)}}
-print(
-    f"out and the slopes' gradient differ by {compared(slopes, score_fn=near_past, is_causal=True):.0e}"
-)
+print(f"out and the slopes' gradient differ by {compared(slopes, score_fn=near_past, is_causal=True):.0e}")
 
 # %% [markdown]
 # **FlexAttention's list**: the examples of PyTorch's blog and of attention-gym, as the README writes them. `scores` and
@@ -111,13 +98,9 @@ SCORES = {
     "soft cap": scores.soft_cap(cap),
     "soft cap, then ALiBi": scores.soft_cap(cap).then(scores.alibi(slope)),
     "latent attention's rotary part": Score(
-        lambda s, b, h, i, j, p: s + p[0][b, h, i] @ p[1][b, j],
-        (normal(8, B, N, T, 4), normal(9, B, T, 4)),
+        lambda s, b, h, i, j, p: s + p[0][b, h, i] @ p[1][b, j], (normal(8, B, N, T, 4), normal(9, B, T, 4))
     ),
-    "Sandwich": Score(
-        lambda s, b, h, i, j, p: s + jnp.cos((i - j) * p).sum() * 6 / (8 * (h + 1)),
-        abs(normal(10, 4)),
-    ),
+    "Sandwich": Score(lambda s, b, h, i, j, p: s + jnp.cos((i - j) * p).sum() * 6 / (8 * (h + 1)), abs(normal(10, 4))),
     "Graphormer": Score(lambda s, b, h, i, j, p: s + p["far"][h, p["distance"][b, i, j]], graph),
 }
 MASKS = {
@@ -126,50 +109,34 @@ MASKS = {
     "sliding window": masks.sliding_window(T // 6),
     "dilated window": masks.sliding_window(T // 3) & masks.dilated(3),
     "window and strides": masks.sliding_window(T // 20) | (masks.causal() & masks.dilated(T // 10)),
-    "Longformer": masks.sliding_window(T // 12, T // 12)
-    | masks.prefix(T // 20)
-    | Mask(lambda b, h, i, j, p: i < T // 20),
+    "Longformer": masks.sliding_window(T // 12, T // 12) | masks.prefix(T // 20) | Mask(lambda b, h, i, j, p: i < T // 20),
     "prefix LM": masks.causal() | masks.prefix(jnp.array([T // 3, T // 2])),
     "documents": masks.documents(ids),
-    "prefix LM in documents": masks.documents(ids)
-    & (masks.causal() | Mask(lambda b, h, i, j, p: p[b, j] < 9, place)),
-    "answers to a shared prompt": masks.documents(ids) & masks.causal()
-    | masks.documents(prefix_of, ids),
+    "prefix LM in documents": masks.documents(ids) & (masks.causal() | Mask(lambda b, h, i, j, p: p[b, j] < 9, place)),
+    "answers to a shared prompt": masks.documents(ids) & masks.causal() | masks.documents(prefix_of, ids),
     "chunks (Llama 4)": masks.causal() & Mask(lambda b, h, i, j, p: i // 50 == j // 50),
     "frames": masks.block_causal(T // 6),
     "block diffusion": Mask(
-        lambda b, h, i, j, p: (
-            (i // half == j // half) & (i % half // 30 == j % half // 30)
-            | (j >= half) & (j % half // 30 < i % half // 30)
-        )
+        lambda b, h, i, j, p: (i // half == j // half) & (i % half // 30 == j % half // 30)
+        | (j >= half) & (j % half // 30 < i % half // 30)
     ),
-    "a window for each head": Mask(
-        lambda b, h, i, j, p: abs(i - j) <= p[h], jnp.array([5, 20, 50, 120])
-    ),
+    "a window for each head": Mask(lambda b, h, i, j, p: abs(i - j) <= p[h], jnp.array([5, 20, 50, 120])),
     "NATTEN, 5 pixels a row": Mask(
-        lambda b, h, i, j, p: (
-            (abs(jnp.clip(i // 5, 1, T // 5 - 2) - j // 5) < 2)
-            & (abs(jnp.clip(i % 5, 1, 3) - j % 5) < 2)
-        )
+        lambda b, h, i, j, p: (abs(jnp.clip(i // 5, 1, T // 5 - 2) - j // 5) < 2) & (abs(jnp.clip(i % 5, 1, 3) - j % 5) < 2)
     ),
     "text to its last image": masks.documents(ids - 1, ids),
-    "images inside text": masks.causal()
-    | Mask(lambda b, h, i, j, p: (p[b, i] >= 0) & (p[b, i] == p[b, j]), spans),
+    "images inside text": masks.causal() | Mask(lambda b, h, i, j, p: (p[b, i] >= 0) & (p[b, i] == p[b, j]), spans),
 }
 if SHORT:
     SCORES, MASKS = (dict(list(x.items())[::4]) for x in (SCORES, MASKS))
 print(f"{'example':34s} learns    differs from the formula by")
 for name, given in SCORES.items():
     learns = any(x.dtype == jnp.float32 for x in jax.tree.leaves(given))
-    print(
-        f"{name:34s} {'yes' if learns else '':9s} {compared({'score_fn': given}, is_causal=True):.0e}"
-    )
+    print(f"{name:34s} {'yes' if learns else '':9s} {compared({'score_fn': given}, is_causal=True):.0e}")
 for name, given in MASKS.items():
     print(f"{name:34s} {'':9s} {compared({}, mask_fn=given):.0e}")
 print(f"{'causal documents with ALiBi':34s} {'yes':9s} ", end="")
-print(
-    f"{compared({'score_fn': scores.alibi(slope)}, mask_fn=masks.documents(ids) & masks.causal()):.0e}"
-)
+print(f"{compared({'score_fn': scores.alibi(slope)}, mask_fn=masks.documents(ids) & masks.causal()):.0e}")
 
 # %% [markdown]
 # **What masks hide**: `memeff.block_mask` finds it once, before anything runs, and `dot_product_attention` then visits no
@@ -177,20 +144,11 @@ print(
 # by all, pale ones by some (of any batch entry and head), white ones are never visited.
 
 # %%
-blocks = {
-    name: memeff.block_mask(mask, T, batch=B, heads=N, block_size=T // 35)
-    for name, mask in MASKS.items()
-}
+blocks = {name: memeff.block_mask(mask, T, batch=B, heads=N, block_size=T // 35) for name, mask in MASKS.items()}
 figure, panels = plt.subplots(3, 6, figsize=(13, 7.2), layout="constrained")
 for panel, (name, block) in zip(panels.flat, blocks.items(), strict=False):
     block.plot(panel)
-    panel.set(
-        title=f"{name}\n{100 * block.sparsity:.0f} % hidden",
-        xlabel="",
-        ylabel="",
-        xticks=[],
-        yticks=[],
-    )
+    panel.set(title=f"{name}\n{100 * block.sparsity:.0f} % hidden", xlabel="", ylabel="", xticks=[], yticks=[])
     panel.title.set_fontsize(9)
 for panel in panels.flat[len(blocks) :]:
     panel.axis("off")
@@ -200,13 +158,7 @@ plt.show()
 # The same as text, for a terminal: `#` all of a block may attend, `+` some, `.` none.
 
 # %%
-print(
-    memeff.block_mask(
-        masks.sliding_window(T // 20) | (masks.causal() & masks.dilated(T // 10)),
-        T,
-        block_size=T // 20,
-    )
-)
+print(memeff.block_mask(masks.sliding_window(T // 20) | (masks.causal() & masks.dilated(T // 10)), T, block_size=T // 20))
 
 # %% [markdown]
 # **What skipping gains**: the time of forward and gradient of a window over ever more tokens, as a function alone, as a
@@ -224,14 +176,8 @@ def array_of(n):
 
 WAYS = {
     "memeff, function": (memeff.dot_product_attention, lambda n: {"mask_fn": near}),
-    "memeff, block mask": (
-        memeff.dot_product_attention,
-        lambda n: {"mask_fn": memeff.block_mask(near, n)},
-    ),
-    "jax.nn, array": (
-        jax.nn.dot_product_attention,
-        lambda n: {"mask": array_of(n)["mask"][None, None]},
-    ),
+    "memeff, block mask": (memeff.dot_product_attention, lambda n: {"mask_fn": memeff.block_mask(near, n)}),
+    "jax.nn, array": (jax.nn.dot_product_attention, lambda n: {"mask": array_of(n)["mask"][None, None]}),
 }
 took = {name: [] for name in WAYS}
 for n in lengths:
@@ -246,9 +192,7 @@ for n in lengths:
 for name, seconds in took.items():
     plt.plot(lengths, seconds, "o-", label=name)
 plt.xscale("log", base=2)
-plt.gca().set(
-    yscale="log", xlabel="tokens", title="seconds, forward and gradient, a window of 256 tokens"
-)
+plt.gca().set(yscale="log", xlabel="tokens", title="seconds, forward and gradient, a window of 256 tokens")
 plt.gca().xaxis.set_major_formatter(lambda n, _: bench.tokens(int(n)))
 plt.grid(alpha=0.3)
 plt.legend()
@@ -273,26 +217,15 @@ def by_function(q, k, v, table):
 def by_array(q, k, v, table):
     own, at = scores.t5(table), jnp.arange(q.shape[1])
     one = lambda h, i, j: own.fn(jnp.float32(0), 0, h, i, j, own.params)
-    bias = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None)), (0, None, None))(
-        everybody, at, at
-    )
+    bias = jax.vmap(jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None)), (0, None, None))(everybody, at, at)
     return jax.nn.dot_product_attention(q, k, v, bias[None], is_causal=True)
 
 
 lengths = [1024, 2048] if SHORT else [1024, 4096, 16384, 65536]
 for attend, label in ((by_function, "memeff, score_fn"), (by_array, "jax.nn, bias")):
     pull = jax.jit(jax.grad(lambda *a, attend=attend: attend(*a).sum(), (0, 1, 2, 3)))
-    temp = [
-        pull.lower(*[shape(n)] * 3, table).compile().memory_analysis().temp_size_in_bytes
-        for n in lengths
-    ]
-    print(
-        f"{label:18s}",
-        *(
-            f"{bench.tokens(n)}: {bench.human(size)}  "
-            for n, size in zip(lengths, temp, strict=True)
-        ),
-    )
+    temp = [pull.lower(*[shape(n)] * 3, table).compile().memory_analysis().temp_size_in_bytes for n in lengths]
+    print(f"{label:18s}", *(f"{bench.tokens(n)}: {bench.human(size)}  " for n, size in zip(lengths, temp, strict=True)))
     plt.plot(lengths, temp, "o-", label=label)
 plt.xscale("log", base=2)
 plt.yscale("log", base=2)
@@ -316,9 +249,7 @@ zeros = jnp.zeros_like(tokens)
 @jax.jit
 def step(table, state):
     def miss(table):
-        out = memeff.dot_product_attention(
-            zeros, zeros, tokens, is_causal=True, score_fn=scores.relative(table)
-        )
+        out = memeff.dot_product_attention(zeros, zeros, tokens, is_causal=True, score_fn=scores.relative(table))
         return ((out - jnp.roll(tokens, 7, axis=1))[:, 7:] ** 2).mean()
 
     value, gradient = jax.value_and_grad(miss)(table)
@@ -338,9 +269,7 @@ left.set(xlabel="step", ylabel="mean squared miss", yscale="log")
 right.bar(range(-reach, reach + 1), learned[0])
 right.set(xlabel="key's position less the query's", title="the table")
 plt.show()
-print(
-    f"the miss fell from {curve[0]:.2f} to {curve[-1]:.4f}; the largest entry is at {int(learned[0].argmax()) - reach}"
-)
+print(f"the miss fell from {curve[0]:.2f} to {curve[-1]:.4f}; the largest entry is at {int(learned[0].argmax()) - reach}")
 
 # %% [markdown]
 # **Positions in the tile**: rotary embeddings and the normalisation of queries and keys are made for each tile and again in
@@ -351,9 +280,7 @@ transform = transforms.rms_norm(jnp.ones(H), jnp.full(H, 1.5)).then(transforms.r
 in_tiles = memeff.dot_product_attention(query, key, value, is_causal=True, qk_transform=transform)
 row = lambda which: jax.vmap(lambda x, at: transform.fn(x, at, which, transform.params), (0, 0))
 heads = lambda which: jax.vmap(jax.vmap(lambda x: row(which)(x, jnp.arange(T)), 1, 1))
-stored = memeff.dot_product_attention(
-    heads("query")(query), heads("key")(key), value, is_causal=True
-)
+stored = memeff.dot_product_attention(heads("query")(query), heads("key")(key), value, is_causal=True)
 print(f"differ by {float(abs(in_tiles - stored).max()):.0e}")
 
 # %% [markdown]
@@ -361,26 +288,17 @@ print(f"differ by {float(abs(in_tiles - stored).max()):.0e}")
 # `memeff.key_mass` is what each key receives. A key that everybody looks at shows as a peak of the mass.
 
 # %%
-alike, loud = (
-    query + 1,
-    key.at[:, T // 3].set(1.5),
-)  # what all queries have in common, one key has, too
+alike, loud = query + 1, key.at[:, T // 3].set(1.5)  # what all queries have in common, one key has, too
 found = memeff.attention_statistics(alike, loud, value)
 mass = memeff.key_mass(alike, loud)
-titles = {
-    "entropy of a row, nats": found.entropy,
-    "mean distance, tokens": found.mean_distance,
-    "what a key receives": mass,
-}
+titles = {"entropy of a row, nats": found.entropy, "mean distance, tokens": found.mean_distance, "what a key receives": mass}
 figure, panels = plt.subplots(1, 3, figsize=(13, 3), layout="constrained")
 for panel, (title, x) in zip(panels, titles.items(), strict=True):
     panel.plot(x[0])
     panel.set(title=title, xlabel="position")
     panel.legend([f"head {n}" for n in range(N)], fontsize=7)
 plt.show()
-print(
-    f"key {int(mass[0, :, 0].argmax())} of head 0 receives the most, {float(mass[0, :, 0].max()):.0f} of {T}"
-)
+print(f"key {int(mass[0, :, 0].argmax())} of head 0 receives the most, {float(mass[0, :, 0].max()):.0f} of {T}")
 
 # %% [markdown]
 # **Is it right?** `memeff.audit` runs an attention as it stands, and makes sampled rows and columns again in float64, in

@@ -298,7 +298,9 @@ def in_two_parts(query, key, value, prompt_key, prompt_value):
         together, prompt_key, prompt_value, return_residual=True
     )
     of_prompt = out.reshape(query.shape), lse.reshape(query.shape[:3])
-    of_own = memeff.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+    of_own = memeff.dot_product_attention(
+        query, key, value, is_causal=True, return_residual=True
+    )
     return memeff.merge(of_prompt, of_own)[0]
 
 

@@ -30,7 +30,7 @@ from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
 from memeff.vocabulary.loops import choose_tile, lse_of_sums
 from memeff.vocabulary.loss import LossTerms, count_visible, token_losses
-from memeff.vocabulary.objective import Objective
+from memeff.vocabulary.objective import Objective, one_pass_is_faster
 from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums, sum_dtype
 
 INT32_MAX = 2**31 - 1
@@ -117,19 +117,21 @@ def linear_cross_entropy(
       z_loss: the factor of lse^2, which is added to the loss.
       logits_soft_cap: c > 0. Logits become c * tanh(logits / c), after the bias.
       chunk_size: tokens and words of the tile of logits that exists at a time, at most; an int
-        stands for both. Default: the fastest measured (memeff/linear_cross_entropy.py).
+        stands for both. Default: the fastest measured (memeff/vocabulary/loops.py). Without it
+        kernels run on a Hopper GPU where they can (docs/limits.md), and choose their own tiles.
       vocab_axis: the axis of `jax.shard_map` along which the words of `kernel` and `bias` are
         sharded in equal parts. V is then the number of words of all devices together, and `labels`
         count all words. `x` and `labels` are the same on the devices of that axis.
       return_lse: also return lse.
       reduction: "sum" returns the sum of weight * loss over all tokens, and "mean" divides it by
         the sum of the weights of tokens that are not ignored (0 if that is 0). As the weight of
-        each loss is then known, the gradient is made together with the loss, in three products
-        instead of four. That takes O(H * V) memory: a gradient of the kernel in float32, and a
-        block of logits for all words, of 2 GiB on a GPU (docs/losses.md); and the gradients of x and
-        kernel are kept, in their dtypes, from the forward until the backward multiplies them by the
-        cotangent. The gradient is made as without `reduction`, in the least memory, if `chunk_size`,
-        `vocab_axis` or `return_lse` is present, under vmap, and where arrays may be sharded.
+        each loss is then known, the gradient is made on a GPU together with the loss, in three
+        products instead of four. That takes O(H * V) memory: a gradient of the kernel in float32,
+        and a block of logits for all words, of about 2 GiB (docs/losses.md); and the gradients of x
+        and kernel are kept, in their dtypes, from the forward until the backward multiplies them by
+        the cotangent. The gradient is made as without `reduction`, in the least memory, on other
+        devices, under vmap, where arrays may be sharded, and if `chunk_size`, `vocab_axis` or
+        `return_lse` is present.
       weights: [*B], float, the weight of each token; it needs `reduction`. Default: 1.
       precision: of the products, as in `jax.lax.dot_general`.
 
@@ -192,6 +194,7 @@ def linear_cross_entropy(
     inputs = inputs._replace(soft_cap=cap_array)
     if token_weights is not None:
         one_pass = sides == (None, None) and vocab_axis is None and not return_lse
+        one_pass = one_pass and one_pass_is_faster()
         arrays = inputs, labels, token_weights
         if one_pass and not may_be_sharded() and not on_explicit_mesh(arrays):
             return _objective(options, reduction, inputs, labels, token_weights)
@@ -256,9 +259,7 @@ def _objective(
     return call(Objective(options.settings, options.terms), *arrays)
 
 
-def _normalized(
-    options: Options, reduction: str | None, labels: Array, weights: Array
-) -> Array:
+def _normalized(options: Options, reduction: str | None, labels: Array, weights: Array) -> Array:
     """Return the factor of each token's loss, [*B]."""
     if options.ignore_label is not None:
         weights = jnp.where(_to_int32(labels) == options.ignore_label, 0, weights)

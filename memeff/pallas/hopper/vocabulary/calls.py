@@ -24,20 +24,20 @@ from memeff.vocabulary.tile import Inputs, Settings, Sums, Tokens, Words, only_l
 def _visit(
     settings: Settings,
     what: Pass,
-    arrays: tuple[Array, Array, Array],
+    operands: tuple[Array, Array, Array],
     bias: Array | None = None,
     rows: Sequence[Array] = (),
 ) -> list[Array]:
-    """Return the outputs of a pass. `arrays` are x [T, H], kernel [H, V] and labels [T].
+    """Return the outputs of a pass. `operands` are x [T, H], kernel [H, V] and labels [T].
 
     Calls under vmap run one after the other.
     """
-    leaves, structure = jax.tree.flatten((arrays, bias, list(rows)))
+    leaves, structure = jax.tree.flatten((operands, bias, list(rows)))
 
     @jax.custom_batching.sequential_vmap
     def run(*leaves):
-        (x, kernel, labels), bias, rows = jax.tree.unflatten(structure, leaves)
-        return visit_logits(settings, what, x, kernel, labels, bias, rows)
+        operands, bias, rows = jax.tree.unflatten(structure, leaves)
+        return visit_logits(settings, what, operands, bias, rows)
 
     # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
     return vary_together(run(*leaves), leaves)
@@ -77,8 +77,8 @@ def cotangents(settings: Settings, tokens: Tokens, words: Words, lse: Lse, dsums
         bias = jnp.where(words.visible, 0, -jnp.inf).astype(jnp.float32)
     first = words.numbers[-1] - (len(words.numbers) - 1)  # the last word is in no tile before
     what = CotangentPass(dsums.total is not None, tokens.x.dtype)
-    arrays = tokens.x, words.kernel, tokens.labels - first
-    (d_raw,) = _visit(settings, what, arrays, bias, rows)
+    operands = tokens.x, words.kernel, tokens.labels - first
+    (d_raw,) = _visit(settings, what, operands, bias, rows)
     return d_raw
 
 

@@ -353,17 +353,16 @@ Pass = SumPass | ProbabilityPass | CotangentPass
 def visit_logits(
     settings: Settings,
     what: Pass,
-    x: Array,
-    kernel: Array,
-    labels: Array,
+    operands: tuple[Array, Array, Array],
     bias: Array | None = None,
     rows: Sequence[Array] = (),
 ) -> list[Array]:
-    """Return the outputs of a pass over all logits of x [T, H] and kernel [H, V].
+    """Return the outputs of a pass over all logits of `operands`: x [T, H], kernel [H, V], labels.
 
     `labels` [T] are int32, and `bias` [V] is float32, -inf where a word is hidden. `rows` are the
     vectors [T] that the pass reads. H and V are multiples of 64.
     """
+    x, kernel, labels = operands
     T, H = x.shape
     V = kernel.shape[1]
     blocks = multiprocessors()
@@ -382,30 +381,9 @@ def visit_logits(
         rows_ref = remaining.pop(0) if rows else None
         bias_ref = remaining.pop(0) if bias is not None else None
         warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        count = lax.div(grid.items - 1 - block, jnp.int32(blocks)) + 1
         inputs = labels_ref, rows_ref, bias_ref
         consumer = Consumer(settings, what, grid, scratch, inputs, remaining, warpgroup, V, steps)
-
-        @pl.when(warpgroup < CONSUMERS)
-        def _consume():
-            take_registers(CONSUMERS, computes=True)
-
-            def do_item(n, done):
-                return consumer.run_item(n * blocks + block, done)
-
-            lax.fori_loop(0, count, do_item, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(warpgroup == CONSUMERS)
-        def _produce():
-            take_registers(CONSUMERS, computes=False)
-
-            def do_item(n, done):
-                return _copy_item(grid, n * blocks + block, steps, x_ref, k_ref, scratch, done)
-
-            done = lax.fori_loop(0, count, do_item, jnp.int32(0))
-            drain(done, scratch.x_s.shape[0], [scratch.used])
+        _run_warpgroup(consumer, Producer(grid, scratch, x_ref, k_ref, steps), blocks)
 
     launch = warp_specialized_kernel(
         body,
@@ -442,26 +420,37 @@ def _stored(what: Pass, dtype) -> Ref:
     return tile_ref(SLOTS * CONSUMERS, ROWS, PART, stored)
 
 
-def _copy_item(grid: Grid, index, steps: int, x_ref, k_ref, scratch: Scratch, done):
-    """Copy the operands of all steps of an item. Return the steps done in all items."""
-    token_tile, run = grid.item(index)
-    first = run * grid.run
-    tiles = jnp.minimum(grid.run, grid.word_tiles - first)
-    stages = scratch.x_s.shape[0]
-    tokens = pl.ds(token_tile * TOKENS, TOKENS)
+class Producer(NamedTuple):
+    """The warpgroup that copies."""
 
-    def copy(n, _):
-        step = done + n
-        slot = lax.rem(step, jnp.int32(stages))
-        words = pl.ds((first + lax.div(n, jnp.int32(steps))) * WORDS, WORDS)
-        features = pl.ds(lax.rem(n, jnp.int32(steps)) * FEATURES, FEATURES)
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
-        ready = scratch.ready.at[slot]
-        plgpu.copy_gmem_to_smem(x_ref.at[tokens, features], scratch.x_s.at[slot], ready)
-        plgpu.copy_gmem_to_smem(k_ref.at[features, words], scratch.k_s.at[slot], ready)
+    grid: Grid
+    scratch: Scratch
+    x_ref: Ref  # [T, H]
+    k_ref: Ref  # [H, V]
+    steps: int  # of a product
 
-    lax.fori_loop(0, tiles * steps, copy, None)
-    return done + tiles * steps
+    def run_item(self, index, done):
+        """Copy the operands of all steps of an item. Return the steps done in all items."""
+        scratch = self.scratch
+        token_tile, run = self.grid.item(index)
+        first = run * self.grid.run
+        tiles = jnp.minimum(self.grid.run, self.grid.word_tiles - first)
+        steps = jnp.int32(self.steps)
+        stages = scratch.x_s.shape[0]
+        tokens = pl.ds(token_tile * TOKENS, TOKENS)
+
+        def copy(n, _):
+            step = done + n
+            slot = lax.rem(step, jnp.int32(stages))
+            words = pl.ds((first + lax.div(n, steps)) * WORDS, WORDS)
+            features = pl.ds(lax.rem(n, steps) * FEATURES, FEATURES)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(scratch.used.at[slot]))
+            ready = scratch.ready.at[slot]
+            plgpu.copy_gmem_to_smem(self.x_ref.at[tokens, features], scratch.x_s.at[slot], ready)
+            plgpu.copy_gmem_to_smem(self.k_ref.at[features, words], scratch.k_s.at[slot], ready)
+
+        lax.fori_loop(0, tiles * self.steps, copy, None)
+        return done + tiles * self.steps
 
 
 class Consumer(NamedTuple):
@@ -546,3 +535,27 @@ class Consumer(NamedTuple):
 
         lax.fori_loop(0, self.steps // unrolled, step, None)
         return plgpu.wgmma_accumulator_load(total, wait_n=0)
+
+
+def _run_warpgroup(consumer: Consumer, producer: Producer, blocks: int) -> None:
+    """Run a warpgroup of one of `blocks` thread blocks, which takes every `blocks`-th item."""
+    block = lax.axis_index("block")
+    count = lax.div(consumer.grid.items - 1 - block, jnp.int32(blocks)) + 1
+
+    def run_items(role: Consumer | Producer):
+        def run_item(n, done):
+            return role.run_item(n * blocks + block, done)
+
+        return lax.fori_loop(0, count, run_item, jnp.int32(0))
+
+    @pl.when(consumer.warpgroup < CONSUMERS)
+    def _consume():
+        take_registers(CONSUMERS, computes=True)
+        run_items(consumer)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(consumer.warpgroup == CONSUMERS)
+    def _produce():
+        take_registers(CONSUMERS, computes=False)
+        done = run_items(producer)
+        drain(done, STAGES, [producer.scratch.used])

@@ -19,6 +19,7 @@ from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SE
 import memeff
 
 DRAWS = 3
+DECODING = 10**6  # seeds from here on are calls of few queries
 MOST_PAIRS = 2**21  # of all heads
 MOST_PAIRS_SMALL = 2**14
 
@@ -70,8 +71,8 @@ class Dice:
         return self.rng.choice(choices, p=p)
 
 
-def _draw_static(dice: Dice, small: bool) -> Static:
-    z = _draw_sizes(dice, small)
+def _draw_static(dice: Dice, small: bool, decodes: bool = False) -> Static:
+    z = _draw_decoding_sizes(dice, small) if decodes else _draw_sizes(dice, small)
     kwargs, array_names, blocked = _draw_positions(dice, z)
     has_offset = "q_offset" in array_names or kwargs.get("q_offset", 0) != 0
     array_names += _draw_lengths_and_masks(dice, z)
@@ -103,6 +104,15 @@ def _draw_sizes(dice: Dice, small: bool) -> Sizes:
     while B * K * G > max(1, most_heads):
         B, K, G = (_one_less_perhaps(dice, size) for size in (B, K, G))
     return Sizes(B=B, T=T, S=S, K=K, G=G, H=H, D=D)
+
+
+def _draw_decoding_sizes(dice: Dice, small: bool) -> Sizes:
+    """Draw few queries, and keys that the decode kernel reads in place."""
+    H, D = (int(dice.pick([64, 128])) for _ in range(2))
+    T = dice.whole(1, 8)
+    S = 8 * dice.whole(1, 160 if small else 1000)
+    B, G = (dice.whole(1, 3) for _ in range(2))
+    return Sizes(B=B, T=T, S=S, K=dice.whole(1, 2 if small else 5), G=G, H=H, D=D)
 
 
 def _one_less_perhaps(dice: Dice, size: int) -> int:
@@ -160,7 +170,7 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     With `again` > 0 only query, key, value, cotangents and tangents are new.
     """
     if static is None:
-        static = _draw_static(Dice([7, seed // DRAWS, small]), small)
+        static = _draw_static(Dice([7, seed // DRAWS, small]), small, seed >= DECODING)
     z = static.z
     dtype = static.dtype
     rng = np.random.default_rng([8, seed, small])

@@ -138,6 +138,7 @@ def test_what_is_no_chance_is_judged_by_one_draw(wrong, told):
 
 FAST = (186,)  # alibi, sinks, offsets and lengths as arrays
 SLOW = tuple(seed for seed in range(0, 60, kernel_cases.DRAWS) if seed not in FAST)
+SLOW += tuple(kernel_cases.DECODING + seed for seed in range(0, 24, kernel_cases.DRAWS))
 
 
 def run_interpreted(case):

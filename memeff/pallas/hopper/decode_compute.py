@@ -70,9 +70,7 @@ class DecodeScratch(NamedTuple):
         return self.ready.shape[0] // self.q_ready.shape[0]
 
 
-def decode_scratch(
-    scalars: Scalars, sizes: DecodeSizes, H: int, D: int, dtype
-) -> DecodeScratch:
+def decode_scratch(scalars: Scalars, sizes: DecodeSizes, H: int, D: int, dtype) -> DecodeScratch:
     """Return the types of a thread block's shared memory."""
     consumers = sizes.consumers
     has_vectors = bool(scalars.by_query or scalars.by_key or scalars.head_numbers)

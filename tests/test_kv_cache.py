@@ -1,12 +1,15 @@
 """`memeff.KVCache`: decoding equals the full call; what happens at the edges; memory."""
 
+import functools
 import importlib.metadata
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import memeff
 from memeff import KVCache, dot_product_attention, masks, scores
@@ -216,6 +219,26 @@ def distance(score, batch, head, q_pos, k_pos, params):
     return score - params * (q_pos - k_pos) * (k_pos % 3)
 
 
+def test_a_ring_gives_up_what_it_still_has_and_no_more():
+    """Of 6 slots and a window of 3, three tokens; under jit a fourth makes the sequence NaN."""
+    q, k, v = tokens(2, 13)
+    ring = KVCache.zeros(2, 6, K, H, value_size=D, window=3)
+    for t in range(12):
+        ring = ring.append(k[:, t : t + 1], v[:, t : t + 1])
+    with pytest.raises(ValueError, match="sequence 1 gave up more than capacity - window = 3"):
+        ring.truncate([9, 8])
+    truncate = jax.jit(lambda ring, lengths: ring.truncate(lengths))
+    ring = truncate(ring, jnp.array([9, 8])).append(k[:, 12:], v[:, 12:])
+    assert ring.overflowed.tolist() == [False, True]
+    out = jax.jit(lambda ring, q: ring.attend(q))(ring, q[:, 12:])
+    rows = [6, 7, 8, 12]
+    expected, _ = oracle.attention(q[:1, 12:], k[:1, rows], v[:1, rows])
+    np.testing.assert_allclose(out[0], expected[0], atol=3e-6)
+    assert np.isnan(out[1]).all()
+    short = KVCache.zeros(2, 6, K, H, value_size=D, window=3).append(k[:, :6], v[:, :6])
+    assert short.truncate([1, 0]).lengths.tolist() == [1, 0]  # nothing was replaced yet
+
+
 # ---- transforms and memory
 
 
@@ -279,6 +302,37 @@ def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loo
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 6
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kind):
+    mesh = jax.make_mesh(
+        (2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices()[:4]
+    )
+    lay_out = functools.partial(shard, mesh)
+    q, k, v = tokens(4, 3)
+    counts = np.array([2, 0, 1, 2])
+    cache = KVCache.zeros(4, 9, K, H, value_size=D).append(k[:, :2], v[:, :2], counts)
+
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache, cache.attend(q)
+
+    new = [x[:, 2:] for x in (q, k, v)]
+    expected = step(cache, *new)
+    step = jax.jit(step)
+    text = step.lower(*jax.tree.map(lay_out, (cache, *new))).compile().as_text()
+    assert not re.search(r"(all-gather|all-to-all|collective-permute)\(", text)
+    messages = re.findall(r"= (\S+) all-reduce\(", text)
+    assert messages and set(messages) <= {"s32[]", "pred[]"}
+    result = step(*jax.tree.map(lay_out, (cache, *new)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
+
+
+def shard(mesh, x):
+    """Lay out an array [B] or [B, T, heads, H] over batch and heads."""
+    spec = ("batch",) if x.ndim == 1 else ("batch", None, "heads")
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 # ---- 8 bits
@@ -357,7 +411,7 @@ def test_rejected_drafts_are_forgotten():
 
 X = np.ones((2, 3, K, H), f32)
 CACHE = KVCache.zeros(2, 6, K, H)
-RING = KVCache.zeros(2, 6, K, H, window=3)
+RING = KVCache.zeros(2, 6, K, H, window=3).append(X, X)
 QUERY = np.ones((2, 1, K * G, H), f32)
 WRONG = [
     (lambda: KVCache.zeros(2, 0, K, H), ValueError, "capacity=0: it must be at least 1"),
@@ -379,10 +433,22 @@ WRONG = [
         ValueError,
         "capacity >= window",
     ),
+    (
+        lambda: CACHE.attend(QUERY),
+        ValueError,
+        "query has 1 tokens of sequence 0, and the cache has 0",
+    ),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(3, [[0, 3], [0, 1]], [2, 2]),
+        ValueError,
+        "from 0 to 2",
+    ),
     (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), NotImplementedError, "bias does not"),
     (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
     (
-        lambda: KVCache.zeros(2, 4, K, H, jnp.int8).attend(QUERY, implementation="pallas"),
+        lambda: (
+            KVCache.zeros(2, 4, K, H, jnp.int8).append(X, X).attend(QUERY, implementation="pallas")
+        ),
         NotImplementedError,
         'implementation="pallas" does not read keys that are stored in pages or in 8 bits',
     ),

@@ -314,6 +314,8 @@ WRONG_CACHES = [
     (lambda: CACHE.with_sequences([[0, 1]], [9]), "sequence 0 has 9 tokens"),
     (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
     (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
+    (lambda: CACHE.attend(QUERY), "query has 1 tokens of sequence 0, and the cache has 0"),
+    (lambda: CACHE.keep_drafts(1, [0], [1]), r"path must have shape \[B, n\]; got \(1,\)"),
 ]
 
 

@@ -91,7 +91,7 @@ def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
     lines = re.findall(r"^([\w ]+): (\d+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
     assert len(lines) == 5
     for name, temporary, cache, largest in lines:
-        rows = {"four drafts": 4, "8 bits": 3}.get(name, 1)  # beside the bytes of keys
+        rows = {"four drafts": 5, "8 bits": 3}.get(name, 1)  # beside the bytes of keys
         assert int(temporary) < rows * int(cache) / 16, name
         assert int(largest) <= rows * int(cache) / 64, name
 

@@ -13,12 +13,15 @@ from jax.typing import ArrayLike
 
 from memeff.arguments import Arguments, CachedOptions
 from memeff.attention import dot_product_attention
+from memeff.block_mask import BlockMask
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.ring import ring_mask, ring_score
 from memeff.decoding.storage import (
     Places,
+    check_appended,
     check_counts,
     check_dtype,
+    check_path,
     check_room,
     check_size,
     check_tokens,
@@ -28,8 +31,9 @@ from memeff.decoding.storage import (
 )
 from memeff.stored import StoredKeys
 from memeff.user_functions import Mask, Score
-from memeff.validate import check_integers
+from memeff.validate import check_integers, known_values
 
+LOST = -(2**30)  # the length of a sequence whose ring does not hold what is asked of it
 # arguments of dot_product_attention that the cache itself gives
 OWN = ("q_offset", "key_value_seq_lengths", "query_seq_lengths")
 # those that name keys by their slots, so that a ring would read them at wrong positions
@@ -146,15 +150,26 @@ class KVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Return which sequences [B] brought more tokens than fit; never those of a ring."""
+        """Return which sequences [B] brought more tokens than fit.
+
+        Of a ring these are sequences that gave up more tokens than it can (see `truncate`).
+        """
         if self.window is not None:
-            return jnp.zeros_like(self.lengths, bool)
+            return self.lengths < 0
         return self.lengths > self.capacity
 
     def check(self) -> None:
-        """Raise a ValueError if a sequence brought more tokens than fit; not inside jit."""
+        """Raise a ValueError if a sequence has `overflowed`; it sees nothing inside jit."""
         if self.window is None:
             check_room(self.lengths, self.capacity, CURE)
+            return
+        known = known_values(self.lengths)
+        if known is not None and known.min() < 0:
+            raise ValueError(
+                f"sequence {known.argmin()} gave up more than capacity - window = "
+                f"{self.capacity - self.window} tokens of a ring, which newer ones had replaced. Give "
+                "it a larger capacity, or read the sequence again."
+            )
 
     def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> KVCache:
         """Return the cache with T more tokens of each sequence.
@@ -250,6 +265,7 @@ class KVCache:
         )
         T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
         valid = check_counts(counts, self.lengths.shape[0], T)
+        check_appended(self.lengths, valid)
         if counts is not None:
             arguments = arguments._replace(query_seq_lengths=valid)
         arguments = arguments._replace(
@@ -268,18 +284,27 @@ class KVCache:
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
 
-        A ring cannot bring back the tokens that newer ones have replaced: leave out at most
-        capacity - window - 1 tokens of a ring.
+        A ring that went round cannot bring back the tokens that newer ones have replaced. So it
+        gives up at most capacity - window tokens. More are refused where lengths are known; under
+        jit the sequence counts as overflowed from then on, and `attend` gives NaN for it.
+
+        Raises: ValueError if a ring would have to give up too many.
         """
         kept = jnp.minimum(self.lengths, check_integers("lengths", lengths).astype(jnp.int32))
-        return dataclasses.replace(self, lengths=kept)
+        if self.window is not None:
+            given_up = self.lengths - kept
+            lost = (self.lengths > self.capacity) & (given_up > self.capacity - self.window)
+            kept = jnp.where(lost, LOST, kept)
+        cache = dataclasses.replace(self, lengths=kept)
+        cache.check()
+        return cache
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> KVCache:
         """Return the cache with some of the T newest tokens, in the order of `path`, and no others.
 
         Args:
           T: drafts that were appended at last.
-          path: [B, n], integers: the drafts to keep, from 0 to T - 1, in increasing order.
+          path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid.
 
         Example:
@@ -289,7 +314,7 @@ class KVCache:
           >>> kept.lengths.tolist(), kept.key[0, :3, 0, 0].tolist()
           ([3], [0.0, 1.0, 3.0])
         """
-        path = check_integers("path", path)
+        path = check_path(path, T)
         counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
         first = (self.lengths - T)[:, None]
         old = self._places(first + path, path >= 0)
@@ -318,6 +343,8 @@ class KVCache:
         if not arguments.is_causal:
             raise NotImplementedError("is_causal=False does not support a ring. Omit it.")
         rest = arguments.mask_fn
+        if isinstance(rest, BlockMask):
+            rest = rest.mask
         if rest is not None and not isinstance(rest, Mask):
             rest = Mask(rest, arguments.mask_params)  # pyright: ignore[reportArgumentType]
         score = arguments.score_fn
@@ -343,10 +370,8 @@ class KVCache:
 
     def _places(self, positions: Array, valid: Array) -> Places:
         """Return where tokens at `positions` [B, T] lie; those that are not `valid` lie outside."""
-        B, T = positions.shape
         slots = positions if self.window is None else positions % self.capacity
-        slots = jnp.where(valid, slots, self.capacity)
-        return jnp.broadcast_to(jnp.arange(B)[:, None], (B, T)), slots
+        return (jnp.where(valid, slots, self.capacity),)
 
     def _arrays(self) -> list[Array | None]:
         """Return the arrays that hold a number of each token."""

@@ -16,8 +16,10 @@ from memeff.decoding.cache import OWN, nan_where
 from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
     Places,
+    check_appended,
     check_counts,
     check_dtype,
+    check_path,
     check_room,
     check_size,
     check_tokens,
@@ -213,6 +215,7 @@ class PagedKVCache:
                 raise ValueError(f"{name} comes from the cache: omit it.")
         T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
         valid = check_counts(counts, self.lengths.shape[0], T)
+        check_appended(self.lengths, valid)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,
@@ -235,7 +238,7 @@ class PagedKVCache:
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
         """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
-        path = check_integers("path", path)
+        path = check_path(path, T)
         counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
         first = (self.lengths - T)[:, None]
         old = self._places(first + path, path >= 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -13,7 +14,8 @@ from jax.typing import ArrayLike
 from memeff.inputs import kind_of, to_array
 from memeff.validate import check_integers, known_values
 
-Places = tuple[Array, Array]  # indices of the first two dims of an array
+# [B, T] each: slots of each batch entry, or indices of the first two dims of an array
+Places = tuple[Array] | tuple[Array, Array]
 EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 
@@ -96,6 +98,34 @@ def check_room(lengths: Array, capacity: ArrayLike, cure: str) -> None:
         )
 
 
+def check_appended(lengths: Array, counts: Array) -> None:
+    """Raise an error if more queries than cached tokens came, where both are known."""
+    known = known_values(lengths)
+    queries = known_values(counts)
+    if known is None or queries is None:
+        return
+    missing = np.flatnonzero(known < queries)
+    if len(missing):
+        b = missing[0]
+        raise ValueError(
+            f"query has {queries[b]} tokens of sequence {b}, and the cache has {known[b]}: append "
+            "their keys and values first."
+        )
+
+
+def check_path(path: ArrayLike, T: int) -> Array:
+    """Return the drafts to keep, [B, n]; the values are checked where they are known."""
+    path = check_integers("path", path)
+    if path.ndim != 2:
+        raise ValueError(f"path must have shape [B, n]; got {path.shape}.")
+    known = known_values(path)
+    if known is not None and (known.min() < 0 or known.max() >= T):
+        raise ValueError(
+            f"path must name drafts from 0 to {T - 1}, of T={T}; got {known.min()} to {known.max()}."
+        )
+    return path.astype(jnp.int32)
+
+
 def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
     """Return x [B, T, K, H] in 8 bits, and the scales [B, T, K] that bring it back, in float32.
 
@@ -116,12 +146,17 @@ def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def write(x: Array, places: Places, new: Array) -> Array:
-    """Return x [A, P, ...] with `new` [B, T, ...] at `places` [B, T]; places outside are left out.
+    """Return x [A, P, ...] with `new` [B, T, ...] at `places`; places outside are left out.
 
+    Slots are written under vmap, so that a sharded batch needs no communication.
     XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
     converts a bfloat16 array to float32 and back for it.
     """
-    return x.at[places].set(new, mode="drop", unique_indices=True)
+
+    def write_at(x: Array, places: Any, new: Array) -> Array:
+        return x.at[places].set(new, mode="drop", unique_indices=True)
+
+    return jax.vmap(write_at)(x, *places, new) if len(places) == 1 else write_at(x, places, new)
 
 
 def stored_form(key: Array, value: Array, dtype: Any) -> list[Array | None]:
@@ -144,5 +179,9 @@ def write_all(
 
 
 def read(x: Array, places: Places) -> Array:
-    """Return x [A, P, ...] at `places` [B, T], clipped to x."""
-    return x.at[places].get(mode="clip")
+    """Return x [A, P, ...] at `places`, clipped to x."""
+
+    def read_at(x: Array, places: Any) -> Array:
+        return x.at[places].get(mode="clip")
+
+    return jax.vmap(read_at)(x, *places) if len(places) == 1 else read_at(x, places)

@@ -67,6 +67,5 @@ def _write(x: Array, new: Array, start: Array) -> Array:
     flat = x.reshape(-1, *x.shape[-3:])
     B = len(flat)
     slots = start.reshape(B, 1) + jnp.arange(T)
-    rows = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
     slots = jnp.where(slots < 0, S, slots)  # a negative index would count from the end
-    return write(flat, (rows, slots), new.reshape(B, *new.shape[-3:])).reshape(x.shape)
+    return write(flat, (slots,), new.reshape(B, *new.shape[-3:])).reshape(x.shape)

@@ -19,6 +19,7 @@ CHOICES = {
         "tril",
         "iota",
         "constant",
+        "counted",
         "window",
         "distance",
         "padding",
@@ -33,7 +34,7 @@ CHOICES = {
     "low": (-math.inf, -1e4, -1e9, -1e30, "min"),
     "bias": ("none", "alibi", "dense", "heads", "keys", "both"),
     "softmax": ("jax", "plain", "lse", "log_softmax", "exp2", "no_max", "late", "reciprocal"),
-    "after": ("none", "head_factor", "zeros"),
+    "after": ("none", "head_factor", "head_einsum", "zeros"),
     "nesting": ("none", "jit", "remat", "scan", "cond", "loop", "vmap", "scan_mask"),
 }
 DECOYS = ("wrong_axis", "twice", "returned", "other_sum", "values", "transposed", "zeros_after")
@@ -184,6 +185,8 @@ class Program:
                 p = e * (1 / total) if self.softmax == "reciprocal" else e / total
         if self.after == "head_factor":
             p = p * arrays["slopes"][:, None, None]
+        if self.after == "head_einsum":
+            p = jnp.einsum("bnts,n->bnts", p, arrays["slopes"])
         if self.after == "zeros" and visible is not None:
             p = jnp.where(visible, p, 0)
         if self.decoy == "zeros_after":
@@ -218,11 +221,13 @@ def visible_pairs(name, arrays):
     padding = (columns < arrays["lengths"][:, None])[:, None, None, :]
     causal = jnp.tril(jnp.ones((T, S), bool))
     q_ids, k_ids = arrays["q_ids"], arrays["k_ids"]
+    ones = jnp.ones((T, S), jnp.int32)
     masks = {
         "none": None,
         "tril": causal,
         "iota": lax.broadcasted_iota(jnp.int32, (T, S), 0) >= columns,
         "constant": np.tril(np.ones((1, 1, T, S), bool), 1),
+        "counted": jnp.cumsum(ones, 0) >= jnp.cumsum(ones, 1),
         "window": (rows - columns < 4) & (columns <= rows + 1),
         "distance": jnp.abs(rows - columns) <= 2,
         "padding": padding,

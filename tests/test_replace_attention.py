@@ -59,6 +59,7 @@ FOUND = {
     Program(softmax="late"): "scale 0.5",
     Program(softmax="reciprocal"): "scale 0.5",
     Program(after="head_factor"): "scale 0.5",
+    Program(after="head_einsum", mask="counted"): "causal",
     Program(after="zeros", mask="padding"): "mask of queries or keys",
     Program(nesting="scan_mask", mask="causal_padding"): "causal, mask of queries or keys",
     Program(nesting="remat", mask="tril"): "causal",
@@ -101,7 +102,7 @@ def assert_same(program, arrays, limit=1e-9):
 FAST = (
     Program(heads="folded", scale="array", cap="tanh", mask="window", bias="both"),
     Program(heads="grouped", mask="causal_padding", hiding="added", nesting="scan_mask"),
-    Program(order="tbnh", mask="dense_empty", softmax="late", after="head_factor"),
+    Program(order="tbnh", mask="dense_empty", softmax="late", after="head_einsum"),
     Program(mask="empty_row", hiding="added", low="min", softmax="exp2", nesting="remat"),
 )
 

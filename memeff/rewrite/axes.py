@@ -236,9 +236,9 @@ def is_made_of_less(value: Value) -> bool:
         if not waiting:
             return True
         x = waiting.pop()
-        if x.op == "iota" or x.constant is not None:
+        if x.op == "iota" or known_number(x) is not None or x.constant is not None:
             continue
-        if x.maker is not None and x.op in ELEMENTWISE | MOVES:
+        if x.maker is not None and x.op in ELEMENTWISE | MOVES | {"cumsum"}:
             waiting.extend(x.maker.inputs)
         elif math.prod(x.shape) >= size:
             return False

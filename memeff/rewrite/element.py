@@ -65,9 +65,10 @@ class Roles:
         return self.batch, self.heads, self.query, self.keys
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, int, int, int]:
         """Return B, N, T and S."""
-        return tuple(math.prod(x.size for x in group) for group in self.groups)
+        B, N, T, S = (math.prod(x.size for x in group) for group in self.groups)
+        return B, N, T, S
 
 
 Step = tuple[Any, ...]
@@ -90,9 +91,9 @@ class ElementFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute the element; the arguments are those of a score_fn or of a mask_fn."""
-        *arguments, leaves = arguments
-        score = arguments[0] if self.kind == "score" else None
-        positions = arguments[-4:]
+        *given, leaves = arguments
+        score = given[0] if self.kind == "score" else None
+        positions = given[-4:]
         done: list[Any] = []
         for kind, *rest in self.steps:
             done.append(_STEPS[kind](_State(done, positions, score, leaves), *rest))
@@ -364,7 +365,7 @@ def tabulate(function: ElementFunction, sizes: Iterable[int], leaves: Any) -> ja
         grids.append(jnp.arange(size, dtype=jnp.int32) if used else jnp.zeros(1, jnp.int32))
     mapped = lambda *positions: function(*positions, leaves)
     for which in reversed(range(4)):
-        axes = [None] * 4
+        axes: list[int | None] = [None] * 4
         axes[which] = 0
         mapped = jax.vmap(mapped, tuple(axes))
     return mapped(*grids)

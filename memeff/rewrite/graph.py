@@ -93,7 +93,8 @@ class Graph:
 
         def read(atom):
             if isinstance(atom, Literal):
-                return Value(atom.aval, constant=np.asarray(atom.val, atom.aval.dtype))
+                aval: Any = atom.aval
+                return Value(aval, constant=np.asarray(atom.val, aval.dtype))
             return values[atom]
 
         items: list[Equation | Call] = []

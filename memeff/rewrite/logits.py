@@ -123,8 +123,11 @@ class Dependence:
                 waiting.pop()
                 continue
             maker = x.maker
-            is_outside = maker is None or maker.graph is not self.first.graph
-            if is_outside or maker.number < self.first.number:
+            if (
+                maker is None
+                or maker.graph is not self.first.graph
+                or maker.number < self.first.number
+            ):
                 self._known[x] = False
                 continue
             unknown = [y for y in maker.inputs if y not in self._known]

@@ -50,7 +50,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def compute(eqn: JaxprEqn, inputs: list[Any]) -> Any:
     """Return the result of an elementwise equation for NumPy scalars; None where it is unknown."""
     name = eqn.primitive.name
-    dtype = eqn.outvars[0].aval.dtype
+    aval: Any = eqn.outvars[0].aval
     with np.errstate(all="ignore"):
         if name == "integer_pow":
             result = inputs[0] ** float(eqn.params["y"])
@@ -58,7 +58,7 @@ def compute(eqn: JaxprEqn, inputs: list[Any]) -> Any:
             result = _FUNCTIONS[name](*inputs)
         else:
             return None
-        return np.asarray(result).astype(dtype)[()]
+        return np.asarray(result).astype(aval.dtype)[()]
 
 
 def as_numpy(x: Any) -> np.ndarray | None:

@@ -188,7 +188,28 @@ def _may_be_softmax(value: Value) -> bool:
         value = waiting.popleft()
         if value.op in ("exp", "exp2"):
             return True
-        if value.maker is not None and value.op in ELEMENTWISE | MOVES:
+        is_mapped = value.op in ELEMENTWISE | MOVES or is_outer_product(value)
+        if value.maker is not None and is_mapped:
+            waiting.extend(value.maker.inputs)
+    return False
+
+
+def has_softmax(value: Value) -> bool:
+    """Return True if a sum of exponentials is among the few equations before a value."""
+    waiting = collections.deque([value])
+    for _ in range(NEAR):
+        if not waiting:
+            return False
+        value = waiting.popleft()
+        if value.maker is None:
+            continue
+        if value.op == "reduce_sum":
+            summed = value.maker.inputs[0]
+            while summed.maker is not None and (is_cast(summed) or summed.op in MOVES):
+                summed = summed.maker.inputs[0]
+            if summed.op in ("exp", "exp2"):
+                return True
+        if value.op in ELEMENTWISE | MOVES:
             waiting.extend(value.maker.inputs)
     return False
 
@@ -214,8 +235,8 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
                 return softmax
             outside = outside.times("div", denominator)
             value, index = numerator
-        elif value.op == "mul":
-            first, second = _inputs(value, index)
+        elif value.op == "mul" or is_outer_product(value):
+            first, second = _factors(value, index)
             if _depends(first, keys):
                 first, second = second, first
             total = _reciprocal(first)
@@ -237,6 +258,34 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
         else:
             break
     raise NoAttention("no softmax")
+
+
+def is_outer_product(value: Value) -> bool:
+    """Return True for a product of two arrays that sums nothing, as einsum writes it."""
+    if value.op != "dot_general":
+        return False
+    (contracted, _) = _maker(value).params["dimension_numbers"]
+    return not contracted[0] and all(_is_float(x.dtype) for x in _maker(value).inputs)
+
+
+def _factors(value: Value, index: Index) -> list[Element]:
+    """Return the two elements whose product an element is."""
+    if value.op == "mul":
+        return _inputs(value, index)
+    equation = _maker(value)
+    (_, batch) = equation.params["dimension_numbers"]
+    position = len(batch[0])
+    factors = []
+    for side, x in enumerate(equation.inputs):
+        dims: list[Any] = [None] * len(x.shape)
+        for number, d in enumerate(batch[side]):
+            dims[d] = index[number]
+        for d, dim in enumerate(dims):
+            if dim is None:
+                dims[d] = index[position]
+                position += 1
+        factors.append((x, tuple(dims)))
+    return factors
 
 
 def _zeroed(value: Value, index: Index) -> tuple[Element, Formula]:

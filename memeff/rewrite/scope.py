@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from memeff.rewrite.axes import NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recipe import run_recipe
-from memeff.rewrite.recognise import Match, NoAttention, match
+from memeff.rewrite.recognise import Match, NoAttention, has_softmax, is_outer_product, match
 from memeff.rewrite.translate import Replacement, translate
 from memeff.rewrite.versions import bodies_of, is_derivative, scan_counts, source_line
 
@@ -26,6 +26,7 @@ IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "
     "replace attention before, as in jax.grad(replace_attention(f))"
 )
+UNKNOWN = "a softmax meets what is not understood before the second product"
 Reading = Callable[[Value], Any]
 
 
@@ -133,7 +134,10 @@ class Scope:
                 _check_gain(found, min_logits)
                 _check_sharding(found)
                 replacement = translate(found)
-            except NoAttention:
+            except NoAttention as reason:
+                is_far = is_outer_product(second.outputs[0]) or not has_softmax(second.inputs[side])
+                if not is_far and not in_derivative:
+                    self.left.append(Left(second, f"{UNKNOWN}: {reason}"))
                 continue
             except NoMatch as reason:
                 if not in_derivative:
@@ -203,8 +207,9 @@ class Scope:
                 touched.update(equation.calls)
         for replacement in self.replaced.values():
             for value in replacement.inputs:
-                is_inner = value.maker is not None and value.maker.graph is self.graph
-                calls = value.maker.calls if is_inner else ()
+                calls: tuple[Call, ...] = ()
+                if value.maker is not None and value.maker.graph is self.graph:
+                    calls = value.maker.calls
                 touched.update(x for x in calls if value not in x.outputs)
         return touched
 

@@ -26,7 +26,7 @@ from memeff.rewrite.axes import (
     letters_in,
     sources,
 )
-from memeff.rewrite.graph import Value
+from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.numbers import as_numpy, compute
 
 MOST_VALUES = 400  # that are followed to find on which axes a value depends
@@ -228,6 +228,8 @@ class Reader:
             return opaque
         if value.op == "iota":
             return self._position(index[equation.params["dimension"]])
+        if value.op == "cumsum":
+            return self._running_count(equation, index) or opaque
         try:
             inputs = sources(equation, index)
         except NoMatch:
@@ -240,6 +242,19 @@ class Reader:
             return opaque if is_slice and isinstance(symbol, Opaque) else symbol
         symbols = [self.read(*source) for source in inputs]
         return _combine(equation, symbols) or opaque
+
+    def _running_count(self, equation: Equation, index: Index) -> Affine | None:
+        """Return a running sum of equal integers, as some programs count positions."""
+        (summed,) = equation.inputs
+        number = known_number(summed)
+        if number is None or not np.isfinite(number) or number != int(number):
+            return None
+        axis = equation.params["axis"]
+        position = self._position(index[axis]).plus(Affine((), 1))
+        if equation.params["reverse"]:
+            position = Affine((), summed.shape[axis] + 1).plus(position, -1)
+        total = position.times(int(number))
+        return total if _is_exact(total, summed.dtype) else None
 
     def _band(self, constant: Any, index: Index) -> Choice | None:
         """Return an array of two numbers as a choice, if one of them fills a band of diagonals."""

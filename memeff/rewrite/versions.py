@@ -80,10 +80,8 @@ def vary_alike(arrays: list[jax.Array]) -> list[jax.Array]:
     alike = []
     for x, own in zip(arrays, axes, strict=True):
         missing = tuple(every - own)
-        if missing and hasattr(lax, "pcast"):
+        if missing:
             x = lax.pcast(x, missing, to="varying")
-        elif missing:
-            x = lax.pvary(x, missing)
         alike.append(x)
     return alike
 

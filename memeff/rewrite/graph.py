@@ -16,6 +16,9 @@ from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal
 from memeff.rewrite.versions import body_of, can_inline
 
 
+DEEPEST = 20  # equations through which two values are compared
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """An array of the program: its type, the equation that makes it, or its known numbers."""
@@ -73,6 +76,7 @@ class Graph:
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None]):
+        self.first_equal: dict[Any, Value] = {}  # by how it is computed, the first such value
         self.equations: list[Equation] = []  # of all calls, in the order of the program
         self.inputs = []
         for variable, value in zip(jaxpr.jaxpr.invars, outer, strict=True):
@@ -115,3 +119,22 @@ class Graph:
                 if not isinstance(variable, DropVar):
                     values[variable] = value
         return items, [read(x) for x in jaxpr.jaxpr.outvars]
+
+
+def first_equal(value: Value, depth: int = 0) -> Value:
+    """Return the first value of its graph that is computed in the same way from the same values."""
+    maker = value.maker
+    if maker is None or len(maker.outputs) != 1 or maker.eqn.effects or depth > DEEPEST:
+        return value
+    inputs = []
+    for x in maker.inputs:
+        if x.constant is not None and x.aval.shape == ():
+            inputs.append((str(x.dtype), str(x.constant)))
+        else:
+            inputs.append(first_equal(x, depth + 1))
+    params = tuple(sorted(maker.params.items()))
+    key = maker.eqn.primitive, params, tuple(inputs)
+    try:
+        return maker.graph.first_equal.setdefault(key, value)
+    except TypeError:  # params that are not hashable
+        return value

@@ -265,7 +265,7 @@ def is_outer_product(value: Value) -> bool:
     if value.op != "dot_general":
         return False
     (contracted, _) = _maker(value).params["dimension_numbers"]
-    return not contracted[0] and all(_is_float(x.dtype) for x in _maker(value).inputs)
+    return not contracted[0] and _is_float(value.dtype)
 
 
 def _factors(value: Value, index: Index) -> list[Element]:

@@ -26,7 +26,7 @@ from memeff.rewrite.axes import (
     letters_in,
     sources,
 )
-from memeff.rewrite.graph import Equation, Value
+from memeff.rewrite.graph import Equation, Value, first_equal
 from memeff.rewrite.numbers import as_numpy, compute
 
 MOST_VALUES = 400  # that are followed to find on which axes a value depends
@@ -220,7 +220,7 @@ class Reader:
         number = known_number(value)
         if number is not None:
             return Number(number)
-        opaque = Opaque(value, index)
+        opaque = Opaque(first_equal(value), index)
         equation = value.maker
         if value.constant is not None:
             return self._band(value.constant, index) or opaque

@@ -615,7 +615,9 @@ MODELS = {
     "tunix Llama 3": Model(tunix_llama, 2, NNX),
     "keras-hub GPT-2": Model(keras_hub_gpt2, 2, STATELESS),
     "keras-hub BERT": Model(keras_hub_bert, 2, STATELESS),
-    "keras-hub Gemma": Model(keras_hub_gemma, 2, STATELESS),
+    "keras-hub Gemma": Model(
+        keras_hub_gemma, 2, STATELESS, quadratic="its mask, which it searches for rows without keys"
+    ),
     "Penzai Gemma": Model(penzai_gemma, 2, FUNCTION),
     "Equimo ViT": Model(equimo_vit, 1, "replace_attention(lambda model, x: model(x, key=key))"),
     "ablanx": Model(ablanx_block, 1, APPLY),

@@ -17,7 +17,6 @@ import replaced_by_hand
 from replaced_by_hand import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, features, token_ids
 
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub's tokenizers import TensorFlow
 
 B = 2
 

@@ -17,7 +17,6 @@ import replaced_by_hand
 from replaced_by_hand import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, features, token_ids
 
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub's tokenizers import TensorFlow
 
 B = 2
 
@@ -615,7 +614,9 @@ MODELS = {
     "tunix Llama 3": Model(tunix_llama, 2, NNX),
     "keras-hub GPT-2": Model(keras_hub_gpt2, 2, STATELESS),
     "keras-hub BERT": Model(keras_hub_bert, 2, STATELESS),
-    "keras-hub Gemma": Model(keras_hub_gemma, 2, STATELESS),
+    "keras-hub Gemma": Model(
+        keras_hub_gemma, 2, STATELESS, quadratic="its mask, which it searches for rows without keys"
+    ),
     "Penzai Gemma": Model(penzai_gemma, 2, FUNCTION),
     "Equimo ViT": Model(equimo_vit, 1, "replace_attention(lambda model, x: model(x, key=key))"),
     "ablanx": Model(ablanx_block, 1, APPLY),

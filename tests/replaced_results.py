@@ -105,7 +105,7 @@ def row_of(name: str) -> dict[str, str]:
     after = temp_bytes(memeff.replace_attention(function), args) / MIB
     function, args = model.make(SPEED_TOKENS)
     plain, ours = best_seconds([function, memeff.replace_attention(function)], args)
-    stays = [model.left, model.quadratic and f"{model.quadratic} stays T x S"]
+    stays = [model.left, model.quadratic and f"T x S: {model.quadratic}"]
     return {
         "model": name,
         "the line": f"`{model.line}`",

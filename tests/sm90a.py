@@ -104,6 +104,7 @@ def lowered_decode(H: int, K: int, T: int = 1, S: int = 32768, dtype: str = "bfl
         jitted = jax.jit(attend, in_shardings=on_device, out_shardings=on_device)
         return jitted.trace(*shapes).lower()
 
+
 # Passes of the loss of a large vocabulary: their settings, and what they compute.
 LOSSES = {
     "loss": {},

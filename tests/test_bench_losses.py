@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from memeff.bench import losses
+from memeff.bench import losses, tables
 from memeff.bench.report import rewrite_page
 
 SIZES = ["--tokens", "256", "512", "--features", "16", "--words", "640", "--dtype", "float32"]
@@ -49,4 +49,4 @@ def test_calls_that_do_not_fit_are_not_compiled(monkeypatch):
     case = losses.LossCase(1024, 1024, 16, "float32")
     (row,) = losses.loss_rows([case], ["optax"], 1, 1)
     assert row["note"] == "out of memory"
-    assert losses._milliseconds(row) == "out of memory"
+    assert tables.loss_milliseconds(row) == "out of memory"

@@ -30,10 +30,10 @@ from jax import Array
 
 import memeff
 from memeff.bench.cases import Row
-from memeff.bench.formatting import human, markdown, tokens
+from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
+from memeff.bench.tables import LOSS_MODES, losses_markdown
 
-MODES = ("forward", "forward + gradient")
 SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
 
@@ -156,7 +156,7 @@ def arrays_of(case: LossCase) -> list[Array]:
 def modes_of(name: str) -> tuple[str, ...]:
     """Return the modes that differ from those of another implementation in the table."""
     only_gradient = name in ("memeff:mean", "jla:objective")
-    return MODES[1:] if only_gradient else MODES
+    return LOSS_MODES[1:] if only_gradient else LOSS_MODES
 
 
 def plain_bytes(name: str, case: LossCase) -> int:
@@ -194,7 +194,7 @@ def _rows_of_case(
     x, kernel, labels = arrays_of(case)
     arrays = {False: [x, kernel, labels], True: [x, kernel.T, labels]}
     rows: dict[str, Row] = {name: {"implementation": name, **case._asdict()} for name in names}
-    for mode in MODES:
+    for mode in LOSS_MODES:
         runs = {}
         for name in names:
             program = programs.get((name, case, mode))
@@ -207,7 +207,7 @@ def _rows_of_case(
             run = LossRun(program, arrays[name.startswith("jla")])
             try:
                 loss = run.call()
-                rows[name][f"{mode}: loss"] = float(loss if mode == MODES[0] else loss[0])
+                rows[name][f"{mode}: loss"] = float(loss if mode == LOSS_MODES[0] else loss[0])
                 runs[name] = run
             except jax.errors.JaxRuntimeError as error:
                 rows[name]["note"] = str(error).splitlines()[0][:200]
@@ -224,33 +224,8 @@ def free_bytes() -> float:
     return statistics["bytes_limit"] - statistics["bytes_in_use"]
 
 
-def losses_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Return a table with a line for each H and implementation, and columns for each length."""
-    lengths = sorted({row["tokens"] for row in rows})
-    header = ["H", "implementation"]
-    header += [f"{tokens(n)}: {what}" for n in lengths for what in ("ms", "memory")]
-    lines: dict[Any, list[str]] = {}
-    for row in sorted(rows, key=lambda row: row["tokens"]):
-        key = row["features"], row["implementation"]
-        lines.setdefault(key, [f"{row['features']:,}", row["implementation"]])
-        lines[key] += [_milliseconds(row), human(row.get(f"{MODES[1]}: temp_bytes"))]
-    selected = columns or header
-    picked = [header.index(column) for column in selected]
-    return markdown(selected, [[line[n] for n in picked] for line in lines.values()])
-
-
-def _milliseconds(row: Row) -> str:
-    """Return the times of forward, and of forward and gradient."""
-    times = [row.get(f"{mode}: seconds") for mode in MODES]
-    if times == [None, None]:
-        return row.get("note", "-")
-    return " / ".join("-" if t is None else f"{1e3 * t:.3g}" for t in times)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
-    from memeff.bench.results import description_to_keep, measurement, save_results
-
     options = parse(arguments)
     command = f"python -m memeff.bench losses {shlex.join(without_save(arguments))}"
     cases = []

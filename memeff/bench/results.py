@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
-from memeff.bench.losses import losses_markdown
-from memeff.bench.tables import memory_markdown, speed_markdown, unique
+from memeff.bench.tables import losses_markdown, memory_markdown, speed_markdown, unique
 
 FOLDER = Path("docs/benchmarks")
 DERIVED_FIGURES = ("flops_per_second", "bytes_per_second")  # computed again from seconds

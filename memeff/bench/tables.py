@@ -1,10 +1,12 @@
-"""Tables of memory and of speed in GitHub's Markdown, from the rows of one or more runs."""
+"""Tables of memory, of speed and of losses in GitHub's Markdown, from the rows of one or more runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memeff.bench.cases import Row, call_title, case_of_row
 from memeff.bench.formatting import count_per_second, human, markdown, tokens
+
+LOSS_MODES = ("forward", "forward + gradient")
 
 
 def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
@@ -158,3 +160,26 @@ def selected_markdown(
 def unique(values: Iterable[Any]) -> list[Any]:
     """Return the values without repetitions, in their first order."""
     return list(dict.fromkeys(values))
+
+
+def losses_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each H and implementation, and columns for each length."""
+    lengths = sorted({row["tokens"] for row in rows})
+    header = ["H", "implementation"]
+    header += [f"{tokens(n)}: {what}" for n in lengths for what in ("ms", "memory")]
+    lines: dict[Any, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        key = row["features"], row["implementation"]
+        lines.setdefault(key, [f"{row['features']:,}", row["implementation"]])
+        lines[key] += [loss_milliseconds(row), human(row.get(f"{LOSS_MODES[1]}: temp_bytes"))]
+    selected = columns or header
+    picked = [header.index(column) for column in selected]
+    return markdown(selected, [[line[n] for n in picked] for line in lines.values()])
+
+
+def loss_milliseconds(row: Row) -> str:
+    """Return the times of forward, and of forward and gradient."""
+    times = [row.get(f"{mode}: seconds") for mode in LOSS_MODES]
+    if times == [None, None]:
+        return row.get("note", "-")
+    return " / ".join("-" if t is None else f"{1e3 * t:.3g}" for t in times)

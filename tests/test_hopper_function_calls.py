@@ -212,11 +212,12 @@ def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, echoing_ker
     let_arrays_be_sharded(monkeypatch)
     accept_all_calls(monkeypatch)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-    ids = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
+    T = 64  # with fewer queries the decode kernel would run
+    ids = np.arange(2 * T, dtype=np.int32).reshape(2, T)
     slopes = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], f32)
     if not mapped:
         slopes = slopes[0]
-    query = np.ones((2, 16, 4, 64), f32)
+    query = np.ones((2, T, 4, 64), f32)
 
     def loss(slopes, query):
         mask_fn = Mask(lambda b, h, i, j, p: p[b, i] >= j, ids)
@@ -233,7 +234,7 @@ def test_each_device_has_the_numbers_of_its_heads(axis_type, mapped, echoing_ker
     of_queries = ids[:, :, None, None]
     expected = of_heads + of_queries * np.ones(query.shape)
     np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(grad, slopes * 2 * 16)
+    np.testing.assert_array_equal(grad, slopes * 2 * T)
 
 
 def first_half(x):

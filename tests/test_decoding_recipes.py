@@ -17,6 +17,11 @@ K, G, H = 2, 2, 8
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(monkeypatch):
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(0))
+
+
 def tokens(B, T):
     return tuple(RNG.standard_normal((B, T, n, H)).astype(f32) for n in (K * G, K, K))
 

@@ -63,7 +63,8 @@ class Program:
             visible = visible_pairs(self.mask, arrays)
 
             def layer(carry, factor):
-                return carry + factor * self._attend(arrays, visible), None
+                added = jax.tree.map(lambda x: factor * x, self._attend(arrays, visible))
+                return jax.tree.map(jnp.add, carry, added), None
 
             return lax.scan(layer, self._zero(arrays), jnp.ones(2, arrays["q"].dtype))[0]
 
@@ -81,7 +82,7 @@ class Program:
         if self.nesting == "scan":
             return lax.scan(lambda q, _: (q * 1.1, attend(q)), q, None, 2)[1]
         if self.nesting == "loop":
-            return lax.fori_loop(0, 2, lambda i, x: attend(q * (1 + i)) + 0 * x, self._zero(arrays))
+            return lax.fori_loop(0, 2, lambda i, _: attend(q * (1 + i)), self._zero(arrays))
         if self.nesting == "vmap":
             return jax.vmap(attend)(jnp.stack([q, 2 * q]))
         return attend(q)

@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal
 
 from memeff.rewrite.versions import body_of, can_inline
 
-
 DEEPEST = 20  # equations through which two values are compared
 
 

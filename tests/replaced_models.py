@@ -40,17 +40,18 @@ NORM_SCALES = ("scale", "weight")  # what Linen and transformers call them
 def random_params(init, *arguments):
     """Return float32 random numbers in the shapes of `init(*arguments)`, without running it.
 
-    Scales of norms are near 1, because tokens with a small scale are all alike.
+    Scales of norms are near 1 and embeddings are large, because tokens would be all alike otherwise,
+    and the gradients of queries and keys would cancel.
     """
     rng = np.random.default_rng(1)
 
     def drawn(path, x):
+        name = getattr(path[-1], "key", None)
         noise = rng.standard_normal(x.shape)
-        if len(x.shape) > 1:
-            noise *= 0.7 * x.shape[0] ** -0.5
-        else:
-            name = getattr(path[-1], "key", None)
+        if len(x.shape) == 1:
             noise = 0.2 * noise + (name in NORM_SCALES)
+        elif name != "embedding":
+            noise *= 0.7 * x.shape[0] ** -0.5
         return jnp.asarray(noise, x.dtype)
 
     return jax.tree_util.tree_map_with_path(drawn, jax.eval_shape(init, *arguments))

@@ -573,7 +573,7 @@ class Model(NamedTuple):
     replaced: int  # the number of places that compute with memeff
     line: str  # what the user writes
     left: str = ""  # what is left alone and why; empty: nothing is
-    quadratic: str = ""  # what array of tokens x tokens the model keeps; empty: none
+    quadratic: str = ""  # what array of tokens x tokens stays in memory; empty: none
 
 
 HAND = replaced_by_hand
@@ -591,7 +591,12 @@ MODELS = {
     "ViT by hand": Model(HAND.vision_transformer, 1, FUNCTION),
     "Perceiver by hand": Model(HAND.perceiver, 2, FUNCTION),
     "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
-    "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
+    "Flax lm1b": Model(
+        HAND.flax_packed_lm,
+        1,
+        APPLY,
+        quadratic="its mask of padding, in bytes, which memeff builds",
+    ),
     "Flax Linen": Model(flax_linen, 1, APPLY),
     "Flax Linen in training": Model(flax_linen_in_training, 1, APPLY),
     "Flax NNX": Model(flax_nnx, 1, NNX),

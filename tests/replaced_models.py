@@ -40,17 +40,18 @@ NORM_SCALES = ("scale", "weight")  # what Linen and transformers call them
 def random_params(init, *arguments):
     """Return float32 random numbers in the shapes of `init(*arguments)`, without running it.
 
-    Scales of norms are near 1, because tokens with a small scale are all alike.
+    Scales of norms are near 1 and embeddings are large, because tokens would be all alike otherwise,
+    and the gradients of queries and keys would cancel.
     """
     rng = np.random.default_rng(1)
 
     def drawn(path, x):
+        name = getattr(path[-1], "key", None)
         noise = rng.standard_normal(x.shape)
-        if len(x.shape) > 1:
-            noise *= 0.7 * x.shape[0] ** -0.5
-        else:
-            name = getattr(path[-1], "key", None)
+        if len(x.shape) == 1:
             noise = 0.2 * noise + (name in NORM_SCALES)
+        elif name != "embedding":
+            noise *= 0.7 * x.shape[0] ** -0.5
         return jnp.asarray(noise, x.dtype)
 
     return jax.tree_util.tree_map_with_path(drawn, jax.eval_shape(init, *arguments))
@@ -572,7 +573,7 @@ class Model(NamedTuple):
     replaced: int  # the number of places that compute with memeff
     line: str  # what the user writes
     left: str = ""  # what is left alone and why; empty: nothing is
-    quadratic: str = ""  # what array of tokens x tokens the model keeps; empty: none
+    quadratic: str = ""  # what array of tokens x tokens stays in memory; empty: none
 
 
 HAND = replaced_by_hand
@@ -590,7 +591,12 @@ MODELS = {
     "ViT by hand": Model(HAND.vision_transformer, 1, FUNCTION),
     "Perceiver by hand": Model(HAND.perceiver, 2, FUNCTION),
     "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
-    "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
+    "Flax lm1b": Model(
+        HAND.flax_packed_lm,
+        1,
+        APPLY,
+        quadratic="its mask of padding, in bytes, which memeff builds",
+    ),
     "Flax Linen": Model(flax_linen, 1, APPLY),
     "Flax Linen in training": Model(flax_linen_in_training, 1, APPLY),
     "Flax NNX": Model(flax_nnx, 1, NNX),

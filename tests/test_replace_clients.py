@@ -48,7 +48,7 @@ def test_outputs_and_gradients(small_tiles, name):
 def test_memory(name):
     """The memory of a gradient is less than before, and twice as many tokens take twice as much.
 
-    `quadratic` says which array of the model itself has a size of tokens x tokens.
+    `quadratic` says which array of tokens x tokens stays, where one does.
     """
     model = MODELS[name]
     function, args = model.make(4096)

@@ -591,12 +591,7 @@ MODELS = {
     "ViT by hand": Model(HAND.vision_transformer, 1, FUNCTION),
     "Perceiver by hand": Model(HAND.perceiver, 2, FUNCTION),
     "optax nanoLM": Model(HAND.optax_nano_lm, 2, APPLY),
-    "Flax lm1b": Model(
-        HAND.flax_packed_lm,
-        1,
-        APPLY,
-        quadratic="its mask of padding, in bytes, which memeff builds",
-    ),
+    "Flax lm1b": Model(HAND.flax_packed_lm, 1, APPLY),
     "Flax Linen": Model(flax_linen, 1, APPLY),
     "Flax Linen in training": Model(flax_linen_in_training, 1, APPLY),
     "Flax NNX": Model(flax_nnx, 1, NNX),

@@ -39,7 +39,7 @@ def replace_attention(
 
     * A row that sees no key keeps its meaning. A mask that replaces logits by a finite number gives
       the mean of all values there.
-    * A number of -1e9 or less is taken to hide a key beside others that are visible, because exp of
+    * A number of -6e8 or less is taken to hide a key beside others that are visible, because exp of
       its distance to any logit of a model is 0.
     * Where exp of the program overflows, because it subtracts no maximum, memeff does not. NaN and
       Inf in what nobody sees do not reach the result.

@@ -144,6 +144,12 @@ class _Translation:
         if condition.dense is not None:
             condition.rest.extend(condition.small)
             condition.small = []
+            return condition
+        of_keys = [x for x in condition.small if set(formula_letters(x)) & set(self.match.keys)]
+        of_queries = [x for x in condition.small if set(formula_letters(x)) & set(self.query)]
+        if of_keys and of_queries:  # one table of both would have T x S elements
+            condition.rest.extend(of_queries)
+            condition.small = [x for x in condition.small if x not in of_queries]
         return condition
 
     def _are_segments(self, part: Formula) -> bool:

@@ -96,6 +96,7 @@ def test_the_same_numbers_within_any_limit():
 # ---- a limit for the whole program
 
 
+@pytest.mark.slow
 def test_a_limit_for_the_whole_program_retraces_what_jit_keeps():
     chosen = []
     x = jnp.ones((1, 300, 2, 16))

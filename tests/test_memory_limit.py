@@ -138,7 +138,7 @@ def test_like_calls_ask_once(compiled_queries):
     assert len(compiled_queries) == 1
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_it_is_asked_wherever_a_call_is_traced(compiled_queries):
     """A call is compiled for the shapes that it sees.
 

@@ -56,7 +56,13 @@ def test_pages_have_code():
     } < set(WITH_CODE)
 
 
-@pytest.mark.parametrize("page", WITH_CODE)
+def pages_with_code() -> list:
+    """Return parameters: the README, and the pages, whose code CI runs among the slow tests."""
+    slow = pytest.mark.slow
+    return [x if x == "README.md" else pytest.param(x, marks=slow) for x in WITH_CODE]
+
+
+@pytest.mark.parametrize("page", pages_with_code())
 @pytest.mark.once
 def test_python_blocks_run(page):
     """The blocks of a page run one after the other, in the same names.

@@ -112,6 +112,7 @@ def test_same_curve_with_other_options(run_once):
     assert_same_curve(folder, expected)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_know_how_many_devices_there_were(run_once, run):
     """Go on from step 5 of each run with the other's number of devices."""
     for first, then in ((ONE, FOUR), (FOUR, ONE)):

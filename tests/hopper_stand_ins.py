@@ -43,7 +43,7 @@ def attend(problem, lengths, arrays, scalars, want_lse, tiling):
     p = jnp.exp(s - lse[..., None]).astype(value.dtype)
     value = repeat_heads(value, query)
     out = jnp.einsum("bnts,bsnd->btnd", p, value)
-    return out, pad_to_tiles(lse, tiling.rows) if want_lse else None
+    return (out,), pad_to_tiles(lse, tiling.rows) if want_lse else None
 
 
 def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):

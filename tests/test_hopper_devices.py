@@ -202,7 +202,7 @@ def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling):
     query, _, value = arrays
     D = value.shape[-1]
     sinks = scalars.sinks[:, None, :, None] / LOG2_E
-    return query[..., :D] * sinks, None
+    return (query[..., :D] * sinks,), None
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def echoing_kernels(monkeypatch):
         D = value.shape[-1]
         out = query * slopes[:, None, :, None] + ids[:, :T, None, None]
         lse = jnp.zeros((*slopes.shape, 128)) if want_lse else None
-        return out[..., :D], lse
+        return (out[..., :D],), lse
 
     def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
         sums = scalars.head_numbers[0][..., None] * jnp.ones(128)
@@ -253,7 +253,7 @@ def difference_kernels(monkeypatch):
         query, _, value = arrays
         (of_differences,) = scalars.difference_numbers
         lse = 9 + first_half(of_differences) if want_lse else None
-        return 0.5 * query[..., : value.shape[-1]], lse
+        return (0.5 * query[..., : value.shape[-1]],), lse
 
     def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
         return jnp.zeros_like(arrays[0]), first_half(scalars.difference_numbers[0])

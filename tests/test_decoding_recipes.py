@@ -11,6 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 import memeff
 from memeff import KVCache, PagedKVCache, dot_product_attention, masks
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 slow = pytest.mark.slow
 K, G, H = 2, 2, 8

@@ -13,6 +13,8 @@ from models import generate
 from models.data import Refused
 from models.transformer import Config, Transformer
 
+pytestmark = pytest.mark.once
+
 FIELDS = {name: x for name, x in TINY.items() if name in Config.__dataclass_fields__}
 
 

@@ -25,6 +25,8 @@ from loss_cases import (
 from memeff import linear_cross_entropy
 from memeff.vocabulary import loops, objective
 
+pytestmark = pytest.mark.once
+
 WEIGHTS = np.random.default_rng(8).standard_normal(T)
 
 

@@ -55,6 +55,7 @@ def check(call: drawn.Call, rng: random.Random) -> None:
         assert_kept(call, limit)
 
 
+@pytest.mark.once
 @hypothesis.settings(max_examples=3, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(drawn.calls(), st.randoms(use_true_random=True))
 def test_a_limit_is_kept(call, rng):

@@ -61,6 +61,7 @@ def of_every_partition():
     return jax.tree.map(np.asarray, jax.jit(run)(Q, K, V))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "n", range(len(PARTITIONS)), ids=lambda n: "+".join(map(str, PARTITIONS[n]))
 )

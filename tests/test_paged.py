@@ -17,6 +17,8 @@ from memeff import (
     scores,
 )
 
+pytestmark = pytest.mark.once
+
 f32 = np.float32
 slow = pytest.mark.slow
 B, K, G, H, D, S, T = 3, 2, 2, 8, 5, 128, 3

@@ -1,9 +1,9 @@
 """Keep what the parts of a device's work find, and combine it late, in few passes over memory.
 
 A part finds rows of out, or of a gradient, for one chunk of the device's tokens. Adding each to an
-array of all tokens at once would read and write that array for every part, which at 8,192 tokens a
-device takes as long as a quarter of the products. So terms wait, in the dtypes in which they came,
-and XLA reads each of them once. They are combined early where they would hold much memory.
+array of all tokens at once would read and write that array for every part. So terms wait, in the
+dtypes in which they came, and XLA reads each of them once. They are combined early where they would
+hold much memory.
 """
 
 import dataclasses

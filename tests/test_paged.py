@@ -302,7 +302,7 @@ WRONG = [
     (
         dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 4))),
         ValueError,
-        r"key_scales must have shape \(5, 4, 2\)",
+        r"key_scales must have shape \(5, 2, 4\)",
     ),
     (dict(key_value_seq_lengths=[1, 2]), ValueError, "is the argument `lengths` here"),
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" does not read'),

@@ -28,6 +28,7 @@ SCALAR_DIMS = {
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
+    "page_table": "bn",
 }
 
 

@@ -61,8 +61,10 @@ from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
-# has 512 threads, which begin with 128 each.
+# has 512 threads, which begin with 128 each. Where keys lie in pages or have 8 bits, consumers need
+# more.
 REGISTERS = 192, 72, 56
+REGISTERS_OF_STORED = 208, 48, 48
 FIRST_REGISTERS = 128
 
 
@@ -257,6 +259,12 @@ class DecodeKernel(NamedTuple):
             found = kernel(*inputs)
         return found[0], found[1][..., 0] if self.want_lse else None
 
+    @property
+    def _registers(self) -> tuple[int, int, int]:
+        """Return the registers of a thread of a consumer, the merging warpgroup and the producer."""
+        is_stored = self.sizes.pages is not None or self.cache.has_scales
+        return REGISTERS_OF_STORED if is_stored else REGISTERS
+
     def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of `Partials`."""
         call = self.sizes.call
@@ -289,7 +297,7 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(lax.axis_index("warpgroup") == self.sizes.consumers + 1)
         def _merge():
-            set_registers(REGISTERS[1], FIRST_REGISTERS)
+            set_registers(self._registers[1], FIRST_REGISTERS)
             refs = *partial_refs, *input_refs[inputs - scalars :], *result_refs
             self._merge_warpgroup(blocks, *refs, counters=counters)
 
@@ -308,7 +316,7 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(warpgroup < self.sizes.consumers)
         def _consume():
-            set_registers(REGISTERS[0], FIRST_REGISTERS)
+            set_registers(self._registers[0], FIRST_REGISTERS)
             consumer = Consumer(
                 self.problem, self.sizes, query_ref, scratch, partials, counters, warpgroup
             )
@@ -316,7 +324,7 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
-            set_registers(REGISTERS[2], FIRST_REGISTERS)
+            set_registers(self._registers[2], FIRST_REGISTERS)
             producer = Producer(self.sizes, cache, scratch)
             producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
 

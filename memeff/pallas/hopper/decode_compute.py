@@ -198,6 +198,7 @@ class SplitLoop(NamedTuple):
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
         keys = self._wide_tile(0, scratch.k_s.at[place])
+        values = self._wide_tile(1, scratch.v_s.at[place])
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
 
@@ -209,7 +210,6 @@ class SplitLoop(NamedTuple):
         key_scales, value_scales = self._scales(place)
         if key_scales is not None:
             raw = raw * key_scales
-        values = self._wide_tile(1, scratch.v_s.at[place])
 
         def masked(raw, o):
             if jnp.issubdtype(scratch.v_s.dtype, jnp.floating):

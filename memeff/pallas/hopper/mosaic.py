@@ -126,7 +126,10 @@ def widen(narrow: Ref, wide: Ref) -> Ref:
 
     Both are in shared memory.
     """
-    wide[...] = plgpu.load(narrow, layout=WIDENED).astype(wide.dtype)
+    numbers = plgpu.load(narrow, layout=WIDENED)
+    if jnp.issubdtype(numbers.dtype, jnp.floating):  # Hopper cannot convert them to bfloat16
+        numbers = numbers.astype(jnp.float32)
+    wide[...] = numbers.astype(wide.dtype)
     plgpu.commit_smem()
     return wide
 

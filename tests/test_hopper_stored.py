@@ -218,7 +218,9 @@ def assert_nan_of_8_bits_reaches_the_rows_that_see_it() -> None:
     bad_out, bad_lse = kernel(attend, bad, query)
     sees = np.zeros((2, 4), bool)
     sees[:, 2:] = True
-    np.testing.assert_array_equal(np.isfinite(f32(bad_out)).all(-1), ~np.repeat(sees[..., None], 2, 2))
+    np.testing.assert_array_equal(
+        np.isfinite(f32(bad_out)).all(-1), ~np.repeat(sees[..., None], 2, 2)
+    )
     assert_equal_bits(bad_out[:, :2], out[:, :2])
     assert_equal_bits((bad_lse[0], bad_lse[1, :2]), (lse[0], lse[1, :2]))
 

@@ -148,7 +148,8 @@ def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
 def write(x: Array, places: Places, new: Array) -> Array:
     """Return x [A, P, K, H] with `new` [B, T, K, H] at `places`; places outside are left out.
 
-    x can also be scales [A, K, P], with new ones [B, T, K]. Slots are written under vmap, so that a sharded batch needs no communication.
+    x can also be scales [A, K, P], with new ones [B, T, K]. Slots are written under vmap, so that a
+    sharded batch needs no communication.
     XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
     converts a bfloat16 array to float32 and back for it.
     """

@@ -66,9 +66,9 @@ def test_pages_have_the_bits_of_arrays(name):
 
 def assert_missing_pages_give_nan() -> None:
     """Rows that see a token of a page that does not exist are NaN, and no others."""
-    z = Sizes(B=4, T=2, S=640, K=2, G=1, H=64, D=64)
+    z = Sizes(B=5, T=2, S=640, K=2, G=1, H=64, D=64)
     query, key, value = draw(bf16, z)
-    lengths = i32([640, 640, 640, 321])
+    lengths = i32([640, 640, 640, 321, 640])
     pools, table = in_pages(32, lengths, key, value)
     window = dict(local_window_size=(320, 0))  # queries 638 and 639 see keys from 318 and 319
     right = kernel(memeff.paged_attention, query, *pools, table, lengths, **window)
@@ -76,9 +76,10 @@ def assert_missing_pages_give_nan() -> None:
     table[1, 9] = len(pools[0])  # keys 288 to 319, of which each query sees one or two
     table[2, 19] = 2**30  # the newest keys, of which the first query sees all but one
     table[3, 10] = -2  # key 320, which only the last query sees
+    table[4, 13] = -1  # in a tile that needs no masks
     out, lse = kernel(memeff.paged_attention, query, *pools, table, lengths, **window)
-    is_nan = np.zeros((4, 2), bool)
-    is_nan[1:3] = True
+    is_nan = np.zeros((5, 2), bool)
+    is_nan[[1, 2, 4]] = True
     is_nan[3, 1] = True
     np.testing.assert_array_equal(np.isnan(lse), np.repeat(is_nan[..., None], 2, 2))
     np.testing.assert_array_equal(np.isnan(f32(out)).all(-1), np.isnan(lse))
@@ -97,7 +98,7 @@ def test_missing_pages_give_nan():
 
 def quantised(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x [B, S, K, H] in 8 bits, and its scales [B, S, K]; computed without memeff."""
-    x = f32(x)
+    x = np.asarray(x, f32)
     if dtype == "int8":
         scales = np.abs(x).max(-1) / 127
         return np.round(x / scales[..., None]).astype(np.int8), scales
@@ -135,9 +136,14 @@ def paged(cache: KVCache, page: int) -> PagedKVCache:
         pool[table] = x
         return jnp.asarray(pool)
 
-    numbers = [pages_of(x, 1) for x in (cache.key, cache.value)]
-    scales = [pages_of(x, 2) for x in (cache.key_scale, cache.value_scale)]
-    return PagedKVCache(*numbers, jnp.asarray(table, jnp.int32), cache.lengths, *scales)
+    return PagedKVCache(
+        pages_of(cache.key, 1),
+        pages_of(cache.value, 1),
+        jnp.asarray(table, jnp.int32),
+        cache.lengths,
+        pages_of(cache.key_scale, 2),
+        pages_of(cache.value_scale, 2),
+    )
 
 
 STORED = {
@@ -210,6 +216,8 @@ def assert_nan_of_8_bits_reaches_the_rows_that_see_it() -> None:
     query, key, value = draw(bf16, z)
     cache = filled_cache([quantised(x, "int8") for x in (key, value)], i32([256, 200]))
     out, lse = kernel(attend, cache, query)
+    assert cache.key_scale is not None
+    assert cache.value_scale is not None
     bad = KVCache(
         *(cache.key, cache.value, cache.lengths),
         cache.key_scale.at[1, 0, 198].set(np.nan),  # the third query sees token 198
@@ -242,10 +250,9 @@ def test_derivatives_are_those_of_arrays():
     pools = [np.where(np.isnan(f32(x)), 0, x).astype(bf16) for x in pools]
     dout = draw(bf16, z)[0]
 
-    def of_pages(query, *pools):
-        return memeff.paged_attention(
-            query, *pools, table, i32(lengths), is_causal=True, implementation="pallas"
-        )
+    def of_pages(query, key_pages, value_pages):
+        pages = key_pages, value_pages, table, i32(lengths)
+        return memeff.paged_attention(query, *pages, is_causal=True, implementation="pallas")
 
     def of_arrays(query, key, value):
         return memeff.dot_product_attention(

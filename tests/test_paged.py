@@ -313,7 +313,11 @@ WRONG = [
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
     (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
-    (dict(backward="fused"), NotImplementedError, 'backward="fused" cannot run this call: the Hopper'),
+    (
+        dict(backward="fused"),
+        NotImplementedError,
+        'backward="fused" cannot run this call: the Hopper',
+    ),
 ]
 WRONG_CACHES = [
     (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),

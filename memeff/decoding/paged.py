@@ -201,4 +201,5 @@ def _check_pages(key: StoredKeys, lengths: Array) -> None:
 def leading_pages(table: Any) -> Any:
     """Return how many pages each row of `table` [B, n] names before its first -1."""
     numpy = np if isinstance(table, np.ndarray) else jnp
-    return numpy.cumprod(table >= 0, axis=1).sum(axis=1)
+    n = table.shape[1]
+    return numpy.where(table < 0, numpy.arange(n), n).min(axis=1, initial=n)

@@ -39,10 +39,8 @@ from memeff.pallas.hopper.decode_work import (
     DecodeItem,
     DecodeSizes,
     Place,
-    Visits,
     find_keys,
     for_each_item,
-    for_each_visit,
     place_of_copy,
     visits_of,
 )
@@ -55,7 +53,6 @@ from memeff.pallas.hopper.mosaic import (
     set_registers,
     wait_for_count,
     warp_specialized_kernel,
-    widen,
 )
 from memeff.pallas.hopper.persistent import drain, persistent_blocks
 from memeff.pallas.hopper.scalars import Scalars
@@ -64,11 +61,10 @@ from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
-# has 512 threads, which begin with 128 each. Where keys lie in pages, consumers need more.
-# With 8 bits the merging warpgroup also converts tiles.
+# has 512 threads, which begin with 128 each. Where keys lie in pages or have 8 bits, consumers need
+# more.
 REGISTERS = 192, 72, 56
-REGISTERS_OF_PAGES = 208, 48, 48
-REGISTERS_OF_8_BITS = 200, 64, 48
+REGISTERS_OF_STORED = 208, 48, 48
 FIRST_REGISTERS = 128
 
 
@@ -133,8 +129,11 @@ class Producer(NamedTuple):
         `done` are the numbers of tiles that were copied before, for each consumer. Return the new
         ones.
         """
+        all_visits = [visits_of(self.sizes, item, n) for n in range(self.sizes.consumers)]
+        rounds = functools.reduce(jnp.maximum, (visits.total for visits in all_visits))
 
-        def copy(consumer: int, visits: Visits, n):
+        def copy(n, consumer: int):
+            visits = all_visits[consumer]
             tile = visits.tile(n)
             places = []
             for copy in range(self.sizes.copies):
@@ -150,7 +149,12 @@ class Producer(NamedTuple):
                 self.scratch.ready.at[slot],
             )
 
-        return for_each_visit(self.sizes, item, done, copy)
+        @pl.loop(0, rounds)
+        def _copy_tiles(n):
+            for consumer, visits in enumerate(all_visits):
+                pl.when(n < visits.total)(functools.partial(copy, n, consumer))
+
+        return tuple(old + visits.total for old, visits in zip(done, all_visits, strict=True))
 
     def drain(self, done) -> None:
         """Wait until all slots are used."""
@@ -182,49 +186,6 @@ class Producer(NamedTuple):
                 for ref, shared in zip(self.cache[2:], scratch.scales_s, strict=False):
                     source = ref.at[place.entry, k, tokens]
                     plgpu.copy_gmem_to_smem(source, shared.at[slot_of_head, in_tile], ready)
-
-
-class Widener(NamedTuple):
-    """The warpgroup that converts keys and values of 8 bits for the products, before it merges.
-
-    Each consumer has room for one tile of keys and one of values. The next keys are converted while
-    it computes with the values, and the other way round.
-    """
-
-    sizes: DecodeSizes
-    scratch: DecodeScratch
-
-    def do(self, item: DecodeItem, _next_item: DecodeItem, _is_last, done):
-        """Convert the keys and values of an item; `done` and the result are as in `Producer`."""
-
-        def convert(consumer: int, _visits: Visits, n):
-            self._convert_tile(consumer, done[consumer] + n)
-
-        return for_each_visit(self.sizes, item, done, convert)
-
-    def _convert_tile(self, consumer: int, number) -> None:
-        """Convert a consumer's tile, numbered from its first."""
-        scratch = self.scratch
-        slot = consumer * scratch.stages + lax.rem(number, jnp.int32(scratch.stages))
-        plgpu.barrier_wait(scratch.ready.at[slot])
-        for head in range(self.sizes.heads_of_consumer):
-            place = slot * self.sizes.heads_of_consumer + head
-            for n, narrow in enumerate((scratch.k_s, scratch.v_s)):
-                used = scratch.wide_used[n].at[consumer]
-                if head > 0:
-                    plgpu.barrier_wait(used)
-                else:
-                    pl.when(number > 0)(functools.partial(plgpu.barrier_wait, used))
-                widen(narrow.at[place], scratch.wide_s[n].at[consumer])
-                plgpu.barrier_arrive(scratch.wide_ready[n].at[consumer])
-        plgpu.barrier_arrive(scratch.used.at[slot])
-
-    def drain(self, done) -> None:
-        """Wait until the last tile of each consumer is used."""
-        for consumer, count in enumerate(done):
-            for barrier in self.scratch.wide_used:
-                used = barrier.at[consumer]
-                pl.when(count > 0)(functools.partial(plgpu.barrier_wait, used))
 
 
 class Merger(NamedTuple):
@@ -278,27 +239,22 @@ class DecodeKernel(NamedTuple):
         inputs = (query, *jax.tree.leaves(self.cache), *scalars)
         blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
         scratch = decode_scratch(self.scalars, self.sizes, self.cache, query.dtype)
-
-        def compile_kernel(body, name: str, out, scratch: dict, warpgroups: int):
-            approx_math = allow_approx_math(self.problem)
-            return warp_specialized_kernel(
-                body, name, out, scratch, blocks, warpgroups, approx_math=approx_math
-            )
-
+        compile_kernel = functools.partial(
+            warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
+        )
         if interpreting():  # it has no counters
             body = functools.partial(self._split_warpgroups, blocks, None)
-            warpgroups = 4 if self.cache.has_scales else 3
             kernel = compile_kernel(
-                body, "memeff_decode", partials, {"scratch": scratch}, warpgroups
+                body, "memeff_decode", partials, {"scratch": scratch}, warpgroups=3
             )
             filled = kernel(*inputs)
             body = functools.partial(self._merge_warpgroup, blocks)
-            kernel = compile_kernel(body, "memeff_merge", results, {}, 1)
+            kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
             found = kernel(*filled, *scalars)
         else:
             body = functools.partial(self._all_warpgroups, blocks)
             kernel = compile_kernel(
-                body, "memeff_decode", (*results, *partials), {"scratch": scratch}, 4
+                body, "memeff_decode", (*results, *partials), {"scratch": scratch}, warpgroups=4
             )
             found = kernel(*inputs)
         return found[0], found[1][..., 0] if self.want_lse else None
@@ -306,9 +262,8 @@ class DecodeKernel(NamedTuple):
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Return the registers of a thread of a consumer, the merging warpgroup and the producer."""
-        if self.cache.has_scales:
-            return REGISTERS_OF_8_BITS
-        return REGISTERS if self.sizes.pages is None else REGISTERS_OF_PAGES
+        is_stored = self.sizes.pages is not None or self.cache.has_scales
+        return REGISTERS_OF_STORED if is_stored else REGISTERS
 
     def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of `Partials`."""
@@ -342,8 +297,7 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(lax.axis_index("warpgroup") == self.sizes.consumers + 1)
         def _merge():
-            if not self.cache.has_scales:
-                set_registers(self._registers[1], FIRST_REGISTERS)
+            set_registers(self._registers[1], FIRST_REGISTERS)
             refs = *partial_refs, *input_refs[inputs - scalars :], *result_refs
             self._merge_warpgroup(blocks, *refs, counters=counters)
 
@@ -373,14 +327,6 @@ class DecodeKernel(NamedTuple):
             set_registers(self._registers[2], FIRST_REGISTERS)
             producer = Producer(self.sizes, cache, scratch)
             producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
-
-        if self.cache.has_scales:
-
-            @pl.when(warpgroup == self.sizes.consumers + 1)
-            def _widen():
-                set_registers(self._registers[1], FIRST_REGISTERS)
-                widener = Widener(self.sizes, scratch)
-                widener.drain(for_items(widener.do, (zero,) * self.sizes.consumers))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):
         """Merge the partial results of every `blocks`-th row."""

@@ -37,6 +37,7 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     positions,
     tile_ref,
+    widen,
 )
 from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.scalars import Scalars
@@ -69,10 +70,8 @@ class DecodeScratch(NamedTuple):
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
     # Of a cache of 8 bits: its scales [consumers * stages * heads, c], and tiles in 16 bits
-    scales_s: tuple[Ref, ...] = ()  # of keys and of values
-    wide_s: tuple[Ref, ...] = ()  # [consumers, c, H] and [consumers, c, D]
-    wide_ready: tuple[Barrier, ...] = ()  # [consumers] each, for keys and for values
-    wide_used: tuple[Barrier, ...] = ()
+    scales_s: tuple[Ref, ...]  # of keys and of values
+    wide_s: tuple[Ref, ...]  # [consumers, c, H] and [consumers, c, D]
     stage: Ref = None  # [consumers, 64, c], in the interpreter alone
 
     @property
@@ -92,16 +91,10 @@ def decode_scratch(
     slots = consumers * (STAGES - is_full)
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
-    readers = 1
-    of_8_bits = {}
+    scales_s, wide_s = (), ()
     if cache.has_scales:
-        readers = 2  # a consumer, of the scales, and the warpgroup that widens
-        of_8_bits = dict(
-            scales_s=(plgpu.SMEM((slots * heads, sizes.tile), jnp.float32),) * 2,
-            wide_s=tuple(tile_ref(consumers, sizes.tile, width, dtype) for width in (H, D)),
-            wide_ready=(plgpu.Barrier(num_barriers=consumers),) * 2,
-            wide_used=(plgpu.Barrier(num_barriers=consumers),) * 2,
-        )
+        scales_s = (plgpu.SMEM((slots * heads, sizes.tile), jnp.float32),) * 2
+        wide_s = tuple(tile_ref(consumers, sizes.tile, width, dtype) for width in (H, D))
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))
     query_vectors, key_vectors = vectors["token_vectors"]
@@ -116,11 +109,12 @@ def decode_scratch(
         k_s=tile_ref(slots * heads, sizes.tile, H, cache.key.dtype),
         v_s=tile_ref(slots * heads, sizes.tile, D, cache.value.dtype),
         ready=plgpu.Barrier(num_arrivals=copies + key_numbers, num_barriers=slots),
-        used=plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
+        used=plgpu.Barrier(num_barriers=slots),
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
         bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
-        **of_8_bits,
+        scales_s=scales_s,
+        wide_s=wide_s,
         **interpreter_staging(consumers, ROWS, sizes.tile, dtype),
     )
 
@@ -203,7 +197,8 @@ class SplitLoop(NamedTuple):
         scratch = self.scratch
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
-        keys = self._tile_for_products(0, place)
+        keys = self._wide_tile(0, scratch.k_s.at[place])
+        values = self._wide_tile(1, scratch.v_s.at[place])
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
 
@@ -212,8 +207,6 @@ class SplitLoop(NamedTuple):
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(dot_products, self.tile_shape)
-        self._release_wide_tile(0)
-        values = self._tile_for_products(1, place)
         key_scales, value_scales = self._scales(place)
         if key_scales is not None:
             raw = raw * key_scales
@@ -247,22 +240,13 @@ class SplitLoop(NamedTuple):
             multiply(total, p, values, stage)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        o = accumulators(add_values, o.shape)
-        self._release_wide_tile(1)
-        return m_new, l, o
+        return m_new, l, accumulators(add_values, o.shape)
 
-    def _tile_for_products(self, n: int, place) -> Ref:
-        """Return a tile of keys (n = 0) or of values (n = 1) in 16 bits, when it is ready."""
-        scratch = self.scratch
-        if not scratch.wide_s:
-            return (scratch.k_s, scratch.v_s)[n].at[place]
-        plgpu.barrier_wait(scratch.wide_ready[n].at[self.consumer])
-        return scratch.wide_s[n].at[self.consumer]
-
-    def _release_wide_tile(self, n: int) -> None:
-        """Let the next tile of keys or of values be widened, if they have 8 bits."""
-        if self.scratch.wide_s:
-            plgpu.barrier_arrive(self.scratch.wide_used[n].at[self.consumer])
+    def _wide_tile(self, n: int, tile: Ref) -> Ref:
+        """Return a tile of keys (n = 0) or of values (n = 1) in the dtype of the query."""
+        if not self.scratch.wide_s:
+            return tile
+        return widen(tile, self.scratch.wide_s[n].at[self.consumer])
 
     def _scales(self, place) -> tuple[Array | None, Array | None]:
         """Return the scales of keys and of values as tiles, or None."""

@@ -6,14 +6,12 @@ is one piece of some key heads of one sequence, for 64 rows of each. Items are f
 lengths on the device: pieces that nobody sees are no items.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 
 from memeff.masking import MaskInputs
 from memeff.pallas.hopper.scalars import Scalars
@@ -42,7 +40,7 @@ def keys_of_split(S: int) -> int:
 class Pages(NamedTuple):
     """The pages in which keys and values lie."""
 
-    count: int
+    number: int
     size: int  # tokens
 
 
@@ -270,28 +268,6 @@ def has_missing_page(sizes: DecodeSizes, keys: KeysOfSequence, tile) -> Array:
     for n in range(sizes.copies):
         exists &= place_of_copy(sizes, keys, tile, n).exists
     return ~exists
-
-
-def for_each_visit(
-    sizes: DecodeSizes,
-    item: DecodeItem,
-    done: tuple[Array, ...],
-    visit: Callable[[int, Visits, Array], None],
-) -> tuple[Array, ...]:
-    """Call `visit(consumer, its visits, n)` for the n-th tile of each consumer, one after another.
-
-    `done` are the numbers of tiles that were visited before, for each consumer. Return the new
-    ones.
-    """
-    all_visits = [visits_of(sizes, item, n) for n in range(sizes.consumers)]
-    rounds = functools.reduce(jnp.maximum, (visits.total for visits in all_visits))
-
-    @pl.loop(0, rounds)
-    def _visit_tiles(n):
-        for consumer, visits in enumerate(all_visits):
-            pl.when(n < visits.total)(functools.partial(visit, consumer, visits, n))
-
-    return tuple(old + visits.total for old, visits in zip(done, all_visits, strict=True))
 
 
 def for_each_item(

@@ -64,7 +64,8 @@ from memeff.problem import Problem
 # has 512 threads, which begin with 128 each. Where keys lie in pages or have 8 bits, consumers need
 # more.
 REGISTERS = 192, 72, 56
-REGISTERS_OF_STORED = 208, 48, 48
+REGISTERS_OF_PAGES = 200, 64, 48
+REGISTERS_OF_8_BITS = 208, 48, 48
 FIRST_REGISTERS = 128
 
 
@@ -262,8 +263,9 @@ class DecodeKernel(NamedTuple):
     @property
     def _registers(self) -> tuple[int, int, int]:
         """Return the registers of a thread of a consumer, the merging warpgroup and the producer."""
-        is_stored = self.sizes.pages is not None or self.cache.has_scales
-        return REGISTERS_OF_STORED if is_stored else REGISTERS
+        if self.cache.has_scales:
+            return REGISTERS_OF_8_BITS
+        return REGISTERS if self.sizes.pages is None else REGISTERS_OF_PAGES
 
     def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of `Partials`."""

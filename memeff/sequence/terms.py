@@ -2,8 +2,9 @@
 
 A part finds rows of out, or of a gradient, for one chunk of the device's tokens. Adding each to an
 array of all tokens at once would read and write that array for every part. So terms wait, in the
-dtypes in which they came, and XLA reads each of them once. They are combined early where they would
-hold much memory.
+dtypes in which they came and as the kernels wrote them. XLA then reads each of them once, in one
+pass that pads every term to all tokens, and writes their sum. Slices and joined chunks would be
+passes of their own. Terms are combined early where they would hold much memory.
 """
 
 import dataclasses
@@ -19,9 +20,9 @@ from jax import Array, lax
 from memeff.sequence.parts import Chunk
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, merge_partial
 
-# The fifth part combines them: two devices in causal order have five. With more devices the memory
+# Two devices in causal order have three terms, which wait to the end. With more devices the memory
 # of a device must not grow, and at lengths that fill it the passes take no share of the time.
-MOST_WAITING = 4
+MOST_WAITING = 3
 MOST_WAITING_BYTES = 2**30
 
 

@@ -73,6 +73,7 @@ def kernels(monkeypatch):
         pytest.param("causal", 2, marks=slow),
         pytest.param("causal, soft cap", 8, marks=slow),
     ],
+    ids=["segments", "two", "eight"],
 )
 def test_numbers_of_one_device(kind, devices, kernels):
     """Out, lse, and every gradient; tangents, which run part by part."""

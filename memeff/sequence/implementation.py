@@ -160,7 +160,9 @@ class Sharded:
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
             return False
-        if problem.names_positions or jax.tree.leaves(operands._replace(**READ_IN_PLACE)):
+        params = operands.logit_params._replace(sinks=None)  # `forward` applies sinks at the end
+        rest = operands._replace(logit_params=params, **READ_IN_PLACE)
+        if problem.names_positions or jax.tree.leaves(rest):
             return False
         if operands.key.shape != operands.value.shape or operands.key.dtype != operands.value.dtype:
             return False

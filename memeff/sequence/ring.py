@@ -149,12 +149,7 @@ def ring_walk(
     for n, (s, parts) in enumerate(stops):
         keys, key_tangents = arrived = coming if s else own
         ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
-        outgoing = None
-        step = 0
-        if ahead:
-            goes_on = s * ahead >= 0  # in the same direction
-            outgoing = arrived if goes_on else own
-            step = ahead - s if goes_on else ahead
+        outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         sums = sum_terms(behind, 1) if behind else None
         coming, sums = send(outgoing, step % P, sums, (target - previous) % P)
@@ -162,16 +157,11 @@ def ring_walk(
         if sums is not None:
             (found if target else kept).append(Term((WHOLE,), sums))
         for group in (parts,) if joins else zip(parts):
-            size = keys.key.shape[1] // group[0].cols.count
-            cut = (
-                join_parts(group, operands, keys)
-                if joins
-                else cut_part(*group, operands, keys, size)
-            )
+            here = _cut(group, operands, keys, joins)
             along = None
             if tangents is not None and key_tangents is not None:
-                along = cut_part(*group, tangents, key_tangents, size)
-            state, of_keys = visit(state, group, cut, along)
+                along = _cut(group, tangents, key_tangents)
+            state, of_keys = visit(state, group, here, along)
             if of_keys is not None:
                 chunks = tuple(part.cols for part in group)
                 (found if s else kept).append(Term(chunks, of_keys))
@@ -187,6 +177,22 @@ def ring_walk(
         _, sums = send(None, 0, sum_terms(behind, 1), -previous % P)
         kept.append(Term((WHOLE,), sums))
     return state, sum_terms(kept, 1) if kept else None
+
+
+def _next_keys(s: int, ahead: int, arrived: Any, own: Any) -> tuple[Any, int]:
+    """Return the keys to send between distances `s` and `ahead`, and by how many devices."""
+    if ahead == 0:
+        return None, 0
+    goes_on = s * ahead >= 0  # in the same direction
+    return (arrived, ahead - s) if goes_on else (own, ahead)
+
+
+def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = False) -> Operands:
+    """Return the operands of parts that run as one call; without `joins` there is one."""
+    if joins:
+        return join_parts(parts, operands, keys)
+    (part,) = parts
+    return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
 
 
 def _send(

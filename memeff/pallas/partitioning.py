@@ -21,6 +21,11 @@ from memeff.sharding import may_be_sharded, vary_together
 FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that share a key head
 
 
+def entries_of(n: int) -> str:
+    """Return the dims of an array [b] that holds numbers of batch entries of array `n`."""
+    return f"b@{n}"
+
+
 def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...]) -> Callable:
     """Return `call` as a function for vmap and for any mesh.
 
@@ -39,13 +44,17 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
         if any(is_batched and not b for is_batched, b in zip(batched, has_batch, strict=True)):
             return _map_one_by_one(size, batched, arrays), (True,) * len(dims_out)
 
-        def fold(x, is_batched, has_batch):
-            if not has_batch:
+        def fold(x, is_batched, dims):
+            if "b" not in dims:
                 return x
             x = x if is_batched else lax.broadcast(x, (size,))
+            _, *of = dims.split("@")
+            for n in map(int, of):  # the entries of each call of the vmap lie behind each other
+                entries = arrays[n].shape[1 if batched[n] else 0]
+                x += entries * lax.broadcasted_iota(x.dtype, x.shape, 0)
             return lax.collapse(x, 0, 2)
 
-        results = run(*map(fold, arrays, batched, has_batch))
+        results = run(*map(fold, arrays, batched, dims_in))
         unfolded = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return unfolded, (True,) * len(dims_out)
 
@@ -68,6 +77,7 @@ def _partition_over_devices(
     if not may_be_sharded() or interpreting():
         # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
+    assert not any("@" in dims for dims in dims_in)  # another device may have these entries
     first = jax.typeof(arrays[0]).sharding
     if AxisType.Explicit in first.mesh.axis_types:
         return _run_explicit(call, dims_in, dims_out, arrays)

@@ -119,10 +119,11 @@ def forward(
     on_tiles = calls.tile_functions(problem, operands)
 
     def call(query, key, value, *leaves):
-        B, T, K, G, _ = query.shape
+        _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
         arrays = tuple(pad_tokens(x, padded_width(operands)) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
+        B = padded_scalars.batch_size(query)
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
         outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
@@ -162,7 +163,8 @@ def backward(
 ) -> Gradients:
     """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
 
-    `dlse` is None if lse has no cotangent.
+    `dlse` is None if lse has no cotangent. With `operands.entries` these four have the batch
+    entries of the query, and the gradients those of the call.
     """
     original = operands
     operands = mask_as_segments(operands)
@@ -176,9 +178,10 @@ def backward(
         rows.append(dlse)
 
     def call(query, key, value, out, dout, *more):
-        B, T, K, G, H = query.shape
+        _, T, K, G, H = query.shape
         _, S, _, D = value.shape
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
+        B = padded_scalars.batch_size(query)
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
         arrays = [pad_tokens(x, padded_width(operands)) for x in arrays]
@@ -198,7 +201,7 @@ def backward(
             sums = []
         else:
             dq, dk, dv, *sums = split()
-        dq = dq[:, :T, :, :H].reshape(query.shape)
+        dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         dk = dk[:, :S, :, :H]
         dv = dv[:, :S, :, :D]
         return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums]
@@ -244,6 +247,8 @@ def _fused_gradient(
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, out, dout, lse, dlse = inputs
     delta = row_deltas(lengths, out, dout, dlse)
+    if scalars.query_entries is not None:
+        delta = delta[scalars.query_entries]
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-OF_BATCH = "q_offset", "q_lengths", "kv_lengths"
+OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries", "value_entries"
 
 
 class Scalars(NamedTuple):
@@ -20,6 +20,10 @@ class Scalars(NamedTuple):
     q_offset: Array | None = None  # [B], int32
     q_lengths: Array | None = None  # [B], int32
     kv_lengths: Array | None = None  # [B], int32
+    # Batch entries that the call reads, see `problem.Entries`
+    query_entries: Any = None  # [B], int32
+    key_entries: Any = None  # [B], int32
+    value_entries: Any = None  # [B], int32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
     # Of user functions, int32 or float32, see user_functions/partition.py:
@@ -47,6 +51,10 @@ class Scalars(NamedTuple):
 
         entries: dict[str, Any] = {name: entry(name, ref) for name, ref in self._asdict().items()}
         return Scalars(**entries)
+
+    def batch_size(self, query: Array) -> int:
+        """Return the number of batch entries of the call, from its query [B, T, N, H]."""
+        return query.shape[0] if self.query_entries is None else self.query_entries.shape[0]
 
     def like(self, refs: Iterator) -> "Scalars":
         """Return the next of `refs` in the place of these arrays."""

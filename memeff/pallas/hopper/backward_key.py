@@ -24,6 +24,7 @@ from memeff.pallas.hopper.backward_common import (
     wait_for_slot,
     zero_padding,
 )
+from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
@@ -61,6 +62,7 @@ class KeyScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
 
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    bias_s: Any  # [stages, 64, item_size], if it is of pairs
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # [stages, 64, D]
     do_ready: Any
@@ -168,6 +170,7 @@ def _scratch_types(
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return KeyScratch(
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        bias_s=bias_tiles(scalars, stages, queries, tiling.item_size),
         computing=plgpu.Barrier(num_arrivals=groups),
         do_s=tile_ref(stages, queries, D, dtype),
         do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -175,7 +178,9 @@ def _scratch_types(
         item_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=slots),
         item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         q_s=tile_ref(stages, queries, H, dtype),
-        q_ready=plgpu.Barrier(num_arrivals=2 + query_vectors, num_barriers=stages),
+        q_ready=plgpu.Barrier(
+            num_arrivals=2 + query_vectors + (scalars.bias is not None), num_barriers=stages
+        ),
         rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),
         stage=interpreter_staging(groups, ROWS, queries, dtype).get("stage"),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -198,6 +203,7 @@ def copy_queries(
     """
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     query_vectors, _ = scratch.token_vectors
+    bias_s = getattr(scratch, "bias_s", None)  # the fused kernel has no bias
     count = work.visits.total
 
     def copy_tile(g, n):
@@ -213,6 +219,9 @@ def copy_queries(
         plgpu.copy_gmem_to_smem(query_ref.at[tokens], scratch.q_s.at[slot], q_ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
         copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, q_ready)
+        if bias_s is not None:
+            cols = pl.ds(work.col, tiling.item_size)
+            copy_bias(work.scalars, head, rows, cols, bias_s, slot, q_ready)
         plgpu.copy_gmem_to_smem(dout_ref.at[tokens], scratch.do_s.at[slot], do_ready)
         plgpu.copy_gmem_to_smem(delta_ref.at[vector], scratch.delta_s.at[slot], do_ready)
 
@@ -284,7 +293,9 @@ def _compute(
         clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
         clean_operand(scratch.do_s.at[slot], good_do, failed_s, group, scratch.computing)
 
-    def step(start, numbers, accumulated, hides, n, _):
+    bias_cols = pl.ds(group * ROWS, ROWS)
+
+    def step(start, head, numbers, accumulated, hides, n, _):
         dk, dv = accumulated
         slot = lax.rem(start + n, jnp.int32(tiling.stages))
         q = scratch.q_s.at[slot]
@@ -300,6 +311,7 @@ def _compute(
         vectors = token_vectors(scratch.token_vectors, slot, group_slot + group)
         tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors)
         tile = tile.with_loads_started()
+        tile = tile.with_bias(head, optional_slot(scratch.bias_s, (slot, slice(None), bias_cols)))
         keep = tile.mask() if hides else None
         key_slot = group_slot + hide_from_cse(group)
         k = scratch.k_s.at[key_slot]
@@ -333,8 +345,9 @@ def _compute(
     def visit_tiles(dk, dv):
         def visit_head(g, _):
             start = state.tiles_visited + g * count
-            numbers = head_number_refs(work.scalars, work.k * shape.G + g)
-            visit = functools.partial(step, start, numbers, (dk, dv))
+            head = work.k * shape.G + g
+            numbers = head_number_refs(work.scalars, head)
+            visit = functools.partial(step, start, head, numbers, (dk, dv))
             if not state.first_round:
                 lax.fori_loop(0, count, functools.partial(visit, True), None)
                 return

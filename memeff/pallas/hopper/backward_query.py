@@ -27,6 +27,7 @@ from memeff.pallas.hopper.backward_common import (
     undo_lift,
     wait_for_slot,
 )
+from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     ROW,
     accumulators,
@@ -63,6 +64,7 @@ class QueryScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
 
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    bias_s: Any  # [stages, item_size, tile_size], if it is of pairs
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # like q_s
     failed_s: Any  # [warpgroups, 64]: flags of rows
@@ -166,11 +168,14 @@ def _scratch_types(
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return QueryScratch(
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        bias_s=bias_tiles(scalars, stages, tiling.item_size, keys),
         computing=plgpu.Barrier(num_arrivals=groups),
         do_s=tile_ref(slots, ROWS, D, dtype),
         failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
         k_s=tile_ref(stages, keys, H, dtype),
-        k_ready=plgpu.Barrier(num_arrivals=1 + key_vectors, num_barriers=stages),
+        k_ready=plgpu.Barrier(
+            num_arrivals=1 + key_vectors + (scalars.bias is not None), num_barriers=stages
+        ),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         out_s=tile_ref(slots, ROWS, D, dtype),
         item_ready=plgpu.Barrier(num_arrivals=4 + has_dlse + query_vectors, num_barriers=slots),
@@ -232,6 +237,8 @@ def _copy(
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
         plgpu.copy_gmem_to_smem(key_ref.at[tokens], scratch.k_s.at[slot], k_ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
+        item_rows = pl.ds(work.row, tiling.item_size)
+        copy_bias(work.scalars, work.n, item_rows, cols, scratch.bias_s, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         v_ready = scratch.v_ready.at[slot]
         plgpu.copy_gmem_to_smem(value_ref.at[tokens], scratch.v_s.at[slot], v_ready)
@@ -285,7 +292,9 @@ def _compute(
         first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
         vectors = token_vectors(scratch.token_vectors, item_slot, slot)
         tile = ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
+        bias_rows = pl.ds(group * ROWS, ROWS)
         tile = tile.with_loads_started()
+        tile = tile.with_bias(work.n, optional_slot(scratch.bias_s, (slot, bias_rows)))
         keep = tile.mask() if masked else None
 
         def products(raw, dp):

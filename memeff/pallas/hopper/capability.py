@@ -80,8 +80,6 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         )
     if operands.mask is not None and operands.q_segments is not None:
         return "the Hopper kernels do not support a mask together with segment ids"
-    if terms.bias is not None:
-        return "the Hopper kernels do not support `bias`"
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
     if terms.scale is not None or terms.soft_cap is not None:
@@ -99,6 +97,8 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         )
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    if operands.logit_params.bias is not None:
+        return 'backward="fused" does not support `bias`'
     return None
 
 
@@ -153,6 +153,8 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
             "reads keys and values in place and supports lengths that are multiples of 8, and this "
             f"call has S={S}"
         )
+    if operands.logit_params.bias is not None:
+        return "does not support `bias`"
     vectors, differences, _ = calls.count_numbers(problem, operands)
     if differences:
         return "does not support functions that read a table of distances"
@@ -200,6 +202,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
+        operands.logit_params.bias,
     )
     if problem.has_pair_functions or any(x is not None for x in arrays):
         return False

@@ -6,7 +6,7 @@ queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by
   move a running maximum m:
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
-  The other tiles keep m, because softmax does not depend on what is subtracted from its logits.
+  The other tiles keep m (with a bias, once each row has a logit), because softmax does not depend on what is subtracted from its logits.
   So nothing is rescaled, o stays in one accumulator, and q_i k_{j+1}' runs beside tile j's exp2:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
@@ -29,6 +29,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
+from memeff.pallas.hopper.bias import copy_bias
 from memeff.pallas.hopper.forward_compute import ForwardKernel
 from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling, forward_scratch
 from memeff.pallas.hopper.mosaic import Ref, plgpu, warp_specialized_kernel
@@ -171,8 +172,10 @@ def _copy_operands(
 
         copy_tile(key_ref, scratch.k_s, scratch.k_ready, scratch.k_used)
         copy_tile(value_ref, scratch.v_s, scratch.v_ready, scratch.v_used)
-        # Vectors of keys come with the values, because `clean_values` reads both.
+        # Vectors of keys and the bias come with the values, because `clean_values` reads all.
         ready = scratch.v_ready.at[slot]
         copy_token_vectors(work.scalars.by_key, cols, key_vectors_s, slot, ready)
+        rows = pl.ds(work.row, tiling.rows)
+        copy_bias(work.scalars, work.n, rows, cols, scratch.bias_s, slot, ready)
 
     return count, jnp.int32(0)

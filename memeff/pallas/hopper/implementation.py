@@ -96,7 +96,8 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, those along `LogitParams`, and those that are not `narrow`, which JAX differentiates.
+    heads, of calls with a bias, those along `LogitParams`, and those that are not `narrow`, which
+    JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
     from memeff.chunked.tangent import tangent as differentiable_tangent
@@ -106,6 +107,7 @@ def tangent(
     array_tangents = jax.tree.leaves(tangents[:3])
     if not narrow:
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
-    if term_tangents or not array_tangents or not backward_is_kernel(operands):
+    has_bias = operands.logit_params.bias is not None
+    if term_tangents or not array_tangents or has_bias or not backward_is_kernel(operands):
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

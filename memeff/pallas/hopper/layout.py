@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.logits import LOG2_E
+from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, split_axis
@@ -25,6 +26,8 @@ SCALAR_DIMS = {
     "kv_segments": "bs",
     "head_numbers": "bkg",
     "sinks": "bkg",
+    "query_bias": "bkgt",
+    "key_bias": "bkgs",
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
@@ -116,14 +119,19 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
         sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
         sinks = jnp.broadcast_to(sinks, (B, *sinks.shape))
         sinks = vary_together(sinks, operands.query)
-    return scalars._replace(**numbers._asdict(), sinks=sinks)
+    bias = bias_scalars(operands.logit_params.bias, operands.shape)
+    bias = vary_together(bias, operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias)
 
 
 def dims_of(scalars: Scalars) -> tuple[str, ...]:
     """Return the dims, in letters, of each array in `scalars`."""
     dims = []
     for name, arrays in scalars._asdict().items():
-        dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
+        if name == "bias" and arrays is not None:
+            dims.append(bias_dims(arrays.shape))
+        else:
+            dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
     return tuple(dims)
 
 
@@ -137,4 +145,11 @@ def pad_scalars(scalars: Scalars) -> Scalars:
             return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge")
         return x
 
-    return jax.tree.map(pad, scalars)
+    padded = jax.tree.map(pad, scalars)
+    if padded.bias is not None:
+        padded = padded._replace(bias=pad_bias(padded.bias))
+    for name in ("query_bias", "key_bias"):
+        vector = getattr(padded, name)
+        if vector is not None:
+            padded = padded._replace(**{name: pad_bias_vector(vector)})
+    return padded

@@ -168,7 +168,8 @@ def find_query_work(
     window = keys_seen_by(row, row + rows - 1)
     visits = _without_hidden_tiles(problem, scalars, tile, window, keys)
     is_range = isinstance(visits, TileRange)
-    if is_range and problem.score_fn is not None and problem.mask_fn is None:
+    has_scores = problem.score_fn is not None or scalars.has_bias
+    if is_range and has_scores and problem.mask_fn is None:
         if problem.right is None:
             middle = row + rows // 2 + offset
             visits = visits.nearest_first(middle, keys)

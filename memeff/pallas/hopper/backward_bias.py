@@ -33,6 +33,7 @@ from memeff.pallas.hopper.mosaic import (
     full_tile,
     init_accumulator,
     plgpu,
+    release_read,
     tile_ref,
     warp_specialized_kernel,
 )
@@ -383,7 +384,7 @@ def _compute(
             return jnp.where(keep, p * dp, 0.0)  # (3)
 
         ds = accumulators(products, shape, shape)
-        plgpu.barrier_arrive(scratch.used.at[slot])
+        release_read(scratch.used.at[slot])
         return total + ds  # (4)
 
     count, total = _for_visible(work, state, add_visit, full_tile(shape, 0.0))

@@ -165,5 +165,5 @@ def load_bias(
     for vector, dim, start in vectors:
         if vector is not None:
             part = vector.at[n, pl.ds(start, shape[dim])]
-            return broadcast_vector(plgpu.load(part, layout=(ROW, COL)[dim]), shape, dim)
+            return broadcast_vector(plgpu.load(part, layout=(ROW, COL)[dim], optimized=False), shape, dim)
     return None

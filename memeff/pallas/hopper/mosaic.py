@@ -239,6 +239,16 @@ def sync(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
+def release_read(barrier) -> None:
+    """Arrive at `barrier` after reads of shared memory that the next copy will write over.
+
+    The barrier orders them. The interpreter's search for races asks for a fence as well.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
 def global_counters(count: int) -> Ref:
     """Return `count` counters in global memory, which are 0 when the kernel starts.
 

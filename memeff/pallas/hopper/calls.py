@@ -72,7 +72,8 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     if width > 64:
         return Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
-    if problem.has_pair_functions:  # three warpgroups have 160 registers a thread, and would spill
+    # Three warpgroups have 160 registers a thread, and would spill.
+    if problem.has_pair_functions or operands.logit_params.bias is not None:
         return two
     three = Tiling(3, 128, 3, 2)
     lengths = operands.query.shape[1], operands.key.shape[1]
@@ -100,7 +101,8 @@ def backward_tilings(
     if has_pair_bias(operands):
         return _backward_tilings_with_bias(operands)
     if padded_width(operands) == 64:
-        warpgroups = 2 if problem.has_pair_functions else 3
+        has_terms = problem.has_pair_functions or operands.logit_params.bias is not None
+        warpgroups = 2 if has_terms else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap and functions take registers.
@@ -132,7 +134,7 @@ def bias_gradient_tiling(operands: Operands) -> backward_bias.Tiling:
     if bias.shape[2] == 1 and bias.shape[3] > 1:  # of keys: one warpgroup sums over rows
         return backward_bias.Tiling(1, 64, 2, 1)
     if padded_width(operands) == 64:
-        return backward_bias.Tiling(2, 128, 2, 1 if is_float32 else 2)
+        return backward_bias.Tiling(2, 64 if is_float32 else 128, 2, 2)
     return backward_bias.Tiling(1, 64, 2, 2) if is_float32 else backward_bias.Tiling(2, 64, 2, 1)
 
 

@@ -41,7 +41,9 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     def _fold_into_batch(size, batched, *arrays):
         every = (True,) * len(dims_out)
         if any(dims.startswith(SHARED_BATCH) for dims in dims_out):
-            return lax.map(functools.partial(_run_one, run, batched, arrays), jnp.arange(size)), every
+            return lax.map(
+                functools.partial(_run_one, run, batched, arrays), jnp.arange(size)
+            ), every
         B = arrays[0].shape[1 if batched[0] else 0]
         folded_dims = list(dims_in)
         folded = list(arrays)

@@ -31,11 +31,13 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     broadcast_vector,
     full_tile,
+    head_rows,
     init_accumulator,
     plgpu,
     release_read,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import (
     ROWS,
@@ -173,7 +175,7 @@ def bias_gradient(
         body,
         "memeff_dbias",
         [parts.result],
-        {"scratch": _scratch_types((H, D), query.dtype, scalars, tiling)},
+        {"scratch": _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -324,9 +326,11 @@ def _copy(
         cols = pl.ds(visit.col, tiling.keys)
         wait_for_slot(scratch.used, slot, number >= tiling.stages)
         for ref, shared in ((query_ref, scratch.q_s), (dout_ref, scratch.do_s)):
-            plgpu.copy_gmem_to_smem(ref.at[visit.b, rows, visit.n], shared.at[slot], ready)
+            source = head_rows(ref, visit.b, rows, visit.n)
+            plgpu.copy_gmem_to_smem(source, shared.at[slot], ready)
         for ref, shared in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
-            plgpu.copy_gmem_to_smem(ref.at[visit.b, cols, visit.k], shared.at[slot], ready)
+            source = head_rows(ref, visit.b, cols, visit.k)
+            plgpu.copy_gmem_to_smem(source, shared.at[slot], ready)
         for part, ref in enumerate((lse_ref, delta_ref)):
             shared = scratch.rows_s.at[part * tiling.stages + slot]
             plgpu.copy_gmem_to_smem(ref.at[visit.b, visit.n, rows], shared, ready)
@@ -364,9 +368,7 @@ def _compute(
         first = visit.row + group * ROWS, visit.col
         numbers = head_number_refs(visit.scalars, visit.n)
         vectors = query_vectors, key_vectors
-        tile = ScoreTile(
-            problem, shape, first, visit.mask_inputs, visit.scalars, numbers, vectors
-        )
+        tile = ScoreTile(problem, shape, first, visit.mask_inputs, visit.scalars, numbers, vectors)
         tile = tile.with_loads_started().with_bias(visit.n, bias_s)
         keep = tile.mask()
         lse = plgpu.load(scratch.rows_s.at[slot, own_rows], layout=ROW)

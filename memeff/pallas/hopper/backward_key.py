@@ -30,6 +30,7 @@ from memeff.pallas.hopper.mosaic import (
     ROW,
     accumulators,
     broadcast_vector,
+    head_rows,
     hide_from_cse,
     init_accumulator,
     interpreter_staging,
@@ -37,6 +38,7 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -45,6 +47,7 @@ from memeff.pallas.hopper.scheduler import (
     KeyWork,
     find_key_work,
     may_have_unmasked_tiles,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
     TokenVectors,
@@ -123,6 +126,7 @@ def key_value_gradient(
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     bytes_read = T * shape.G * (H + D) * 2
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
+    order = order_for_bias(order, scalars, B)
 
     def body(*refs, scratch: KeyScratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -152,7 +156,7 @@ def key_value_gradient(
         body,
         "memeff_dkdv",
         types,
-        {"scratch": _scratch_types((H, D), query.dtype, scalars, tiling)},
+        {"scratch": _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -216,13 +220,13 @@ def copy_queries(
         tokens = work.b, rows, head
         vector = work.b, head, rows
         wait_for_slot(scratch.used, slot, visit >= tiling.stages)
-        plgpu.copy_gmem_to_smem(query_ref.at[tokens], scratch.q_s.at[slot], q_ready)
+        plgpu.copy_gmem_to_smem(head_rows(query_ref, *tokens), scratch.q_s.at[slot], q_ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
         copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, q_ready)
         if bias_s is not None:
             cols = pl.ds(work.col, tiling.item_size)
             copy_bias(work.scalars, head, rows, cols, bias_s, slot, q_ready)
-        plgpu.copy_gmem_to_smem(dout_ref.at[tokens], scratch.do_s.at[slot], do_ready)
+        plgpu.copy_gmem_to_smem(head_rows(dout_ref, *tokens), scratch.do_s.at[slot], do_ready)
         plgpu.copy_gmem_to_smem(delta_ref.at[vector], scratch.delta_s.at[slot], do_ready)
 
     @pl.loop(0, shape.G)
@@ -250,7 +254,7 @@ def _copy(
         slot = item * tiling.warpgroups + group
         ready = scratch.item_ready.at[slot]
         for ref, tile_s in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
-            plgpu.copy_gmem_to_smem(ref.at[work.b, cols, work.k], tile_s.at[slot], ready)
+            plgpu.copy_gmem_to_smem(head_rows(ref, work.b, cols, work.k), tile_s.at[slot], ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
     visits = state.tiles_visited
     count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, visits)
@@ -368,8 +372,8 @@ def _compute(
     k[...] = undo_lift(dk * gradient.slope, dtype, state).astype(dtype)
     v[...] = undo_lift(dv, dtype, state).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, dk_ref.at[work.b, cols, work.k])
-    plgpu.copy_smem_to_gmem(v, dv_ref.at[work.b, cols, work.k])
+    plgpu.copy_smem_to_gmem(k, head_rows(dk_ref, work.b, cols, work.k))
+    plgpu.copy_smem_to_gmem(v, head_rows(dv_ref, work.b, cols, work.k))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed

@@ -33,12 +33,14 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     broadcast_vector,
     full_tile,
+    head_rows,
     init_accumulator,
     interpreter_staging,
     multiply,
     plgpu,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -47,6 +49,7 @@ from memeff.pallas.hopper.scheduler import (
     QueryWork,
     find_query_work,
     may_have_unmasked_tiles,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
@@ -110,6 +113,7 @@ def query_gradient(
     visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = max(1, S * (H + D) * 2 // shape.G)
     blocks, order = choose_blocks(problem, scalars, visited, tiling.tile_size, B * N, bytes_read)
+    order = order_for_bias(order, scalars, B)
 
     def body(*refs, scratch: QueryScratch):
         array_refs, dlse_ref, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -140,7 +144,9 @@ def query_gradient(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
     ]
-    scratch = _scratch_types((H, D), query.dtype, dlse is not None, scalars, sums, tiling)
+    scratch = _scratch_types(
+        (whole_width(H), whole_width(D)), query.dtype, dlse is not None, scalars, sums, tiling
+    )
     kernel = warp_specialized_kernel(
         body,
         "memeff_dq",
@@ -210,7 +216,7 @@ def _copy(
         ready = scratch.item_ready.at[slot]
 
         def copy_tile(ref, tile_s):
-            plgpu.copy_gmem_to_smem(ref.at[work.b, rows, work.n], tile_s.at[slot], ready)
+            plgpu.copy_gmem_to_smem(head_rows(ref, work.b, rows, work.n), tile_s.at[slot], ready)
 
         def copy_vector(ref, vector_s):
             plgpu.copy_gmem_to_smem(ref.at[work.b, work.n, rows], vector_s.at[slot], ready)
@@ -235,13 +241,13 @@ def _copy(
         tokens = work.b, cols, work.k
         k_ready = scratch.k_ready.at[slot]
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
-        plgpu.copy_gmem_to_smem(key_ref.at[tokens], scratch.k_s.at[slot], k_ready)
+        plgpu.copy_gmem_to_smem(head_rows(key_ref, *tokens), scratch.k_s.at[slot], k_ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
         item_rows = pl.ds(work.row, tiling.item_size)
         copy_bias(work.scalars, work.n, item_rows, cols, scratch.bias_s, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         v_ready = scratch.v_ready.at[slot]
-        plgpu.copy_gmem_to_smem(value_ref.at[tokens], scratch.v_s.at[slot], v_ready)
+        plgpu.copy_gmem_to_smem(head_rows(value_ref, *tokens), scratch.v_s.at[slot], v_ready)
 
     return copy_tiles(copy_item, copy_keys, state, count, tiling)
 
@@ -338,7 +344,7 @@ def _compute(
     failed = not_finite(scratch.failed_s.at[group], state, dq)
     out[...] = dq.astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out, dq_ref.at[work.b, rows, work.n])
+    plgpu.copy_smem_to_gmem(out, head_rows(dq_ref, work.b, rows, work.n))
     for i, (ref, x) in enumerate(zip(sums_refs, sums, strict=True)):
         scratch.sums_s[i, group] = x
         plgpu.commit_smem()

@@ -28,7 +28,7 @@ from memeff.shape import CallShape
 from memeff.sharding import sharding_of_sum
 
 VECTOR_MULTIPLE = 384  # of which the tiles of every kernel, of 64, 128 or 192 tokens, are parts
-ROW_BYTES = 16  # of which a row of the bias is a multiple, because copies of tiles need that
+ROW_BYTES = 128  # of a row of the tiles of SHARED and FLOATS, in which tiles of the bias are copied
 
 
 def bias_scalars(bias: Array | None, shape: CallShape) -> dict[str, Array]:
@@ -96,10 +96,12 @@ def split_shape(bias: Array, k: int) -> tuple[int, ...]:
 def unpad_bias_gradient(x: Array, dims: str, sizes: tuple[int, int, int, int]) -> Array:
     """Return a gradient of the bias kernel without padding and with its heads split.
 
-    `x` is [B|1, N|1, T, S"], [B, N, T'] or [B, N, S'], `sizes` are T, K, G and S.
+    `x` is [B|1, N|1, T", S"], [B, N, T'] or [B, N, S'], `sizes` are T, K, G and S.
     """
     T, K, G, S = sizes
     x = x[..., : T if dims[-1] == "t" else S]
+    if dims.endswith("ts"):
+        x = x[..., :T, :]
     heads = K if "k" in dims else 1, G if "g" in dims else 1
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
@@ -116,9 +118,18 @@ def merge_bias_gradient(x: Array, bias: Array, shape: CallShape) -> Array:
 
 
 def pad_bias(bias: Array) -> Array:
-    """Pad the rows of a bias [B|1, N|1, T, S] to multiples of ROW_BYTES."""
-    padding = -bias.shape[-1] % (ROW_BYTES // bias.dtype.itemsize)
-    return jnp.pad(bias, [(0, 0), (0, 0), (0, 0), (0, padding)]) if padding else bias
+    """Pad a bias [B|1, N|1, T, S] to whole tiles of its layout in shared memory."""
+    T, S = padded_lengths(bias)
+    if (T, S) == bias.shape[2:]:
+        return bias
+    return jnp.pad(bias, [(0, 0), (0, 0), (0, T - bias.shape[2]), (0, S - bias.shape[3])])
+
+
+def padded_lengths(bias: Array) -> tuple[int, int]:
+    """Return T and S of a bias of pairs, rounded up to tiles of 8 rows of 128 bytes."""
+    T, S = bias.shape[2:]
+    columns = ROW_BYTES // bias.dtype.itemsize
+    return -(-T // 8) * 8, -(-S // columns) * columns
 
 
 def pad_bias_vector(vector: Array) -> Array:
@@ -165,5 +176,7 @@ def load_bias(
     for vector, dim, start in vectors:
         if vector is not None:
             part = vector.at[n, pl.ds(start, shape[dim])]
-            return broadcast_vector(plgpu.load(part, layout=(ROW, COL)[dim], optimized=False), shape, dim)
+            return broadcast_vector(
+                plgpu.load(part, layout=(ROW, COL)[dim], optimized=False), shape, dim
+            )
     return None

@@ -28,6 +28,7 @@ from memeff.pallas.hopper.layout import (
     ROWS_MULTIPLE,
     dims_of,
     fold_heads,
+    head_dim_to_read,
     mask_as_segments,
     pad_rows,
     pad_scalars,
@@ -168,7 +169,8 @@ def forward(
     def call(query, key, value, *leaves):
         B, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
-        arrays = tuple(pad_tokens(x, padded_width(operands)) for x in arrays)
+        width = padded_width(operands)
+        arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
@@ -230,7 +232,13 @@ def backward(
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
-        arrays = [pad_tokens(x, padded_width(operands)) for x in arrays]
+        widths = [padded_width(operands)] * len(arrays)
+        if not schedule.fused_backward:
+            widths = [
+                head_dim_to_read(x.shape[-1], width)
+                for x, width in zip(arrays, widths, strict=True)
+            ]
+        arrays = [pad_tokens(x, width) for x, width in zip(arrays, widths, strict=True)]
         inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,

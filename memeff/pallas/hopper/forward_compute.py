@@ -20,6 +20,7 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     broadcast_vector,
     full_tile,
+    head_rows,
     init_accumulator,
     interpreting,
     multiply,
@@ -56,7 +57,7 @@ class ForwardKernel(NamedTuple):
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
         q_slot = slot * self.tiling.warpgroups + self.warpgroup
         q = scratch.q_s.at[q_slot]
-        out = self.out_refs[0].at[work.b, rows, work.n]
+        out = head_rows(self.out_refs[0], work.b, rows, work.n)
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         head_numbers = head_number_refs(work.scalars, work.n)
         loop = KeyTileLoop(self, work, state, q, head_numbers)
@@ -78,7 +79,7 @@ class ForwardKernel(NamedTuple):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             q[...] = jnp.where(jnp.abs(rounded) < jnp.inf, o - rounded, 0.0).astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, low_ref.at[work.b, rows, work.n])
+            plgpu.copy_smem_to_gmem(q, head_rows(low_ref, work.b, rows, work.n))
         # The next round may read out, so it must have been written by then.
         plgpu.wait_smem_to_gmem(0, wait_read_only=state.first_round)
         plgpu.barrier_arrive(scratch.q_used.at[slot])
@@ -140,7 +141,7 @@ class KeyTileLoop(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int]:
         """Return the shape of o."""
-        return ROWS, self.kernel.value_ref.shape[-1]
+        return ROWS, self.kernel.scratch.v_s.shape[-1]
 
     @property
     def first_row(self) -> Array:

@@ -49,6 +49,14 @@ def split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]
     return query, operands.key, operands.value
 
 
+def head_dim_to_read(H: int, width: int) -> int:
+    """Return the padded head dim of an array that kernels read by `head_rows`.
+
+    A head dim below 64 needs no padding if `width` is 64 and copies of vectors begin at 16 bytes.
+    """
+    return H if width == HEAD_MULTIPLE and H % 8 == 0 else width
+
+
 def pad_tokens(x: Array, width: int) -> Array:
     """Pad x [B, T, N, H] with zeros to head dim `width` and to the next multiple of 8 tokens."""
     _, T, _, H = x.shape

@@ -112,6 +112,23 @@ def tile_ref(count: int, rows: int, cols: int, dtype):
     return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
 
 
+def whole_width(dim: int) -> int:
+    """Return a head dim, rounded up to the 64 columns of a tile in shared memory."""
+    return -(-dim // 64) * 64
+
+
+def head_rows(ref: Ref, b, rows, n) -> Ref:
+    """Return the vectors of head n at `rows`, from `ref` [B, T, N, H] in global memory, for a copy.
+
+    A head dim below 64 counts as 64. A copy to shared memory fills the rest with zeros, and a copy
+    to global memory leaves it out.
+    """
+    if ref.shape[-1] % 64 == 0:
+        return ref.at[b, rows, n]
+    zero = lax.axis_index("block") * 0  # static bounds would be checked
+    return ref.at[b, rows, n, pl.ds(zero, whole_width(ref.shape[-1]))]
+
+
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
     """Return the scratch for first factors of `multiply` in the interpreter; none on a GPU."""
     return {"stage": tile_ref(count, rows, cols, dtype)} if interpreting() else {}

@@ -29,7 +29,7 @@ class Scalars(NamedTuple):
     difference_numbers: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
     sinks: Any = None  # [B, N], float32, in base 2; only the forward reads them
     # The bias, in nats, has at most one of three forms:
-    bias: Any = None  # [B|1, N|1, T, S"], a number for each pair; S" is S, padded to 16 bytes
+    bias: Any = None  # [B|1, N|1, T", S"], a number for each pair; see `bias.padded_lengths`
     query_bias: Any = None  # [B, N, T'], float32, a number for each query
     key_bias: Any = None  # [B, N, S'], float32, a number for each key
     # The range of each tile, see `with_ranges`:

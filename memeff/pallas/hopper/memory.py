@@ -17,9 +17,11 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
     def copy(length: int, heads: int, dim: int) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
-        if length % 8 == 0 and dim == width:
+        in_place = width == 64 and dim % 8 == 0 and not schedule.fused_backward
+        padded_dim = dim if in_place else width
+        if length % 8 == 0 and dim == padded_dim:
             return 0
-        return B * heads * _round_up(length, 8) * width * itemsize
+        return B * heads * _round_up(length, 8) * padded_dim * itemsize
 
     forward = copy(T, N, H)  # query
     forward += copy(S, K, H)  # key
@@ -31,6 +33,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     forward += 4 * B * query_vectors * rows
     forward += 4 * B * key_vectors * cols
     forward += 4 * B * N * differences * (rows + cols)
+
+    forward += _bias_bytes(operands)
 
     gradient = 2 * forward
     rows_of_tiles = _round_up(T, 192) if width == 64 else rows
@@ -45,6 +49,21 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
         forward = decode_bytes(operands) + vectors
         gradient += forward
     return forward, gradient
+
+
+def _bias_bytes(operands: Operands) -> int:
+    """Return the bytes of the padded copy of a bias, or of its vectors for all heads."""
+    bias = operands.logit_params.bias
+    if bias is None:
+        return 0
+    B, N, T, S = bias.shape
+    if T == 1 or S == 1:
+        shape = operands.shape
+        length = shape.T if S == 1 else shape.S
+        return 4 * shape.B * shape.N * _round_up(length, 384)
+    rows = _round_up(T, 8)
+    cols = _round_up(S, 128 // bias.dtype.itemsize)
+    return 0 if (rows, cols) == (T, S) else B * N * rows * cols * bias.dtype.itemsize
 
 
 def decode_bytes(operands: Operands) -> int:

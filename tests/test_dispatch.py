@@ -176,8 +176,6 @@ OLD = jax.__version__.startswith("0.10.")
 TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
 TAKE_NUMBERS = "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
 REFUSED = {
-    "mask": "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
-    "and no other",
     "scale_array": TAKE_NUMBERS,
     "soft_cap_array": TAKE_NUMBERS,
     "dropout": "the Hopper kernels do not support dropout",
@@ -198,8 +196,8 @@ KERNELS = {  # by case: the feature that the kernels refuse first, or None where
     "multi_query": None,
     "bias_full": None,
     "bias_row": None,
-    "mask_dense": "mask",
-    "mask_heads": "mask",
+    "mask_dense": None,
+    "mask_heads": None,
     "scale_array": "scale_array",
     "soft_cap_array": "soft_cap_array",
     "segments": None,
@@ -248,6 +246,10 @@ def test_kernels_are_chosen_where_they_are_faster():
     assert chosen_on_hopper(query_segment_ids=jnp.zeros((1, 256), jnp.int32)) == "pallas"
     bias = jnp.ones((256, 256), jnp.bfloat16)
     assert chosen_on_hopper(bias=bias) == "pallas"
+    mask = jnp.ones((1, 2, 256, 256), bool)
+    assert chosen_on_hopper(mask=mask) == "pallas"
+    assert chosen_on_hopper(mask=mask, bias=jnp.ones((1, 2, 256, 256))) == "pallas"
+    assert chosen_on_hopper(mask=mask, bias=bias) == "xla"  # it would become larger than it is
     assert chosen_on_hopper((1, 63, 2, 64), bias=bias[:63, :63]) == "xla"
     assert chosen_on_hopper(dtype=jnp.float32) == "xla"
     assert chosen_on_hopper(chunk_size=64) == "xla"

@@ -92,6 +92,52 @@ def test_values(name):
     assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
 
 
+def mask_of(*shape: int) -> np.ndarray:
+    """Return a mask that hides a third of the pairs, and all of some rows."""
+    mask = np.random.default_rng(5).random(shape) < 0.7
+    mask[..., :3, :] = False
+    return mask
+
+
+# Sizes, and keyword arguments.
+MASKS = {
+    "dense": (small(B=2, T=70, S=100, G=2), dict(mask=mask_of(2, 1, 70, 100))),
+    "dense, with a bias": (
+        small(B=2, T=130, S=130, K=2),
+        dict(
+            mask=mask_of(1, 2, 130, 130),
+            bias=np.random.default_rng(6).standard_normal((1, 2, 130, 130)).astype(f32),
+            is_causal=True,
+        ),
+    ),
+    "of keys, with segments": (
+        small(B=2, T=140, S=140),
+        dict(
+            mask=np.random.default_rng(5).random((2, 1, 1, 140)) < 0.7,
+            query_segment_ids=i32([[0] * 60 + [1] * 80] * 2),
+        ),
+    ),
+    "of queries, with segments and a bias": (
+        small(T=140, S=140),
+        dict(
+            mask=(np.arange(140) % 5 > 1)[:, None],
+            bias=np.random.default_rng(6).standard_normal((1, 1, 140, 1)).astype(f32),
+            query_segment_ids=i32([[0] * 60 + [1] * 80]),
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@not_finite
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    """A dense mask, and any mask beside segments, is read as a bias."""
+    z, kwargs = MASKS[name]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
 @pytest.mark.slow
 @not_finite
 def test_float16():

@@ -29,11 +29,11 @@ from memeff.pallas.hopper.layout import (
     dims_of,
     fold_heads,
     head_dim_to_read,
-    mask_as_segments,
     pad_rows,
     pad_scalars,
     pad_tokens,
     padded_width,
+    replace_mask,
     scalars_of,
     split_query,
     unfold_heads,
@@ -161,7 +161,7 @@ def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
     """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
@@ -216,7 +216,7 @@ def backward(
     original = operands
     bias = operands.logit_params.bias
     bias_dims = gradient_dims(bias, operands.shape)
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     query_functions = calls.tile_functions(problem, operands, "all")
@@ -394,7 +394,7 @@ def tangent(
 
     `input_tangents` holds those of query, key and value; a tangent that is None is 0.
     """
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     known_tangents = split_query(input_tangents, operands.shape.K)
     active = [dims for dims, x in zip(DIMS, known_tangents, strict=True) if x is not None]

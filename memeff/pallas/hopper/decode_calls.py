@@ -10,7 +10,7 @@ from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,
     dims_of,
-    mask_as_segments,
+    replace_mask,
     scalars_of,
     split_query,
 )
@@ -40,7 +40,7 @@ def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array, Lse | None]:
     """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)

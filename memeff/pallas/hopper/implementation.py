@@ -7,6 +7,7 @@ from memeff.pallas.hopper.capability import (
     backward_is_kernel,
     for_device,
     fused_is_faster,
+    reads_bias,
     slower,
     why_not,
     why_not_decode,
@@ -96,7 +97,7 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, of calls with a bias, those along `LogitParams`, and those that are not `narrow`, which
+    heads, of calls with a bias or a dense mask, those along `LogitParams`, and those that are not `narrow`, which
     JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
@@ -107,7 +108,7 @@ def tangent(
     array_tangents = jax.tree.leaves(tangents[:3])
     if not narrow:
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
-    has_bias = operands.logit_params.bias is not None
-    if term_tangents or not array_tangents or has_bias or not backward_is_kernel(operands):
+    needs_chunked = reads_bias(operands) or not backward_is_kernel(operands)
+    if term_tangents or not array_tangents or needs_chunked:
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from memeff.logits import LOG2_E
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
+from memeff.pallas.hopper.capability import mask_becomes_bias
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, split_axis
@@ -83,14 +84,27 @@ def unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
     return x.transpose(0, 2, 3, 1, 4)
 
 
+def replace_mask(operands: Operands) -> Operands:
+    """Replace a mask by segment ids or by a bias, which the kernels read."""
+    if operands.mask is None:
+        return operands
+    return mask_as_bias(operands) if mask_becomes_bias(operands) else mask_as_segments(operands)
+
+
+def mask_as_bias(operands: Operands) -> Operands:
+    """Put -inf into the bias where the mask hides a pair. Without a bias, one of 16 bits begins."""
+    params = operands.logit_params
+    bias = jnp.zeros((), jnp.bfloat16) if params.bias is None else params.bias
+    bias = jnp.where(operands.mask, bias, jnp.array(-jnp.inf, bias.dtype))
+    return operands._replace(mask=None, logit_params=params._replace(bias=bias))
+
+
 def mask_as_segments(operands: Operands) -> Operands:
     """Replace a mask of keys or of queries by segment ids.
 
     Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that
     padding leaves the ids of keys in order. Hidden queries get 2.
     """
-    if operands.mask is None:
-        return operands
     shape = operands.shape
     mask = operands.mask[:, 0]  # B|1 T|1 S|1
     q_segments = kv_segments = jnp.int32(0)

@@ -1,6 +1,8 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
-from memeff.pallas.hopper.capability import why_not_decode
+from typing import Any
+
+from memeff.pallas.hopper.capability import mask_becomes_bias, reads_bias, why_not_decode
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
 
@@ -52,18 +54,23 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
 
 def _bias_bytes(operands: Operands) -> int:
-    """Return the bytes of the padded copy of a bias, or of its vectors for all heads."""
-    bias = operands.logit_params.bias
-    if bias is None:
+    """Return the bytes of a copy of the bias that a mask or padding needs, or of its vectors."""
+    if not reads_bias(operands):
         return 0
-    B, N, T, S = bias.shape
+    bias = operands.logit_params.bias
+    mask = operands.mask if mask_becomes_bias(operands) else None
+    read: Any = mask if bias is None else bias
+    itemsize = 2 if bias is None else bias.dtype.itemsize
+    B, N, T, S = read.shape
     if T == 1 or S == 1:
         shape = operands.shape
         length = shape.T if S == 1 else shape.S
         return 4 * shape.B * shape.N * _round_up(length, 384)
     rows = _round_up(T, 8)
-    cols = _round_up(S, 128 // bias.dtype.itemsize)
-    return 0 if (rows, cols) == (T, S) else B * N * rows * cols * bias.dtype.itemsize
+    cols = _round_up(S, 128 // itemsize)
+    if mask is None and (rows, cols) == (T, S):
+        return 0
+    return B * N * rows * cols * itemsize
 
 
 def decode_bytes(operands: Operands) -> int:

@@ -85,9 +85,9 @@ class BiasScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
 
     all_warpgroups: Barrier
-    bias_s: Ref | None  # [items, t, c] of a bias of pairs; its gradient at the end
-    bias_ready: Barrier | None
-    bias_used: Barrier | None
+    bias_s: Ref  # [items, t, c] of a bias of pairs; its gradient at the end
+    bias_ready: Barrier
+    bias_used: Barrier
     do_s: Ref  # [stages, t, D]
     failed_s: Ref  # [warpgroups, 64]: always 0 here
     k_s: Ref  # [stages, c, H]
@@ -95,7 +95,7 @@ class BiasScratch(NamedTuple):
     token_vectors: TokenVectors
     ready: Barrier  # of a visit
     rows_s: Ref  # [2 * stages, t]: lse, delta
-    sums_s: Ref | None  # [t] or [c]: the gradient of a bias of queries or of keys
+    sums_s: Ref  # [t] or [c]: the gradient of a bias of queries or of keys
     used: Barrier
     v_s: Ref  # [stages, c, D]
 
@@ -105,7 +105,7 @@ class BiasWork(NamedTuple):
 
     place: tuple[Any, Any, Any, Any]  # batch entry, head, tile of queries, tile of keys
     form: str  # of the bias: "pairs", "queries" or "keys"
-    count: int  # of tiles that may have a visible pair
+    most_visits: int  # tiles that may have a visible pair
     visit: Callable[[Any], "BiasVisit"]
 
 
@@ -296,7 +296,7 @@ def _for_visible(work: BiasWork, state: WorkState, do: Callable, carry):
 
         return lax.cond(visit.is_visible, do_visit, lambda *state: state, done, carry)
 
-    return lax.fori_loop(0, work.count, step, (jnp.int32(0), carry))
+    return lax.fori_loop(0, work.most_visits, step, (jnp.int32(0), carry))
 
 
 def _copy(

@@ -76,10 +76,8 @@ def spread_vector(bias: Array, shape: CallShape) -> Array:
     return split_axis(vector, 1, shape.K)
 
 
-def gradient_dims(bias: Array | None, shape: CallShape) -> str | None:
+def gradient_dims(bias: Array, shape: CallShape) -> str:
     """Return the dims, in letters, in which the kernels return the gradient of `bias`."""
-    if bias is None:
-        return None
     if not is_of_pairs(bias):
         return "bkgt" if bias.shape[3] == 1 else "bkgs"
     split = split_shape(bias, shape.K)

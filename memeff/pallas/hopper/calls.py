@@ -87,7 +87,8 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
 
 def _forward_tiling_with_bias(width: int, operands: Operands) -> Tiling:
     """Return the tiling of the forward that leaves shared memory for tiles of a bias of pairs."""
-    is_float32 = operands.logit_params.bias.dtype.itemsize == 4
+    bias: Any = operands.logit_params.bias
+    is_float32 = bias.dtype.itemsize == 4
     if width == 64:
         return Tiling(2, 64, 3, 2) if is_float32 else Tiling(2, 128, 2, 2)
     if width == 128:
@@ -119,7 +120,8 @@ def _backward_tilings_with_bias(
     operands: Operands,
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
     """Return the tilings that leave shared memory for tiles of a bias of pairs."""
-    is_float32 = operands.logit_params.bias.dtype.itemsize == 4
+    bias: Any = operands.logit_params.bias
+    is_float32 = bias.dtype.itemsize == 4
     if padded_width(operands) == 64:
         stages = 2 if is_float32 else 3
         return backward_common.Tiling(2, 64, stages, 2), backward_common.Tiling(2, 64, 3, 2)
@@ -215,7 +217,7 @@ def backward(
     """
     original = operands
     bias = operands.logit_params.bias
-    bias_dims = gradient_dims(bias, operands.shape)
+    bias_dims = None if bias is None else gradient_dims(bias, operands.shape)
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
@@ -256,7 +258,7 @@ def backward(
             sums = []
         else:
             dq, delta, dk, dv, *sums = split()
-            if bias is not None:
+            if bias_dims is not None:
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
         dq = dq[:, :T, :, :H].reshape(query.shape)

@@ -73,12 +73,12 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the Hopper kernels do not support dropout"
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
-    if mask_becomes_bias(operands) and terms.bias is not None:
-        shape = jnp.broadcast_shapes(operands.mask.shape, terms.bias.shape)
-        if shape != terms.bias.shape:
+    mask = operands.mask
+    if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:
+        if jnp.broadcast_shapes(mask.shape, terms.bias.shape) != terms.bias.shape:
             return (
-                f"the Hopper kernels support a `mask` with a `bias` of the same dims, and this call "
-                f"has mask {operands.mask.shape} and bias {terms.bias.shape}"
+                "the Hopper kernels support a `mask` that broadcasts to the shape of `bias`, and "
+                f"this call has mask {mask.shape} and bias {terms.bias.shape}"
             )
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"

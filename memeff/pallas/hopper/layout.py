@@ -4,6 +4,8 @@ All head dims, also that of the values, are padded to one multiple of 64, and le
 of 8.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -95,7 +97,8 @@ def mask_as_bias(operands: Operands) -> Operands:
     """Put -inf into the bias where the mask hides a pair. Without a bias, one of 16 bits begins."""
     params = operands.logit_params
     bias = jnp.zeros((), jnp.bfloat16) if params.bias is None else params.bias
-    bias = jnp.where(operands.mask, bias, jnp.array(-jnp.inf, bias.dtype))
+    mask: Any = operands.mask
+    bias = jnp.where(mask, bias, jnp.array(-jnp.inf, bias.dtype))
     return operands._replace(mask=None, logit_params=params._replace(bias=bias))
 
 
@@ -106,7 +109,8 @@ def mask_as_segments(operands: Operands) -> Operands:
     padding leaves the ids of keys in order. Hidden queries get 2.
     """
     shape = operands.shape
-    mask = operands.mask[:, 0]  # B|1 T|1 S|1
+    mask: Any = operands.mask
+    mask = mask[:, 0]  # B|1 T|1 S|1
     q_segments = kv_segments = jnp.int32(0)
     if mask.shape[1] == 1:
         visible = mask[:, 0]  # B|1 S

@@ -130,14 +130,17 @@ def _backward_tilings_with_bias(
     return backward_common.Tiling(2, 64, 2, 1), backward_common.Tiling(2, 64, 3, 1)
 
 
-def bias_gradient_tiling(operands: Operands) -> backward_bias.Tiling:
+def bias_gradient_tiling(problem: Problem, operands: Operands) -> backward_bias.Tiling:
     """Return the tiling of the kernel for the gradient of the bias."""
     bias: Any = operands.logit_params.bias
     is_float32 = bias.dtype.itemsize == 4
     if bias.shape[2] == 1 and bias.shape[3] > 1:  # of keys: one warpgroup sums over rows
         return backward_bias.Tiling(1, 64, 2, 1)
     if padded_width(operands) == 64:
-        return backward_bias.Tiling(2, 64 if is_float32 else 128, 2, 2)
+        arrays = operands.q_offset, operands.q_lengths, operands.kv_lengths, operands.q_segments
+        hides = problem.has_window or problem.has_pair_functions or operands.shape.S % 128 != 0
+        takes_registers = is_float32 or hides or any(x is not None for x in arrays)
+        return backward_bias.Tiling(2, 64 if takes_registers else 128, 2, 2)
     return backward_bias.Tiling(1, 64, 2, 2) if is_float32 else backward_bias.Tiling(2, 64, 2, 1)
 
 
@@ -318,7 +321,7 @@ def _bias_gradient(
     shared = SharedBias(bias.shape[0] == 1 and shape.B > 1, bias.shape[1] == 1 and shape.N > 1)
     arrays = *inputs[:3], inputs.dout, inputs.lse, delta
     on_tiles = calls.tile_functions(problem, operands)
-    tiling = bias_gradient_tiling(operands)
+    tiling = bias_gradient_tiling(problem, operands)
     return bias_gradient(on_tiles, lengths, arrays, scalars, shared, tiling)
 
 

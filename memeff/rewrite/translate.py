@@ -399,7 +399,8 @@ class _Translation:
             builder.dots, builder.dots_index = self.match.dots
             builder.depends = self.depends
             terms.append((core.element, core.factor))
-        terms.extend((x.element, x.factor) for x in biases)
+        # the innermost first, as the program adds them: beside -1e9 each order rounds differently
+        terms.extend((x.element, x.factor) for x in reversed(biases))
         steps = [builder.scaled(builder.element(*x), factor) for x, factor in terms]
         builder.add("sum", tuple(steps))
         return self._pair_function(builder, "score" if core is not None else "bias")

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import memeff
+from memeff.rewrite import check, translate
 from memeff.rewrite.scope import Search
 from memeff.rewrite.transform import MIN_LOGITS
 
@@ -353,21 +354,57 @@ def test_custom_derivatives_are_left():
 
 
 def test_check():
-    calls = []
-
-    def attend(q, k, v):
-        calls.append(None)
-        return plain(q, k, v)
-
-    checked = memeff.replace_attention(attend, check=True, min_logits=0)
-    checked(*qkv())
-    assert calls
+    arrays = make_arrays()
+    for program in CHECKED:
+        replace(program, check=True)(arrays)
     with pytest.raises(TypeError, match="check=True compares numbers"):
-        jax.jit(checked)(*qkv())
-    from memeff.rewrite import check
+        jax.jit(replace(plain, check=True))(*qkv())
 
-    with pytest.raises(AssertionError, match="result 0 of shape .* differs from the original"):
-        check.compare(plain, lambda q, k, v: 1.01 * plain(q, k, v), qkv())
+
+# Spellings with rows that see no key, score functions, dropout-free factors, and bodies of loops.
+CHECKED = (
+    Program(heads="folded", mask="constant", bias="alibi"),
+    Program(mask="empty_row", hiding="added", nesting="scan_mask"),
+    Program(heads="grouped", mask="window", cap="tanh", softmax="exp2", nesting="remat"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", FOUND, ids=spelled)
+def test_check_of_each_spelling(program):
+    replace(program, check=True)(make_arrays())
+
+
+def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
+    right = translate._window
+
+    def window(low, high):
+        q_offset, (left, _) = right(low, high)
+        return q_offset, (left, 1)
+
+    monkeypatch.setattr(translate, "_window", window)
+    place = r"attention at .*test_replace_attention.py:\d+ differs from the original by"
+    with pytest.raises(AssertionError, match=f"check=True: the {place}.* in batch entry 0, query"):
+        replace(plain, check=True)(*qkv())
+
+
+def test_check_finds_a_call_that_is_computed_wrongly(monkeypatch):
+    def wrong(implementation, query, key, value, **kwargs):
+        def attend(*arrays, **options):
+            return 1.01 * memeff.dot_product_attention(*arrays, **options)
+
+        return memeff.audit(attend, query, key, value, **kwargs)
+
+    monkeypatch.setattr(check, "audit", wrong)
+    with pytest.raises(AssertionError, match=r"\.py:\d+ is computed with an error beyond rounding"):
+        replace(plain, check=True)(*qkv())
+
+
+@pytest.mark.slow
+def test_check_takes_no_array_of_all_pairs():
+    """Logits of 32,768 tokens would take 8 GiB."""
+    q, k, v = qkv(32768)
+    memeff.replace_attention(plain, check=True)(q, k, v)
 
 
 def test_shard_map():

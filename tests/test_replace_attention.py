@@ -491,6 +491,54 @@ def test_padding_of_queries_and_keys_makes_no_array_of_pairs():
     np.testing.assert_allclose(replaced(x, ids), expected, atol=1e-5)
 
 
+def zeros_among_exponentials(s, visible):
+    e = jnp.where(visible, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return e / e.sum(-1, keepdims=True)
+
+
+def zeros_before_and_after(s, visible):
+    return jnp.where(visible, zeros_among_exponentials(s, visible), 0)
+
+
+def zeros_after_infinity(s, visible):
+    return jnp.where(visible, jax.nn.softmax(jnp.where(visible, s, -jnp.inf)), 0)
+
+
+def zeros_of_jax(s, visible):
+    return jax.nn.softmax(s, where=jnp.broadcast_to(visible, s.shape))
+
+
+ZEROS = (zeros_among_exponentials, zeros_before_and_after, zeros_after_infinity, zeros_of_jax)
+
+
+@pytest.mark.parametrize("probabilities", ZEROS)
+@pytest.mark.parametrize("length", [0, 5])
+def test_rows_of_zeros_are_zero_or_nan_as_in_the_program(probabilities, length):
+    """0 / 0 is NaN, and a selection after it makes it 0."""
+
+    def attend(q, k, v, length):
+        weights = probabilities(q @ k.T, jnp.arange(len(k)) < length)
+        return weights @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    expected = attend(*arrays, jnp.int32(length))
+    assert length or jnp.isnan(expected).all() == (probabilities is zeros_among_exponentials)
+    out = replace(attend, strict=True)(*arrays, jnp.int32(length))
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_zeros_by_multiplication_after_nan_are_left():
+    """XLA may make a selection of NaN * 0, so the program itself gives NaN or 0."""
+
+    def attend(q, k, v, length):
+        visible = jnp.arange(len(k)) < length
+        return (zeros_among_exponentials(q @ k.T, visible) * visible) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    (place,) = find(attend, *arrays, jnp.int32(3)).left
+    assert "rows that see no key are 0, or are not" in str(place)
+
+
 def test_report_names_what_stays():
     arrays = make_arrays()
     (place,) = find(Program(mask="dense", bias="dense"), arrays).replaced

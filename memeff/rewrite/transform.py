@@ -41,8 +41,8 @@ def replace_attention(
       the mean of all values there.
     * A number of -6e8 or less is taken to hide a key beside others that are visible, because exp of
       its distance to any logit of a model is 0.
-    * Where exp of the program overflows, because it subtracts no maximum, memeff does not. NaN and
-      Inf in what nobody sees do not reach the result.
+    * Where exp of the program overflows or underflows, because it subtracts no maximum, memeff does
+      not. NaN and Inf in what nobody sees do not reach the result.
 
     Memory: O(T + S) for each attention that is replaced, forward and gradient. Arrays of T x S that
     the program makes for a mask or a bias stay, unless they are made of positions or of smaller
@@ -123,7 +123,8 @@ def find_attention(
 
     Returns:
       A report. Its `str` is a table: each place with file and line, what was found there and
-      temporary bytes before and after, or the reason why it is left.
+      temporary bytes before and after as `memeff.plan` estimates them, or the reason why it is
+      left.
 
     Raises:
       TypeError: an argument is neither an array nor hashable.

@@ -5,6 +5,7 @@ each device runs its own part and exchanges nothing, except for sums over the qu
 a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
+import sys
 from collections.abc import Callable
 
 import jax
@@ -14,7 +15,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from memeff.pallas.hopper.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_together
 
 FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that share a key head
@@ -48,13 +48,19 @@ def _partition_over_devices(
     call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...], arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Run `call` on each device's part of the arrays."""
-    if not may_be_sharded() or interpreting():
+    if not may_be_sharded() or _mosaic_interprets():
         # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
     first = jax.typeof(arrays[0]).sharding
     if AxisType.Explicit in first.mesh.axis_types:
         return _run_explicit(call, dims_in, dims_out, arrays)
     return _run_automatic(call, dims_in, dims_out, arrays)
+
+
+def _mosaic_interprets() -> bool:
+    """Return whether Hopper kernels run in Mosaic's interpreter; do not import Mosaic for this."""
+    mosaic = sys.modules.get("memeff.pallas.hopper.mosaic")
+    return mosaic is not None and mosaic.interpreting()
 
 
 def _run_explicit(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):

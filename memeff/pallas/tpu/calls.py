@@ -9,7 +9,6 @@
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -117,11 +116,19 @@ def scaled(problem: Problem, query: Array) -> Array:
     return (query.astype(jnp.float32) * problem.scale).astype(query.dtype)
 
 
-def _hide(x: Array, hidden: Array | None) -> Array:
-    """Return x [B, T, ...] with zeros where `hidden` [B, T] is True."""
-    if hidden is None:
-        return x
-    return jnp.where(hidden.reshape(*hidden.shape, *[1] * (x.ndim - 2)), 0, x)
+def _hide_unseen(problem: Problem, tokens: Tokens, T: int, x: Array) -> Array:
+    """Return keys or values x [B, S, K, H] with zeros where the window or `tokens` hide a key.
+
+    The kernels multiply them by 0 and must not overflow.
+    """
+    S = x.shape[1]
+    hidden = tokens.hidden_keys
+    first, count = Visits(problem, (T, S), (T, 1)).ranges()
+    if count[0] < S:
+        keys = jnp.arange(S)
+        outside = ((keys < first[0]) | (keys >= first[0] + count[0]))[None]
+        hidden = outside if hidden is None else hidden | outside
+    return x if hidden is None else jnp.where(hidden[..., None, None], 0, x)
 
 
 def _all_rows_see(problem: Problem, operands: Operands, tokens: Tokens) -> bool:
@@ -151,7 +158,7 @@ def forward(
         kernels = kernels_of(problem, T, key.shape[1])
         layout = _Layout.of(query, key, kernels.block)
         query = scaled(problem, query)
-        key, value = (_hide(x, tokens.hidden_keys) for x in (key, value))
+        key, value = (_hide_unseen(problem, tokens, T, x) for x in (key, value))
         if partial_out:  # the kernels return out in the query's dtype
             query = query.astype(jnp.float32)
         arrays = layout.query(query), layout.key(key), layout.key(value)
@@ -208,7 +215,7 @@ def backward(
         dout = jnp.where(empty[..., None], 0, dout)
         delta = jnp.where(empty, 0, delta)
         query = jnp.where(empty.transpose(0, 3, 1, 2)[..., None], 0, scaled(problem, query))
-        key, value = (_hide(x, tokens.hidden_keys) for x in (key, value))
+        key, value = (_hide_unseen(problem, tokens, T, x) for x in (key, value))
         arrays = nonfinite.GradientArrays(
             layout.query(query),
             layout.key(key),
@@ -233,8 +240,3 @@ def backward(
 def lse_value(lse: Lse) -> Array:
     """Return lse as one float, with its low part where there is one."""
     return lse.high if lse.low is None else lse.high + lse.low
-
-
-def is_power_of_two(scale: float) -> bool:
-    """Return whether a product with `scale` rounds nothing."""
-    return abs(math.frexp(scale)[0]) == 0.5

@@ -11,7 +11,9 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     """Return the bytes of a forward for inference, and those of forward and gradient in one call.
 
     They hold copies of the arrays in the layout of the kernels, and lse, which the forward stores
-    128 times and the gradient 8 times for each row.
+    128 times and the gradient 8 times for each row. For 16k to 64k tokens libtpu reports 0.56 to
+    1.01 times the estimate of a forward for a v5e, and 0.74 to 1.13 times that of a gradient. Below,
+    it reports less, because it keeps copies in vector memory.
     """
     (B,), T, S, N, K, H, D = operands.shape
     rows = round_up(T, choose_side(T))
@@ -27,5 +29,4 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     stored_lse = copy(N, rows, 1, 4)
     row_vectors = 2 * B * N * rows * SUBLANES * 4
     forward = arrays + out
-    gradient = max(arrays + out + stored_lse, 2 * arrays + 2 * out + row_vectors)
-    return forward, gradient
+    return forward, 2 * forward + stored_lse + row_vectors

@@ -1,8 +1,8 @@
 """Keep NaN and Inf from the rows and keys that do not see them: in the kernels 0 times NaN is NaN.
 
-Bad numbers are replaced by 0. Only if there are some, one more run of a kernel finds who sees them:
-all its logits are 0, and its values or its cotangents are 1 where a number is bad. Who sees one gets
-NaN. This needs neither another implementation nor T x S numbers.
+Bad numbers are replaced. If there are some among the values, one more run of the forward finds the
+rows that see them: all its logits are 0, and its values are 1 where a number is bad. The gradient
+needs no such run. Nothing here needs another implementation or T x S numbers.
 """
 
 from typing import Any, NamedTuple
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.pallas.tpu.splash import Kernels
-from memeff.softmax import LSE_OF_EMPTY_ROW
 
-NARROW = 8  # head dim of a run that finds rows or keys only
+# With these exp(s - lse) and (dp - delta) p are inf for a visible pair, and 0 for HIDDEN_LOGIT.
+LSE_OF_BAD_ROW = -1e38
+DELTA_OF_BAD_ROW = -1e38
 
 
 class GradientArrays(NamedTuple):
@@ -42,69 +43,36 @@ def forward(kernels: Kernels, arrays: tuple[Array, ...], segments: Any, want_lse
     return lax.cond(bad.any(), with_nan, _same, out), lse
 
 
-def backward(
-    kernels: Kernels, arrays: GradientArrays, segments: Any
-) -> tuple[Array, Array, Array]:
+def backward(kernels: Kernels, arrays: GradientArrays, segments: Any) -> tuple[Array, Array, Array]:
     """Return padded dq, dk and dv, with NaN in the rows that see a bad number or hold one.
 
-    The keys that such a row sees have NaN, too.
+    The keys that such a row sees have NaN, too: its p and ds are infinite where it sees a key and 0
+    elsewhere, and its query and dout are 1. A row that sees a bad number has a bad lse or delta.
     """
     query, key, value, lse, dout, delta = arrays
     bad_rows = _is_bad(query).any(-1) | _is_bad(dout).any(-1) | _is_bad(lse) | _is_bad(delta)
-    bad_keys = _is_bad(key).any(-1) | _is_bad(value).any(-1)
-
-    def add_rows_that_see(bad_rows):
-        seen = _narrow(bad_keys, value.dtype)
-        sees_bad, _ = kernels.forward((_zeros_like(query), _zeros_like(key), seen), segments, True)
-        return bad_rows | ((sees_bad > 0).any(-1) & (lse != LSE_OF_EMPTY_ROW))
-
-    bad_rows = lax.cond(bad_keys.any(), add_rows_that_see, _same, bad_rows)
+    bad = bad_rows[..., None]
     cleaned = GradientArrays(
-        jnp.where(bad_rows[..., None], 0, query),
-        jnp.where(_is_bad(key), 0, key),
+        jnp.where(bad, 1, query),
+        jnp.nan_to_num(key, nan=0),  # an infinite key keeps the sign of its logits
         jnp.where(_is_bad(value), 0, value),
-        jnp.where(bad_rows, LSE_OF_EMPTY_ROW, lse),
-        jnp.where(bad_rows[..., None], 0, dout),
-        jnp.where(bad_rows, 0, delta),
+        jnp.where(bad_rows, LSE_OF_BAD_ROW, lse),
+        jnp.where(bad, 1, dout),
+        jnp.where(bad_rows, DELTA_OF_BAD_ROW, delta),
     )
     dq = kernels.query_gradient(cleaned, segments)
     dk, dv = kernels.key_gradient(cleaned, segments)
-
-    def with_nan(gradients):
-        dq, dk, dv = gradients
-        zero_rows = jnp.zeros_like(lse)
-        run = GradientArrays(
-            _zeros_like(query),
-            _zeros_like(key),
-            _zeros_like(value),
-            jnp.where(bad_rows, zero_rows, LSE_OF_EMPTY_ROW),
-            _narrow(bad_rows, dout.dtype),
-            zero_rows,
-        )
-        _, seen = kernels.key_gradient(run, segments)
-        is_seen = (seen > 0).any(-1, keepdims=True)
-        return (
-            jnp.where(bad_rows[..., None], jnp.nan, dq),
-            jnp.where(is_seen, jnp.nan, dk),
-            jnp.where(is_seen, jnp.nan, dv),
-        )
-
-    return lax.cond(bad_rows.any(), with_nan, _same, (dq, dk, dv))
+    is_seen = bad_rows.any() & _is_bad(dv).any(-1, keepdims=True)
+    return (
+        jnp.where(bad, jnp.nan, dq),
+        jnp.where(is_seen, jnp.nan, dk),
+        jnp.where(is_seen, jnp.nan, dv),
+    )
 
 
 def _is_bad(x: Array) -> Array:
     """Return True where a number is NaN or infinite."""
     return ~jnp.isfinite(x)
-
-
-def _narrow(marks: Array, dtype: Any) -> Array:
-    """Return marks [B, N, T'] as 0 and 1, [B, N, T', NARROW]."""
-    return jnp.broadcast_to(marks[..., None], (*marks.shape, NARROW)).astype(dtype)
-
-
-def _zeros_like(x: Array) -> Array:
-    """Return zeros [B, N, T', NARROW] for an array [B, N, T', H]."""
-    return jnp.zeros((*x.shape[:-1], NARROW), x.dtype)
 
 
 def _same(x: Any) -> Any:

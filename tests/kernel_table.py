@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 import memeff
 from memeff import implementations, pallas

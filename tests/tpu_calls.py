@@ -7,7 +7,7 @@ with kernels(side=128): ...                                     # small tiles
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from cases import CASES
 from conftest import Result, run_calls
@@ -39,5 +39,5 @@ def without_chunks(kwargs: dict) -> dict:
 
 def inputs(name: str, dtype="float32") -> tuple:
     """Return the arguments of a named case."""
-    args, kwargs = CASES[name].inputs(np.dtype(dtype))
+    args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
     return args, without_chunks(kwargs)

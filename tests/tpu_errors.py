@@ -3,8 +3,8 @@
 python tests/tpu_errors.py
 
 Each number is a root mean square error against float64, divided by the root mean square of the
-result. The calls are causal, in bfloat16, with the default scale: 0.0884 for heads of 128, which
-rounds the query once more, and 0.125 for heads of 64, which does not.
+result. The calls are causal, in bfloat16, with the default scale, which is a power of two for heads
+of 64 and not for heads of 128.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Call the TPU kernels: scale, pad and lay out the arrays, and correct what the kernels do not do.
 
-1. The query is scaled beforehand, because the kernels have no scale. In 16 bits that rounds it once
-   more unless the scale is a power of two.
+1. The query is multiplied by a power of two, which rounds nothing. The kernels multiply the logits
+   by the rest of the scale (splash.py).
 2. Lengths are padded to whole tiles. Padded keys are hidden by their position.
 3. Rows that see no key are found by their lse, or by their length. They give 0, and p = 0.
 4. NaN and Inf reach only the rows that see them (nonfinite.py).
@@ -9,6 +9,7 @@
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -46,7 +47,9 @@ def kernels_of(problem: Problem, T: int, S: int) -> Kernels:
     if problem.has_window or hides_padding:
         may_see = functools.partial(_may_see, problem, S if hides_padding else None)
         positions = problem.q_offset, problem.q_offset + round_up(T, tile[0])
-    return Kernels(tile, Visits(problem, (T, S), tile), positions, may_see, problem.soft_cap)
+    visits = Visits(problem, (T, S), tile)
+    _, scale = split_scale(problem.scale)
+    return Kernels(tile, visits, positions, may_see, scale, problem.soft_cap)
 
 
 def _window_ends_before(problem: Problem, T: int, S: int) -> bool:
@@ -109,11 +112,12 @@ def _pad(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)])
 
 
-def scaled(problem: Problem, query: Array) -> Array:
-    """Return the query times the scale, in its own dtype: forward and backward see the same."""
-    if problem.scale == 1:
-        return query
-    return (query.astype(jnp.float32) * problem.scale).astype(query.dtype)
+def split_scale(scale: float) -> tuple[float, float]:
+    """Return a power of two, perhaps negative, and a factor in [1/2, 1], whose product is `scale`."""
+    factor, exponent = math.frexp(scale)
+    if factor in (0, 0.5, -0.5):
+        return scale, 1.0
+    return math.copysign(2.0**exponent, factor), abs(factor)
 
 
 def _hide_unseen(problem: Problem, tokens: Tokens, T: int, x: Array) -> Array:
@@ -157,7 +161,7 @@ def forward(
         tokens = jax.tree.unflatten(structure, leaves)
         kernels = kernels_of(problem, T, key.shape[1])
         layout = _Layout.of(query, key, kernels.block)
-        query = scaled(problem, query)
+        query = query * split_scale(problem.scale)[0]
         key, value = (_hide_unseen(problem, tokens, T, x) for x in (key, value))
         if partial_out:  # the kernels return out in the query's dtype
             query = query.astype(jnp.float32)
@@ -214,7 +218,8 @@ def backward(
         empty = lse == LSE_OF_EMPTY_ROW  # b k g t
         dout = jnp.where(empty[..., None], 0, dout)
         delta = jnp.where(empty, 0, delta)
-        query = jnp.where(empty.transpose(0, 3, 1, 2)[..., None], 0, scaled(problem, query))
+        query = query * split_scale(problem.scale)[0]
+        query = jnp.where(empty.transpose(0, 3, 1, 2)[..., None], 0, query)
         key, value = (_hide_unseen(problem, tokens, T, x) for x in (key, value))
         arrays = nonfinite.GradientArrays(
             layout.query(query),
@@ -229,11 +234,14 @@ def backward(
         dk, dv = (x[:, :, :S].transpose(0, 2, 1, 3) for x in (dk, dv))
         return dq, dk, dv
 
+    missing = kernels_of(problem, operands.shape.T, operands.shape.S).gradient_scale
     run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *tokens.dims), DIMS)
     query = split_axis(operands.query, 2, operands.shape.K)
     leaves = vary_together(leaves, operands.query)
     dq, dk, dv = run(query, operands.key, operands.value, dout, lse_value(lse), delta, *leaves)
-    dq = dq.astype(jnp.float32) * problem.scale
+    power, _ = split_scale(problem.scale)
+    dq = dq.astype(jnp.float32) * (power * missing)
+    dk = dk.astype(jnp.float32) * missing
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())
 
 

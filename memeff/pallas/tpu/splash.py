@@ -1,7 +1,7 @@
 """Call the three kernels of JAX's splash attention, which has no public function for each.
 
 Only this file knows their names and parameters. They are the same in jax 0.10.2, 0.11.2 and
-0.12.0.1; `why_not` compares the parameters, so that another version is refused and not broken.
+0.12.0.1; `why_not` compares versions and parameters, so that another one is refused and not broken.
 
 JAX's own masks are not used, because it computes T x S of each on the host. The kernels read tables
 of visible blocks (tables.py) and a function of positions (masking.py) instead.
@@ -14,6 +14,7 @@ import contextvars
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jax import Array
 from memeff.pallas.tpu.tables import Visits
 
 MODULE = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+VERSIONS = ((0, 10), (0, 11), (0, 12))  # with which the tests ran
 HIDDEN_LOGIT = float(-0.7 * np.finfo(np.float32).max)  # of a hidden pair in the kernels
 
 _LAYOUTS = ("q_layout", "k_layout", "v_layout")
@@ -70,6 +72,11 @@ def interpreted() -> Iterator[None]:
 @functools.cache
 def why_not() -> str | None:
     """Return why this version of JAX does not have the kernels as expected; None if it does."""
+    if jax.__version_info__[:2] not in VERSIONS:
+        return (
+            "the TPU kernels are those of JAX's splash attention in jax 0.10 to 0.12, and this is "
+            f"jax {jax.__version__}"
+        )
     try:
         kernels = importlib.import_module(MODULE)
     except ImportError:
@@ -89,6 +96,32 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return () if function is None else tuple(inspect.signature(function).parameters)
 
 
+class _ScaledLogits:
+    """Stands in for the kernels' soft cap, so that they scale the logits, too.
+
+    They compute tanh(raw / cap) * cap, and for the gradient ds (1 - d) (1 + d) with
+    d = tanh(raw / cap). With a soft cap, raw / cap is scale * raw / cap here. Without one it is a
+    constant for which 1 - d^2 is the scale, and the product with cap is scale * raw.
+    """
+
+    def __init__(self, scale: float, soft_cap: float | None):
+        self.scale = scale  # in [1/2, 1)
+        self.soft_cap = soft_cap
+        self.raw: Any = None
+
+    def __rtruediv__(self, raw: Array) -> Array:
+        if self.soft_cap is not None:
+            return raw * (self.scale / self.soft_cap)
+        self.raw = raw
+        return jnp.full_like(raw, math.atanh(math.sqrt(1 - self.scale)))
+
+    def __rmul__(self, tanh: Array) -> Array:
+        if self.soft_cap is not None:
+            return tanh * self.soft_cap
+        raw, self.raw = self.raw, None
+        return raw * self.scale
+
+
 class Kernels(NamedTuple):
     """What the three kernels of one call have in common."""
 
@@ -96,13 +129,19 @@ class Kernels(NamedTuple):
     visits: Visits  # blocks of keys that each block of queries visits
     positions: tuple[int, int] | None  # from and to which; None: no pair is hidden by position
     may_see: Callable[[Array, Array], Array] | None  # of positions of queries and keys
+    scale: float  # of the logits, in [1/2, 1]
     soft_cap: float | None
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor that dq and dk lack."""
+        return 1.0 if self.soft_cap is None else self.scale
 
     def forward(self, arrays: tuple[Array, ...], segments: tuple, want_lse: bool):
         """Return out [B, N, T', D] and lse [B, N, T'], or None for lse unless wanted.
 
-        `arrays` are query [B, N, T', H], key [B, K, S', H] and value [B, K, S', D], scaled and
-        padded to whole tiles. `segments` [B, T'] and [B, S'] are int32, or None and None.
+        `arrays` are query [B, N, T', H], key [B, K, S', H] and value [B, K, S', D], padded to
+        whole tiles. `segments` [B, T'] and [B, S'] are int32, or None and None.
         """
         splash = importlib.import_module(MODULE)
         sizes = splash.BlockSizes(self.block[0], self.block[1], self.block[1])
@@ -121,7 +160,7 @@ class Kernels(NamedTuple):
                 residual_checkpoint_name=None,
                 save_residuals=want_lse,
                 mask_function=self.may_see,
-                attn_logits_soft_cap=self.soft_cap,
+                attn_logits_soft_cap=self._soft_cap(),
                 interpret=_interpreting.get(),
             )
             return (found[0], found[1][0]) if want_lse else (found, None)
@@ -129,7 +168,7 @@ class Kernels(NamedTuple):
         return jax.vmap(call)(*arrays, *segments)
 
     def query_gradient(self, arrays: tuple[Array, ...], segments: tuple) -> Array:
-        """Return dq [B, N, T', H] by the scaled query.
+        """Return dq [B, N, T', H], but for the factor `gradient_scale`.
 
         `arrays` are query, key, value, lse [B, N, T'], dout [B, N, T', D] and delta [B, N, T'].
         """
@@ -152,7 +191,10 @@ class Kernels(NamedTuple):
         return jax.vmap(call)(*arrays, *segments)
 
     def key_gradient(self, arrays: tuple[Array, ...], segments: tuple) -> tuple[Array, Array]:
-        """Return dk [B, K, S', H] and dv [B, K, S', D]; `arrays` are those of `query_gradient`."""
+        """Return dk [B, K, S', H], but for the factor `gradient_scale`, and dv [B, K, S', D].
+
+        `arrays` are those of `query_gradient`.
+        """
         splash = importlib.import_module(MODULE)
 
         def call(query, key, value, lse, dout, delta, q_segments, kv_segments):
@@ -182,11 +224,15 @@ class Kernels(NamedTuple):
             bkv=self.block[1],
             is_mqa=False,
             mask_value=HIDDEN_LOGIT,
-            attn_logits_soft_cap=self.soft_cap,
+            attn_logits_soft_cap=self._soft_cap(),
             mask_function=self.may_see,
             interpret=_interpreting.get(),
             **dict.fromkeys(_LAYOUTS, layout),
         )
+
+    def _soft_cap(self) -> Any:
+        """Return what the kernels take for a soft cap."""
+        return self.soft_cap if self.scale == 1 else _ScaledLogits(self.scale, self.soft_cap)
 
     def _mask_info(self, splash: Any, by_key: bool = False) -> Any:
         """Return the tables and positions as the kernels take them."""

@@ -46,7 +46,7 @@ def pair_positions(
     return first + stride * rows, origin.first_key + stride * cols
 
 
-def window_pairs(problem: Problem, position, cols):
+def window_pairs(problem: Problem, position, cols) -> Any:
     """Return True where the window lets the query at `position` see the key at `cols`.
 
     The shapes broadcast. Without a window the result is the number True.

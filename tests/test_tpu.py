@@ -247,7 +247,7 @@ def test_tables_name_each_visible_tile_once(T, S):
             if table is None:
                 assert truth.all()
                 continue
-            assert table.blocks.shape[1] == max(1, truth.sum(1).max())
+            assert len(table.blocks.T) == max(1, *np.sum(truth, axis=1))
             named = np.zeros_like(truth, int)
             for row, (numbers, visible) in enumerate(zip(*map(np.asarray, table), strict=True)):
                 assert np.all((numbers >= 0) & (numbers < truth.shape[1]))
@@ -362,9 +362,9 @@ def on_one_device():
         return jax.tree.map(np.asarray, jax.jit(both)(*batch()))
 
 
-def assert_same(results, expected):
+def assert_same(results, expected, atol=2e-6):
     for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6)
+        np.testing.assert_allclose(x, y, atol=atol)
 
 
 def test_vmap_adds_to_the_batch():
@@ -387,17 +387,17 @@ def test_each_device_runs_its_part(axis_type):
         program = jax.jit(both).lower(*placed).compile()
         results = program(*placed)
     assert_same(results, on_one_device())
-    assert "all-gather" not in program.as_text()
+    assert "all-gather" not in str(program.as_text())
 
 
 @pytest.mark.slow
 def test_inside_shard_map():
-    mesh = jax.make_mesh((4,), ("data",))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    in_parts = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     with kernels():
-        run = jax.shard_map(
-            both, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-        )
-        results = jax.jit(run)(*batch())
+        results = jax.jit(in_parts(both, check_vma=False))(*batch())
+        with pytest.raises(NotImplementedError, match="inside jax.shard_map need its check_vma=F"):
+            in_parts(both)(*batch())
     assert_same(results, on_one_device())
 
 
@@ -417,4 +417,4 @@ def test_derivatives_of_the_kernels_are_those_of_the_chunked_path():
         for name in ("pallas", "xla"):
             gradient = jax.grad(functools.partial(loss, name))
             results[name] = jax.jit(functools.partial(jax.jvp, gradient))((query,), (query,))
-    assert_same(results["pallas"], results["xla"])
+    assert_same(results["pallas"], results["xla"], 1e-5)  # of numbers of up to 4

@@ -3,8 +3,10 @@
 test_tpu_chips.py runs this file, with its environment set before JAX starts.
 """
 
+import functools
 import sys
 import time
+from typing import Any
 
 from described_tpus import CHIPS, compiled, device_of, set_environment
 
@@ -34,7 +36,7 @@ CASES = {
 }
 
 
-def case(T, H=128, N=8, K=None, dtype="bfloat16", arrays=None, **options):
+def case(T: int, H=128, N=8, K: Any = None, dtype="bfloat16", arrays: Any = None, **options):
     """Return the forward and the gradient of a call, their arguments, and its plan."""
     query = jax.ShapeDtypeStruct((1, T, N, H), dtype)
     key = jax.ShapeDtypeStruct((1, T, K or N, H), dtype)
@@ -44,7 +46,7 @@ def case(T, H=128, N=8, K=None, dtype="bfloat16", arrays=None, **options):
         return memeff.dot_product_attention(query, key, value, **arrays, **options)
 
     def gradient(query, key, value, arrays, dout):
-        out, pull = jax.vjp(lambda *args: forward(*args, arrays), query, key, value)
+        out, pull = jax.vjp(functools.partial(forward, arrays=arrays), query, key, value)
         return out, pull(dout)
 
     args = query, key, key, arrays
@@ -57,10 +59,10 @@ def main(chip: str, names: list[str]) -> None:
     device = device_of(chip)
     for name in names or CASES:
         with pretend_device("tpu"):
-            functions, plan = case(**CASES[name])
+            functions, plan = case(**dict[str, Any](CASES[name]))
             for what, (function, args) in functions.items():
                 start = time.perf_counter()
-                program = compiled(function, args, device)
+                program: Any = compiled(function, args, device)
                 seconds = time.perf_counter() - start
                 temporary = program.memory_analysis().temp_size_in_bytes
                 planned = plan.forward_bytes if what == "forward" else plan.gradient_bytes

@@ -6,8 +6,8 @@ with kernels(side=128): ...                                     # small tiles
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from cases import CASES
 from conftest import Result, run_calls
@@ -37,7 +37,7 @@ def without_chunks(kwargs: dict) -> dict:
     return {name: x for name, x in kwargs.items() if name != "chunk_size"}
 
 
-def inputs(name: str, dtype="float32") -> tuple:
+def inputs(name: str, dtype: Any = "float32") -> tuple:
     """Return the arguments of a named case."""
-    args, kwargs = CASES[name].inputs(jnp.dtype(dtype))
+    args, kwargs = CASES[name].inputs(dtype)
     return args, without_chunks(kwargs)

@@ -19,7 +19,7 @@ from jax import Array, lax
 from memeff.masking import window_pairs
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.tpu import nonfinite
-from memeff.pallas.tpu.splash import HIDDEN_LOGIT, Kernels
+from memeff.pallas.tpu.splash import HIDDEN_LOGIT, Kernels, interpreting
 from memeff.pallas.tpu.tables import Visits, round_up, tile_shape
 from memeff.pallas.tpu.tokens import Tokens, tokens_of
 from memeff.problem import Gradients, LogitParams, Operands, Problem, split_axis
@@ -38,8 +38,9 @@ def describe(problem: Problem, operands: Operands) -> str:
     )
 
 
-def kernels_of(problem: Problem, T: int, S: int) -> Kernels:
-    """Return the kernels for T queries and S keys."""
+def kernels_of(problem: Problem, lengths: tuple[int, int], interpret: bool) -> Kernels:
+    """Return the kernels for `lengths`, T queries and S keys."""
+    T, S = lengths
     tile = tile_shape(T, S)
     hides_padding = S % tile[1] > 0 and not _window_ends_before(problem, T, S)
     may_see = None
@@ -49,7 +50,7 @@ def kernels_of(problem: Problem, T: int, S: int) -> Kernels:
         positions = problem.q_offset, problem.q_offset + round_up(T, tile[0])
     visits = Visits(problem, (T, S), tile)
     _, scale = split_scale(problem.scale)
-    return Kernels(tile, visits, positions, may_see, scale, problem.soft_cap)
+    return Kernels(tile, visits, positions, may_see, scale, problem.soft_cap, interpret)
 
 
 def _window_ends_before(problem: Problem, T: int, S: int) -> bool:
@@ -150,6 +151,7 @@ def forward(
     """Return out [B, K, G, T, D], in float32 if partial, and lse [B, K, G, T] if wanted."""
     tokens = tokens_of(operands)
     leaves, structure = jax.tree.flatten(tokens)
+    interpret = interpreting()  # here, because XLA's partitioner calls `call` in its own thread
     sinks = operands.logit_params.sinks
     want_lse = (
         lse_for is not None or sinks is not None or not _all_rows_see(problem, operands, tokens)
@@ -159,7 +161,7 @@ def forward(
     def call(query, key, value, *leaves):
         B, T, K, G, _ = query.shape
         tokens = jax.tree.unflatten(structure, leaves)
-        kernels = kernels_of(problem, T, key.shape[1])
+        kernels = kernels_of(problem, (T, key.shape[1]), interpret)
         layout = _Layout.of(query, key, kernels.block)
         query = query * split_scale(problem.scale)[0]
         key, value = (_hide_unseen(problem, tokens, T, x) for x in (key, value))
@@ -205,6 +207,7 @@ def backward(
     """
     tokens = tokens_of(operands)
     leaves, structure = jax.tree.flatten(tokens)
+    interpret = interpreting()  # here, because XLA's partitioner calls `call` in its own thread
     delta = row_dots(out, dout, jnp.float32)
     if dlse is not None:
         delta -= dlse
@@ -213,7 +216,7 @@ def backward(
         _, T, K, G, H = query.shape
         B, S, _, _ = value.shape
         tokens = jax.tree.unflatten(structure, leaves)
-        kernels = kernels_of(problem, T, S)
+        kernels = kernels_of(problem, (T, S), interpret)
         layout = _Layout.of(query, key, kernels.block)
         empty = lse == LSE_OF_EMPTY_ROW  # b k g t
         dout = jnp.where(empty[..., None], 0, dout)
@@ -234,7 +237,7 @@ def backward(
         dk, dv = (x[:, :, :S].transpose(0, 2, 1, 3) for x in (dk, dv))
         return dq, dk, dv
 
-    missing = kernels_of(problem, operands.shape.T, operands.shape.S).gradient_scale
+    missing = kernels_of(problem, (operands.shape.T, operands.shape.S), interpret).gradient_scale
     run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *tokens.dims), DIMS)
     query = split_axis(operands.query, 2, operands.shape.K)
     leaves = vary_together(leaves, operands.query)

@@ -10,6 +10,7 @@ from memeff.device import Device
 from memeff.pallas.tpu import splash
 from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem
+from memeff.sharding import varies
 
 LARGEST_HEAD = 256
 MOST_BLOCK_PAIRS = 2**17  # entries of a table, which lies in scalar memory
@@ -90,6 +91,8 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the TPU kernels do not support `score_fn` and `mask_fn`"
     if problem.qk_transform is not None:
         return "the TPU kernels do not support `qk_transform`"
+    if varies(operands):  # they do not type their results
+        return "the TPU kernels inside jax.shard_map need its check_vma=False"
     if operands.origin is not None:
         return "the TPU kernels do not support functions on a part of a whole call"
     if problem.precision not in (None, lax.Precision.DEFAULT):

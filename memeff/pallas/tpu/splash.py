@@ -69,6 +69,11 @@ def interpreted() -> Iterator[None]:
         _interpreting.reset(token)
 
 
+def interpreting() -> bool:
+    """Return True inside `interpreted`."""
+    return _interpreting.get()
+
+
 @functools.cache
 def why_not() -> str | None:
     """Return why this version of JAX does not have the kernels as expected; None if it does."""
@@ -131,6 +136,7 @@ class Kernels(NamedTuple):
     may_see: Callable[[Array, Array], Array] | None  # of positions of queries and keys
     scale: float  # of the logits, in [1/2, 1]
     soft_cap: float | None
+    interpret: bool  # in Pallas' interpreter
 
     @property
     def gradient_scale(self) -> float:
@@ -161,7 +167,7 @@ class Kernels(NamedTuple):
                 save_residuals=want_lse,
                 mask_function=self.may_see,
                 attn_logits_soft_cap=self._soft_cap(),
-                interpret=_interpreting.get(),
+                interpret=self.interpret,
             )
             return (found[0], found[1][0]) if want_lse else (found, None)
 
@@ -226,7 +232,7 @@ class Kernels(NamedTuple):
             mask_value=HIDDEN_LOGIT,
             attn_logits_soft_cap=self._soft_cap(),
             mask_function=self.may_see,
-            interpret=_interpreting.get(),
+            interpret=self.interpret,
             **dict.fromkeys(_LAYOUTS, layout),
         )
 
@@ -238,11 +244,9 @@ class Kernels(NamedTuple):
         """Return the tables and positions as the kernels take them."""
         visits = self.visits.mirrored() if by_key else self.visits
         table = visits.table(prefetch=not by_key)
-        blocks, is_visible = (None, None) if table is None else table
-        if table is not None and by_key:  # the kernel wants the steps first
-            blocks, is_visible = table.blocks.T, table.is_visible.T
-        if table is not None:
-            blocks, is_visible = blocks[None], is_visible[None]
+        blocks = is_visible = None
+        if table is not None:  # the kernel of keys wants the steps first
+            blocks, is_visible = (x.T[None] if by_key else x[None] for x in table)
         positions = None if self.positions is None else jnp.arange(*self.positions, dtype=jnp.int32)
         return splash.mask_info_lib.MaskInfo(blocks, None, is_visible, None, positions)
 

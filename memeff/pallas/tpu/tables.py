@@ -42,7 +42,9 @@ class Visits(NamedTuple):
         window = dataclasses.replace(
             problem, left=problem.right, right=problem.left, q_offset=-problem.q_offset
         )
-        return Visits(window, self.lengths[::-1], self.tile[::-1])
+        T, S = self.lengths
+        t, c = self.tile
+        return Visits(window, (S, T), (c, t))
 
     def ranges(self, xp: Any = np) -> tuple[Any, Any]:
         """Return the first visible block for each own block, and their count.

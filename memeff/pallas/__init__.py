@@ -11,9 +11,10 @@ no kernel before it runs one. To add a family, add a package and a row.
 from types import ModuleType
 
 from memeff.device import Device
-from memeff.pallas.hopper import implementation
+from memeff.pallas.hopper import implementation as hopper
+from memeff.pallas.tpu import implementation as tpu
 
-FAMILIES: tuple[ModuleType, ...] = (implementation,)
+FAMILIES: tuple[ModuleType, ...] = (hopper, tpu)
 
 
 def family_for(device: Device) -> ModuleType:

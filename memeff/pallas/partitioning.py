@@ -6,6 +6,7 @@ a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -16,7 +17,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from memeff.pallas.hopper.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_together
 
 SHARED_BATCH = "u"
@@ -97,7 +97,7 @@ def _partition_over_devices(
     call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...], arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Run `call` on each device's part of the arrays."""
-    if not may_be_sharded() or interpreting():
+    if not may_be_sharded() or _mosaic_interprets():
         # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
     assert not any("@" in dims for dims in dims_in)  # another device may have these entries
@@ -105,6 +105,12 @@ def _partition_over_devices(
     if AxisType.Explicit in first.mesh.axis_types:
         return _run_explicit(call, dims_in, dims_out, arrays)
     return _run_automatic(call, dims_in, dims_out, arrays)
+
+
+def _mosaic_interprets() -> bool:
+    """Return whether Hopper kernels run in Mosaic's interpreter; do not import Mosaic for this."""
+    mosaic = sys.modules.get("memeff.pallas.hopper.mosaic")
+    return mosaic is not None and mosaic.interpreting()
 
 
 def _run_explicit(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):

@@ -138,7 +138,7 @@ class Operands(NamedTuple):
     """The arrays of one call.
 
     A `Tile` holds the parts of one tile, with the heads split (`split_heads`). In a forward of the
-    chunked path `key` and `value` may be `stored.StoredKeys`, of which it cuts tiles.
+    chunked path or of the decode kernel `key` and `value` may be `stored.StoredKeys`.
     """
 
     query: Array  # B T N H; query head n = k * G + g

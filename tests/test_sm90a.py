@@ -37,8 +37,9 @@ SPILLED_IN_CASES = {
     "t5, all keys": 280,
     "tails 64": 272,
 }
-# The decode kernel spills only where an item has one of two tiles of rows.
-SPILLED_IN_DECODE_CASES = {"decode, rows of two tiles": 40}
+# The decode kernel spills only where an item has one of two tiles of rows, and where float8 is
+# converted by way of float32.
+SPILLED_IN_DECODE_CASES = {"decode, rows of two tiles": 40, "decode, float8": 16}
 # ptxas warns that it ignored setmaxnreg; or that products run one after the other, for want of
 # registers, or because one still runs over a branch.
 SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")

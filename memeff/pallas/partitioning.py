@@ -8,6 +8,7 @@ a key head. Arrays that are sharded along any other dim are gathered first.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -29,8 +30,10 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     """Return `call` as a function for vmap and for any mesh.
 
     It maps arrays to a tuple of arrays. `dims_in` and `dims_out` have a letter for each dim of each
-    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
+    array, the batch `b` first. Arrays without `b` belong to all batch entries. The first array has
+    all dims of FREE, and its sharding decides.
     """
+    has_batch = ["b" in dims for dims in dims_in]
 
     @custom_vmap
     def run(*arrays):
@@ -38,7 +41,12 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
 
     @run.def_vmap
     def _fold_into_batch(size, batched, *arrays):
+        if any(is_batched and not b for is_batched, b in zip(batched, has_batch, strict=True)):
+            return _map_one_by_one(size, batched, arrays), (True,) * len(dims_out)
+
         def fold(x, is_batched, dims):
+            if "b" not in dims:
+                return x
             x = x if is_batched else lax.broadcast(x, (size,))
             _, *of = dims.split("@")
             for n in map(int, of):  # the entries of each call of the vmap lie behind each other
@@ -49,6 +57,15 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
         results = run(*map(fold, arrays, batched, dims_in))
         unfolded = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return unfolded, (True,) * len(dims_out)
+
+    def _map_one_by_one(size, batched, arrays):
+        """Return the stacked results of one call after another."""
+
+        def step(_, n):
+            pairs = zip(arrays, batched, strict=True)
+            return None, run(*(x[n] if is_batched else x for x, is_batched in pairs))
+
+        return lax.scan(step, None, jnp.arange(size))[1]
 
     return run
 

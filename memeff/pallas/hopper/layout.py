@@ -29,6 +29,7 @@ SCALAR_DIMS = {
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
+    "page_table": "bn",
     "query_entries": entries_of(0),
     "key_entries": entries_of(1),
     "value_entries": entries_of(2),

@@ -37,6 +37,7 @@ class Scalars(NamedTuple):
     visible_to: Any = None  # [B, tiles], int32
     one_segment: Any = None  # [B, tiles], 0 or 1
     tile_table: Any = None  # tiles that a block mask leaves, for all batch entries and heads
+    page_table: Any = None  # [B, n], int32, the pages of each sequence's keys; only decoding has it
 
     def of(self, b) -> "Scalars":
         """Return batch entry b of refs: values of the fields [B], and refs of the rest."""

@@ -249,6 +249,9 @@ def test_kernels_are_chosen_where_they_are_faster():
     mask = jnp.ones((1, 2, 256, 256), bool)
     assert chosen_on_hopper(mask=mask) == "pallas"
     assert chosen_on_hopper(mask=mask, bias=jnp.ones((1, 2, 256, 256))) == "pallas"
+    wide_bias = jax.ShapeDtypeStruct((256, 256), np.float64)
+    with jax.enable_x64(True):
+        assert chosen_on_hopper(bias=wide_bias) == "xla"
     assert chosen_on_hopper(mask=mask, bias=bias) == "xla"  # it would become larger than it is
     assert chosen_on_hopper((1, 63, 2, 64), bias=bias[:63, :63]) == "xla"
     assert chosen_on_hopper(dtype=jnp.float32) == "xla"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import few
+from gpu_calls import skip_without_kernels
 from hopper_cases import bf16, f32, interpreted, needs_kernels
 from hopper_stand_ins import accept_all_calls
 
@@ -19,10 +20,10 @@ ENTRIES = Entries(*map(jnp.int32, ([1, 0, 1], [2, 2, 0], [2, 1, 0])))
 RESULTS = "out", "lse", "dq", "dk", "dv"
 
 
-def arrays_of(count: int, tokens: int, heads: int, seed: int, dtype=bf16):
-    """Return random numbers [count, tokens, heads, 64]."""
+def arrays_of(count: int, tokens: int, heads: int, seed: int, dtype=bf16, H: int = 64):
+    """Return random numbers [count, tokens, heads, H]."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(count, tokens, heads, 64)), dtype)
+    return jnp.asarray(rng.normal(size=(count, tokens, heads, H)), dtype)
 
 
 def of_rows(x):
@@ -37,13 +38,11 @@ def results(problem, schedule, operands, rows):
     return out, lse.high, *gradients[:3]
 
 
-@pytest.mark.parametrize("fused", few((False, True), (False,)))
-def test_entries_are_those_of_a_copy(fused):
-    """The bits are those of a call whose arrays hold the entries themselves (fused: but for dq)."""
-    T, S = 72, 72
-    query = arrays_of(2, T, 2, 0)
-    keys = arrays_of(3, S, 1, 1), arrays_of(3, S, 1, 2)
-    out, dout = (of_rows(arrays_of(2, T, 2, seed)) for seed in (3, 4))
+def both_ways(T: int, S: int, H: int, fused: bool):
+    """Return the results of a call whose arrays hold the entries, and of one that names them."""
+    query = arrays_of(2, T, 2, 0, H=H)
+    keys = arrays_of(3, S, 1, 1, H=H), arrays_of(3, S, 1, 2, H=H)
+    out, dout = (of_rows(arrays_of(2, T, 2, seed, H=H)) for seed in (3, 4))
     lse, dlse = (arrays_of(2, T, 2, seed, f32)[..., 0].swapaxes(1, 2)[:, None] for seed in (5, 6))
     rows = out, Lse(lse + 4, None), dout, dlse
     problem = Problem(right=0, q_offset=S - T, scale=0.1)
@@ -59,14 +58,31 @@ def test_entries_are_those_of_a_copy(fused):
         in_place = operands._replace(entries=ENTRIES)
         return run(copied, take(rows, query)), run(in_place, rows)
 
-    with interpreted():
-        expected, found = jax.tree.map(np.asarray, both(Operands(query, *keys), rows))
+    return jax.tree.map(np.asarray, both(Operands(query, *keys), rows))
+
+
+def assert_same(expected, found, fused: bool):
+    """Check that the bits are the same, but for those of dq that are added in any order."""
     for name, x, y in zip(RESULTS, expected, found, strict=True):
         assert np.abs(x.astype(f32)).max() > 0.01, name
         if fused and name == "dq":
             np.testing.assert_allclose(y.astype(f32), x.astype(f32), atol=0.02)
         else:
             np.testing.assert_array_equal(y, x, err_msg=name)
+
+
+@pytest.mark.parametrize("fused", few((False, True), (False,)))
+def test_entries_are_those_of_a_copy(fused):
+    with interpreted():
+        assert_same(*both_ways(72, 72, 64, fused), fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_entries_on_a_gpu(H, fused):
+    skip_without_kernels()
+    assert_same(*both_ways(1000, 1500, H, fused), fused)
 
 
 def copy_first(problem, lengths, arrays, scalars, want_lse, tiling):

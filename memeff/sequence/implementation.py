@@ -112,7 +112,7 @@ class Sharded:
             term = Term(tuple(part.rows for part in parts), found.query)
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
-                dparams = add_logit_params(*parts, dparams, found.logit_params)
+                dparams = add_logit_params(parts[0], dparams, found.logit_params)
             return (dqueries, dparams, rows), (found.key, found.value)
 
         def zeros(x: Array) -> Array:

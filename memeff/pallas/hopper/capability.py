@@ -21,6 +21,7 @@ LARGEST_HEAD_BACKWARD = 128
 # Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
 # in the decode kernel.
 FEWEST_QUERIES = 64
+BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MOST_DECODE_ROWS = 128  # queries, times the heads of a group: two tiles of the decode kernel
 # Tokens of a page must be a multiple of this, because a copy brings 8 rows of 16 bytes or more to
 # shared memory, and 128 bytes or more of scales.
@@ -82,6 +83,11 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the Hopper kernels do not support dropout"
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
+    if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
+        return (
+            "the Hopper kernels support a `bias` in bfloat16, float16 and float32, and this call has "
+            f"{terms.bias.dtype}"
+        )
     mask = operands.mask
     if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:
         if jnp.broadcast_shapes(mask.shape, terms.bias.shape) != terms.bias.shape:

@@ -21,6 +21,7 @@ __all__ = [
     "for_device",
     "forward",
     "fused_is_faster",
+    "reads_entries",
     "slower",
     "tangent",
     "temp_bytes",
@@ -28,6 +29,11 @@ __all__ = [
     "vocabulary",
     "why_not",
 ]
+
+
+def reads_entries(problem: Problem, operands: Operands) -> bool:
+    """Return False: the kernels do not read `operands.entries`."""
+    return False
 
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:

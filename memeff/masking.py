@@ -46,14 +46,23 @@ def pair_positions(
     return first + stride * rows, origin.first_key + stride * cols
 
 
-def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
-    """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
-    keep = (rows >= 0) & (cols >= 0)
-    position = query_positions(problem, inputs.q_offset, rows)
+def window_pairs(problem: Problem, position, cols) -> Any:
+    """Return True where the window lets the query at `position` see the key at `cols`.
+
+    The shapes broadcast. Without a window the result is the number True.
+    """
+    keep = True
     if problem.left is not None:
         keep &= position - problem.left <= cols
     if problem.right is not None:  # causal attention is right = 0: one rule, not two
         keep &= cols <= position + problem.right
+    return keep
+
+
+def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
+    """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
+    keep = (rows >= 0) & (cols >= 0)
+    keep &= window_pairs(problem, query_positions(problem, inputs.q_offset, rows), cols)
     if inputs.q_lengths is not None:
         keep &= rows < inputs.q_lengths
     if inputs.kv_lengths is not None:

@@ -86,11 +86,48 @@ DECODE_CASES = {
     "decode, float16": dict(H=64, K=4, dtype="float16"),
     "decode, alibi": dict(H=128, K=4, T=4, score_fn=scores.alibi(SINKS)),
     "decode, documents": dict(H=64, K=4, T=4, mask_fn=masks.documents(IDS[:, :4], IDS)),
+    "decode, pages of 64": dict(H=128, K=4, page=64),
+    "decode, pages of 16": dict(H=64, K=4, T=8, page=16),
+    "decode, int8": dict(H=128, K=4, stored="int8"),
+    "decode, int8 64": dict(H=64, K=4, T=8, stored="int8"),
+    "decode, float8": dict(H=128, K=4, stored="float8_e4m3fn"),
+    "decode, int8 in pages": dict(H=128, K=4, T=4, stored="int8", page=64),
 }
 
 
-def lowered_decode(H: int, K: int, T: int = 1, S: int = 32768, dtype: str = "bfloat16", **options):
+def lowered_decode(**case):
     """Return the lowered forward of T queries at the end of a cache of S keys."""
+    in_cache = "page" in case or "stored" in case
+    return (_lowered_decode_of_cache if in_cache else _lowered_decode_of_arrays)(**case)
+
+
+def _lowered_decode_of_cache(
+    H: int, K: int, T: int = 1, S: int = 32768, page: int | None = None, stored: str = "bfloat16"
+):
+    """Return the lowered forward of a cache, in pages or in 8 bits."""
+    mesh = mesh_of(1, "x")
+    on_device = NamedSharding(mesh, PartitionSpec())
+
+    def zeros():
+        if page is None:
+            return memeff.KVCache.zeros(B, S, K, H, stored)
+        pages = dict(batch=B, pages_per_sequence=S // page)
+        return memeff.PagedKVCache.zeros(B * S // page, page, K, H, stored, **pages)
+
+    query = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
+        jitted = jax.jit(
+            lambda query, cache: cache.attend(query, implementation="pallas"),
+            in_shardings=on_device,
+            out_shardings=on_device,
+        )
+        return jitted.trace(query, jax.eval_shape(zeros)).lower()
+
+
+def _lowered_decode_of_arrays(
+    H: int, K: int, T: int = 1, S: int = 32768, dtype: str = "bfloat16", **options
+):
+    """Return the lowered forward of a cache that is arrays."""
     mesh = mesh_of(1, "x")
     on_device = NamedSharding(mesh, PartitionSpec())
     if "mask_fn" in options:

@@ -6,6 +6,7 @@ a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -16,11 +17,15 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from memeff.pallas.hopper.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_together
 
 SHARED_BATCH = "u"
 FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that share a key head
+
+
+def entries_of(n: int) -> str:
+    """Return the dims of an array [b] that holds numbers of batch entries of array `n`."""
+    return f"b@{n}"
 
 
 def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...]) -> Callable:
@@ -30,7 +35,7 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
     An array of which all batch entries share one has the letter SHARED_BATCH first. Under vmap it
     stays shared if it is the same for all calls; a result with this letter is computed call by
-    call.
+    call. So is every result if an array without `b` and SHARED_BATCH differs between the calls.
     """
 
     @custom_vmap
@@ -40,27 +45,47 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     @run.def_vmap
     def _fold_into_batch(size, batched, *arrays):
         every = (True,) * len(dims_out)
-        if any(dims.startswith(SHARED_BATCH) for dims in dims_out):
-            return lax.map(
-                functools.partial(_run_one, run, batched, arrays), jnp.arange(size)
-            ), every
-        B = arrays[0].shape[1 if batched[0] else 0]
-        folded_dims = list(dims_in)
-        folded = list(arrays)
-        for n, (x, is_batched, dims) in enumerate(zip(arrays, batched, dims_in, strict=True)):
-            is_shared = dims.startswith(SHARED_BATCH)
-            if is_shared and not is_batched:
-                continue
-            x = x if is_batched else lax.broadcast(x, (size,))
-            if is_shared:
-                folded_dims[n] = "b" + dims[1:]
-                x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
-            folded[n] = lax.collapse(x, 0, 2)
-        results = partitioned(call, tuple(folded_dims), dims_out)(*folded)
+        pairs = zip(batched, dims_in, strict=True)
+        pools_differ = any(x and "b" not in dims and not is_shared(dims) for x, dims in pairs)
+        if pools_differ or any(map(is_shared, dims_out)):
+            one = functools.partial(_run_one, run, batched, arrays)
+            return lax.map(one, jnp.arange(size)), every
+        fold = functools.partial(_fold, size, batched, arrays)
+        folded, folded_dims = zip(*map(fold, range(len(arrays)), dims_in), strict=True)
+        results = partitioned(call, folded_dims, dims_out)(*folded)
         unfolded = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
         return unfolded, every
 
     return run
+
+
+def is_shared(dims: str) -> bool:
+    """Return whether all batch entries share one array with these dims."""
+    return dims.startswith(SHARED_BATCH)
+
+
+def _fold(
+    size: int, batched: Sequence[bool], arrays: Sequence[Array], n: int, dims: str
+) -> tuple[Array, str]:
+    """Return array n of `size` calls of vmap as an array of one call, and its dims.
+
+    Its batch entries, those of each call behind those of the call before, take the place of both
+    dims. What all entries and all calls share stays as it is.
+    """
+    x = arrays[n]
+    if not batched[n]:
+        if "b" not in dims:
+            return x, dims
+        x = lax.broadcast(x, (size,))
+    if is_shared(dims):
+        B = arrays[0].shape[1 if batched[0] else 0]
+        x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
+        dims = "b" + dims[1:]
+    _, *sources = dims.split("@")
+    for source in map(int, sources):
+        entries = arrays[source].shape[1 if batched[source] else 0]
+        x += entries * lax.broadcasted_iota(x.dtype, x.shape, 0)
+    return lax.collapse(x, 0, 2), dims
 
 
 def _run_one(run: Callable, batched: Sequence[bool], arrays: Sequence[Array], n: Array):
@@ -72,13 +97,20 @@ def _partition_over_devices(
     call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...], arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Run `call` on each device's part of the arrays."""
-    if not may_be_sharded() or interpreting():
+    if not may_be_sharded() or _mosaic_interprets():
         # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
+    assert not any("@" in dims for dims in dims_in)  # another device may have these entries
     first = jax.typeof(arrays[0]).sharding
     if AxisType.Explicit in first.mesh.axis_types:
         return _run_explicit(call, dims_in, dims_out, arrays)
     return _run_automatic(call, dims_in, dims_out, arrays)
+
+
+def _mosaic_interprets() -> bool:
+    """Return whether Hopper kernels run in Mosaic's interpreter; do not import Mosaic for this."""
+    mosaic = sys.modules.get("memeff.pallas.hopper.mosaic")
+    return mosaic is not None and mosaic.interpreting()
 
 
 def _run_explicit(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):

@@ -113,7 +113,8 @@ def key_value_gradient(
     [B, N, T']. `lengths`: T and S without padding.
     """
     query, key, value, _, lse, _ = arrays
-    B, _, N, H = query.shape
+    _, _, N, H = query.shape
+    B = scalars.batch_size(query)
     _, _, K, D = value.shape
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
@@ -151,7 +152,7 @@ def key_value_gradient(
             rings=rings,
         )
 
-    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in (key, value)]
+    types = [jax.ShapeDtypeStruct((B, *x.shape[1:]), query.dtype) for x in (key, value)]
     kernel = warp_specialized_kernel(
         body,
         "memeff_dkdv",
@@ -217,8 +218,8 @@ def copy_queries(
         rows = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         q_ready = scratch.q_ready.at[slot]
         do_ready = scratch.do_ready.at[slot]
-        tokens = work.b, rows, head
-        vector = work.b, head, rows
+        tokens = work.source.query, rows, head
+        vector = work.source.query, head, rows
         wait_for_slot(scratch.used, slot, visit >= tiling.stages)
         plgpu.copy_gmem_to_smem(head_rows(query_ref, *tokens), scratch.q_s.at[slot], q_ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
@@ -227,7 +228,8 @@ def copy_queries(
             cols = pl.ds(work.col, tiling.item_size)
             copy_bias(work.scalars, head, rows, cols, bias_s, slot, q_ready)
         plgpu.copy_gmem_to_smem(head_rows(dout_ref, *tokens), scratch.do_s.at[slot], do_ready)
-        plgpu.copy_gmem_to_smem(delta_ref.at[vector], scratch.delta_s.at[slot], do_ready)
+        delta = delta_ref.at[work.b, head, rows]
+        plgpu.copy_gmem_to_smem(delta, scratch.delta_s.at[slot], do_ready)
 
     @pl.loop(0, shape.G)
     def _(g):
@@ -253,8 +255,10 @@ def _copy(
         cols = pl.ds(work.col + group * ROWS, ROWS)
         slot = item * tiling.warpgroups + group
         ready = scratch.item_ready.at[slot]
-        for ref, tile_s in ((key_ref, scratch.k_s), (value_ref, scratch.v_s)):
-            plgpu.copy_gmem_to_smem(head_rows(ref, work.b, cols, work.k), tile_s.at[slot], ready)
+        key = head_rows(key_ref, work.source.key, cols, work.k)
+        plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], ready)
+        value = head_rows(value_ref, work.source.value, cols, work.k)
+        plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
     visits = state.tiles_visited
     count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, visits)

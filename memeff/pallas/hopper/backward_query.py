@@ -102,7 +102,8 @@ def query_gradient(
     cotangents of `score_fn`'s inputs over keys.
     """
     query, key, value, _, _, _ = arrays
-    B, _, N, H = query.shape
+    _, padded_T, N, H = query.shape
+    B = scalars.batch_size(query)
     _, _, K, D = value.shape
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
@@ -141,7 +142,7 @@ def query_gradient(
     rows = visited.size * tiling.item_size
     sums = count_score_gradients(problem)
     types = [
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((B, padded_T, N, H), query.dtype),
         *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
     ]
     scratch = _scratch_types(
@@ -216,10 +217,12 @@ def _copy(
         ready = scratch.item_ready.at[slot]
 
         def copy_tile(ref, tile_s):
-            plgpu.copy_gmem_to_smem(head_rows(ref, work.b, rows, work.n), tile_s.at[slot], ready)
+            tile = head_rows(ref, work.source.query, rows, work.n)
+            plgpu.copy_gmem_to_smem(tile, tile_s.at[slot], ready)
 
         def copy_vector(ref, vector_s):
-            plgpu.copy_gmem_to_smem(ref.at[work.b, work.n, rows], vector_s.at[slot], ready)
+            vector = ref.at[work.source.query, work.n, rows]
+            plgpu.copy_gmem_to_smem(vector, vector_s.at[slot], ready)
 
         copy_tile(out_ref, scratch.out_s)
         copy_tile(dout_ref, scratch.do_s)
@@ -238,16 +241,17 @@ def _copy(
         visit = state.tiles_visited + n
         slot = lax.rem(visit, jnp.int32(tiling.stages))
         cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
-        tokens = work.b, cols, work.k
         k_ready = scratch.k_ready.at[slot]
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
-        plgpu.copy_gmem_to_smem(head_rows(key_ref, *tokens), scratch.k_s.at[slot], k_ready)
+        key = head_rows(key_ref, work.source.key, cols, work.k)
+        plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], k_ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
         item_rows = pl.ds(work.row, tiling.item_size)
         copy_bias(work.scalars, work.n, item_rows, cols, scratch.bias_s, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         v_ready = scratch.v_ready.at[slot]
-        plgpu.copy_gmem_to_smem(head_rows(value_ref, *tokens), scratch.v_s.at[slot], v_ready)
+        value = head_rows(value_ref, work.source.value, cols, work.k)
+        plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], v_ready)
 
     return copy_tiles(copy_item, copy_keys, state, count, tiling)
 

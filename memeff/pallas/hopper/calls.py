@@ -172,11 +172,12 @@ def forward(
     on_tiles = calls.tile_functions(problem, operands)
 
     def call(query, key, value, *leaves):
-        B, T, K, G, _ = query.shape
+        _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
         width = padded_width(operands)
         arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
+        B = padded_scalars.batch_size(query)
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
         outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
@@ -216,7 +217,8 @@ def backward(
 ) -> Gradients:
     """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
 
-    `dlse` is None if lse has no cotangent.
+    `dlse` is None if lse has no cotangent. With `operands.entries` these four have the batch
+    entries of the query, and the gradients those of the call.
     """
     original = operands
     bias = operands.logit_params.bias
@@ -232,9 +234,10 @@ def backward(
         rows.append(dlse)
 
     def call(query, key, value, out, dout, *more):
-        B, T, K, G, H = query.shape
+        _, T, K, G, H = query.shape
         _, S, _, D = value.shape
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, more[len(rows) :]))
+        B = padded_scalars.batch_size(query)
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
         widths = [padded_width(operands)] * len(arrays)
@@ -264,7 +267,7 @@ def backward(
             if bias_dims is not None:
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
-        dq = dq[:, :T, :, :H].reshape(query.shape)
+        dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         dk = dk[:, :S, :, :H]
         dv = dv[:, :S, :, :D]
         return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
@@ -336,6 +339,8 @@ def _fused_gradient(
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, out, dout, lse, dlse = inputs
     delta = row_deltas(lengths, out, dout, dlse)
+    if scalars.query_entries is not None:
+        delta = delta[scalars.query_entries]
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )

@@ -76,7 +76,8 @@ def attend(
     padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
     """
     query, key, value = arrays
-    B, padded_T, N, H = query.shape
+    _, padded_T, N, H = query.shape
+    B = scalars.batch_size(query)
     K, D = value.shape[2:]
     T, S = lengths
     sizes = CallSizes(B, T, S, K, N // K)
@@ -165,7 +166,8 @@ def _copy_operands(
         rows = pl.ds(work.row + warpgroup * ROWS, ROWS)
         ready = scratch.q_ready.at[slot]
         shared = scratch.q_s.at[slot * tiling.warpgroups + warpgroup]
-        plgpu.copy_gmem_to_smem(head_rows(query_ref, work.b, rows, work.n), shared, ready)
+        query = head_rows(query_ref, work.source.query, rows, work.n)
+        plgpu.copy_gmem_to_smem(query, shared, ready)
         vector_slot = slot * tiling.warpgroups + warpgroup
         copy_token_vectors(work.scalars.by_query, rows, query_vectors_s, vector_slot, ready)
 
@@ -174,14 +176,14 @@ def _copy_operands(
         slot = lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
         cols = pl.ds(work.visits.tile(n) * tiling.keys, tiling.keys)
 
-        def copy_tile(ref, shared, ready, used):
+        def copy_tile(ref, b, shared, ready, used):
             is_refill = state.tiles_visited + n >= tiling.stages
             pl.when(is_refill)(lambda: plgpu.barrier_wait(used.at[slot]))
-            source = head_rows(ref, work.b, cols, work.k)
+            source = head_rows(ref, b, cols, work.k)
             plgpu.copy_gmem_to_smem(source, shared.at[slot], ready.at[slot])
 
-        copy_tile(key_ref, scratch.k_s, scratch.k_ready, scratch.k_used)
-        copy_tile(value_ref, scratch.v_s, scratch.v_ready, scratch.v_used)
+        copy_tile(key_ref, work.source.key, scratch.k_s, scratch.k_ready, scratch.k_used)
+        copy_tile(value_ref, work.source.value, scratch.v_s, scratch.v_ready, scratch.v_used)
         # Vectors of keys and the bias come with the values, because `clean_values` reads all.
         ready = scratch.v_ready.at[slot]
         copy_token_vectors(work.scalars.by_key, cols, key_vectors_s, slot, ready)

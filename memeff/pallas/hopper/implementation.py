@@ -24,6 +24,7 @@ __all__ = [
     "for_device",
     "forward",
     "fused_is_faster",
+    "reads_entries",
     "slower",
     "tangent",
     "temp_bytes",
@@ -31,6 +32,13 @@ __all__ = [
     "vocabulary",
     "why_not",
 ]
+
+
+def reads_entries(problem: Problem, operands: Operands) -> bool:
+    """Return whether the kernels of this call, forward and gradient, read `operands.entries`."""
+    if reads_bias(operands):
+        return False
+    return backward_is_kernel(operands) and why_not_decode(problem, operands) is not None
 
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from memeff.logits import LOG2_E
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.capability import mask_becomes_bias
 from memeff.pallas.hopper.scalars import Scalars
+from memeff.pallas.partitioning import entries_of
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, split_axis
 from memeff.sharding import vary_together
@@ -34,6 +35,10 @@ SCALAR_DIMS = {
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
+    "page_table": "bn",
+    "query_entries": entries_of(0),
+    "key_entries": entries_of(1),
+    "value_entries": entries_of(2),
 }
 
 
@@ -127,7 +132,7 @@ def mask_as_segments(operands: Operands) -> Operands:
 
 def scalars_of(problem: Problem, operands: Operands) -> Scalars:
     """Return the numbers that the kernels read besides query, key and value; heads are K G."""
-    B = operands.query.shape[0]
+    B = operands.shape.B
 
     def for_each_batch_entry(x: Array | None) -> Array | None:
         return None if x is None else jnp.broadcast_to(x, (B,))
@@ -139,6 +144,11 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
         q_segments=operands.q_segments,
         kv_segments=operands.kv_segments,
     )
+    if operands.entries is not None:
+        entries = operands.entries
+        scalars = scalars._replace(
+            query_entries=entries.query, key_entries=entries.key, value_entries=entries.value
+        )
     numbers = vary_together(calls.precomputed_numbers(problem, operands), operands.query)
     sinks = operands.logit_params.sinks
     if sinks is not None:

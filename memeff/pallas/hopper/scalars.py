@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-OF_BATCH = "q_offset", "q_lengths", "kv_lengths"
+OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries", "value_entries"
 
 
 class Scalars(NamedTuple):
@@ -20,6 +20,10 @@ class Scalars(NamedTuple):
     q_offset: Array | None = None  # [B], int32
     q_lengths: Array | None = None  # [B], int32
     kv_lengths: Array | None = None  # [B], int32
+    # Batch entries that the call reads, see `problem.Entries`
+    query_entries: Any = None  # [B], int32
+    key_entries: Any = None  # [B], int32
+    value_entries: Any = None  # [B], int32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
     # Of user functions, int32 or float32, see user_functions/partition.py:
@@ -37,6 +41,7 @@ class Scalars(NamedTuple):
     visible_to: Any = None  # [B, tiles], int32
     one_segment: Any = None  # [B, tiles], 0 or 1
     tile_table: Any = None  # tiles that a block mask leaves, for all batch entries and heads
+    page_table: Any = None  # [B, n], int32, the pages of each sequence's keys; only decoding has it
 
     def of(self, b) -> "Scalars":
         """Return batch entry b of refs: values of the fields [B], and refs of the rest."""
@@ -52,6 +57,10 @@ class Scalars(NamedTuple):
 
         entries: dict[str, Any] = {name: entry(name, ref) for name, ref in self._asdict().items()}
         return Scalars(**entries)
+
+    def batch_size(self, query: Array) -> int:
+        """Return the number of batch entries of the call, from its query [B, T, N, H]."""
+        return query.shape[0] if self.query_entries is None else self.query_entries.shape[0]
 
     def like(self, refs: Iterator) -> "Scalars":
         """Return the next of `refs` in the place of these arrays."""

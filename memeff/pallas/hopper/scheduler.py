@@ -142,10 +142,26 @@ def ends_and_mask(
     return (q_end, kv_end), mask_inputs
 
 
+class Sources(NamedTuple):
+    """The batch entries of the arrays from which a work item is copied."""
+
+    query: Array
+    key: Array
+    value: Array
+
+    @classmethod
+    def of(cls, scalars: Scalars, b) -> "Sources":
+        """Return those of batch entry b of the call, which `scalars` belong to."""
+        if scalars.query_entries is None:
+            return cls(b, b, b)
+        return cls(scalars.query_entries, scalars.key_entries, scalars.value_entries)
+
+
 class QueryWork(NamedTuple):
     """A tile of queries of one head, and the tiles of keys that it visits."""
 
     b: Array
+    source: Sources
     n: Array  # query head
     k: Array  # key head
     row: Array  # first query
@@ -201,7 +217,8 @@ def find_query_work(
         return visits.count_hidden(keys_seen_by(first, first + count - 1))
 
     k = lax.div(n, jnp.int32(sizes.G))
-    return QueryWork(b, n, k, row, mask_inputs, visits, scalars, count_hidden_visits)
+    source = Sources.of(scalars, b)
+    return QueryWork(b, source, n, k, row, mask_inputs, visits, scalars, count_hidden_visits)
 
 
 def _without_hidden_tiles(
@@ -230,6 +247,7 @@ class KeyWork(NamedTuple):
     """A tile of keys of one head, and the tiles of queries that see it."""
 
     b: Array
+    source: Sources
     k: Array
     col: Array  # first key
     mask_inputs: MaskInputs
@@ -262,4 +280,4 @@ def find_key_work(
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     window = queries_seeing(problem, offset, col, last, ends, queries)
     visits = _without_hidden_tiles(problem, scalars, tile, window, queries)
-    return KeyWork(b, k, col, mask_inputs, visits, scalars)
+    return KeyWork(b, Sources.of(scalars, b), k, col, mask_inputs, visits, scalars)

@@ -95,11 +95,13 @@ def train(args):
     try:
         step = make_step(loss, optimizer).lower(params, state, ids).compile()
         memory = step.memory_analysis()
+        assert memory is not None
         row["GiB of a step"] = (
             f"{(memory.temp_size_in_bytes + memory.argument_size_in_bytes) / GIB:.0f}"
         )
         print(f"a step takes {row['GiB of a step']} GiB", flush=True)
         losses = []
+        seconds = 0.0
         for number in range(args.steps):
             start = time.perf_counter()
             params, state, value = step(params, state, ids)

@@ -121,12 +121,13 @@ def prepare(
     chosen: Chosen | None = None,
     *,
     warn: bool = True,
+    stored: tuple[Any, Any] | None = None,
 ) -> Call:
     """Check each argument, choose an implementation unless one is `chosen`, and return the call.
 
     `run(arguments, chosen)` is the function that runs the call. Near a memory limit it is compiled,
     because XLA then reports its bytes. With `warn`, warn once where kernels would be faster but do
-    not support the call.
+    not support the call. `stored` are the `StoredKeys` for which key and value stand in `arguments`.
     """
     if arguments.sequence_layout != "contiguous" or arguments.context_parallel is not None:
         raise ValueError(
@@ -141,6 +142,8 @@ def prepare(
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
         problem, operands = locate(whole, problem, operands)
         operands = count_in_whole_call(others, operands)
+    if stored is not None:
+        operands = operands._replace(key=stored[0], value=stored[1])
     if chosen is None:
         limit = parse_bytes("memory_limit", arguments.memory_limit)
         chosen = dispatch.choose_implementation(

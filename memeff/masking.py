@@ -71,10 +71,17 @@ def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -
         keep &= inputs.q_segments == inputs.kv_segments
     if inputs.mask is not None:
         keep &= inputs.mask
-    # -inf, or the lowest finite number (a common stand-in for it), hides a key; NaN does not
     if inputs.bias is not None:
-        keep &= ~(inputs.bias <= jnp.finfo(inputs.bias.dtype).min)
+        keep &= bias_hides(inputs.bias) ^ True  # kernels know no "not"
     return keep
+
+
+def bias_hides(bias: Array) -> Array:
+    """Return True where `bias` is -inf or the lowest finite number of its dtype.
+
+    Both commonly hide a key. NaN does not.
+    """
+    return bias <= jnp.finfo(bias.dtype).min
 
 
 def as_column(x: Array | None) -> Array | None:

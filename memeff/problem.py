@@ -126,11 +126,19 @@ class Origin(NamedTuple):
     q_offset: Array  # B|1: position of query 0 of the whole call among its keys
 
 
+class Entries(NamedTuple):
+    """The batch entries of the arrays that each batch entry of the call reads, [B], int32."""
+
+    query: Array  # of the query, and of out, lse and their cotangents
+    key: Array
+    value: Array
+
+
 class Operands(NamedTuple):
     """The arrays of one call.
 
     A `Tile` holds the parts of one tile, with the heads split (`split_heads`). In a forward of the
-    chunked path `key` and `value` may be `stored.StoredKeys`, of which it cuts tiles.
+    chunked path or of the decode kernel `key` and `value` may be `stored.StoredKeys`.
     """
 
     query: Array  # B T N H; query head n = k * G + g
@@ -148,11 +156,15 @@ class Operands(NamedTuple):
     mask_params: tuple[Array, ...] = ()
     transform_nonfloat_params: tuple[Array, ...] = ()  # params of qk_transform that are not floats
     origin: Origin | None = None
+    # Batch entry b of the call reads entry entries.query[b] of the query, and so on. All other
+    # arrays, and all results, have the batch entries of the call. None: they are the same.
+    entries: Entries | None = None
 
     @property
     def shape(self) -> CallShape:
         """Return the sizes of the call."""
-        return CallShape.of(self.query, self.key, self.value)
+        shape = CallShape.of(self.query, self.key, self.value)
+        return shape if self.entries is None else shape._replace(leads=self.entries.query.shape)
 
 
 # The letters of each operand's dims; a dim of a mask or a bias may have size 1 instead. Operands

@@ -22,9 +22,10 @@ from jax import Array, lax
 class StoredKeys:
     """Keys or values [B, S, K, H] that are stored in another form.
 
-    Without `table`, `values` is [B, S, K, H] and `scales` [B, S, K]. With it they are in pages,
-    [pages, page, K, H] and [pages, page, K], and entry n of row b of `table` [B, S / page] is the
-    page of tokens n * page to (n + 1) * page - 1.
+    Without `table`, `values` is [B, S, K, H] and `scales` [B, K, S]. With it they are in pages,
+    [pages, page, K, H] and [pages, K, page], and entry n of row b of `table` [B, S / page] is the
+    page of tokens n * page to (n + 1) * page - 1. The scales of a head are neighbours in memory,
+    so that a kernel copies those of a tile at once.
     """
 
     values: Array
@@ -60,10 +61,10 @@ class StoredKeys:
         whole = {"b": (0, B), "s": (0, S), "k": (0, K)}
         cuts = whole | {letter: cut for letter, cut in cuts.items() if letter in whole}
         places = self._places(cuts["b"], cuts["s"])
-        values = _read(self.values, places, cuts["k"])
+        values = _read(self.values, places, cuts["k"], (0, 1, 2))
         if self.scales is None:
             return values.astype(self.dtype)
-        scales = _read(self.scales, places, cuts["k"])
+        scales = _read(self.scales, places, cuts["k"], (0, 2, 1))
         return (values.astype(scales.dtype) * scales[..., None]).astype(self.dtype)
 
     def whole(self) -> Array:
@@ -91,19 +92,23 @@ def page_places(pages: Array, positions: Array, stored: Array) -> tuple[Array, A
     return pages, jnp.broadcast_to(positions % page, pages.shape)
 
 
-def _read(x: Array, places: tuple[Array, Array], heads: tuple[Any, int]) -> Array:
-    """Return x [A, P, K, ...] at `places` [b, s] of the first two dims and at some of its heads.
+def _read(
+    x: Array, places: tuple[Array, Array], heads: tuple[Any, int], dims: tuple[int, int, int]
+) -> Array:
+    """Return x at `places` [b, s] of two of its dims, and at some heads, as [b, s, k, ...].
 
-    Places outside of x are read as NaN (0 where x holds integers).
+    `dims` are those of the places and that of the heads. Places outside of x are read as NaN (0 where x holds integers).
     """
     first, k = heads
     head = jnp.broadcast_to(jnp.int32(first), places[0].shape)
     index = jnp.stack([places[0], places[1], head], axis=-1)
     rest = x.shape[3:]
-    dims = lax.GatherDimensionNumbers(
+    sizes = [1, 1, 1, *rest]
+    sizes[dims[2]] = k
+    numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(2, 3 + len(rest))),
-        collapsed_slice_dims=(0, 1),
-        start_index_map=(0, 1, 2),
+        collapsed_slice_dims=dims[:2],
+        start_index_map=dims,
     )
     fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 else 0
-    return lax.gather(x, index, dims, (1, 1, k, *rest), mode="fill", fill_value=fill)
+    return lax.gather(x, index, numbers, sizes, mode="fill", fill_value=fill)

@@ -111,3 +111,39 @@ FUNCTIONS = {
         dict(mask=tree_of_drafts(0, 0, *positions(4, 1040, 1030), 1030)),
     ),
 }
+
+# Calls of which the keys also lie in pages: sizes, lengths, options, tokens of a page.
+PAGED = {
+    "pages of 64": (Sizes(B=2, T=2, S=704, K=2, G=2, H=64, D=64), [700, 300], {}, 64),
+    "pages of 24": (Sizes(B=2, T=1, S=600, K=1, G=3, H=64, D=128), [600, 77], {}, 24),
+    "pages of 8": (
+        Sizes(B=1, T=3, S=600, K=2, G=1, H=128, D=128),
+        [590],
+        dict(local_window_size=(200, 0), logits_soft_cap=3.0),
+        8,
+    ),
+    "pages of 256": (
+        Sizes(B=3, T=1, S=1024, K=4, G=2, H=64, D=64),
+        [1024, 0, 513],
+        dict(sinks=np.linspace(-1, 1, 8, dtype=f32)),
+        256,
+    ),
+}
+
+
+def in_pages(page: int, lengths, *arrays: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return `arrays` [B, S, ...] in shuffled pages, and their table.
+
+    Pages that nobody has are NaN, and so are tokens behind a sequence's end.
+    """
+    B, S = arrays[0].shape[:2]
+    n = S // page
+    table = np.random.default_rng(page).permutation(B * n + 3)[: B * n].reshape(B, n)
+    hidden = np.arange(S) >= np.reshape(lengths, (-1, 1))
+    pools = []
+    for x in arrays:
+        pool = np.full((B * n + 3, page, *x.shape[2:]), np.nan, x.dtype)
+        visible = np.where(np.expand_dims(hidden, (2, 3)), np.nan, x).astype(x.dtype)
+        pool[table] = visible.reshape(B, n, page, *x.shape[2:])
+        pools.append(pool)
+    return pools, np.where(np.arange(n) * page < np.reshape(lengths, (-1, 1)), i32(table), -1)

@@ -1,10 +1,11 @@
 """Compile a ring for H200s, without a GPU, and print how its messages stand beside its work.
 
-test_sm90a.py runs this file. A line: mode, devices, temporary bytes of a device, whether an array
-as long as the sequence exists, and the schedule: S (a message starts), D (it is there), W (a
-kernel), P (a message that nothing hides).
+test_sm90a.py runs this file. A line: mode, devices, temporary bytes of a device, bytes that XLA's
+own passes read and write, whether an array as long as the sequence exists, and the schedule: S (a
+message starts), D (it is there), W (a kernel), P (a message that nothing hides).
 """
 
+import math
 import re
 
 from described_h200 import mesh_of, set_environment
@@ -61,14 +62,44 @@ def schedule(text: str) -> str:
     return "".join(found)
 
 
+BYTES = {"bf16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
+FREE = "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "partition-id"
+
+
+def bytes_of(shapes: str) -> int:
+    """Return the bytes of all arrays in the text of a type."""
+    total = 0
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+        total += BYTES.get(dtype, 0) * math.prod(int(size) for size in dims.split(",") if size)
+    return total
+
+
+def bytes_outside_kernels(text: str) -> int:
+    """Return how many bytes XLA's passes read and write at most, without kernels and messages."""
+    sizes = {}
+    total = 0
+    instruction = r"^ +(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$"
+    for name, shapes, operation, rest in re.findall(
+        instruction, text[text.index("\nENTRY") :], flags=re.MULTILINE
+    ):
+        sizes[name] = bytes_of(shapes)
+        is_kernel = "mosaic_gpu" in rest or "kind=kCustom" in rest
+        if operation in FREE or "collective-permute" in operation or is_kernel:
+            continue
+        operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
+        total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+    return total
+
+
 if __name__ == "__main__":
-    for devices, gradient in ((4, False), (4, True), (8, True)):
+    for devices, gradient in ((2, False), (2, True), (4, False), (4, True), (8, True)):
         program = compiled(devices, gradient)
         text = program.as_text()
         print(
             "gradient" if gradient else "forward",
             devices,
             program.memory_analysis().temp_size_in_bytes,
+            bytes_outside_kernels(text),
             f"[1,{devices * L},16,128]" in text,
             schedule(text),
             flush=True,

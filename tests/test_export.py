@@ -51,6 +51,7 @@ def test_export(name):
     assert_same(grads, expected_grads, 1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "kwargs",
     [

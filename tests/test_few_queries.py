@@ -170,5 +170,5 @@ def test_8_bits_are_read_in_place_and_pages_by_the_loop(dtype):
     assert 1e-4 < np.abs(out - exact).max() < 0.2
     text = attend.lower(plain, Q).as_text()
     assert f"tensor<{B}x{K * G * T}x{K * H}xf32>" in text  # queries in the columns of their heads
-    dirty = dataclasses.replace(plain, value_scale=plain.value_scale.at[1, 40].set(np.nan))
+    dirty = dataclasses.replace(plain, value_scale=plain.value_scale.at[1, :, 40].set(np.nan))
     np.testing.assert_allclose(attend(dirty, Q), out, atol=2e-6)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_hopper_decode
+import test_hopper_stored
 from cases import Sizes
-from decode_cases import CASES, FUNCTIONS, filled
+from decode_cases import CASES, FUNCTIONS, PAGED, filled
 from gpu_calls import normal_arrays, skip_without_kernels
 from hopper_cases import assert_equal_bits, bf16
 
@@ -75,3 +76,58 @@ def test_nan_behind_the_lengths_changes_no_bit():
     behind = jnp.arange(LONG.S)[:, None, None] >= jnp.reshape(jnp.array(LENGTHS), (-1, 1, 1, 1))
     dirty = [jnp.where(behind, jnp.nan, x).astype(x.dtype) for x in (key, value)]
     assert_equal_bits(attend((query, *dirty), arrays), attend((query, key, value), arrays))
+
+
+# ---- pages and 8 bits
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_have_the_bits_of_arrays(name):
+    skip_without_kernels()
+    test_hopper_stored.assert_pages_have_the_bits_of_arrays(name)
+
+
+def test_missing_pages_give_nan():
+    skip_without_kernels()
+    test_hopper_stored.assert_missing_pages_give_nan()
+
+
+@pytest.mark.parametrize("name", test_hopper_stored.STORED)
+def test_8_bits(name):
+    skip_without_kernels()
+    test_hopper_stored.assert_8_bits_are_right(name)
+
+
+@pytest.mark.parametrize("dtype", test_hopper_stored.EIGHT_BITS)
+def test_pages_of_8_bits_have_the_bits_of_arrays(dtype):
+    skip_without_kernels()
+    test_hopper_stored.assert_pages_of_8_bits_have_the_bits_of_arrays(dtype)
+
+
+def test_nan_of_8_bits_reaches_the_rows_that_see_it():
+    skip_without_kernels()
+    test_hopper_stored.assert_nan_of_8_bits_reaches_the_rows_that_see_it()
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_long_cache_in_pages_has_the_bits_of_arrays(page):
+    """Pages lie in any order, and each run has the same bits."""
+    skip_without_kernels()
+    (query, key, value), arrays = long_call()
+    lengths = arrays["key_value_seq_lengths"]
+    n = LONG.S // page
+    table = jax.random.permutation(jax.random.key(0), LONG.B * n).reshape(LONG.B, n)
+    pools = []
+    for x in (key, value):
+        pages = x.reshape(LONG.B, n, page, LONG.K, -1)
+        pools.append(jnp.zeros_like(pages.reshape(-1, *pages.shape[2:])).at[table].set(pages))
+
+    @jax.jit
+    def call():
+        return memeff.paged_attention(
+            query, *pools, table, lengths, is_causal=True, return_residual=True
+        )
+
+    expected = attend((query, key, value), arrays)
+    for _ in range(20):
+        assert_equal_bits(call(), expected)

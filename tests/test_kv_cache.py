@@ -450,10 +450,12 @@ WRONG = [
     (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
     (
         lambda: (
-            KVCache.zeros(2, 4, K, H, jnp.int8).append(X, X).attend(QUERY, implementation="pallas")
+            KVCache.zeros(2, 4, K, H, jnp.int8)
+            .append(X, X)
+            .attend(QUERY, implementation="reference")
         ),
         NotImplementedError,
-        'implementation="pallas" does not read keys that are stored in pages or in 8 bits',
+        'implementation="reference" does not read keys that are stored in pages or in 8 bits',
     ),
 ]
 

@@ -106,7 +106,7 @@ def test_numbers_of_one_device(kind, devices, layout, strategy):
 @pytest.mark.parametrize(
     "kind, layout, strategy",
     [
-        ("causal, sinks", "zigzag", "ring"),
+        pytest.param("causal, sinks", "zigzag", "ring", marks=pytest.mark.once),
         pytest.param("wide window, score_fn, dropout", "contiguous", "ring", marks=slow),
         pytest.param("causal, bias, segments", "zigzag", "all_gather", marks=slow),
         pytest.param("wide window, transform, arrays", "contiguous", "all_to_all", marks=slow),

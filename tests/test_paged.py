@@ -302,13 +302,22 @@ WRONG = [
     (
         dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 4))),
         ValueError,
-        r"key_scales must have shape \(5, 4, 2\)",
+        r"key_scales must have shape \(5, 2, 4\)",
     ),
     (dict(key_value_seq_lengths=[1, 2]), ValueError, "is the argument `lengths` here"),
-    (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" does not read'),
+    (
+        dict(implementation="reference"),
+        NotImplementedError,
+        'implementation="reference" does not read keys that are stored in pages or in 8 bits',
+    ),
+    (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
     (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
-    (dict(backward="fused"), NotImplementedError, "only the kernels support"),
+    (
+        dict(backward="fused"),
+        NotImplementedError,
+        'backward="fused" cannot run this call: the Hopper',
+    ),
 ]
 WRONG_CACHES = [
     (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),

@@ -129,6 +129,7 @@ def test_plan_is_within_a_tenth_of_what_is_compiled(size, kind):
 @hypothesis.settings(max_examples=2, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(drawn.calls())
 @pytest.mark.filterwarnings("ignore:(bias|mask) of shape")
+@pytest.mark.once
 def test_a_compiled_plan_is_what_xla_reports(call):
     how = {name: x for name, x in call.arguments.items() if name != "implementation"}
     with jax.enable_x64(call.x64):

@@ -59,6 +59,7 @@ def specs_of_call(extra, spec):
     return (spec, spec, spec, spec, P(*spec[:3]), specs_of(extra, spec[0]))
 
 
+@pytest.mark.once
 @EACH_MESH
 @pytest.mark.parametrize(
     "kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)]

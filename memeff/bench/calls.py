@@ -1,5 +1,6 @@
 """Compile and run one case with one implementation."""
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from memeff.bench.implementations import (
     attention,
     causal_arguments,
     function_arguments,
+    is_torch,
     why_not,
 )
 
@@ -105,8 +107,8 @@ def prepare(name: str, case: Case) -> Run:
     if reason:
         raise NotImplementedError(reason)
     arrays = input_arrays(case)
-    if name == "torch":
-        return prepare_torch(case, arrays)
+    if is_torch(name):
+        return prepare_torch(name, case, arrays)
     program = compiled(name, case)
     needed = array_bytes(case.shapes, case.dtype) + call_bytes(name, case)
     available = device_bytes()
@@ -124,7 +126,7 @@ def prepare(name: str, case: Case) -> Run:
     return Run(lambda: program(*arrays), jax.block_until_ready)
 
 
-def prepare_torch(case: Case, arrays: Sequence[Array]) -> Run:
+def prepare_torch(name: str, case: Case, arrays: Sequence[Array]) -> Run:
     """Return the case as PyTorch runs it, on as many threads as XLA has."""
     if case.extra != "plain" or case.mode not in MODES:
         raise NotImplementedError("the bench asks it for plain calls, forward and gradient, alone")
@@ -137,8 +139,15 @@ def prepare_torch(case: Case, arrays: Sequence[Array]) -> Run:
     options = causal_arguments("torch", case)
     options["enable_gqa"] = case.heads != case.kv_heads
 
+    def backend() -> contextlib.AbstractContextManager:
+        if name == "torch":
+            return contextlib.nullcontext()
+        attention = importlib.import_module("torch.nn.attention")
+        return attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION)
+
     def call() -> tuple:
-        out = torch.nn.functional.scaled_dot_product_attention(*primals, **options)
+        with backend():
+            out = torch.nn.functional.scaled_dot_product_attention(*primals, **options)
         results = [out]
         if wants_gradient:
             results += torch.autograd.grad(out, primals, dout)

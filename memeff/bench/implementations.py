@@ -21,7 +21,7 @@ from memeff.bench.extras import extra_arguments, extra_as_array
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")
 NAMES = (
     "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], "
-    "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], reference, torch, "
+    "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], reference, torch[:cudnn], "
     "tokamax[:IMPLEMENTATION]"
 )
 MEMEFF_NAME = re.compile(
@@ -30,7 +30,15 @@ MEMEFF_NAME = re.compile(
 )
 
 
+TORCH_NAMES = ("torch", "torch:cudnn")  # the backend that PyTorch chooses, or that one
+
+
 # Which implementations there are
+
+
+def is_torch(name: str) -> bool:
+    """Return True if PyTorch runs `name`."""
+    return name in TORCH_NAMES
 
 
 def why_not(name: str, dtype: str) -> str | None:
@@ -45,7 +53,7 @@ def why_not(name: str, dtype: str) -> str | None:
     if variant == "cudnn":
         if jax.default_backend() != "gpu" or dtype not in ("bfloat16", "float16"):
             return "cuDNN needs an NVIDIA GPU and a 16-bit dtype"
-    if name == "torch":
+    if is_torch(name):
         return None
     try:
         attention(name)

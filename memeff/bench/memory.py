@@ -12,6 +12,7 @@ import jax
 from memeff.bench.calls import Run, attempt, call_bytes, compiled, extra_array_bytes, ran_out
 from memeff.bench.cases import Case, Row, case_row
 from memeff.bench.formatting import progress
+from memeff.bench.implementations import is_torch
 
 MIB = 2**20
 
@@ -80,7 +81,7 @@ def run_and_watch(name: str, case: Case, run: Run) -> tuple[tuple, int | None]:
     A device reports one maximum since its start, which compiling may have raised, because XLA
     tries kernels on arrays. So memory is held until the call must raise that maximum.
     """
-    if name == "torch":
+    if is_torch(name):
         return run_and_watch_torch(run)
     device = jax.devices()[0]
     stats = device.memory_stats() or {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from memeff.bench.cases import HIGHER_MODES, MASKS, MODES
 from memeff.bench.extras import NAMES as EXTRA_NAMES
-from memeff.bench.implementations import NAMES, why_not
+from memeff.bench.implementations import NAMES, is_torch, why_not
 
 UNITS = {"k": 2**10, "M": 2**20}
 
@@ -146,7 +146,7 @@ def check_implementations(parser: argparse.ArgumentParser, options: argparse.Nam
             reason = why_not(name, options.dtype)
         except ValueError as error:
             parser.error(str(error))
-        if options.table == "memory" and name == "torch":
+        if options.table == "memory" and is_torch(name):
             reason = reason or "torch has no compiled memory to tell"
         if options.table == "memory" and reason:
             parser.error(f"--implementation {name}: {reason}.")

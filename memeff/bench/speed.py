@@ -10,7 +10,7 @@ from memeff.bench import caches
 from memeff.bench.calls import Run, attempt, prepare
 from memeff.bench.cases import Case, Row, case_row
 from memeff.bench.formatting import progress
-from memeff.bench.implementations import STANDARD, why_not
+from memeff.bench.implementations import STANDARD, is_torch, why_not
 from memeff.bench.memory import run_and_watch, temp_bytes
 from memeff.bench.truth import error_of
 
@@ -63,7 +63,7 @@ def first_call(name: str, case: Case) -> tuple[Run, Row]:
     result, peak = run_and_watch(name, case, run)
     figures = {
         "error": error_of(result, case),
-        "temp_bytes": None if name == "torch" else temp_bytes(name, case),
+        "temp_bytes": None if is_torch(name) else temp_bytes(name, case),
         "peak_bytes": peak,
     }
     return run, figures

@@ -65,11 +65,11 @@ def times_less(plain: Row, linear: Row) -> str:
 def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return a table with a line for each row; `columns` selects from SPEED_COLUMNS.
 
-    By default the device has no column. Key and value bytes and tokens have one where a row has
+    By default the device and the sizes of a call have no column. Key and value bytes and tokens have one where a row has
     its own number of queries, and the peak where a device reported one.
     """
     if columns is None:
-        columns = [name for name in SPEED_COLUMNS if name != "device"]
+        columns = [name for name in SPEED_COLUMNS if name not in SHARED_COLUMNS]
         if not any(row.get("query_length") for row in rows):
             columns.remove("key and value B/s")
             columns.remove("tokens/s")
@@ -126,8 +126,13 @@ def relative_error(row: Row) -> str:
     return f"{row['error']:.0e}" if row["error"] else "-"
 
 
+# Columns of what all rows of a table have in common, if its description does not ask for them.
+SHARED_COLUMNS = ("device", "sequences", "queries", "heads")
 SPEED_COLUMNS: dict[str, Callable[[Row], str]] = {
     "device": lambda row: row["device"],
+    "sequences": lambda row: str(row["batch"]),
+    "queries": lambda row: str(row["query_length"] or row["length"]),
+    "heads": lambda row: f"{row['heads']}:{row['kv_heads']} of {row['head_dim']}",
     "tokens": lambda row: tokens(row["length"]),
     "call": call_title,
     "implementation": lambda row: row["implementation"],

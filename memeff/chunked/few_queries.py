@@ -115,7 +115,7 @@ def _numbers_and_scale(x: Array | StoredKeys) -> tuple[Array, Any]:
     if not isinstance(x, StoredKeys):
         return x, 1
     assert x.scales is not None
-    return x.values, x.scales.swapaxes(1, 2)[:, :, None, None]
+    return x.values, x.scales[:, :, None, None]
 
 
 def finite_rows(rows: RowSums) -> Array:

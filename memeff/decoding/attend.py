@@ -13,24 +13,26 @@ from jax.sharding import AxisType
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.call import prepare, run_attention, to_public_rows
+from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.problem import Operands
 from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.stored import StoredKeys
 
-ONLY_XLA = (
-    'implementation="{name}" does not read keys that are stored in pages or in 8 bits. Omit it, or '
-    'use "xla".'
+NOT_STORED = (
+    'implementation="reference" does not read keys that are stored in pages or in 8 bits. Omit it, '
+    'or use "xla".'
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """The arguments of a call that jit does not trace, and the tree that they stand in."""
+    """The arguments of a call that jit does not trace, the tree of all, and the kind of device."""
 
     structure: Any
     leaves: tuple[Any, ...]  # None in the places of arrays
+    device: Device
 
 
 def attend_stored(
@@ -41,18 +43,19 @@ def attend_stored(
     `arguments.key` and `arguments.value` are ignored. The forward reads one tile at a time. A
     derivative reads all keys and values into arrays first.
     """
-    if arguments.implementation not in (None, "xla"):
-        raise NotImplementedError(ONLY_XLA.format(name=arguments.implementation))
+    if arguments.implementation == "reference":
+        raise NotImplementedError(NOT_STORED)
     if arguments.sequence_axis is not None:
         raise NotImplementedError(
             "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "
             "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
         )
-    arguments = arguments._replace(key=0, value=0, implementation="xla")
+    device = current_device(arguments.query)
+    arguments = arguments._replace(key=0, value=0)
     leaves, structure = jax.tree.flatten(arguments)
     arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
     static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
-    return _attend_stored(_Static(structure, tuple(static)), arrays, key, value)
+    return _attend_stored(_Static(structure, tuple(static), device), arrays, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -67,8 +70,9 @@ def _attend_stored(
     # them, so the compiled program does not have them.
     likes = [jnp.zeros(x.shape, x.dtype) for x in (key, value)]
     plain = arguments._replace(key=likes[0], value=likes[1])
-    call = prepare(plain, run_attention)
-    operands = call.operands._replace(key=key, value=value)
+    with pretend_device(*static.device):
+        call = prepare(plain, run_attention, stored=(key, value))
+    operands = call.operands
     mesh = jax.typeof(operands.query).sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise NotImplementedError(

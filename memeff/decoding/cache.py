@@ -76,7 +76,7 @@ class KVCache:
     Attributes:
       key, value: [B, capacity, K, H] and [B, capacity, K, D].
       lengths: [B], int32, tokens that each sequence has read.
-      key_scale, value_scale: [B, capacity, K], float32, where key and value are int8 or
+      key_scale, value_scale: [B, K, capacity], float32, where key and value are int8 or
         float8_e4m3fn; else None.
       window: tokens that a query sees before its own position, of a ring; None: no ring.
     """
@@ -134,7 +134,7 @@ class KVCache:
             )
         scales = [None, None]
         if dtype.itemsize == 1:
-            scales = [jnp.zeros((batch, capacity, K), jnp.float32) for _ in range(2)]
+            scales = [jnp.zeros((batch, K, capacity), jnp.float32) for _ in range(2)]
         return cls(
             jnp.zeros((batch, capacity, K, H), dtype),
             jnp.zeros((batch, capacity, K, D), dtype),

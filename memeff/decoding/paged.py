@@ -73,7 +73,8 @@ def paged_attention(
     """Compute `dot_product_attention` of keys and values that lie in pages.
 
     The result has the bits of the call with the same keys and values in arrays [B, n * page, K, H]
-    on the chunked path. Pages may lie in any order, and sequences may share them.
+    that runs in the same way, in the decode kernel or on the chunked path. Pages may lie in any
+    order, and sequences may share them.
 
     Memory: that of one tile beyond inputs and outputs. A derivative reads the pages of all
     sequences into arrays [B, n * page, K, H] first.
@@ -90,11 +91,11 @@ def paged_attention(
       is_causal, query_seq_lengths: as in `dot_product_attention`.
       q_offset: the position of query row 0 of each sequence, an int or [B]. Default: lengths - T,
         so that the queries are the newest tokens.
-      key_scales, value_scales: [pages, page, K], float32: factors of pages of 8 bits.
+      key_scales, value_scales: [pages, K, page], float32: factors of pages of 8 bits.
       return_residual: also return lse.
       options: other keywords of `dot_product_attention`, such as `local_window_size`,
         `logits_soft_cap`, `sinks`, `score_fn` and `mask_fn`. Key positions are those of tokens in
-        their sequence. sequence_axis and implementations other than "xla" are refused.
+        their sequence. sequence_axis and implementation="reference" are refused.
 
     Returns:
       out [B, T, N, D] in the dtype of `query`. With `return_residual` also lse [B, T, N], as
@@ -172,9 +173,11 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
             )
         if factors is not None:
             factors = to_array(f"{name}_scales", factors)
-            if factors.shape != x.shape[:3]:
+            pages, page, K, _ = x.shape
+            if factors.shape != (pages, K, page):
                 raise ValueError(
-                    f"{name}_scales must have shape {x.shape[:3]}; got {factors.shape}."
+                    f"{name}_scales must have shape {(pages, K, page)}, [pages, K, page]; got "
+                    f"{factors.shape}."
                 )
         both.append(StoredKeys(x, factors, table.astype(jnp.int32), query.dtype.name))
     return both[0], both[1]
@@ -198,4 +201,5 @@ def _check_pages(key: StoredKeys, lengths: Array) -> None:
 def leading_pages(table: Any) -> Any:
     """Return how many pages each row of `table` [B, n] names before its first -1."""
     numpy = np if isinstance(table, np.ndarray) else jnp
-    return numpy.cumprod(table >= 0, axis=1).sum(axis=1)
+    n = table.shape[1]
+    return numpy.where(table < 0, numpy.arange(n), n).min(axis=1, initial=n)

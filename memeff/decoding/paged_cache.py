@@ -62,7 +62,7 @@ class PagedKVCache:
       key_pages, value_pages: [pages, page, K, H] and [pages, page, K, D].
       page_table: [B, n], int32, -1 beyond the end of a sequence.
       lengths: [B], int32, tokens that each sequence has read.
-      key_scales, value_scales: [pages, page, K], float32, of pages of 8 bits; else None.
+      key_scales, value_scales: [pages, K, page], float32, of pages of 8 bits; else None.
     """
 
     key_pages: Array
@@ -113,7 +113,7 @@ class PagedKVCache:
         dtype = check_dtype(dtype)
         scales = [None, None]
         if dtype.itemsize == 1:
-            scales = [jnp.zeros((pages, page, K), jnp.float32) for _ in range(2)]
+            scales = [jnp.zeros((pages, K, page), jnp.float32) for _ in range(2)]
         return cls(
             jnp.zeros((pages, page, K, H), dtype),
             jnp.zeros((pages, page, K, D), dtype),

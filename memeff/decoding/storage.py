@@ -146,17 +146,29 @@ def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def write(x: Array, places: Places, new: Array) -> Array:
-    """Return x [A, P, ...] with `new` [B, T, ...] at `places`; places outside are left out.
+    """Return x [A, P, K, H] with `new` [B, T, K, H] at `places`; places outside are left out.
 
-    Slots are written under vmap, so that a sharded batch needs no communication.
+    x can also be scales [A, K, P], with new ones [B, T, K]. Slots are written under vmap, so that a
+    sharded batch needs no communication.
     XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
     converts a bfloat16 array to float32 and back for it.
     """
 
-    def write_at(x: Array, places: Any, new: Array) -> Array:
-        return x.at[places].set(new, mode="drop", unique_indices=True)
+    options: Any = dict(mode="drop", unique_indices=True)
+    has_slots = len(places) == 1
 
-    return jax.vmap(write_at)(x, *places, new) if len(places) == 1 else write_at(x, places, new)
+    def write_tokens(x: Array, places: Any, new: Array) -> Array:
+        return x.at[places].set(new, **options)
+
+    def write_scales(x: Array, slots: Array, new: Array) -> Array:
+        return x.at[:, slots].set(new.T, **options)
+
+    if x.ndim == 3 and not has_slots:
+        pages, token = places
+        return x.at[pages, :, token].set(new, **options)
+    if has_slots:
+        return jax.vmap(write_scales if x.ndim == 3 else write_tokens)(x, *places, new)
+    return write_tokens(x, places, new)
 
 
 def stored_form(key: Array, value: Array, dtype: Any) -> list[Array | None]:
@@ -179,9 +191,17 @@ def write_all(
 
 
 def read(x: Array, places: Places) -> Array:
-    """Return x [A, P, ...] at `places`, clipped to x."""
+    """Return x [A, P, K, H] at `places`, clipped to x; of scales [A, K, P] as [B, T, K]."""
 
-    def read_at(x: Array, places: Any) -> Array:
+    def read_tokens(x: Array, places: Any) -> Array:
         return x.at[places].get(mode="clip")
 
-    return jax.vmap(read_at)(x, *places) if len(places) == 1 else read_at(x, places)
+    def read_scales(x: Array, slots: Array) -> Array:
+        return x.at[:, slots].get(mode="clip").T
+
+    if x.ndim == 3 and len(places) == 2:
+        pages, token = places
+        return x.at[pages, :, token].get(mode="clip")
+    if len(places) == 1:
+        return jax.vmap(read_scales if x.ndim == 3 else read_tokens)(x, *places)
+    return read_tokens(x, places)

@@ -267,7 +267,8 @@ def explain(
 ) -> str:
     """Say which implementation runs this call, how, and why each other one does not.
 
-    Nothing is computed.
+    Nothing is computed. For attention that a program writes out, `memeff.find_attention` says what
+    `memeff.replace_attention` would make of it.
 
     Args: those of `dot_product_attention` without `implementation`. An array may be a
       `jax.ShapeDtypeStruct`.

@@ -2,7 +2,8 @@
 
 A family has the functions of an implementation (`describe`, `forward`, `backward`, `tangent`),
 `for_device` and `why_not`, which say in one sentence why its kernels cannot run on a device or a
-call, `slower` and `fused_is_faster`, which say what measurements found, and `temp_bytes`. Its
+call, `slower` and `fused_is_faster`, which say what measurements found, `reads_entries`, and
+`temp_bytes`. Its
 module `vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family imports
 no kernel before it runs one. To add a family, add a package and a row.
 """

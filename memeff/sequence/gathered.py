@@ -27,10 +27,10 @@ def gathered_walk(
     tangents: Operands | None = None,
     branches: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, part, operands, tangents)` over the chunks of this device's queries.
+    """Fold `visit(state, parts, operands, tangents)` over the chunks of this device's queries.
 
     The columns of a mask or a bias are in the order of positions (`columns_in_order`).
-    `visit` returns the new state, and the gradients of all keys or None. Return the state, and the
+    Each visit has one part. `visit` returns the new state, and the gradients of all keys or None. Return the state, and the
     sums of these gradients, each on the device of its keys. With `branches`, each device runs a
     branch in which its positions are numbers, so that it visits the tiles that one device would.
     """
@@ -51,9 +51,9 @@ def gathered_walk(
             along = None
             if tangents is not None and whole_tangents is not None:
                 along = cut_part(part, tangents, whole_tangents, size)
-            state, of_keys = visit(state, part, here, along)
+            state, of_keys = visit(state, (part,), here, along)
             if of_keys is not None:
-                found.append(Term(Chunk(), of_keys))
+                found.append(Term((Chunk(),), of_keys))
         return state, sum_terms(found, 1) if found else None
 
     if branches:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AxisType
 
 from memeff import dispatch
 from memeff.arguments import Strategy
@@ -23,18 +24,29 @@ from memeff.chunked.schedule import has_array_bounds
 from memeff.implementations import Chosen, Request
 from memeff.problem import Gradients, Operands, Problem, Schedule, accumulator_dtype
 from memeff.sequence.gathered import MOST_BRANCHES, gathered_walk
-from memeff.sequence.parts import Part, Shards, add_logit_params, place_part
-from memeff.sequence.ring import ring_walk
+from memeff.sequence.parts import (
+    Part,
+    Shards,
+    add_logit_params,
+    halve_rows,
+    join_parts,
+    keys_of,
+    place_part,
+    stack_keys,
+)
+from memeff.sequence.ring import is_balanced, ring_stops, ring_walk
 from memeff.sequence.terms import (
     Term,
     add_term,
     add_values,
     combine_terms,
-    join_terms,
     merge_values,
     sum_terms,
 )
 from memeff.softmax import Lse, LseFor, lse_with_sinks
+
+# The operands that `join_parts` can give to a call of several parts
+READ_IN_PLACE = dict.fromkeys(("query", "key", "value", "q_segments", "kv_segments"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +73,16 @@ class Sharded:
             lse_for = "caller"
             operands = operands._replace(logit_params=params._replace(sinks=None))
 
-        def visit(terms, part: Part, here: Operands, _):
-            chosen, here = self.choose(part, here)
-            term = Term(part.rows, _forward(chosen, lse_for, here))
+        def visit(terms, parts: tuple[Part, ...], here: Operands, _):
+            chosen, here = self.choose(parts, here)
+            found = _forward(chosen, lse_for, here)
+            term = Term(tuple(part.rows for part in parts), found)
             return add_term(merge_values, terms, term, 3), None
 
-        terms, _ = self.walk(problem, operands, [], visit)
-        parts, lse = join_terms(combine_terms(merge_values, terms, 3), 3)
-        out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in parts])
+        joins = self.joins(problem, operands)
+        terms, _ = self.walk(problem, operands, [], visit, joins=joins)
+        outs, lse = combine_terms(merge_values, terms, 3)
+        out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
         if sinks is not None:
             total, _ = lse_with_sinks(lse, sinks)
             share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
@@ -88,13 +102,17 @@ class Sharded:
         """Return the gradients of the operands of this device: (3)."""
         del schedule
         dtype = accumulator_dtype(operands)
+        joins = self.joins(problem, operands)
 
-        def visit(state, part: Part, here: Operands, _):
+        def visit(state, parts: tuple[Part, ...], here: Operands, _):
             dqueries, dparams, rows = state
-            chosen, here = self.choose(part, here)
-            found = _backward(chosen, here, *jax.tree.map(lambda x: part.rows.pick(x, 3), rows))
-            dqueries = add_term(add_values, dqueries, Term(part.rows, found.query), 1)
-            dparams = add_logit_params(part, dparams, found.logit_params)
+            chosen, here = self.choose(parts, here)
+            cut = halve_rows if joins else functools.partial(parts[0].rows.pick, dim=3)
+            found = _backward(chosen, here, *jax.tree.map(cut, rows))
+            term = Term(tuple(part.rows for part in parts), found.query)
+            dqueries = add_term(add_values, dqueries, term, 1)
+            if not joins:
+                dparams = add_logit_params(*parts, dparams, found.logit_params)
             return (dqueries, dparams, rows), (found.key, found.value)
 
         def zeros(x: Array) -> Array:
@@ -103,7 +121,9 @@ class Sharded:
         dparams = jax.tree.map(zeros, operands.logit_params)
         rows = out, lse, dout, dlse  # in the state, so that a stop cuts its chunks when it runs
         start = [], dparams, rows
-        (dqueries, dparams, _), (dkey, dvalue) = self.walk(problem, operands, start, visit)
+        (dqueries, dparams, _), (dkey, dvalue) = self.walk(
+            problem, operands, start, visit, joins=joins
+        )
         return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
     def tangent(
@@ -120,8 +140,9 @@ class Sharded:
         del schedule
         dtype = accumulator_dtype(operands)
 
-        def visit(state, part: Part, here: Operands, along: Operands):
-            chosen, here = self.choose(part, here)
+        def visit(state, parts: tuple[Part, ...], here: Operands, along: Operands):
+            (part,) = parts
+            chosen, here = self.choose(parts, here)
             out_rows, lse_rows = jax.tree.map(
                 lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse)
             )
@@ -134,9 +155,28 @@ class Sharded:
         (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow)
         return dout.astype(out.dtype), dlse
 
-    def choose(self, part: Part, here: Operands) -> tuple[Chosen, Operands]:
-        """Return what runs a part, and its operands at their place."""
-        problem, here = place_part(self.shards, part, here)
+    def joins(self, problem: Problem, operands: Operands) -> bool:
+        """Return True if all parts of a stop run as one call, which reads its chunks in place."""
+        shards = self.shards
+        if self.strategy != "ring" or not is_balanced(shards, problem, operands):
+            return False
+        params = operands.logit_params._replace(sinks=None)  # `forward` applies sinks at the end
+        rest = operands._replace(logit_params=params, **READ_IN_PLACE)
+        if problem.names_positions or jax.tree.leaves(rest):
+            return False
+        if operands.key.shape != operands.value.shape or operands.key.dtype != operands.value.dtype:
+            return False
+        if set(jax.sharding.get_abstract_mesh().axis_types) != {AxisType.Manual}:
+            return False
+        _, parts = ring_stops(shards, problem, operands)[0]
+        chosen, here = self.choose(
+            parts, join_parts(parts, operands, stack_keys(keys_of(operands)))
+        )
+        return chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here)
+
+    def choose(self, parts: tuple[Part, ...], here: Operands) -> tuple[Chosen, Operands]:
+        """Return what runs parts, and their operands at their place."""
+        problem, here = place_part(self.shards, parts[0], here)
         chosen = dispatch.choose_implementation(problem, here, self.request, warn=False)
         schedule = dataclasses.replace(chosen.schedule, partial_out=True)
         return chosen._replace(schedule=schedule), here
@@ -149,10 +189,13 @@ class Sharded:
         visit: Any,
         tangents: Operands | None = None,
         narrow: bool = True,
+        joins: bool = False,
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            return ring_walk(self.shards, problem, operands, state, visit, tangents, not narrow)
+            return ring_walk(
+                self.shards, problem, operands, state, visit, tangents, not narrow, joins
+            )
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
         return gathered_walk(self.shards, problem, operands, state, visit, tangents, branches)

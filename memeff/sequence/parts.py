@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.problem import LogitParams, Operands, Problem, map_operands
+from memeff.problem import Entries, LogitParams, Operands, Problem, map_operands
 from memeff.sequence.layout import Layout, chunk_start, stride_of
 from memeff.slicing import add_slice, slice_dims, write_slice
 
@@ -81,7 +81,7 @@ class Keys(NamedTuple):
     """The arrays that belong to keys, which go from device to device."""
 
     key: Array  # B S K H
-    value: Array  # B S K D
+    value: Any  # B S K D; None in `stack_keys`
     kv_segments: Array | None  # B S
 
 
@@ -109,6 +109,58 @@ def cut_part(part: Part, operands: Operands, keys: Keys, size: int) -> Operands:
     cut_operands = map_operands(cut, operands._replace(key=None, value=None, kv_segments=None))
     return cut_operands._replace(
         key=pick(keys.key), value=pick(keys.value), kv_segments=pick(keys.kv_segments)
+    )
+
+
+def halve_tokens(x: Array) -> Array:
+    """Return x [B, T, ...] as [2 B, T/2, ...], each half of the tokens a batch entry."""
+    B, T = x.shape[:2]
+    return x.reshape(2 * B, T // 2, *x.shape[2:])
+
+
+def halve_rows(x: Array) -> Array:
+    """Return rows x [B, K, G, T, ...] as [2 B, K, G, T/2, ...]."""
+    B, K, G, T = x.shape[:4]
+    x = jnp.moveaxis(x, 3, 1)  # b t k g, as it is stored
+    x = x.reshape(2 * B, T // 2, K, G, *x.shape[4:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def stack_keys(keys: Keys) -> Keys:
+    """Return keys and values as one array `key` [4 B, S/2, K, H], the halves of keys first."""
+    stacked = jnp.concatenate([halve_tokens(keys.key), halve_tokens(keys.value)])
+    return keys._replace(key=stacked, value=None)
+
+
+def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:
+    """Return the operands of parts, each a half against a half, as one call.
+
+    Its batch entries are those of the first part, then those of the second, and so on. The kernels
+    read them in place, from `stack_keys`. `operands` have no arrays but query, key, value and
+    segments.
+    """
+    B = operands.query.shape[0]
+
+    def entries(chunks: list[Chunk]) -> Array:
+        firsts = 2 * jnp.arange(B, dtype=jnp.int32)
+        return jnp.concatenate([firsts + chunk.number for chunk in chunks])
+
+    of_queries = entries([part.rows for part in parts])
+    of_keys = entries([part.cols for part in parts])
+    segments = operands.q_segments, keys.kv_segments
+    if operands.q_segments is not None and keys.kv_segments is not None:
+        segments = (
+            halve_tokens(operands.q_segments)[of_queries],
+            halve_tokens(keys.kv_segments)[of_keys],
+        )
+    q_segments, kv_segments = segments
+    return operands._replace(
+        query=halve_tokens(operands.query),
+        key=keys.key,
+        value=keys.key,
+        q_segments=q_segments,
+        kv_segments=kv_segments,
+        entries=Entries(of_queries, of_keys, of_keys + 2 * B),
     )
 
 

@@ -26,7 +26,15 @@ from jax.sharding import AxisType
 
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
-from memeff.sequence.parts import Chunk, Part, Shards, cut_part, keys_of
+from memeff.sequence.parts import (
+    Chunk,
+    Part,
+    Shards,
+    cut_part,
+    join_parts,
+    keys_of,
+    stack_keys,
+)
 from memeff.sequence.terms import Term, sum_terms
 
 EARLY = Chunk(0, 2)
@@ -118,58 +126,73 @@ def ring_walk(
     visit: Any,
     tangents: Operands | None = None,
     differentiable: bool = False,
+    joins: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, part, operands, tangents)` over all parts of this device's work.
+    """Fold `visit(state, parts, operands, tangents)` over all parts of this device's work.
 
-    `visit` returns the new state, and the gradients of the part's keys or None. Return the state,
+    `visit` returns the new state, and the gradients of the parts' keys or None. Return the state,
     and the sums of these gradients at home, on the device of the keys. `differentiable`: JAX can
-    differentiate what this does.
+    differentiate what this does. `joins`: a visit has all parts of a stop (`join_parts`), not one.
     """
-    own = keys_of(operands), None if tangents is None else keys_of(tangents)
+    own_keys = stack_keys(keys_of(operands)) if joins else keys_of(operands)
+    own = own_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
     all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     send = functools.partial(_send, shards, all_manual and not differentiable)
+    assert not joins or all_manual and tangents is None
     stops = ring_stops(shards, problem, operands)
     coming = own
-    behind = None  # gradients of keys that travel behind them
+    behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
     previous = 0  # the distance at which `behind` was found
     for n, (s, parts) in enumerate(stops):
         keys, key_tangents = arrived = coming if s else own
         ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
-        outgoing = None
-        step = 0
-        if ahead:
-            goes_on = s * ahead >= 0  # in the same direction
-            outgoing = arrived if goes_on else own
-            step = ahead - s if goes_on else ahead
+        outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
-        coming, behind = send(outgoing, step % P, behind, (target - previous) % P)
+        sums = sum_terms(behind, 1) if behind else None
+        coming, sums = send(outgoing, step % P, sums, (target - previous) % P)
         found = []
-        if behind is not None:
-            (found if target else kept).append(Term(WHOLE, behind))
-        for part in parts:
-            size = keys.key.shape[1] // part.cols.count
-            here = cut_part(part, operands, keys, size)
+        if sums is not None:
+            (found if target else kept).append(Term((WHOLE,), sums))
+        for group in (parts,) if joins else zip(parts):
+            here = _cut(group, operands, keys, joins)
             along = None
             if tangents is not None and key_tangents is not None:
-                along = cut_part(part, tangents, key_tangents, size)
-            state, of_keys = visit(state, part, here, along)
+                along = _cut(group, tangents, key_tangents)
+            state, of_keys = visit(state, group, here, along)
             if of_keys is not None:
-                (found if s else kept).append(Term(part.cols, of_keys))
-        behind = sum_terms(found, 1) if found else None
+                chunks = tuple(part.cols for part in group)
+                (found if s else kept).append(Term(chunks, of_keys))
+        behind = found
         previous = s
-        if (
-            not differentiable
-        ):  # a barrier would make primals depend on tangents, and JAX could not transpose it
+        # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
+        # the last stop it would only keep XLA from one pass over what was found.
+        if not differentiable and n + 1 < len(stops):
             # queries too, or XLA would cut the chunks of all stops before the first
             held = coming, state, behind, kept, operands
             coming, state, behind, kept, operands = lax.optimization_barrier(held)
-    _, behind = send(None, 0, behind, -previous % P)
-    if behind is not None:
-        kept.append(Term(WHOLE, behind))
+    if behind:
+        _, sums = send(None, 0, sum_terms(behind, 1), -previous % P)
+        kept.append(Term((WHOLE,), sums))
     return state, sum_terms(kept, 1) if kept else None
+
+
+def _next_keys(s: int, ahead: int, arrived: Any, own: Any) -> tuple[Any, int]:
+    """Return the keys to send between distances `s` and `ahead`, and by how many devices."""
+    if ahead == 0:
+        return None, 0
+    goes_on = s * ahead >= 0  # in the same direction
+    return (arrived, ahead - s) if goes_on else (own, ahead)
+
+
+def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = False) -> Operands:
+    """Return the operands of parts that run as one call; without `joins` there is one."""
+    if joins:
+        return join_parts(parts, operands, keys)
+    (part,) = parts
+    return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
 
 
 def _send(
@@ -195,10 +218,15 @@ def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
     send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
     if not pack:  # bits have no derivative
         return jax.tree.unflatten(structure, [send(x) for x in arrays])
-    words = [lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]  # 32 bits are two
+    if len(arrays) == 1:
+        return jax.tree.unflatten(structure, [send(arrays[0])])
+    words = arrays
+    if len({x.dtype for x in arrays}) > 1:  # 32 bits are two words
+        words = [lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]
     message = send(jnp.concatenate([x.ravel() for x in words]))
     ends = np.cumsum([x.size for x in words])
     received = []
     for part, word, x in zip(jnp.split(message, ends[:-1]), words, arrays, strict=True):
-        received.append(lax.bitcast_convert_type(part.reshape(word.shape), x.dtype))
+        part = part.reshape(word.shape)
+        received.append(part if part.dtype == x.dtype else lax.bitcast_convert_type(part, x.dtype))
     return jax.tree.unflatten(structure, received)

@@ -2,8 +2,9 @@
 
 A part finds rows of out, or of a gradient, for one chunk of the device's tokens. Adding each to an
 array of all tokens at once would read and write that array for every part. So terms wait, in the
-dtypes in which they came, and XLA reads each of them once. They are combined early where they would
-hold much memory.
+dtypes in which they came and as the kernels wrote them. XLA then reads each of them once, in one
+pass that pads every term to all tokens, and writes their sum. Slices and joined chunks would be
+passes of their own. Terms are combined early where they would hold much memory.
 """
 
 import dataclasses
@@ -14,78 +15,101 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from memeff.sequence.parts import Chunk
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, merge_partial
 
-# The fifth part combines them: two devices in causal order have five. With more devices the memory
+# Two devices in causal order have three terms, which wait to the end. With more devices the memory
 # of a device must not grow, and at lengths that fill it the passes take no share of the time.
-MOST_WAITING = 4
+MOST_WAITING = 3
 MOST_WAITING_BYTES = 2**30
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """What one part found for a chunk of the tokens of a device."""
+    """What parts found, each for a chunk of the tokens of a device."""
 
-    chunk: Chunk
-    value: Any  # a pytree of arrays
+    chunks: tuple[Chunk, ...]  # of each part, all of one size
+    value: Any  # a pytree of arrays; their batch entries are those of the first part, and so on
 
     def tree_flatten(self):
-        """Return the arrays; a number of the chunk that is an int stays one."""
-        number = self.chunk.number
-        if isinstance(number, int):
-            return (self.value,), (number, self.chunk.count)
-        return (self.value, number), (None, self.chunk.count)
+        """Return the arrays; a number of a chunk that is an int stays one."""
+        numbers = [chunk.number for chunk in self.chunks]
+        traced = [None if isinstance(number, int) else number for number in numbers]
+        static = tuple(number if isinstance(number, int) else None for number in numbers)
+        return (self.value, traced), (static, self.chunks[0].count)
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
         """Return the term of these arrays."""
-        number, count = static
-        if number is None:
-            value, number = arrays
-        else:
-            (value,) = arrays
-        return cls(Chunk(number, count), value)
+        value, traced = arrays
+        known, count = static
+        numbers = [x if n is None else n for n, x in zip(known, traced, strict=True)]
+        return cls(tuple(Chunk(number, count) for number in numbers), value)
 
 
 Combine = Callable[[list[tuple[Any, Array | None]]], Any]
 
 
-def combine_terms(combine: Combine, terms: list[Term], dim: int) -> list[Term]:
-    """Return one term for each chunk of the tokens.
+def combine_terms(combine: Combine, terms: list[Term], dim: int) -> Any:
+    """Return what the terms make of all tokens, which lie along `dim` of each array.
 
-    `combine` gets (value, mask) of all terms that may be of a chunk. The mask is None, or a scalar
-    that is True if the term is of this chunk. The tokens lie along `dim` of each array.
+    `combine` gets (value, mask) of each term, placed among zeros for the other tokens. The mask
+    [tokens] is True at the term's tokens; None: at all of them.
     """
-    count = max(term.chunk.count for term in terms)
-    combined = []
-    for number in range(count):
-        of_chunk: list[tuple[Any, Array | None]] = []
-        for term in terms:
-            chunk, value = term.chunk, term.value
-            if chunk.count < count:
-                pick = functools.partial(Chunk(number, count).pick, dim=dim)
-                of_chunk.append((jax.tree.map(pick, value), None))
-            elif not isinstance(chunk.number, int):
-                of_chunk.append((value, chunk.number == number))
-            elif chunk.number == number:
-                of_chunk.append((value, None))
-        if of_chunk:
-            combined.append(Term(Chunk(number, count), combine(of_chunk)))
-    return combined
+    placed = []
+    for term in terms:
+        numbers = [chunk.number for chunk in term.chunks]
+        static = all(isinstance(number, int) for number in numbers)
+        if static and numbers == list(range(term.chunks[0].count)):
+            placed.append((jax.tree.map(functools.partial(_join, term, dim), term.value), None))
+            continue
+        for n, chunk in enumerate(term.chunks):
+            value = jax.tree.map(functools.partial(_entries_of_part, term, n), term.value)
+            mask = _place_mask(chunk, jax.tree.leaves(value)[0].shape[dim])
+            placed.append((jax.tree.map(functools.partial(_place, chunk, dim), value), mask))
+    return combine(placed)
 
 
-def join_terms(terms: list[Term], dim: int) -> Any:
-    """Return the arrays of all tokens from one term for each chunk, in order."""
-    first = terms[0]
-    assert len(terms) == first.chunk.count
-    if first.chunk.count == 1:
-        return first.value
-    values = [term.value for term in terms]
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, dim), *values)
+def _join(term: Term, dim: int, x: Array) -> Array:
+    """Return x, the numbers of all chunks in order, as those of all tokens."""
+    parts = len(term.chunks)
+    x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return lax.collapse(jnp.moveaxis(x, 0, dim), dim, dim + 2)
+
+
+def _entries_of_part(term: Term, n: int, x: Array) -> Array:
+    """Return the batch entries of the n-th part."""
+    B = x.shape[0] // len(term.chunks)
+    return x[n * B : (n + 1) * B]
+
+
+def _place(chunk: Chunk, dim: int, x: Array) -> Array:
+    """Return x, the numbers of a chunk, among zeros for the other chunks.
+
+    It is padding, which XLA fuses with the sum that follows.
+    """
+    if chunk.count == 1:
+        return x
+    padded = []
+    for number in range(chunk.count):
+        sides = [(0, 0, 0)] * x.ndim
+        size = x.shape[dim]
+        sides[dim] = number * size, (chunk.count - 1 - number) * size, 0
+        padded.append(functools.partial(lax.pad, x, jnp.zeros((), x.dtype), sides))
+    if isinstance(chunk.number, int):
+        return padded[chunk.number]()
+    assert chunk.count == 2
+    return jnp.where(chunk.number == 0, padded[0](), padded[1]())
+
+
+def _place_mask(chunk: Chunk, size: int) -> Array | None:
+    """Return True at the chunk's tokens, of `size` in a chunk; None if these are all."""
+    if chunk.count == 1:
+        return None
+    return jnp.arange(chunk.count * size) // size == chunk.number
 
 
 def waiting_bytes(terms: list[Term]) -> int:
@@ -98,7 +122,7 @@ def add_term(combine: Combine, terms: list[Term], new: Term, dim: int) -> list[T
     terms = [*terms, new]
     if len(terms) <= MOST_WAITING and waiting_bytes(terms) <= MOST_WAITING_BYTES:
         return terms
-    return combine_terms(combine, terms, dim)
+    return [Term((Chunk(),), combine_terms(combine, terms, dim))]
 
 
 def sum_terms(terms: list[Term], dim: int) -> Any:
@@ -106,27 +130,16 @@ def sum_terms(terms: list[Term], dim: int) -> Any:
 
     A chunk without a term is 0.
     """
-    count = max(term.chunk.count for term in terms)
-    sums = {term.chunk.number: term for term in combine_terms(add_values, terms, dim)}
-    zeros = jax.tree.map(jnp.zeros_like, next(iter(sums.values())).value)
-    chunks = [Chunk(number, count) for number in range(count)]
-    return join_terms([sums.get(chunk.number, Term(chunk, zeros)) for chunk in chunks], dim)
+    return combine_terms(add_values, terms, dim)
 
 
 def add_values(values: list[tuple[Any, Array | None]]) -> Any:
     """Return the sum of pytrees of arrays, in float32 or float64."""
     widened = []
-    for value, mask in values:
+    for value, _ in values:  # 0 at the other tokens
         value = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), value)
-        if mask is not None:
-            value = jax.tree.map(functools.partial(_where, mask), value)
         widened.append(value)
     return jax.tree.map(lambda *arrays: functools.reduce(operator.add, arrays), *widened)
-
-
-def _where(mask: Array, x: Array) -> Array:
-    """Return x where the scalar `mask` is True, and 0 elsewhere."""
-    return jnp.where(mask, x, 0)
 
 
 def merge_values(values: list[tuple[Any, Array | None]]) -> tuple[tuple[Array, ...], Lse]:

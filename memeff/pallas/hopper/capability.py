@@ -3,13 +3,17 @@
 Each reason is a clause that stands behind "because": no capital letter, no period.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from memeff.device import Device
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
+from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 256
 # For larger heads the chunked path computes the gradient, from the kernel's out and lse.
@@ -18,6 +22,10 @@ LARGEST_HEAD_BACKWARD = 128
 # in the decode kernel.
 FEWEST_QUERIES = 64
 MOST_DECODE_ROWS = 128  # queries, times the heads of a group: two tiles of the decode kernel
+# Tokens of a page must be a multiple of this, because a copy brings 8 rows of 16 bytes or more to
+# shared memory, and 128 bytes or more of scales.
+PAGE_MULTIPLE = 8
+PAGE_MULTIPLE_OF_SCALES = 32
 MOST_DECODE_VECTORS = 4  # numbers of user functions for each key, for which shared memory is left
 
 
@@ -47,6 +55,7 @@ def why_not(
         or (_unsupported_by_fused(problem, operands) if fused else None)
         or _empty(operands)
         or calls.why_not(problem, operands)
+        or _unsupported_storage(problem, operands)
     )
 
 
@@ -73,15 +82,13 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the Hopper kernels do not support dropout"
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
-    if operands.mask is not None and not mask_is_of_tokens(operands.mask):
-        return (
-            "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
-            "and no other"
-        )
-    if operands.mask is not None and operands.q_segments is not None:
-        return "the Hopper kernels do not support a mask together with segment ids"
-    if terms.bias is not None:
-        return "the Hopper kernels do not support `bias`"
+    mask = operands.mask
+    if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:
+        if jnp.broadcast_shapes(mask.shape, terms.bias.shape) != terms.bias.shape:
+            return (
+                "the Hopper kernels support a `mask` that broadcasts to the shape of `bias`, and "
+                f"this call has mask {mask.shape} and bias {terms.bias.shape}"
+            )
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
     if terms.scale is not None or terms.soft_cap is not None:
@@ -99,7 +106,22 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         )
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    if reads_bias(operands):
+        return 'backward="fused" does not support `bias` and dense masks'
     return None
+
+
+def _unsupported_storage(problem: Problem, operands: Operands) -> str | None:
+    """Return a reason if the kernels do not support how keys and values are stored."""
+    if not isinstance(operands.key, StoredKeys):
+        return None
+    reason = why_not_decode(problem, operands)
+    if reason is None:
+        return None
+    return (
+        "keys in pages or in 8 bits are read by the Hopper kernels for decoding alone, and their "
+        f"decode kernel {reason}"
+    )
 
 
 def _empty(operands: Operands) -> str | None:
@@ -114,6 +136,20 @@ def mask_is_of_tokens(mask: Array) -> bool:
     """Return whether the mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
     _, N, T, S = mask.shape
     return N == 1 and 1 in (T, S)
+
+
+def mask_becomes_bias(operands: Operands) -> bool:
+    """Return True if the kernels read the mask as a bias of 0 and -inf.
+
+    They read a mask of keys or of queries as segment ids, unless the call has its own.
+    """
+    mask = operands.mask
+    return mask is not None and (operands.q_segments is not None or not mask_is_of_tokens(mask))
+
+
+def reads_bias(operands: Operands) -> bool:
+    """Return True if the kernels read a bias, which may also stand for a mask."""
+    return operands.logit_params.bias is not None or mask_becomes_bias(operands)
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:
@@ -153,12 +189,38 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
             "reads keys and values in place and supports lengths that are multiples of 8, and this "
             f"call has S={S}"
         )
+    if isinstance(operands.key, StoredKeys):
+        reason = _why_not_stored(operands.query.dtype, operands.key, operands.value)
+        if reason is not None:
+            return reason
+    if reads_bias(operands):
+        return "does not support `bias` and dense masks"
     vectors, differences, _ = calls.count_numbers(problem, operands)
     if differences:
         return "does not support functions that read a table of distances"
     if vectors[1] > MOST_DECODE_VECTORS:
         return (
             f"supports {MOST_DECODE_VECTORS} numbers for each key, and this call has {vectors[1]}"
+        )
+    return None
+
+
+def _why_not_stored(dtype: DTypeLike, key: StoredKeys, value: Any) -> str | None:
+    """Return why the decode kernel cannot read these keys and values; None if it can."""
+    has_scales = key.scales is not None
+    if has_scales != (value.scales is not None):
+        return "supports 8 bits for keys and values together, and this call has them for one alone"
+    if has_scales and dtype != jnp.bfloat16:
+        return f"supports keys in 8 bits for queries in bfloat16, and this call has {dtype}"
+    if key.table is None:
+        return None
+    page = key.values.shape[1]
+    multiple = PAGE_MULTIPLE_OF_SCALES if has_scales else PAGE_MULTIPLE
+    if page % multiple:
+        bits = " of 8 bits" if has_scales else ""
+        return (
+            f"supports pages{bits} whose size is a multiple of {multiple} tokens, and this call "
+            f"has pages of {page}"
         )
     return None
 
@@ -200,6 +262,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
+        operands.logit_params.bias,
     )
     if problem.has_pair_functions or any(x is not None for x in arrays):
         return False

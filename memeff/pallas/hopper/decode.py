@@ -35,11 +35,13 @@ from memeff.pallas.hopper.decode_compute import (
 )
 from memeff.pallas.hopper.decode_work import (
     ROWS,
+    Cache,
     DecodeItem,
     DecodeSizes,
+    Place,
     find_keys,
     for_each_item,
-    place_of_tile,
+    place_of_copy,
     visits_of,
 )
 from memeff.pallas.hopper.mosaic import (
@@ -59,8 +61,11 @@ from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
-# has 512 threads, which begin with 128 each.
+# has 512 threads, which begin with 128 each. Where keys lie in pages or have 8 bits, consumers need
+# more.
 REGISTERS = 192, 72, 56
+REGISTERS_OF_PAGES = 200, 64, 48
+REGISTERS_OF_8_BITS = 208, 48, 48
 FIRST_REGISTERS = 128
 
 
@@ -116,8 +121,7 @@ class Producer(NamedTuple):
     """The warpgroup that copies keys and values into the consumers' slots."""
 
     sizes: DecodeSizes
-    key_ref: Ref  # [B, S, K, H]
-    value_ref: Ref  # [B, S, K, D]
+    cache: Cache  # refs
     scratch: DecodeScratch
 
     def do(self, item: DecodeItem, _next_item: DecodeItem, _is_last, done):
@@ -130,9 +134,21 @@ class Producer(NamedTuple):
         rounds = functools.reduce(jnp.maximum, (visits.total for visits in all_visits))
 
         def copy(n, consumer: int):
-            slot = self._free_slot(consumer, done[consumer] + n)
             visits = all_visits[consumer]
-            self._copy_tile(item, visits.heads, visits.tile(n), slot)
+            tile = visits.tile(n)
+            places = []
+            for copy in range(self.sizes.copies):
+                places.append(place_of_copy(self.sizes, item.keys, tile, copy))
+            slot = self._free_slot(consumer, done[consumer] + n)
+            self._copy_tile(visits.heads, places, slot)
+            size = self.sizes.tile
+            copy_token_vectors(
+                item.keys.scalars.by_key,
+                pl.ds(tile * size, size),
+                self.scratch.key_vectors,
+                slot,
+                self.scratch.ready.at[slot],
+            )
 
         @pl.loop(0, rounds)
         def _copy_tiles(n):
@@ -155,19 +171,22 @@ class Producer(NamedTuple):
         pl.when(number >= stages)(lambda: plgpu.barrier_wait(used))
         return slot
 
-    def _copy_tile(self, item: DecodeItem, heads, tile, slot) -> None:
-        """Copy the keys, the values and their token vectors of a tile to `slot`."""
+    def _copy_tile(self, heads, places: list[Place], slot) -> None:
+        """Copy the keys and values at `places`, and their scales, to `slot`."""
         scratch = self.scratch
-        size = self.sizes.tile
+        size = self.sizes.keys_of_copy
         ready = scratch.ready.at[slot]
-        b, first = place_of_tile(item.b, tile, size)
-        cols = pl.ds(first, size)
-        for ref, shared in ((self.key_ref, scratch.k_s), (self.value_ref, scratch.v_s)):
+        for copy, place in enumerate(places):
+            tokens = pl.ds(place.first, size)
+            in_tile = pl.ds(copy * size, size)
             for n, k in enumerate(heads):
-                tile_s = shared.at[slot * self.sizes.heads_of_consumer + n]
-                plgpu.copy_gmem_to_smem(ref.at[b, cols, k], tile_s, ready)
-        by_key = item.keys.scalars.by_key
-        copy_token_vectors(by_key, pl.ds(tile * size, size), scratch.key_vectors, slot, ready)
+                slot_of_head = slot * self.sizes.heads_of_consumer + n
+                for ref, shared in zip(self.cache[:2], (scratch.k_s, scratch.v_s), strict=True):
+                    source = ref.at[place.entry, tokens, k]
+                    plgpu.copy_gmem_to_smem(source, shared.at[slot_of_head, in_tile], ready)
+                for ref, shared in zip(self.cache[2:], scratch.scales_s, strict=False):
+                    source = ref.at[place.entry, k, tokens]
+                    plgpu.copy_gmem_to_smem(source, shared.at[slot_of_head, in_tile], ready)
 
 
 class Merger(NamedTuple):
@@ -204,21 +223,23 @@ class DecodeKernel(NamedTuple):
 
     problem: Problem
     sizes: DecodeSizes
+    cache: Cache  # arrays
     scalars: Scalars  # arrays
     want_lse: bool
 
-    def run(self, query: Array, key: Array, value: Array, out_dtype) -> tuple[Array, Array | None]:
+    def run(self, query: Array, out_dtype) -> tuple[Array, Array | None]:
         """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
 
-        The query is [B, K, R', H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
-        of 64, and S and R' of 8. R' is R, the rows of `sizes`, or more.
+        The query is [B, K, R', H]. H and D are multiples of 64, and S and R' of 8. R' is R, the
+        rows of `sizes`, or more.
         """
-        D = value.shape[-1]
+        D = self.cache.value.shape[-1]
         partials = self._partial_types(D)
         results = self._result_types(D, out_dtype)
-        inputs = (query, key, value, *jax.tree.leaves(self.scalars))
+        scalars = jax.tree.leaves(self.scalars)
+        inputs = (query, *jax.tree.leaves(self.cache), *scalars)
         blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
-        scratch = decode_scratch(self.scalars, self.sizes, query.shape[-1], D, query.dtype)
+        scratch = decode_scratch(self.scalars, self.sizes, self.cache, query.dtype)
         compile_kernel = functools.partial(
             warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
         )
@@ -230,7 +251,7 @@ class DecodeKernel(NamedTuple):
             filled = kernel(*inputs)
             body = functools.partial(self._merge_warpgroup, blocks)
             kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
-            found = kernel(*filled, *inputs[3:])
+            found = kernel(*filled, *scalars)
         else:
             body = functools.partial(self._all_warpgroups, blocks)
             kernel = compile_kernel(
@@ -238,6 +259,13 @@ class DecodeKernel(NamedTuple):
             )
             found = kernel(*inputs)
         return found[0], found[1][..., 0] if self.want_lse else None
+
+    @property
+    def _registers(self) -> tuple[int, int, int]:
+        """Return the registers of a thread of a consumer, the merging warpgroup and the producer."""
+        if self.cache.has_scales:
+            return REGISTERS_OF_8_BITS
+        return REGISTERS if self.sizes.pages is None else REGISTERS_OF_PAGES
 
     def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of `Partials`."""
@@ -260,7 +288,8 @@ class DecodeKernel(NamedTuple):
     def _all_warpgroups(self, blocks: int, *refs, scratch: DecodeScratch):
         """Run one warpgroup of the kernel on a GPU."""
         results = len(self._result_types(1, jnp.float32))
-        inputs = 3 + len(jax.tree.leaves(self.scalars))
+        scalars = len(jax.tree.leaves(self.scalars))
+        inputs = 1 + len(jax.tree.leaves(self.cache)) + scalars
         input_refs = refs[:inputs]
         result_refs = refs[inputs : inputs + results]
         partial_refs = refs[inputs + results :]
@@ -270,14 +299,15 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(lax.axis_index("warpgroup") == self.sizes.consumers + 1)
         def _merge():
-            set_registers(REGISTERS[1], FIRST_REGISTERS)
-            refs = *partial_refs, *input_refs[3:], *result_refs
+            set_registers(self._registers[1], FIRST_REGISTERS)
+            refs = *partial_refs, *input_refs[inputs - scalars :], *result_refs
             self._merge_warpgroup(blocks, *refs, counters=counters)
 
     def _split_warpgroups(self, blocks: int, counters, *refs, scratch: DecodeScratch):
         """Run a consumer or the producer."""
         remaining_refs = iter(refs)
-        query_ref, key_ref, value_ref = itertools.islice(remaining_refs, 3)
+        query_ref = next(remaining_refs)
+        cache = jax.tree.map(lambda _: next(remaining_refs), self.cache)
         scalars = self.scalars.like(remaining_refs)
         partials = Partials(*remaining_refs)
         warpgroup = lax.axis_index("warpgroup")
@@ -288,7 +318,7 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(warpgroup < self.sizes.consumers)
         def _consume():
-            set_registers(REGISTERS[0], FIRST_REGISTERS)
+            set_registers(self._registers[0], FIRST_REGISTERS)
             consumer = Consumer(
                 self.problem, self.sizes, query_ref, scratch, partials, counters, warpgroup
             )
@@ -296,8 +326,8 @@ class DecodeKernel(NamedTuple):
 
         @pl.when(warpgroup == self.sizes.consumers)
         def _produce():
-            set_registers(REGISTERS[2], FIRST_REGISTERS)
-            producer = Producer(self.sizes, key_ref, value_ref, scratch)
+            set_registers(self._registers[2], FIRST_REGISTERS)
+            producer = Producer(self.sizes, cache, scratch)
             producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):

@@ -5,23 +5,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.pallas.hopper.decode import DecodeKernel
-from memeff.pallas.hopper.decode_work import ROWS, DecodeSizes, keys_of_split
+from memeff.pallas.hopper.decode_work import ROWS, Cache, DecodeSizes, Pages, keys_of_split
 from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,
     dims_of,
-    mask_as_segments,
+    replace_mask,
     scalars_of,
-    split_query,
 )
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import CallSizes
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, split_axis
 from memeff.softmax import Lse, LseFor
+from memeff.stored import StoredKeys
 
 QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
+# Dims of the arrays of a `Cache`, and of one whose keys lie in pages.
+CACHE_DIMS = "bskh", "bskd", "bks", "bks"
+PAGED_DIMS = "pekh", "pekd", "pke", "pke"
 
 
 def tile_shape(operands: Operands) -> tuple[int, int]:
@@ -33,33 +36,57 @@ def tile_shape(operands: Operands) -> tuple[int, int]:
 
 def describe(operands: Operands) -> str:
     """Return a phrase that names the kernel and its splits."""
-    return f"decode kernel, {keys_of_split(operands.key.shape[1])} keys a split"
+    text = f"decode kernel, {keys_of_split(operands.key.shape[1])} keys a split"
+    cache, table = _cache_of(operands)
+    if table is not None:
+        text += f", pages of {cache.key.shape[1]}"
+    if cache.has_scales:
+        text += f", keys in {cache.key.dtype}"
+    return text
+
+
+def _cache_of(operands: Operands) -> tuple[Cache, Array | None]:
+    """Return keys and values as the kernel reads them, and the table of their pages or None."""
+    key, value = operands.key, operands.value
+    if not isinstance(key, StoredKeys):
+        return Cache(key, value), None
+    assert isinstance(value, StoredKeys)
+    return Cache(key.values, value.values, key.scales, value.scales), key.table
 
 
 def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array, Lse | None]:
     """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
-    operands = mask_as_segments(operands)
-    scalars = scalars_of(problem, operands)
-    leaves, structure = jax.tree.flatten(scalars)
+    operands = replace_mask(operands)
+    cache, table = _cache_of(operands)
+    scalars = scalars_of(problem, operands)._replace(page_table=table)
+    leaves, structure = jax.tree.flatten((cache, scalars))
     on_tiles = calls.tile_functions(problem, operands)
 
-    def call(query, key, value, *leaves):
+    def call(query, *leaves):
+        cache, scalars = jax.tree.unflatten(structure, leaves)
         B, T, K, G, H = query.shape
-        D = value.shape[-1]
+        S, D = cache.key.shape[1], cache.value.shape[-1]
+        pages = None
+        if table is not None:
+            pages = Pages(*cache.key.shape[:2])
+            S = scalars.page_table.shape[1] * pages.size
         rows = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)  # b k r h
         rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
-        row_scalars = _scalars_of_rows(jax.tree.unflatten(structure, leaves), T, G)
-        sizes = DecodeSizes.of(CallSizes(B, T, key.shape[1], K, G), H, D)
-        kernel = DecodeKernel(on_tiles, sizes, row_scalars, lse_for is not None)
-        out, lse = kernel.run(rows, key, value, jnp.float32 if partial_out else query.dtype)
+        row_scalars = _scalars_of_rows(scalars, T, G)
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages)
+        kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
+        out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, K, G, T, D)
         return (out,) if lse is None else (out, lse.reshape(B, K, G, T))
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
-    run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
-    out, *lse = run(*split_query(operands, operands.shape.K), *leaves)
+    cache_dims = CACHE_DIMS if table is None else PAGED_DIMS
+    if not cache.has_scales:
+        cache_dims = cache_dims[:2]
+    run = partitioned(call, (DIMS[0], *cache_dims, *dims_of(scalars)), dims_out)
+    out, *lse = run(split_axis(operands.query, 2, operands.shape.K), *leaves)
     return out, Lse(lse[0], None) if lse else None
 
 

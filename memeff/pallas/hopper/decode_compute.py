@@ -3,21 +3,27 @@
 decode.py has the algorithm, whose steps are numbered here as well.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from memeff.logits import LOG2_E
 from memeff.pallas.hopper.decode_work import (
     ROWS,
+    Cache,
     DecodeItem,
     DecodeSizes,
     KeysOfSequence,
     Visits,
+    has_missing_page,
+    place_of_copy,
 )
 from memeff.pallas.hopper.mosaic import (
+    COL,
     ROW,
     Barrier,
     Ref,
@@ -31,6 +37,7 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     positions,
     tile_ref,
+    widen,
 )
 from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.scalars import Scalars
@@ -62,6 +69,9 @@ class DecodeScratch(NamedTuple):
     key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
+    # Of a cache of 8 bits: its scales [consumers * stages * heads, c], and tiles in 16 bits
+    scales_s: tuple[Ref, ...]  # of keys and of values
+    wide_s: tuple[Ref, ...]  # [consumers, c, H] and [consumers, c, D]
     stage: Ref = None  # [consumers, 64, c], in the interpreter alone
 
     @property
@@ -70,12 +80,21 @@ class DecodeScratch(NamedTuple):
         return self.ready.shape[0] // self.q_ready.shape[0]
 
 
-def decode_scratch(scalars: Scalars, sizes: DecodeSizes, H: int, D: int, dtype) -> DecodeScratch:
-    """Return the types of a thread block's shared memory."""
+def decode_scratch(
+    scalars: Scalars, sizes: DecodeSizes, cache: Cache, dtype: DTypeLike
+) -> DecodeScratch:
+    """Return the types of a thread block's shared memory; `dtype` is that of the query."""
     consumers = sizes.consumers
+    H, D = cache.key.shape[-1], cache.value.shape[-1]
     has_vectors = bool(scalars.by_query or scalars.by_key or scalars.head_numbers)
-    slots = consumers * (STAGES - has_vectors)  # vectors need shared memory
+    is_full = has_vectors and not cache.has_scales  # vectors need shared memory
+    slots = consumers * (STAGES - is_full)
     heads = sizes.heads_of_consumer
+    copies = (4 if cache.has_scales else 2) * heads * sizes.copies
+    scales_s, wide_s = (), ()
+    if cache.has_scales:
+        scales_s = (plgpu.SMEM((slots * heads, sizes.tile), jnp.float32),) * 2
+        wide_s = tuple(tile_ref(consumers, sizes.tile, width, dtype) for width in (H, D))
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))
     query_vectors, key_vectors = vectors["token_vectors"]
@@ -87,13 +106,15 @@ def decode_scratch(scalars: Scalars, sizes: DecodeSizes, H: int, D: int, dtype) 
         ),
         query_vectors=tuple(query_vectors),
         head_numbers=tuple(plgpu.SMEM((consumers * heads, ROWS), x.dtype) for x in head_numbers),
-        k_s=tile_ref(slots * heads, sizes.tile, H, dtype),
-        v_s=tile_ref(slots * heads, sizes.tile, D, dtype),
-        ready=plgpu.Barrier(num_arrivals=2 * heads + key_numbers, num_barriers=slots),
+        k_s=tile_ref(slots * heads, sizes.tile, H, cache.key.dtype),
+        v_s=tile_ref(slots * heads, sizes.tile, D, cache.value.dtype),
+        ready=plgpu.Barrier(num_arrivals=copies + key_numbers, num_barriers=slots),
         used=plgpu.Barrier(num_barriers=slots),
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
         bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
+        scales_s=scales_s,
+        wide_s=wide_s,
         **interpreter_staging(consumers, ROWS, sizes.tile, dtype),
     )
 
@@ -139,24 +160,45 @@ class SplitLoop(NamedTuple):
         l = full_tile((ROWS,), 0.0)
         o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
         start = ((m, l, o),) * self.sizes.heads_of_consumer
-        return lax.fori_loop(0, self.visits.total, self._step, start)
+        if self.sizes.pages is None:
+            step = functools.partial(self._step, misses_page=None)
+            return lax.fori_loop(0, self.visits.total, step, start)
+        start = self._misses_page(0), start
+        return lax.fori_loop(0, self.visits.total, self._step_in_pages, start)[1]
 
-    def _step(self, n, heads):
+    def _misses_page(self, n) -> Array:
+        """Return True if some keys of the n-th tile lie in a page that does not exist."""
+        return has_missing_page(self.sizes, self.item.keys, self.visits.tile(n))
+
+    def _step_in_pages(self, n, state):
+        """Do `_step`, and look up the pages of the next tile beside it."""
+        misses_page, heads = state
+        next_misses_page = self._misses_page(n + 1)
+        return next_misses_page, self._step(n, heads, misses_page)
+
+    def _step(self, n, heads, misses_page):
         """Return m, l and o of each key head after the n-th tile of this consumer."""
         scratch = self.scratch
         slot = lax.rem(self.first_visit + n, jnp.int32(self.scratch.stages))
         slot = self.consumer * self.scratch.stages + slot
         plgpu.barrier_wait(scratch.ready.at[slot])
-        results = tuple(self._visit(n, slot, head, *rows) for head, rows in enumerate(heads))
+        is_masked = self.item.keys.is_masked(self.visits.tile(n))
+        if misses_page is not None:
+            is_masked |= misses_page
+        results = tuple(
+            self._visit(n, slot, head, is_masked, rows) for head, rows in enumerate(heads)
+        )
         plgpu.barrier_arrive(scratch.used.at[slot])
         return results
 
-    def _visit(self, n, slot, head: int, m, l, o):
+    def _visit(self, n, slot, head: int, is_masked, rows: tuple[Array, Array, Array]):
         """Return m, l and o of one key head after the n-th tile, in `slot`."""
+        m, l, o = rows
         scratch = self.scratch
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
-        keys = scratch.k_s.at[slot * self.sizes.heads_of_consumer + head]
-        values = scratch.v_s.at[slot * self.sizes.heads_of_consumer + head]
+        place = slot * self.sizes.heads_of_consumer + head
+        keys = self._wide_tile(0, scratch.k_s.at[place])
+        values = self._wide_tile(1, scratch.v_s.at[place])
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
 
@@ -165,16 +207,22 @@ class SplitLoop(NamedTuple):
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(dot_products, self.tile_shape)
+        key_scales, value_scales = self._scales(place)
+        if key_scales is not None:
+            raw = raw * key_scales
 
         def masked(raw, o):
-            memory = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
-            o = clean_own_values(values, o, tile, memory)
+            if jnp.issubdtype(scratch.v_s.dtype, jnp.floating):
+                bad_keys_s = scratch.bad_keys_s.at[self.consumer]
+                bad_columns_s = scratch.bad_columns_s.at[self.consumer]
+                o = clean_own_values(values, o, tile, (bad_keys_s, bad_columns_s))
+            if self.sizes.pages is not None:
+                raw = raw + self._nan_of_missing_pages(tile_number)
             return tile.logits(raw, tile.mask()), o
 
         def whole(raw, o):
             return tile.logits(raw, None), o
 
-        is_masked = self.item.keys.is_masked(tile_number)
         s, o = lax.cond(is_masked, masked, whole, raw, o)  # (2)
         m_new = jnp.maximum(m, s.max(axis=1))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -182,7 +230,9 @@ class SplitLoop(NamedTuple):
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
         o = o * broadcast_vector(a, o.shape)
-        p = p.astype(scratch.v_s.dtype)
+        if value_scales is not None:  # those of keys that a row does not see may be NaN
+            p = p * jnp.where(s == -jnp.inf, 0.0, value_scales)
+        p = p.astype(scratch.q_s.dtype)
 
         def add_values(total):
             finish = init_accumulator(total, o)
@@ -191,6 +241,31 @@ class SplitLoop(NamedTuple):
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         return m_new, l, accumulators(add_values, o.shape)
+
+    def _wide_tile(self, n: int, tile: Ref) -> Ref:
+        """Return a tile of keys (n = 0) or of values (n = 1) in the dtype of the query."""
+        if not self.scratch.wide_s:
+            return tile
+        return widen(tile, self.scratch.wide_s[n].at[self.consumer])
+
+    def _scales(self, place) -> tuple[Array | None, Array | None]:
+        """Return the scales of keys and of values as tiles, or None."""
+        tiles = []
+        for ref in self.scratch.scales_s:
+            scales = plgpu.load(ref.at[place], layout=COL)
+            tiles.append(broadcast_vector(scales, self.tile_shape, 1))
+        return (tiles[0], tiles[1]) if tiles else (None, None)
+
+    def _nan_of_missing_pages(self, tile_number) -> Array:
+        """Return a tile that is NaN where the key's page does not exist, and else 0."""
+        sizes = self.sizes
+        cols = positions(0, self.tile_shape, 1)
+        total = jnp.zeros(self.tile_shape, jnp.float32)
+        for n in range(sizes.copies):
+            exists = place_of_copy(sizes, self.item.keys, tile_number, n).exists
+            is_here = lax.div(cols, jnp.int32(sizes.keys_of_copy)) == n
+            total = jnp.where(is_here, jnp.where(exists, 0.0, jnp.nan), total)
+        return total
 
     def _score_tile(self, tile_number, slot, head: int) -> ScoreTile:
         """Return the positions, masks and functions of a tile of one key head."""

@@ -6,6 +6,7 @@ is one piece of some key heads of one sequence, for 64 rows of each. Items are f
 lengths on the device: pieces that nobody sees are no items.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,27 @@ def keys_of_split(S: int) -> int:
     return 1024 if S > 16384 else 512
 
 
+class Pages(NamedTuple):
+    """The pages in which keys and values lie."""
+
+    number: int
+    size: int  # tokens
+
+
+class Cache(NamedTuple):
+    """Keys and values in global memory, in pages [P, page, ...] if the sizes have `pages`."""
+
+    key: Any  # [B, S, K, H]
+    value: Any  # [B, S, K, D]
+    key_scales: Any = None  # [B, K, S], float32, of numbers of 8 bits
+    value_scales: Any = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether keys and values are numbers of 8 bits with scales."""
+        return self.key_scales is not None
+
+
 class DecodeSizes(NamedTuple):
     """The sizes of a call, and of its pieces."""
 
@@ -43,9 +65,10 @@ class DecodeSizes(NamedTuple):
     tile: int  # keys of a tile
     consumers: int  # warpgroups
     heads: int  # key heads of an item, which consumers visit at the same time
+    pages: Pages | None = None  # None: all keys of a sequence are neighbours in memory
 
     @staticmethod
-    def of(call: CallSizes, H: int, D: int) -> "DecodeSizes":
+    def of(call: CallSizes, H: int, D: int, pages: Pages | None = None) -> "DecodeSizes":
         """Return the fastest sizes for these head dims.
 
         Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
@@ -57,7 +80,17 @@ class DecodeSizes(NamedTuple):
         while call.K % heads:
             heads //= 2
         tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
-        return DecodeSizes(call, tile, CONSUMERS, heads)
+        return DecodeSizes(call, tile, CONSUMERS, heads, pages)
+
+    @property
+    def keys_of_copy(self) -> int:
+        """Return how many keys of a tile lie in one page, wherever the tile begins."""
+        return self.tile if self.pages is None else math.gcd(self.tile, self.pages.size)
+
+    @property
+    def copies(self) -> int:
+        """Return the number of copies that bring a tile to shared memory."""
+        return self.tile // self.keys_of_copy
 
     @property
     def heads_of_consumer(self) -> int:
@@ -205,12 +238,36 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
     return Visits(heads, first, sizes.turns, total, turn)
 
 
-def place_of_tile(b, tile, size: int) -> tuple[Any, Any]:
-    """Return where a tile of `size` keys of batch entry b lies in key and value.
+class Place(NamedTuple):
+    """Where keys that are copied together lie in key and value."""
 
-    The result is the index along their first dim, and the first token.
+    entry: Any  # along their first dim: a batch entry or a page
+    first: Any  # token of that entry
+    exists: Any = True  # whether there is such a page; else `entry` is some other one
+
+
+def place_of_copy(sizes: DecodeSizes, keys: KeysOfSequence, tile, n: int) -> Place:
+    """Return where the keys lie that the n-th copy of a tile brings.
+
+    Behind the last page of a sequence it lies anywhere, because nothing sees it.
     """
-    return b, tile * size
+    token = tile * sizes.tile + n * sizes.keys_of_copy
+    if sizes.pages is None:
+        return Place(keys.b, token)
+    count, size = sizes.pages
+    table = keys.scalars.page_table
+    number = jnp.minimum(lax.div(token, jnp.int32(size)), table.shape[0] - 1)
+    page = table[number]
+    exists = (page >= 0) & (page < count)
+    return Place(jnp.clip(page, 0, count - 1), lax.rem(token, jnp.int32(size)), exists)
+
+
+def has_missing_page(sizes: DecodeSizes, keys: KeysOfSequence, tile) -> Array:
+    """Return True if some keys of a tile lie in a page that does not exist."""
+    exists = jnp.bool_(True)
+    for n in range(sizes.copies):
+        exists &= place_of_copy(sizes, keys, tile, n).exists
+    return ~exists
 
 
 def for_each_item(

@@ -101,7 +101,8 @@ def fused_gradients(
     [B, N, T']. `lengths`: T and S without padding.
     """
     query, key, value, _, lse, _ = arrays
-    B, _, N, H = query.shape
+    _, _, N, H = query.shape
+    B = scalars.batch_size(query)
     _, _, K, D = value.shape
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
@@ -153,9 +154,9 @@ def fused_gradients(
         barriers=False,
     )
     results = (
-        jnp.zeros(query.shape, jnp.float32),
-        lax.empty(key.shape, query.dtype),
-        lax.empty(value.shape, query.dtype),
+        jnp.zeros((B, *query.shape[1:]), jnp.float32),
+        lax.empty((B, *key.shape[1:]), query.dtype),
+        lax.empty((B, *value.shape[1:]), query.dtype),
         lax.empty((blocks, tiling.item_size), jnp.float32),
     )
     return pl.run_state(lambda refs: kernel(*operands, *refs))(results)
@@ -361,15 +362,15 @@ def _compute(
     k[...] = undo_lift(dk * gradient.slope, dtype).astype(dtype)
     v[...] = undo_lift(dv, dtype).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, _of_keys(dk_ref, work_at_end, group))
-    plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end, group))
+    plgpu.copy_smem_to_gmem(k, _of_keys(dk_ref, work_at_end.b, work_at_end, group))
+    plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end.b, work_at_end, group))
     plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, own], bad_ref.at[block, own])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _of_keys(ref, work: KeyWork, group):
-    """Return the rows of `ref` that belong to warpgroup `group`'s keys."""
-    return ref.at[work.b, pl.ds(work.col + group * ROWS, ROWS), work.k]
+def _of_keys(ref, b, work: KeyWork, group):
+    """Return the rows of batch entry `b` of `ref` that belong to warpgroup `group`'s keys."""
+    return ref.at[b, pl.ds(work.col + group * ROWS, ROWS), work.k]
 
 
 def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, own) -> None:
@@ -378,8 +379,10 @@ def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, own) 
     _, key_vectors = scratch.token_vectors
     ready = scratch.kv_ready.at[group]
     k = scratch.k_s.at[0, own]
-    plgpu.copy_gmem_to_smem(_of_keys(key_ref, work, group), k, ready)
-    plgpu.copy_gmem_to_smem(_of_keys(value_ref, work, group), scratch.v_s.at[0, own], ready)
+    key = _of_keys(key_ref, work.source.key, work, group)
+    value = _of_keys(value_ref, work.source.value, work, group)
+    plgpu.copy_gmem_to_smem(key, k, ready)
+    plgpu.copy_gmem_to_smem(value, scratch.v_s.at[0, own], ready)
     cols = pl.ds(work.col + group * ROWS, ROWS)
     copy_token_vectors(work.scalars.by_key, cols, key_vectors, group, ready)
     plgpu.barrier_wait(ready)

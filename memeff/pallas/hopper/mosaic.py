@@ -27,6 +27,8 @@ WGMMA = plgpu.Layout.WGMMA  # of a tile of at least 64 rows in registers, as a p
 ROW = WGMMA.reduce(1)  # of a vector with one number for each row of such a tile
 COL = WGMMA.reduce(0)  # of a vector with one number for each column
 SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, for products
+# of a tile of numbers of 8 bits that become numbers of 16 bits
+WIDENED = getattr(plgpu.Layout, "WGMMA_UPCAST_2X", WGMMA)
 FLOATS = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # 32-bit tiles
 
 _interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -108,8 +110,45 @@ def multiprocessors() -> int:
 
 
 def tile_ref(count: int, rows: int, cols: int, dtype):
-    """Return the type of `count` tiles [rows, cols] in shared memory, laid out for products."""
-    return plgpu.SMEM((count, rows, cols), dtype, transforms=SHARED)
+    """Return the type of `count` tiles [rows, cols] in shared memory.
+
+    Tiles of 16-bit numbers are laid out for products, and those of 8-bit numbers for `widen`.
+    """
+    transforms = SHARED
+    if jnp.dtype(dtype).itemsize == 1:
+        width = min(cols, 128)
+        transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
+    return plgpu.SMEM((count, rows, cols), dtype, transforms=transforms)
+
+
+def widen(narrow: Ref, wide: Ref) -> Ref:
+    """Copy a tile of 8-bit numbers to one of 16-bit numbers, which hold them exactly; return it.
+
+    Both are in shared memory.
+    """
+    numbers = plgpu.load(narrow, layout=WIDENED)
+    if jnp.issubdtype(numbers.dtype, jnp.floating):  # Hopper cannot convert them to bfloat16
+        numbers = numbers.astype(jnp.float32)
+    wide[...] = numbers.astype(wide.dtype)
+    plgpu.commit_smem()
+    return wide
+
+
+def whole_width(dim: int) -> int:
+    """Return a head dim, rounded up to the 64 columns of a tile in shared memory."""
+    return -(-dim // 64) * 64
+
+
+def head_rows(ref: Ref, b, rows, n) -> Ref:
+    """Return the vectors of head n at `rows`, from `ref` [B, T, N, H] in global memory, for a copy.
+
+    A head dim below 64 counts as 64. A copy to shared memory fills the rest with zeros, and a copy
+    to global memory leaves it out.
+    """
+    if ref.shape[-1] % 64 == 0:
+        return ref.at[b, rows, n]
+    zero = lax.axis_index("block") * 0  # static bounds would be checked
+    return ref.at[b, rows, n, pl.ds(zero, whole_width(ref.shape[-1]))]
 
 
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
@@ -237,6 +276,16 @@ def sync(barrier) -> None:
     """Wait until all warpgroups that share `barrier` have come here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def release_read(barrier) -> None:
+    """Arrive at `barrier` after reads of shared memory that the next copy will write over.
+
+    The barrier orders them. The interpreter's search for races asks for a fence as well.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 def global_counters(count: int) -> Ref:

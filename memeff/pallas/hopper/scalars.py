@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-OF_BATCH = "q_offset", "q_lengths", "kv_lengths"
+OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries", "value_entries"
 
 
 class Scalars(NamedTuple):
-    """Offsets, lengths, segments, sinks and precomputed arrays of user functions.
+    """Offsets, lengths, segments, sinks, the bias and precomputed arrays of user functions.
 
     None or () stands for what a call does not have. In a kernel the fields are refs. T' and S' are
     T and S, padded to whole tiles.
@@ -20,6 +20,10 @@ class Scalars(NamedTuple):
     q_offset: Array | None = None  # [B], int32
     q_lengths: Array | None = None  # [B], int32
     kv_lengths: Array | None = None  # [B], int32
+    # Batch entries that the call reads, see `problem.Entries`
+    query_entries: Any = None  # [B], int32
+    key_entries: Any = None  # [B], int32
+    value_entries: Any = None  # [B], int32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
     # Of user functions, int32 or float32, see user_functions/partition.py:
@@ -28,11 +32,16 @@ class Scalars(NamedTuple):
     key_numbers: tuple[Any, ...] = ()  # [B, S']
     difference_numbers: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
     sinks: Any = None  # [B, N], float32, in base 2; only the forward reads them
+    # The bias, in nats, has at most one of three forms:
+    bias: Any = None  # [B|1, N|1, T", S"], a number for each pair; see `bias.padded_lengths`
+    query_bias: Any = None  # [B, N, T'], float32, a number for each query
+    key_bias: Any = None  # [B, N, S'], float32, a number for each key
     # The range of each tile, see `with_ranges`:
     visible_from: Any = None  # [B, tiles], int32
     visible_to: Any = None  # [B, tiles], int32
     one_segment: Any = None  # [B, tiles], 0 or 1
     tile_table: Any = None  # tiles that a block mask leaves, for all batch entries and heads
+    page_table: Any = None  # [B, n], int32, the pages of each sequence's keys; only decoding has it
 
     def of(self, b) -> "Scalars":
         """Return batch entry b of refs: values of the fields [B], and refs of the rest."""
@@ -42,14 +51,25 @@ class Scalars(NamedTuple):
                 return ref
             if name in OF_BATCH:
                 return ref[b]
+            if name == "bias":
+                return ref.at[b if ref.shape[0] > 1 else 0]
             return jax.tree.map(lambda x: x.at[b], ref)
 
         entries: dict[str, Any] = {name: entry(name, ref) for name, ref in self._asdict().items()}
         return Scalars(**entries)
 
+    def batch_size(self, query: Array) -> int:
+        """Return the number of batch entries of the call, from its query [B, T, N, H]."""
+        return query.shape[0] if self.query_entries is None else self.query_entries.shape[0]
+
     def like(self, refs: Iterator) -> "Scalars":
         """Return the next of `refs` in the place of these arrays."""
         return jax.tree.map(lambda _: next(refs), self)
+
+    @property
+    def has_bias(self) -> bool:
+        """Return True if the call has a bias, of any form."""
+        return any(x is not None for x in (self.bias, self.query_bias, self.key_bias))
 
     @property
     def by_query(self) -> tuple[Any, ...]:

@@ -60,6 +60,26 @@ def work_item(count: int, tiles: int, order: TileOrder, late: bool, index) -> tu
     return head, tiles - 1 - tile if late else tile
 
 
+def shares_bias(scalars: Scalars, B: int) -> bool:
+    """Return True if the B batch entries share one bias of pairs."""
+    return scalars.bias is not None and scalars.bias.shape[0] < B
+
+
+def order_for_bias(order: TileOrder, scalars: Scalars, B: int) -> TileOrder:
+    """Return an order in which batch entries that share a bias do the same tile in turn.
+
+    A tile of the bias is then in the L2 cache for all but the first of them.
+    """
+    return TileOrder(B) if order == TileOrder() and shares_bias(scalars, B) else order
+
+
+def _batch_and_head(index, B: int, heads: int, scalars: Scalars) -> tuple[Any, Any]:
+    """Return the batch entry and the head, of `heads`, of the head `index` of the whole call."""
+    if shares_bias(scalars, B):
+        return lax.rem(index, jnp.int32(B)), lax.div(index, jnp.int32(B))
+    return lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+
+
 def cache_order(count: int, bytes_read: int) -> TileOrder:
     """Return the order with the largest section whose heads, of `bytes_read` each, fit into L2.
 
@@ -122,10 +142,26 @@ def ends_and_mask(
     return (q_end, kv_end), mask_inputs
 
 
+class Sources(NamedTuple):
+    """The batch entries of the arrays from which a work item is copied."""
+
+    query: Array
+    key: Array
+    value: Array
+
+    @classmethod
+    def of(cls, scalars: Scalars, b) -> "Sources":
+        """Return those of batch entry b of the call, which `scalars` belong to."""
+        if scalars.query_entries is None:
+            return cls(b, b, b)
+        return cls(scalars.query_entries, scalars.key_entries, scalars.value_entries)
+
+
 class QueryWork(NamedTuple):
     """A tile of queries of one head, and the tiles of keys that it visits."""
 
     b: Array
+    source: Sources
     n: Array  # query head
     k: Array  # key head
     row: Array  # first query
@@ -153,8 +189,7 @@ def find_query_work(
     N = sizes.K * sizes.G
     tile_count = -(-sizes.T // rows)
     head, tile = work_item(sizes.B * N, tile_count, order, late, index)
-    b = lax.div(head, jnp.int32(N))
-    n = lax.rem(head, jnp.int32(N))
+    b, n = _batch_and_head(head, sizes.B, N, scalars)
     scalars = scalars.of(b)
     ends, mask_inputs = ends_and_mask(sizes, scalars, keys)
     row = tile * rows
@@ -168,7 +203,8 @@ def find_query_work(
     window = keys_seen_by(row, row + rows - 1)
     visits = _without_hidden_tiles(problem, scalars, tile, window, keys)
     is_range = isinstance(visits, TileRange)
-    if is_range and problem.score_fn is not None and problem.mask_fn is None:
+    has_scores = problem.score_fn is not None or scalars.has_bias
+    if is_range and has_scores and problem.mask_fn is None:
         if problem.right is None:
             middle = row + rows // 2 + offset
             visits = visits.nearest_first(middle, keys)
@@ -181,7 +217,8 @@ def find_query_work(
         return visits.count_hidden(keys_seen_by(first, first + count - 1))
 
     k = lax.div(n, jnp.int32(sizes.G))
-    return QueryWork(b, n, k, row, mask_inputs, visits, scalars, count_hidden_visits)
+    source = Sources.of(scalars, b)
+    return QueryWork(b, source, n, k, row, mask_inputs, visits, scalars, count_hidden_visits)
 
 
 def _without_hidden_tiles(
@@ -210,6 +247,7 @@ class KeyWork(NamedTuple):
     """A tile of keys of one head, and the tiles of queries that see it."""
 
     b: Array
+    source: Sources
     k: Array
     col: Array  # first key
     mask_inputs: MaskInputs
@@ -229,8 +267,7 @@ def find_key_work(
     """Return the work item `index`: `cols` keys, and tiles of `queries` queries that see them."""
     tile_count = -(-sizes.S // cols)
     head, tile = work_item(sizes.B * sizes.K, tile_count, order, False, index)
-    b = lax.div(head, jnp.int32(sizes.K))
-    k = lax.rem(head, jnp.int32(sizes.K))
+    b, k = _batch_and_head(head, sizes.B, sizes.K, scalars)
     scalars = scalars.of(b)
     # Keys behind the last need no mask, because nobody stores them.
     ends, mask_inputs = ends_and_mask(sizes, scalars, 1)
@@ -243,4 +280,4 @@ def find_key_work(
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     window = queries_seeing(problem, offset, col, last, ends, queries)
     visits = _without_hidden_tiles(problem, scalars, tile, window, queries)
-    return KeyWork(b, k, col, mask_inputs, visits, scalars)
+    return KeyWork(b, Sources.of(scalars, b), k, col, mask_inputs, visits, scalars)

@@ -1,0 +1,95 @@
+"""Calls of the Hopper kernels that read their batch entries from anywhere in larger arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import few
+from hopper_cases import bf16, f32, interpreted, needs_kernels
+from hopper_stand_ins import accept_all_calls
+
+from memeff.pallas.hopper import implementation
+from memeff.problem import Entries, Operands, Problem, Schedule
+from memeff.softmax import Lse
+
+pytestmark = needs_kernels
+ENTRIES = Entries(*map(jnp.int32, ([1, 0, 1], [2, 2, 0], [2, 1, 0])))
+RESULTS = "out", "lse", "dq", "dk", "dv"
+
+
+def arrays_of(count: int, tokens: int, heads: int, seed: int, dtype=bf16):
+    """Return random numbers [count, tokens, heads, 64]."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(count, tokens, heads, 64)), dtype)
+
+
+def of_rows(x):
+    """Return x [B, T, N, D] as rows [B, K, G, T, D] of one key head."""
+    return x.transpose(0, 2, 1, 3)[:, None]
+
+
+def results(problem, schedule, operands, rows):
+    """Return out and lse of a call, and its gradients from the out, lse and cotangents in `rows`."""
+    out, lse = implementation.forward(problem, schedule, operands)
+    gradients = implementation.backward(problem, schedule, operands, *rows)
+    return out, lse.high, *gradients[:3]
+
+
+@pytest.mark.parametrize("fused", few((False, True), (False,)))
+def test_entries_are_those_of_a_copy(fused):
+    """The bits are those of a call whose arrays hold the entries themselves (fused: but for dq)."""
+    T, S = 72, 72
+    query = arrays_of(2, T, 2, 0)
+    keys = arrays_of(3, S, 1, 1), arrays_of(3, S, 1, 2)
+    out, dout = (of_rows(arrays_of(2, T, 2, seed)) for seed in (3, 4))
+    lse, dlse = (arrays_of(2, T, 2, seed, f32)[..., 0].swapaxes(1, 2)[:, None] for seed in (5, 6))
+    rows = out, Lse(lse + 4, None), dout, dlse
+    problem = Problem(right=0, q_offset=S - T, scale=0.1)
+    run = functools.partial(results, problem, Schedule(fused_backward=fused))
+
+    @jax.jit
+    def both(operands, rows):
+        def take(x, entries):
+            return jax.tree.map(lambda x: x[entries], x)
+
+        query = ENTRIES.query
+        copied = Operands(*map(take, operands[:3], ENTRIES))
+        in_place = operands._replace(entries=ENTRIES)
+        return run(copied, take(rows, query)), run(in_place, rows)
+
+    with interpreted():
+        expected, found = jax.tree.map(np.asarray, both(Operands(query, *keys), rows))
+    for name, x, y in zip(RESULTS, expected, found, strict=True):
+        assert np.abs(x.astype(f32)).max() > 0.01, name
+        if fused and name == "dq":
+            np.testing.assert_allclose(y.astype(f32), x.astype(f32), atol=0.02)
+        else:
+            np.testing.assert_array_equal(y, x, err_msg=name)
+
+
+def copy_first(problem, lengths, arrays, scalars, want_lse, tiling):
+    """Stand in for the forward kernel: return the query plus the first row of its value entry."""
+    query, _, value = arrays
+    first = value[scalars.value_entries, :1]
+    return (query[scalars.query_entries] + first,), None
+
+
+def test_vmap_moves_entries(monkeypatch):
+    """Each call of a vmap reads its own arrays, mapped or shared."""
+    from memeff.pallas.hopper import calls
+
+    monkeypatch.setattr(calls, "attend", copy_first)
+    accept_all_calls(monkeypatch)
+    monkeypatch.setattr("memeff.pallas.partitioning.may_be_sharded", lambda: False)
+    query = arrays_of(4, 64, 1, 0, f32).reshape(2, 2, 64, 1, 64)
+    key = arrays_of(3, 64, 1, 1, f32)
+
+    def call(query):
+        operands = Operands(query, key, key, entries=ENTRIES)
+        out, _ = implementation.forward(Problem(), Schedule(), operands, None)
+        return out[:, 0, 0]
+
+    expected = query[:, :, :, 0][:, ENTRIES.query] + key[:, :1, 0][ENTRIES.value]
+    np.testing.assert_array_equal(jax.vmap(call)(query), expected)

@@ -14,7 +14,11 @@ from memeff.bench.report import write_report
 from memeff.bench.results import FOLDER, read_lines, read_results, results_markdown
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("python -m memeff.bench", "python tests/replaced_results.py")
+COMMANDS = (
+    "python -m memeff.bench",
+    "python tests/replaced_results.py",
+    "python tests/replaced_llama.py",
+)
 CELLS = [{"table": "cells"}, {"shape": "8k", "TFLOP/s": "648"}, {"shape": "16k"}]
 CELLS_TABLE = "| shape | TFLOP/s |\n|---|---|\n| 8k | 648 |\n| 16k | |"
 SPEED = {

@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers slow clients lint notebooks bench docs sm90a clean
+.PHONY: help demo test numbers slow clients lint notebooks bench docs sm90a tpu clean
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench      memory and speed tables, as in docs/benchmarks.md"
 	@echo "make docs       builds the documentation site into site/ (MkDocs, into .venv-docs)"
 	@echo "make sm90a      compiles the Hopper kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
+	@echo "make tpu        compiles the TPU kernels, without a TPU (Python 3.12; 250 MB into .venv-tpu)"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
 
@@ -75,6 +76,16 @@ sm90a: .venv-sm90a/.stamp
 	$(SM90A) -m pip install --quiet --disable-pip-version-check -e . jax==0.11.2 jaxlib==0.11.2 absl-py 'pytest>=9,<10'
 	$(SM90A) -m pip install --quiet --disable-pip-version-check --no-deps jax-cuda13-plugin==0.11.2 \
 	  jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88
+	@touch $@
+
+# XLA's compiler for TPUs, which needs no TPU.
+TPU = .venv-tpu/bin/python
+tpu: .venv-tpu/.stamp
+	$(TPU) -m pytest --noconftest -q tests/test_tpu_chips.py
+
+.venv-tpu/.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	$(TPU) -m pip install --quiet --disable-pip-version-check -e . jax==0.11.2 jaxlib==0.11.2 libtpu==0.0.52 'pytest>=9,<10'
 	@touch $@
 
 clean:

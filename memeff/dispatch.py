@@ -73,7 +73,8 @@ def _fastest_implementation(
     if half and default_tiles and family.for_device(device) is None and warn:
         warn_once(
             reason,
-            'memeff: using the chunked path (implementation="xla") instead of the GPU\'s kernels, '
+            'memeff: using the chunked path (implementation="xla") instead of the '
+            f"{device.platform.upper()}'s kernels, "
             f"because {reason}.",
         )
     return "xla"

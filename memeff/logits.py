@@ -113,5 +113,7 @@ def logits_base2(
 ) -> Array:
     """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats."""
     if problem.score_fn is None:
+        if terms.bias is not None:
+            terms = terms._replace(bias=terms.bias.astype(raw.dtype) * LOG2_E)
         return logits_from_dots(base2(problem), raw, terms, keep, indices)
     return logits_from_dots(problem, raw, terms, keep, indices) * LOG2_E

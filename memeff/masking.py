@@ -46,14 +46,23 @@ def pair_positions(
     return first + stride * rows, origin.first_key + stride * cols
 
 
-def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
-    """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
-    keep = (rows >= 0) & (cols >= 0)
-    position = query_positions(problem, inputs.q_offset, rows)
+def window_pairs(problem: Problem, position, cols) -> Any:
+    """Return True where the window lets the query at `position` see the key at `cols`.
+
+    The shapes broadcast. Without a window the result is the number True.
+    """
+    keep = True
     if problem.left is not None:
         keep &= position - problem.left <= cols
     if problem.right is not None:  # causal attention is right = 0: one rule, not two
         keep &= cols <= position + problem.right
+    return keep
+
+
+def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
+    """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
+    keep = (rows >= 0) & (cols >= 0)
+    keep &= window_pairs(problem, query_positions(problem, inputs.q_offset, rows), cols)
     if inputs.q_lengths is not None:
         keep &= rows < inputs.q_lengths
     if inputs.kv_lengths is not None:
@@ -62,10 +71,17 @@ def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -
         keep &= inputs.q_segments == inputs.kv_segments
     if inputs.mask is not None:
         keep &= inputs.mask
-    # -inf, or the lowest finite number (a common stand-in for it), hides a key; NaN does not
     if inputs.bias is not None:
-        keep &= ~(inputs.bias <= jnp.finfo(inputs.bias.dtype).min)
+        keep &= bias_hides(inputs.bias) ^ True  # kernels know no "not"
     return keep
+
+
+def bias_hides(bias: Array) -> Array:
+    """Return True where `bias` is -inf or the lowest finite number of its dtype.
+
+    Both commonly hide a key. NaN does not.
+    """
+    return bias <= jnp.finfo(bias.dtype).min
 
 
 def as_column(x: Array | None) -> Array | None:

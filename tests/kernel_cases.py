@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from cases import Sizes
 from hopper_cases import unseen_filled
@@ -34,6 +35,7 @@ class Static(NamedTuple):
     score: str | None
     mask: str | None
     jvp: bool
+    bias: tuple[str, tuple[int, ...]] | None = None  # dtype and shape
 
 
 class Case(NamedTuple):
@@ -43,7 +45,7 @@ class Case(NamedTuple):
     small: bool
     static: Static
     arrays: dict[str, Any]  # keyword arguments, by name
-    floats: dict[str, Any]  # params of the score that are differentiated, and sinks
+    floats: dict[str, Any]  # params of the score that are differentiated, sinks, and bias
     args: tuple  # query, key, value
     cotangents: tuple  # of out, and of lse
     along: tuple  # tangents of query, key, value
@@ -90,7 +92,18 @@ def _draw_static(dice: Dice, small: bool, decodes: bool = False) -> Static:
     kwargs["backward"] = "fused" if may_be_fused and dice.chance(0.5) else "split"
     dtype = str(dice.pick(["bfloat16", "bfloat16", "float16"]))
     jvp = dice.chance(0.4)
-    return Static(z, dtype, kwargs, tuple(array_names), score, mask, jvp)
+    bias = _draw_bias(dice, z, dtype) if dice.chance(0.35) and not decodes else None
+    if bias is not None:
+        kwargs["backward"] = "split"
+    return Static(z, dtype, kwargs, tuple(array_names), score, mask, jvp, bias)
+
+
+def _draw_bias(dice: Dice, z: Sizes, dtype: str) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and the shape of a bias, of pairs in most draws."""
+    B = dice.pick([1, z.B])
+    N = dice.pick([1, z.N])
+    T, S = dice.pick([[z.T, z.S], [1, z.S], [z.T, 1], [1, 1]], [0.7, 0.1, 0.1, 0.1])
+    return str(dice.pick([dtype, "float32"])), tuple(map(int, (B, N, T, S)))
 
 
 def _draw_sizes(dice: Dice, small: bool) -> Sizes:
@@ -181,6 +194,8 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     floats = {}
     if "sinks" in static.array_names:
         floats["sinks"] = _sinks(rng, z)
+    if static.bias is not None:
+        floats["bias"] = _bias(np.random.default_rng([10, seed, small]), static)
     if static.score in PARAMS:
         floats[static.score] = PARAMS[static.score](rng, z)
     fresh = np.random.default_rng([9, seed, small, again])
@@ -201,6 +216,8 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     cotangents = dout, dlse
     along = tuple(normal(*x.shape).astype(dtype) for x in args)
     seen = _seen(static, arrays, args)
+    if "bias" in floats:
+        seen = seen & ~bias_hides(floats["bias"])
     dirty = args, cotangents, along
     if rng.random() < 0.6:
         dirty_args, dirty_cotangents, _ = unseen_filled(args, seen, cotangents)
@@ -249,6 +266,20 @@ def _sinks(rng, z: Sizes) -> np.ndarray:
     absent = rng.random(z.N) < 0.15
     sinks = rng.choice([1.0, 8.0]) * rng.standard_normal(z.N)
     return np.where(absent, -np.inf, sinks).astype(np.float32)
+
+
+def _bias(rng, static: Static) -> np.ndarray:
+    """Return a bias, which in half of the draws hides some pairs or many."""
+    dtype, shape = static.bias
+    bias = rng.choice([0.5, 3.0]) * rng.standard_normal(shape)
+    hidden = rng.random(shape) < rng.choice([0, 0, 0.1, 0.9])
+    lowest = float(jnp.finfo(dtype).min)
+    return np.where(hidden, rng.choice([-np.inf, lowest], shape), bias).astype(dtype)
+
+
+def bias_hides(bias: np.ndarray) -> np.ndarray:
+    """Return True where a bias is -inf or the lowest finite number."""
+    return bias.astype(np.float64) <= float(jnp.finfo(bias.dtype).min)
 
 
 # ---- who sees whom
@@ -361,8 +392,9 @@ def _program(number: int, whole: Whole):
             kwargs["score_fn"] = SCORES[static.score](floats.get(static.score))
         if static.mask is not None:
             kwargs["mask_fn"] = MASKS[static.mask](static.z)
-        if "sinks" in floats:
-            kwargs["sinks"] = floats["sinks"]
+        for name in ("sinks", "bias"):
+            if name in floats:
+                kwargs[name] = floats[name]
         return memeff.dot_product_attention(
             *args, **kwargs, implementation="pallas", return_residual=True
         )
@@ -394,6 +426,10 @@ def features(case: Case) -> list[str]:
         words.append(f"mask {static.mask}")
     if static.jvp:
         words.append("jvp")
+    if static.bias:
+        dtype, shape = static.bias
+        of = {(True, True): "pairs", (True, False): "queries", (False, True): "keys"}
+        words.append(f"bias of {of.get((shape[2] > 1, shape[3] > 1), 'heads')}, {dtype}")
     if case.dirty[0] is not case.args:
         words.append("what nobody sees filled")
     T = static.z.T

@@ -5,6 +5,9 @@ failure, with its seed, and a summary are printed. The exit code is 1 if a call 
 
     python tests/kernel_fuzz.py --first 0 --count 63
     python tests/kernel_fuzz.py --first 17 --count 1      # a seed is the same call in every run
+    python tests/kernel_fuzz.py --only bias               # calls with a word of `features` alone
+
+Each compilation prints a line before it begins, because it takes seconds.
 
 Several of these run side by side on one GPU with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
@@ -43,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no other call after so many"
     )
+    parser.add_argument("--only", default="", help="skip calls of which no feature has this text")
     parser.add_argument("--verbose", action="store_true", help="say what was drawn")
     return parser.parse_args()
 
@@ -62,7 +66,13 @@ def main() -> int:
         if time.monotonic() - start > options.seconds:
             break
         case = kernel_cases.draw(seed)
-        drawn.update(["calls", *kernel_cases.features(case)])
+        features = kernel_cases.features(case)
+        if not any(options.only in feature for feature in features):
+            continue
+        drawn.update(["calls", *features])
+        if seed // kernel_cases.DRAWS not in compiled:
+            seconds = time.monotonic() - start
+            print(f"{seconds:.0f} s: compile seed {seed}: {', '.join(features)}", flush=True)
         compiled.add(seed // kernel_cases.DRAWS)
         if options.verbose:
             print(f"seed {seed}: {case.static}", flush=True)
@@ -78,7 +88,7 @@ def main() -> int:
             sys.stdout.flush()
     calls = drawn.pop("calls", 0)
     features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()))
-    seeds = f"seeds {options.first} to {options.first + calls - 1}"
+    seeds = f"seeds from {options.first} on"
     device = jax.devices()[0].device_kind
     took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {device}"
     print(f"{seeds}: {calls} calls, {len(failed)} failed; {took}")

@@ -138,6 +138,8 @@ def call_of(case: Case) -> oracle.Call:
     if static.score is not None:
         _, b, n, i, j = pairs(static, case.arrays)
         bias = BIASES[static.score](floats.get(static.score), b, n, i, j)
+    if "bias" in floats:
+        bias = bias + floats["bias"]
     q, k, v = (_swap(np.asarray(x, np.float64)) for x in case.args)  # B N T H
     return oracle.Call(
         q=q,
@@ -286,6 +288,12 @@ def _gradients(
         results["dsinks"] = -(p_sink * dots).sum((0, 2))
         terms = p_sink * (np.abs(dout) * np.abs(out)).sum(-1)
         results["size of dsinks"] = np.sqrt((terms**2).sum((0, 2))).max()
+    if "bias" in case.floats:
+        shape = case.floats["bias"].shape
+        shared = tuple(dim for dim, size in enumerate(shape) if size == 1)
+        squares = (np.float64(ds) ** 2).sum(shared)
+        results["dbias"] = ds.sum(shared, keepdims=True)
+        results["size of dbias"] = np.sqrt(squares.max())
     return results | _gradient_of_params(case, ds)
 
 

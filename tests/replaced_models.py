@@ -105,6 +105,21 @@ def flax_nnx(tokens):
     return model, (random_like(params), features(B, tokens, WIDTH))
 
 
+def flax_nnx_in_training(tokens):
+    """Return NNX's module with dropout of the probabilities, whose bits come from its own state."""
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.MultiHeadAttention(
+        HEADS, WIDTH, decode=False, dropout_rate=0.1, deterministic=False, rngs=nnx.Rngs(0)
+    )
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def model(params, x):
+        state = jax.tree.map(jnp.copy, rest)  # a call counts its draws in its state
+        return nnx.merge(graph, params, state)(x)
+
+    return model, (random_like(params), features(B, tokens, WIDTH))
+
+
 def equinox(tokens):
     """Return Equinox's module, whose heads and examples are both axes of a vmap."""
     eqx = pytest.importorskip("equinox")
@@ -117,6 +132,18 @@ def equinox(tokens):
         return jax.vmap(lambda row: layer(row, row, row, mask=mask))(x)
 
     return model, (random_like(params), features(B, tokens, WIDTH))
+
+
+def equinox_in_training(tokens):
+    """Return Equinox's module with dropout, whose heads have keys of their own."""
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.MultiheadAttention(HEADS, WIDTH, dropout_p=0.1, key=jax.random.key(0))
+
+    def model(x):
+        keys = jax.random.split(jax.random.key(1), len(x))
+        return jax.vmap(lambda row, key: layer(row, row, row, key=key))(x, keys)
+
+    return model, (features(B, tokens, WIDTH),)
 
 
 def haiku(tokens):
@@ -167,6 +194,13 @@ def keras_heads_with_dropout(tokens):
     keras = pytest.importorskip("keras")
     layer = keras.layers.MultiHeadAttention(HEADS, HEAD_SIZE, dropout=0.1)
     return keras_layer(layer, tokens, use_causal_mask=True, training=False)
+
+
+def keras_in_training(tokens):
+    """Return Keras' layer with dropout in training, whose seed is in its state."""
+    keras = pytest.importorskip("keras")
+    layer = keras.layers.MultiHeadAttention(HEADS, HEAD_SIZE, dropout=0.1)
+    return keras_layer(layer, tokens, use_causal_mask=True, training=True)
 
 
 def keras_grouped_heads(tokens):
@@ -595,10 +629,15 @@ MODELS = {
     "Flax Linen": Model(flax_linen, 1, APPLY),
     "Flax Linen in training": Model(flax_linen_in_training, 1, APPLY),
     "Flax NNX": Model(flax_nnx, 1, NNX),
+    "Flax NNX in training": Model(flax_nnx_in_training, 1, NNX),
     "Equinox": Model(equinox, 1, EQUINOX),
+    "Equinox in training": Model(
+        equinox_in_training, 0, EQUINOX, left="dropout, whose heads have keys of their own"
+    ),
     "Haiku": Model(haiku, 2, APPLY),
     "Keras": Model(keras_heads, 1, STATELESS),
     "Keras, dropout": Model(keras_heads_with_dropout, 1, STATELESS),
+    "Keras in training": Model(keras_in_training, 1, STATELESS),
     "Keras, grouped heads": Model(keras_grouped_heads, 1, STATELESS),
     "Levanter": Model(levanter, 1, FUNCTION),
     "transformers GPT-2": Model(flax_gpt2, 2, HUGGING_FACE),

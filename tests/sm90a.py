@@ -62,6 +62,11 @@ CASES = {
     "documents, alibi": dict(
         H=64, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi
     ),
+    "bias": dict(H=128, T=2048, bias=((1, N, 2048, 2048), "bfloat16")),
+    "bias 64": dict(H=64, T=2048, bias=((1, N, 2048, 2048), "bfloat16")),
+    "bias 64, float32": dict(H=64, T=2048, bias=((B, 1, 2048, 2048), "float32")),
+    "bias 32": dict(H=32, T=2000, is_causal=True, bias=((1, N, 2000, 2000), "bfloat16")),
+    "bias of keys": dict(H=64, bias=((B, 1, 1, T), "float32")),
     "jvp": dict(H=128, is_causal=True, jvp=True),
     "jvp 64": dict(H=64, jvp=True),
     "jvp, soft cap": dict(H=128, is_causal=True, logits_soft_cap=20.0, jvp=True),
@@ -179,17 +184,22 @@ def lowered(
     score=None,
     jvp: bool = False,
     dtype: str = "bfloat16",
+    bias: tuple[tuple[int, ...], str] | None = None,
     **options,
 ):
     """Return the lowered forward and gradient of a call, or its tangent with `jvp`.
 
-    The gradient is by the params of `score`, too. The tangent is along query, key and value.
+    The gradient is by the params of `score` or by the `bias` (shape, dtype), too. The tangent is along query, key and value.
     """
     mesh = mesh_of(1, "x")
     on_device = NamedSharding(mesh, PartitionSpec())
 
     def attend(query, key, value, *of_heads):
-        scored = {} if score is None else dict(score_fn=score(*of_heads))
+        scored = {}
+        if score is not None:
+            scored["score_fn"] = score(*of_heads)
+        elif bias is not None:
+            scored["bias"] = of_heads[0]
         return memeff.dot_product_attention(
             query, key, value, implementation="pallas", **scored, **options
         )
@@ -207,6 +217,8 @@ def lowered(
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in heads]
     if score is not None:
         shapes.append(jax.ShapeDtypeStruct((N,), jnp.float32))
+    elif bias is not None:
+        shapes.append(jax.ShapeDtypeStruct(*bias))
     with jax.set_mesh(mesh), pretend_device("gpu", "9.0"):
         function = along if jvp else both
         jitted = jax.jit(function, in_shardings=on_device, out_shardings=on_device)

@@ -176,9 +176,6 @@ OLD = jax.__version__.startswith("0.10.")
 TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
 TAKE_NUMBERS = "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
 REFUSED = {
-    "bias": "the Hopper kernels do not support `bias`",
-    "mask": "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
-    "and no other",
     "scale_array": TAKE_NUMBERS,
     "soft_cap_array": TAKE_NUMBERS,
     "dropout": "the Hopper kernels do not support dropout",
@@ -197,10 +194,10 @@ KERNELS = {  # by case: the feature that the kernels refuse first, or None where
     "precision": None,
     "head_97": None,
     "multi_query": None,
-    "bias_full": "bias",
-    "bias_row": "bias",
-    "mask_dense": "mask",
-    "mask_heads": "mask",
+    "bias_full": None,
+    "bias_row": None,
+    "mask_dense": None,
+    "mask_heads": None,
     "scale_array": "scale_array",
     "soft_cap_array": "soft_cap_array",
     "segments": None,
@@ -247,6 +244,16 @@ def test_kernels_are_chosen_where_they_are_faster():
     assert chosen_on_hopper((1, 256, 2, 257)) == "xla"
     assert chosen_on_hopper((1, 1, 2, 64)) == "xla"  # a tile of queries would be nearly empty
     assert chosen_on_hopper(query_segment_ids=jnp.zeros((1, 256), jnp.int32)) == "pallas"
+    bias = jnp.ones((256, 256), jnp.bfloat16)
+    assert chosen_on_hopper(bias=bias) == "pallas"
+    mask = jnp.ones((1, 2, 256, 256), bool)
+    assert chosen_on_hopper(mask=mask) == "pallas"
+    assert chosen_on_hopper(mask=mask, bias=jnp.ones((1, 2, 256, 256))) == "pallas"
+    wide_bias = jax.ShapeDtypeStruct((256, 256), np.float64)
+    with jax.enable_x64(True):
+        assert chosen_on_hopper(bias=wide_bias) == "xla"
+    assert chosen_on_hopper(mask=mask, bias=bias) == "xla"  # it would become larger than it is
+    assert chosen_on_hopper((1, 63, 2, 64), bias=bias[:63, :63]) == "xla"
     assert chosen_on_hopper(dtype=jnp.float32) == "xla"
     assert chosen_on_hopper(chunk_size=64) == "xla"
     assert chosen_on_hopper((0, 256, 2, 64)) == "xla"
@@ -283,19 +290,18 @@ def test_choosing_is_silent_where_nothing_is_lost():
 def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
     monkeypatch.setattr("memeff.warn._warned", set())
     x = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    bias = jnp.ones((64, 64), jnp.bfloat16)
-    no_bias = "the Hopper kernels do not support `bias`"
+    scale = jnp.float32(0.1)
     no_chunk_size = "the kernels choose their own tiles and do not support chunk_size"
     with pretend_device("gpu", "9.0"):
-        warning = f"instead of the GPU's kernels, because {no_bias}"
+        warning = f"instead of the GPU's kernels, because {TAKE_NUMBERS}"
         with pytest.warns(UserWarning, match=warning) as record:
-            dot_product_attention(x, x, x, bias)
+            dot_product_attention(x, x, x, scale=scale)
         assert record[0].filename == __file__
-        dot_product_attention(x, x, x, bias)  # warnings are errors
+        dot_product_attention(x, x, x, scale=scale)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
-        error = f'"pallas" cannot run this call: {no_bias}'
+        error = f'"pallas" cannot run this call: {TAKE_NUMBERS}'
         with pytest.raises(NotImplementedError, match=error):
-            dot_product_attention(x, x, x, bias, implementation="pallas")
+            dot_product_attention(x, x, x, scale=scale, implementation="pallas")
         with pytest.raises(NotImplementedError, match=no_chunk_size):
             dot_product_attention(x, x, x, chunk_size=8, implementation="pallas")
 

@@ -47,6 +47,9 @@ def test_its_truth_is_the_oracle(seed):
     }
     if "sinks" in kwargs:
         expected["dsinks"] = gradients["sinks"]
+    if case.static.bias is not None:
+        shared = tuple(dim for dim, size in enumerate(case.static.bias[1]) if size == 1)
+        expected["dbias"] = gradients["bias"].sum(shared, keepdims=True)
     if case.static.jvp:
         d_out, d_lse = oracle.tangent(*case.args, **kwargs, along=case.along)
         expected["tangent of out"] = d_out

@@ -37,6 +37,10 @@ DEVICES = {
     "H100": (Device("gpu", "9.0"), 80 * 10**9),
     "H200": (Device("gpu", "9.0"), 141 * 10**9),
     "B200": (Device("gpu", "10.0"), 180 * 10**9),
+    "v4": (Device("tpu"), 32 * 10**9),
+    "v5e": (Device("tpu"), 16 * 10**9),
+    "v5p": (Device("tpu"), 95 * 10**9),
+    "v6e": (Device("tpu"), 32 * 10**9),
 }
 
 # Of 72 random calls of every feature (tests/drawn.py; CPU, jax 0.10.2) XLA reported 0.36 to 2.53
@@ -263,7 +267,8 @@ def explain(
 ) -> str:
     """Say which implementation runs this call, how, and why each other one does not.
 
-    Nothing is computed.
+    Nothing is computed. For attention that a program writes out, `memeff.find_attention` says what
+    `memeff.replace_attention` would make of it.
 
     Args: those of `dot_product_attention` without `implementation`. An array may be a
       `jax.ShapeDtypeStruct`.
@@ -303,9 +308,9 @@ def plan(
     Print the result for a table.
 
     Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice
-    what XLA reports once the call is compiled. On TPUs the estimate is that for GPUs, and nobody
-    has checked it there. With `compile` the call is compiled, and the bytes are those that XLA
-    reports.
+    what XLA reports once the call is compiled. On TPUs that holds for calls of the TPU kernels from
+    16k tokens on; the estimate for the chunked path is that for GPUs. With `compile` the call is
+    compiled, and the bytes are those that XLA reports.
 
     Args: those of `dot_product_attention` without `implementation`. An array may be a
       `jax.ShapeDtypeStruct`. And:

@@ -2,18 +2,19 @@
 
 A family has the functions of an implementation (`describe`, `forward`, `backward`, `tangent`),
 `for_device` and `why_not`, which say in one sentence why its kernels cannot run on a device or a
-call, `slower` and `fused_is_faster`, which say what measurements found, `reads_entries`, and
-`temp_bytes`. Its
-module `vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family imports
-no kernel before it runs one. To add a family, add a package and a row.
+call, `slower` and `fused_is_faster`, which say what measurements found, `reads_entries`, which says
+whether its kernels choose the batch entries that they read, and `temp_bytes`. Its module
+`vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family imports no
+kernel before it runs one. To add a family, add a package and a row.
 """
 
 from types import ModuleType
 
 from memeff.device import Device
-from memeff.pallas.hopper import implementation
+from memeff.pallas.hopper import implementation as hopper_family
+from memeff.pallas.tpu import implementation as tpu_family
 
-FAMILIES: tuple[ModuleType, ...] = (implementation,)
+FAMILIES: tuple[ModuleType, ...] = (hopper_family, tpu_family)
 
 
 def family_for(device: Device) -> ModuleType:

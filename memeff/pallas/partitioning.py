@@ -5,7 +5,9 @@ each device runs its own part and exchanges nothing, except for sums over the qu
 a key head. Arrays that are sharded along any other dim are gathered first.
 """
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from memeff.pallas.hopper.mosaic import interpreting
 from memeff.sharding import may_be_sharded, vary_together
 
+SHARED_BATCH = "u"
 FREE = "bkg"  # dims that may be sharded: batch, key heads, query heads that share a key head
 
 
@@ -30,10 +32,11 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     """Return `call` as a function for vmap and for any mesh.
 
     It maps arrays to a tuple of arrays. `dims_in` and `dims_out` have a letter for each dim of each
-    array, the batch `b` first. Arrays without `b` belong to all batch entries. The first array has
-    all dims of FREE, and its sharding decides.
+    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
+    An array of which all batch entries share one has the letter SHARED_BATCH first. Under vmap it
+    stays shared if it is the same for all calls; a result with this letter is computed call by
+    call. So is every result if an array without `b` and SHARED_BATCH differs between the calls.
     """
-    has_batch = ["b" in dims for dims in dims_in]
 
     @custom_vmap
     def run(*arrays):
@@ -41,40 +44,60 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
 
     @run.def_vmap
     def _fold_into_batch(size, batched, *arrays):
-        if any(is_batched and not b for is_batched, b in zip(batched, has_batch, strict=True)):
-            return _map_one_by_one(size, batched, arrays), (True,) * len(dims_out)
-
-        def fold(x, is_batched, dims):
-            if "b" not in dims:
-                return x
-            x = x if is_batched else lax.broadcast(x, (size,))
-            _, *of = dims.split("@")
-            for n in map(int, of):  # the entries of each call of the vmap lie behind each other
-                entries = arrays[n].shape[1 if batched[n] else 0]
-                x += entries * lax.broadcasted_iota(x.dtype, x.shape, 0)
-            return lax.collapse(x, 0, 2)
-
-        results = run(*map(fold, arrays, batched, dims_in))
+        every = (True,) * len(dims_out)
+        pairs = zip(batched, dims_in, strict=True)
+        pools_differ = any(x and "b" not in dims and not is_shared(dims) for x, dims in pairs)
+        if pools_differ or any(map(is_shared, dims_out)):
+            one = functools.partial(_run_one, run, batched, arrays)
+            return lax.map(one, jnp.arange(size)), every
+        fold = functools.partial(_fold, size, batched, arrays)
+        folded, folded_dims = zip(*map(fold, range(len(arrays)), dims_in), strict=True)
+        results = partitioned(call, folded_dims, dims_out)(*folded)
         unfolded = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
-        return unfolded, (True,) * len(dims_out)
-
-    def _map_one_by_one(size, batched, arrays):
-        """Return the stacked results of one call after another."""
-
-        def step(_, n):
-            pairs = zip(arrays, batched, strict=True)
-            return None, run(*(x[n] if is_batched else x for x, is_batched in pairs))
-
-        return lax.scan(step, None, jnp.arange(size))[1]
+        return unfolded, every
 
     return run
+
+
+def is_shared(dims: str) -> bool:
+    """Return whether all batch entries share one array with these dims."""
+    return dims.startswith(SHARED_BATCH)
+
+
+def _fold(
+    size: int, batched: Sequence[bool], arrays: Sequence[Array], n: int, dims: str
+) -> tuple[Array, str]:
+    """Return array n of `size` calls of vmap as an array of one call, and its dims.
+
+    Its batch entries, those of each call behind those of the call before, take the place of both
+    dims. What all entries and all calls share stays as it is.
+    """
+    x = arrays[n]
+    if not batched[n]:
+        if "b" not in dims:
+            return x, dims
+        x = lax.broadcast(x, (size,))
+    if is_shared(dims):
+        B = arrays[0].shape[1 if batched[0] else 0]
+        x = jnp.broadcast_to(x, (size, B, *x.shape[2:]))
+        dims = "b" + dims[1:]
+    _, *sources = dims.split("@")
+    for source in map(int, sources):
+        entries = arrays[source].shape[1 if batched[source] else 0]
+        x += entries * lax.broadcasted_iota(x.dtype, x.shape, 0)
+    return lax.collapse(x, 0, 2), dims
+
+
+def _run_one(run: Callable, batched: Sequence[bool], arrays: Sequence[Array], n: Array):
+    """Apply `run` to call n of those that vmap makes, whose arrays are `batched` or shared."""
+    return run(*(x[n] if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
 
 
 def _partition_over_devices(
     call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, ...], arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Run `call` on each device's part of the arrays."""
-    if not may_be_sharded() or interpreting():
+    if not may_be_sharded() or _mosaic_interprets():
         # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
         return vary_together(call(*arrays), arrays)
     assert not any("@" in dims for dims in dims_in)  # another device may have these entries
@@ -84,13 +107,19 @@ def _partition_over_devices(
     return _run_automatic(call, dims_in, dims_out, arrays)
 
 
+def _mosaic_interprets() -> bool:
+    """Return whether Hopper kernels run in Mosaic's interpreter; do not import Mosaic for this."""
+    mosaic = sys.modules.get("memeff.pallas.hopper.mosaic")
+    return mosaic is not None and mosaic.interpreting()
+
+
 def _run_explicit(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...]):
     """Run `call` under shard_map, for a mesh with explicit axes."""
     sharding = jax.typeof(arrays[0]).sharding
     axes = _axes(sharding.spec, dims_in[0])
     specs_in = _specs(dims_in, axes)
     run = jax.shard_map(
-        _sum_over_query_heads(call, dims_out, axes),
+        _sum_over_devices(call, dims_out, axes),
         mesh=sharding.mesh,
         in_specs=specs_in,
         out_specs=_specs(dims_out, axes),
@@ -109,7 +138,7 @@ def _run_automatic(call: Callable, dims_in, dims_out, arrays: tuple[Array, ...])
 
     def partition(mesh, shapes, results):
         axes = _axes(shapes[0].sharding.spec, dims_in[0])
-        local_call = _sum_over_query_heads(call, dims_out, axes)
+        local_call = _sum_over_devices(call, dims_out, axes)
         shardings_out = _shardings(mesh, dims_out, axes)
         shardings_in = _shardings(mesh, dims_in, axes)
         return mesh, local_call, shardings_out, shardings_in
@@ -154,17 +183,23 @@ def _spaced(arrays_dims: tuple[str, ...]) -> str:
     return ", ".join(map(" ".join, arrays_dims))
 
 
-def _sum_over_query_heads(call: Callable, dims_out: tuple[str, ...], axes: dict) -> Callable:
-    """Return `call`. It sums results without dim `g` over devices that share a key head."""
-    over = axes.get("g")
+def _sum_over_devices(call: Callable, dims_out: tuple[str, ...], axes: dict) -> Callable:
+    """Return `call`. It sums each result over the devices that share it.
+
+    A result is shared along the dims of FREE that it does not have.
+    """
 
     def run(*arrays):
-        results = call(*arrays)
-        if over is None:
-            return results
         totals = []
-        for x, dims in zip(results, dims_out, strict=True):
-            totals.append(x if "g" in dims else lax.psum(x, over))
+        for x, dims in zip(call(*arrays), dims_out, strict=True):
+            shared = [axes[letter] for letter in FREE if letter in axes and letter not in dims]
+            totals.append(lax.psum(x, tuple(_flatten_axes(shared))) if shared else x)
         return tuple(totals)
 
     return run
+
+
+def _flatten_axes(axes: Sequence[str | tuple[str, ...]]) -> Iterator[str]:
+    """Return the names of mesh axes, of which some dims have several."""
+    for axis in axes:
+        yield from (axis,) if isinstance(axis, str) else axis

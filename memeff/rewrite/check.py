@@ -1,92 +1,118 @@
-"""Compare a function with its rewritten form on given arguments."""
+"""Check each replaced place on the arrays that it meets, at lengths that its logits do not allow.
+
+Of each place, with the arrays of its first run:
+
+  (1) `memeff.audit` compares sampled rows and columns of the call, forward and gradient, with
+      float64.
+  (2) Sampled rows of its output are compared with the program's own equations, pair by pair. So a
+      mask or a bias that was read wrongly is found, also one that the call computes correctly.
+
+Both take O(T + S) for each sample.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memeff.rewrite.scope import Scope
-from memeff.units import format_bytes
+from memeff.diagnostics.audit import audit
+from memeff.rewrite.logits import HIDDEN
+from memeff.rewrite.recipe import Recipe, attend
+from memeff.rewrite.rows import compute_rows
+from memeff.rewrite.translate import Replacement
+from memeff.rewrite.versions import source_line
 
-LARGEST = 2**32  # bytes of the logits of one attention that the comparison may compute
-# The largest difference, relative to the largest number of an array, that counts as rounding of a
-# whole model. A wrong mask changes results by much more.
+SAMPLES = 32  # rows of each place
+# The largest error, relative to the largest number of the rows, that counts as rounding. The
+# program may round logits and probabilities to its own dtype, and memeff does not.
 LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 
-Function = Callable[..., Any]
+
+class Recorder:
+    """Keep the arrays that each replaced place meets in its first run."""
+
+    def __init__(self):
+        self._kept: dict[int, tuple[Replacement, list[np.ndarray]]] = {}
+
+    def __call__(self, replacement: Replacement, inputs: list[Any]) -> None:
+        """Keep the arrays of a place when they are computed."""
+        plain = []
+        for x in inputs:
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            plain.append(jax.random.key_data(x) if is_key else x)
+        jax.debug.callback(functools.partial(self._keep, replacement), *plain)
+
+    def _keep(self, replacement: Replacement, *inputs: Any) -> None:
+        if id(replacement) not in self._kept:
+            self._kept[id(replacement)] = replacement, [np.asarray(x) for x in inputs]
+
+    def check(self) -> None:
+        """Raise an error that names the place if one of them is wrong."""
+        jax.effects_barrier()
+        for replacement, inputs in self._kept.values():
+            source = source_line(replacement.match.second.eqn)
+            recipe = dataclasses.replace(replacement.recipe, dropout=None)
+            exact = recipe.if_some_row_is_empty
+            if exact is not None:
+                exact = dataclasses.replace(exact, dropout=None)
+                recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact)
+            arrays = [jnp.asarray(x) for x in inputs]
+            _check_call(source, recipe, arrays)
+            _check_rows(source, recipe, replacement, arrays)
 
 
-def check_size(scope: Scope) -> None:
-    """Refuse a comparison whose original computes too many logits."""
-    for part in scope.scopes:
-        for replacement in part.replaced.values():
-            size = math.prod(replacement.recipe.sizes) * 4
-            if size > LARGEST:
-                raise ValueError(
-                    f"check=True runs the original too, whose logits take {format_bytes(size)} in "
-                    "one place. Check on shorter arguments; the rewriting is the same for each "
-                    "length."
-                )
-
-
-def compare(original: Function, rewritten: Function, arrays: Sequence[Any]) -> None:
-    """Raise if results or gradients of two functions of `arrays` differ by more than rounding."""
-    before = jax.jit(_results_and_gradients(original))(arrays)
-    after = jax.jit(_results_and_gradients(rewritten))(arrays)
-    for name, first, second in zip(("result", "gradient"), before, after, strict=True):
-        for number, (x, y) in enumerate(zip(first, second, strict=True)):
-            _compare(f"{name} {number}", np.asarray(x), np.asarray(y))
-
-
-def _results_and_gradients(f: Function) -> Function:
-    """Return a function of arrays that gives the results of f and gradients for random cotangents."""
-
-    def call(arrays):
-        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-
-        def of_floats(floats):
-            rest = iter(floats)
-            return jax.tree.leaves(
-                f(*(next(rest) if flag else x for x, flag in zip(arrays, is_float, strict=True)))
-            )
-
-        floats = [x for x, flag in zip(arrays, is_float, strict=True) if flag]
-        results, pull = jax.vjp(of_floats, floats)
-        cotangents = []
-        for number, x in enumerate(results):
-            if jnp.issubdtype(x.dtype, jnp.floating):
-                key = jax.random.key(number)
-                cotangents.append(jax.random.normal(key, x.shape, x.dtype))
-            else:
-                cotangents.append(np.zeros(x.shape, jax.dtypes.float0))
-        (gradients,) = pull(cotangents)
-        return results, gradients
-
-    return call
-
-
-def _compare(name: str, before: np.ndarray, after: np.ndarray) -> None:
-    """Raise if two arrays differ by more than rounding."""
-    limit = LIMITS.get(str(before.dtype))
-    if limit is None:
-        if not (before == after).all():
-            raise AssertionError(f"check=True: {name} differs, and it is {before.dtype}.")
-        return
-    before = before.astype(np.float64)
-    after = after.astype(np.float64)
-    same = (before == after) | (np.isnan(before) & np.isnan(after))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0, np.abs(before - after))
-    finite = np.abs(before[np.isfinite(before)])
-    largest = finite.max(initial=0)
-    worst = np.where(np.isnan(error), np.inf, error).max(initial=0)
-    if worst > limit * largest:
+def _check_call(source: str, recipe: Recipe, inputs: list[Any]) -> None:
+    """Raise if the call of a recipe differs from float64."""
+    query, key, value = recipe.operands(inputs)
+    keywords = recipe.keywords(inputs)
+    # A float32 keeps no digit of a logit beside -1e9, which float64 would. Such keys are hidden.
+    if "bias" in keywords:
+        keywords["bias"] = _without_lows(keywords["bias"])
+    if "score_fn" in keywords:
+        keywords["score_fn"] = functools.partial(_score_without_lows, keywords["score_fn"])
+    result = audit(None, query, key, value, samples=SAMPLES, **keywords)
+    if not all(x.relative <= LIMITS[recipe.dtype] for x in result.findings):
         raise AssertionError(
-            f"check=True: {name} of shape {before.shape} differs from the original by {worst:.3g}; "
-            f"its largest number is {largest:.3g}. Please report the program."
+            f"check=True: the attention at {source} is computed with an error beyond rounding. "
+            f"Please report the program.\n{result}"
+        )
+
+
+def _without_lows(logits: Any) -> Any:
+    """Return logits or a bias with -inf where a number hides the key."""
+    return jnp.where(logits <= HIDDEN, -jnp.inf, logits)
+
+
+def _score_without_lows(score_fn: Any, *arguments: Any) -> Any:
+    return _without_lows(score_fn(*arguments))
+
+
+def _check_rows(source: str, recipe: Recipe, replacement: Replacement, inputs: list[Any]) -> None:
+    """Raise if sampled rows of the output differ from the program's equations."""
+    assert replacement.equations is not None
+    B, N, T, _ = recipe.sizes
+    rng = np.random.default_rng(0)
+    b, t, n = (rng.integers(0, size, SAMPLES) for size in (B, T, N))
+    t[:2] = 0, T - 1  # where masks of positions begin and end
+    out = jax.jit(attend, static_argnums=0)(recipe, inputs)
+    actual = np.asarray(out.reshape(B, T, N, -1)[b, t, n], np.float64)
+    rows = functools.partial(compute_rows, recipe, replacement.equations)
+    with jax.enable_x64(True):
+        truth = np.asarray(jax.jit(rows)(inputs, [jnp.asarray(x) for x in (b, t, n)]))
+    same = (actual == truth) | (np.isnan(actual) & np.isnan(truth))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0, np.abs(actual - truth))
+    error = np.where(np.isnan(error), np.inf, error).max(axis=1)
+    largest = np.abs(truth[np.isfinite(truth)]).max(initial=0)
+    worst = error.argmax()
+    if error[worst] > LIMITS[recipe.dtype] * largest:
+        raise AssertionError(
+            f"check=True: the attention at {source} differs from the original by "
+            f"{error[worst]:.3g} in batch entry {b[worst]}, query {t[worst]}, head {n[worst]}, "
+            f"where the largest number is {largest:.3g}. Please report the program."
         )

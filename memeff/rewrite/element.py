@@ -80,7 +80,7 @@ class ElementFunction:
 
     A step is a kind and its arguments: ("position", which of the four numbers, what to subtract,
     divisor, modulus), ("affine", ((step, factor), ...), constant), ("number", number, dtype),
-    ("cast", step, dtype), ("leaf", param, steps of its index), ("score", dtype), ("op", primitive,
+    ("cast", step, dtype), ("leaf", param, steps of its index, dtype), ("score", dtype), ("op", primitive,
     params, steps), ("all", steps), ("any", steps), ("not", step), ("equal", step, step),
     ("positive", step), ("zero", step), ("sum", steps), ("times", step, factor),
     ("choice", step, number, number, dtype).
@@ -135,9 +135,10 @@ def _affine(state, terms, constant):
     return total + constant if constant else total
 
 
-def _leaf(state, param, steps):
+def _leaf(state, param, steps, dtype):
     leaf = state.leaves[param]
-    return leaf[tuple(state.done[step] for step in steps)] if steps else leaf.reshape(())
+    element = leaf[tuple(state.done[step] for step in steps)] if steps else leaf.reshape(())
+    return element.astype(dtype)  # `memeff.audit` gives params in float64
 
 
 def _op(state, primitive, params, steps):
@@ -320,7 +321,7 @@ class Builder:
         steps = []
         for dim, size in zip(index, value.shape, strict=True):
             steps.append(self.add("affine", (), 0) if size == 1 else self.position(dim))
-        return self.add("leaf", self.leaves.index(value), tuple(steps))
+        return self.add("leaf", self.leaves.index(value), tuple(steps), str(value.dtype))
 
     def formula(self, formula: Formula) -> int:
         """Return the step of a formula."""

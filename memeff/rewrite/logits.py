@@ -369,19 +369,29 @@ def _with_zeros(
 ) -> Logits:
     """Return the logits where probabilities of hidden pairs are set to 0.
 
-    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros.
+    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros. But
+    its probabilities are NaN where all its logits are -inf, or where zeros are summed, and only a
+    selection makes 0 of NaN.
     """
     masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
     before = set(conjuncts(both(*(x.condition for x in masks))))
     after = set(conjuncts(shown))
     summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
     if before | after != before | summed:
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
     condition = both(shown, *before)
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
-    if before <= after and not biases:
+    outside = match.softmax.outside
+    selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
+    lows = {x.low for x in masks}
+    is_nan = bool(summed) or lows == {-math.inf}
+    is_zero = after <= selected or not summed and -math.inf not in lows
+    is_multiplied = not all(is_random(x) for x in outside.multiplied)
+    if before <= after and is_nan and not selected and not is_multiplied:
+        return Logits(condition, NAN, biases, inner)
+    if before <= after and is_zero and not biases:
         return Logits(condition, None, biases, inner)
     raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
 

@@ -179,7 +179,7 @@ class Recipe:
 @functools.partial(jax.jit, static_argnums=0)
 def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
-    out = _attend(recipe, inputs)
+    out = attend(recipe, inputs)
     out = out if recipe.factor == 1 else out * recipe.factor
     for operation, argument in recipe.factors:
         factor = recipe.array(argument, inputs).astype(out.dtype)
@@ -187,7 +187,7 @@ def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     return recipe.out(out).astype(recipe.out_dtype)
 
 
-def _attend(recipe: Recipe, inputs: list[Array]) -> Array:
+def attend(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return the output of attention, [*leads, T, N, D]."""
     query, key, value = recipe.operands(inputs)
     keywords = recipe.keywords(inputs)
@@ -197,7 +197,7 @@ def _attend(recipe: Recipe, inputs: list[Array]) -> Array:
     out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
     is_empty = jnp.isneginf(lse)
     if exact is not None:
-        return lax.cond(is_empty.any(), lambda: _attend(exact, inputs), lambda: out)
+        return lax.cond(is_empty.any(), lambda: attend(exact, inputs), lambda: out)
     return jnp.where(is_empty[..., None], _of_empty_rows(recipe, value), out)
 
 

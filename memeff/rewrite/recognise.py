@@ -76,6 +76,8 @@ class Outside:
     factors: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and what does not depend on S
     shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
     number: float = 1.0  # by which probabilities are multiplied
+    selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
+    multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
 
     def times(self, operation: str, element: Element) -> Outside:
         """Return this with one more factor."""
@@ -83,7 +85,17 @@ class Outside:
 
     def showing(self, formula: Formula, number: float) -> Outside:
         """Return this with one more condition and a number."""
-        return Outside(self.factors, (*self.shown, formula), self.number * number)
+        shown = (*self.shown, formula)
+        return dataclasses.replace(self, shown=shown, number=self.number * number)
+
+    def multiplying(self, formula: Formula, number: float) -> Outside:
+        """Return this with one more condition, by which probabilities are multiplied."""
+        shown = self.showing(formula, number)
+        return dataclasses.replace(shown, multiplied=(*self.multiplied, formula))
+
+    def selecting(self, formula: Formula) -> Outside:
+        """Return this with one more condition, whose selection follows the division."""
+        return dataclasses.replace(self.showing(formula, 1.0), selected=(*self.selected, formula))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,11 +262,11 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
                 value, index = second
                 continue
             (value, index), formula, number = _zeroed_product(first, second)
-            outside = outside.showing(formula, number)
+            outside = outside.multiplying(formula, number)
         elif value.op == "select_n":
             element, formula = _zeroed(value, index)
             value, index = element
-            outside = outside.showing(formula, 1.0)
+            outside = outside.selecting(formula)
         else:
             break
     raise NoAttention("no softmax")

@@ -21,8 +21,8 @@ from memeff.units import format_bytes
 class Place:
     """Attention that a program writes out: a softmax between two products.
 
-    Bytes are temporary, of forward and gradient of this attention alone, by `memeff.plan`'s
-    estimates.
+    Bytes are temporary, of forward and gradient of this attention alone. They are `memeff.plan`'s
+    estimates: nothing is compiled.
     """
 
     source: str  # "file:line" of the second product, in the program or in a library
@@ -73,7 +73,15 @@ class Report:
         for place, count in collections.Counter(self.places).items():
             times = f"{count} times " if count > 1 else ""
             lines.append(f"{times}{place}")
+        if self.replaced:
+            lines.append(ABOUT_BYTES)
         return "\n".join(lines)
+
+
+ABOUT_BYTES = (
+    "Bytes are temporary, of forward and gradient of one attention alone: memeff.plan's estimates, "
+    "mostly between half and twice what XLA allocates."
+)
 
 
 NOTHING = (

@@ -28,6 +28,7 @@ IN_DERIVATIVE = (
 )
 UNKNOWN = "a softmax meets what is not understood before the second product"
 Reading = Callable[[Value], Any]
+Record = Callable[[Replacement, list[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Left:
 class Search:
     """Search jaxprs, each once."""
 
-    def __init__(self, min_logits: int):
+    def __init__(self, min_logits: int, record: Record | None = None):
         self.min_logits = min_logits
+        self.record = record  # receives each replacement and its arrays when they are computed
         self.visited = 0  # equations
         self._scopes: dict[Any, Scope] = {}
 
@@ -77,6 +79,7 @@ class Scope:
         in_derivative: bool,
     ):
         self.in_derivative = in_derivative
+        self.record = search.record
         self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
         self.graph = Graph(jaxpr, outer)
         self.left: list[Left] = []
@@ -133,7 +136,7 @@ class Scope:
                     return
                 _check_gain(found, min_logits)
                 _check_sharding(found)
-                replacement = translate(found)
+                replacement = translate(found, with_equations=self.record is not None)
             except NoAttention as reason:
                 is_far = is_outer_product(second.outputs[0]) or not has_softmax(second.inputs[side])
                 if not is_far and not in_derivative:
@@ -306,6 +309,8 @@ class _Evaluation:
             elif item in scope.replaced:
                 replacement = scope.replaced[item]
                 inputs = [self.read(x) for x in replacement.inputs]
+                if scope.record is not None:
+                    scope.record(replacement, inputs)
                 self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
             elif scope.changes(item):
                 inputs = [self.read(x) for x in item.inputs]

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from memeff.rewrite.check import check_size, compare
+from memeff.rewrite.check import Recorder
 from memeff.rewrite.report import Report, make_report
-from memeff.rewrite.scope import Scope, Search, evaluate
+from memeff.rewrite.scope import Record, Scope, Search, evaluate
 
 # Logits of so few pairs take 64 KiB for each head in float32, less than one tile of 512 x 512.
 MIN_LOGITS = 128 * 128
@@ -41,8 +41,8 @@ def replace_attention(
       the mean of all values there.
     * A number of -6e8 or less is taken to hide a key beside others that are visible, because exp of
       its distance to any logit of a model is 0.
-    * Where exp of the program overflows, because it subtracts no maximum, memeff does not. NaN and
-      Inf in what nobody sees do not reach the result.
+    * Where exp of the program overflows or underflows, because it subtracts no maximum, memeff does
+      not. NaN and Inf in what nobody sees do not reach the result.
 
     Memory: O(T + S) for each attention that is replaced, forward and gradient. Arrays of T x S that
     the program makes for a mask or a bias stay, unless they are made of positions or of smaller
@@ -55,8 +55,11 @@ def replace_attention(
       f: a function of pytrees. Arrays are traced. Other leaves, such as Python's numbers, bools and
         texts, are passed as they are, and f is traced again for new ones.
       strict: raise an error if nothing is replaced.
-      check: also run the original at each call, outside jit, and raise an error if results or
-        gradients differ by more than rounding.
+      check: at each call, outside jit, run the new function once more and check each place on the
+        arrays of its first run. `memeff.audit` compares sampled rows and columns of the call,
+        forward and gradient, with float64, and sampled rows of the output are compared with the
+        program's equations. It takes O(T + S) for each sample, so it works where the original
+        cannot run. Dropout is left out of the comparison.
       min_logits: leave attention alone whose T x S is smaller, because there is little to gain.
 
     Returns:
@@ -64,9 +67,9 @@ def replace_attention(
 
     Raises:
       ValueError: with `strict`, nothing was replaced. Or f takes a derivative of all attention that
-        was found. Or `check` would need too much memory.
+        was found.
       TypeError: `check` inside jit or grad. Or an argument is neither an array nor hashable.
-      AssertionError: `check` found a difference.
+      AssertionError: `check` found a difference. The error names the place.
 
     Example:
       >>> def attend(q, k, v):
@@ -97,8 +100,10 @@ def replace_attention(
                     "check=True compares numbers, and the arguments are traced: call the function "
                     "outside jit and grad, or omit check."
                 )
-            check_size(_search(f, static, arrays, min_logits)[0])
-            compare(static.bind(f), lambda *arrays: run(static, list(arrays)), arrays)
+            recorder = Recorder()
+            scope, _ = _search(f, static, arrays, min_logits, recorder)
+            jax.block_until_ready(jax.jit(functools.partial(evaluate, scope))(arrays))
+            recorder.check()
         return run(static, arrays)
 
     return replaced
@@ -118,7 +123,8 @@ def find_attention(
 
     Returns:
       A report. Its `str` is a table: each place with file and line, what was found there and
-      temporary bytes before and after, or the reason why it is left.
+      temporary bytes before and after as `memeff.plan` estimates them, or the reason why it is
+      left.
 
     Raises:
       TypeError: an argument is neither an array nor hashable.
@@ -201,8 +207,12 @@ def _split(arguments: Any) -> tuple[list[Any], _Static]:
 
 
 def _search(
-    f: Callable[..., Any], static: _Static, arrays: list[Any], min_logits: int
+    f: Callable[..., Any],
+    static: _Static,
+    arrays: list[Any],
+    min_logits: int,
+    record: Record | None = None,
 ) -> tuple[Scope, Any]:
     """Trace f and search it. Return its scope and the structure of its results."""
     jaxpr, shapes = jax.make_jaxpr(static.bind(f), return_shape=True)(*arrays)
-    return Search(min_logits).scope(jaxpr), jax.tree.structure(shapes)
+    return Search(min_logits, record).scope(jaxpr), jax.tree.structure(shapes)

@@ -33,9 +33,10 @@ from memeff.rewrite.logits import (
     query_letters,
     take_apart,
 )
-from memeff.rewrite.random_bits import Bernoulli, find_bernoulli
+from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
 from memeff.rewrite.recognise import Element, Match, Operand, chain, is_cast
+from memeff.rewrite.rows import Equations
 from memeff.rewrite.symbols import Formula, Leaf, Not, Reader, SameIds, letters_of
 
 
@@ -47,9 +48,10 @@ class Replacement:
     recipe: Recipe
     inputs: tuple[Value, ...]
     pair_arrays: tuple[tuple[str, Value], ...]  # arrays that have an element for each pair
+    equations: Equations | None = None  # of the program, to check the recipe
 
 
-def translate(match: Match) -> Replacement:
+def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     """Return the call that computes what a match computes."""
     reader = Reader()
     depends = Dependence(match.first)
@@ -57,11 +59,13 @@ def translate(match: Match) -> Replacement:
     match = _expanded(match)
     logits = take_apart(match, Reader(), depends)
     inputs = _Inputs()
-    recipe = _Translation(match, depends, logits, inputs).recipe()
+    translation = _Translation(match, depends, logits, inputs)
+    recipe = translation.recipe()
     if logits.exact is not None:
         exact = _Translation(match, depends, logits.exact, inputs).recipe()
         recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact)
-    return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs))
+    equations = translation.equations() if with_equations else None
+    return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs), equations)
 
 
 def _expanded(match: Match) -> Match:
@@ -260,6 +264,17 @@ class _Translation:
             out_dtype=str(match.result.dtype),
         )
 
+    def equations(self) -> Equations:
+        """Return what the program computes of each pair, with no part of it named."""
+        softmax = self.match.softmax
+        core = Core(softmax.logits, softmax.base)
+        shown = [x for x in softmax.outside.shown if not is_random(x)]
+        return Equations(
+            self._of_biases(core, []),
+            self._of_formulas(shown, self.q_offset),
+            self._of_formulas(list(softmax.shown_in_sum), self.q_offset),
+        )
+
     def _number(self, value: Value) -> int:
         """Return the number of a value among the inputs."""
         values = self.inputs.values
@@ -399,7 +414,8 @@ class _Translation:
             builder.dots, builder.dots_index = self.match.dots
             builder.depends = self.depends
             terms.append((core.element, core.factor))
-        terms.extend((x.element, x.factor) for x in biases)
+        # the innermost first, as the program adds them: beside -1e9 each order rounds differently
+        terms.extend((x.element, x.factor) for x in reversed(biases))
         steps = [builder.scaled(builder.element(*x), factor) for x, factor in terms]
         builder.add("sum", tuple(steps))
         return self._pair_function(builder, "score" if core is not None else "bias")

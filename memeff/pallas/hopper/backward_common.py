@@ -120,9 +120,11 @@ class Gradient(NamedTuple):
         indices = tile.pair_indices(self.problem.score_fn)
 
         def logits(raw, terms):
+            terms = terms._replace(bias=tile.bias)  # its cotangent is ds
             return logits_base2(self.problem, raw, terms, keep, indices)
 
-        s, pull = jax.vjp(logits, raw, tile.differentiable_values())
+        terms = tile.differentiable_values()
+        s, pull = jax.vjp(logits, raw, terms)
         p = jnp.exp2(s - lse)
 
         def select(x):

@@ -24,11 +24,13 @@ from memeff.pallas.hopper.backward_common import (
     wait_for_slot,
     zero_padding,
 )
+from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
     accumulators,
     broadcast_vector,
+    head_rows,
     hide_from_cse,
     init_accumulator,
     interpreter_staging,
@@ -36,6 +38,7 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -44,6 +47,7 @@ from memeff.pallas.hopper.scheduler import (
     KeyWork,
     find_key_work,
     may_have_unmasked_tiles,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
     TokenVectors,
@@ -61,6 +65,7 @@ class KeyScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
 
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    bias_s: Any  # [stages, 64, item_size], if it is of pairs
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # [stages, 64, D]
     do_ready: Any
@@ -122,6 +127,7 @@ def key_value_gradient(
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     bytes_read = T * shape.G * (H + D) * 2
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
+    order = order_for_bias(order, scalars, B)
 
     def body(*refs, scratch: KeyScratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -151,7 +157,7 @@ def key_value_gradient(
         body,
         "memeff_dkdv",
         types,
-        {"scratch": _scratch_types((H, D), query.dtype, scalars, tiling)},
+        {"scratch": _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -169,6 +175,7 @@ def _scratch_types(
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return KeyScratch(
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        bias_s=bias_tiles(scalars, stages, queries, tiling.item_size),
         computing=plgpu.Barrier(num_arrivals=groups),
         do_s=tile_ref(stages, queries, D, dtype),
         do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -176,7 +183,9 @@ def _scratch_types(
         item_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=slots),
         item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         q_s=tile_ref(stages, queries, H, dtype),
-        q_ready=plgpu.Barrier(num_arrivals=2 + query_vectors, num_barriers=stages),
+        q_ready=plgpu.Barrier(
+            num_arrivals=2 + query_vectors + (scalars.bias is not None), num_barriers=stages
+        ),
         rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),
         stage=interpreter_staging(groups, ROWS, queries, dtype).get("stage"),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -199,6 +208,7 @@ def copy_queries(
     """
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     query_vectors, _ = scratch.token_vectors
+    bias_s = getattr(scratch, "bias_s", None)  # the fused kernel has no bias
     count = work.visits.total
 
     def copy_tile(g, n):
@@ -211,10 +221,13 @@ def copy_queries(
         tokens = work.source.query, rows, head
         vector = work.source.query, head, rows
         wait_for_slot(scratch.used, slot, visit >= tiling.stages)
-        plgpu.copy_gmem_to_smem(query_ref.at[tokens], scratch.q_s.at[slot], q_ready)
+        plgpu.copy_gmem_to_smem(head_rows(query_ref, *tokens), scratch.q_s.at[slot], q_ready)
         plgpu.copy_gmem_to_smem(lse_ref.at[vector], scratch.lse_s.at[slot], q_ready)
         copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, q_ready)
-        plgpu.copy_gmem_to_smem(dout_ref.at[tokens], scratch.do_s.at[slot], do_ready)
+        if bias_s is not None:
+            cols = pl.ds(work.col, tiling.item_size)
+            copy_bias(work.scalars, head, rows, cols, bias_s, slot, q_ready)
+        plgpu.copy_gmem_to_smem(head_rows(dout_ref, *tokens), scratch.do_s.at[slot], do_ready)
         delta = delta_ref.at[work.b, head, rows]
         plgpu.copy_gmem_to_smem(delta, scratch.delta_s.at[slot], do_ready)
 
@@ -242,9 +255,9 @@ def _copy(
         cols = pl.ds(work.col + group * ROWS, ROWS)
         slot = item * tiling.warpgroups + group
         ready = scratch.item_ready.at[slot]
-        key = key_ref.at[work.source.key, cols, work.k]
+        key = head_rows(key_ref, work.source.key, cols, work.k)
         plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], ready)
-        value = value_ref.at[work.source.value, cols, work.k]
+        value = head_rows(value_ref, work.source.value, cols, work.k)
         plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
     visits = state.tiles_visited
@@ -288,7 +301,9 @@ def _compute(
         clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
         clean_operand(scratch.do_s.at[slot], good_do, failed_s, group, scratch.computing)
 
-    def step(start, numbers, accumulated, hides, n, _):
+    bias_cols = pl.ds(group * ROWS, ROWS)
+
+    def step(start, head, numbers, accumulated, hides, n, _):
         dk, dv = accumulated
         slot = lax.rem(start + n, jnp.int32(tiling.stages))
         q = scratch.q_s.at[slot]
@@ -304,6 +319,7 @@ def _compute(
         vectors = token_vectors(scratch.token_vectors, slot, group_slot + group)
         tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors)
         tile = tile.with_loads_started()
+        tile = tile.with_bias(head, optional_slot(scratch.bias_s, (slot, slice(None), bias_cols)))
         keep = tile.mask() if hides else None
         key_slot = group_slot + hide_from_cse(group)
         k = scratch.k_s.at[key_slot]
@@ -337,8 +353,9 @@ def _compute(
     def visit_tiles(dk, dv):
         def visit_head(g, _):
             start = state.tiles_visited + g * count
-            numbers = head_number_refs(work.scalars, work.k * shape.G + g)
-            visit = functools.partial(step, start, numbers, (dk, dv))
+            head = work.k * shape.G + g
+            numbers = head_number_refs(work.scalars, head)
+            visit = functools.partial(step, start, head, numbers, (dk, dv))
             if not state.first_round:
                 lax.fori_loop(0, count, functools.partial(visit, True), None)
                 return
@@ -359,8 +376,8 @@ def _compute(
     k[...] = undo_lift(dk * gradient.slope, dtype, state).astype(dtype)
     v[...] = undo_lift(dv, dtype, state).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, dk_ref.at[work.b, cols, work.k])
-    plgpu.copy_smem_to_gmem(v, dv_ref.at[work.b, cols, work.k])
+    plgpu.copy_smem_to_gmem(k, head_rows(dk_ref, work.b, cols, work.k))
+    plgpu.copy_smem_to_gmem(v, head_rows(dv_ref, work.b, cols, work.k))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed

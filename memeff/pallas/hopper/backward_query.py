@@ -27,17 +27,20 @@ from memeff.pallas.hopper.backward_common import (
     undo_lift,
     wait_for_slot,
 )
+from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     ROW,
     accumulators,
     broadcast_vector,
     full_tile,
+    head_rows,
     init_accumulator,
     interpreter_staging,
     multiply,
     plgpu,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -46,6 +49,7 @@ from memeff.pallas.hopper.scheduler import (
     QueryWork,
     find_query_work,
     may_have_unmasked_tiles,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
@@ -63,6 +67,7 @@ class QueryScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
 
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
+    bias_s: Any  # [stages, item_size, tile_size], if it is of pairs
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # like q_s
     failed_s: Any  # [warpgroups, 64]: flags of rows
@@ -109,6 +114,7 @@ def query_gradient(
     visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = max(1, S * (H + D) * 2 // shape.G)
     blocks, order = choose_blocks(problem, scalars, visited, tiling.tile_size, B * N, bytes_read)
+    order = order_for_bias(order, scalars, B)
 
     def body(*refs, scratch: QueryScratch):
         array_refs, dlse_ref, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -139,7 +145,9 @@ def query_gradient(
         jax.ShapeDtypeStruct((B, padded_T, N, H), query.dtype),
         *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
     ]
-    scratch = _scratch_types((H, D), query.dtype, dlse is not None, scalars, sums, tiling)
+    scratch = _scratch_types(
+        (whole_width(H), whole_width(D)), query.dtype, dlse is not None, scalars, sums, tiling
+    )
     kernel = warp_specialized_kernel(
         body,
         "memeff_dq",
@@ -167,11 +175,14 @@ def _scratch_types(
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return QueryScratch(
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
+        bias_s=bias_tiles(scalars, stages, tiling.item_size, keys),
         computing=plgpu.Barrier(num_arrivals=groups),
         do_s=tile_ref(slots, ROWS, D, dtype),
         failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
         k_s=tile_ref(stages, keys, H, dtype),
-        k_ready=plgpu.Barrier(num_arrivals=1 + key_vectors, num_barriers=stages),
+        k_ready=plgpu.Barrier(
+            num_arrivals=1 + key_vectors + (scalars.bias is not None), num_barriers=stages
+        ),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         out_s=tile_ref(slots, ROWS, D, dtype),
         item_ready=plgpu.Barrier(num_arrivals=4 + has_dlse + query_vectors, num_barriers=slots),
@@ -206,7 +217,7 @@ def _copy(
         ready = scratch.item_ready.at[slot]
 
         def copy_tile(ref, tile_s):
-            tile = ref.at[work.source.query, rows, work.n]
+            tile = head_rows(ref, work.source.query, rows, work.n)
             plgpu.copy_gmem_to_smem(tile, tile_s.at[slot], ready)
 
         def copy_vector(ref, vector_s):
@@ -232,12 +243,14 @@ def _copy(
         cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         k_ready = scratch.k_ready.at[slot]
         wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
-        key = key_ref.at[work.source.key, cols, work.k]
+        key = head_rows(key_ref, work.source.key, cols, work.k)
         plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], k_ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
+        item_rows = pl.ds(work.row, tiling.item_size)
+        copy_bias(work.scalars, work.n, item_rows, cols, scratch.bias_s, slot, k_ready)
         wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
         v_ready = scratch.v_ready.at[slot]
-        value = value_ref.at[work.source.value, cols, work.k]
+        value = head_rows(value_ref, work.source.value, cols, work.k)
         plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], v_ready)
 
     return copy_tiles(copy_item, copy_keys, state, count, tiling)
@@ -289,7 +302,9 @@ def _compute(
         first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
         vectors = token_vectors(scratch.token_vectors, item_slot, slot)
         tile = ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
+        bias_rows = pl.ds(group * ROWS, ROWS)
         tile = tile.with_loads_started()
+        tile = tile.with_bias(work.n, optional_slot(scratch.bias_s, (slot, bias_rows)))
         keep = tile.mask() if masked else None
 
         def products(raw, dp):
@@ -333,7 +348,7 @@ def _compute(
     failed = not_finite(scratch.failed_s.at[group], state, dq)
     out[...] = dq.astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out, dq_ref.at[work.b, rows, work.n])
+    plgpu.copy_smem_to_gmem(out, head_rows(dq_ref, work.b, rows, work.n))
     for i, (ref, x) in enumerate(zip(sums_refs, sums, strict=True)):
         scratch.sums_s[i, group] = x
         plgpu.commit_smem()

@@ -13,7 +13,14 @@ from jax import Array, lax
 from jax.sharding import reshard
 
 from memeff.logits import LOG2_E
-from memeff.pallas.hopper import backward_common, backward_key, backward_query
+from memeff.pallas.hopper import backward_bias, backward_common, backward_key, backward_query
+from memeff.pallas.hopper.backward_bias import SharedBias, bias_gradient
+from memeff.pallas.hopper.bias import (
+    gradient_dims,
+    has_pair_bias,
+    merge_bias_gradient,
+    unpad_bias_gradient,
+)
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
 from memeff.pallas.hopper.layout import (
@@ -21,11 +28,12 @@ from memeff.pallas.hopper.layout import (
     ROWS_MULTIPLE,
     dims_of,
     fold_heads,
-    mask_as_segments,
+    head_dim_to_read,
     pad_rows,
     pad_scalars,
     pad_tokens,
     padded_width,
+    replace_mask,
     scalars_of,
     split_query,
     unfold_heads,
@@ -58,12 +66,15 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     """Return the fastest tiling of the forward that docs/kernels-log.md has for this head dim."""
     width = padded_width(operands)
+    if has_pair_bias(operands):
+        return _forward_tiling_with_bias(width, operands)
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
         return Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
-    if problem.has_pair_functions:  # three warpgroups have 160 registers a thread, and would spill
+    # Three warpgroups have 160 registers a thread, and would spill.
+    if problem.has_pair_functions or operands.logit_params.bias is not None:
         return two
     three = Tiling(3, 128, 3, 2)
     lengths = operands.query.shape[1], operands.key.shape[1]
@@ -74,12 +85,26 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     return two if logits(two) < TWO_WARPGROUPS_SPEED * logits(three) else three
 
 
+def _forward_tiling_with_bias(width: int, operands: Operands) -> Tiling:
+    """Return the tiling of the forward that leaves shared memory for tiles of a bias of pairs."""
+    bias: Any = operands.logit_params.bias
+    is_float32 = bias.dtype.itemsize == 4
+    if width == 64:
+        return Tiling(2, 64, 3, 2) if is_float32 else Tiling(2, 128, 2, 2)
+    if width == 128:
+        return Tiling(2, 64, 2, 2) if is_float32 else Tiling(2, 64, 3, 2)
+    return Tiling(1, 64, 2, 1)
+
+
 def backward_tilings(
     problem: Problem, operands: Operands
 ) -> tuple[backward_common.Tiling, backward_common.Tiling]:
     """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
+    if has_pair_bias(operands):
+        return _backward_tilings_with_bias(operands)
     if padded_width(operands) == 64:
-        warpgroups = 2 if problem.has_pair_functions else 3
+        has_terms = problem.has_pair_functions or operands.logit_params.bias is not None
+        warpgroups = 2 if has_terms else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap and functions take registers.
@@ -89,6 +114,34 @@ def backward_tilings(
     else:
         query_tiling = backward_common.Tiling(2, 128, 2, 1)
     return query_tiling, backward_common.Tiling(2, 64, 3, 1 if has_vectors else 2)
+
+
+def _backward_tilings_with_bias(
+    operands: Operands,
+) -> tuple[backward_common.Tiling, backward_common.Tiling]:
+    """Return the tilings that leave shared memory for tiles of a bias of pairs."""
+    bias: Any = operands.logit_params.bias
+    is_float32 = bias.dtype.itemsize == 4
+    if padded_width(operands) == 64:
+        stages = 2 if is_float32 else 3
+        return backward_common.Tiling(2, 64, stages, 2), backward_common.Tiling(2, 64, 3, 2)
+    if is_float32:
+        return backward_common.Tiling(1, 64, 2, 1), backward_common.Tiling(2, 64, 2, 1)
+    return backward_common.Tiling(2, 64, 2, 1), backward_common.Tiling(2, 64, 3, 1)
+
+
+def bias_gradient_tiling(problem: Problem, operands: Operands) -> backward_bias.Tiling:
+    """Return the tiling of the kernel for the gradient of the bias."""
+    bias: Any = operands.logit_params.bias
+    is_float32 = bias.dtype.itemsize == 4
+    if bias.shape[2] == 1 and bias.shape[3] > 1:  # of keys: one warpgroup sums over rows
+        return backward_bias.Tiling(1, 64, 2, 1)
+    if padded_width(operands) == 64:
+        arrays = operands.q_offset, operands.q_lengths, operands.kv_lengths, operands.q_segments
+        hides = problem.has_window or problem.has_pair_functions or operands.shape.S % 128 != 0
+        takes_registers = is_float32 or hides or any(x is not None for x in arrays)
+        return backward_bias.Tiling(2, 64 if takes_registers else 128, 2, 2)
+    return backward_bias.Tiling(1, 64, 2, 2) if is_float32 else backward_bias.Tiling(2, 64, 2, 1)
 
 
 def fused_tiling(operands: Operands) -> backward_common.Tiling:
@@ -113,7 +166,7 @@ def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
     """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
@@ -121,7 +174,8 @@ def forward(
     def call(query, key, value, *leaves):
         _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
-        arrays = tuple(pad_tokens(x, padded_width(operands)) for x in arrays)
+        width = padded_width(operands)
+        arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         B = padded_scalars.batch_size(query)
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
@@ -167,7 +221,9 @@ def backward(
     entries of the query, and the gradients those of the call.
     """
     original = operands
-    operands = mask_as_segments(operands)
+    bias = operands.logit_params.bias
+    bias_dims = None if bias is None else gradient_dims(bias, operands.shape)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     query_functions = calls.tile_functions(problem, operands, "all")
@@ -184,7 +240,13 @@ def backward(
         B = padded_scalars.batch_size(query)
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
-        arrays = [pad_tokens(x, padded_width(operands)) for x in arrays]
+        widths = [padded_width(operands)] * len(arrays)
+        if not schedule.fused_backward:
+            widths = [
+                head_dim_to_read(x.shape[-1], width)
+                for x, width in zip(arrays, widths, strict=True)
+            ]
+        arrays = [pad_tokens(x, width) for x, width in zip(arrays, widths, strict=True)]
         inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,
@@ -195,26 +257,35 @@ def backward(
             padded_scalars,
             backward_tilings(problem, operands),
         )
+        bias_sums = []
         if schedule.fused_backward:
             tiling = fused_tiling(operands)
             dq, dk, dv = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
             sums = []
         else:
-            dq, dk, dv, *sums = split()
+            dq, delta, dk, dv, *sums = split()
+            if bias_dims is not None:
+                dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
+                bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         dk = dk[:, :S, :, :H]
         dv = dv[:, :S, :, :D]
-        return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums]
+        return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
     sum_count = backward_common.count_score_gradients(query_functions)
-    run = partitioned(call, dims_in, (*DIMS, *["bkgt"] * sum_count))
-    dq, dk, dv, *sums = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
+    dims_out = *DIMS, *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
+    run = partitioned(call, dims_in, dims_out)
+    dq, dk, dv, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
+    sums = more[:sum_count]
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
     score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
-    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams(score=score))
+    terms = LogitParams(score=score)
+    if bias is not None:
+        terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
 
 
 def _split_gradient(
@@ -225,7 +296,10 @@ def _split_gradient(
     scalars: Scalars,
     tilings: tuple[backward_common.Tiling, backward_common.Tiling],
 ) -> tuple[Array, ...]:
-    """Return padded dq, dk and dv of two kernels, and sums over keys of cotangents of numbers."""
+    """Return padded dq, delta, dk and dv of two kernels.
+
+    Sums over keys of cotangents of numbers follow.
+    """
     query, key, value, out, dout, lse, dlse = inputs
     dq, delta, *sums = backward_query.query_gradient(
         query_functions, lengths, (query, key, value, out, dout, lse), dlse, scalars, tilings[0]
@@ -233,7 +307,25 @@ def _split_gradient(
     dk, dv = backward_key.key_value_gradient(
         key_functions, lengths, (query, key, value, dout, lse, delta), scalars, tilings[1]
     )
-    return dq, dk, dv, *sums
+    return dq, delta, dk, dv, *sums
+
+
+def _bias_gradient(
+    problem: Problem,
+    operands: Operands,
+    lengths: tuple[int, int],
+    inputs: _GradientInputs,
+    delta: Array,
+    scalars: Scalars,
+) -> Array:
+    """Return the padded gradient of the bias from `delta` of the kernel for dq."""
+    bias: Any = operands.logit_params.bias
+    shape = operands.shape
+    shared = SharedBias(bias.shape[0] == 1 and shape.B > 1, bias.shape[1] == 1 and shape.N > 1)
+    arrays = *inputs[:3], inputs.dout, inputs.lse, delta
+    on_tiles = calls.tile_functions(problem, operands)
+    tiling = bias_gradient_tiling(problem, operands)
+    return bias_gradient(on_tiles, lengths, arrays, scalars, shared, tiling)
 
 
 def _fused_gradient(
@@ -260,7 +352,8 @@ def _fused_gradient(
         return state[0]
 
     def redo(state):
-        return jnp.bool_(False), split()
+        dq, _, dk, dv = split()
+        return jnp.bool_(False), (dq, dk, dv)
 
     # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
     return lax.while_loop(is_bad, redo, (bad, (dq, dk, dv)))[1]
@@ -311,7 +404,7 @@ def tangent(
 
     `input_tangents` holds those of query, key and value; a tangent that is None is 0.
     """
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     known_tangents = split_query(input_tangents, operands.shape.K)
     active = [dims for dims, x in zip(DIMS, known_tangents, strict=True) if x is not None]

@@ -21,6 +21,7 @@ LARGEST_HEAD_BACKWARD = 128
 # Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
 # in the decode kernel.
 FEWEST_QUERIES = 64
+BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MOST_DECODE_ROWS = 128  # queries, times the heads of a group: two tiles of the decode kernel
 # Tokens of a page must be a multiple of this, because a copy brings 8 rows of 16 bytes or more to
 # shared memory, and 128 bytes or more of scales.
@@ -82,15 +83,18 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the Hopper kernels do not support dropout"
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
-    if operands.mask is not None and not mask_is_of_tokens(operands.mask):
+    if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
         return (
-            "the Hopper kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], "
-            "and no other"
+            "the Hopper kernels support a `bias` in bfloat16, float16 and float32, and this call has "
+            f"{terms.bias.dtype}"
         )
-    if operands.mask is not None and operands.q_segments is not None:
-        return "the Hopper kernels do not support a mask together with segment ids"
-    if terms.bias is not None:
-        return "the Hopper kernels do not support `bias`"
+    mask = operands.mask
+    if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:
+        if jnp.broadcast_shapes(mask.shape, terms.bias.shape) != terms.bias.shape:
+            return (
+                "the Hopper kernels support a `mask` that broadcasts to the shape of `bias`, and "
+                f"this call has mask {mask.shape} and bias {terms.bias.shape}"
+            )
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
     if terms.scale is not None or terms.soft_cap is not None:
@@ -108,6 +112,8 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         )
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    if reads_bias(operands):
+        return 'backward="fused" does not support `bias` and dense masks'
     return None
 
 
@@ -136,6 +142,20 @@ def mask_is_of_tokens(mask: Array) -> bool:
     """Return whether the mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
     _, N, T, S = mask.shape
     return N == 1 and 1 in (T, S)
+
+
+def mask_becomes_bias(operands: Operands) -> bool:
+    """Return True if the kernels read the mask as a bias of 0 and -inf.
+
+    They read a mask of keys or of queries as segment ids, unless the call has its own.
+    """
+    mask = operands.mask
+    return mask is not None and (operands.q_segments is not None or not mask_is_of_tokens(mask))
+
+
+def reads_bias(operands: Operands) -> bool:
+    """Return True if the kernels read a bias, which may also stand for a mask."""
+    return operands.logit_params.bias is not None or mask_becomes_bias(operands)
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:
@@ -179,6 +199,8 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
         reason = _why_not_stored(operands.query.dtype, operands.key, operands.value)
         if reason is not None:
             return reason
+    if reads_bias(operands):
+        return "does not support `bias` and dense masks"
     vectors, differences, _ = calls.count_numbers(problem, operands)
     if differences:
         return "does not support functions that read a table of distances"
@@ -246,6 +268,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
+        operands.logit_params.bias,
     )
     if problem.has_pair_functions or any(x is not None for x in arrays):
         return False

@@ -10,7 +10,7 @@ from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,
     dims_of,
-    mask_as_segments,
+    replace_mask,
     scalars_of,
 )
 from memeff.pallas.hopper.scalars import Scalars
@@ -58,7 +58,7 @@ def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array, Lse | None]:
     """Return out [B, K, G, T, D], in float32 if it is a partial result, and lse [B, K, G, T]."""
-    operands = mask_as_segments(operands)
+    operands = replace_mask(operands)
     cache, table = _cache_of(operands)
     scalars = scalars_of(problem, operands)._replace(page_table=table)
     leaves, structure = jax.tree.flatten((cache, scalars))

@@ -2,8 +2,8 @@
 
 Each consumer warpgroup owns 64 queries i of a tile, and visits the tiles of keys j that the tile's
 queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by log2 e.
-  Tiles with masks come first, and one without where these may leave a row without a logit. They
-  move a running maximum m:
+  Tiles with masks come first, and one without where these may leave a row without a logit; with a
+  bias, as many as it takes until each row has one. They move a running maximum m:
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
   The other tiles keep m, because softmax does not depend on what is subtracted from its logits.
@@ -29,9 +29,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
+from memeff.pallas.hopper.bias import copy_bias
 from memeff.pallas.hopper.forward_compute import ForwardKernel
 from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling, forward_scratch
-from memeff.pallas.hopper.mosaic import Ref, plgpu, warp_specialized_kernel
+from memeff.pallas.hopper.mosaic import (
+    Ref,
+    head_rows,
+    plgpu,
+    warp_specialized_kernel,
+    whole_width,
+)
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
@@ -46,6 +53,7 @@ from memeff.pallas.hopper.scheduler import (
     TileOrder,
     balanced_order,
     find_query_work,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import copy_token_vectors
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
@@ -64,7 +72,7 @@ def attend(
 
     With `tiling.out_in_parts` out is the sum of two arrays, otherwise there is one.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
-    of 64. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
+    of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
     padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
     """
     query, key, value = arrays
@@ -73,6 +81,7 @@ def attend(
     K, D = value.shape[2:]
     T, S = lengths
     sizes = CallSizes(B, T, S, K, N // K)
+    width = whole_width(H), whole_width(D)
     tiles = -(-T // tiling.rows)
     items = B * N * tiles
     blocks = persistent_blocks(items)
@@ -80,6 +89,7 @@ def attend(
     if problem.right is not None:  # one more for what an item costs besides its visits
         times = 1 + tiles_visited(problem, lengths, tiling.rows, tiling.keys)
         order = balanced_order(B * N, times, blocks)
+    order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, tiling.rows)
     scalars = with_lists(problem, scalars, lengths, (tiling.rows, tiling.keys))
     out_parts = 2 if tiling.out_in_parts else 1
@@ -126,7 +136,7 @@ def attend(
         body,
         "memeff_forward",
         results,
-        {"scratch": forward_scratch(scalars, tiling, H, D, query.dtype)},
+        {"scratch": forward_scratch(scalars, tiling, *width, query.dtype)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -156,7 +166,8 @@ def _copy_operands(
         rows = pl.ds(work.row + warpgroup * ROWS, ROWS)
         ready = scratch.q_ready.at[slot]
         shared = scratch.q_s.at[slot * tiling.warpgroups + warpgroup]
-        plgpu.copy_gmem_to_smem(query_ref.at[work.source.query, rows, work.n], shared, ready)
+        query = head_rows(query_ref, work.source.query, rows, work.n)
+        plgpu.copy_gmem_to_smem(query, shared, ready)
         vector_slot = slot * tiling.warpgroups + warpgroup
         copy_token_vectors(work.scalars.by_query, rows, query_vectors_s, vector_slot, ready)
 
@@ -168,13 +179,15 @@ def _copy_operands(
         def copy_tile(ref, b, shared, ready, used):
             is_refill = state.tiles_visited + n >= tiling.stages
             pl.when(is_refill)(lambda: plgpu.barrier_wait(used.at[slot]))
-            tile = ref.at[b, cols, work.k]
-            plgpu.copy_gmem_to_smem(tile, shared.at[slot], ready.at[slot])
+            source = head_rows(ref, b, cols, work.k)
+            plgpu.copy_gmem_to_smem(source, shared.at[slot], ready.at[slot])
 
         copy_tile(key_ref, work.source.key, scratch.k_s, scratch.k_ready, scratch.k_used)
         copy_tile(value_ref, work.source.value, scratch.v_s, scratch.v_ready, scratch.v_used)
-        # Vectors of keys come with the values, because `clean_values` reads both.
+        # Vectors of keys and the bias come with the values, because `clean_values` reads all.
         ready = scratch.v_ready.at[slot]
         copy_token_vectors(work.scalars.by_key, cols, key_vectors_s, slot, ready)
+        rows = pl.ds(work.row, tiling.rows)
+        copy_bias(work.scalars, work.n, rows, cols, scratch.bias_s, slot, ready)
 
     return count, jnp.int32(0)

@@ -20,6 +20,7 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     broadcast_vector,
     full_tile,
+    head_rows,
     init_accumulator,
     interpreting,
     multiply,
@@ -56,7 +57,7 @@ class ForwardKernel(NamedTuple):
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
         q_slot = slot * self.tiling.warpgroups + self.warpgroup
         q = scratch.q_s.at[q_slot]
-        out = self.out_refs[0].at[work.b, rows, work.n]
+        out = head_rows(self.out_refs[0], work.b, rows, work.n)
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         head_numbers = head_number_refs(work.scalars, work.n)
         loop = KeyTileLoop(self, work, state, q, head_numbers)
@@ -78,7 +79,7 @@ class ForwardKernel(NamedTuple):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             q[...] = jnp.where(jnp.abs(rounded) < jnp.inf, o - rounded, 0.0).astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, low_ref.at[work.b, rows, work.n])
+            plgpu.copy_smem_to_gmem(q, head_rows(low_ref, work.b, rows, work.n))
         # The next round may read out, so it must have been written by then.
         plgpu.wait_smem_to_gmem(0, wait_read_only=state.first_round)
         plgpu.barrier_arrive(scratch.q_used.at[slot])
@@ -140,7 +141,7 @@ class KeyTileLoop(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int]:
         """Return the shape of o."""
-        return ROWS, self.kernel.value_ref.shape[-1]
+        return ROWS, self.kernel.scratch.v_s.shape[-1]
 
     @property
     def first_row(self) -> Array:
@@ -151,12 +152,12 @@ class KeyTileLoop(NamedTuple):
     def has_fixed_max(self) -> bool:
         """Return True if tiles without masks are visited by (5).
 
-        They are not if a score_fn is present and the nearest tiles do not come first: scores may
-        fall with the distance, so that m of other tiles would be too small.
+        They are not if a score_fn or a bias is present and the nearest tiles do not come first:
+        scores may fall with the distance, so that m of other tiles would be too small.
         """
         problem = self.kernel.problem
         nearest_first = (
-            problem.score_fn is None
+            (problem.score_fn is None and not self.work.scalars.has_bias)
             or problem.right is not None
             or isinstance(self.work.visits, TileRange)
         )
@@ -175,7 +176,7 @@ class KeyTileLoop(NamedTuple):
         l = full_tile((ROWS,), 0.0)
         o = full_tile(self.out_shape, 0.0)
         if self.state.first_round:
-            m, l, o = self._first_round(first_fixed, m, l, o)
+            first_fixed, m, l, o = self._first_round(first_fixed, m, l, o)
         else:  # the same numbers in the same order, or all with a running maximum
             first_fixed = jnp.where(self.state.third_round, visits.total, first_fixed)
             m, l, o = self._next_round(first_fixed, m, l, o)
@@ -189,11 +190,14 @@ class KeyTileLoop(NamedTuple):
         return m, l, out, failed
 
     def _first_round(self, first_fixed, m, l, o):
-        """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5)."""
+        """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5).
+
+        Return the first tile that took (5), and m, l and o.
+        """
         visits = self.work.visits
         hidden = self.work.count_hidden_visits(self.first_row, ROWS)
         pl.loop(0, hidden)(self._skip)
-        m, l, o = lax.fori_loop(hidden, first_fixed, self._online_step, (m, l, o))
+        first_fixed, m, l, o = self._online_loop(hidden, first_fixed, m, l, o)
         fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
 
         def fixed_part(total):
@@ -208,7 +212,38 @@ class KeyTileLoop(NamedTuple):
 
         if self.has_fixed_max:
             l, o = accumulators(fixed_part, o.shape)
-        return m, l, o
+        return first_fixed, m, l, o
+
+    def _online_loop(self, first, first_fixed, m, l, o):
+        """Visit the tiles from `first` to `first_fixed` by (1) to (4), or longer with a bias.
+
+        Return the first tile that is not visited, and m, l and o.
+        """
+        if not self.work.scalars.has_bias:
+            m, l, o = lax.fori_loop(first, first_fixed, self._online_step, (m, l, o))
+            return first_fixed, m, l, o
+
+        def goes_on(state):
+            n, is_online, *_ = state
+            return (n < self.work.visits.total) & is_online
+
+        def step(state):
+            n, _, *rows = state
+            rows = self._online_step(n, rows)
+            return n + 1, self._is_online(n + 1, first_fixed, rows[0]), *rows
+
+        first = jnp.asarray(first, jnp.int32)
+        state = first, self._is_online(first, first_fixed, m), m, l, o
+        n, _, m, l, o = lax.while_loop(goes_on, step, state)
+        return n, m, l, o
+
+    def _is_online(self, n, first_fixed, m):
+        """Return True if visit n takes (1) to (4): with a bias, until each row has a logit."""
+        if not self.work.scalars.has_bias:
+            return n < first_fixed
+        failed_s = self.kernel.scratch.failed_s.at[self.kernel.warpgroup]
+        lacks_logit = any_failed(failed_s, jnp.where(m == -jnp.inf, 1.0, 0.0)) > 0
+        return (n < first_fixed) | lacks_logit
 
     def _next_round(self, first_fixed, m, l, o):
         """Visit all tiles once more, with values cleaned of NaN and Inf that no row sees."""
@@ -217,10 +252,12 @@ class KeyTileLoop(NamedTuple):
         def step(n, carry):
             return self._redo_step(n, first_fixed, *carry)
 
-        end = first_fixed if interpreting() else total
-        m, l, o = lax.fori_loop(0, end, step, (m, l, o))
         # The interpreter adds o behind (5), see `init_accumulator`: do the same, for the same bits.
-        if interpreting():
+        # With a bias, later tiles may still move m.
+        in_two_parts = interpreting() and not self.work.scalars.has_bias
+        end = first_fixed if in_two_parts else total
+        m, l, o = lax.fori_loop(0, end, step, (m, l, o))
+        if in_two_parts:
             zeros = full_tile(self.out_shape, 0.0)
             m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, zeros))
             o = o + fixed_o
@@ -267,6 +304,13 @@ class KeyTileLoop(NamedTuple):
             (query_vectors, key_vectors),
         )
 
+    def _with_bias(self, tile: ScoreTile, n) -> ScoreTile:
+        """Load the bias of visit n, which must be in shared memory if it is of pairs."""
+        bias_s = self.kernel.scratch.bias_s
+        if bias_s is not None:
+            bias_s = bias_s.at[self._slot(n), pl.ds(self.kernel.warpgroup * ROWS, ROWS)]
+        return tile.with_bias(self.work.n, bias_s)
+
     def _skip(self, n):
         """Release the keys and values of visit n unread."""
         scratch = self.kernel.scratch
@@ -294,11 +338,13 @@ class KeyTileLoop(NamedTuple):
         slot = self._slot(n)
         tile = self._score_tile(n).with_loads_started()
         raw = self._dot_products(n)
-        _, key_numbers = scratch.token_vectors
-        if key_numbers:  # they are copied with the values
+        # Vectors of keys and the bias are copied with the values.
+        comes_with_values = bool(scratch.token_vectors[1]) or scratch.bias_s is not None
+        if comes_with_values:
             plgpu.barrier_wait(scratch.v_ready.at[slot])
+        tile = self._with_bias(tile, n)
         p, m, l, o = self._move_max(tile, raw, *carry)
-        if not key_numbers:
+        if not comes_with_values:
             plgpu.barrier_wait(scratch.v_ready.at[slot])
         return m, l, self._add_values(o, p, n)
 
@@ -323,6 +369,7 @@ class KeyTileLoop(NamedTuple):
         tile = self._score_tile(n)
         raw = self._dot_products(n)
         self._wait_for_values(n)
+        tile = self._with_bias(tile, n)
 
         def keep_max(m, l, o):
             fixed_max = jnp.where(m == -jnp.inf, 0.0, m)
@@ -331,10 +378,11 @@ class KeyTileLoop(NamedTuple):
 
         move_max = functools.partial(self._move_max, tile, raw)
         if self.has_fixed_max:
-            p, m, l, o = lax.cond(n < first_fixed, move_max, keep_max, m, l, o)
+            is_online = self._is_online(n, first_fixed, m)
+            p, m, l, o = lax.cond(is_online, move_max, keep_max, m, l, o)
         else:
             p, m, l, o = move_max(m, l, o)
-        o = self._clean_values(o, n)
+        o = self._clean_values(o, n, tile)
         return m, l, self._add_values(o, p, n)
 
     def _probabilities(self, tile: ScoreTile, raw, fixed_max, l):
@@ -361,13 +409,13 @@ class KeyTileLoop(NamedTuple):
         stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
         multiply(total, p, scratch.v_s.at[self._slot(n)], stage)
 
-    def _clean_values(self, o, n):
-        """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
+    def _clean_values(self, o, n, tile: ScoreTile):
+        """Clean the values of visit n, a `tile`, of NaN and Inf. Return o with NaN in rows that see them."""
         scratch = self.kernel.scratch
         warpgroup = self.kernel.warpgroup
         shared = scratch.bad_keys_s.at[warpgroup], scratch.bad_columns_s, scratch.all_consumers
         values = scratch.v_s.at[self._slot(n)]
-        return clean_values(values, o, self._score_tile(n), warpgroup, shared)
+        return clean_values(values, o, tile, warpgroup, shared)
 
     def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
         """Apply (5) to visit `first_fixed` and all later ones, at least one. Return l.
@@ -377,8 +425,9 @@ class KeyTileLoop(NamedTuple):
         kernel = self.kernel
         scratch = kernel.scratch
         count = self.work.visits.total
-        # A score_fn may read vectors of keys, which are copied with the values.
+        # A score_fn may read vectors of keys. They and the bias are copied with the values.
         needs_vectors = bool(scratch.token_vectors[1]) and kernel.problem.score_fn is not None
+        needs_vectors = needs_vectors or scratch.bias_s is not None
 
         def dot_products(n, load: Callable[[Any], Any]):
             """Start (1) of visit n. Return its tile, and `load` of the accumulator."""
@@ -406,6 +455,7 @@ class KeyTileLoop(NamedTuple):
         def probabilities(n, tile, raw, l):
             if needs_vectors:
                 self._wait_for_values(n)
+            tile = self._with_bias(tile, n)
             return self._probabilities(tile, raw, fixed_max, l)
 
         def step(n, carry):

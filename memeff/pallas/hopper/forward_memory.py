@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from memeff.pallas.hopper.bias import bias_tiles
 from memeff.pallas.hopper.mosaic import Barrier, Ref, interpreter_staging, plgpu, tile_ref
 from memeff.pallas.hopper.persistent import ROWS
 from memeff.pallas.hopper.scalars import Scalars
@@ -41,6 +42,7 @@ class ForwardScratch(NamedTuple):
     k_used: Barrier
     bad_keys_s: Ref  # [warpgroups, c] above 0 where a row of a tile of values is not finite
     token_vectors: TokenVectors  # of queries, which come with q; of keys, which come with v
+    bias_s: Ref | None  # [stages, t, c], if it is of pairs; a tile comes with v
     old_out_ready: Barrier
     q_s: Ref  # [queries * warpgroups, 64, H]; out takes the place of q
     q_ready: Barrier
@@ -70,6 +72,7 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
         k_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         bad_keys_s=plgpu.SMEM((consumers, keys), jnp.float32),
         token_vectors=vectors["token_vectors"],
+        bias_s=bias_tiles(scalars, stages, tiling.rows, keys),
         old_out_ready=plgpu.Barrier(num_barriers=consumers),
         q_s=tile_ref(slots, ROWS, H, dtype),
         q_ready=plgpu.Barrier(
@@ -78,7 +81,9 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
         q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=tiling.queries),
         rows_s=plgpu.SMEM((4, consumers * ROWS), jnp.float32),
         v_s=tile_ref(stages, keys, D, dtype),
-        v_ready=plgpu.Barrier(num_arrivals=1 + key_numbers, num_barriers=stages),
+        v_ready=plgpu.Barrier(
+            num_arrivals=1 + key_numbers + (scalars.bias is not None), num_barriers=stages
+        ),
         v_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         **interpreter_staging(consumers, ROWS, keys, dtype),
     )

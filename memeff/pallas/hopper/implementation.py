@@ -7,6 +7,7 @@ from memeff.pallas.hopper.capability import (
     backward_is_kernel,
     for_device,
     fused_is_faster,
+    reads_bias,
     slower,
     why_not,
     why_not_decode,
@@ -35,6 +36,8 @@ __all__ = [
 
 def reads_entries(problem: Problem, operands: Operands) -> bool:
     """Return whether the kernels of this call, forward and gradient, read `operands.entries`."""
+    if reads_bias(operands):
+        return False
     return backward_is_kernel(operands) and why_not_decode(problem, operands) is not None
 
 
@@ -102,7 +105,8 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, those along `LogitParams`, and those that are not `narrow`, which JAX differentiates.
+    heads, of calls with a bias or a dense mask, those along `LogitParams`, and those that are not `narrow`, which
+    JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
     from memeff.chunked.tangent import tangent as differentiable_tangent
@@ -112,6 +116,7 @@ def tangent(
     array_tangents = jax.tree.leaves(tangents[:3])
     if not narrow:
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
-    if term_tangents or not array_tangents or not backward_is_kernel(operands):
+    needs_chunked = reads_bias(operands) or not backward_is_kernel(operands)
+    if term_tangents or not array_tangents or needs_chunked:
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

@@ -4,11 +4,15 @@ All head dims, also that of the values, are padded to one multiple of 64, and le
 of 8.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.logits import LOG2_E
+from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
+from memeff.pallas.hopper.capability import mask_becomes_bias
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import entries_of
 from memeff.pallas.user_functions import calls
@@ -26,6 +30,8 @@ SCALAR_DIMS = {
     "kv_segments": "bs",
     "head_numbers": "bkg",
     "sinks": "bkg",
+    "query_bias": "bkgt",
+    "key_bias": "bkgs",
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
@@ -49,6 +55,14 @@ def split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]
     """
     query = None if operands.query is None else split_axis(operands.query, 2, K)
     return query, operands.key, operands.value
+
+
+def head_dim_to_read(H: int, width: int) -> int:
+    """Return the padded head dim of an array that kernels read by `head_rows`.
+
+    A head dim below 64 needs no padding if `width` is 64 and copies of vectors begin at 16 bytes.
+    """
+    return H if width == HEAD_MULTIPLE and H % 8 == 0 else width
 
 
 def pad_tokens(x: Array, width: int) -> Array:
@@ -77,16 +91,31 @@ def unfold_heads(x: Array, shape: tuple[int, ...], D: int) -> Array:
     return x.transpose(0, 2, 3, 1, 4)
 
 
+def replace_mask(operands: Operands) -> Operands:
+    """Replace a mask by segment ids or by a bias, which the kernels read."""
+    if operands.mask is None:
+        return operands
+    return mask_as_bias(operands) if mask_becomes_bias(operands) else mask_as_segments(operands)
+
+
+def mask_as_bias(operands: Operands) -> Operands:
+    """Put -inf into the bias where the mask hides a pair. Without a bias, one of 16 bits begins."""
+    params = operands.logit_params
+    bias = jnp.zeros((), jnp.bfloat16) if params.bias is None else params.bias
+    mask: Any = operands.mask
+    bias = jnp.where(mask, bias, jnp.array(-jnp.inf, bias.dtype))
+    return operands._replace(mask=None, logit_params=params._replace(bias=bias))
+
+
 def mask_as_segments(operands: Operands) -> Operands:
     """Replace a mask of keys or of queries by segment ids.
 
     Id 0 may attend. Hidden keys get -1 before the first visible key and 1 behind it, so that
     padding leaves the ids of keys in order. Hidden queries get 2.
     """
-    if operands.mask is None:
-        return operands
     shape = operands.shape
-    mask = operands.mask[:, 0]  # B|1 T|1 S|1
+    mask: Any = operands.mask
+    mask = mask[:, 0]  # B|1 T|1 S|1
     q_segments = kv_segments = jnp.int32(0)
     if mask.shape[1] == 1:
         visible = mask[:, 0]  # B|1 S
@@ -126,14 +155,19 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
         sinks = split_axis(sinks * LOG2_E, 0, operands.shape.K)
         sinks = jnp.broadcast_to(sinks, (B, *sinks.shape))
         sinks = vary_together(sinks, operands.query)
-    return scalars._replace(**numbers._asdict(), sinks=sinks)
+    bias = bias_scalars(operands.logit_params.bias, operands.shape)
+    bias = vary_together(bias, operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias)
 
 
 def dims_of(scalars: Scalars) -> tuple[str, ...]:
     """Return the dims, in letters, of each array in `scalars`."""
     dims = []
     for name, arrays in scalars._asdict().items():
-        dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
+        if name == "bias" and arrays is not None:
+            dims.append(bias_dims(arrays.shape))
+        else:
+            dims += [SCALAR_DIMS.get(name, "b")] * len(jax.tree.leaves(arrays))
     return tuple(dims)
 
 
@@ -147,4 +181,11 @@ def pad_scalars(scalars: Scalars) -> Scalars:
             return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS_MULTIPLE)], mode="edge")
         return x
 
-    return jax.tree.map(pad, scalars)
+    padded = jax.tree.map(pad, scalars)
+    if padded.bias is not None:
+        padded = padded._replace(bias=pad_bias(padded.bias))
+    for name in ("query_bias", "key_bias"):
+        vector = getattr(padded, name)
+        if vector is not None:
+            padded = padded._replace(**{name: pad_bias_vector(vector)})
+    return padded

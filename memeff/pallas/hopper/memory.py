@@ -1,6 +1,8 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
-from memeff.pallas.hopper.capability import why_not_decode
+from typing import Any
+
+from memeff.pallas.hopper.capability import mask_becomes_bias, reads_bias, why_not_decode
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
 
@@ -17,9 +19,11 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
     def copy(length: int, heads: int, dim: int) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
-        if length % 8 == 0 and dim == width:
+        in_place = width == 64 and dim % 8 == 0 and not schedule.fused_backward
+        padded_dim = dim if in_place else width
+        if length % 8 == 0 and dim == padded_dim:
             return 0
-        return B * heads * _round_up(length, 8) * width * itemsize
+        return B * heads * _round_up(length, 8) * padded_dim * itemsize
 
     forward = copy(T, N, H)  # query
     forward += copy(S, K, H)  # key
@@ -31,6 +35,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     forward += 4 * B * query_vectors * rows
     forward += 4 * B * key_vectors * cols
     forward += 4 * B * N * differences * (rows + cols)
+
+    forward += _bias_bytes(operands)
 
     gradient = 2 * forward
     rows_of_tiles = _round_up(T, 192) if width == 64 else rows
@@ -45,6 +51,26 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
         forward = decode_bytes(operands) + vectors
         gradient += forward
     return forward, gradient
+
+
+def _bias_bytes(operands: Operands) -> int:
+    """Return the bytes of a copy of the bias that a mask or padding needs, or of its vectors."""
+    if not reads_bias(operands):
+        return 0
+    bias = operands.logit_params.bias
+    mask = operands.mask if mask_becomes_bias(operands) else None
+    read: Any = mask if bias is None else bias
+    itemsize = 2 if bias is None else bias.dtype.itemsize
+    B, N, T, S = read.shape
+    if T == 1 or S == 1:
+        shape = operands.shape
+        length = shape.T if S == 1 else shape.S
+        return 4 * shape.B * shape.N * _round_up(length, 384)
+    rows = _round_up(T, 8)
+    cols = _round_up(S, 128 // itemsize)
+    if mask is None and (rows, cols) == (T, S):
+        return 0
+    return B * N * rows * cols * itemsize
 
 
 def decode_bytes(operands: Operands) -> int:

@@ -134,6 +134,23 @@ def widen(narrow: Ref, wide: Ref) -> Ref:
     return wide
 
 
+def whole_width(dim: int) -> int:
+    """Return a head dim, rounded up to the 64 columns of a tile in shared memory."""
+    return -(-dim // 64) * 64
+
+
+def head_rows(ref: Ref, b, rows, n) -> Ref:
+    """Return the vectors of head n at `rows`, from `ref` [B, T, N, H] in global memory, for a copy.
+
+    A head dim below 64 counts as 64. A copy to shared memory fills the rest with zeros, and a copy
+    to global memory leaves it out.
+    """
+    if ref.shape[-1] % 64 == 0:
+        return ref.at[b, rows, n]
+    zero = lax.axis_index("block") * 0  # static bounds would be checked
+    return ref.at[b, rows, n, pl.ds(zero, whole_width(ref.shape[-1]))]
+
+
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
     """Return the scratch for first factors of `multiply` in the interpreter; none on a GPU."""
     return {"stage": tile_ref(count, rows, cols, dtype)} if interpreting() else {}
@@ -259,6 +276,16 @@ def sync(barrier) -> None:
     """Wait until all warpgroups that share `barrier` have come here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def release_read(barrier) -> None:
+    """Arrive at `barrier` after reads of shared memory that the next copy will write over.
+
+    The barrier orders them. The interpreter's search for races asks for a fence as well.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 def global_counters(count: int) -> Ref:

@@ -11,7 +11,7 @@ OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries"
 
 
 class Scalars(NamedTuple):
-    """Offsets, lengths, segments, sinks and precomputed arrays of user functions.
+    """Offsets, lengths, segments, sinks, the bias and precomputed arrays of user functions.
 
     None or () stands for what a call does not have. In a kernel the fields are refs. T' and S' are
     T and S, padded to whole tiles.
@@ -32,6 +32,10 @@ class Scalars(NamedTuple):
     key_numbers: tuple[Any, ...] = ()  # [B, S']
     difference_numbers: tuple[Any, ...] = ()  # [B, N, X], X differences of positions
     sinks: Any = None  # [B, N], float32, in base 2; only the forward reads them
+    # The bias, in nats, has at most one of three forms:
+    bias: Any = None  # [B|1, N|1, T", S"], a number for each pair; see `bias.padded_lengths`
+    query_bias: Any = None  # [B, N, T'], float32, a number for each query
+    key_bias: Any = None  # [B, N, S'], float32, a number for each key
     # The range of each tile, see `with_ranges`:
     visible_from: Any = None  # [B, tiles], int32
     visible_to: Any = None  # [B, tiles], int32
@@ -47,6 +51,8 @@ class Scalars(NamedTuple):
                 return ref
             if name in OF_BATCH:
                 return ref[b]
+            if name == "bias":
+                return ref.at[b if ref.shape[0] > 1 else 0]
             return jax.tree.map(lambda x: x.at[b], ref)
 
         entries: dict[str, Any] = {name: entry(name, ref) for name, ref in self._asdict().items()}
@@ -59,6 +65,11 @@ class Scalars(NamedTuple):
     def like(self, refs: Iterator) -> "Scalars":
         """Return the next of `refs` in the place of these arrays."""
         return jax.tree.map(lambda _: next(refs), self)
+
+    @property
+    def has_bias(self) -> bool:
+        """Return True if the call has a bias, of any form."""
+        return any(x is not None for x in (self.bias, self.query_bias, self.key_bias))
 
     @property
     def by_query(self) -> tuple[Any, ...]:

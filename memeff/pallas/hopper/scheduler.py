@@ -60,6 +60,26 @@ def work_item(count: int, tiles: int, order: TileOrder, late: bool, index) -> tu
     return head, tiles - 1 - tile if late else tile
 
 
+def shares_bias(scalars: Scalars, B: int) -> bool:
+    """Return True if the B batch entries share one bias of pairs."""
+    return scalars.bias is not None and scalars.bias.shape[0] < B
+
+
+def order_for_bias(order: TileOrder, scalars: Scalars, B: int) -> TileOrder:
+    """Return an order in which batch entries that share a bias do the same tile in turn.
+
+    A tile of the bias is then in the L2 cache for all but the first of them.
+    """
+    return TileOrder(B) if order == TileOrder() and shares_bias(scalars, B) else order
+
+
+def _batch_and_head(index, B: int, heads: int, scalars: Scalars) -> tuple[Any, Any]:
+    """Return the batch entry and the head, of `heads`, of the head `index` of the whole call."""
+    if shares_bias(scalars, B):
+        return lax.rem(index, jnp.int32(B)), lax.div(index, jnp.int32(B))
+    return lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+
+
 def cache_order(count: int, bytes_read: int) -> TileOrder:
     """Return the order with the largest section whose heads, of `bytes_read` each, fit into L2.
 
@@ -169,8 +189,7 @@ def find_query_work(
     N = sizes.K * sizes.G
     tile_count = -(-sizes.T // rows)
     head, tile = work_item(sizes.B * N, tile_count, order, late, index)
-    b = lax.div(head, jnp.int32(N))
-    n = lax.rem(head, jnp.int32(N))
+    b, n = _batch_and_head(head, sizes.B, N, scalars)
     scalars = scalars.of(b)
     ends, mask_inputs = ends_and_mask(sizes, scalars, keys)
     row = tile * rows
@@ -184,7 +203,8 @@ def find_query_work(
     window = keys_seen_by(row, row + rows - 1)
     visits = _without_hidden_tiles(problem, scalars, tile, window, keys)
     is_range = isinstance(visits, TileRange)
-    if is_range and problem.score_fn is not None and problem.mask_fn is None:
+    has_scores = problem.score_fn is not None or scalars.has_bias
+    if is_range and has_scores and problem.mask_fn is None:
         if problem.right is None:
             middle = row + rows // 2 + offset
             visits = visits.nearest_first(middle, keys)
@@ -247,8 +267,7 @@ def find_key_work(
     """Return the work item `index`: `cols` keys, and tiles of `queries` queries that see them."""
     tile_count = -(-sizes.S // cols)
     head, tile = work_item(sizes.B * sizes.K, tile_count, order, False, index)
-    b = lax.div(head, jnp.int32(sizes.K))
-    k = lax.rem(head, jnp.int32(sizes.K))
+    b, k = _batch_and_head(head, sizes.B, sizes.K, scalars)
     scalars = scalars.of(b)
     # Keys behind the last need no mask, because nobody stores them.
     ends, mask_inputs = ends_and_mask(sizes, scalars, 1)

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from memeff.logits import logits_base2
 from memeff.masking import MaskInputs, mask_pairs, query_positions
+from memeff.pallas.hopper.bias import load_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
@@ -88,6 +89,7 @@ class ScoreTile(NamedTuple):
     token_vectors: TokenVectors  # of this tile
     query_dim: int = 0  # along which queries are
     loaded: dict[int, Array] = {}  # tiles of position differences, by their index
+    bias: Array | None = None  # of the tile, in its own dtype; None: the call has none
     # Row r is the query r modulo `row_period`, of one head after the other; None: of one head.
     row_period: int | None = None
 
@@ -113,9 +115,15 @@ class ScoreTile(NamedTuple):
         indices = score_fn.indices.difference_numbers
         return self._replace(loaded={n: self._difference(score_fn, n) for n in indices})
 
+    def with_bias(self, n, shared: Ref | None) -> "ScoreTile":
+        """Load the bias of head n. `shared` is the tile [queries, keys] of a bias of pairs."""
+        dim = self.query_dim
+        bias = load_bias(self.scalars, n, self.first, self.shape, dim, shared)
+        return self._replace(bias=bias)
+
     def mask(self) -> Array:
         """Return True where the query may attend to the key."""
-        inputs = self.mask_inputs
+        inputs = self.mask_inputs._replace(bias=self.bias)
         mask_fn = self.problem.mask_fn
         if self.scalars.q_segments is not None:
             q_segments = self._query_numbers(0)
@@ -129,7 +137,7 @@ class ScoreTile(NamedTuple):
     def logits(self, raw: Array, keep: Array | None) -> Array:
         """Return logits in base 2 from dot products, -inf where not `keep`."""
         indices = self.pair_indices(self.problem.score_fn)
-        return logits_base2(self.problem, raw, LogitParams(), keep, indices)
+        return logits_base2(self.problem, raw, LogitParams(bias=self.bias), keep, indices)
 
     def pair_indices(self, function: Any) -> PairIndices | None:
         """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""

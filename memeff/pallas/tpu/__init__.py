@@ -1,0 +1,1 @@
+"""Run attention in the TPU kernels of JAX's splash attention."""

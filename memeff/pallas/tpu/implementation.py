@@ -1,0 +1,93 @@
+"""Present the TPU kernels as an implementation, which imports them only to run one."""
+
+from jax import Array
+
+from memeff.pallas.tpu import tables, vocabulary
+from memeff.pallas.tpu.capability import (
+    backward_is_kernel,
+    for_device,
+    fused_is_faster,
+    slower,
+    why_not,
+)
+from memeff.pallas.tpu.memory import temp_bytes
+from memeff.problem import Gradients, Operands, Problem, Schedule
+from memeff.softmax import Lse, LseFor
+
+__all__ = [
+    "backward",
+    "backward_is_kernel",
+    "describe",
+    "for_device",
+    "forward",
+    "fused_is_faster",
+    "reads_entries",
+    "slower",
+    "tangent",
+    "temp_bytes",
+    "tile_shape",
+    "vocabulary",
+    "why_not",
+]
+
+
+def reads_entries(problem: Problem, operands: Operands) -> bool:
+    """Return False: the kernels do not read `operands.entries`."""
+    return False
+
+
+def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """Return the rows and columns of the tiles."""
+    return tables.tile_shape(operands.shape.T, operands.shape.S)
+
+
+def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
+    """Return a phrase that names the kernels and their tiles."""
+    from memeff.pallas.tpu import calls
+
+    return calls.describe(problem, operands)
+
+
+def forward(
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles."""
+    from memeff.pallas.tpu import calls
+
+    return calls.forward(problem, operands, lse_for, schedule.partial_out)
+
+
+def backward(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
+) -> Gradients:
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    `dlse` is None if lse has no cotangent.
+    """
+    from memeff.pallas.tpu import calls
+
+    return calls.backward(problem, operands, out, lse, dout, dlse)
+
+
+def tangent(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    tangents: Operands,
+    narrow: bool = True,
+) -> tuple[Array, Array]:
+    """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
+
+    The chunked path computes them from the kernels' out and lse.
+    """
+    from memeff.chunked import implementation as chunked
+
+    return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow)

@@ -1,0 +1,240 @@
+"""A bias in the Hopper kernels, of every form, and its gradient: against the oracle, interpreted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_truth, cotangents, few
+from hopper_cases import (
+    assert_equal_bits,
+    bf16,
+    draw,
+    f32,
+    forward_and_gradients,
+    i32,
+    interpreted,
+    kernels,
+    lowered,
+    needs_kernels,
+    not_finite,
+    run_kernels,
+    small,
+)
+
+from memeff import dot_product_attention
+
+pytestmark = needs_kernels
+
+# Sizes, shape and dtype of the bias, the share of pairs that it hides, and keyword arguments.
+CASES = {
+    "pairs": (small(B=2, T=70, S=100, G=2), (1, 2, 70, 100), bf16, 0.1, {}),
+    "pairs of each entry": (
+        small(B=2, T=130, S=204, K=2),
+        (2, 1, 130, 204),
+        f32,
+        0,
+        dict(is_causal=True, q_offset=50),
+    ),
+    "pairs of all": (
+        small(B=3, T=70, S=130, K=2),
+        (1, 1, 70, 130),
+        bf16,
+        0.9,
+        dict(key_value_seq_lengths=i32([130, 0, 60]), sinks=np.array([1.0, -np.inf], f32)),
+    ),
+    "128": (
+        small(T=150, S=90, G=2, H=128, D=128),
+        (1, 2, 150, 90),
+        bf16,
+        0,
+        dict(logits_soft_cap=2.0, local_window_size=(60, 10)),
+    ),
+    "128, float32": (small(T=130, S=130, H=120, D=128), (1, 1, 130, 130), f32, 0.1, {}),
+    "wide": (small(T=70, S=90, H=192, D=130), (1, 1, 70, 90), bf16, 0.1, {}),
+    "keys": (
+        small(B=2, T=130, S=204, G=2),
+        (2, 2, 1, 204),
+        bf16,
+        0.3,
+        dict(is_causal=True),
+    ),
+    "keys, 128": (small(T=70, S=140, H=128, D=40), (1, 1, 1, 140), f32, 0, {}),
+    "queries": (small(B=2, T=130, S=70, K=2), (1, 2, 130, 1), f32, 0.3, {}),
+    "heads": (small(B=2, T=70, S=70, K=2), (2, 2, 1, 1), f32, 0, {}),
+    "segments": (
+        small(T=140, S=140),
+        (1, 1, 140, 140),
+        bf16,
+        0.1,
+        dict(query_segment_ids=i32([[0] * 60 + [1] * 80])),
+    ),
+}
+
+
+def bias_of(name: str) -> np.ndarray:
+    """Return the bias of a case. Where it hides a pair, it is -inf or the lowest number."""
+    _, shape, dtype, share, _ = CASES[name]
+    rng = np.random.default_rng(4)
+    bias = rng.standard_normal(shape)
+    lowest = float(jnp.finfo(dtype).min)
+    hiding = rng.choice([-np.inf, lowest], shape)
+    return np.where(rng.random(shape) < share, hiding, bias).astype(dtype)
+
+
+@not_finite
+@pytest.mark.parametrize("name", few(CASES, ("pairs",)))
+def test_values(name):
+    z, *_, kwargs = CASES[name]
+    args = draw(bf16, z)
+    kwargs = kwargs | {"bias": bias_of(name)}
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+def mask_of(*shape: int) -> np.ndarray:
+    """Return a mask that hides a third of the pairs, and all of some rows."""
+    mask = np.random.default_rng(5).random(shape) < 0.7
+    mask[..., :3, :] = False
+    return mask
+
+
+# Sizes, and keyword arguments.
+MASKS = {
+    "dense": (small(B=2, T=70, S=100, G=2), dict(mask=mask_of(2, 1, 70, 100))),
+    "dense, with a bias": (
+        small(B=2, T=130, S=130, K=2),
+        dict(
+            mask=mask_of(1, 2, 130, 130),
+            bias=np.random.default_rng(6).standard_normal((1, 2, 130, 130)).astype(f32),
+            is_causal=True,
+        ),
+    ),
+    "of keys, with segments": (
+        small(B=2, T=140, S=140),
+        dict(
+            mask=np.random.default_rng(5).random((2, 1, 1, 140)) < 0.7,
+            query_segment_ids=i32([[0] * 60 + [1] * 80] * 2),
+        ),
+    ),
+    "of queries, with segments and a bias": (
+        small(T=140, S=140),
+        dict(
+            mask=(np.arange(140) % 5 > 1)[:, None],
+            bias=np.random.default_rng(6).standard_normal((1, 1, 140, 1)).astype(f32),
+            query_segment_ids=i32([[0] * 60 + [1] * 80]),
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@not_finite
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    """A dense mask, and any mask beside segments, is read as a bias."""
+    z, kwargs = MASKS[name]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+@pytest.mark.slow
+@not_finite
+def test_float16():
+    args = draw(np.float16, small(T=70, S=140))
+    bias = np.random.default_rng(4).standard_normal((70, 140))
+    bias[:, ::3] = np.finfo(np.float16).min
+    kwargs = dict(bias=bias.astype(np.float16))
+    assert_truth(run_kernels(args, kwargs, "float16"), "float16", args, kwargs, "float16")
+
+
+@pytest.mark.slow
+@not_finite
+@pytest.mark.parametrize("row_of_bias", [1, 70])
+def test_nan_of_keys_that_a_bias_hides_changes_no_bit(row_of_bias):
+    # Two tiles of 128 keys. With a third one, the interpreter would add in another order in the
+    # second round: it starts each accumulator at zero.
+    query, key, value = draw(bf16, small(T=70, S=200))
+    bias = np.zeros((row_of_bias, 200), bf16)
+    bias[:, 30:60] = -np.inf
+    dout, dlse = cotangents((query, key, value), bf16)
+    results = []
+    for hidden in (1, np.nan):
+        key, value = key.copy(), value.copy()
+        key[:, 30:60] = hidden
+        value[:, 30:60] = hidden
+        args = query, key, value
+        results.append(forward_and_gradients(args, dict(bias=bias), dout, dlse))
+    clean, dirty = results
+    for x in clean:
+        assert np.isfinite(x).all()
+    assert_equal_bits(dirty, clean)
+
+
+@pytest.mark.slow
+def test_a_bias_that_all_entries_share_has_the_sum_of_their_gradients():
+    """The gradient of a shared bias is the sum of those of a bias for each entry."""
+    args = draw(bf16, small(B=3, T=70, S=100, K=1, G=2))
+    bias = np.random.default_rng(4).standard_normal((70, 100)).astype(f32)
+    shared = run_kernels(args, dict(bias=bias)).grads["bias"]
+    each = np.broadcast_to(bias, (3, 2, 70, 100))
+    own = run_kernels(args, dict(bias=each)).grads["bias"]
+    np.testing.assert_allclose(shared, own.sum((0, 1)), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_vmap(shared, entries):
+    """Calls under vmap have their own gradients, also of a bias that they share."""
+    query, key, value = draw(bf16, small(B=2 * entries, T=70, S=100))
+    bias = np.random.default_rng(4).standard_normal((2, 1, 1, 70, 100)).astype(f32)
+
+    def gradients(bias, query, key, value):
+        attend = functools.partial(dot_product_attention, implementation="pallas")
+        out, pull = jax.vjp(lambda *args: attend(*args, bias=bias), query, key, value)
+        _, pull_bias = jax.vjp(lambda bias: attend(query, key, value, bias=bias), bias)
+        return out, *pull(out), *pull_bias(out)
+
+    args = tuple(x.reshape(2, entries, *x.shape[1:]) for x in (query, key, value))
+    with interpreted(detect_races=False):
+        axes = (None if shared else 0, 0, 0, 0)
+        mapped = jax.jit(jax.vmap(gradients, axes))(bias[0] if shared else bias, *args)
+        one = jax.jit(gradients)
+        single = [one(bias[0 if shared else n], *(x[n] for x in args)) for n in range(2)]
+    assert_equal_bits(mapped, jax.tree.map(lambda *x: np.stack(x), *single))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("along_bias", [True, False])
+def test_tangents_are_those_of_the_chunked_path(along_bias):
+    """Along a bias, and of calls with one, the chunked path computes tangents."""
+    args = draw(bf16, small(T=70, S=100))
+    bias = np.random.default_rng(4).standard_normal((70, 100)).astype(f32)
+
+    def tangent(implementation):
+        attend = functools.partial(dot_product_attention, implementation=implementation)
+        if along_bias:
+            return jax.jvp(lambda bias: attend(*args, bias=bias), (bias,), (bias,))[1]
+        return jax.jvp(lambda *args: attend(*args, bias=bias), args, args)[1]
+
+    with interpreted():
+        actual = tangent("pallas")
+    expected = tangent("xla")
+    one_bit = 2.0**-7  # of bfloat16, relative
+    np.testing.assert_allclose(f32(actual), f32(expected), rtol=one_bit, atol=2e-2)
+
+
+def test_kernels_of_a_gradient():
+    """One kernel more computes the gradient of a bias, and only if somebody reads it."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), bf16)
+    bias = jax.ShapeDtypeStruct((1, 2, 128, 128), bf16)
+
+    def gradients(of):
+        def loss(query, bias):
+            return dot_product_attention(query, query, query, bias=bias).astype(f32).sum()
+
+        return lowered(jax.grad(loss, of), x, bias)
+
+    assert kernels(gradients((0, 1))) == 4
+    assert "memeff_dbias" in gradients(1)

@@ -21,8 +21,7 @@ from memeff.sequence.parts import Chunk
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, merge_partial
 
 # Two devices in causal order have three terms, which wait to the end. With more devices the memory
-# of a device must not grow, and at lengths that fill it the passes take no share of the time. A
-# combined term counts as two, because it is in float32.
+# of a device must not grow, and at lengths that fill it the passes take no share of the time.
 MOST_WAITING = 3
 MOST_WAITING_BYTES = 2**30
 
@@ -34,22 +33,21 @@ class Term:
 
     chunks: tuple[Chunk, ...]  # of each part, all of one size
     value: Any  # a pytree of arrays; their batch entries are those of the first part, and so on
-    is_combined: bool = False  # from several terms, so in float32
 
     def tree_flatten(self):
         """Return the arrays; a number of a chunk that is an int stays one."""
         numbers = [chunk.number for chunk in self.chunks]
         traced = [None if isinstance(number, int) else number for number in numbers]
         static = tuple(number if isinstance(number, int) else None for number in numbers)
-        return (self.value, traced), (static, self.chunks[0].count, self.is_combined)
+        return (self.value, traced), (static, self.chunks[0].count)
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
         """Return the term of these arrays."""
         value, traced = arrays
-        known, count, is_combined = static
+        known, count = static
         numbers = [x if n is None else n for n, x in zip(known, traced, strict=True)]
-        return cls(tuple(Chunk(number, count) for number in numbers), value, is_combined)
+        return cls(tuple(Chunk(number, count) for number in numbers), value)
 
 
 Combine = Callable[[list[tuple[Any, Array | None]]], Any]
@@ -122,10 +120,9 @@ def waiting_bytes(terms: list[Term]) -> int:
 def add_term(combine: Combine, terms: list[Term], new: Term, dim: int) -> list[Term]:
     """Return terms with a new one, combined if they would hold too much memory."""
     terms = [*terms, new]
-    waiting = sum(2 if term.is_combined else 1 for term in terms)
-    if waiting <= MOST_WAITING and waiting_bytes(terms) <= MOST_WAITING_BYTES:
+    if len(terms) <= MOST_WAITING and waiting_bytes(terms) <= MOST_WAITING_BYTES:
         return terms
-    return [Term((Chunk(),), combine_terms(combine, terms, dim), is_combined=True)]
+    return [Term((Chunk(),), combine_terms(combine, terms, dim))]
 
 
 def sum_terms(terms: list[Term], dim: int) -> Any:

@@ -241,7 +241,9 @@ def test_tables_name_each_visible_tile_once(T, S):
         if right is not None:
             sees &= cols <= position + right
         padded = np.pad(sees, [(0, -T % tile[0]), (0, -S % tile[1])])
-        blocks: Any = padded.reshape(-(-T // tile[0]), tile[0], -(-S // tile[1]), tile[1]).any((1, 3))
+        blocks: Any = padded.reshape(-(-T // tile[0]), tile[0], -(-S // tile[1]), tile[1]).any(
+            (1, 3)
+        )
         visits = Visits(problem, (T, S), tile)
         for own, truth in ((visits, blocks), (visits.mirrored(), blocks.T)):
             table = own.table(prefetch=own is visits)

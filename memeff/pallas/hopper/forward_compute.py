@@ -382,7 +382,7 @@ class KeyTileLoop(NamedTuple):
             p, m, l, o = lax.cond(is_online, move_max, keep_max, m, l, o)
         else:
             p, m, l, o = move_max(m, l, o)
-        o = self._clean_values(o, n, tile)
+        o = self._clean_values(o, n)
         return m, l, self._add_values(o, p, n)
 
     def _probabilities(self, tile: ScoreTile, raw, fixed_max, l):
@@ -409,12 +409,14 @@ class KeyTileLoop(NamedTuple):
         stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
         multiply(total, p, scratch.v_s.at[self._slot(n)], stage)
 
-    def _clean_values(self, o, n, tile: ScoreTile):
-        """Clean the values of visit n, a `tile`, of NaN and Inf. Return o with NaN in rows that see them."""
+    def _clean_values(self, o, n):
+        """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
         scratch = self.kernel.scratch
         warpgroup = self.kernel.warpgroup
         shared = scratch.bad_keys_s.at[warpgroup], scratch.bad_columns_s, scratch.all_consumers
         values = scratch.v_s.at[self._slot(n)]
+        # A tile of its own: registers that held another one until here would be spilled.
+        tile = self._with_bias(self._score_tile(n), n)
         return clean_values(values, o, tile, warpgroup, shared)
 
     def _fixed_max_loop(self, total, first_fixed, fixed_max, l):

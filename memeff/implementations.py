@@ -10,6 +10,7 @@ from memeff import pallas, reference
 from memeff.chunked import implementation as chunked
 from memeff.device import Device, current_device
 from memeff.problem import Operands, Problem, Schedule
+from memeff.stored import StoredKeys
 
 IMPLEMENTATIONS = ("xla", "reference", "pallas")
 
@@ -59,6 +60,8 @@ def why_not(
         case "xla" | "reference":
             if request.backward == "fused":
                 return 'only the kernels support backward="fused"'
+            if name == "reference" and isinstance(operands.key, StoredKeys):
+                return "it does not read keys that are stored in pages or in 8 bits"
             return None
         case "pallas":
             device = current_device(operands.query)

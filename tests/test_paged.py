@@ -308,7 +308,7 @@ WRONG = [
     (
         dict(implementation="reference"),
         NotImplementedError,
-        'implementation="reference" does not read keys that are stored in pages or in 8 bits',
+        'implementation="reference" cannot run this call: it does not read keys that are stored in',
     ),
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),

@@ -20,11 +20,6 @@ from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.stored import StoredKeys
 
-NOT_STORED = (
-    'implementation="reference" does not read keys that are stored in pages or in 8 bits. Omit it, '
-    'or use "xla".'
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
@@ -43,8 +38,6 @@ def attend_stored(
     `arguments.key` and `arguments.value` are ignored. The forward reads one tile at a time. A
     derivative reads all keys and values into arrays first.
     """
-    if arguments.implementation == "reference":
-        raise NotImplementedError(NOT_STORED)
     if arguments.sequence_axis is not None:
         raise NotImplementedError(
             "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "

@@ -11,6 +11,7 @@ from memeff.pallas.tpu import splash
 from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem
 from memeff.sharding import varies
+from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 256
 MOST_BLOCK_PAIRS = 2**17  # entries of a table, which lies in scalar memory
@@ -41,6 +42,8 @@ def why_not(
 def _unsupported_shape(operands: Operands) -> str | None:
     """Return a reason if the kernels do not support the lengths, the dtype or the head dims."""
     query, key, value = operands[:3]
+    if isinstance(key, StoredKeys):
+        return "the TPU kernels do not read keys that are stored in pages or in 8 bits"
     sizes = (*query.shape, *key.shape, *value.shape)
     H, D = query.shape[-1], value.shape[-1]
     if not all(isinstance(size, int) for size in sizes):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from memeff.problem import Operands, Problem
@@ -42,6 +42,7 @@ from memeff.sequence.terms import Term, sum_terms
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
 WHOLE = Chunk()
+SMALL_STEPS = 4  # 5 us on an H100; a message needs about one to begin
 
 
 class Stop(NamedTuple):
@@ -168,6 +169,8 @@ def ring_walk(
             (found if target else kept).append(Term((WHOLE,), sums))
         for group in (parts,) if joins else zip(parts):
             here = _cut(group, operands, keys, joins)
+            if joins and n == 0:
+                here = here._replace(entries=_wait_for_message(here.entries, own_keys.key))
             along = None
             if tangents is not None and key_tangents is not None:
                 along = _cut(group, tangents, key_tangents)
@@ -203,6 +206,21 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = F
         return join_parts(parts, operands, keys)
     (part,) = parts
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
+
+
+def _wait_for_message(entries: Any, message: Array) -> Any:
+    """Return the entries of the first call, after a few small steps that wait for the message.
+
+    XLA:GPU starts this call and the message together. If the call came first, it would hold all
+    multiprocessors to its end. The steps take some microseconds, in which the message gets those
+    that it needs. At later stops the numbers of chunks are such steps.
+    """
+    number = lax.optimization_barrier(message)[0, 0, 0, 0]
+    bits = lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.int32)
+    for _ in range(SMALL_STEPS):
+        bits = lax.optimization_barrier(bits + 1)
+    zero = (bits < 0).astype(jnp.int32)  # nothing else, but XLA does not know it
+    return jax.tree.map(lambda x: x + zero, entries)
 
 
 def _send(

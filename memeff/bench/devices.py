@@ -10,7 +10,7 @@ from those of one device, over the largest number of each.
                       memeff with this context_parallel, in a zigzag
   jax.nn:all_gather   jax.nn with cuDNN (on a CPU, XLA) on gathered keys. The causal order of a part
                       is a dense mask there, for jax.nn has no offset
-  jla:ring            context_parallel_attention of jax-linear-attention, which also makes the zigzag
+  jla:ring            context_parallel_attention of jax-linear-attention, which makes the zigzag
 """
 
 import argparse
@@ -43,7 +43,8 @@ from memeff.bench.tables import DEVICE_MODES, devices_markdown
 SECONDS_PER_SAMPLE = 0.1
 AXIS = "seq"
 SPEC = PartitionSpec(None, AXIS)
-STANDARD = ("one", "ring", "all_gather", "all_to_all", "jax.nn:all_gather", "jla:ring")
+STRATEGIES = ("ring", "all_gather", "all_to_all")
+STANDARD = ("one", *STRATEGIES, "jax.nn:all_gather", "jla:ring")
 Attention = Callable[[Array, Array, Array], Array]
 
 
@@ -81,7 +82,7 @@ def attention(name: str, mesh: Mesh) -> Attention:
         module = importlib.import_module("jla.distributed.context_parallel_attention")
         return functools.partial(module.context_parallel_attention, mesh=mesh, axis=AXIS)
     part = jax_nn_of_gathered_keys
-    if name != "jax.nn:all_gather":
+    if name in STRATEGIES:
         part = functools.partial(
             memeff.dot_product_attention,
             is_causal=True,
@@ -89,6 +90,8 @@ def attention(name: str, mesh: Mesh) -> Attention:
             sequence_layout="zigzag",
             context_parallel=name,
         )
+    elif name != "jax.nn:all_gather":
+        raise ValueError(f"implementation {name!r} is not known: see --help.")
     return jax.shard_map(part, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
 
 
@@ -99,9 +102,7 @@ def jax_nn_of_gathered_keys(query: Array, key: Array, value: Array) -> Array:
     rows = lax.axis_index(AXIS) * T + jnp.arange(T)
     mask = rows[:, None] >= jnp.arange(S)
     library = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(
-        query, *keys, mask=mask[None, None], implementation=library
-    )
+    return jax.nn.dot_product_attention(query, *keys, mask=mask[None, None], implementation=library)
 
 
 def compiled(name: str, case: DevicesCase, mode: str, mesh: Mesh) -> jax.stages.Compiled:
@@ -134,7 +135,7 @@ def draw(case: DevicesCase) -> list[Array]:
 
 def in_order_of(name: str, x: Array, back: bool = False) -> Array:
     """Return tokens in the order in which a call has them, or `back` in their own."""
-    if name not in ("ring", "all_gather", "all_to_all"):
+    if name not in STRATEGIES:
         return x
     reorder = memeff.from_zigzag if back else memeff.to_zigzag
     return reorder(x, jax.device_count(), axis=1)

@@ -215,5 +215,5 @@ DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": loss_milliseconds,
     "share of one device": shares,
     "temporary": device_temporary,
-    "error": lambda row: f"{row['error']:.0e}" if row.get("error") else "-",
+    "error": lambda row: f"{row['error']:.0e}" if "error" in row else "-",
 }

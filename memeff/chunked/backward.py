@@ -36,6 +36,7 @@ from memeff.chunked.tile import (
     zero_nonfinite,
 )
 from memeff.logits import logits_from_dots, transform_query_key
+from memeff.order import hold
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -294,7 +295,7 @@ def _zero_after(delta: Array) -> Array:
 
     Without that XLA:CPU makes zeros for the sums before the forward, and keeps them through it.
     """
-    zero, _ = lax.optimization_barrier((jnp.zeros((), delta.dtype), delta))
+    _, zero = hold(jnp.zeros((), delta.dtype), delta)
     return zero
 
 

@@ -25,9 +25,10 @@ def gathered_walk(
     state: Any,
     visit: Any,
     tangents: Operands | None = None,
+    rows: Any = None,
     branches: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, parts, operands, tangents)` over the chunks of this device's queries.
+    """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of this device's queries.
 
     The columns of a mask or a bias are in the order of positions (`columns_in_order`). Each visit has
     one part. `visit` returns the new state, and the gradients of all keys or None. Return the state,
@@ -43,15 +44,15 @@ def gathered_walk(
     def visit_chunks(rank: Any, state: Any) -> tuple[Any, Any]:
         found = []
         for number in range(count):
-            rows = Chunk(number, count)
-            first = shards.start(rank, rows, operands.query.shape[1] // count)
+            chunk = Chunk(number, count)
+            first = shards.start(rank, chunk, operands.query.shape[1] // count)
             distance = first if isinstance(first, int) else None
-            part = Part(problem, rows, Chunk(), first, 0, distance)
+            part = Part(problem, chunk, Chunk(), first, 0, distance)
             here = cut_part(part, operands, whole_keys, size)
             along = None
             if tangents is not None and whole_tangents is not None:
                 along = cut_part(part, tangents, whole_tangents, size)
-            state, of_keys = visit(state, (part,), here, along)
+            state, of_keys = visit(state, (part,), here, along, rows)
             if of_keys is not None:
                 found.append(Term((Chunk(),), of_keys))
         return state, sum_terms(found, 1) if found else None

@@ -73,7 +73,7 @@ class Sharded:
             lse_for = "caller"
             operands = operands._replace(logit_params=params._replace(sinks=None))
 
-        def visit(terms, parts: tuple[Part, ...], here: Operands, _):
+        def visit(terms, parts: tuple[Part, ...], here: Operands, _along, _rows):
             chosen, here = self.choose(parts, here)
             found = _forward(chosen, lse_for, here)
             term = Term(tuple(part.rows for part in parts), found)
@@ -104,8 +104,8 @@ class Sharded:
         dtype = accumulator_dtype(operands)
         joins = self.joins(problem, operands, True)
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, _):
-            dqueries, dparams, rows = state
+        def visit(state, parts: tuple[Part, ...], here: Operands, _along, rows):
+            dqueries, dparams = state
             chosen, here = self.choose(parts, here)
             cut = halve_rows if joins else functools.partial(parts[0].rows.pick, dim=3)
             found = _backward(chosen, here, *jax.tree.map(cut, rows))
@@ -113,16 +113,15 @@ class Sharded:
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
                 dparams = add_logit_params(parts[0], dparams, found.logit_params)
-            return (dqueries, dparams, rows), (found.key, found.value)
+            return (dqueries, dparams), (found.key, found.value)
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
 
         dparams = jax.tree.map(zeros, operands.logit_params)
-        rows = out, lse, dout, dlse  # in the state, so that a stop cuts its chunks when it runs
-        start = [], dparams, rows
-        (dqueries, dparams, _), (dkey, dvalue) = self.walk(
-            problem, operands, start, visit, sends_gradients=True, joins=joins
+        rows = out, lse, dout, dlse
+        (dqueries, dparams), (dkey, dvalue) = self.walk(
+            problem, operands, ([], dparams), visit, rows=rows, joins=joins
         )
         return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
@@ -140,7 +139,7 @@ class Sharded:
         del schedule
         dtype = accumulator_dtype(operands)
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, along: Operands):
+        def visit(state, parts: tuple[Part, ...], here: Operands, along: Operands, _rows):
             (part,) = parts
             chosen, here = self.choose(parts, here)
             out_rows, lse_rows = jax.tree.map(
@@ -152,7 +151,7 @@ class Sharded:
             return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, found), None
 
         start = jnp.zeros_like(out, dtype), jnp.zeros_like(lse.high)
-        (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow)
+        (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow=narrow)
         return dout.astype(out.dtype), dlse
 
     def joins(self, problem: Problem, operands: Operands, sends_gradients: bool) -> bool:
@@ -188,17 +187,18 @@ class Sharded:
         state: Any,
         visit: Any,
         tangents: Operands | None = None,
+        rows: Any = None,
         narrow: bool = True,
-        sends_gradients: bool = False,
         joins: bool = False,
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            how = not narrow, sends_gradients, joins
-            return ring_walk(self.shards, problem, operands, state, visit, tangents, *how)
+            how = tangents, rows, not narrow, joins
+            return ring_walk(self.shards, problem, operands, state, visit, *how)
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
-        return gathered_walk(self.shards, problem, operands, state, visit, tangents, branches)
+        how = tangents, rows, branches
+        return gathered_walk(self.shards, problem, operands, state, visit, *how)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

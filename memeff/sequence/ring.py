@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.sharding import AxisType
 
+from memeff.order import hold, wait_for_message
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
 from memeff.sequence.parts import (
@@ -42,7 +43,6 @@ from memeff.sequence.terms import Term, sum_terms
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
 WHOLE = Chunk()
-SMALL_STEPS = 4  # 5 us on an H100; a message needs about one to begin
 
 
 class Stop(NamedTuple):
@@ -134,16 +134,16 @@ def ring_walk(
     state: Any,
     visit: Any,
     tangents: Operands | None = None,
+    rows: Any = None,
     differentiable: bool = False,
-    sends_gradients: bool = False,
     joins: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, parts, operands, tangents)` over all parts of this device's work.
+    """Fold `visit(state, parts, operands, tangents, rows)` over all parts of this device's work.
 
-    `visit` returns the new state, and the gradients of the parts' keys or None. Return the state,
-    and the sums of these gradients at home, on the device of the keys, if it `sends_gradients`.
-    `differentiable`: JAX can differentiate what this does. `joins`: a visit has all parts of a stop
-    (`join_parts`), not one.
+    In a backward, `rows` are out, lse and their cotangents. Then `visit` returns the new state and
+    the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
+    these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
+    this does. `joins`: a visit has all parts of a stop (`join_parts`), not one.
     """
     own_keys = stack_keys(keys_of(operands)) if joins else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)
@@ -152,7 +152,7 @@ def ring_walk(
     all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not joins or all_manual and tangents is None
-    stops = ring_stops(shards, problem, operands, sends_gradients)
+    stops = ring_stops(shards, problem, operands, rows is not None)
     coming = own
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
@@ -170,11 +170,11 @@ def ring_walk(
         for group in (parts,) if joins else zip(parts):
             here = _cut(group, operands, keys, joins)
             if joins and n == 0:
-                here = here._replace(entries=_wait_for_message(here.entries, own_keys.key))
+                here = here._replace(entries=wait_for_message(here.entries, own_keys.key))
             along = None
             if tangents is not None and key_tangents is not None:
                 along = _cut(group, tangents, key_tangents)
-            state, of_keys = visit(state, group, here, along)
+            state, of_keys = visit(state, group, here, along, rows)
             if of_keys is not None:
                 chunks = tuple(part.cols for part in group)
                 (found if s else kept).append(Term(chunks, of_keys))
@@ -183,9 +183,10 @@ def ring_walk(
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
         # the last stop it would only keep XLA from one pass over what was found.
         if not differentiable and n + 1 < len(stops):
-            # queries too, or XLA would cut the chunks of all stops before the first
-            held = coming, state, behind, kept, operands
-            coming, state, behind, kept, operands = lax.optimization_barrier(held)
+            # queries and rows too, or XLA would cut the chunks of all stops before the first
+            results = state, behind, kept
+            held = coming, operands, rows
+            (state, behind, kept), (coming, operands, rows) = hold(held, results)
     if behind:
         _, sums = send(None, 0, sum_terms(behind, 1), -previous % P)
         kept.append(Term((WHOLE,), sums))
@@ -206,21 +207,6 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = F
         return join_parts(parts, operands, keys)
     (part,) = parts
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
-
-
-def _wait_for_message(entries: Any, message: Array) -> Any:
-    """Return the entries of the first call, after a few small steps that wait for the message.
-
-    XLA:GPU starts this call and the message together. If the call came first, it would hold all
-    multiprocessors to its end. The steps take some microseconds, in which the message gets those
-    that it needs. At later stops the numbers of chunks are such steps.
-    """
-    number = lax.optimization_barrier(message)[0, 0, 0, 0]
-    bits = lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.int32)
-    for _ in range(SMALL_STEPS):
-        bits = lax.optimization_barrier(bits + 1)
-    zero = (bits < 0).astype(jnp.int32)  # nothing else, but XLA does not know it
-    return jax.tree.map(lambda x: x + zero, entries)
 
 
 def _send(

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
 from memeff.device import Device
+from memeff.masking import mask_is_of_tokens
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
@@ -136,12 +136,6 @@ def _empty(operands: Operands) -> str | None:
     if 0 in (*query.shape, *key.shape, *value.shape):
         return "the Hopper kernels do not support sizes of 0"
     return None
-
-
-def mask_is_of_tokens(mask: Array) -> bool:
-    """Return whether the mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
-    _, N, T, S = mask.shape
-    return N == 1 and 1 in (T, S)
 
 
 def mask_becomes_bias(operands: Operands) -> bool:

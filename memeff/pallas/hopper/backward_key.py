@@ -277,7 +277,7 @@ def _compute(
 ) -> tuple[Array, Array]:
     """Compute dk and dv of one warpgroup's keys."""
     dk_ref, dv_ref = outputs
-    gradient = Gradient(problem)
+    gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
     group_slot = lax.rem(state.items_done, jnp.int32(tiling.items)) * tiling.warpgroups

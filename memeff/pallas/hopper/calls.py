@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import reshard
 
-from memeff.logits import LOG2_E
+from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper import backward_bias, backward_common, backward_key, backward_query
 from memeff.pallas.hopper.backward_bias import SharedBias, bias_gradient
 from memeff.pallas.hopper.bias import (
@@ -107,9 +107,10 @@ def backward_tilings(
         warpgroups = 2 if has_terms else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
-    # Token vectors take shared memory. A soft cap and functions take registers.
+    # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
     has_vectors = operands.q_segments is not None or problem.has_pair_functions
-    if has_vectors or problem.soft_cap is not None:
+    has_scale = operands.logit_params.scale is not None
+    if has_vectors or has_scale or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)
     else:
         query_tiling = backward_common.Tiling(2, 128, 2, 1)
@@ -273,7 +274,7 @@ def backward(
         return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
-    sum_count = backward_common.count_score_gradients(query_functions)
+    sum_count = backward_common.count_term_gradients(query_functions, scalars)
     dims_out = *DIMS, *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
     run = partitioned(call, dims_in, dims_out)
     dq, dk, dv, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
@@ -281,8 +282,15 @@ def backward(
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
-    score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
-    terms = LogitParams(score=score)
+    params = operands.logit_params
+    arrays = LogitParams(scale=params.scale, soft_cap=params.soft_cap)
+    read, pull = jax.vjp(functools.partial(with_ratio, problem), arrays)
+    numbers, numbers_structure = jax.tree.flatten(read)
+    count = len(numbers)
+    totals = [x.sum() for x in sums[:count]]
+    (terms,) = pull(jax.tree.unflatten(numbers_structure, totals))
+    score = _score_gradients(problem, operands, query_functions, sums[count:], extra_pass)
+    terms = terms._replace(score=score)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
@@ -344,7 +352,7 @@ def _fused_gradient(
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )
-    dq *= backward_common.Gradient(problem).slope
+    dq *= backward_common.Gradient(problem, LogitParams()).slope
     dq = backward_common.undo_lift(dq, query.dtype).astype(query.dtype)
     bad = jnp.isnan(nan_if_bad).any()
 

@@ -97,8 +97,6 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
             )
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
-    if terms.scale is not None or terms.soft_cap is not None:
-        return "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
     return None
 
 
@@ -114,6 +112,9 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
     if reads_bias(operands):
         return 'backward="fused" does not support `bias` and dense masks'
+    terms = operands.logit_params
+    if terms.scale is not None or terms.soft_cap is not None:
+        return 'backward="fused" supports `scale` and `logits_soft_cap` as numbers, not as arrays'
     return None
 
 
@@ -262,7 +263,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
-        operands.logit_params.bias,
+        *operands.logit_params[:3],
     )
     if problem.has_pair_functions or any(x is not None for x in arrays):
         return False

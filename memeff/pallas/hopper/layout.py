@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.logits import LOG2_E
+from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.capability import mask_becomes_bias
 from memeff.pallas.hopper.scalars import Scalars
@@ -137,10 +137,14 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
     def for_each_batch_entry(x: Array | None) -> Array | None:
         return None if x is None else jnp.broadcast_to(x, (B,))
 
+    terms = with_ratio(problem, operands.logit_params)
     scalars = Scalars(
         q_offset=for_each_batch_entry(operands.q_offset),
         q_lengths=for_each_batch_entry(operands.q_lengths),
         kv_lengths=for_each_batch_entry(operands.kv_lengths),
+        scale=for_each_batch_entry(terms.scale),
+        soft_cap=for_each_batch_entry(terms.soft_cap),
+        ratio=for_each_batch_entry(terms.ratio),
         q_segments=operands.q_segments,
         kv_segments=operands.kv_segments,
     )

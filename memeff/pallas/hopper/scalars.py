@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries", "value_entries"
+from memeff.problem import LogitParams
+
+OF_BATCH = (
+    "q_offset",
+    "q_lengths",
+    "kv_lengths",
+    "query_entries",
+    "key_entries",
+    "value_entries",
+    "scale",
+    "soft_cap",
+    "ratio",
+)
 
 
 class Scalars(NamedTuple):
@@ -24,6 +36,10 @@ class Scalars(NamedTuple):
     query_entries: Any = None  # [B], int32
     key_entries: Any = None  # [B], int32
     value_entries: Any = None  # [B], int32
+    # Where they are arrays, in nats, the same for all batch entries, see `logits.with_ratio`:
+    scale: Any = None  # [B], float32
+    soft_cap: Any = None  # [B], float32
+    ratio: Any = None  # [B], float32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
     # Of user functions, int32 or float32, see user_functions/partition.py:
@@ -65,6 +81,11 @@ class Scalars(NamedTuple):
     def like(self, refs: Iterator) -> "Scalars":
         """Return the next of `refs` in the place of these arrays."""
         return jax.tree.map(lambda _: next(refs), self)
+
+    @property
+    def logit_terms(self) -> LogitParams:
+        """Return the scale and the soft cap of a batch entry, as `logits_from_dots` takes them."""
+        return LogitParams(scale=self.scale, soft_cap=self.soft_cap, ratio=self.ratio)
 
     @property
     def has_bias(self) -> bool:

@@ -9,6 +9,7 @@ shared memory, and one of each head's position differences from global memory.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -94,6 +95,11 @@ class ScoreTile(NamedTuple):
     row_period: int | None = None
 
     @property
+    def terms(self) -> LogitParams:
+        """Return the scale, soft cap and bias of the tile, as `logits_from_dots` takes them."""
+        return self.scalars.logit_terms._replace(bias=self.bias)
+
+    @property
     def rows(self) -> Array:
         """Return the queries' positions as a tile."""
         rows = positions(self.first[0], self.shape, self.query_dim)
@@ -137,7 +143,7 @@ class ScoreTile(NamedTuple):
     def logits(self, raw: Array, keep: Array | None) -> Array:
         """Return logits in base 2 from dot products, -inf where not `keep`."""
         indices = self.pair_indices(self.problem.score_fn)
-        return logits_base2(self.problem, raw, LogitParams(bias=self.bias), keep, indices)
+        return logits_base2(self.problem, raw, self.terms, keep, indices)
 
     def pair_indices(self, function: Any) -> PairIndices | None:
         """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""
@@ -151,19 +157,22 @@ class ScoreTile(NamedTuple):
         )
 
     def differentiable_values(self) -> LogitParams:
-        """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""
-        score_fn: Any = self.problem.score_fn
-        if score_fn is None or not score_fn.kernel_gradients:
-            return LogitParams()
-        names = sum(score_fn.partition.names_by_axis, ())
-        values = dict(zip(names, self._precomputed(score_fn), strict=True))
+        """Return what a logit depends on as tiles, so that each pair has a cotangent.
+
+        These are the scale and the soft cap, if they are arrays, and score_fn's values.
+        """
 
         def tile(x: Array) -> Array:
             return x if x.shape == self.shape else lax.broadcast(x, self.shape)
 
-        return LogitParams(
-            score=tuple(tile(values[name]) for name in score_fn.partition.kernel_gradients)
-        )
+        tiles = jax.tree.map(tile, self.scalars.logit_terms)
+        score_fn: Any = self.problem.score_fn
+        if score_fn is None or not score_fn.kernel_gradients:
+            return tiles
+        names = sum(score_fn.partition.names_by_axis, ())
+        values = dict(zip(names, self._precomputed(score_fn), strict=True))
+        score = tuple(tile(values[name]) for name in score_fn.partition.kernel_gradients)
+        return tiles._replace(score=score)
 
     def _precomputed(self, function: TileFunction) -> tuple[Array, ...]:
         """Return all precomputed values of `function`: scalars for the head, tiles for all else."""

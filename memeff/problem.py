@@ -21,6 +21,7 @@ class Dropout:
 
     rate: float
     shared: bool
+    bits: str = "threefry"  # or "mix32", see dropout.py
 
 
 class WholeCall(NamedTuple):

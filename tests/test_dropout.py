@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from baselines import threefry
 from cases import CASES
 
 from memeff import dot_product_attention
@@ -98,7 +99,7 @@ def test_dropout_counts_past_32_bits():
     low = (flat % 2**32).astype(np.uint32)
     high = ((flat >> 32) % 2**32).astype(np.uint32)
     key = np.array([12, 2**32 - 5], np.uint32)
-    bits = np.bitwise_xor(*_threefry(key, high, low))
+    bits = np.bitwise_xor(*threefry(key, high, low))
     unit = (bits >> 9) / np.float64(2**23)
 
     x = jnp.zeros((1, 1, 1, 1))
@@ -109,17 +110,3 @@ def test_dropout_counts_past_32_bits():
     positions = jnp.asarray(rows), jnp.asarray(cols)
     kept = dropout_keep_mask(problem, operands, like, (0, 0), sizes, *positions)
     np.testing.assert_array_equal(kept, unit < 0.5)
-
-
-def _threefry(key, x0, x1):
-    """Return Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    x0 = x0 + keys[0]
-    x1 = x1 + keys[1]
-    for i in range(5):
-        for r in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
-        x0 = x0 + keys[(i + 1) % 3]
-        x1 = x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x0, x1

@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
-from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync
+from memeff.pallas.hopper.mosaic import WGMMA, init_accumulator, plgpu, positions, sync
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
@@ -107,6 +107,37 @@ class Gradient(NamedTuple):
         _, pull = jax.vjp(logits, jnp.float32(0))
         return pull(jnp.float32(1))[0]
 
+    @property
+    def inverse_keep_rate(self) -> float:
+        """Return the factor of what dropout keeps."""
+        return 1.0 if self.problem.dropout is None else 1 / (1 - self.problem.dropout.rate)
+
+    def signed(self, p: Array, tile: ScoreTile) -> Array:
+        """Return p, with a minus where dropout drops the pair, so that no register holds that."""
+        return p if self.problem.dropout is None else jnp.where(tile.kept(), p, -p)
+
+    def kept(self, p: Array) -> Array:
+        """Return the probabilities that dropout keeps, without its factor, from `signed` p."""
+        return p if self.problem.dropout is None else jnp.maximum(p, 0.0)
+
+    def start_dp(self, dp, delta: Array) -> Callable[[Array, Array], Array]:
+        """Start the accumulator `dp`, before its product.
+
+        Return a function that takes `signed` p and the product, and returns dp + delta.
+        """
+        if self.problem.dropout is None:
+            finish = init_accumulator(dp, delta)
+            return lambda _, product: finish(product)
+
+        def drop(p, product):
+            return jnp.where(p > 0.0, product * self.inverse_keep_rate, 0.0) + delta
+
+        return drop
+
+    def cotangent_of_logits(self, p: Array, dp: Array) -> Array:
+        """Return ds of (3), from `signed` p and dp + delta."""
+        return (p if self.problem.dropout is None else jnp.abs(p)) * dp
+
     def probabilities(
         self,
         raw: Array,
@@ -114,7 +145,7 @@ class Gradient(NamedTuple):
         tile: ScoreTile,
         keep: Array | None,
     ) -> tuple[Array, Callable]:
-        """Return p and a function of p and dp + delta, all of one shape.
+        """Return `signed` p and a function of it and dp + delta, all of one shape.
 
         The function returns d_raw without its slope, and the cotangents of
         `tile.differentiable_values()` in the order of `term_list`; none if logits are linear.
@@ -136,13 +167,13 @@ class Gradient(NamedTuple):
             return x if keep is None else jnp.where(keep, x, 0.0)
 
         def cotangents(p, dp):
-            ds = p * dp
+            ds = self.cotangent_of_logits(p, dp)
             if self.linear:
                 return select(ds), ()
             d_raw, d_values = pull(ds * (1 / LOG2_E))
             return select(d_raw), tuple(map(select, term_list(d_values)))
 
-        return p, cotangents
+        return self.signed(p, tile), cotangents
 
 
 def term_list(terms: LogitParams) -> list[Array]:

@@ -35,7 +35,6 @@ from memeff.pallas.hopper.mosaic import (
     broadcast_vector,
     full_tile,
     head_rows,
-    init_accumulator,
     interpreter_staging,
     multiply,
     plgpu,
@@ -307,13 +306,13 @@ def _compute(
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k.T)  # (1)
-            add_delta = init_accumulator(dp, broadcast_vector(delta, shape))
+            finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
             plgpu.barrier_wait(scratch.v_ready.at[slot])
             plgpu.wgmma(dp, do, scratch.v_s.at[slot].T)
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             lse_tile = broadcast_vector(lse, shape)
             p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
-            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=0))
+            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
             plgpu.barrier_arrive(scratch.v_used.at[slot])
             d_raw, d_terms = cotangents(p, dp)  # (3)
             multiply(dq, d_raw.astype(dtype), k, stage)  # (4)

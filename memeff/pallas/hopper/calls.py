@@ -74,7 +74,7 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
         return Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
     # Three warpgroups have 160 registers a thread, and would spill.
-    if problem.has_pair_functions or operands.logit_params.bias is not None:
+    if takes_registers(problem, operands):
         return two
     three = Tiling(3, 128, 3, 2)
     lengths = operands.query.shape[1], operands.key.shape[1]
@@ -83,6 +83,12 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
         return tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
 
     return two if logits(two) < TWO_WARPGROUPS_SPEED * logits(three) else three
+
+
+def takes_registers(problem: Problem, operands: Operands) -> bool:
+    """Return True if functions, a bias or dropout take registers that three warpgroups lack."""
+    has_bias = operands.logit_params.bias is not None
+    return problem.has_pair_functions or has_bias or problem.dropout is not None
 
 
 def _forward_tiling_with_bias(width: int, operands: Operands) -> Tiling:
@@ -103,12 +109,12 @@ def backward_tilings(
     if has_pair_bias(operands):
         return _backward_tilings_with_bias(operands)
     if padded_width(operands) == 64:
-        has_terms = problem.has_pair_functions or operands.logit_params.bias is not None
-        warpgroups = 2 if has_terms else 3
+        warpgroups = 2 if takes_registers(problem, operands) else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
     has_vectors = operands.q_segments is not None or problem.has_pair_functions
+    has_vectors = has_vectors or problem.dropout is not None
     has_scale = operands.logit_params.scale is not None
     if has_vectors or has_scale or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)

@@ -79,8 +79,11 @@ def _unsupported_shape(operands: Operands) -> str | None:
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
     terms = operands.logit_params
-    if problem.dropout is not None:
-        return "the Hopper kernels do not support dropout"
+    if problem.dropout is not None and problem.dropout.bits != "mix32":
+        return (
+            'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws '
+            "Flax's own bits"
+        )
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
     if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
@@ -110,6 +113,8 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         )
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    if problem.dropout is not None:
+        return 'backward="fused" does not support dropout'
     if reads_bias(operands):
         return 'backward="fused" does not support `bias` and dense masks'
     terms = operands.logit_params
@@ -194,6 +199,8 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
         reason = _why_not_stored(operands.query.dtype, operands.key, operands.value)
         if reason is not None:
             return reason
+    if problem.dropout is not None:
+        return "does not support dropout"
     if reads_bias(operands):
         return "does not support `bias` and dense masks"
     vectors, differences, _ = calls.count_numbers(problem, operands)
@@ -265,7 +272,7 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.q_segments,
         *operands.logit_params[:3],
     )
-    if problem.has_pair_functions or any(x is not None for x in arrays):
+    if problem.has_pair_functions or problem.dropout is not None or any(x is not None for x in arrays):
         return False
     if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
         return False

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.dropout import head_words, key_words, query_words
 from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.capability import mask_becomes_bias
@@ -32,6 +33,9 @@ SCALAR_DIMS = {
     "sinks": "bkg",
     "query_bias": "bkgt",
     "key_bias": "bkgs",
+    "query_dropout": "bt",
+    "key_dropout": "bs",
+    "head_dropout": "bkg",
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
@@ -161,7 +165,25 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
         sinks = vary_together(sinks, operands.query)
     bias = bias_scalars(operands.logit_params.bias, operands.shape)
     bias = vary_together(bias, operands.query)
-    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias)
+    dropout = vary_together(dropout_scalars(problem, operands), operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias, **dropout)
+
+
+def dropout_scalars(problem: Problem, operands: Operands) -> dict[str, tuple[Array, ...]]:
+    """Return the fields of `Scalars` for dropout; the heads are K G."""
+    key = operands.dropout_key
+    if problem.dropout is None or key is None:
+        return {}
+    (B,), T, S, N, K, _, _ = operands.shape
+    by_query = query_words(key, jnp.arange(T))
+    fields = {
+        "query_dropout": tuple(jnp.broadcast_to(x, (B, T)) for x in by_query),
+        "key_dropout": (jnp.broadcast_to(key_words(key, jnp.arange(S)), (B, S)),),
+    }
+    if not problem.dropout.shared:
+        heads = jnp.arange(B * N).reshape(B, K, N // K)
+        fields["head_dropout"] = tuple(head_words(key, heads))
+    return fields
 
 
 def dims_of(scalars: Scalars) -> tuple[str, ...]:

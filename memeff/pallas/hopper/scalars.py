@@ -42,6 +42,10 @@ class Scalars(NamedTuple):
     ratio: Any = None  # [B], float32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
+    # Random words of dropout, int32, see `dropout.mix32_keep`:
+    query_dropout: tuple[Any, ...] = ()  # two of [B, T']
+    key_dropout: tuple[Any, ...] = ()  # one of [B, S']
+    head_dropout: tuple[Any, ...] = ()  # two of [B, N]; none if all heads share one mask
     # Of user functions, int32 or float32, see user_functions/partition.py:
     head_numbers: tuple[Any, ...] = ()  # [B, N]
     query_numbers: tuple[Any, ...] = ()  # [B, T']
@@ -94,15 +98,15 @@ class Scalars(NamedTuple):
 
     @property
     def by_query(self) -> tuple[Any, ...]:
-        """Return the vectors of queries, segments first."""
+        """Return the vectors of queries: segments, words of dropout, and numbers of functions."""
         segments = () if self.q_segments is None else (self.q_segments,)
-        return (*segments, *self.query_numbers)
+        return (*segments, *self.query_dropout, *self.query_numbers)
 
     @property
     def by_key(self) -> tuple[Any, ...]:
-        """Return the vectors of keys, segments first."""
+        """Return the vectors of keys: segments, words of dropout, and numbers of functions."""
         segments = () if self.kv_segments is None else (self.kv_segments,)
-        return (*segments, *self.key_numbers)
+        return (*segments, *self.key_dropout, *self.key_numbers)
 
 
 def with_ranges(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.dropout import QueryWords, mix32_keep, words_of_head
 from memeff.logits import logits_base2
 from memeff.masking import MaskInputs, mask_pairs, query_positions
 from memeff.pallas.hopper.bias import load_bias
@@ -65,17 +66,18 @@ def copy_token_vectors(
 
 
 class HeadNumbers(NamedTuple):
-    """The precomputed arrays of user functions that belong to one query head."""
+    """The precomputed arrays of user functions, and of dropout, that belong to one query head."""
 
     numbers: tuple[Array, ...] = ()  # of the head
     differences: tuple[Ref, ...] = ()  # vectors in global memory, of position differences
+    dropout: tuple[Array, ...] = ()  # words of the head; none if all heads share one mask
 
 
 def head_number_refs(scalars: Scalars, n) -> HeadNumbers:
     """Return the arrays of query head n. Call this before a loop, because it reads numbers."""
     numbers = tuple(ref[n] for ref in scalars.head_numbers)
     differences = tuple(ref.at[n] for ref in scalars.difference_numbers)
-    return HeadNumbers(numbers, differences)
+    return HeadNumbers(numbers, differences, tuple(ref[n] for ref in scalars.head_dropout))
 
 
 class ScoreTile(NamedTuple):
@@ -144,6 +146,19 @@ class ScoreTile(NamedTuple):
         """Return logits in base 2 from dot products, -inf where not `keep`."""
         indices = self.pair_indices(self.problem.score_fn)
         return logits_base2(self.problem, raw, self.terms, keep, indices)
+
+    def kept(self) -> Array:
+        """Return True where dropout keeps the pair."""
+        dim = self.query_dim
+        first = int(self.scalars.q_segments is not None)
+        by_query, by_key = self.token_vectors
+        words = QueryWords(*(plgpu.load(x, layout=(ROW, COL)[dim]) for x in by_query[first:][:2]))
+        head = QueryWords(*self.head.dropout) if self.head.dropout else None
+        words = words_of_head(words, head)
+        tiles = QueryWords(*(broadcast_vector(x, self.shape, dim) for x in words))
+        dropout = self.problem.dropout
+        assert dropout is not None
+        return mix32_keep(dropout, tiles, self._token_tile(by_key[first], 1 - dim))
 
     def pair_indices(self, function: Any) -> PairIndices | None:
         """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""

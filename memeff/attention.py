@@ -8,7 +8,14 @@ from typing import Any, Literal, Unpack, overload
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from memeff.arguments import Arguments, AttentionKwargs, Backward, DropoutBits, Implementation, Strategy
+from memeff.arguments import (
+    Arguments,
+    AttentionKwargs,
+    Backward,
+    DropoutBits,
+    Implementation,
+    Strategy,
+)
 from memeff.block_mask import BlockMask
 from memeff.call import run_attention
 from memeff.sequence.layout import Layout

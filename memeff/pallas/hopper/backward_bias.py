@@ -22,7 +22,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
-from memeff.pallas.hopper.backward_common import Gradient, float16_lift, token_vectors, wait_for_slot
+from memeff.pallas.hopper.backward_common import (
+    Gradient,
+    float16_lift,
+    token_vectors,
+    wait_for_slot,
+)
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     ROW,

@@ -272,7 +272,11 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.q_segments,
         *operands.logit_params[:3],
     )
-    if problem.has_pair_functions or problem.dropout is not None or any(x is not None for x in arrays):
+    if (
+        problem.has_pair_functions
+        or problem.dropout is not None
+        or any(x is not None for x in arrays)
+    ):
         return False
     if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
         return False

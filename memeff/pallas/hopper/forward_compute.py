@@ -391,11 +391,17 @@ class KeyTileLoop(NamedTuple):
         """Return p and l of (5)."""
         s = tile.logits(raw, None)
         p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
-        return self._drop(tile, p).astype(self.kernel.scratch.v_s.dtype), l + p.sum(axis=1)
+        l = l + p.sum(axis=1)
+        p = self._drop(tile, p).astype(self.kernel.scratch.v_s.dtype)
+        return p, l
 
     def _drop(self, tile: ScoreTile, p):
         """Return p with zeros where dropout drops a pair; `run` scales the rest."""
-        return p if self.kernel.problem.dropout is None else jnp.where(tile.kept(), p, 0.0)
+        if self.kernel.problem.dropout is None:
+            return p
+        # LLVM would move the choice behind the conversion to 16 bits, and products would then run
+        # one after the other.
+        return lax.optimization_barrier(jnp.where(tile.kept(), p, 0.0))
 
     def _add_values(self, o, p, n):
         """Return o + p v, with v of visit n in shared memory."""

@@ -35,3 +35,31 @@ def test_values(name):
     z, kwargs = CASES[name]
     args = draw(bf16, z)
     assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+@pytest.mark.slow
+def test_float16():
+    args = draw(np.float16, small(T=70, S=140))
+    assert_truth(run_kernels(args, EACH, "float16"), "float16", args, EACH, "float16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_kernels_drop_the_pairs_that_the_chunked_path_drops(rate):
+    """Values that are unit vectors show each probability."""
+    z = small(B=2, T=70, S=64, K=2)
+    query, key, _ = draw(bf16, z)
+    value = np.broadcast_to(np.eye(64)[None, :, None], (2, 64, 2, 64)).astype(bf16)
+    kwargs = EACH | dict(dropout_rate=rate)
+    kernels = run_kernels((query, key, value), kwargs)
+    chunked = jax.jit(functools.partial(dot_product_attention, **kwargs, implementation="xla"))
+    expected = chunked(query, key, value)
+    np.testing.assert_array_equal(kernels.out == 0, np.asarray(expected) == 0)
+    assert_close(kernels.out, expected, atol=0.02)
+
+
+@pytest.mark.slow
+def test_gradient_of_wide_heads_draws_the_same_pairs():
+    """The chunked path computes it, from the forward of a kernel."""
+    args = draw(bf16, small(T=70, S=90, H=192, D=130))
+    assert_truth(run_kernels(args, EACH), "192", args, EACH, "bfloat16")

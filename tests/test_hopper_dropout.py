@@ -1,9 +1,14 @@
 """Dropout in the Hopper kernels, interpreted: the pairs of the chunked path, and its gradients."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 from conftest import assert_truth, few
-from hopper_cases import bf16, draw, f32, i32, needs_kernels, run_kernels, small
+from hopper_cases import assert_close, bf16, draw, f32, i32, needs_kernels, run_kernels, small
+
+from memeff import dot_product_attention
 
 pytestmark = needs_kernels
 

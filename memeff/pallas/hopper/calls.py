@@ -146,8 +146,9 @@ def bias_gradient_tiling(problem: Problem, operands: Operands) -> backward_bias.
     if padded_width(operands) == 64:
         arrays = operands.q_offset, operands.q_lengths, operands.kv_lengths, operands.q_segments
         hides = problem.has_window or problem.has_pair_functions or operands.shape.S % 128 != 0
-        takes_registers = is_float32 or hides or any(x is not None for x in arrays)
-        return backward_bias.Tiling(2, 64 if takes_registers else 128, 2, 2)
+        is_short = is_float32 or hides or problem.dropout is not None
+        is_short = is_short or any(x is not None for x in arrays)  # these take registers
+        return backward_bias.Tiling(2, 64 if is_short else 128, 2, 2)
     return backward_bias.Tiling(1, 64, 2, 2) if is_float32 else backward_bias.Tiling(2, 64, 2, 1)
 
 

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import Array
 
 import memeff
+from memeff.bench.calls import Run
 from memeff.bench.cases import Row
-from memeff.bench.losses import LossRun, without_save
+from memeff.bench.losses import without_save
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
 
@@ -93,14 +94,22 @@ def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
     return keywords
 
 
-def programs_of(case: ArgumentCase, name: str) -> list[Callable[..., Any]]:
-    """Return the forward, and the forward with its gradient, as functions of `arrays_of`."""
+class Compiled(NamedTuple):
+    """A compiled call, ready to run, and the temporary bytes that XLA reports."""
+
+    run: Run
+    temp_bytes: int
+
+
+def compiled_calls(case: ArgumentCase, name: str, arrays: dict[str, Array]) -> list[Compiled]:
+    """Return the forward, and the forward with its gradient; none if `name` lacks the argument."""
     library = jax.nn if name.startswith("jax.nn") else memeff
     keywords = constants_of(case, name)
     if keywords is None:
         return []
     mask = keywords.pop("mask", None)
     attend = functools.partial(library.dot_product_attention, **keywords)
+    moved = {name: x for name, x in arrays.items() if name != "dout"}
 
     def forward(mask, dout, arrays):
         more = {} if mask is None else {"mask": mask}
@@ -110,38 +119,35 @@ def programs_of(case: ArgumentCase, name: str) -> list[Callable[..., Any]]:
         out, pull = jax.vjp(functools.partial(forward, mask, dout), arrays)
         return out, pull(dout)
 
-    return [functools.partial(jax.jit(f), mask) for f in (forward, with_gradient)]
+    inputs = mask, arrays["dout"], moved
+    return [_compiled(function, inputs) for function in (forward, with_gradient)]
 
 
-def compiled_runs(case: ArgumentCase, name: str, arrays: dict[str, Array]) -> list[LossRun]:
-    """Return the compiled programs of an implementation with their arrays."""
-    rest = dict(arrays)
-    dout = rest.pop("dout")
-    runs = []
-    for program in programs_of(case, name):
-        (mask,) = program.args
-        inputs = mask, dout, rest
-        runs.append(LossRun(program.func.lower(*inputs).compile(), inputs))
-    return runs
+def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Compiled:
+    """Compile a function, and bind its inputs."""
+    program = jax.jit(function).lower(*inputs).compile()
+    memory: Any = program.memory_analysis()
+    call = functools.partial(program, *inputs)
+    return Compiled(Run(call, jax.block_until_ready), memory.temp_size_in_bytes)
 
 
 def rows_of_case(case: ArgumentCase, names: Sequence[str], rounds: int) -> list[Row]:
     """Return a row for each implementation that has the argument of the case."""
     arrays = arrays_of(case)
     rows = {}
-    runs: list[dict[str, LossRun]] = [{}, {}]
+    runs: list[dict[str, Run]] = [{}, {}]
     for name in names:
         row: Row = {"implementation": name, **case._asdict()}
         try:
-            pair = compiled_runs(case, name, arrays)
+            pair = compiled_calls(case, name, arrays)
         except Exception as error:  # noqa: BLE001
             rows[name] = row | {"note": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue
         if not pair:
             continue
-        for part, run in zip(runs, pair, strict=True):
-            part[name] = run
-        row["temp_bytes"] = pair[1].program.memory_analysis().temp_size_in_bytes
+        for part, compiled in zip(runs, pair, strict=True):
+            part[name] = compiled.run
+        row["temp_bytes"] = pair[1].temp_bytes
         rows[name] = row
     for mode, part in zip(("forward", "gradient"), runs, strict=True):
         for name, samples in measure(part, rounds, SECONDS_PER_SAMPLE).items():

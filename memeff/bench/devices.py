@@ -158,8 +158,9 @@ def devices_rows(
     calls = list(itertools.product(names, cases, DEVICE_MODES))
 
     def attempt(call):
+        name, case, mode = call
         try:
-            return compiled(*call, mesh)
+            return compiled(name, case, mode, mesh)
         except Exception as error:  # noqa: BLE001
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 

@@ -14,6 +14,7 @@ from memeff.user_functions import Mask, Score, Transform
 
 Implementation = Literal["xla", "reference", "pallas"]
 Backward = Literal["split", "fused", "fastest"]
+DropoutBits = Literal["threefry", "mix32"]
 Strategy = Literal["all_gather", "ring", "all_to_all"]
 
 
@@ -50,6 +51,7 @@ class AttentionOptions(CachedOptions, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     q_offset: ArrayLike
+    dropout_bits: DropoutBits
 
 
 class AttentionKwargs(AttentionOptions, total=False):
@@ -94,6 +96,7 @@ class Arguments(NamedTuple):
     dropout_rng: ArrayLike | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = True
+    dropout_bits: DropoutBits = "threefry"
     sequence_axis: str | tuple[str, str] | None = None
     sequence_layout: Layout = "contiguous"
     context_parallel: Strategy | None = None

@@ -8,7 +8,14 @@ from typing import Any, Literal, Unpack, overload
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from memeff.arguments import Arguments, AttentionKwargs, Backward, Implementation, Strategy
+from memeff.arguments import (
+    Arguments,
+    AttentionKwargs,
+    Backward,
+    DropoutBits,
+    Implementation,
+    Strategy,
+)
 from memeff.block_mask import BlockMask
 from memeff.call import run_attention
 from memeff.sequence.layout import Layout
@@ -79,6 +86,7 @@ def dot_product_attention(
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     broadcast_dropout: bool = True,
+    dropout_bits: DropoutBits = "threefry",
     deterministic: None = None,
     dtype: None = None,
     module: None = None,
@@ -161,10 +169,13 @@ def dot_product_attention(
         memeff enters shard_map over them too. Elsewhere the arrays are whole and need neither.
       precision: of the products, as in `jax.lax.dot_general`.
       dropout_rng: a key of `jax.random`, required if dropout_rate > 0. The same key gives the same
-        mask as Flax, for any chunk_size.
+        mask for any chunk_size.
       dropout_rate: the chance, in [0, 1), that a probability is dropped. The others are divided by
         1 - dropout_rate.
       broadcast_dropout: use one mask for all batch entries and heads, as Flax does by default.
+      dropout_bits: the generator. "threefry" draws Flax's mask for the same key. "mix32" takes a
+        tenth of its instructions, and the Hopper kernels support it alone. Both count by batch
+        entry, head, query and key.
       deterministic, dtype, module: must be None. Flax's modules pass them, and need
         `memeff.nn.attention_fn`.
 
@@ -218,6 +229,7 @@ def dot_product_attention(
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
+        dropout_bits=dropout_bits,
         sequence_axis=sequence_axis,
         sequence_layout=sequence_layout,
         context_parallel=context_parallel,

@@ -198,7 +198,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     )
     sinks = validate.check_sinks(shape, a.sinks, float_dtype)
     dropout, dropout_key = validate_options.check_dropout(
-        a.dropout_rng, a.dropout_rate, a.broadcast_dropout
+        a.dropout_rng, a.dropout_rate, a.broadcast_dropout, a.dropout_bits
     )
     problem = Problem(
         left=left,

@@ -1,10 +1,24 @@
-"""Compute Flax's dropout mask from coordinates, one tile at a time."""
+"""Compute dropout's mask from coordinates, one tile at a time, by one of two generators.
+
+"threefry" draws Flax's mask: Threefry-2x32 with 20 rounds at the flat index of each pair.
+"mix32" takes five instructions for a pair, and Threefry only at the tokens and heads:
+  query i:  (a_i, b_i) = threefry(key; 0, i)     key j:  (c_j, _) = threefry(key; 1, j)
+  head n of batch entry b:  (u, v) = threefry(key; 2, b N + n); 0 if all share one mask
+  x = ((a_i ^ u) ^ c_j) ((b_i ^ v) | 1);  x = (x ^ (x >> 16)) M;  keep if x < threshold
+in 32 bits, with x as a signed number at the end. The steps of a pair are the middle of the hash
+lowbias32 (Wellons 2018), with a factor of the row in the place of its first one. For one row, or for
+one column, the numbers x are as random as Threefry's, because the steps are one-to-one in c_j.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.problem import Operands, Problem
+from memeff.problem import Dropout, Operands, Problem
+
+MIXER = 0x7FEB352D  # of lowbias32
 
 
 def dropout_keep_mask(
@@ -18,7 +32,7 @@ def dropout_keep_mask(
 ) -> Array:
     """Return the keep-mask [1|B, 1|K, 1|G, t, c] of a tile.
 
-    It depends on coordinates alone, so it is the same for any tiles. It equals
+    It depends on coordinates alone, so it is the same for any tiles. With threefry it equals
     `jax.random.bernoulli(key, 1 - rate, [B, N, T, S])` (or [T, S] if shared) with threefry's
     partitionable counters, which are flat indices. Flax draws the same mask for the same key.
     `like` [B, K, G] gives the tile's shape and its layout over devices. `first` holds its first
@@ -31,6 +45,9 @@ def dropout_keep_mask(
         rows = origin.first_query + problem.whole.stride * rows
         cols = origin.first_key + problem.whole.stride * cols
     N, T, S = sizes
+    if problem.dropout.bits == "mix32":
+        head = None if problem.dropout.shared else _head_numbers(operands, like, N, first)
+        return _mix32_keep_mask(problem.dropout, operands.dropout_key, head, rows, cols)
     if problem.dropout.shared:
         head = jnp.zeros((1, 1, 1), jnp.uint32)
     else:
@@ -94,3 +111,68 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
         bits = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
         unit = lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(1)
     return unit < jnp.asarray(p, unit.dtype)
+
+
+class QueryWords(NamedTuple):
+    """Two random words for each query, or for each head; int32."""
+
+    a: Array
+    b: Array
+
+
+def query_words(key: Array, rows: Array) -> QueryWords:
+    """Return the words a and b of the queries at `rows`, of the shape of `rows`."""
+    return QueryWords(*_threefry_words(key, 0, rows))
+
+
+def key_words(key: Array, cols: Array) -> Array:
+    """Return the word c of the keys at `cols`."""
+    return _threefry_words(key, 1, cols)[0]
+
+
+def head_words(key: Array, heads: Array) -> QueryWords:
+    """Return the words u and v of the heads with the numbers b N + n."""
+    return QueryWords(*_threefry_words(key, 2, heads))
+
+
+def words_of_head(words: QueryWords, head: QueryWords | None) -> QueryWords:
+    """Return a ^ u and (b ^ v) | 1, the words of queries in one head; the shapes broadcast."""
+    if head is not None:
+        words = QueryWords(words.a ^ head.a, words.b ^ head.b)
+    return words._replace(b=words.b | 1)
+
+
+def mix32_keep(dropout: Dropout, words: QueryWords, c: Array) -> Array:
+    """Return True where a pair is kept, from `words_of_head` and `key_words`; shapes broadcast.
+
+    Kernels call this, too, on tiles whose dims are [t, c] or [c, t].
+    """
+    x = (words.a ^ c) * words.b
+    x = (x ^ lax.shift_right_logical(x, jnp.full_like(x, 16))) * jnp.int32(MIXER)
+    keep_rate = 1.0 - dropout.rate
+    threshold = min(round(keep_rate * 2**32) - 2**31, 2**31 - 1)
+    return x < jnp.int32(threshold)
+
+
+def _threefry_words(key: Array, domain: int, number: Array) -> tuple[Array, Array]:
+    """Return two words, int32, of Threefry-2x32 at the counter (domain, number)."""
+    from jax.extend.random import threefry2x32_p
+
+    low = number.astype(jnp.uint32)
+    zero = jnp.zeros_like(low)
+    words = threefry2x32_p.bind(key[0] + zero, key[1] + zero, zero + jnp.uint32(domain), low)
+    a, b = (lax.bitcast_convert_type(x, jnp.int32) for x in words)
+    return a, b
+
+
+def _mix32_keep_mask(
+    dropout: Dropout, key: Array, head: Array | None, rows: Array, cols: Array
+) -> Array:
+    """Return the keep-mask [1|B, 1|K, 1|G, t, c] of heads with the numbers `head` [B, K, G]."""
+    words = query_words(key, rows)
+    of_head = None
+    if head is not None:
+        of_head = QueryWords(*(x[..., None] for x in head_words(key, head)))
+    words = words_of_head(words, of_head)  # t, or b k g t
+    words = QueryWords(*(x.reshape(*(1,) * (4 - x.ndim), *x.shape, 1) for x in words))
+    return mix32_keep(dropout, words, key_words(key, cols))

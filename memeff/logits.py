@@ -52,13 +52,27 @@ def logits_from_dots(
     if cap is None:
         s = raw * scale
     else:
-        s = cap * jnp.tanh(raw * (scale / cap))
+        ratio = scale / cap if terms.ratio is None else terms.ratio
+        s = cap * jnp.tanh(raw * ratio)
     if problem.score_fn is not None:
         assert indices is not None
         s = problem.score_fn(s, indices, terms.score, indices.score_params)
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+def with_ratio(problem: Problem, terms: LogitParams) -> LogitParams:
+    """Return the scale and the soft cap, where they are arrays, in the form that kernels read.
+
+    Where the soft cap is an array, `ratio` stands for the scale, because kernels have no instruction
+    for the derivative of a quotient.
+    """
+    cap = None if terms.soft_cap is None else terms.soft_cap.astype(jnp.float32)
+    scale = None if terms.scale is None else terms.scale.astype(jnp.float32)
+    if cap is None:
+        return LogitParams(scale=scale)
+    return LogitParams(soft_cap=cap, ratio=(problem.scale if scale is None else scale) / cap)
 
 
 def logits_linear(problem: Problem) -> bool:
@@ -112,8 +126,13 @@ def logits_base2(
     indices: PairIndices | None = None,
 ) -> Array:
     """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats."""
+
+    def in_bits(x: Array | None) -> Array | None:
+        return None if x is None else x.astype(raw.dtype) * LOG2_E
+
     if problem.score_fn is None:
-        if terms.bias is not None:
-            terms = terms._replace(bias=terms.bias.astype(raw.dtype) * LOG2_E)
+        terms = terms._replace(
+            scale=in_bits(terms.scale), soft_cap=in_bits(terms.soft_cap), bias=in_bits(terms.bias)
+        )
         return logits_from_dots(base2(problem), raw, terms, keep, indices)
     return logits_from_dots(problem, raw, terms, keep, indices) * LOG2_E

@@ -84,6 +84,12 @@ def bias_hides(bias: Array) -> Array:
     return bias <= jnp.finfo(bias.dtype).min
 
 
+def mask_is_of_tokens(mask: Array) -> bool:
+    """Return whether a mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
+    _, N, T, S = mask.shape
+    return N == 1 and 1 in (T, S)
+
+
 def as_column(x: Array | None) -> Array | None:
     """Return x [B] as [B, 1], and None as None."""
     return None if x is None else x[:, None]

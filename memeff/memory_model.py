@@ -249,6 +249,8 @@ class _CpuCall:
         self.held = self.old and operands.query.dtype == jnp.bfloat16  # whole, in float32
 
         dropout = problem.dropout
+        if dropout is not None and dropout.bits == "mix32":
+            dropout = None  # XLA computes that mask where it is read
         shares_mask = dropout is not None and dropout.shared
         shared_count = CPU.shared_dropout if shares_mask else 0
         self.shared = [z.shared * z.wide] * shared_count

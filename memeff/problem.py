@@ -21,6 +21,7 @@ class Dropout:
 
     rate: float
     shared: bool
+    bits: str = "threefry"  # or "mix32", see dropout.py
 
 
 class WholeCall(NamedTuple):
@@ -110,6 +111,7 @@ class LogitParams(NamedTuple):
     transform: tuple[Array, ...] = ()  # float params of qk_transform, of any shapes
     # N, in nats: a column of the softmax without a key; only forwards read it
     sinks: Array | None = None
+    ratio: Array | None = None  # scalar, scale / soft_cap; only kernels give it, see `with_ratio`
 
 
 class Origin(NamedTuple):

@@ -123,10 +123,12 @@ def check_dropout_rate(rate) -> float:
     return rate
 
 
-def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
+def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None]:
     """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
     rate = check_dropout_rate(rate)
     check_choice("broadcast_dropout", shared)
+    if bits not in ("threefry", "mix32"):
+        raise ValueError(f'dropout_bits={bits!r} must be "threefry" or "mix32".')
     if rate == 0:
         return None, None
     if rng is None:
@@ -148,7 +150,7 @@ def check_dropout(rng, rate, shared) -> tuple[Dropout | None, Array | None]:
             f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape "
             f"{rng.shape}."
         )
-    return Dropout(rate, bool(shared)), rng
+    return Dropout(rate, bool(shared), bits), rng
 
 
 def check_flax_hooks(**hooks: Any) -> None:

@@ -66,10 +66,45 @@ def oracle_arguments(args, kwargs, dtype="float32") -> dict[str, Any]:
     if not kwargs.pop("broadcast_dropout", True):
         shape = (*leads, N, T, S)
     keep_rate = 1.0 - kwargs["dropout_rate"]
+    if kwargs.pop("dropout_bits", "threefry") == "mix32":
+        kwargs["kept"] = mix32(np.asarray(key), keep_rate, shape)
+        return kwargs
     with jax.enable_x64(jnp.dtype(dtype) == np.float64):
         kept = jax.random.bernoulli(jnp.asarray(key), keep_rate, shape)
     kwargs["kept"] = np.asarray(kept)
     return kwargs
+
+
+def threefry(key, x0, x1):
+    """Return the two words of Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    x0 = x0 + keys[0]
+    x1 = x1 + keys[1]
+    for i in range(5):
+        for r in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
+        x0 = x0 + keys[(i + 1) % 3]
+        x1 = x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x0, x1
+
+
+def mix32(key, keep_rate: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the mask of dropout_bits="mix32", of `shape` [T, S] or [..., T, S]."""
+
+    def words(domain, count):
+        number = np.arange(count, dtype=np.uint32)
+        return threefry(key, np.full_like(number, domain), number)
+
+    *heads, T, S = shape
+    a, b = words(0, T)
+    c, _ = words(1, S)
+    u, v = words(2, int(np.prod(heads))) if heads else np.zeros((2, 1), np.uint32)
+    a = a ^ u[:, None]
+    b = (b ^ v[:, None]) | np.uint32(1)
+    x = (a[..., None] ^ c) * b[..., None]
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    return (x.view(np.int32) < keep_rate * 2.0**32 - 2.0**31).reshape(shape)
 
 
 # ---- plain attention

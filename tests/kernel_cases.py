@@ -36,6 +36,7 @@ class Static(NamedTuple):
     mask: str | None
     jvp: bool
     bias: tuple[str, tuple[int, ...]] | None = None  # dtype and shape
+    traced: tuple[str, ...] = ()  # numbers of kwargs that come as arrays and are differentiated
 
 
 class Case(NamedTuple):
@@ -95,7 +96,17 @@ def _draw_static(dice: Dice, small: bool, decodes: bool = False) -> Static:
     bias = _draw_bias(dice, z, dtype) if dice.chance(0.35) and not decodes else None
     if bias is not None:
         kwargs["backward"] = "split"
-    return Static(z, dtype, kwargs, tuple(array_names), score, mask, jvp, bias)
+    # The throws of later years stand last, so that a seed keeps its other choices.
+    traced = tuple(x for x in ("scale", "logits_soft_cap") if x in kwargs and dice.chance(0.5))
+    drops = dice.chance(0.2) and not decodes
+    if drops:
+        array_names.append("dropout_rng")
+        rate = float(dice.pick([0.1, 0.5]))
+        kwargs |= dict(dropout_rate=rate, dropout_bits="mix32", broadcast_dropout=dice.chance(0.3))
+    if drops or traced:
+        kwargs["backward"] = "split"
+    jvp = jvp and not drops
+    return Static(z, dtype, kwargs, tuple(array_names), score, mask, jvp, bias, traced)
 
 
 def _draw_bias(dice: Dice, z: Sizes, dtype: str) -> tuple[str, tuple[int, ...]]:
@@ -194,6 +205,8 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
     floats = {}
     if "sinks" in static.array_names:
         floats["sinks"] = _sinks(rng, z)
+    for name in static.traced:
+        floats[name] = np.array(static.kwargs[name], np.float32)
     if static.bias is not None:
         floats["bias"] = _bias(np.random.default_rng([10, seed, small]), static)
     if static.score in PARAMS:
@@ -229,6 +242,8 @@ def draw(seed: int, small: bool = False, again: int = 0, static: Static | None =
 def _array(rng, name: str, z: Sizes):
     """Return the argument `name`."""
     match name:
+        case "dropout_rng":
+            return rng.integers(2**32, size=2, dtype=np.uint32)
         case "q_offset":
             return rng.integers(-z.T // 3, z.S + 1, z.B).astype(np.int32)
         case "query_seq_lengths":
@@ -392,7 +407,7 @@ def _program(number: int, whole: Whole):
             kwargs["score_fn"] = SCORES[static.score](floats.get(static.score))
         if static.mask is not None:
             kwargs["mask_fn"] = MASKS[static.mask](static.z)
-        for name in ("sinks", "bias"):
+        for name in ("sinks", "bias", *static.traced):
             if name in floats:
                 kwargs[name] = floats[name]
         return memeff.dot_product_attention(
@@ -419,6 +434,7 @@ def features(case: Case) -> list[str]:
     static = case.static
     words = [static.dtype, *static.array_names]
     words += [name for name in static.kwargs if name != "backward"]
+    words += [f"{name}, an array" for name in static.traced]
     words.append(static.kwargs["backward"])
     if static.score:
         words.append(f"score {static.score}")

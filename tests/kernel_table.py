@@ -81,6 +81,7 @@ def rows() -> Iterator[Row]:
     yield Row("`sinks`", {"sinks": array(N)})
     dropout = {"dropout_rng": array(2, dtype="uint32"), "dropout_rate": 0.1}
     yield Row("`dropout_rng`, `dropout_rate`", dropout)
+    yield Row('the same with `dropout_bits="mix32"`', dropout | {"dropout_bits": "mix32"})
     yield Row("`score_fn`", {"score_fn": memeff.scores.soft_cap(20.0)})
     yield Row("`mask_fn`", {"mask_fn": memeff.masks.causal()})
     yield Row("`qk_transform`", {"qk_transform": memeff.transforms.rotary()})

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+from baselines import mix32
 from conftest import assert_as_good
 from hopper_user_functions import t5_at
 from kernel_cases import Case, draw, pairs, run
@@ -147,11 +148,22 @@ def call_of(case: Case) -> oracle.Call:
         v=np.repeat(v, static.z.G, 1),
         bias=np.where(seen, np.broadcast_to(bias, seen.shape), 0),
         seen=seen,
-        z=np.ones(()),
+        z=_dropout_factors(case),
         scale=static.kwargs.get("scale", static.z.H**-0.5),
         cap=static.kwargs.get("logits_soft_cap"),
         sinks=floats.get("sinks"),
     )
+
+
+def _dropout_factors(case: Case) -> np.ndarray:
+    """Return the factor of each probability: 1, or what dropout makes of it."""
+    if "dropout_rng" not in case.arrays:
+        return np.ones(())
+    kwargs = case.static.kwargs
+    z = case.static.z
+    shape = (z.T, z.S) if kwargs["broadcast_dropout"] else (z.B, z.N, z.T, z.S)
+    keep_rate = 1 - kwargs["dropout_rate"]
+    return mix32(case.arrays["dropout_rng"], keep_rate, shape) / keep_rate
 
 
 class Rounding(NamedTuple):
@@ -254,7 +266,7 @@ def _forward(call: oracle.Call, rounding: Rounding) -> Forward:
     l = np.where(sees_any, l, 1)
     p = e * share[..., None]
     p_keys = e / l[..., None]
-    out = rounding.narrow(rounding.narrow(p) @ call.v)
+    out = rounding.narrow(rounding.narrow(p * call.z) @ call.v)
     return Forward(sees_any, d_logit, p, p_keys, p_sink, lse, out)
 
 
@@ -267,7 +279,7 @@ def _gradients(
     dout, dlse = case.cotangents
     dout = np.where(sees_any[..., None], wide(_swap(np.asarray(dout, np.float32))), 0)
     dlse = np.where(sees_any, wide(_swap(dlse)), 0)
-    dp = np.where(call.seen, dout @ call.v.mT, 0)
+    dp = np.where(call.seen, dout @ call.v.mT, 0) * call.z
     if not saved:
         dp = narrow(dp)
     delta = (dout * out).sum(-1) if saved else (p * dp).sum(-1)
@@ -281,7 +293,7 @@ def _gradients(
     results = {
         "dq": _swap(narrow(d_raw @ call.k)),
         "dk": sum_of_group(d_raw.mT @ call.q),
-        "dv": sum_of_group(narrow(p).mT @ dout),
+        "dv": sum_of_group(narrow(p * call.z).mT @ dout),
     }
     if p_sink is not None:
         dots = (dout * out).sum(-1)
@@ -294,7 +306,23 @@ def _gradients(
         squares = (np.float64(ds) ** 2).sum(shared)
         results["dbias"] = ds.sum(shared, keepdims=True)
         results["size of dbias"] = np.sqrt(squares.max())
+    results |= _gradients_of_numbers(call, case, ds)
     return results | _gradient_of_params(case, ds)
+
+
+def _gradients_of_numbers(call: oracle.Call, case: Case, ds) -> dict[str, np.ndarray]:
+    """Return the gradients of a scale and a soft cap that are arrays, and the sizes of their terms."""
+    raw = np.where(call.seen, call.q @ call.k.mT, 0)
+    terms = {"scale": raw}
+    if call.cap is not None:
+        x = call.scale * raw / call.cap
+        slope = 1 - np.tanh(x) ** 2
+        terms = {"scale": raw * slope, "logits_soft_cap": np.tanh(x) - x * slope}
+    results = {}
+    for name in case.static.traced:
+        results[f"d{name}"] = (ds * terms[name]).sum()
+        results[f"size of d{name}"] = np.sqrt((np.float64(ds * terms[name]) ** 2).sum())
+    return results
 
 
 def _gradient_of_params(case: Case, ds) -> dict[str, np.ndarray]:

@@ -25,6 +25,12 @@ N = 16
 IDS = np.arange(B * T).reshape(B, T) // 3000
 
 
+DROPOUT = dict(
+    dropout_rng=np.zeros(2, np.uint32),
+    dropout_rate=0.1,
+    dropout_bits="mix32",
+    broadcast_dropout=False,
+)
 SINKS = np.linspace(-1, 1, N, dtype=np.float32)
 
 
@@ -66,6 +72,12 @@ CASES = {
     "bias 64": dict(H=64, T=2048, bias=((1, N, 2048, 2048), "bfloat16")),
     "bias 64, float32": dict(H=64, T=2048, bias=((B, 1, 2048, 2048), "float32")),
     "bias 32": dict(H=32, T=2000, is_causal=True, bias=((1, N, 2000, 2000), "bfloat16")),
+    "scale 64": dict(H=64, scale=np.array(0.1, np.float32)),
+    "scale": dict(H=128, is_causal=True, scale=np.array(0.1, np.float32)),
+    "scale, soft cap": dict(H=128, is_causal=True, scale=SINKS[-1:], logits_soft_cap=SINKS[-1:]),
+    "dropout 64": dict(H=64, **DROPOUT),
+    "dropout": dict(H=128, is_causal=True, **DROPOUT),
+    "dropout, bias 64": dict(H=64, T=2048, bias=((1, N, 2048, 2048), "bfloat16"), **DROPOUT),
     "bias of keys": dict(H=64, bias=((B, 1, 1, T), "float32")),
     "jvp": dict(H=128, is_causal=True, jvp=True),
     "jvp 64": dict(H=64, jvp=True),

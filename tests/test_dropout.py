@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from baselines import mix32, threefry
 from cases import CASES
 
 from memeff import dot_product_attention
@@ -98,7 +99,7 @@ def test_dropout_counts_past_32_bits():
     low = (flat % 2**32).astype(np.uint32)
     high = ((flat >> 32) % 2**32).astype(np.uint32)
     key = np.array([12, 2**32 - 5], np.uint32)
-    bits = np.bitwise_xor(*_threefry(key, high, low))
+    bits = np.bitwise_xor(*threefry(key, high, low))
     unit = (bits >> 9) / np.float64(2**23)
 
     x = jnp.zeros((1, 1, 1, 1))
@@ -111,15 +112,42 @@ def test_dropout_counts_past_32_bits():
     np.testing.assert_array_equal(kept, unit < 0.5)
 
 
-def _threefry(key, x0, x1):
-    """Return Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    x0 = x0 + keys[0]
-    x1 = x1 + keys[1]
-    for i in range(5):
-        for r in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
-        x0 = x0 + keys[(i + 1) % 3]
-        x1 = x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x0, x1
+# ---- mix32
+
+
+def test_mix32_is_what_numpy_computes():
+    """The mask of all heads, by any tiles and at any position, is that written out in NumPy."""
+    key = np.array([12, 2**32 - 5], np.uint32)
+    B, K, G, T, S = 2, 3, 2, 61, 97
+    expected = mix32(key, 0.7, (B, K, G, T, S))
+    x = jnp.zeros((1, 1, 1, 1))
+    operands = Operands(x, x, x, dropout_key=jnp.asarray(key))
+    problem = Problem(dropout=Dropout(0.3, False, "mix32"))
+    like = jnp.zeros((1, 2, G))
+    rows = jnp.arange(20, 60, 3)
+    cols = jnp.arange(96, 3, -5)
+    kept = dropout_keep_mask(problem, operands, like, (1, 1), (K * G, T, S), rows, cols)
+    part = expected[1:, 1:][..., rows[:, None], cols]
+    np.testing.assert_array_equal(kept, part)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_mix32_is_random(rate):
+    """Rows, columns, heads and the whole matrix are as independent draws are.
+
+    The largest singular value of a matrix of N x M independent numbers of variance 1 is about
+    sqrt(N) + sqrt(M), and the smallest one sqrt(M) - sqrt(N). Rows or columns that depend on each
+    other move them. All bounds are beyond 4 sigma, and the key is fixed.
+    """
+    T, S = 512, 1024
+    kept = mix32(np.array([3, 4], np.uint32), 1 - rate, (4, T, S))
+    deviation = np.sqrt(rate * (1 - rate))
+    x = (kept - (1 - rate)) / deviation
+    assert abs(x.mean()) * np.sqrt(x.size) < 4
+    assert abs((x.mean(2) ** 2).mean() * S - 1) < 4 * np.sqrt(2 / (4 * T))  # rows
+    assert abs((x.mean(1) ** 2).mean() * T - 1) < 4 * np.sqrt(2 / (4 * S))  # columns
+    pairs = np.einsum("nts,mts->nm", x, x) / np.sqrt(T * S)  # heads
+    assert np.abs(pairs[~np.eye(4, dtype=bool)]).max() < 4
+    sizes = np.linalg.svd(x[0], compute_uv=False)
+    assert sizes[0] < 1.04 * (np.sqrt(T) + np.sqrt(S))
+    assert sizes[-1] > 0.9 * (np.sqrt(S) - np.sqrt(T))

@@ -33,6 +33,9 @@ def test_its_truth_is_the_oracle(seed):
     for name in ("scale", "logits_soft_cap"):
         if name in case.static.kwargs:
             kwargs[name] = case.static.kwargs[name]
+    if "dropout_rng" in case.arrays:
+        kwargs["dropout_rate"] = case.static.kwargs["dropout_rate"]
+        kwargs["kept"] = call.z > 0
     if "sinks" in case.floats:
         kwargs["sinks"] = case.floats["sinks"]
     out, lse = oracle.attention(*case.args, **kwargs)
@@ -47,6 +50,8 @@ def test_its_truth_is_the_oracle(seed):
     }
     if "sinks" in kwargs:
         expected["dsinks"] = gradients["sinks"]
+    for name in case.static.traced:
+        expected[f"d{name}"] = gradients[name]
     if case.static.bias is not None:
         shared = tuple(dim for dim, size in enumerate(case.static.bias[1]) if size == 1)
         expected["dbias"] = gradients["bias"].sum(shared, keepdims=True)

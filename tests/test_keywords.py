@@ -61,6 +61,7 @@ CHANGES = {  # by keyword: arguments that change the result of the case "plain"
     "dropout_rng": {"dropout_rate": 0.5, "dropout_rng": np.array([0, 1], np.uint32)},
     "dropout_rate": {"dropout_rate": 0.4, "dropout_rng": RNG_KEY},
     "broadcast_dropout": DROPOUT | {"broadcast_dropout": False},
+    "dropout_bits": DROPOUT | {"dropout_bits": "mix32"},
     "q_offset": {"is_causal": True, "q_offset": 3},
     "score_fn": {"score_fn": add_key_position},
     "score_params": {"score_fn": multiply_score, "score_params": 2.0},
@@ -78,6 +79,7 @@ AGAINST = {  # arguments to compare with, where a call without any would differ 
     "dropout_rng": DROPOUT,
     "dropout_rate": DROPOUT,
     "broadcast_dropout": DROPOUT,
+    "dropout_bits": DROPOUT,
     "query_segment_ids": ONE_SEGMENT,
     "key_value_segment_ids": ONE_SEGMENT,
 }

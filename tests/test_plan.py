@@ -51,6 +51,7 @@ def kinds(B, T, S, N, dtype):
         "mask": dict(mask=array((1, T, S), np.bool_)),
         "dropout": dropout,
         "dropout each": dropout | dict(broadcast_dropout=False),
+        "dropout mix32": dropout | dict(dropout_bits="mix32"),
         "soft cap": dict(is_causal=True, logits_soft_cap=30.0),
         "scale": dict(is_causal=True, scale=array((), np.float32)),
     }

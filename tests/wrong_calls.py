@@ -391,6 +391,11 @@ WRONG = [
         TypeError,
         r"broadcast_dropout must be True or False .*, got None",
     ),
+    (
+        {"dropout_bits": "philox"},
+        ValueError,
+        r"dropout_bits='philox' must be \"threefry\" or \"mix32\"\.",
+    ),
     # Flax's hooks
     (
         {"deterministic": True},

@@ -10,6 +10,8 @@
            (its own options: hard --help)
   losses   milliseconds and temporary bytes of the loss of a large vocabulary
            (its own options: losses --help)
+  arguments  milliseconds of calls with a bias, a mask, dropout, a scale or a soft cap as arrays
+           (its own options: arguments --help)
   devices  milliseconds, share of one device's rate and temporary bytes of a causal call whose
            sequence lies on all devices of the machine (its own options: devices --help)
   report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
@@ -36,6 +38,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from memeff.bench import arguments as arguments_bench
 from memeff.bench import devices, doctor, hard, losses, report
 from memeff.bench.cases import Case, Row
 from memeff.bench.device import machine
@@ -56,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hard.main(rest)
         case ["losses", *rest]:
             losses.main(rest)
+        case ["arguments", *rest]:
+            arguments_bench.main(rest)
         case ["devices", *rest]:
             devices.main(rest)
         case ["report", *rest]:

@@ -58,7 +58,8 @@ def attention_fn(
         is always in float32 (float64 for float64).
       qk_attn_weights_einsum, attn_weights_value_einsum: Flax's hooks for quantised products.
         Refused.
-      options: keywords of `memeff.dot_product_attention`.
+      options: keywords of `memeff.dot_product_attention`, such as dropout_bits="mix32" for dropout
+        in kernels, whose mask is not Flax's.
 
     Returns:
       [*B, T, N, D] in `dtype`, or in the promoted one. A query that sees no key gives 0, where Flax

@@ -22,7 +22,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
-from memeff.pallas.hopper.backward_common import float16_lift, token_vectors, wait_for_slot
+from memeff.pallas.hopper.backward_common import (
+    Gradient,
+    float16_lift,
+    token_vectors,
+    wait_for_slot,
+)
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     ROW,
@@ -32,7 +37,6 @@ from memeff.pallas.hopper.mosaic import (
     broadcast_vector,
     full_tile,
     head_rows,
-    init_accumulator,
     plgpu,
     release_read,
     tile_ref,
@@ -371,19 +375,20 @@ def _compute(
         tile = ScoreTile(problem, shape, first, visit.mask_inputs, visit.scalars, numbers, vectors)
         tile = tile.with_loads_started().with_bias(visit.n, bias_s)
         keep = tile.mask()
+        gradient = Gradient(problem, visit.scalars.logit_terms)
         lse = plgpu.load(scratch.rows_s.at[slot, own_rows], layout=ROW)
         lse = lse + float16_lift(scratch.q_s.dtype)
         delta = plgpu.load(scratch.rows_s.at[tiling.stages + slot, own_rows], layout=ROW)
 
         def products(raw, dp):
-            add_delta = init_accumulator(dp, broadcast_vector(delta, shape))
+            finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
             plgpu.wgmma(raw, scratch.q_s.at[slot, own_rows], scratch.k_s.at[slot].T)  # (1)
             plgpu.wgmma(dp, scratch.do_s.at[slot, own_rows], scratch.v_s.at[slot].T)
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             s = tile.logits(raw, keep)  # (2)
-            p = jnp.exp2(s - broadcast_vector(lse, shape))
-            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=0))
-            return jnp.where(keep, p * dp, 0.0)  # (3)
+            p = gradient.signed(jnp.exp2(s - broadcast_vector(lse, shape)), tile)
+            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
+            return jnp.where(keep, gradient.cotangent_of_logits(p, dp), 0.0)  # (3)
 
         ds = accumulators(products, shape, shape)
         release_read(scratch.used.at[slot])

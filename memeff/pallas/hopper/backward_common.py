@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
-from memeff.pallas.hopper.mosaic import WGMMA, plgpu, positions, sync
+from memeff.pallas.hopper.mosaic import WGMMA, init_accumulator, plgpu, positions, sync
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
@@ -87,6 +87,8 @@ class Gradient(NamedTuple):
     """Steps (2) and (3) for a problem, the same in all kernels."""
 
     problem: Problem
+    terms: LogitParams  # `Scalars.logit_terms`
+    wants_terms: bool = False  # cotangents of the terms, too
 
     @property
     def linear(self) -> bool:
@@ -100,10 +102,41 @@ class Gradient(NamedTuple):
             return jnp.float32(1)
 
         def logits(raw):
-            return logits_from_dots(self.problem, raw, LogitParams(), None)
+            return logits_from_dots(self.problem, raw, self.terms, None)
 
         _, pull = jax.vjp(logits, jnp.float32(0))
         return pull(jnp.float32(1))[0]
+
+    @property
+    def inverse_keep_rate(self) -> float:
+        """Return the factor of what dropout keeps."""
+        return 1.0 if self.problem.dropout is None else 1 / (1 - self.problem.dropout.rate)
+
+    def signed(self, p: Array, tile: ScoreTile) -> Array:
+        """Return p, with a minus where dropout drops the pair, so that no register holds that."""
+        return p if self.problem.dropout is None else jnp.where(tile.kept(), p, -p)
+
+    def kept(self, p: Array) -> Array:
+        """Return the probabilities that dropout keeps, without its factor, from `signed` p."""
+        return p if self.problem.dropout is None else jnp.maximum(p, 0.0)
+
+    def start_dp(self, dp, delta: Array) -> Callable[[Array, Array], Array]:
+        """Start the accumulator `dp`, before its product.
+
+        Return a function that takes `signed` p and the product, and returns dp + delta.
+        """
+        if self.problem.dropout is None:
+            finish = init_accumulator(dp, delta)
+            return lambda _, product: finish(product)
+
+        def drop(p, product):
+            return jnp.where(p > 0.0, product * self.inverse_keep_rate, 0.0) + delta
+
+        return drop
+
+    def cotangent_of_logits(self, p: Array, dp: Array) -> Array:
+        """Return ds of (3), from `signed` p and dp + delta."""
+        return (p if self.problem.dropout is None else jnp.abs(p)) * dp
 
     def probabilities(
         self,
@@ -112,38 +145,50 @@ class Gradient(NamedTuple):
         tile: ScoreTile,
         keep: Array | None,
     ) -> tuple[Array, Callable]:
-        """Return p and a function of p and dp + delta, all of one shape.
+        """Return `signed` p and a function of it and dp + delta, all of one shape.
 
         The function returns d_raw without its slope, and the cotangents of
-        `tile.differentiable_values()`.
+        `tile.differentiable_values()` in the order of `term_list`; none if logits are linear.
         """
         indices = tile.pair_indices(self.problem.score_fn)
 
-        def logits(raw, terms):
-            terms = terms._replace(bias=tile.bias)  # its cotangent is ds
+        def logits(raw, values):
+            given = {name: x for name, x in values._asdict().items() if x is not None}
+            terms = tile.terms._replace(**given)  # the cotangent of the bias is ds
             return logits_base2(self.problem, raw, terms, keep, indices)
 
-        terms = tile.differentiable_values()
-        s, pull = jax.vjp(logits, raw, terms)
+        values = tile.differentiable_values()
+        if self.linear or not self.wants_terms:
+            values = LogitParams(score=values.score)
+        s, pull = jax.vjp(logits, raw, values)
         p = jnp.exp2(s - lse)
 
         def select(x):
             return x if keep is None else jnp.where(keep, x, 0.0)
 
         def cotangents(p, dp):
-            ds = p * dp
+            ds = self.cotangent_of_logits(p, dp)
             if self.linear:
                 return select(ds), ()
-            d_raw, d_terms = pull(ds * (1 / LOG2_E))
-            return select(d_raw), tuple(map(select, d_terms.score))
+            d_raw, d_values = pull(ds * (1 / LOG2_E))
+            return select(d_raw), tuple(map(select, term_list(d_values)))
 
-        return p, cotangents
+        return self.signed(p, tile), cotangents
 
 
-def count_score_gradients(problem: Problem) -> int:
-    """Return how many inputs of `score_fn` have a gradient."""
+def term_list(terms: LogitParams) -> list[Array]:
+    """Return what there is of scale, soft cap, their ratio and the values of score_fn."""
+    return jax.tree.leaves((terms.scale, terms.soft_cap, terms.ratio, terms.score))
+
+
+def count_term_gradients(problem: Problem, scalars: Scalars) -> int:
+    """Return of how many terms of the logits the kernel of dq sums cotangents over keys.
+
+    These are the scale and the soft cap, if they are arrays, and inputs of `score_fn`.
+    """
     score_fn: Any = problem.score_fn
-    return 0 if score_fn is None else len(score_fn.kernel_gradients)
+    of_score = 0 if score_fn is None else len(score_fn.kernel_gradients)
+    return len(jax.tree.leaves(scalars.logit_terms)) + of_score
 
 
 def not_finite(failed_s, state: WorkState, *sums) -> Array:
@@ -229,6 +274,16 @@ def copy_tiles(
     copy_item()
     pl.loop(early, count)(copy_visited)
     return count, jnp.int32(0)
+
+
+def scale_sums(q_s, dq: Array) -> Array:
+    """Return the cotangent of the scale, summed over the keys of each row, where logits are linear.
+
+    It is the sum of ds raw over keys. With raw = q_i k_j' and `dq`, the sum of ds k_j, that is q_i dq.
+    Where a row sees nothing, its query may be NaN.
+    """
+    q = plgpu.load(q_s, layout=WGMMA).astype(jnp.float32)
+    return jnp.where(dq == 0.0, 0.0, q * dq).sum(axis=1)
 
 
 def row_sums(x_s, y_s) -> Array:

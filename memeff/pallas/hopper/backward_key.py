@@ -32,7 +32,6 @@ from memeff.pallas.hopper.mosaic import (
     broadcast_vector,
     head_rows,
     hide_from_cse,
-    init_accumulator,
     interpreter_staging,
     multiply,
     plgpu,
@@ -277,7 +276,7 @@ def _compute(
 ) -> tuple[Array, Array]:
     """Compute dk and dv of one warpgroup's keys."""
     dk_ref, dv_ref = outputs
-    gradient = Gradient(problem)
+    gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
     group_slot = lax.rem(state.items_done, jnp.int32(tiling.items)) * tiling.warpgroups
@@ -329,18 +328,18 @@ def _compute(
             lse = lse + float16_lift(dtype)
 
         def products(raw, dp):
-            add_delta = None
+            finish_dp = None
             if not late:
-                add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
+                finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
             plgpu.wgmma(raw, k, q.T)  # (5)
-            if add_delta is None:
+            if finish_dp is None:
                 plgpu.barrier_wait(scratch.do_ready.at[slot])
-                add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
+                finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
             plgpu.wgmma(dp, v, do.T)
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
-            multiply(dv, p.astype(dtype), do, stage)
-            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            multiply(dv, gradient.kept(p).astype(dtype), do, stage)
+            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
             d_raw, _ = cotangents(p, dp)
             multiply(dk, d_raw.astype(dtype), q, stage)
             plgpu.wgmma_wait(0)
@@ -374,7 +373,7 @@ def _compute(
     without_padding = [zero_padding(x, shape, work, group) for x in (dk, dv)]
     failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
     k[...] = undo_lift(dk * gradient.slope, dtype, state).astype(dtype)
-    v[...] = undo_lift(dv, dtype, state).astype(dtype)
+    v[...] = undo_lift(dv * gradient.inverse_keep_rate, dtype, state).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, head_rows(dk_ref, work.b, cols, work.k))
     plgpu.copy_smem_to_gmem(v, head_rows(dv_ref, work.b, cols, work.k))

@@ -15,13 +15,14 @@ from memeff.pallas.hopper.backward_common import (
     choose_blocks,
     clean_operand,
     copy_tiles,
-    count_score_gradients,
+    count_term_gradients,
     float16_lift,
     is_finite,
     not_finite,
     optional_slot,
     query_rings,
     row_sums,
+    scale_sums,
     skip_tile,
     token_vectors,
     undo_lift,
@@ -34,7 +35,6 @@ from memeff.pallas.hopper.mosaic import (
     broadcast_vector,
     full_tile,
     head_rows,
-    init_accumulator,
     interpreter_staging,
     multiply,
     plgpu,
@@ -79,9 +79,8 @@ class QueryScratch(NamedTuple):
     item_ready: Any
     item_used: Any
     q_s: Any  # [items * warpgroups, 64, H]
-    rows_s: Any  # [2, items * warpgroups, 64]: lse; dlse, then delta
+    rows_s: Any  # [2, items * warpgroups, 64]: lse, then sums; dlse, then delta
     stage: Any  # for `multiply` in the interpreter
-    sums_s: Any  # [score gradients, warpgroups, 64]
     v_s: Any  # [stages, tile_size, D]
     v_ready: Any
     v_used: Any
@@ -95,11 +94,11 @@ def query_gradient(
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, ...]:
-    """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each score gradient.
+    """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each term's gradient.
 
     `arrays`: query, key, value, out and dout, padded as in `forward.attend`, and lse (in bits),
-    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums are those of
-    cotangents of `score_fn`'s inputs over keys.
+    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums over keys are those
+    of cotangents of the scale, the soft cap and `score_fn`'s inputs.
     """
     query, key, value, _, _, _ = arrays
     _, padded_T, N, H = query.shape
@@ -140,13 +139,13 @@ def query_gradient(
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.
     rows = visited.size * tiling.item_size
-    sums = count_score_gradients(problem)
+    sums = count_term_gradients(problem, scalars)
     types = [
         jax.ShapeDtypeStruct((B, padded_T, N, H), query.dtype),
         *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
     ]
     scratch = _scratch_types(
-        (whole_width(H), whole_width(D)), query.dtype, dlse is not None, scalars, sums, tiling
+        (whole_width(H), whole_width(D)), query.dtype, dlse is not None, scalars, tiling
     )
     kernel = warp_specialized_kernel(
         body,
@@ -165,7 +164,6 @@ def _scratch_types(
     dtype,
     has_dlse: bool,
     scalars: Scalars,
-    sums: int,
     tiling: Tiling,
 ) -> QueryScratch:
     """Return the types of the kernel's shared memory and barriers."""
@@ -190,7 +188,6 @@ def _scratch_types(
         q_s=tile_ref(slots, ROWS, H, dtype),
         rows_s=plgpu.SMEM((2, slots, ROWS), jnp.float32),
         stage=interpreter_staging(groups, ROWS, keys, dtype).get("stage"),
-        sums_s=plgpu.SMEM((sums, groups, ROWS), jnp.float32) if sums else None,
         v_s=tile_ref(stages, keys, D, dtype),
         v_ready=plgpu.Barrier(num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
@@ -268,7 +265,7 @@ def _compute(
 ) -> tuple[Array, Array]:
     """Compute dq, delta and the sums over keys of one warpgroup's queries."""
     dq_ref, delta_ref, *sums_refs = outputs
-    gradient = Gradient(problem)
+    gradient = Gradient(problem, work.scalars.logit_terms, wants_terms=True)
     shape = ROWS, tiling.tile_size
     dtype = scratch.q_s.dtype
     rows = pl.ds(work.row + group * ROWS, ROWS)
@@ -309,13 +306,13 @@ def _compute(
 
         def products(raw, dp):
             plgpu.wgmma(raw, q, k.T)  # (1)
-            add_delta = init_accumulator(dp, broadcast_vector(delta, shape))
+            finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
             plgpu.barrier_wait(scratch.v_ready.at[slot])
             plgpu.wgmma(dp, do, scratch.v_s.at[slot].T)
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
             lse_tile = broadcast_vector(lse, shape)
             p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
-            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=0))
+            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
             plgpu.barrier_arrive(scratch.v_used.at[slot])
             d_raw, d_terms = cotangents(p, dp)  # (3)
             multiply(dq, d_raw.astype(dtype), k, stage)  # (4)
@@ -333,7 +330,7 @@ def _compute(
         masked = work.visits.masked
         hidden = work.count_hidden_visits(work.row + group * ROWS, ROWS) if state.first_round else 0
         pl.loop(0, hidden)(skip)
-        sums = (full_tile((ROWS,), 0.0),) * len(sums_refs)
+        sums = (full_tile((ROWS,), 0.0),) * (0 if gradient.linear else len(sums_refs))
         if not state.first_round:
             sums = lax.fori_loop(0, count, functools.partial(step, dq, True), sums)
         else:
@@ -343,16 +340,19 @@ def _compute(
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
     dq, sums = accumulators(visit_tiles, (ROWS, q.shape[-1]))
+    if gradient.linear:
+        sums = [scale_sums(q, dq) for _ in sums_refs]
     dq = undo_lift(dq * gradient.slope, dtype, state)
     sums = [undo_lift(x, dtype, state) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, dq)
     out[...] = dq.astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out, head_rows(dq_ref, work.b, rows, work.n))
-    for i, (ref, x) in enumerate(zip(sums_refs, sums, strict=True)):
-        scratch.sums_s[i, group] = x
+    sum_s = scratch.rows_s.at[0, item_slot]  # the place of lse
+    for ref, x in zip(sums_refs, sums, strict=True):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sum_s[...] = x
         plgpu.commit_smem()
-        sum_s = scratch.sums_s.at[i, group]
         plgpu.copy_smem_to_gmem(sum_s, ref.at[work.b, work.n, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[item])

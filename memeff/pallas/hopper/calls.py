@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import reshard
 
-from memeff.logits import LOG2_E
+from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper import backward_bias, backward_common, backward_key, backward_query
 from memeff.pallas.hopper.backward_bias import SharedBias, bias_gradient
 from memeff.pallas.hopper.bias import (
@@ -71,10 +71,10 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
-        return Tiling(2, 128, 2, 2)
+        return Tiling(2, 64, 4, 2) if problem.dropout is not None else Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
     # Three warpgroups have 160 registers a thread, and would spill.
-    if problem.has_pair_functions or operands.logit_params.bias is not None:
+    if takes_registers(problem, operands):
         return two
     three = Tiling(3, 128, 3, 2)
     lengths = operands.query.shape[1], operands.key.shape[1]
@@ -83,6 +83,12 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
         return tiles_visited(problem, lengths, tiling.rows, tiling.keys).sum() * tiling.rows
 
     return two if logits(two) < TWO_WARPGROUPS_SPEED * logits(three) else three
+
+
+def takes_registers(problem: Problem, operands: Operands) -> bool:
+    """Return True if functions, a bias or dropout take registers that three warpgroups lack."""
+    has_bias = operands.logit_params.bias is not None
+    return problem.has_pair_functions or has_bias or problem.dropout is not None
 
 
 def _forward_tiling_with_bias(width: int, operands: Operands) -> Tiling:
@@ -103,13 +109,14 @@ def backward_tilings(
     if has_pair_bias(operands):
         return _backward_tilings_with_bias(operands)
     if padded_width(operands) == 64:
-        has_terms = problem.has_pair_functions or operands.logit_params.bias is not None
-        warpgroups = 2 if has_terms else 3
+        warpgroups = 2 if takes_registers(problem, operands) else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
-    # Token vectors take shared memory. A soft cap and functions take registers.
+    # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
     has_vectors = operands.q_segments is not None or problem.has_pair_functions
-    if has_vectors or problem.soft_cap is not None:
+    has_vectors = has_vectors or problem.dropout is not None
+    has_scale = operands.logit_params.scale is not None
+    if has_vectors or has_scale or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)
     else:
         query_tiling = backward_common.Tiling(2, 128, 2, 1)
@@ -139,8 +146,9 @@ def bias_gradient_tiling(problem: Problem, operands: Operands) -> backward_bias.
     if padded_width(operands) == 64:
         arrays = operands.q_offset, operands.q_lengths, operands.kv_lengths, operands.q_segments
         hides = problem.has_window or problem.has_pair_functions or operands.shape.S % 128 != 0
-        takes_registers = is_float32 or hides or any(x is not None for x in arrays)
-        return backward_bias.Tiling(2, 64 if takes_registers else 128, 2, 2)
+        is_short = is_float32 or hides or problem.dropout is not None
+        is_short = is_short or any(x is not None for x in arrays)  # these take registers
+        return backward_bias.Tiling(2, 64 if is_short else 128, 2, 2)
     return backward_bias.Tiling(1, 64, 2, 2) if is_float32 else backward_bias.Tiling(2, 64, 2, 1)
 
 
@@ -273,7 +281,7 @@ def backward(
         return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
-    sum_count = backward_common.count_score_gradients(query_functions)
+    sum_count = backward_common.count_term_gradients(query_functions, scalars)
     dims_out = *DIMS, *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
     run = partitioned(call, dims_in, dims_out)
     dq, dk, dv, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
@@ -281,8 +289,15 @@ def backward(
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
-    score = _score_gradients(problem, operands, query_functions, sums, extra_pass)
-    terms = LogitParams(score=score)
+    params = operands.logit_params
+    arrays = LogitParams(scale=params.scale, soft_cap=params.soft_cap)
+    read, pull = jax.vjp(functools.partial(with_ratio, problem), arrays)
+    numbers, numbers_structure = jax.tree.flatten(read)
+    count = len(numbers)
+    totals = [x.sum() for x in sums[:count]]
+    (terms,) = pull(jax.tree.unflatten(numbers_structure, totals))
+    score = _score_gradients(problem, operands, query_functions, sums[count:], extra_pass)
+    terms = terms._replace(score=score)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
@@ -344,7 +359,7 @@ def _fused_gradient(
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )
-    dq *= backward_common.Gradient(problem).slope
+    dq *= backward_common.Gradient(problem, LogitParams()).slope
     dq = backward_common.undo_lift(dq, query.dtype).astype(query.dtype)
     bad = jnp.isnan(nan_if_bad).any()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import DTypeLike
 
 from memeff.device import Device
+from memeff.masking import mask_is_of_tokens
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
@@ -79,8 +79,11 @@ def _unsupported_shape(operands: Operands) -> str | None:
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
     terms = operands.logit_params
-    if problem.dropout is not None:
-        return "the Hopper kernels do not support dropout"
+    if problem.dropout is not None and problem.dropout.bits != "mix32":
+        return (
+            'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws '
+            "Flax's own bits"
+        )
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
     if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
@@ -97,8 +100,6 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
             )
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
-    if terms.scale is not None or terms.soft_cap is not None:
-        return "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
     return None
 
 
@@ -112,8 +113,13 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
         )
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
+    if problem.dropout is not None:
+        return 'backward="fused" does not support dropout'
     if reads_bias(operands):
         return 'backward="fused" does not support `bias` and dense masks'
+    terms = operands.logit_params
+    if terms.scale is not None or terms.soft_cap is not None:
+        return 'backward="fused" supports `scale` and `logits_soft_cap` as numbers, not as arrays'
     return None
 
 
@@ -136,12 +142,6 @@ def _empty(operands: Operands) -> str | None:
     if 0 in (*query.shape, *key.shape, *value.shape):
         return "the Hopper kernels do not support sizes of 0"
     return None
-
-
-def mask_is_of_tokens(mask: Array) -> bool:
-    """Return whether the mask [B|1, N|1, T|1, S|1] hides whole keys or whole queries."""
-    _, N, T, S = mask.shape
-    return N == 1 and 1 in (T, S)
 
 
 def mask_becomes_bias(operands: Operands) -> bool:
@@ -199,6 +199,8 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
         reason = _why_not_stored(operands.query.dtype, operands.key, operands.value)
         if reason is not None:
             return reason
+    if problem.dropout is not None:
+        return "does not support dropout"
     if reads_bias(operands):
         return "does not support `bias` and dense masks"
     vectors, differences, _ = calls.count_numbers(problem, operands)
@@ -268,9 +270,13 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         operands.kv_lengths,
         operands.q_offset,
         operands.q_segments,
-        operands.logit_params.bias,
+        *operands.logit_params[:3],
     )
-    if problem.has_pair_functions or any(x is not None for x in arrays):
+    if (
+        problem.has_pair_functions
+        or problem.dropout is not None
+        or any(x is not None for x in arrays)
+    ):
         return False
     if problem.left is not None or problem.right not in (None, 0) or problem.q_offset != 0:
         return False

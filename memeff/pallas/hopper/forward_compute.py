@@ -186,6 +186,8 @@ class KeyTileLoop(NamedTuple):
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
             failed = jnp.where((m == -jnp.inf) & (first_fixed < visits.total), 1.0, failed)
         inverse_sum = self._inverse_sum(m, l)
+        if self.kernel.problem.dropout is not None:
+            inverse_sum = inverse_sum * (1 / (1 - self.kernel.problem.dropout.rate))
         out = o * broadcast_vector(inverse_sum, o.shape)
         return m, l, out, failed
 
@@ -360,7 +362,7 @@ class KeyTileLoop(NamedTuple):
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
-        p = p.astype(dtype)
+        p = self._drop(tile, p).astype(dtype)
         o = o * broadcast_vector(a, o.shape)
         return p, m_new, l, o
 
@@ -389,7 +391,17 @@ class KeyTileLoop(NamedTuple):
         """Return p and l of (5)."""
         s = tile.logits(raw, None)
         p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
-        return p.astype(self.kernel.scratch.v_s.dtype), l + p.sum(axis=1)
+        l = l + p.sum(axis=1)
+        p = self._drop(tile, p).astype(self.kernel.scratch.v_s.dtype)
+        return p, l
+
+    def _drop(self, tile: ScoreTile, p):
+        """Return p with zeros where dropout drops a pair; `run` scales the rest."""
+        if self.kernel.problem.dropout is None:
+            return p
+        # LLVM would move the choice behind the conversion to 16 bits, and products would then run
+        # one after the other.
+        return lax.optimization_barrier(jnp.where(tile.kept(), p, 0.0))
 
     def _add_values(self, o, p, n):
         """Return o + p v, with v of visit n in shared memory."""
@@ -427,8 +439,10 @@ class KeyTileLoop(NamedTuple):
         kernel = self.kernel
         scratch = kernel.scratch
         count = self.work.visits.total
-        # A score_fn may read vectors of keys. They and the bias are copied with the values.
-        needs_vectors = bool(scratch.token_vectors[1]) and kernel.problem.score_fn is not None
+        # A score_fn and dropout read vectors of keys. They and the bias are copied with the values.
+        problem = kernel.problem
+        reads_vectors = problem.score_fn is not None or problem.dropout is not None
+        needs_vectors = bool(scratch.token_vectors[1]) and reads_vectors
         needs_vectors = needs_vectors or scratch.bias_s is not None
 
         def dot_products(n, load: Callable[[Any], Any]):

@@ -257,7 +257,7 @@ def _compute(
     key_ref, value_ref = arrays
     dq_ref, dk_ref, dv_ref, bad_ref = outputs
     work, work_at_end = works
-    gradient = Gradient(problem)
+    gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, tiling.tile_size
     dtype = key_ref.dtype
     own = pl.ds(group * ROWS, ROWS)

@@ -36,7 +36,7 @@ __all__ = [
 
 def reads_entries(problem: Problem, operands: Operands) -> bool:
     """Return whether the kernels of this call, forward and gradient, read `operands.entries`."""
-    if reads_bias(operands):
+    if reads_bias(operands) or problem.dropout is not None:
         return False
     return backward_is_kernel(operands) and why_not_decode(problem, operands) is not None
 
@@ -105,7 +105,7 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, of calls with a bias or a dense mask, those along `LogitParams`, and those that are not `narrow`, which
+    heads, of calls with a bias, a dense mask or dropout, those along `LogitParams`, and those that are not `narrow`, which
     JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
@@ -117,6 +117,7 @@ def tangent(
     if not narrow:
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
     needs_chunked = reads_bias(operands) or not backward_is_kernel(operands)
+    needs_chunked = needs_chunked or problem.dropout is not None
     if term_tangents or not array_tangents or needs_chunked:
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

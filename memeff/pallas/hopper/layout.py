@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.logits import LOG2_E
+from memeff.dropout import head_words, key_words, query_words
+from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.capability import mask_becomes_bias
 from memeff.pallas.hopper.scalars import Scalars
@@ -32,6 +33,9 @@ SCALAR_DIMS = {
     "sinks": "bkg",
     "query_bias": "bkgt",
     "key_bias": "bkgs",
+    "query_dropout": "bt",
+    "key_dropout": "bs",
+    "head_dropout": "bkg",
     "query_numbers": "bt",
     "key_numbers": "bs",
     "difference_numbers": "bkgx",
@@ -137,10 +141,14 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
     def for_each_batch_entry(x: Array | None) -> Array | None:
         return None if x is None else jnp.broadcast_to(x, (B,))
 
+    terms = with_ratio(problem, operands.logit_params)
     scalars = Scalars(
         q_offset=for_each_batch_entry(operands.q_offset),
         q_lengths=for_each_batch_entry(operands.q_lengths),
         kv_lengths=for_each_batch_entry(operands.kv_lengths),
+        scale=for_each_batch_entry(terms.scale),
+        soft_cap=for_each_batch_entry(terms.soft_cap),
+        ratio=for_each_batch_entry(terms.ratio),
         q_segments=operands.q_segments,
         kv_segments=operands.kv_segments,
     )
@@ -157,7 +165,25 @@ def scalars_of(problem: Problem, operands: Operands) -> Scalars:
         sinks = vary_together(sinks, operands.query)
     bias = bias_scalars(operands.logit_params.bias, operands.shape)
     bias = vary_together(bias, operands.query)
-    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias)
+    dropout = vary_together(dropout_scalars(problem, operands), operands.query)
+    return scalars._replace(**numbers._asdict(), sinks=sinks, **bias, **dropout)
+
+
+def dropout_scalars(problem: Problem, operands: Operands) -> dict[str, tuple[Array, ...]]:
+    """Return the fields of `Scalars` for dropout; the heads are K G."""
+    key = operands.dropout_key
+    if problem.dropout is None or key is None:
+        return {}
+    (B,), T, S, N, K, _, _ = operands.shape
+    by_query = query_words(key, jnp.arange(T))
+    fields = {
+        "query_dropout": tuple(jnp.broadcast_to(x, (B, T)) for x in by_query),
+        "key_dropout": (jnp.broadcast_to(key_words(key, jnp.arange(S)), (B, S)),),
+    }
+    if not problem.dropout.shared:
+        heads = jnp.arange(B * N).reshape(B, K, N // K)
+        fields["head_dropout"] = tuple(head_words(key, heads))
+    return fields
 
 
 def dims_of(scalars: Scalars) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     cols = _round_up(S, 128)
     forward += 4 * B * query_vectors * rows
     forward += 4 * B * key_vectors * cols
+    if problem.dropout is not None:
+        forward += 4 * B * (2 * rows + cols + 2 * N)
     forward += 4 * B * N * differences * (rows + cols)
 
     forward += _bias_bytes(operands)

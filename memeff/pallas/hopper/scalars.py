@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-OF_BATCH = "q_offset", "q_lengths", "kv_lengths", "query_entries", "key_entries", "value_entries"
+from memeff.problem import LogitParams
+
+OF_BATCH = (
+    "q_offset",
+    "q_lengths",
+    "kv_lengths",
+    "query_entries",
+    "key_entries",
+    "value_entries",
+    "scale",
+    "soft_cap",
+    "ratio",
+)
 
 
 class Scalars(NamedTuple):
@@ -24,8 +36,16 @@ class Scalars(NamedTuple):
     query_entries: Any = None  # [B], int32
     key_entries: Any = None  # [B], int32
     value_entries: Any = None  # [B], int32
+    # Where they are arrays, in nats, the same for all batch entries, see `logits.with_ratio`:
+    scale: Any = None  # [B], float32
+    soft_cap: Any = None  # [B], float32
+    ratio: Any = None  # [B], float32
     q_segments: Any = None  # [B, T'], int32
     kv_segments: Any = None  # [B, S'], int32
+    # Random words of dropout, int32, see `dropout.mix32_keep`:
+    query_dropout: tuple[Any, ...] = ()  # two of [B, T']
+    key_dropout: tuple[Any, ...] = ()  # one of [B, S']
+    head_dropout: tuple[Any, ...] = ()  # two of [B, N]; none if all heads share one mask
     # Of user functions, int32 or float32, see user_functions/partition.py:
     head_numbers: tuple[Any, ...] = ()  # [B, N]
     query_numbers: tuple[Any, ...] = ()  # [B, T']
@@ -67,21 +87,26 @@ class Scalars(NamedTuple):
         return jax.tree.map(lambda _: next(refs), self)
 
     @property
+    def logit_terms(self) -> LogitParams:
+        """Return the scale and the soft cap of a batch entry, as `logits_from_dots` takes them."""
+        return LogitParams(scale=self.scale, soft_cap=self.soft_cap, ratio=self.ratio)
+
+    @property
     def has_bias(self) -> bool:
         """Return True if the call has a bias, of any form."""
         return any(x is not None for x in (self.bias, self.query_bias, self.key_bias))
 
     @property
     def by_query(self) -> tuple[Any, ...]:
-        """Return the vectors of queries, segments first."""
+        """Return the vectors of queries: segments, words of dropout, and numbers of functions."""
         segments = () if self.q_segments is None else (self.q_segments,)
-        return (*segments, *self.query_numbers)
+        return (*segments, *self.query_dropout, *self.query_numbers)
 
     @property
     def by_key(self) -> tuple[Any, ...]:
-        """Return the vectors of keys, segments first."""
+        """Return the vectors of keys: segments, words of dropout, and numbers of functions."""
         segments = () if self.kv_segments is None else (self.kv_segments,)
-        return (*segments, *self.key_numbers)
+        return (*segments, *self.key_dropout, *self.key_numbers)
 
 
 def with_ranges(

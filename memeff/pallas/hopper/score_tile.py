@@ -9,9 +9,11 @@ shared memory, and one of each head's position differences from global memory.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.dropout import QueryWords, mix32_keep, words_of_head
 from memeff.logits import logits_base2
 from memeff.masking import MaskInputs, mask_pairs, query_positions
 from memeff.pallas.hopper.bias import load_bias
@@ -64,17 +66,18 @@ def copy_token_vectors(
 
 
 class HeadNumbers(NamedTuple):
-    """The precomputed arrays of user functions that belong to one query head."""
+    """The precomputed arrays of user functions, and of dropout, that belong to one query head."""
 
     numbers: tuple[Array, ...] = ()  # of the head
     differences: tuple[Ref, ...] = ()  # vectors in global memory, of position differences
+    dropout: tuple[Array, ...] = ()  # words of the head; none if all heads share one mask
 
 
 def head_number_refs(scalars: Scalars, n) -> HeadNumbers:
     """Return the arrays of query head n. Call this before a loop, because it reads numbers."""
     numbers = tuple(ref[n] for ref in scalars.head_numbers)
     differences = tuple(ref.at[n] for ref in scalars.difference_numbers)
-    return HeadNumbers(numbers, differences)
+    return HeadNumbers(numbers, differences, tuple(ref[n] for ref in scalars.head_dropout))
 
 
 class ScoreTile(NamedTuple):
@@ -92,6 +95,11 @@ class ScoreTile(NamedTuple):
     bias: Array | None = None  # of the tile, in its own dtype; None: the call has none
     # Row r is the query r modulo `row_period`, of one head after the other; None: of one head.
     row_period: int | None = None
+
+    @property
+    def terms(self) -> LogitParams:
+        """Return the scale, soft cap and bias of the tile, as `logits_from_dots` takes them."""
+        return self.scalars.logit_terms._replace(bias=self.bias)
 
     @property
     def rows(self) -> Array:
@@ -137,7 +145,20 @@ class ScoreTile(NamedTuple):
     def logits(self, raw: Array, keep: Array | None) -> Array:
         """Return logits in base 2 from dot products, -inf where not `keep`."""
         indices = self.pair_indices(self.problem.score_fn)
-        return logits_base2(self.problem, raw, LogitParams(bias=self.bias), keep, indices)
+        return logits_base2(self.problem, raw, self.terms, keep, indices)
+
+    def kept(self) -> Array:
+        """Return True where dropout keeps the pair."""
+        dim = self.query_dim
+        first = int(self.scalars.q_segments is not None)
+        by_query, by_key = self.token_vectors
+        words = QueryWords(*(plgpu.load(x, layout=(ROW, COL)[dim]) for x in by_query[first:][:2]))
+        head = QueryWords(*self.head.dropout) if self.head.dropout else None
+        words = words_of_head(words, head)
+        tiles = QueryWords(*(broadcast_vector(x, self.shape, dim) for x in words))
+        dropout = self.problem.dropout
+        assert dropout is not None
+        return mix32_keep(dropout, tiles, self._token_tile(by_key[first], 1 - dim))
 
     def pair_indices(self, function: Any) -> PairIndices | None:
         """Return the indices and precomputed values that `function`, score_fn or mask_fn, reads."""
@@ -151,19 +172,22 @@ class ScoreTile(NamedTuple):
         )
 
     def differentiable_values(self) -> LogitParams:
-        """Return score_fn's differentiable values as tiles, so that each pair has a cotangent."""
-        score_fn: Any = self.problem.score_fn
-        if score_fn is None or not score_fn.kernel_gradients:
-            return LogitParams()
-        names = sum(score_fn.partition.names_by_axis, ())
-        values = dict(zip(names, self._precomputed(score_fn), strict=True))
+        """Return what a logit depends on as tiles, so that each pair has a cotangent.
+
+        These are the scale and the soft cap, if they are arrays, and score_fn's values.
+        """
 
         def tile(x: Array) -> Array:
             return x if x.shape == self.shape else lax.broadcast(x, self.shape)
 
-        return LogitParams(
-            score=tuple(tile(values[name]) for name in score_fn.partition.kernel_gradients)
-        )
+        tiles = jax.tree.map(tile, self.scalars.logit_terms)
+        score_fn: Any = self.problem.score_fn
+        if score_fn is None or not score_fn.kernel_gradients:
+            return tiles
+        names = sum(score_fn.partition.names_by_axis, ())
+        values = dict(zip(names, self._precomputed(score_fn), strict=True))
+        score = tuple(tile(values[name]) for name in score_fn.partition.kernel_gradients)
+        return tiles._replace(score=score)
 
     def _precomputed(self, function: TileFunction) -> tuple[Array, ...]:
         """Return all precomputed values of `function`: scalars for the head, tiles for all else."""

@@ -39,7 +39,7 @@ from memeff.pallas.hopper.score_tile import (
     TokenVectors,
     head_number_refs,
 )
-from memeff.problem import LogitParams, Problem
+from memeff.problem import Problem
 
 
 class TangentArrays(NamedTuple):
@@ -108,7 +108,7 @@ def logits_and_tangent(
     problem: Problem, raw: Array, tile: ScoreTile, keep: Array | None
 ) -> tuple[Array, Callable[[Array], Array]]:
     """Do (2): return s in bits, and the function that makes ds in nats from d_raw."""
-    gradient = Gradient(problem)
+    gradient = Gradient(problem, tile.scalars.logit_terms)
     if gradient.linear:
 
         def scaled(d_raw):
@@ -119,7 +119,7 @@ def logits_and_tangent(
     indices = tile.pair_indices(problem.score_fn)
 
     def logits(raw):
-        return logits_base2(problem, raw, LogitParams(), keep, indices)
+        return logits_base2(problem, raw, tile.terms, keep, indices)
 
     s, push = jax.linearize(logits, raw)
     return s, lambda d_raw: push(d_raw * (1 / LOG2_E))

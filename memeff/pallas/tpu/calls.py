@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.masking import window_pairs
+from memeff.masking import key_range, window_pairs
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.tpu import nonfinite
 from memeff.pallas.tpu.splash import HIDDEN_LOGIT, Kernels, interpreting
@@ -42,7 +42,8 @@ def kernels_of(problem: Problem, lengths: tuple[int, int], interpret: bool) -> K
     """Return the kernels for `lengths`, T queries and S keys."""
     T, S = lengths
     tile = tile_shape(T, S)
-    hides_padding = S % tile[1] > 0 and not _window_ends_before(problem, T, S)
+    _, end, _, _ = key_range(problem, problem.q_offset, 0, T - 1)
+    hides_padding = S % tile[1] > 0 and (end is None or end > S)
     may_see = None
     positions = None
     if problem.has_window or hides_padding:
@@ -51,11 +52,6 @@ def kernels_of(problem: Problem, lengths: tuple[int, int], interpret: bool) -> K
     visits = Visits(problem, (T, S), tile)
     _, scale = split_scale(problem.scale)
     return Kernels(tile, visits, positions, may_see, scale, problem.soft_cap, interpret)
-
-
-def _window_ends_before(problem: Problem, T: int, S: int) -> bool:
-    """Return whether no query sees behind key S - 1, because of the window."""
-    return problem.right is not None and T - 1 + problem.q_offset + problem.right < S
 
 
 def _may_see(problem: Problem, keys: int | None, position: Array, cols: Array) -> Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memeff.device import Device
+from memeff.masking import mask_is_of_tokens
 from memeff.pallas.tpu import splash
 from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem
@@ -78,7 +79,7 @@ def _unsupported_array(operands: Operands) -> str | None:
     if operands.q_offset is not None:
         return "the TPU kernels support `q_offset` as a number, not as an array"
     mask = operands.mask
-    if mask is not None and not (mask.shape[1] == 1 and 1 in mask.shape[2:]):
+    if mask is not None and not mask_is_of_tokens(mask):
         return (
             "the TPU kernels support a `mask` of keys [B, 1, 1, S] or of queries [B, 1, T, 1], and "
             "no other"

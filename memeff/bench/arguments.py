@@ -1,0 +1,209 @@
+"""`python -m memeff.bench arguments`: time calls with a bias, a dense mask, dropout and others.
+
+Forward / forward + gradient in milliseconds, of the bias too where there is one, and the temporary
+bytes of the latter, which XLA reports. Times are medians of samples taken in turns.
+
+  memeff         dot_product_attention; dropout with dropout_bits="mix32"
+  memeff:xla     the same with implementation="xla", the chunked path
+  jax.nn         jax.nn.dot_product_attention from XLA
+  jax.nn:cudnn   the same with implementation="cudnn"
+
+jax.nn has no dropout.
+"""
+
+import argparse
+import functools
+import json
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import memeff
+from memeff.bench.calls import Run
+from memeff.bench.cases import Row
+from memeff.bench.losses import without_save
+from memeff.bench.results import description_to_keep, measurement, save_results
+from memeff.bench.speed import measure
+
+SECONDS_PER_SAMPLE = 0.02
+STANDARD = ("memeff", "memeff:xla", "jax.nn", "jax.nn:cudnn")
+EXTRAS = ("plain", "bias", "mask", "dropout", "threefry", "scale", "soft cap")
+
+
+class ArgumentCase(NamedTuple):
+    """The sizes of a call, bfloat16 throughout, and the argument that it has."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    extra: str
+
+
+# Triangle attention and pair bias of structure models, and two sizes of language models.
+BIASES = [
+    ArgumentCase(64, 512, 4, 32, "bias"),
+    ArgumentCase(1, 2048, 4, 32, "bias"),
+    ArgumentCase(2, 4096, 16, 64, "bias"),
+    ArgumentCase(1, 8192, 8, 128, "bias"),
+]
+OTHERS = [ArgumentCase(2, 4096, 16, 64, extra) for extra in EXTRAS if extra != "bias"]
+OTHERS += [ArgumentCase(1, 8192, 8, 128, extra) for extra in ("plain", "dropout")]
+CASES = {" ".join(map(str, case)): case for case in (*BIASES, *OTHERS)}
+
+
+def arrays_of(case: ArgumentCase) -> dict[str, Array]:
+    """Return query, key, value and what differs between calls, drawn from normal numbers."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = case.B, case.T, case.N, case.H
+    arrays = {
+        name: jax.random.normal(key, shape, jnp.bfloat16)
+        for name, key in zip(("query", "key", "value", "dout"), keys, strict=False)
+    }
+    if case.extra == "bias":
+        bias_shape = 1, case.N, case.T, case.T
+        arrays["bias"] = jax.random.normal(keys[4], bias_shape, jnp.bfloat16)
+    if case.extra == "scale":
+        arrays["scale"] = jnp.float32(case.H**-0.5)
+    if case.extra == "soft cap":
+        arrays["logits_soft_cap"] = jnp.float32(20)
+    return arrays
+
+
+def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
+    """Return the keywords without a gradient, or None if implementation `name` lacks one."""
+    library, _, variant = name.partition(":")
+    keywords: dict[str, Any] = {"implementation": variant or None}
+    if library == "jax.nn":
+        keywords["implementation"] = variant or "xla"
+    if case.extra == "mask":
+        pairs = jax.random.uniform(jax.random.key(1), (1, 1, case.T, case.T))
+        keywords["mask"] = pairs < 0.9
+    if library == "jax.nn" and case.extra not in ("plain", "bias", "mask"):
+        return None
+    if case.extra in ("dropout", "threefry"):
+        bits = "mix32" if case.extra == "dropout" else "threefry"
+        drops = dict(dropout_rng=jax.random.key(2), dropout_rate=0.1, dropout_bits=bits)
+        keywords |= drops | dict(broadcast_dropout=False)
+    return keywords
+
+
+class Compiled(NamedTuple):
+    """A compiled call, ready to run, and the temporary bytes that XLA reports."""
+
+    run: Run
+    temp_bytes: int
+
+
+def compiled_calls(case: ArgumentCase, name: str, arrays: dict[str, Array]) -> list[Compiled]:
+    """Return the forward, and the forward with its gradient; none if `name` lacks the argument."""
+    library = jax.nn if name.startswith("jax.nn") else memeff
+    keywords = constants_of(case, name)
+    if keywords is None:
+        return []
+    mask = keywords.pop("mask", None)
+    attend = functools.partial(library.dot_product_attention, **keywords)
+    moved = {name: x for name, x in arrays.items() if name != "dout"}
+
+    def forward(mask, dout, arrays):
+        more = {} if mask is None else {"mask": mask}
+        return attend(**arrays, **more)
+
+    def with_gradient(mask, dout, arrays):
+        out, pull = jax.vjp(functools.partial(forward, mask, dout), arrays)
+        return out, pull(dout)
+
+    inputs = mask, arrays["dout"], moved
+    return [_compiled(function, inputs) for function in (forward, with_gradient)]
+
+
+def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Compiled:
+    """Compile a function, and bind its inputs."""
+    program = jax.jit(function).lower(*inputs).compile()
+    memory: Any = program.memory_analysis()
+    call = functools.partial(program, *inputs)
+    return Compiled(Run(call, jax.block_until_ready), memory.temp_size_in_bytes)
+
+
+def rows_of_case(case: ArgumentCase, names: Sequence[str], rounds: int) -> list[Row]:
+    """Return a row for each implementation that has the argument of the case."""
+    arrays = arrays_of(case)
+    rows = {}
+    runs: list[dict[str, Run]] = [{}, {}]
+    for name in names:
+        row: Row = {"implementation": name, **case._asdict()}
+        try:
+            pair = compiled_calls(case, name, arrays)
+        except Exception as error:  # noqa: BLE001
+            rows[name] = row | {"note": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            continue
+        if not pair:
+            continue
+        for part, compiled in zip(runs, pair, strict=True):
+            part[name] = compiled.run
+        row["temp_bytes"] = pair[1].temp_bytes
+        rows[name] = row
+    for mode, part in zip(("forward", "gradient"), runs, strict=True):
+        for name, samples in measure(part, rounds, SECONDS_PER_SAMPLE).items():
+            rows[name][f"{mode}: seconds"] = statistics.median(samples)
+    return list(rows.values())
+
+
+def cells(case: ArgumentCase, rows: Sequence[Row]) -> Row:
+    """Return the line of the table: milliseconds of forward / forward + gradient."""
+
+    def times(row: Row) -> str:
+        if "note" in row:
+            return "fails"
+        return " / ".join(
+            f"{1e3 * row[f'{mode}: seconds']:.3g}" for mode in ("forward", "gradient")
+        )
+
+    line = {"B, T, N, H": f"{case.B}, {case.T:,}, {case.N}, {case.H}", "with": case.extra}
+    line |= {f"{row['implementation']}, ms": times(row) for row in rows}
+    memory = [f"{row['temp_bytes'] / 1e6:.0f}" if "temp_bytes" in row else "-" for row in rows]
+    return line | {"temporary MB": ", ".join(memory)}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command line."""
+    options = parse(arguments)
+    shown = shlex.join(without_save(arguments))
+    command = f"python -m memeff.bench arguments {shown}".strip()
+    lines = []
+    for name in options.case:
+        rows = rows_of_case(CASES[name], options.implementation, options.rounds)
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        lines.append(cells(CASES[name], rows))
+    if options.save:
+        path = Path(options.save)
+        description = description_to_keep(path, "cells") | measurement({}, command)
+        save_results(path, description, lines)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff.bench arguments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="CASE",
+        help='"B T N H argument", such as ' + ", ".join(f'"{name}"' for name in CASES),
+    )
+    parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    return parser.parse_args(arguments)

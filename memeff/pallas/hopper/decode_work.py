@@ -66,9 +66,12 @@ class DecodeSizes(NamedTuple):
     consumers: int  # warpgroups
     heads: int  # key heads of an item, which consumers visit at the same time
     pages: Pages | None = None  # None: all keys of a sequence are neighbours in memory
+    keys_first: bool = False  # keys and values are first factors of products, queries are second
 
     @staticmethod
-    def of(call: CallSizes, H: int, D: int, pages: Pages | None = None) -> "DecodeSizes":
+    def of(
+        call: CallSizes, H: int, D: int, pages: Pages | None = None, keys_first: bool = False
+    ) -> "DecodeSizes":
         """Return the fastest sizes for these head dims.
 
         Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
@@ -80,7 +83,7 @@ class DecodeSizes(NamedTuple):
         while call.K % heads:
             heads //= 2
         tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
-        return DecodeSizes(call, tile, CONSUMERS, heads, pages)
+        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first)
 
     @property
     def keys_of_copy(self) -> int:
@@ -106,6 +109,11 @@ class DecodeSizes(NamedTuple):
     def rows(self) -> int:
         """Return the rows of a key head: the heads of its group, times the queries."""
         return self.call.G * self.call.T
+
+    @property
+    def rows_of_item(self) -> int:
+        """Return the rows that an item computes: 64, or of second factors as few as there are."""
+        return min(ROWS, -(-self.rows // 8) * 8) if self.keys_first else ROWS
 
     @property
     def row_tiles(self) -> int:

@@ -94,8 +94,10 @@ def decode_scratch(
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
     of_8_bits = {"scales_s": (), **interpreter_staging(consumers, ROWS, sizes.tile, dtype)}
-    if cache.has_scales:
+    if sizes.keys_first:
         of_8_bits = stored_scratch(sizes, slots, (H, D), dtype)
+        if not cache.has_scales:
+            of_8_bits["scales_s"] = ()
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (consumers, rows), (slots, sizes.tile))
     query_vectors, key_vectors = vectors["token_vectors"]

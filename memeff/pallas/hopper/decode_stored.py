@@ -45,7 +45,7 @@ class StoredLoop(SplitLoop):
         """Store a partial result of the item's rows; `partials` are those of one key head."""
         rows = self.sizes.rows_of_item
         stored = min(rows, partials.o.shape[1])
-        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o)
+        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o, bool(self.scratch.scales_s))
         partials.m[part, pl.ds(self.item.row, rows)] = m
         partials.l[part, pl.ds(self.item.row, rows)] = self._reduce(l, "add")
 
@@ -71,6 +71,8 @@ class StoredLoop(SplitLoop):
         stage = scratch.stage and scratch.stage.at[self.consumer]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
+        if not self.scratch.scales_s:
+            return self._visit16(tile, q, place, is_masked, tile_number, rows)
         keys = load_keys(scratch.k_s.at[place], dtype)
 
         def dot_products(raw):
@@ -102,6 +104,45 @@ class StoredLoop(SplitLoop):
         # scales of keys that a row does not see may be NaN
         p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
         return m_new, l, self._add_product(o, values, p, stage)
+
+    def _visit16(self, tile, q, place, is_masked, tile_number, rows):
+        m, l, o = rows
+        scratch = self.scratch
+        keys = scratch.k_s.at[place]
+        values = scratch.v_s.at[place]
+
+        def dot_products(raw):
+            plgpu.wgmma(raw, keys, q.T)
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
+
+        raw = accumulators(dot_products, self.tile_shape)
+
+        def masked(raw):
+            if self.sizes.pages is not None:
+                raw = raw + self._nan_of_missing_pages(tile_number)
+            keep = tile.mask()
+            return tile.logits(raw, keep)
+
+        def whole(raw):
+            return tile.logits(raw, None)
+
+        s = lax.cond(is_masked, masked, whole, raw)  # (2)
+        m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
+        l = l * broadcast_vector(a, self.tile_shape, 1) + p
+        o = o * broadcast_vector(a, o.shape, 1)
+        p_s = self.scratch.p_s.at[self.consumer]
+        store_transposed(p_s, p.astype(p_s.dtype))
+        plgpu.commit_smem()
+
+        def add(total):
+            finish = init_accumulator(total, o)
+            plgpu.wgmma(total, values.T, p_s.T)
+            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        return m_new, l, accumulators(add, o.shape)
 
     def _scales(self, n: int, place) -> Array:
         """Return the scales of keys (n = 0) or values (n = 1) as a tile."""

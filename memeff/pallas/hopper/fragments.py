@@ -271,14 +271,14 @@ def reduce_rows(tile: Array, kind: str, scratch: Ref) -> Array:
     return reduce(tile, scratch)
 
 
-def store_columns(ref: Ref, tile: Array) -> None:
+def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
     """Store the first columns of `tile` [D, N] to `ref` [R, D] in global memory, R of them.
 
     Rows of the tile are in the order of `load_values`.
     """
     count, D = ref.shape
     if interpreting():
-        ref[...] = sort_rows(tile).T[:count]
+        ref[...] = (sort_rows(tile) if permuted else tile).T[:count]
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
@@ -305,6 +305,14 @@ def store_columns(ref: Ref, tile: Array) -> None:
                     register = tile.registers[by_place[row, first_col]]
                     numbers.append(vector.extract(register, [], [n]))
                 branch = scf.IfOp(is_inside)
+                if not permuted:
+                    with ir.InsertionPoint(branch.then_block):
+                        for (row, c2), _r in by_place.items():
+                            if c2 == first_col:
+                                number = vector.extract(tile.registers[_r], [], [n])
+                                _memref.store(number, ref, [col, arith.addi(entries.row, constant(row))])
+                        scf.yield_([])
+                    continue
                 with ir.InsertionPoint(branch.then_block):
                     together = vector.from_elements(
                         ir.VectorType.get((size,), ir.F32Type.get()), numbers

@@ -80,7 +80,7 @@ def forward(
         if cache.has_scales:
             rows = permute_dims(rows)
         row_scalars = _scalars_of_rows(scalars, T, G)
-        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales or KEYS_FIRST)
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales or (KEYS_FIRST and G * T <= 32))
         kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, K, G, T, D)

@@ -127,7 +127,7 @@ def stored_scratch(sizes: DecodeSizes, slots: int, dims: tuple[int, int], dtype)
     scratch = {
         "scales_s": (scales, scales),
         "p_s": tile_ref(consumers, rows, tile, dtype),
-        "sums_s": plgpu.SMEM((consumers, rows // 8 * SCRATCH_OF_COLUMNS), jnp.float32),
+        "sums_s": plgpu.SMEM((consumers, min(rows // 8, 4) * SCRATCH_OF_COLUMNS), jnp.float32),
     }
     first_factors = max(tile, dims[1]), max(tile, dims[0])  # [c, H] and [D, c]
     return scratch | interpreter_staging(consumers, *first_factors, dtype)

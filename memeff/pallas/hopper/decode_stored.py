@@ -31,6 +31,8 @@ from memeff.pallas.hopper.mosaic import (
     multiply,
     plgpu,
 )
+from memeff.pallas.hopper.nonfinite import clean_own_values
+from memeff.pallas.hopper.score_tile import ScoreTile
 
 
 class StoredLoop(SplitLoop):
@@ -68,112 +70,82 @@ class StoredLoop(SplitLoop):
         dtype = scratch.q_s.dtype
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
-        stage = scratch.stage and scratch.stage.at[self.consumer]
+        keys, values = scratch.k_s.at[place], scratch.v_s.at[place]
+        has_8_bits = bool(scratch.scales_s)
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
-        if not self.scratch.scales_s:
-            return self._visit16(tile, q, place, is_masked, tile_number, rows)
-        keys = load_keys(scratch.k_s.at[place], dtype)
+        first_factor = load_keys(keys, dtype) if has_8_bits else keys
 
         def dot_products(raw):
-            multiply(raw, keys, q.T, self._part_of(stage, keys))  # (1)
-            values = load_values(scratch.v_s.at[place], dtype)  # beside the product
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0), values
+            self._multiply(raw, first_factor, q.T)  # (1)
+            loaded = (load_values(values, dtype),) if has_8_bits else ()  # beside the product
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
 
-        raw, values = accumulators(dot_products, self.tile_shape)
-        raw = raw * self._scales(0, place)
+        raw, loaded = accumulators(dot_products, self.tile_shape)
+        if has_8_bits:
+            raw = raw * self._scales(0, place)
 
-        def masked(raw, o, values):
+        def masked(raw, o, loaded):
             if self.sizes.pages is not None:
                 raw = raw + self._nan_of_missing_pages(tile_number)
-            keep = tile.mask()
-            if jnp.issubdtype(scratch.v_s.dtype, jnp.floating):
-                o, values = self._clean(o, values, keep, stage)
-            return tile.logits(raw, keep), o, values
+            if loaded:
+                o, loaded = self._clean_loaded(o, *loaded, tile)
+            else:
+                bad = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
+                o = clean_own_values(values, o, tile, bad, scratch.sums_s.at[self.consumer])
+            return tile.logits(raw, tile.mask()), o, loaded
 
-        def whole(raw, o, values):
-            return tile.logits(raw, None), o, values
+        def whole(raw, o, loaded):
+            return tile.logits(raw, None), o, loaded
 
-        s, o, values = lax.cond(is_masked, masked, whole, raw, o, values)  # (2)
+        s, o, loaded = lax.cond(is_masked, masked, whole, raw, o, loaded)  # (2)
         m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
         l = l * broadcast_vector(a, self.tile_shape, 1) + p
         o = o * broadcast_vector(a, o.shape, 1)
-        # scales of keys that a row does not see may be NaN
-        p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
-        return m_new, l, self._add_product(o, values, p, stage)
-
-    def _visit16(self, tile, q, place, is_masked, tile_number, rows):
-        m, l, o = rows
-        scratch = self.scratch
-        keys = scratch.k_s.at[place]
-        values = scratch.v_s.at[place]
-
-        def dot_products(raw):
-            plgpu.wgmma(raw, keys, q.T)
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0)
-
-        raw = accumulators(dot_products, self.tile_shape)
-
-        def masked(raw):
-            if self.sizes.pages is not None:
-                raw = raw + self._nan_of_missing_pages(tile_number)
-            keep = tile.mask()
-            return tile.logits(raw, keep)
-
-        def whole(raw):
-            return tile.logits(raw, None)
-
-        s = lax.cond(is_masked, masked, whole, raw)  # (2)
-        m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
-        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        a = jnp.exp2(m - shift)
-        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
-        l = l * broadcast_vector(a, self.tile_shape, 1) + p
-        o = o * broadcast_vector(a, o.shape, 1)
-        p_s = self.scratch.p_s.at[self.consumer]
-        store_transposed(p_s, p.astype(p_s.dtype))
-        plgpu.commit_smem()
-
-        def add(total):
-            finish = init_accumulator(total, o)
-            plgpu.wgmma(total, values.T, p_s.T)
-            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
-
-        return m_new, l, accumulators(add, o.shape)
+        if has_8_bits:  # scales of keys that a row does not see may be NaN
+            p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
+        return m_new, l, self._add_product(o, loaded[0] if loaded else values.T, p)
 
     def _scales(self, n: int, place) -> Array:
         """Return the scales of keys (n = 0) or values (n = 1) as a tile."""
         scales = plgpu.load(self.scratch.scales_s[n].at[place], layout=ROW)
         return broadcast_vector(scales, self.tile_shape)
 
-    def _add_product(self, o: Array, values: Array, p: Array, stage) -> Array:
-        """Return o + values p; p is rounded to the dtype of the query."""
+    def _add_product(self, o: Array, values, p: Array) -> Array:
+        """Return o + values p, for values [D, c]; p is rounded to the dtype of the query."""
         p_s = self.scratch.p_s.at[self.consumer]
         store_transposed(p_s, p.astype(p_s.dtype))
         plgpu.commit_smem()
 
         def add(total):
             finish = init_accumulator(total, o)
-            multiply(total, values, p_s.T, self._part_of(stage, values))
+            self._multiply(total, values, p_s.T)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         return accumulators(add, o.shape)
 
-    def _clean(self, o: Array, values: Array, keep: Array, stage) -> tuple[Array, Array]:
-        """Replace NaN in `values` by 0; return o with NaN where a row sees it in its column."""
+    def _clean_loaded(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, tuple]:
+        """Replace NaN in `values` [D, c] by 0; return o with NaN where a row sees it, in its column.
+
+        Integers are finite.
+        """
+        if not jnp.issubdtype(self.scratch.v_s.dtype, jnp.floating):
+            return o, (values,)
         is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
         bad = jnp.where(is_finite, 0.0, 1.0).astype(values.dtype)
-        seen = jnp.where(keep, 1.0, 0.0)
-        counts = self._add_product(jnp.zeros_like(o), bad, seen, stage)
+        seen = jnp.where(tile.mask(), 1.0, 0.0)
+        counts = self._add_product(full_tile(o.shape, 0.0), bad, seen)
         values = jnp.where(is_finite, values.astype(jnp.float32), 0.0).astype(values.dtype)
-        return jnp.where(counts > 0, jnp.nan, o), values
+        return jnp.where(counts > 0, jnp.nan, o), (values,)
 
-    def _part_of(self, stage, factor: Array):
-        """Return the part of `stage` that holds a first factor; None on a GPU."""
-        if stage is None:
-            return None
-        rows, cols = factor.shape
-        return stage.at[pl.ds(0, rows), pl.ds(0, cols)]
+    def _multiply(self, total, x, y) -> None:
+        """Start total += x y, where x is in registers or in shared memory."""
+        stage = self.scratch.stage
+        if stage is not None and not self.scratch.scales_s:
+            stage = None
+        if stage is not None:
+            stage = stage.at[self.consumer, pl.ds(0, x.shape[0]), pl.ds(0, x.shape[1])]
+        multiply(total, x, y, stage)

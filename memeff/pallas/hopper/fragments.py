@@ -274,7 +274,7 @@ def reduce_rows(tile: Array, kind: str, scratch: Ref) -> Array:
 def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
     """Store the first columns of `tile` [D, N] to `ref` [R, D] in global memory, R of them.
 
-    Rows of the tile are in the order of `load_values`.
+    Rows of the tile are in the order of `load_values`, if `permuted`.
     """
     count, D = ref.shape
     if interpreting():
@@ -283,7 +283,7 @@ def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(_, ref, tile):
-        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
+        _mgpu, ir, arith, memref, vector, scf = mlir_modules()
         index = ir.IndexType.get()
 
         def constant(x: int):
@@ -296,28 +296,24 @@ def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
         dim = arith.addi(lane, arith.muli(warp, constant(8)))
         dim = arith.muli(dim, constant(size))
         by_place = {(row, col): register for register, row, col in entries.pairs}
+        rows = [64 * m + 8 * h for m in range(size // 2) for h in range(2)]
         for first_col in range(0, tile.shape[1], 8):
             for n in range(2):
                 col = arith.addi(entries.col, constant(first_col + n))
                 is_inside = arith.cmpi(arith.CmpIPredicate.ult, col, constant(count))
                 numbers = []
-                for row in [64 * m + 8 * h for m in range(size // 2) for h in range(2)]:
+                for row in rows:
                     register = tile.registers[by_place[row, first_col]]
                     numbers.append(vector.extract(register, [], [n]))
                 branch = scf.IfOp(is_inside)
-                if not permuted:
-                    with ir.InsertionPoint(branch.then_block):
-                        for (row, c2), _r in by_place.items():
-                            if c2 == first_col:
-                                number = vector.extract(tile.registers[_r], [], [n])
-                                _memref.store(number, ref, [col, arith.addi(entries.row, constant(row))])
-                        scf.yield_([])
-                    continue
                 with ir.InsertionPoint(branch.then_block):
-                    together = vector.from_elements(
-                        ir.VectorType.get((size,), ir.F32Type.get()), numbers
-                    )
-                    vector.store(together, ref, [col, dim])
+                    if permuted:
+                        kind = ir.VectorType.get((size,), ir.F32Type.get())
+                        vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
+                    else:
+                        for row, number in zip(rows, numbers, strict=True):
+                            place = [col, arith.addi(entries.row, constant(row))]
+                            memref.store(number, ref, place)
                     scf.yield_([])
 
     store(ref, tile)

@@ -109,11 +109,11 @@ class Consumer(NamedTuple):
         scratch = self.scratch
         scalars = item.keys.scalars
         ready = scratch.q_ready.at[self.number]
-        rows = pl.ds(item.row, self.sizes.rows_of_item)
+        rows = pl.ds(item.row, ROWS)
         copy_token_vectors(scalars.by_query, rows, scratch.query_vectors, self.number, ready)
         for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
             slot = self.number * self.sizes.heads_of_consumer + n
-            queries = self.query_ref.at[item.b, k, rows]
+            queries = self.query_ref.at[item.b, k, pl.ds(item.row, self.sizes.rows_of_item)]
             plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], ready)
             for ref, shared in zip(scalars.head_numbers, scratch.head_numbers, strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[k, rows], shared.at[slot], ready)

@@ -99,7 +99,7 @@ def decode_scratch(
         if not cache.has_scales:
             of_8_bits["scales_s"] = ()
     query_numbers, key_numbers = barrier_arrivals(scalars)
-    vectors = scratch_shapes(scalars, (consumers, rows), (slots, sizes.tile))
+    vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))  # copies are aligned
     query_vectors, key_vectors = vectors["token_vectors"]
     head_numbers = scalars.head_numbers
     return DecodeScratch(
@@ -108,7 +108,7 @@ def decode_scratch(
             num_arrivals=heads * (1 + len(head_numbers)) + query_numbers, num_barriers=consumers
         ),
         query_vectors=tuple(query_vectors),
-        head_numbers=tuple(plgpu.SMEM((consumers * heads, rows), x.dtype) for x in head_numbers),
+        head_numbers=tuple(plgpu.SMEM((consumers * heads, ROWS), x.dtype) for x in head_numbers),
         k_s=tile_ref(slots * heads, sizes.tile, H, cache.key.dtype),
         v_s=tile_ref(slots * heads, sizes.tile, D, cache.value.dtype),
         ready=plgpu.Barrier(num_arrivals=copies + key_numbers, num_barriers=slots),
@@ -286,10 +286,11 @@ class SplitLoop(NamedTuple):
         scratch = self.scratch
         place = self.consumer * self.sizes.heads_of_consumer + head
         numbers = []
+        rows = pl.ds(0, self.sizes.rows_of_item)
         for ref in scratch.head_numbers:
-            number = plgpu.load(ref.at[place], layout=(ROW, COL)[self.query_dim])
+            number = plgpu.load(ref.at[place, rows], layout=(ROW, COL)[self.query_dim])
             numbers.append(broadcast_vector(number, self.tile_shape, self.query_dim))
-        query_vectors = tuple(ref.at[self.consumer] for ref in scratch.query_vectors)
+        query_vectors = tuple(ref.at[self.consumer, rows] for ref in scratch.query_vectors)
         key_vectors = tuple(ref.at[slot] for ref in scratch.key_vectors)
         # Positions of rows that differ from item to item are made anew in each tile.
         first_row = hide_from_cse(item.row) if self.sizes.row_tiles > 1 else jnp.int32(0)

@@ -104,9 +104,9 @@ def random_model(config: Config) -> tuple[Any, Any]:
         params = nnx.split(model, nnx.Param)[1]
         return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
-    graphdef = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param
-    )[0]
+    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)[
+        0
+    ]
     return graphdef, make()
 
 
@@ -120,8 +120,7 @@ def filled_caches(config: Config, batch: int, context: int) -> Caches:
         return jax.random.normal(jax.random.key(n), shape, config.dtype)
 
     return tuple(
-        memeff.KVCache(tokens(2 * n), tokens(2 * n + 1), lengths + 0)
-        for n in range(config.layers)
+        memeff.KVCache(tokens(2 * n), tokens(2 * n + 1), lengths + 0) for n in range(config.layers)
     )
 
 

@@ -22,8 +22,6 @@ from memeff.problem import Operands, Problem, split_axis
 from memeff.softmax import Lse, LseFor
 from memeff.stored import StoredKeys
 
-import os
-KEYS_FIRST = os.environ.get('KEYS_FIRST') == '1'
 QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
 # Dims of the arrays of a `Cache`, and of one whose keys lie in pages.
 CACHE_DIMS = "bskh", "bskd", "bks", "bks"
@@ -80,7 +78,7 @@ def forward(
         if cache.has_scales:
             rows = permute_dims(rows)
         row_scalars = _scalars_of_rows(scalars, T, G)
-        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales or (KEYS_FIRST and G * T <= 32))
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales)
         kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, K, G, T, D)

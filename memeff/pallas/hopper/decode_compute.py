@@ -53,6 +53,7 @@ from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 STAGES = 3  # slots of a consumer for tiles of keys and values
+COLUMNS_SUMMED_AT_ONCE = 32  # at most, in a cache of 8 bits
 
 
 class DecodeScratch(NamedTuple):
@@ -69,11 +70,12 @@ class DecodeScratch(NamedTuple):
     key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
-    # Of a cache of 8 bits
-    scales_s: tuple[Ref, ...]  # of keys and of values, [consumers * stages * heads, c]
+    # Of a cache of 8 bits:
+    scales_s: tuple[Ref, ...] = ()  # of keys and of values, [consumers * stages * heads, c]
     p_s: Ref = None  # [consumers, rows, c]
     sums_s: Ref = None  # [consumers, X], for sums and maxima along the keys of a tile
-    stage: Ref = None  # first factors that are in registers, in the interpreter alone
+    # In the interpreter, first factors that are in registers on a GPU:
+    stage: Ref = None  # [consumers, 64, c], or of a cache of 8 bits as large as its tiles
 
     @property
     def stages(self) -> int:
@@ -93,11 +95,9 @@ def decode_scratch(
     slots = consumers * (STAGES - is_full)
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
-    of_8_bits = {"scales_s": (), **interpreter_staging(consumers, ROWS, sizes.tile, dtype)}
-    if sizes.keys_first:
-        of_8_bits = stored_scratch(sizes, slots, (H, D), dtype)
-        if not cache.has_scales:
-            of_8_bits["scales_s"] = ()
+    rest = interpreter_staging(consumers, ROWS, sizes.tile, dtype)
+    if cache.has_scales:
+        rest = stored_scratch(sizes, slots, (H, D), dtype)
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))  # copies are aligned
     query_vectors, key_vectors = vectors["token_vectors"]
@@ -116,18 +116,21 @@ def decode_scratch(
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
         bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
-        **of_8_bits,
+        **rest,
     )
 
 
-def stored_scratch(sizes: DecodeSizes, slots: int, dims: tuple[int, int], dtype) -> dict[str, Any]:
+def stored_scratch(
+    sizes: DecodeSizes, slots: int, dims: tuple[int, int], dtype: DTypeLike
+) -> dict[str, Any]:
     """Return the types of what a cache of 8 bits needs besides, for heads of `dims` H and D."""
     consumers, rows, tile = sizes.consumers, sizes.rows_of_item, sizes.tile
+    summed = min(rows // 8, COLUMNS_SUMMED_AT_ONCE // 8)
     scales = plgpu.SMEM((slots * sizes.heads_of_consumer, tile), jnp.float32)
     scratch = {
         "scales_s": (scales, scales),
         "p_s": tile_ref(consumers, rows, tile, dtype),
-        "sums_s": plgpu.SMEM((consumers, min(rows // 8, 4) * SCRATCH_OF_COLUMNS), jnp.float32),
+        "sums_s": plgpu.SMEM((consumers, summed * SCRATCH_OF_COLUMNS), jnp.float32),
     }
     first_factors = max(tile, dims[1]), max(tile, dims[0])  # [c, H] and [D, c]
     return scratch | interpreter_staging(consumers, *first_factors, dtype)
@@ -171,8 +174,8 @@ class SplitLoop(NamedTuple):
     @property
     def tile_shape(self) -> tuple[int, int]:
         """Return the shape of a tile of logits."""
-        shape = self.sizes.rows_of_item, self.sizes.tile
-        return shape if self.query_dim == 0 else shape[::-1]
+        rows, cols = self.sizes.rows_of_item, self.sizes.tile
+        return (rows, cols) if self.query_dim == 0 else (cols, rows)
 
     def run(self):
         """Return m, l and o of this consumer's tiles, for each of its key heads."""

@@ -20,6 +20,7 @@ from memeff.pallas.hopper.fragments import (
     load_values,
     reduce_rows,
     store_columns,
+    store_of_columns,
     store_transposed,
 )
 from memeff.pallas.hopper.mosaic import (
@@ -31,7 +32,6 @@ from memeff.pallas.hopper.mosaic import (
     multiply,
     plgpu,
 )
-from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.score_tile import ScoreTile
 
 
@@ -47,9 +47,10 @@ class StoredLoop(SplitLoop):
         """Store a partial result of the item's rows; `partials` are those of one key head."""
         rows = self.sizes.rows_of_item
         stored = min(rows, partials.o.shape[1])
-        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o, bool(self.scratch.scales_s))
-        partials.m[part, pl.ds(self.item.row, rows)] = m
-        partials.l[part, pl.ds(self.item.row, rows)] = self._reduce(l, "add")
+        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o)
+        places = pl.ds(self.item.row, rows)
+        store_of_columns(partials.m.at[part, places], m)
+        store_of_columns(partials.l.at[part, places], self._reduce(l, "add"))
 
     def _start(self) -> tuple[Array, Array, Array]:
         """Return m [rows], l [c, rows] and o [D, rows] before the first tile."""
@@ -70,51 +71,45 @@ class StoredLoop(SplitLoop):
         dtype = scratch.q_s.dtype
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
-        keys, values = scratch.k_s.at[place], scratch.v_s.at[place]
-        has_8_bits = bool(scratch.scales_s)
+        values_ref = scratch.v_s.at[place]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
-        first_factor = load_keys(keys, dtype) if has_8_bits else keys
+        keys = load_keys(scratch.k_s.at[place], dtype)
 
         def dot_products(raw):
-            self._multiply(raw, first_factor, q.T)  # (1)
-            loaded = (load_values(values, dtype),) if has_8_bits else ()  # beside the product
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
+            self._multiply(raw, keys, q.T)  # (1)
+            values = load_values(values_ref, dtype)  # beside the product
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0), values
 
-        raw, loaded = accumulators(dot_products, self.tile_shape)
-        if has_8_bits:
-            raw = raw * self._scales(0, place)
+        raw, values = accumulators(dot_products, self.tile_shape)
+        raw = raw * self._scales(0, place)
 
-        def masked(raw, o, loaded):
+        def masked(raw, o, values):
             if self.sizes.pages is not None:
                 raw = raw + self._nan_of_missing_pages(tile_number)
-            if loaded:
-                o, loaded = self._clean_loaded(o, *loaded, tile)
-            else:
-                bad = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
-                o = clean_own_values(values, o, tile, bad, scratch.sums_s.at[self.consumer])
-            return tile.logits(raw, tile.mask()), o, loaded
+            o, values = self._clean(o, values, tile)
+            return tile.logits(raw, tile.mask()), o, values
 
-        def whole(raw, o, loaded):
-            return tile.logits(raw, None), o, loaded
+        def whole(raw, o, values):
+            return tile.logits(raw, None), o, values
 
-        s, o, loaded = lax.cond(is_masked, masked, whole, raw, o, loaded)  # (2)
+        s, o, values = lax.cond(is_masked, masked, whole, raw, o, values)  # (2)
         m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
         l = l * broadcast_vector(a, self.tile_shape, 1) + p
         o = o * broadcast_vector(a, o.shape, 1)
-        if has_8_bits:  # scales of keys that a row does not see may be NaN
-            p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
-        return m_new, l, self._add_product(o, loaded[0] if loaded else values.T, p)
+        # scales of keys that a row does not see may be NaN
+        p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
+        return m_new, l, self._add_product(o, values, p)
 
     def _scales(self, n: int, place) -> Array:
         """Return the scales of keys (n = 0) or values (n = 1) as a tile."""
         scales = plgpu.load(self.scratch.scales_s[n].at[place], layout=ROW)
         return broadcast_vector(scales, self.tile_shape)
 
-    def _add_product(self, o: Array, values, p: Array) -> Array:
+    def _add_product(self, o: Array, values: Array, p: Array) -> Array:
         """Return o + values p, for values [D, c]; p is rounded to the dtype of the query."""
         p_s = self.scratch.p_s.at[self.consumer]
         store_transposed(p_s, p.astype(p_s.dtype))
@@ -125,27 +120,27 @@ class StoredLoop(SplitLoop):
             self._multiply(total, values, p_s.T)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
-        return accumulators(add, o.shape)
+        rows, cols = o.shape
+        return accumulators(add, (rows, cols))
 
-    def _clean_loaded(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, tuple]:
+    def _clean(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
         """Replace NaN in `values` [D, c] by 0; return o with NaN where a row sees it, in its column.
 
         Integers are finite.
         """
         if not jnp.issubdtype(self.scratch.v_s.dtype, jnp.floating):
-            return o, (values,)
+            return o, values
         is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
         bad = jnp.where(is_finite, 0.0, 1.0).astype(values.dtype)
         seen = jnp.where(tile.mask(), 1.0, 0.0)
-        counts = self._add_product(full_tile(o.shape, 0.0), bad, seen)
+        rows, cols = o.shape
+        counts = self._add_product(full_tile((rows, cols), 0.0), bad, seen)
         values = jnp.where(is_finite, values.astype(jnp.float32), 0.0).astype(values.dtype)
-        return jnp.where(counts > 0, jnp.nan, o), (values,)
+        return jnp.where(counts > 0, jnp.nan, o), values
 
-    def _multiply(self, total, x, y) -> None:
-        """Start total += x y, where x is in registers or in shared memory."""
+    def _multiply(self, total, x: Array, y) -> None:
+        """Start total += x y, where x is in registers, and y in shared memory."""
         stage = self.scratch.stage
-        if stage is not None and not self.scratch.scales_s:
-            stage = None
         if stage is not None:
             stage = stage.at[self.consumer, pl.ds(0, x.shape[0]), pl.ds(0, x.shape[1])]
         multiply(total, x, y, stage)

@@ -311,7 +311,9 @@ def for_each_item(
 
         def step(carry):
             b, before, _ = carry
-            counts = [keys_of(b + n).split_count * items_of_split for n in range(min(LOOKED_UP, call.B))]
+            counts = [
+                keys_of(b + n).split_count * items_of_split for n in range(min(LOOKED_UP, call.B))
+            ]
             goes_on = jnp.bool_(True)
             for count in counts:
                 goes_on &= (b < call.B) & (index - before >= count)

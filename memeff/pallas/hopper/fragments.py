@@ -24,6 +24,7 @@ from memeff.pallas.hopper.mosaic import (
     SHARED,
     WGMMA,
     Ref,
+    broadcast_vector,
     eight_bit_tiling,
     interpreting,
     mlir_modules,
@@ -113,7 +114,7 @@ def load_values(ref: Ref, dtype) -> Array:
         for key in range(0, c, 8):
             pair = [words.load(place, key * D, size) for place in places]
             for n in range(size // 2):
-                both = words.interleave(*pair, 2 * n)
+                both = words.interleave(pair[0], pair[1], 2 * n)
                 registers[64 * n, key] = widen(both, 0)
                 registers[64 * n + 8, key] = widen(both, 1)
         return registers
@@ -271,19 +272,19 @@ def reduce_rows(tile: Array, kind: str, scratch: Ref) -> Array:
     return reduce(tile, scratch)
 
 
-def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
+def store_columns(ref: Ref, tile: Array) -> None:
     """Store the first columns of `tile` [D, N] to `ref` [R, D] in global memory, R of them.
 
-    Rows of the tile are in the order of `load_values`, if `permuted`.
+    Rows of the tile are in the order of `load_values`.
     """
     count, D = ref.shape
     if interpreting():
-        ref[...] = (sort_rows(tile) if permuted else tile).T[:count]
+        ref[...] = sort_rows(tile).T[:count]
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(_, ref, tile):
-        _mgpu, ir, arith, memref, vector, scf = mlir_modules()
+        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
         index = ir.IndexType.get()
 
         def constant(x: int):
@@ -307,16 +308,37 @@ def store_columns(ref: Ref, tile: Array, permuted: bool = True) -> None:
                     numbers.append(vector.extract(register, [], [n]))
                 branch = scf.IfOp(is_inside)
                 with ir.InsertionPoint(branch.then_block):
-                    if permuted:
-                        kind = ir.VectorType.get((size,), ir.F32Type.get())
-                        vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
-                    else:
-                        for row, number in zip(rows, numbers, strict=True):
-                            place = [col, arith.addi(entries.row, constant(row))]
-                            memref.store(number, ref, place)
+                    kind = ir.VectorType.get((size,), ir.F32Type.get())
+                    vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
                     scf.yield_([])
 
     store(ref, tile)
+
+
+def store_of_columns(ref: Ref, x: Array) -> None:
+    """Store a vector with one number for each column of a tile, [N], to `ref` [N] in global memory.
+
+    Pallas of jax 0.12 stores no vectors of less than 128 bytes there.
+    """
+    if interpreting():
+        ref[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(_, ref, tile):
+        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
+        index = ir.IndexType.get()
+        entries = entries_of(tile.layout, tile.shape)
+        zero = arith.constant(index, 0)
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, entries.row, zero))
+        with ir.InsertionPoint(branch.then_block):
+            for register, row_offset, col_offset in entries.pairs:
+                if row_offset == 0:
+                    col = arith.addi(entries.col, arith.constant(index, col_offset))
+                    vector.store(tile.registers[register], ref, [col])
+            scf.yield_([])
+
+    store(ref, broadcast_vector(x, (64, x.shape[0]), 1))
 
 
 def full_columns(count: int, value: float) -> Array:

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from memeff.pallas.hopper.fragments import reduce_rows
 from memeff.pallas.hopper.mosaic import (
     COL,
-    ROW,
     WGMMA,
     Barrier,
     Ref,
@@ -66,22 +64,16 @@ class _Patches(NamedTuple):
         plgpu.commit_smem()
 
 
-def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile, scratch: Ref | None = None):
-    """Return 1 for each query of the tile that sees a bad key, and else 0.
-
-    `scratch` is memory of this warpgroup for maxima, where queries are along the columns.
-    """
-    keys_dim = 1 - tile.query_dim
-    bad_keys = plgpu.load(bad_keys_s, layout=(ROW, COL)[keys_dim])
-    seen = jnp.where(tile.mask(), broadcast_vector(bad_keys, tile.shape, keys_dim), 0.0)
-    return seen.max(axis=1) if scratch is None else reduce_rows(seen, "max", scratch)
+def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile):
+    """Return 1 for each row of the tile that sees a bad key, and else 0."""
+    bad_keys = broadcast_vector(plgpu.load(bad_keys_s, layout=COL), tile.shape, 1)
+    return jnp.where(tile.mask(), bad_keys, 0.0).max(axis=1)
 
 
-def _with_nan(o, sees_bad, bad_columns_s: Ref, query_dim: int = 0):
-    """Return o with NaN for the queries, along `query_dim`, that see a bad value, in its column."""
-    bad_columns = plgpu.load(bad_columns_s, layout=(COL, ROW)[query_dim])
-    bad_columns = broadcast_vector(bad_columns, o.shape, 1 - query_dim)
-    is_nan = bad_columns * broadcast_vector(sees_bad, o.shape, query_dim) > 0
+def _with_nan(o, sees_bad, bad_columns_s: Ref):
+    """Return o with NaN in the rows that see a bad value, in its column."""
+    bad_columns = broadcast_vector(plgpu.load(bad_columns_s, layout=COL), o.shape, 1)
+    is_nan = bad_columns * broadcast_vector(sees_bad, o.shape) > 0
     return jnp.where(is_nan, jnp.nan, o)
 
 
@@ -112,27 +104,24 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)
 
 
-def clean_own_values(
-    values: Ref, o, tile: ScoreTile, shared: tuple[Ref, Ref], scratch: Ref | None = None
-):
+def clean_own_values(values: Ref, o, tile: ScoreTile, shared: tuple[Ref, Ref]):
     """Apply `clean_values` to values that no other warpgroup reads.
 
-    `shared` is memory for the bad keys [c] and the bad columns [D]. No sum over rows uses Pallas's
-    own memory, because warpgroups would share it; `scratch` serves instead where queries are along
-    the columns of `tile` and o.
+    `shared` is memory for the bad keys [c] and the bad columns [D]. Nothing is summed over rows,
+    because warpgroups would share the memory for that.
     """
     bad_keys_s, bad_columns_s = shared
     patches = _Patches(values)
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
-        sees_bad = _rows_seeing(bad_keys_s, tile, scratch)
+        sees_bad = _rows_seeing(bad_keys_s, tile)
         zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
         bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
         for col in patches.cols:
             for row in patches.rows:
                 mark_columns(bad_columns_s.at[col : col + ROWS], patches.is_bad(row, col))
         patches.clean()
-        return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
+        return _with_nan(o, sees_bad, bad_columns_s)
 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)

@@ -103,6 +103,8 @@ DECODE_CASES = {
     "decode, int8": dict(H=128, K=4, stored="int8"),
     "decode, int8 64": dict(H=64, K=4, T=8, stored="int8"),
     "decode, float8": dict(H=128, K=4, stored="float8_e4m3fn"),
+    "decode, int8, two tiles of rows": dict(H=128, K=2, T=16, stored="int8"),
+    "decode, float8, drafts": dict(H=128, K=4, T=16, stored="float8_e4m3fn"),
     "decode, int8 in pages": dict(H=128, K=4, T=4, stored="int8", page=64),
 }
 

@@ -160,6 +160,18 @@ STORED = {
         dict(local_window_size=(300, 0)),
         "float8_e4m3fn",
     ),
+    "float8, keys masked": (
+        Sizes(B=2, T=2, S=328, K=2, G=2, H=128, D=128),
+        [328, 100],
+        dict(mask=np.arange(328)[None, None, None] % 7 < np.reshape([3, 5], (2, 1, 1, 1))),
+        "float8_e4m3fn",
+    ),
+    "int8, 40 rows": (
+        Sizes(B=1, T=8, S=328, K=1, G=5, H=64, D=64),
+        [300],
+        {},
+        "int8",
+    ),
     "float8, four heads": (
         Sizes(B=1, T=1, S=328, K=4, G=1, H=64, D=64),
         [327],

@@ -21,8 +21,8 @@ from memeff.bench.extras import extra_arguments, extra_as_array
 STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")
 NAMES = (
     "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], "
-    "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], reference, torch[:cudnn], "
-    "tokamax[:IMPLEMENTATION]"
+    "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], "
+    "jax.pallas (decodes alone), reference, torch[:cudnn], tokamax[:IMPLEMENTATION]"
 )
 MEMEFF_NAME = re.compile(
     r"memeff(?::(?:(?P<chunk>\d+)|(?P<implementation>xla|pallas)|(?P<backward>fused|fastest)))?"
@@ -74,6 +74,8 @@ def attention(name: str) -> Callable[..., Any]:
     if library == "jax.nn" and variant in ("", "xla", "cudnn"):
         implementation: Any = variant or "xla"
         return functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    if name == "jax.pallas":
+        return jax_pallas_decode
     if name == "reference":
         return functools.partial(memeff.dot_product_attention, implementation="reference")
     if library == "tokamax":
@@ -81,6 +83,14 @@ def attention(name: str) -> Callable[..., Any]:
         implementation = variant or None
         return functools.partial(tokamax.dot_product_attention, implementation=implementation)
     raise ValueError(f"implementation {name!r} is not known: use {NAMES}.")
+
+
+def jax_pallas_decode(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+    """Return the attention of one query [B, 1, N, H] to all keys, by JAX's Pallas operation."""
+    if is_causal or query.shape[1] != 1:
+        raise NotImplementedError("it decodes one query of each sequence: --decode")
+    gpu = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
+    return gpu.gqa(query[:, 0], key, value)[:, None]
 
 
 def memeff_options(name: re.Match[str]) -> dict[str, Any]:

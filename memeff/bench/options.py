@@ -51,7 +51,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add(
         "--decode",
         action="store_true",
-        help="--query-length 1 --mode forward --mask causal, which hides nothing then",
+        help="--mode forward --mask causal, and --query-length 1 if none is given",
     )
     add("--batch", type=size, default=1, metavar="B")
     add("--heads", type=size, default=8, metavar="N", help="query heads")
@@ -111,7 +111,7 @@ def fill_defaults(options: argparse.Namespace) -> None:
         options.mask = ("causal",) if memory or options.decode else MASKS
     if options.mode is None:
         options.mode = ("forward",) if options.decode else MODES
-    if options.decode:
+    if options.decode and not options.query_length:
         options.query_length = 1
     if options.kv_heads is None:
         options.kv_heads = options.heads

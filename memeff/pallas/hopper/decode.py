@@ -32,8 +32,8 @@ from memeff.pallas.hopper.decode_compute import (
     SplitLoop,
     decode_scratch,
     merge_row,
-    store_partials,
 )
+from memeff.pallas.hopper.decode_stored import StoredLoop
 from memeff.pallas.hopper.decode_work import (
     ROWS,
     Cache,
@@ -92,13 +92,14 @@ class Consumer(NamedTuple):
         visits = visits_of(sizes, item, self.number)
         pl.when(is_first)(functools.partial(self._copy_queries, item))
         plgpu.barrier_wait(self.scratch.q_ready.at[self.number])
-        loop = SplitLoop(self.problem, sizes, self.scratch, self.number, item, visits, done)
+        loop_type = StoredLoop if sizes.keys_first else SplitLoop
+        loop = loop_type(self.problem, sizes, self.scratch, self.number, item, visits, done)
         results = loop.run()
         # beside what follows
         pl.when(~is_last)(functools.partial(self._copy_queries, next_item))
         part = item.split * visits.step + visits.turn
         for k, result in zip(visits.heads, results, strict=True):
-            store_partials(self.partials.of(item.b, k), item, part, *result)
+            loop.store(self.partials.of(item.b, k), part, *result)
         for k in visits.heads:
             count_up(self.counters, item.b * sizes.call.K + k)
         return done + visits.total, jnp.bool_(False)
@@ -112,7 +113,7 @@ class Consumer(NamedTuple):
         copy_token_vectors(scalars.by_query, rows, scratch.query_vectors, self.number, ready)
         for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
             slot = self.number * self.sizes.heads_of_consumer + n
-            queries = self.query_ref.at[item.b, k, rows]
+            queries = self.query_ref.at[item.b, k, pl.ds(item.row, self.sizes.rows_of_item)]
             plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], ready)
             for ref, shared in zip(scalars.head_numbers, scratch.head_numbers, strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[k, rows], shared.at[slot], ready)

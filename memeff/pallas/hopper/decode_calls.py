@@ -6,6 +6,7 @@ from jax import Array, lax
 
 from memeff.pallas.hopper.decode import DecodeKernel
 from memeff.pallas.hopper.decode_work import ROWS, Cache, DecodeSizes, Pages, keys_of_split
+from memeff.pallas.hopper.fragments import permute_dims
 from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,
@@ -74,8 +75,10 @@ def forward(
             S = scalars.page_table.shape[1] * pages.size
         rows = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)  # b k r h
         rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
+        if cache.has_scales:
+            rows = permute_dims(rows)
         row_scalars = _scalars_of_rows(scalars, T, G)
-        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages)
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales)
         kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, K, G, T, D)

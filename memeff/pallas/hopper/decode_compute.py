@@ -4,7 +4,7 @@ decode.py has the algorithm, whose steps are numbered here as well.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,6 +22,7 @@ from memeff.pallas.hopper.decode_work import (
     has_missing_page,
     place_of_copy,
 )
+from memeff.pallas.hopper.fragments import SCRATCH_OF_COLUMNS
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
@@ -37,7 +38,6 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     positions,
     tile_ref,
-    widen,
 )
 from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.scalars import Scalars
@@ -53,6 +53,7 @@ from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 STAGES = 3  # slots of a consumer for tiles of keys and values
+COLUMNS_SUMMED_AT_ONCE = 32  # at most, in a cache of 8 bits
 
 
 class DecodeScratch(NamedTuple):
@@ -69,10 +70,12 @@ class DecodeScratch(NamedTuple):
     key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
-    # Of a cache of 8 bits: its scales [consumers * stages * heads, c], and tiles in 16 bits
-    scales_s: tuple[Ref, ...]  # of keys and of values
-    wide_s: tuple[Ref, ...]  # [consumers, c, H] and [consumers, c, D]
-    stage: Ref = None  # [consumers, 64, c], in the interpreter alone
+    # Of a cache of 8 bits:
+    scales_s: tuple[Ref, ...] = ()  # of keys and of values, [consumers * stages * heads, c]
+    p_s: Ref = None  # [consumers, rows, c]
+    sums_s: Ref = None  # [consumers, X], for sums and maxima along the keys of a tile
+    # In the interpreter, first factors that are in registers on a GPU:
+    stage: Ref = None  # [consumers, 64, c], or of a cache of 8 bits as large as its tiles
 
     @property
     def stages(self) -> int:
@@ -85,22 +88,22 @@ def decode_scratch(
 ) -> DecodeScratch:
     """Return the types of a thread block's shared memory; `dtype` is that of the query."""
     consumers = sizes.consumers
+    rows = sizes.rows_of_item
     H, D = cache.key.shape[-1], cache.value.shape[-1]
     has_vectors = bool(scalars.by_query or scalars.by_key or scalars.head_numbers)
     is_full = has_vectors and not cache.has_scales  # vectors need shared memory
     slots = consumers * (STAGES - is_full)
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
-    scales_s, wide_s = (), ()
+    rest = interpreter_staging(consumers, ROWS, sizes.tile, dtype)
     if cache.has_scales:
-        scales_s = (plgpu.SMEM((slots * heads, sizes.tile), jnp.float32),) * 2
-        wide_s = tuple(tile_ref(consumers, sizes.tile, width, dtype) for width in (H, D))
+        rest = stored_scratch(sizes, slots, (H, D), dtype)
     query_numbers, key_numbers = barrier_arrivals(scalars)
-    vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))
+    vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))  # copies are aligned
     query_vectors, key_vectors = vectors["token_vectors"]
     head_numbers = scalars.head_numbers
     return DecodeScratch(
-        q_s=tile_ref(consumers * heads, ROWS, H, dtype),
+        q_s=tile_ref(consumers * heads, rows, H, dtype),
         q_ready=plgpu.Barrier(
             num_arrivals=heads * (1 + len(head_numbers)) + query_numbers, num_barriers=consumers
         ),
@@ -113,10 +116,24 @@ def decode_scratch(
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
         bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
-        scales_s=scales_s,
-        wide_s=wide_s,
-        **interpreter_staging(consumers, ROWS, sizes.tile, dtype),
+        **rest,
     )
+
+
+def stored_scratch(
+    sizes: DecodeSizes, slots: int, dims: tuple[int, int], dtype: DTypeLike
+) -> dict[str, Any]:
+    """Return the types of what a cache of 8 bits needs besides, for heads of `dims` H and D."""
+    consumers, rows, tile = sizes.consumers, sizes.rows_of_item, sizes.tile
+    summed = min(rows // 8, COLUMNS_SUMMED_AT_ONCE // 8)
+    scales = plgpu.SMEM((slots * sizes.heads_of_consumer, tile), jnp.float32)
+    scratch = {
+        "scales_s": (scales, scales),
+        "p_s": tile_ref(consumers, rows, tile, dtype),
+        "sums_s": plgpu.SMEM((consumers, summed * SCRATCH_OF_COLUMNS), jnp.float32),
+    }
+    first_factors = max(tile, dims[1]), max(tile, dims[0])  # [c, H] and [D, c]
+    return scratch | interpreter_staging(consumers, *first_factors, dtype)
 
 
 class Partials(NamedTuple):
@@ -150,21 +167,39 @@ class SplitLoop(NamedTuple):
     first_visit: Array  # visits of this consumer in the items before
 
     @property
+    def query_dim(self) -> int:
+        """Return the dim of a tile of logits along which queries are."""
+        return 0
+
+    @property
     def tile_shape(self) -> tuple[int, int]:
         """Return the shape of a tile of logits."""
-        return ROWS, self.sizes.tile
+        rows, cols = self.sizes.rows_of_item, self.sizes.tile
+        return (rows, cols) if self.query_dim == 0 else (cols, rows)
 
     def run(self):
         """Return m, l and o of this consumer's tiles, for each of its key heads."""
-        m = full_tile((ROWS,), -jnp.inf)
-        l = full_tile((ROWS,), 0.0)
-        o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
-        start = ((m, l, o),) * self.sizes.heads_of_consumer
+        start = (self._start(),) * self.sizes.heads_of_consumer
         if self.sizes.pages is None:
             step = functools.partial(self._step, misses_page=None)
             return lax.fori_loop(0, self.visits.total, step, start)
         start = self._misses_page(0), start
         return lax.fori_loop(0, self.visits.total, self._step_in_pages, start)[1]
+
+    def _start(self) -> tuple[Array, Array, Array]:
+        """Return m, l and o before the first tile."""
+        m = full_tile((ROWS,), -jnp.inf)
+        l = full_tile((ROWS,), 0.0)
+        o = full_tile((ROWS, self.scratch.v_s.shape[-1]), 0.0)
+        return m, l, o
+
+    def store(self, partials: Partials, part, m: Array, l: Array, o: Array) -> None:
+        """Store a partial result of the item's rows; `partials` are those of one key head."""
+        rows = pl.ds(self.item.row, ROWS)
+        stored = min(ROWS, partials.o.shape[1])
+        store_rows(partials.o.at[part, pl.ds(self.item.row, stored)], o)
+        partials.m[part, rows] = m
+        partials.l[part, rows] = l
 
     def _misses_page(self, n) -> Array:
         """Return True if some keys of the n-th tile lie in a page that does not exist."""
@@ -197,8 +232,8 @@ class SplitLoop(NamedTuple):
         scratch = self.scratch
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
-        keys = self._wide_tile(0, scratch.k_s.at[place])
-        values = self._wide_tile(1, scratch.v_s.at[place])
+        keys = scratch.k_s.at[place]
+        values = scratch.v_s.at[place]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
 
@@ -207,15 +242,11 @@ class SplitLoop(NamedTuple):
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(dot_products, self.tile_shape)
-        key_scales, value_scales = self._scales(place)
-        if key_scales is not None:
-            raw = raw * key_scales
 
         def masked(raw, o):
-            if jnp.issubdtype(scratch.v_s.dtype, jnp.floating):
-                bad_keys_s = scratch.bad_keys_s.at[self.consumer]
-                bad_columns_s = scratch.bad_columns_s.at[self.consumer]
-                o = clean_own_values(values, o, tile, (bad_keys_s, bad_columns_s))
+            bad_keys_s = scratch.bad_keys_s.at[self.consumer]
+            bad_columns_s = scratch.bad_columns_s.at[self.consumer]
+            o = clean_own_values(values, o, tile, (bad_keys_s, bad_columns_s))
             if self.sizes.pages is not None:
                 raw = raw + self._nan_of_missing_pages(tile_number)
             return tile.logits(raw, tile.mask()), o
@@ -230,8 +261,6 @@ class SplitLoop(NamedTuple):
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
         o = o * broadcast_vector(a, o.shape)
-        if value_scales is not None:  # those of keys that a row does not see may be NaN
-            p = p * jnp.where(s == -jnp.inf, 0.0, value_scales)
         p = p.astype(scratch.q_s.dtype)
 
         def add_values(total):
@@ -242,28 +271,14 @@ class SplitLoop(NamedTuple):
 
         return m_new, l, accumulators(add_values, o.shape)
 
-    def _wide_tile(self, n: int, tile: Ref) -> Ref:
-        """Return a tile of keys (n = 0) or of values (n = 1) in the dtype of the query."""
-        if not self.scratch.wide_s:
-            return tile
-        return widen(tile, self.scratch.wide_s[n].at[self.consumer])
-
-    def _scales(self, place) -> tuple[Array | None, Array | None]:
-        """Return the scales of keys and of values as tiles, or None."""
-        tiles = []
-        for ref in self.scratch.scales_s:
-            scales = plgpu.load(ref.at[place], layout=COL)
-            tiles.append(broadcast_vector(scales, self.tile_shape, 1))
-        return (tiles[0], tiles[1]) if tiles else (None, None)
-
     def _nan_of_missing_pages(self, tile_number) -> Array:
         """Return a tile that is NaN where the key's page does not exist, and else 0."""
         sizes = self.sizes
-        cols = positions(0, self.tile_shape, 1)
+        keys = positions(0, self.tile_shape, 1 - self.query_dim)
         total = jnp.zeros(self.tile_shape, jnp.float32)
         for n in range(sizes.copies):
             exists = place_of_copy(sizes, self.item.keys, tile_number, n).exists
-            is_here = lax.div(cols, jnp.int32(sizes.keys_of_copy)) == n
+            is_here = lax.div(keys, jnp.int32(sizes.keys_of_copy)) == n
             total = jnp.where(is_here, jnp.where(exists, 0.0, jnp.nan), total)
         return total
 
@@ -274,10 +289,11 @@ class SplitLoop(NamedTuple):
         scratch = self.scratch
         place = self.consumer * self.sizes.heads_of_consumer + head
         numbers = []
+        rows = pl.ds(0, self.sizes.rows_of_item)
         for ref in scratch.head_numbers:
-            number = plgpu.load(ref.at[place], layout=ROW)
-            numbers.append(broadcast_vector(number, self.tile_shape))
-        query_vectors = tuple(ref.at[self.consumer] for ref in scratch.query_vectors)
+            number = plgpu.load(ref.at[place, rows], layout=(ROW, COL)[self.query_dim])
+            numbers.append(broadcast_vector(number, self.tile_shape, self.query_dim))
+        query_vectors = tuple(ref.at[self.consumer, rows] for ref in scratch.query_vectors)
         key_vectors = tuple(ref.at[slot] for ref in scratch.key_vectors)
         # Positions of rows that differ from item to item are made anew in each tile.
         first_row = hide_from_cse(item.row) if self.sizes.row_tiles > 1 else jnp.int32(0)
@@ -290,25 +306,9 @@ class SplitLoop(NamedTuple):
             scalars,
             HeadNumbers(tuple(numbers)),
             vectors,
+            self.query_dim,
             row_period=self.sizes.call.T,
         )
-
-
-def slice_of_rows(row):
-    """Return the 64 rows from `row` on."""
-    return pl.ds(row, ROWS)
-
-
-def store_partials(
-    partials: Partials, item: DecodeItem, part, m: Array, l: Array, o: Array
-) -> None:
-    """Store the partial result `part` of the item's rows; `partials` are those of one key head."""
-    o_parts, m_parts, l_parts = partials
-    rows = slice_of_rows(item.row)
-    stored = min(ROWS, o_parts.shape[1])
-    store_rows(o_parts.at[part, pl.ds(item.row, stored)], o)
-    m_parts[part, rows] = m
-    l_parts[part, rows] = l
 
 
 def merge_row(

@@ -24,6 +24,7 @@ MERGED_AT_ONCE = 32  # partial results, at most
 CONSUMERS = 2
 TILE_BYTES = 16384  # of keys, or of values, for one consumer
 LARGEST_WIDTH = 128  # of heads
+LOOKED_UP = 4  # sequences whose lengths are read at the same time
 
 
 def keys_of_split(S: int) -> int:
@@ -66,9 +67,12 @@ class DecodeSizes(NamedTuple):
     consumers: int  # warpgroups
     heads: int  # key heads of an item, which consumers visit at the same time
     pages: Pages | None = None  # None: all keys of a sequence are neighbours in memory
+    keys_first: bool = False  # keys and values are first factors of products, queries are second
 
     @staticmethod
-    def of(call: CallSizes, H: int, D: int, pages: Pages | None = None) -> "DecodeSizes":
+    def of(
+        call: CallSizes, H: int, D: int, pages: Pages | None = None, keys_first: bool = False
+    ) -> "DecodeSizes":
         """Return the fastest sizes for these head dims.
 
         Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
@@ -80,7 +84,7 @@ class DecodeSizes(NamedTuple):
         while call.K % heads:
             heads //= 2
         tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
-        return DecodeSizes(call, tile, CONSUMERS, heads, pages)
+        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first)
 
     @property
     def keys_of_copy(self) -> int:
@@ -106,6 +110,11 @@ class DecodeSizes(NamedTuple):
     def rows(self) -> int:
         """Return the rows of a key head: the heads of its group, times the queries."""
         return self.call.G * self.call.T
+
+    @property
+    def rows_of_item(self) -> int:
+        """Return the rows that an item computes: 64, or of second factors as few as there are."""
+        return min(ROWS, -(-self.rows // 8) * 8) if self.keys_first else ROWS
 
     @property
     def row_tiles(self) -> int:
@@ -291,20 +300,28 @@ def for_each_item(
         return find_keys(problem, sizes, scalars, jnp.minimum(b, call.B - 1))
 
     def skip_sequences(index, b, before):
-        """Return the sequence that has item `index`, and the number of items before it."""
+        """Return the sequence that has item `index`, and the number of items before it.
 
-        def items_of(b):
-            return keys_of(b).split_count * items_of_split
+        Several sequences are looked up at once, because each look-up waits for global memory.
+        """
 
         def is_behind(carry):
-            b, before, count = carry
-            return (b < call.B) & (index - before >= count)
+            _, _, goes_on = carry
+            return goes_on
 
         def step(carry):
-            b, before, count = carry
-            return b + 1, before + count, items_of(b + 1)
+            b, before, _ = carry
+            counts = [
+                keys_of(b + n).split_count * items_of_split for n in range(min(LOOKED_UP, call.B))
+            ]
+            goes_on = jnp.bool_(True)
+            for count in counts:
+                goes_on &= (b < call.B) & (index - before >= count)
+                before += jnp.where(goes_on, count, 0)
+                b += jnp.where(goes_on, 1, 0)
+            return b, before, goes_on
 
-        b, before, _ = lax.while_loop(is_behind, step, (b, before, items_of(b)))
+        b, before, _ = lax.while_loop(is_behind, step, (b, before, jnp.bool_(True)))
         return b, before
 
     def item_at(index, b, before) -> DecodeItem:

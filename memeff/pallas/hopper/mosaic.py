@@ -27,8 +27,6 @@ WGMMA = plgpu.Layout.WGMMA  # of a tile of at least 64 rows in registers, as a p
 ROW = WGMMA.reduce(1)  # of a vector with one number for each row of such a tile
 COL = WGMMA.reduce(0)  # of a vector with one number for each column
 SHARED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # 16-bit tiles, for products
-# of a tile of numbers of 8 bits that become numbers of 16 bits
-WIDENED = getattr(plgpu.Layout, "WGMMA_UPCAST_2X", WGMMA)
 FLOATS = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)  # 32-bit tiles
 
 _interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -112,26 +110,15 @@ def multiprocessors() -> int:
 def tile_ref(count: int, rows: int, cols: int, dtype):
     """Return the type of `count` tiles [rows, cols] in shared memory.
 
-    Tiles of 16-bit numbers are laid out for products, and those of 8-bit numbers for `widen`.
+    Tiles of 16-bit numbers are laid out for products.
     """
-    transforms = SHARED
-    if jnp.dtype(dtype).itemsize == 1:
-        width = min(cols, 128)
-        transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
+    transforms = eight_bit_tiling(cols) if jnp.dtype(dtype).itemsize == 1 else SHARED
     return plgpu.SMEM((count, rows, cols), dtype, transforms=transforms)
 
 
-def widen(narrow: Ref, wide: Ref) -> Ref:
-    """Copy a tile of 8-bit numbers to one of 16-bit numbers, which hold them exactly; return it.
-
-    Both are in shared memory.
-    """
-    numbers = plgpu.load(narrow, layout=WIDENED)
-    if jnp.issubdtype(numbers.dtype, jnp.floating):  # Hopper cannot convert them to bfloat16
-        numbers = numbers.astype(jnp.float32)
-    wide[...] = numbers.astype(wide.dtype)
-    plgpu.commit_smem()
-    return wide
+def eight_bit_tiling(cols: int) -> tuple[Any, Any]:
+    """Return how tiles of 8-bit numbers of up to 128 columns lie in shared memory."""
+    return plgpu.TilingTransform((8, cols)), plgpu.SwizzleTransform(cols)
 
 
 def whole_width(dim: int) -> int:

@@ -24,7 +24,7 @@ from memeff.pallas.hopper.mosaic import (
 NARROWEST = 8  # columns of a tile
 
 
-class _Entries(NamedTuple):
+class Entries(NamedTuple):
     """The entries of a tile that a thread holds, in pairs."""
 
     row: Any  # of the thread's first pair, an index
@@ -32,7 +32,7 @@ class _Entries(NamedTuple):
     pairs: list[tuple[tuple[int, ...], int, int]]  # (register, rows further, columns further)
 
 
-def _entries(layout, shape: tuple[int, int]) -> _Entries:
+def entries_of(layout, shape: tuple[int, int]) -> Entries:
     """Return the entries that a thread holds of a tile of `shape`."""
     row, col = next(iter(layout.thread_idxs(shape)))
     strides = layout.tiling.tile_strides((shape[1], 1))
@@ -40,7 +40,7 @@ def _entries(layout, shape: tuple[int, int]) -> _Entries:
     for register in np.ndindex(*layout.registers_shape(shape)):
         row_offset, col_offset = divmod(int(np.dot(register, strides)), shape[1])
         pairs.append((register, row_offset, col_offset))
-    return _Entries(row, col, pairs)
+    return Entries(row, col, pairs)
 
 
 def store_rows(ref: Ref, tile: Array) -> None:
@@ -57,7 +57,7 @@ def store_rows(ref: Ref, tile: Array) -> None:
         def constant(x: int):
             return arith.constant(ir.IndexType.get(), x)
 
-        entries = _entries(tile.layout, tile.shape)
+        entries = entries_of(tile.layout, tile.shape)
         for row_offset in sorted({row for _, row, _ in entries.pairs}):
             row = arith.addi(entries.row, constant(row_offset))
             is_inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(count))
@@ -88,7 +88,7 @@ def store_vector(ref: Ref, x: Array) -> None:
         def constant(x: int):
             return arith.constant(ir.IndexType.get(), x)
 
-        entries = _entries(tile.layout, tile.shape)
+        entries = entries_of(tile.layout, tile.shape)
         is_first = arith.cmpi(arith.CmpIPredicate.eq, entries.col, constant(0))
         branch = scf.IfOp(is_first)
         with ir.InsertionPoint(branch.then_block):
@@ -124,7 +124,7 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
 
         place = arith.index_cast(index, place.registers.item())
         first = arith.index_cast(index, first.registers.item())
-        entries = _entries(layout, shape)
+        entries = entries_of(layout, shape)
         start = arith.addi(first, entries.col)
         registers = np.empty(layout.registers_shape(shape), object)
         loaded = {}
@@ -162,7 +162,7 @@ def mark_columns(ref: Ref, tile: Array) -> None:
         zero = arith.constant(float32, 0.0)
         one = arith.constant(float32, 1.0)
         mgpu.utils.warpgroup_barrier()
-        entries = _entries(tile.layout, tile.shape)
+        entries = entries_of(tile.layout, tile.shape)
         for register, _row, col_offset in entries.pairs:
             for n in range(2):
                 x = vector.extract(tile.registers[register], [], [n])

@@ -1,0 +1,146 @@
+"""Compute the partial results of a split of keys in 8 bits, in the decode kernel.
+
+Numbers of 8 bits become numbers of 16 in registers. There they can only be the first factor of a
+product, so keys and values are first factors, and queries and probabilities second ones. Then a
+tile has as many columns as there are rows, in eights, instead of 64. With tiles [c, rows], and
+scales f of keys and g of values, the steps of decode.py are:
+  (1) raw = k_j q_i' * f_j               (3) m' = max(m, colmax s);  a = 2^(m - m')
+  (2) s   = logits_from_dots(raw)        (4) p = 2^(s - m');  l = a l + p;  o = a o + v_j' (g_j p)
+Here l is a tile, which is summed along the keys once, at the end, and o is [D, rows].
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.pallas.hopper.decode_compute import Partials, SplitLoop
+from memeff.pallas.hopper.fragments import (
+    full_columns,
+    load_keys,
+    load_values,
+    reduce_rows,
+    store_columns,
+    store_of_columns,
+    store_transposed,
+)
+from memeff.pallas.hopper.mosaic import (
+    ROW,
+    accumulators,
+    broadcast_vector,
+    full_tile,
+    init_accumulator,
+    multiply,
+    plgpu,
+)
+from memeff.pallas.hopper.score_tile import ScoreTile
+
+
+class StoredLoop(SplitLoop):
+    """The loop of one consumer over its tiles of keys in 8 bits."""
+
+    @property
+    def query_dim(self) -> int:
+        """Return 1, because queries are along the columns of a tile."""
+        return 1
+
+    def store(self, partials: Partials, part, m: Array, l: Array, o: Array) -> None:
+        """Store a partial result of the item's rows; `partials` are those of one key head."""
+        rows = self.sizes.rows_of_item
+        stored = min(rows, partials.o.shape[1])
+        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o)
+        places = pl.ds(self.item.row, rows)
+        store_of_columns(partials.m.at[part, places], m)
+        store_of_columns(partials.l.at[part, places], self._reduce(l, "add"))
+
+    def _start(self) -> tuple[Array, Array, Array]:
+        """Return m [rows], l [c, rows] and o [D, rows] before the first tile."""
+        m = full_columns(self.sizes.rows_of_item, -jnp.inf)
+        l = full_tile(self.tile_shape, 0.0)
+        o = full_tile((self.scratch.v_s.shape[-1], self.sizes.rows_of_item), 0.0)
+        return m, l, o
+
+    def _reduce(self, tile: Array, kind: str) -> Array:
+        """Return the maximum or the sum of a tile along its keys."""
+        scratch = self.scratch.sums_s.at[self.consumer]
+        return reduce_rows(tile, kind, scratch)
+
+    def _visit(self, n, slot, head: int, is_masked, rows: tuple[Array, Array, Array]):
+        """Return m, l and o of one key head after the n-th tile, in `slot`."""
+        m, l, o = rows
+        scratch = self.scratch
+        dtype = scratch.q_s.dtype
+        q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
+        place = slot * self.sizes.heads_of_consumer + head
+        values_ref = scratch.v_s.at[place]
+        tile_number = self.visits.tile(n)
+        tile = self._score_tile(tile_number, slot, head)
+        keys = load_keys(scratch.k_s.at[place], dtype)
+
+        def dot_products(raw):
+            self._multiply(raw, keys, q.T)  # (1)
+            values = load_values(values_ref, dtype)  # beside the product
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0), values
+
+        raw, values = accumulators(dot_products, self.tile_shape)
+        raw = raw * self._scales(0, place)
+
+        def masked(raw, o, values):
+            if self.sizes.pages is not None:
+                raw = raw + self._nan_of_missing_pages(tile_number)
+            o, values = self._clean(o, values, tile)
+            return tile.logits(raw, tile.mask()), o, values
+
+        def whole(raw, o, values):
+            return tile.logits(raw, None), o, values
+
+        s, o, values = lax.cond(is_masked, masked, whole, raw, o, values)  # (2)
+        m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        a = jnp.exp2(m - shift)
+        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
+        l = l * broadcast_vector(a, self.tile_shape, 1) + p
+        o = o * broadcast_vector(a, o.shape, 1)
+        # scales of keys that a row does not see may be NaN
+        p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
+        return m_new, l, self._add_product(o, values, p)
+
+    def _scales(self, n: int, place) -> Array:
+        """Return the scales of keys (n = 0) or values (n = 1) as a tile."""
+        scales = plgpu.load(self.scratch.scales_s[n].at[place], layout=ROW)
+        return broadcast_vector(scales, self.tile_shape)
+
+    def _add_product(self, o: Array, values: Array, p: Array) -> Array:
+        """Return o + values p, for values [D, c]; p is rounded to the dtype of the query."""
+        p_s = self.scratch.p_s.at[self.consumer]
+        store_transposed(p_s, p.astype(p_s.dtype))
+        plgpu.commit_smem()
+
+        def add(total):
+            finish = init_accumulator(total, o)
+            self._multiply(total, values, p_s.T)
+            return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
+
+        rows, cols = o.shape
+        return accumulators(add, (rows, cols))
+
+    def _clean(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
+        """Replace NaN in `values` [D, c] by 0; return o with NaN where a row sees it, in its column.
+
+        Integers are finite.
+        """
+        if not jnp.issubdtype(self.scratch.v_s.dtype, jnp.floating):
+            return o, values
+        is_finite = jnp.abs(values.astype(jnp.float32)) < jnp.inf
+        bad = jnp.where(is_finite, 0.0, 1.0).astype(values.dtype)
+        seen = jnp.where(tile.mask(), 1.0, 0.0)
+        rows, cols = o.shape
+        counts = self._add_product(full_tile((rows, cols), 0.0), bad, seen)
+        values = jnp.where(is_finite, values.astype(jnp.float32), 0.0).astype(values.dtype)
+        return jnp.where(counts > 0, jnp.nan, o), values
+
+    def _multiply(self, total, x: Array, y) -> None:
+        """Start total += x y, where x is in registers, and y in shared memory."""
+        stage = self.scratch.stage
+        if stage is not None:
+            stage = stage.at[self.consumer, pl.ds(0, x.shape[0]), pl.ds(0, x.shape[1])]
+        multiply(total, x, y, stage)

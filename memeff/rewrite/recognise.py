@@ -48,6 +48,7 @@ from memeff.rewrite.symbols import (
 
 NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
+NO_SOFTMAX = "no softmax"
 Element = tuple[Value, Index]
 
 
@@ -171,7 +172,7 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     probabilities = second.inputs[side]
     index = new_index(probabilities.shape)
     if not letters_in(index[d] for d in contracted[side]) or not _may_be_softmax(probabilities):
-        raise NoAttention("no softmax")
+        raise NoAttention(NO_SOFTMAX)
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         keys = tuple(letters_in(index[d] for d in contracted[side]))
@@ -202,26 +203,6 @@ def _may_be_softmax(value: Value) -> bool:
             return True
         is_mapped = value.op in ELEMENTWISE | MOVES or is_outer_product(value)
         if value.maker is not None and is_mapped:
-            waiting.extend(value.maker.inputs)
-    return False
-
-
-def has_softmax(value: Value) -> bool:
-    """Return True if a sum of exponentials is among the few equations before a value."""
-    waiting = collections.deque([value])
-    for _ in range(NEAR):
-        if not waiting:
-            return False
-        value = waiting.popleft()
-        if value.maker is None:
-            continue
-        if value.op == "reduce_sum":
-            summed = value.maker.inputs[0]
-            while summed.maker is not None and (is_cast(summed) or summed.op in MOVES):
-                summed = summed.maker.inputs[0]
-            if summed.op in ("exp", "exp2"):
-                return True
-        if value.op in ELEMENTWISE | MOVES:
             waiting.extend(value.maker.inputs)
     return False
 
@@ -269,7 +250,7 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
             outside = outside.selecting(formula)
         else:
             break
-    raise NoAttention("no softmax")
+    raise NoAttention(NO_SOFTMAX)
 
 
 def is_outer_product(value: Value) -> bool:

@@ -20,10 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from memeff.rewrite.axes import MOVES, Index, Letter, NoMatch, known_number, sources
+from memeff.rewrite.axes import (
+    MOVES,
+    Element,
+    Index,
+    Letter,
+    NoMatch,
+    is_cast,
+    known_number,
+    sources,
+)
 from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.random_bits import is_random
-from memeff.rewrite.recognise import Element, Match, is_cast
+from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import (
     Affine,
     And,

@@ -15,13 +15,20 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
-from memeff.rewrite.axes import NoMatch, is_made_of_less
+from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recipe import run_recipe
-from memeff.rewrite.recognise import NO_SOFTMAX, Match, NoAttention, match
+from memeff.rewrite.recognise import Match, match
+from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import CUSTOM_DERIVATIVES, bodies_of, is_derivative, scan_counts, source_line
+from memeff.rewrite.versions import (
+    CUSTOM_DERIVATIVES,
+    bodies_of,
+    is_derivative,
+    scan_counts,
+    source_line,
+)
 
 IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "

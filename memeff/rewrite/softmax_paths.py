@@ -33,9 +33,7 @@ OTHERS = {"log", "log1p", "tanh", "sin", "cos", "tan", "logistic", "erf", "erfc"
 TOGETHER = {"add", "sub", "max", "min", "select_n", "clamp", "concatenate", "add_any"}
 
 UNKNOWN = "a softmax meets what is not understood before the second product"
-IN_CUSTOM_DERIVATIVE = (
-    "it is in a function with a derivative of its own, or passes one; that derivative is its author's"
-)
+IN_CUSTOM_DERIVATIVE = "it is in a function with a derivative of its own, or passes one; that derivative is its author's"
 AS_SUM = "the product with the values is written as a multiplication and a sum: write an einsum"
 
 
@@ -48,7 +46,9 @@ class _Marks:
     sum: bool = False
     # Probabilities that were repeated along an axis, perhaps to be multiplied with values there.
     repeated: bool = False
-    passed: frozenset[str] = frozenset()  # equations since the first product that the search stops at
+    passed: frozenset[str] = (
+        frozenset()
+    )  # equations since the first product that the search stops at
     of_products: frozenset[int] = frozenset()  # products of exponentials, not yet divided
 
     def __bool__(self) -> bool:
@@ -224,7 +224,9 @@ def _is_sum_of_products(eqn: JaxprEqn, makers: dict[Any, JaxprEqn]) -> bool:
     if maker is None or maker.primitive.name != "mul":
         return False
     first, second = maker.invars
-    return first is not second and not isinstance(first, Literal) and not isinstance(second, Literal)
+    return (
+        first is not second and not isinstance(first, Literal) and not isinstance(second, Literal)
+    )
 
 
 def _longer_than_one(aval: Any) -> list[Any]:

@@ -10,12 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from memeff.rewrite.axes import (
+    Element,
     Index,
     Letter,
     NoMatch,
     Slice,
+    chain,
     expand,
     expand_all,
+    is_cast,
     letters_in,
 )
 from memeff.rewrite.element import Builder, ElementFunction, Roles
@@ -35,7 +38,7 @@ from memeff.rewrite.logits import (
 )
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
-from memeff.rewrite.recognise import Element, Match, Operand, chain, is_cast
+from memeff.rewrite.recognise import Match, Operand
 from memeff.rewrite.rows import Equations
 from memeff.rewrite.symbols import Formula, Leaf, Not, Reader, SameIds, letters_of
 

@@ -24,9 +24,10 @@ ELEMENTWISE = frozenset(
     "tanh xor".split()
 )
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-VARYING = frozenset({"pvary", "pcast"})  # shard_map marks values as varying over devices
-MOVES = RESHAPES | VARYING | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
-SAME_NUMBER = RESHAPES | VARYING | {"broadcast_in_dim", "copy", "stop_gradient"}
+# shard_map marks values as varying over devices, and checkpoint_name names them for a remat.
+MARKS = frozenset({"pvary", "pcast", "name"})
+MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
+SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "copy", "stop_gradient"}
 MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
@@ -151,7 +152,7 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
         return [(x, fit(index, x)) for x in equation.inputs]
     if first is None:
         return None
-    if name in VARYING:
+    if name in MARKS:
         return [(first, index)] if len(equation.inputs) == 1 else None
     if name == "broadcast_in_dim" and len(equation.inputs) == 1:
         inner = tuple(index[d] for d in params["broadcast_dimensions"])

@@ -86,7 +86,7 @@ ABOUT_BYTES = (
 
 NOTHING = (
     "no attention found: no product of two arrays meets a softmax before a second product. Attention "
-    "that a kernel computes is not visible."
+    "that a kernel or an exported function computes is not visible."
 )
 
 

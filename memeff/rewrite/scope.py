@@ -242,7 +242,9 @@ class Scope:
 
 
 def _check_gain(found: Match, min_logits: int) -> None:
-    """Refuse attention whose logits are small."""
+    """Refuse attention whose logits are small, or sums of nothing."""
+    if not all(found.query.value.shape):
+        raise NoMatch(NO_SIZES)
     T = S = 1
     for letter in found.query_only:
         T = max(T, letter.size)

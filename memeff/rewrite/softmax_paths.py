@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from memeff.rewrite.axes import ELEMENTWISE, MOVES
@@ -241,4 +241,4 @@ def _read(marks: dict[Any, _Marks], atom: Any) -> _Marks:
 def _is_inexact(aval: Any) -> bool:
     """Return True for an array of real or complex floats."""
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and dtypes.issubdtype(dtype, np.inexact)
+    return dtype is not None and jnp.issubdtype(dtype, np.inexact)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")  # equations that only name their body
@@ -92,19 +91,6 @@ def source_line(eqn: JaxprEqn) -> str:
         if not frame.file_name.startswith((_JAX_FILES, _THIS_LIBRARY)):
             return f"{frame.file_name}:{frame.line_num}"
     return "?"
-
-
-def vary_alike(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return arrays that vary over the same devices of a shard_map, as primitives demand."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
-    every = frozenset().union(*axes)
-    alike = []
-    for x, own in zip(arrays, axes, strict=True):
-        missing = tuple(every - own)
-        if missing:
-            x = lax.pcast(x, missing, to="varying")
-        alike.append(x)
-    return alike
 
 
 class Body(NamedTuple):

@@ -310,7 +310,11 @@ class _Evaluation:
         self._run(scope.graph.items)
 
     def results(self) -> list[Any]:
-        return [self.read(x) for x in self.scope.graph.results]
+        results = []
+        for value in self.scope.graph.results:
+            is_weak = value.constant is not None and getattr(value.aval, "weak_type", False)
+            results.append(value.constant.item() if is_weak else self.read(value))
+        return results
 
     def read(self, value: Value) -> Any:
         """Return the array of a value."""

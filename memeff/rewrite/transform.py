@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from memeff.rewrite.check import Recorder
@@ -90,11 +89,7 @@ def replace_attention(
     def run(static: _Static, arrays: list[Any]) -> Any:
         scope, structure = _search(f, static, arrays, min_logits)
         _refuse(scope, strict)
-        results = [
-            _like(x.aval, result)
-            for x, result in zip(scope.graph.results, evaluate(scope, arrays), strict=True)
-        ]
-        return jax.tree.unflatten(structure, results)
+        return jax.tree.unflatten(structure, evaluate(scope, arrays))
 
     @functools.wraps(f)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -150,14 +145,6 @@ def find_attention(
 def _check_function(name: str, f: Any) -> None:
     if not callable(f):
         raise TypeError(f"{name} takes a function, got {type(f).__name__}.")
-
-
-def _like(aval: Any, result: Any) -> Any:
-    """Return a result with the weak type that it has in the program, such as that of a 2.0."""
-    if not getattr(aval, "weak_type", False):
-        return result
-    kinds = {"f": float, "i": int, "c": complex}
-    return lax.convert_element_type(result, kinds.get(aval.dtype.kind, aval.dtype))
 
 
 def _refuse(scope: Scope, strict: bool) -> None:

@@ -582,6 +582,65 @@ def test_zeros_by_multiplication_after_nan_are_left():
     assert "rows that see no key are 0, or are not" in str(place)
 
 
+def bias_within(s, bias, visible):
+    return jnp.where(visible, s + bias, -1e9)
+
+
+def bias_outside(s, bias, visible):
+    return jnp.where(visible, s, -1e9) + bias
+
+
+def infinity_outside(s, bias, visible):
+    return jnp.where(visible, s + bias, -jnp.inf)
+
+
+def score_within(s, bias, visible):
+    return jnp.where(visible, jnp.where(bias < 0, -jnp.inf, s) * jnp.cosh(bias[0]), -1e9)
+
+
+HIDDEN_TWICE = [
+    bias_within,
+    score_within,
+    pytest.param(bias_outside, marks=pytest.mark.slow),
+    pytest.param(infinity_outside, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("logits", HIDDEN_TWICE)
+def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits):
+    """Padding on the left is added to the logits, and causal order replaces them."""
+
+    def attend(q, k, v, bias):
+        s = q @ k.T
+        visible = jnp.tril(jnp.ones(s.shape, bool))
+        return jax.nn.softmax(logits(s, bias, visible)) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    replaced = replace(attend, strict=True)
+    for low in (-jnp.inf, float(jnp.finfo(jnp.float32).min), -1e9, -1e4, 0.0):
+        bias = jnp.where(jnp.arange(len(arrays[0])) < 3, low, 0.0)
+        np.testing.assert_allclose(
+            replaced(*arrays, bias), attend(*arrays, bias), atol=1e-6, err_msg=f"{low}"
+        )
+
+
+def test_a_bias_within_a_mask_before_zeros_is_left():
+    def attend(q, k, v, bias):
+        s = q @ k.T
+        visible = jnp.tril(jnp.ones(s.shape, bool))
+        p = jax.nn.softmax(jnp.where(visible, s + bias, -1e9))
+        return jnp.where(visible, p, 0) @ v
+
+    def with_logarithm(q, k, v, bias):
+        s = q @ k.T + bias
+        return jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    bias = jnp.zeros(len(arrays[0]))
+    assert "may be as low as the mask" in find(attend, *arrays, bias).left[0].reason
+    assert "loses the logarithm" in find(with_logarithm, *arrays, bias).left[0].reason
+
+
 def test_report_names_what_stays():
     arrays = make_arrays()
     (place,) = find(Program(mask="dense", bias="dense"), arrays).replaced

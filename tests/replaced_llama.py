@@ -1,7 +1,7 @@
 """Train a Llama of tunix on one long sequence, as it is or with `memeff.replace_attention`.
 
     python tests/replaced_llama.py --save docs/benchmarks/llama-32k.jsonl
-    python tests/replaced_llama.py --unchanged --save docs/benchmarks/llama-32k.jsonl
+    python tests/replaced_llama.py --unchanged --layers 1 --save docs/benchmarks/llama-32k.jsonl
     python -m memeff.bench report
 
 The model is tunix's Llama 3.2 with 1B parameters, in bfloat16: 16 layers, 32 heads of 64, grouped

@@ -181,6 +181,7 @@ def apply_dropout(problem: Problem, kept: Array | None, x: Array) -> Array:
     """Drop entries of x [B, K, G, t, c], and scale the kept ones, with the call's dropout."""
     if problem.dropout is None:
         return x
+    assert kept is not None
     return jnp.where(kept, x / (1.0 - problem.dropout.rate), 0)
 
 

@@ -312,8 +312,10 @@ class _Evaluation:
     def results(self) -> list[Any]:
         results = []
         for value in self.scope.graph.results:
-            is_weak = value.constant is not None and getattr(value.aval, "weak_type", False)
-            results.append(value.constant.item() if is_weak else self.read(value))
+            result = self.read(value)
+            if value.constant is not None and getattr(value.aval, "weak_type", False):
+                result = result.item()
+            results.append(result)
         return results
 
     def read(self, value: Value) -> Any:

@@ -1,4 +1,5 @@
-"""Parts of a ring that run as one call of kernels, which read chunks of tokens in place.
+"""Parts of a ring that run as one call of kernels, which read chunks of tokens in place, and calls
+without lse.
 
 The chunked path stands in for the kernels, on copies of what they would read.
 """
@@ -94,3 +95,43 @@ def test_values_of_another_size_run_in_parts(kernels):
     found = run_sharded(call, gradients, 2, "zigzag", "ring", chunk_size=CHUNK)
     assert_near(found, run_whole(call, gradients, chunk_size=CHUNK), 2)
     assert kernels.calls == 0
+
+
+class ComputesNoLseForNobody:
+    """Stand in for kernels, which return no lse where nobody reads it."""
+
+    asked: list = []
+
+    @classmethod
+    def forward(cls, problem, schedule, operands, lse_for):
+        cls.asked.append(lse_for)
+        out, lse = chunked.forward(problem, schedule, operands, lse_for)
+        return out, lse if lse_for else None
+
+    backward = chunked.backward
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=slow), "all_gather"])
+def test_out_alone(strategy, monkeypatch):
+    """Out and its gradient where nobody reads lse, but for the gradient."""
+    choose = Sharded.choose
+
+    def choose_stand_in(self, parts, here):
+        chosen, here = choose(self, parts, here)
+        return chosen._replace(module=ComputesNoLseForNobody), here
+
+    def out_and_gradient(attend, arrays, cotangents, tangents):
+        def out_of(query):
+            return attend(**arrays | {"query": query}, return_residual=False)
+
+        out, pull = jax.vjp(out_of, arrays["query"])
+        return {"out": out_of(arrays["query"]), "d query": pull(cotangents["out"])[0]}
+
+    monkeypatch.setattr(Sharded, "choose", choose_stand_in)
+    monkeypatch.setattr(ComputesNoLseForNobody, "asked", [])
+    jax.clear_caches()
+    call = make_call("causal", 2)
+    found = run_sharded(call, out_and_gradient, 2, "zigzag", strategy, chunk_size=CHUNK)
+    jax.clear_caches()
+    assert_near(found, run_whole(call, out_and_gradient, chunk_size=CHUNK), 2)
+    assert (None in ComputesNoLseForNobody.asked) == (strategy == "all_gather")

@@ -10,6 +10,8 @@
            (its own options: hard --help)
   losses   milliseconds and temporary bytes of the loss of a large vocabulary
            (its own options: losses --help)
+  devices  milliseconds, share of one device's rate and temporary bytes of a causal call whose
+           sequence lies on all devices of the machine (its own options: devices --help)
   report   rewrites the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
            (its own options: report --help)
 
@@ -34,7 +36,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memeff.bench import doctor, hard, losses, report
+from memeff.bench import devices, doctor, hard, losses, report
 from memeff.bench.cases import Case, Row
 from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hard.main(rest)
         case ["losses", *rest]:
             losses.main(rest)
+        case ["devices", *rest]:
+            devices.main(rest)
         case ["report", *rest]:
             report.main(rest)
         case all_arguments:

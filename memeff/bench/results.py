@@ -10,9 +10,9 @@ Sizes of memory are in bytes and times in seconds. FLOP/s and "times less" are c
 "flops_per_second" is stored only where a result lacks the digits for that. `speed_against_jax_nn`
 is measured, because it compares the two within each turn. The description has these fields:
 
-- "table": "memory", "speed" or "losses" for the tables of `python -m memeff.bench`. "cells" for a table that
-  this bench cannot measure: its results are the lines of the table, {header: cell}, and the
-  description says where they are from.
+- "table": "memory", "speed", "losses" or "devices" for the tables of `python -m memeff.bench`.
+  "cells" for a table that this bench cannot measure: its results are the lines of the table,
+  {header: cell}, and the description says where they are from.
 - "columns" (optional): the headers of the columns to show.
 - "rows_from" (optional): a list of selections from other files, instead of results. A selection is
   {"name": NAME, "where": {field: [values]}, "set": {field: value}}: it takes the results whose
@@ -31,7 +31,13 @@ from typing import Any, NamedTuple
 
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
-from memeff.bench.tables import losses_markdown, memory_markdown, speed_markdown, unique
+from memeff.bench.tables import (
+    devices_markdown,
+    losses_markdown,
+    memory_markdown,
+    speed_markdown,
+    unique,
+)
 
 FOLDER = Path("docs/benchmarks")
 DERIVED_FIGURES = ("flops_per_second", "bytes_per_second")  # computed again from seconds
@@ -157,5 +163,6 @@ TO_MARKDOWN = {
     "memory": memory_markdown,
     "speed": speed_markdown,
     "losses": losses_markdown,
+    "devices": devices_markdown,
     "cells": cells_markdown,
 }

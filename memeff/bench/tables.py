@@ -6,7 +6,7 @@ from typing import Any
 from memeff.bench.cases import Row, call_title, case_of_row
 from memeff.bench.formatting import count_per_second, human, markdown, tokens
 
-LOSS_MODES = ("forward", "forward + gradient")
+LOSS_MODES = DEVICE_MODES = ("forward", "forward + gradient")
 
 
 def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
@@ -65,8 +65,8 @@ def times_less(plain: Row, linear: Row) -> str:
 def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return a table with a line for each row; `columns` selects from SPEED_COLUMNS.
 
-    By default the device and the sizes of a call have no column. Key and value bytes and tokens have one where a row has
-    its own number of queries, and the peak where a device reported one.
+    By default the device and the sizes of a call have no column. Key and value bytes and tokens have
+    one where a row has its own number of queries, and the peak where a device reported one.
     """
     if columns is None:
         columns = [name for name in SPEED_COLUMNS if name not in SHARED_COLUMNS]
@@ -188,3 +188,32 @@ def loss_milliseconds(row: Row) -> str:
     if times == [None, None]:
         return row.get("note", "-")
     return " / ".join("-" if t is None else f"{1e3 * t:.3g}" for t in times)
+
+
+def devices_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each length and implementation, on many devices."""
+    if columns is None:
+        columns = list(DEVICES_COLUMNS)
+    return markdown(columns, [[DEVICES_COLUMNS[name](row) for name in columns] for row in rows])
+
+
+def shares(row: Row) -> str:
+    """Return the shares of one device's rate, in percent, of both modes."""
+    found = [row.get(f"{mode}: share") for mode in DEVICE_MODES]
+    return " / ".join("-" if x is None else f"{100 * x:.0f} %" for x in found)
+
+
+def device_temporary(row: Row) -> str:
+    """Return the temporary bytes of a device, of both modes."""
+    return " / ".join(human(row.get(f"{mode}: temp_bytes")) for mode in DEVICE_MODES)
+
+
+DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "tokens of a device": lambda row: tokens(row["tokens"]),
+    "heads": lambda row: f"{row['heads']}:{row['kv_heads']} of {row['head_dim']}",
+    "call": lambda row: row["implementation"],
+    "ms": loss_milliseconds,
+    "share of one device": shares,
+    "temporary": device_temporary,
+    "error": lambda row: f"{row['error']:.0e}" if "error" in row else "-",
+}

@@ -79,7 +79,7 @@ class Sharded:
             term = Term(tuple(part.rows for part in parts), found)
             return add_term(merge_values, terms, term, 3), None
 
-        joins = self.joins(problem, operands)
+        joins = self.joins(problem, operands, False)
         terms, _ = self.walk(problem, operands, [], visit, joins=joins)
         outs, lse = combine_terms(merge_values, terms, 3)
         out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
@@ -102,7 +102,7 @@ class Sharded:
         """Return the gradients of the operands of this device: (3)."""
         del schedule
         dtype = accumulator_dtype(operands)
-        joins = self.joins(problem, operands)
+        joins = self.joins(problem, operands, True)
 
         def visit(state, parts: tuple[Part, ...], here: Operands, _):
             dqueries, dparams, rows = state
@@ -122,7 +122,7 @@ class Sharded:
         rows = out, lse, dout, dlse  # in the state, so that a stop cuts its chunks when it runs
         start = [], dparams, rows
         (dqueries, dparams, _), (dkey, dvalue) = self.walk(
-            problem, operands, start, visit, joins=joins
+            problem, operands, start, visit, sends_gradients=True, joins=joins
         )
         return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
@@ -155,7 +155,7 @@ class Sharded:
         (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow)
         return dout.astype(out.dtype), dlse
 
-    def joins(self, problem: Problem, operands: Operands) -> bool:
+    def joins(self, problem: Problem, operands: Operands, sends_gradients: bool) -> bool:
         """Return True if all parts of a stop run as one call, which reads its chunks in place."""
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
@@ -168,7 +168,7 @@ class Sharded:
             return False
         if set(jax.sharding.get_abstract_mesh().axis_types) != {AxisType.Manual}:
             return False
-        _, parts = ring_stops(shards, problem, operands)[0]
+        _, parts = ring_stops(shards, problem, operands, sends_gradients)[0]
         chosen, here = self.choose(
             parts, join_parts(parts, operands, stack_keys(keys_of(operands)))
         )
@@ -189,13 +189,13 @@ class Sharded:
         visit: Any,
         tangents: Operands | None = None,
         narrow: bool = True,
+        sends_gradients: bool = False,
         joins: bool = False,
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            return ring_walk(
-                self.shards, problem, operands, state, visit, tangents, not narrow, joins
-            )
+            how = not narrow, sends_gradients, joins
+            return ring_walk(self.shards, problem, operands, state, visit, tangents, *how)
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
         return gathered_walk(self.shards, problem, operands, state, visit, tangents, branches)
@@ -207,6 +207,9 @@ def _forward(chosen: Chosen, lse_for: LseFor, operands: Operands) -> tuple[tuple
     problem, schedule, module = chosen
     out, lse = module.forward(problem, schedule, operands, lse_for)
     out = out if isinstance(out, tuple) else (out,)
+    if lse is None:  # nobody reads it, and each row has one part
+        rows = out[0][..., 0].astype(accumulator_dtype(operands))
+        lse = Lse(jnp.zeros_like(rows), None)
     return out, Lse(lse.high, jnp.zeros_like(lse.high) if lse.low is None else lse.low)
 
 

@@ -5,6 +5,7 @@ the part. `Origin` gives functions and dropout the positions of the whole call.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -112,10 +113,10 @@ def cut_part(part: Part, operands: Operands, keys: Keys, size: int) -> Operands:
     )
 
 
-def halve_tokens(x: Array) -> Array:
-    """Return x [B, T, ...] as [2 B, T/2, ...], each half of the tokens a batch entry."""
+def split_tokens(x: Array, count: int) -> Array:
+    """Return x [B, T, ...] as [n B, T/n, ...], each of n = `count` chunks a batch entry."""
     B, T = x.shape[:2]
-    return x.reshape(2 * B, T // 2, *x.shape[2:])
+    return x.reshape(count * B, T // count, *x.shape[2:])
 
 
 def halve_rows(x: Array) -> Array:
@@ -127,22 +128,25 @@ def halve_rows(x: Array) -> Array:
 
 
 def stack_keys(keys: Keys) -> Keys:
-    """Return keys and values as one array `key` [4 B, S/2, K, H], the halves of keys first."""
-    stacked = jnp.concatenate([halve_tokens(keys.key), halve_tokens(keys.value)])
-    return keys._replace(key=stacked, value=None)
+    """Return keys and values as one array `key` [2 B, S, K, H], the keys first."""
+    halves = [split_tokens(x, 2) for x in (keys.key, keys.value)]
+    both = jnp.concatenate(halves)  # as halves, XLA copies them in half the time
+    return keys._replace(key=both.reshape(-1, *keys.key.shape[1:]), value=None)
 
 
 def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:
-    """Return the operands of parts, each a half against a half, as one call.
+    """Return the operands of parts, whose chunks have one size, as one call.
 
     Its batch entries are those of the first part, then those of the second, and so on. The kernels
     read them in place, from `stack_keys`. `operands` have no arrays but query, key, value and
     segments.
     """
     B = operands.query.shape[0]
+    count = parts[0].rows.count
+    split = functools.partial(split_tokens, count=count)
 
     def entries(chunks: list[Chunk]) -> Array:
-        firsts = 2 * jnp.arange(B, dtype=jnp.int32)
+        firsts = count * jnp.arange(B, dtype=jnp.int32)
         return jnp.concatenate([firsts + chunk.number for chunk in chunks])
 
     of_queries = entries([part.rows for part in parts])
@@ -150,17 +154,18 @@ def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Opera
     segments = operands.q_segments, keys.kv_segments
     if operands.q_segments is not None and keys.kv_segments is not None:
         segments = (
-            halve_tokens(operands.q_segments)[of_queries],
-            halve_tokens(keys.kv_segments)[of_keys],
+            split(operands.q_segments)[of_queries],
+            split(keys.kv_segments)[of_keys],
         )
     q_segments, kv_segments = segments
+    both = split(keys.key)
     return operands._replace(
-        query=halve_tokens(operands.query),
-        key=keys.key,
-        value=keys.key,
+        query=split(operands.query),
+        key=both,
+        value=both,
         q_segments=q_segments,
         kv_segments=kv_segments,
-        entries=Entries(of_queries, of_keys, of_keys + 2 * B),
+        entries=Entries(of_queries, of_keys, of_keys + count * B),
     )
 
 

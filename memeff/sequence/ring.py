@@ -9,9 +9,11 @@ message a stop carries keys and gradients, and it is sent before the work of its
 travels beside that work. Without a barrier XLA:GPU would send everything first and wait for it.
 
 In causal order a zigzag shows, at stop s > 0, two of the four pairs of chunks, both wholly:
-late queries x early keys, and early x early where r >= s, late x late elsewhere. At home late x
-early is seen wholly and the two others are causal. The first half of that work comes first and the
-second last, so that the first keys and the last gradients also travel beside work.
+late queries x early keys, and early x early where r >= s, late x late elsewhere. The work at home
+comes first, beside the first message. It is a causal call of all tokens, or it has two halves: late
+x early, which is seen wholly, and the two others, which are causal. In the backward the second half
+comes last, so that the last gradients also travel beside work. It also has halves where positions
+matter, because those of all tokens are not consecutive.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from memeff.problem import Operands, Problem
@@ -40,6 +42,7 @@ from memeff.sequence.terms import Term, sum_terms
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
 WHOLE = Chunk()
+SMALL_STEPS = 4  # 5 us on an H100; a message needs about one to begin
 
 
 class Stop(NamedTuple):
@@ -49,8 +52,10 @@ class Stop(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def ring_stops(shards: Shards, problem: Problem, operands: Operands) -> list[Stop]:
-    """Return the work of this device, in order."""
+def ring_stops(
+    shards: Shards, problem: Problem, operands: Operands, sends_gradients: bool
+) -> list[Stop]:
+    """Return the work of this device, in order; `sends_gradients`: those of keys travel home."""
     P = shards.devices
     r = shards.rank
     shape = operands.shape
@@ -69,15 +74,19 @@ def ring_stops(shards: Shards, problem: Problem, operands: Operands) -> list[Sto
             column=owner * shape.S + cols.number * keys,
         )
 
+    lengths = operands.q_lengths is not None or operands.kv_lengths is not None
     if is_balanced(shards, problem, operands):
         free = dataclasses.replace(problem, left=None, right=None)
-        stops = [Stop(0, (part(free, LATE, EARLY, 0),))]
+        halves_home = sends_gradients or problem.names_positions or lengths
+        home = part(free, LATE, EARLY, 0) if halves_home else part(problem, WHOLE, WHOLE, 0)
+        stops = [Stop(0, (home,))]
         for s in range(1, P):
             same = Chunk((s > r).astype(jnp.int32), 2)
             stops.append(Stop(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
-        diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
-        return [*stops, Stop(0, diagonal)]
-    lengths = operands.q_lengths is not None or operands.kv_lengths is not None
+        if halves_home:
+            diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
+            stops.append(Stop(0, diagonal))
+        return stops
     pairs = [(WHOLE, WHOLE)]
     if problem.has_window or problem.names_positions or lengths:
         if chunks_of_device(shards.layout) == 2:
@@ -126,13 +135,15 @@ def ring_walk(
     visit: Any,
     tangents: Operands | None = None,
     differentiable: bool = False,
+    sends_gradients: bool = False,
     joins: bool = False,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, parts, operands, tangents)` over all parts of this device's work.
 
     `visit` returns the new state, and the gradients of the parts' keys or None. Return the state,
-    and the sums of these gradients at home, on the device of the keys. `differentiable`: JAX can
-    differentiate what this does. `joins`: a visit has all parts of a stop (`join_parts`), not one.
+    and the sums of these gradients at home, on the device of the keys, if it `sends_gradients`.
+    `differentiable`: JAX can differentiate what this does. `joins`: a visit has all parts of a stop
+    (`join_parts`), not one.
     """
     own_keys = stack_keys(keys_of(operands)) if joins else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)
@@ -141,7 +152,7 @@ def ring_walk(
     all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not joins or all_manual and tangents is None
-    stops = ring_stops(shards, problem, operands)
+    stops = ring_stops(shards, problem, operands, sends_gradients)
     coming = own
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
@@ -158,6 +169,8 @@ def ring_walk(
             (found if target else kept).append(Term((WHOLE,), sums))
         for group in (parts,) if joins else zip(parts):
             here = _cut(group, operands, keys, joins)
+            if joins and n == 0:
+                here = here._replace(entries=_wait_for_message(here.entries, own_keys.key))
             along = None
             if tangents is not None and key_tangents is not None:
                 along = _cut(group, tangents, key_tangents)
@@ -193,6 +206,21 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = F
         return join_parts(parts, operands, keys)
     (part,) = parts
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
+
+
+def _wait_for_message(entries: Any, message: Array) -> Any:
+    """Return the entries of the first call, after a few small steps that wait for the message.
+
+    XLA:GPU starts this call and the message together. If the call came first, it would hold all
+    multiprocessors to its end. The steps take some microseconds, in which the message gets those
+    that it needs. At later stops the numbers of chunks are such steps.
+    """
+    number = lax.optimization_barrier(message)[0, 0, 0, 0]
+    bits = lax.bitcast_convert_type(number, jnp.uint16).astype(jnp.int32)
+    for _ in range(SMALL_STEPS):
+        bits = lax.optimization_barrier(bits + 1)
+    zero = (bits < 0).astype(jnp.int32)  # nothing else, but XLA does not know it
+    return jax.tree.map(lambda x: x + zero, entries)
 
 
 def _send(

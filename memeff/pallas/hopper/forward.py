@@ -72,8 +72,9 @@ def attend(
 
     With `tiling.out_in_parts` out is the sum of two arrays, otherwise there is one.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
-    of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens, and `lengths` are T and S without
-    padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
+    of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens, and `lengths`
+    are T and S without padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None
+    unless `want_lse`.
     """
     query, key, value = arrays
     _, padded_T, N, H = query.shape
@@ -84,7 +85,8 @@ def attend(
     width = whole_width(H), whole_width(D)
     tiles = -(-T // tiling.rows)
     items = B * N * tiles
-    blocks = persistent_blocks(items)
+    turns = 2 if tiling.out_in_parts else 1  # a part of a sharded sequence: beside a message
+    blocks = persistent_blocks(items, turns)
     order = TileOrder()
     if problem.right is not None:  # one more for what an item costs besides its visits
         times = 1 + tiles_visited(problem, lengths, tiling.rows, tiling.keys)

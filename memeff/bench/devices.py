@@ -1,0 +1,253 @@
+"""`python -m memeff.bench devices`: measure causal attention whose sequence lies on many devices.
+
+Every device of the machine has --tokens tokens of the sequence. A row compares with one device that
+has the whole sequence, in the same run: its share is that device's time, divided by the number of
+devices, over the time of the row. The error is the largest difference of out and of all gradients
+from those of one device, over the largest number of each.
+
+  one                 memeff on one device
+  ring, all_gather, all_to_all
+                      memeff with this context_parallel, in a zigzag
+  jax.nn:all_gather   jax.nn with cuDNN (on a CPU, XLA) on gathered keys. The causal order of a part
+                      is a dense mask there, for jax.nn has no offset
+  jla:ring            context_parallel_attention of jax-linear-attention, which makes the zigzag
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import memeff
+from memeff.bench.cases import Row
+from memeff.bench.losses import LossRun as ProgramRun
+from memeff.bench.losses import without_save
+from memeff.bench.options import size
+from memeff.bench.results import description_to_keep, measurement, save_results
+from memeff.bench.speed import measure
+from memeff.bench.tables import DEVICE_MODES, devices_markdown
+
+SECONDS_PER_SAMPLE = 0.1
+AXIS = "seq"
+SPEC = PartitionSpec(None, AXIS)
+STRATEGIES = ("ring", "all_gather", "all_to_all")
+STANDARD = ("one", *STRATEGIES, "jax.nn:all_gather", "jla:ring")
+Attention = Callable[[Array, Array, Array], Array]
+
+
+class DevicesCase(NamedTuple):
+    """The sizes of a call: `tokens` are those of one device, of one sequence."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the whole sequence."""
+        return self.tokens * jax.device_count()
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of query, key, value and the cotangent of out."""
+        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
+        return [(1, self.length, n, self.head_dim) for n in heads]
+
+
+def make_mesh() -> Mesh:
+    """Return a mesh of all devices along the sequence."""
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def attention(name: str, mesh: Mesh) -> Attention:
+    """Return the causal attention called `name` of whole arrays."""
+    if name == "one":
+        return functools.partial(memeff.dot_product_attention, is_causal=True)
+    if name == "jla:ring":
+        module = importlib.import_module("jla.distributed.context_parallel_attention")
+        return functools.partial(module.context_parallel_attention, mesh=mesh, axis=AXIS)
+    part = jax_nn_of_gathered_keys
+    if name in STRATEGIES:
+        part = functools.partial(
+            memeff.dot_product_attention,
+            is_causal=True,
+            sequence_axis=AXIS,
+            sequence_layout="zigzag",
+            context_parallel=name,
+        )
+    elif name != "jax.nn:all_gather":
+        raise ValueError(f"implementation {name!r} is not known: see --help.")
+    return jax.shard_map(part, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+
+
+def jax_nn_of_gathered_keys(query: Array, key: Array, value: Array) -> Array:
+    """Return jax.nn's attention of this device's queries over the keys of all devices."""
+    keys = [lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (key, value)]
+    T, S = query.shape[1], keys[0].shape[1]
+    rows = lax.axis_index(AXIS) * T + jnp.arange(T)
+    mask = rows[:, None] >= jnp.arange(S)
+    library = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(query, *keys, mask=mask[None, None], implementation=library)
+
+
+def compiled(name: str, case: DevicesCase, mode: str, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile a call from its shapes."""
+    attend = attention(name, mesh)
+
+    def run(query, key, value, dout):
+        if mode == DEVICE_MODES[0]:
+            return (attend(query, key, value),)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(dout)
+
+    sharding = NamedSharding(mesh, SPEC)
+    if name == "one":
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = [jax.ShapeDtypeStruct(x, case.dtype, sharding=sharding) for x in case.shapes]
+    jitted = jax.jit(run, out_shardings=sharding)
+    if name == "one":
+        return jitted.lower(*shapes).compile()
+    with jax.set_mesh(mesh):
+        return jitted.lower(*shapes).compile()
+
+
+def draw(case: DevicesCase) -> list[Array]:
+    """Return normal numbers, on one device."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return [normal(key, x, jnp.dtype(case.dtype)) for key, x in zip(keys, case.shapes, strict=True)]
+
+
+def in_order_of(name: str, x: Array, back: bool = False) -> Array:
+    """Return tokens in the order in which a call has them, or `back` in their own."""
+    if name not in STRATEGIES:
+        return x
+    reorder = memeff.from_zigzag if back else memeff.to_zigzag
+    return reorder(x, jax.device_count(), axis=1)
+
+
+def largest_error(found: Sequence[Array], expected: Sequence[np.ndarray]) -> float:
+    """Return the largest difference of any result, over the largest number of that result."""
+    errors = []
+    for x, y in zip(found, expected, strict=True):
+        x = np.asarray(x, np.float32)
+        errors.append(np.abs(x - y).max() / np.abs(y).max())
+    return float(max(errors))
+
+
+def devices_rows(
+    cases: Sequence[DevicesCase], names: Sequence[str], rounds: int, jobs: int
+) -> Iterator[Row]:
+    """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
+    mesh = make_mesh()
+    calls = list(itertools.product(names, cases, DEVICE_MODES))
+
+    def attempt(call):
+        name, case, mode = call
+        try:
+            return compiled(name, case, mode, mesh)
+        except Exception as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
+    for case in cases:
+        yield from _rows_of_case(case, names, programs, NamedSharding(mesh, SPEC), rounds)
+
+
+def _rows_of_case(
+    case: DevicesCase,
+    names: Sequence[str],
+    programs: dict[Any, Any],
+    sharding: NamedSharding,
+    rounds: int,
+) -> list[Row]:
+    """Return a row for each implementation, whose programs are timed in turns."""
+    arrays = draw(case)
+    count = jax.device_count()
+    rows: dict[str, Row] = {}
+    for name in names:
+        rows[name] = {"implementation": name, "devices": count, **case._asdict()}
+    expected: Sequence[np.ndarray] = ()
+    for mode in reversed(DEVICE_MODES):
+        runs = {}
+        for name in names:
+            program = programs[name, case, mode]
+            if isinstance(program, str):
+                rows[name]["note"] = program
+                continue
+            rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
+            placed = arrays
+            if name != "one":
+                placed = [jax.device_put(in_order_of(name, x), sharding) for x in arrays]
+            run = ProgramRun(program, placed)
+            try:
+                results = [in_order_of(name, x, back=True) for x in run.call()]
+            except jax.errors.JaxRuntimeError as error:
+                rows[name]["note"] = str(error).splitlines()[0][:200]
+                continue
+            if mode == DEVICE_MODES[1]:
+                if name == "one":
+                    expected = [np.asarray(x, np.float32) for x in results]
+                rows[name]["error"] = largest_error(results, expected)
+            runs[name] = run
+        samples = measure(runs, rounds, SECONDS_PER_SAMPLE)
+        for name, seconds in samples.items():
+            rows[name][f"{mode}: seconds"] = statistics.median(seconds)
+            turns = zip(samples["one"], seconds, strict=True)
+            if name != "one":
+                shares = [one / count / other for one, other in turns]
+                rows[name][f"{mode}: share"] = statistics.median(shares)
+    return list(rows.values())
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command line."""
+    options = parse(arguments)
+    command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
+    sizes = options.heads, options.kv_heads or options.heads, options.head_dim, options.dtype
+    cases = [DevicesCase(length, *sizes) for length in options.tokens]
+    records = []
+    names = ["one", *(name for name in options.implementation if name != "one")]
+    for row in devices_rows(cases, names, options.rounds, options.jobs):
+        records.append(measurement(row, command))
+        print(json.dumps(records[-1]), flush=True)
+    if options.save:
+        path = Path(options.save)
+        save_results(path, description_to_keep(path, "devices"), records)
+    print(devices_markdown(records))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff.bench devices",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="of one device")
+    add("--heads", type=size, default=16, metavar="N", help="query heads")
+    add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
+    add("--head-dim", type=size, default=128, metavar="H")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--implementation", nargs="+", default=STANDARD, metavar="NAME")
+    add("--rounds", type=size, default=5, metavar="N", help="samples of each time")
+    add("--jobs", type=size, default=1, metavar="N", help="programs compiled at a time")
+    add("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    return parser.parse_args(arguments)

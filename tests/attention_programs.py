@@ -61,6 +61,8 @@ class Program:
         """Run the program on the arrays of `make_arrays`."""
         if self.nesting == "scan_mask":
             visible = visible_pairs(self.mask, arrays)
+            if "errors" in arrays:
+                arrays = {**arrays, "errors": arrays["errors"][0]}
 
             def layer(carry, factor):
                 added = jax.tree.map(lambda x: factor * x, self._attend(arrays, visible))
@@ -68,8 +70,10 @@ class Program:
 
             return lax.scan(layer, self._zero(arrays), jnp.ones(2, arrays["q"].dtype))[0]
 
-        def attend(q):
+        def attend(q, number=0):
             arrays_here = {**arrays, "q": q}
+            if "errors" in arrays:
+                arrays_here["errors"] = arrays["errors"][number]
             return self._attend(arrays_here, visible_pairs(self.mask, arrays_here))
 
         q = arrays["q"]
@@ -80,14 +84,15 @@ class Program:
         if self.nesting == "cond":
             return lax.cond(q.sum() > 1e6, lambda q: attend(2 * q), attend, q)
         if self.nesting == "scan":
-            return lax.scan(lambda q, _: (q * 1.1, attend(q)), q, None, 2)[1]
+            return lax.scan(lambda q, i: (q * 1.1, attend(q, i)), q, jnp.arange(2))[1]
         if self.nesting == "loop":
-            return lax.fori_loop(0, 2, lambda i, _: attend(q * (1 + i)), self._zero(arrays))
+            return lax.fori_loop(0, 2, lambda i, _: attend(q * (1 + i), i), self._zero(arrays))
         if self.nesting == "vmap":
-            return jax.vmap(attend)(jnp.stack([q, 2 * q]))
+            return jax.vmap(attend)(jnp.stack([q, 2 * q]), jnp.arange(2))
         return attend(q)
 
     def _zero(self, arrays):
+        arrays = {name: x for name, x in arrays.items() if name != "errors"}
         shape = jax.eval_shape(lambda: self._attend(arrays, visible_pairs(self.mask, arrays)))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
 
@@ -105,6 +110,8 @@ class Program:
             s = 3 * jnp.tanh(s / 3)
         s = s + self._bias(arrays)
         s = self._hide(s, visible)
+        if "errors" in arrays:  # of logits that are rounded near -1e9
+            s = s + jnp.where(jnp.abs(s) >= 2**29, arrays["errors"], 0)
         return self._average(s, v, arrays, visible)
 
     def _dots(self, q, k):
@@ -274,6 +281,7 @@ def results_and_gradients(f):
 
     def call(arrays):
         floats = {k: x for k, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        floats.pop("errors", None)
         results, pull = jax.vjp(lambda floats: f({**arrays, **floats}), floats)
         leaves, structure = jax.tree.flatten(results)
         rng = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Train a Llama of tunix on one long sequence, as it is or with `memeff.replace_attention`.
 
     python tests/replaced_llama.py --save docs/benchmarks/llama-32k.jsonl
-    python tests/replaced_llama.py --unchanged --save docs/benchmarks/llama-32k.jsonl
+    python tests/replaced_llama.py --unchanged --layers 1 --save docs/benchmarks/llama-32k.jsonl
     python -m memeff.bench report
 
 The model is tunix's Llama 3.2 with 1B parameters, in bfloat16: 16 layers, 32 heads of 64, grouped
@@ -78,7 +78,7 @@ def make_step(loss, optimizer):
 
 
 def train(args):
-    """Return the row of the table for one training."""
+    """Train, and return the row of the table after each step."""
     config, fixed, params = make_llama(args.layers)
     loss = make_loss(fixed)
     ids = jax.random.randint(jax.random.key(1), (1, args.tokens), 0, config.vocab_size)
@@ -93,27 +93,28 @@ def train(args):
         "tokens": f"{args.tokens:,}",
     }
     try:
+        start = time.perf_counter()
         step = make_step(loss, optimizer).lower(params, state, ids).compile()
         memory = step.memory_analysis()
         assert memory is not None
         row["GiB of a step"] = (
             f"{(memory.temp_size_in_bytes + memory.argument_size_in_bytes) / GIB:.0f}"
         )
-        print(f"a step takes {row['GiB of a step']} GiB", flush=True)
+        print(f"a step takes {row['GiB of a step']} GiB", end=", ")
+        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
         losses = []
-        seconds = 0.0
         for number in range(args.steps):
             start = time.perf_counter()
             params, state, value = step(params, state, ids)
             losses.append(float(value))
             seconds = time.perf_counter() - start
             print(f"step {number}: loss {losses[-1]:.4f}, {seconds:.2f} s", flush=True)
+            row["loss"] = ", ".join(f"{x:.2f}" for x in losses)
+            row["s a step"] = f"{seconds:.1f}"  # of the last step
+            yield row
     except jax.errors.JaxRuntimeError as e:
         print(str(e)[:2000])
-        return {**row, "loss": "out of memory" if "RESOURCE_EXHAUSTED" in str(e) else "error"}
-    row["loss"] = ", ".join(f"{x:.2f}" for x in losses)
-    row["s a step"] = f"{seconds:.1f}"  # of the last step
-    return row
+        yield {**row, "loss": "out of memory" if "RESOURCE_EXHAUSTED" in str(e) else "error"}
 
 
 def parse(arguments=None):
@@ -140,14 +141,19 @@ def description():
     }
 
 
+def save(path, row):
+    """Write a row to the results in place of that of the same line."""
+    rows = {x["the line"]: x for x in read_lines(path)[1:]} if path.exists() else {}
+    rows[row["the line"]] = row
+    save_results(path, description(), rows.values())
+
+
 def main():
     args = parse()
-    row = train(args)
-    print(row)
-    if args.save:
-        rows = {x["the line"]: x for x in read_lines(args.save)[1:]} if args.save.exists() else {}
-        rows[row["the line"]] = row
-        save_results(args.save, description(), rows.values())
+    for row in train(args):
+        print(row)
+        if args.save:
+            save(args.save, row)
 
 
 if __name__ == "__main__":

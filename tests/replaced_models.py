@@ -382,12 +382,21 @@ def flax_t5(tokens):
 # ---- language models
 
 
+@contextlib.contextmanager
+def params_of_flax():
+    """Keep Flax's `Module.param`, which the import of gemma replaces by one of fewer arguments."""
+    linen = pytest.importorskip("flax.linen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linen.Module, "param", linen.Module.param)
+        yield
+
+
 def gemma(tokens):
     """Return Gemma 2 of google-deepmind: soft cap, a window in one layer, grouped heads."""
-    pytest.importorskip("gemma")
-    config = pytest.importorskip("gemma.gm.nn._config")
-    modules = pytest.importorskip("gemma.gm.nn._modules")
-    transformer = pytest.importorskip("gemma.gm.nn._transformer")
+    with params_of_flax():
+        config = pytest.importorskip("gemma.gm.nn._config")
+        modules = pytest.importorskip("gemma.gm.nn._modules")
+        transformer = pytest.importorskip("gemma.gm.nn._transformer")
     kinds = modules.AttentionType
     model = transformer.Transformer(
         config=config.TransformerConfig(

@@ -70,6 +70,18 @@ def test_dropout_is_the_same_for_any_chunk_size(chunk_size):
     np.testing.assert_array_equal(kept > 0, expected > 0)
 
 
+def test_the_gradient_draws_the_bits_of_a_tile_twice():
+    """The forward draws them, and the backward draws them once for its two uses."""
+    x = jnp.ones((1, 32, 2, 4))
+
+    def call(x, key):
+        out = dot_product_attention(x, x, x, dropout_rng=key, dropout_rate=0.5, chunk_size=(16, 16))
+        return out.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(call))(x, jax.random.key(0))
+    assert str(jaxpr).count("threefry2x32") == 2
+
+
 def test_dropout_only_where_asked():
     args, _ = CASES["plain"].inputs()
     call = functools.partial(dot_product_attention, *args)

@@ -57,6 +57,24 @@ def test_tile_sizes(monkeypatch, backend, windowed, sizes, requested, tile, bloc
             assert 1 <= size <= max(1, length)
 
 
+@pytest.mark.parametrize(
+    "sizes, requested, tile, block",
+    [
+        ((2, 2048, 2048, 4, 4), (None, None), (256, 512), (2, 4)),  # one draw, not eight
+        ((1, 4096, 4096, 32, 32), (None, None), (256, 256), (1, 16)),
+        ((8, 1024, 1024, 4, 4), (None, None), (1024, 1024), (1, 1)),  # XLA draws them once
+        ((2, 2048, 2048, 4, 4), (512, None), (512, 1024), (1, 2)),
+    ],
+)
+def test_tiles_of_heads_that_share_the_bits_of_dropout(monkeypatch, sizes, requested, tile, block):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    shape = shape_of(*sizes)
+    schedule = tile_sizes.default_schedule(shape, f32, requested, False, True)
+    schedule = tile_sizes._sharing_bits(schedule, shape, requested)
+    assert schedule.chunk_size == tile
+    assert schedule.head_block == block
+
+
 def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     """Arrays that may be sharded get no blocks and, on CPUs, no precomputed maximum.
 

@@ -30,6 +30,7 @@ from memeff.chunked.tile import (
     Tile,
     apply_dropout,
     dot,
+    kept_by_dropout,
     probabilities,
     tile_logits,
     transform_back,
@@ -162,12 +163,13 @@ def _general_loop(
         _, s, transpose_logits = tile_logits(problem, tile)
         p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
-        dp = apply_dropout(problem, tile, lax.optimization_barrier(dp))
+        kept = kept_by_dropout(problem, tile)
+        dp = apply_dropout(problem, kept, lax.optimization_barrier(dp))
         d_raw, d_params = transpose_logits(p * (dp - delta[..., None]))  # (6)
         d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
         if only_terms:
             return add_logit_params(gradients, d_params, tile)
-        p = apply_dropout(problem, tile, p).astype(v.dtype)
+        p = apply_dropout(problem, kept, p).astype(v.dtype)
         dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)  # (5)
         dq = dot("bkgtc,bkch->bkgth", d_raw, zero_nonfinite(k, masked), problem, dtype)  # (7)
         q = zero_nonfinite(q, masked)

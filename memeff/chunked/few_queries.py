@@ -26,7 +26,7 @@ from jax import Array
 
 from memeff.chunked.row_sums import RowSums
 from memeff.chunked.slicing import TileSize, TileSources, cut_tile
-from memeff.chunked.tile import apply_dropout
+from memeff.chunked.tile import apply_dropout, kept_by_dropout
 from memeff.logits import logits_from_dots
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.shape import CallShape
@@ -102,7 +102,8 @@ def few_queries_forward(problem: Problem, schedule: Schedule, operands: Operands
     shift = jnp.where(m == -jnp.inf, 0, m)
     p = jnp.exp(s - shift[..., None])
     l = p.reshape(B, K, G, T, n, -1).sum(-1).sum(-1)
-    p = (apply_dropout(problem, tile, p) * value_scale).astype(rows.dtype)
+    p = apply_dropout(problem, kept_by_dropout(problem, tile), p)
+    p = (p * value_scale).astype(rows.dtype)
     p = p.reshape(B, K * G * T, n, -1)
     v = value.reshape(B, n, -1, K * D).astype(rows.dtype)
     o = product("brnc,bncx->bnrx", p, v)  # (3)

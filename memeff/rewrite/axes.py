@@ -24,14 +24,19 @@ ELEMENTWISE = frozenset(
     "tanh xor".split()
 )
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-VARYING = frozenset({"pvary", "pcast"})  # shard_map marks values as varying over devices
-MOVES = RESHAPES | VARYING | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
-SAME_NUMBER = RESHAPES | VARYING | {"broadcast_in_dim", "copy", "stop_gradient"}
+# shard_map marks values as varying over devices, and checkpoint_name names them for a remat.
+MARKS = frozenset({"pvary", "pcast", "name"})
+MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
+SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "copy", "stop_gradient"}
 MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
 class NoMatch(Exception):
     """A place is not attention in a form that can be replaced. The text says why."""
+
+
+class NoAttention(NoMatch):
+    """The operand of a product is not a softmax, so there is nothing to report."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -59,6 +64,7 @@ class Slice:
 
 
 Index = tuple[Any, ...]  # of Dim or Slice
+Element = tuple[Value, Index]
 
 
 def new_index(shape: Sequence[int]) -> Index:
@@ -146,7 +152,7 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
         return [(x, fit(index, x)) for x in equation.inputs]
     if first is None:
         return None
-    if name in VARYING:
+    if name in MARKS:
         return [(first, index)] if len(equation.inputs) == 1 else None
     if name == "broadcast_in_dim" and len(equation.inputs) == 1:
         inner = tuple(index[d] for d in params["broadcast_dimensions"])
@@ -164,6 +170,46 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
         if starts is not None:
             return [(first, _sliced(index, starts, (1,) * len(index), first))]
     return None
+
+
+def operands_of(value: Value, index: Index) -> list[Element]:
+    """Return the operands of an elementwise equation."""
+    inputs = sources(maker_of(value), index)
+    assert inputs is not None
+    return inputs
+
+
+def is_cast(value: Value) -> bool:
+    """Return True for a conversion between floats, or a copy."""
+    if value.op == "copy":
+        return True
+    if value.op != "convert_element_type":
+        return False
+    assert value.maker is not None
+    return is_float(value.dtype) and is_float(value.maker.inputs[0].dtype)
+
+
+def is_float(dtype: Any) -> bool:
+    """Return True for the real floats that attention may have."""
+    return str(dtype) in ("float64", "float32", "float16", "bfloat16")
+
+
+def chain(value: Value, index: Index) -> list[Element]:
+    """Return a value and those from which it differs by conversions and moves of elements."""
+    elements = [(value, index)]
+    while is_cast(value) or value.op in MOVES:
+        inputs = sources(maker_of(value), index)
+        if inputs is None:
+            break
+        value, index = inputs[0]
+        elements.append((value, index))
+    return elements
+
+
+def maker_of(value: Value) -> Equation:
+    """Return the equation of a value that is neither an input nor a constant."""
+    assert value.maker is not None
+    return value.maker
 
 
 def _sliced(index: Index, starts: Sequence[int], strides: Sequence[int], value: Value) -> Index:

@@ -44,7 +44,7 @@ from memeff.rewrite.symbols import (
     Reader,
     SameIds,
 )
-from memeff.rewrite.versions import vary_alike
+from memeff.sharding import vary_together
 
 BATCH, HEAD, QUERY, KEY = range(4)  # the four numbers that memeff gives a function of pairs
 MOST_STEPS = 500  # more equations than this are not the elements of a mask or a bias
@@ -142,7 +142,7 @@ def _leaf(state, param, steps, dtype):
 
 
 def _op(state, primitive, params, steps):
-    operands = vary_alike([state.done[step] for step in steps])
+    operands = vary_together([state.done[step] for step in steps])
     return primitive.bind(*operands, **dict(params))
 
 

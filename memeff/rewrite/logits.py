@@ -9,7 +9,9 @@ keep their meaning:
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
 
 Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
-not computes all logits as numbers.
+not computes all logits as numbers. So it is where a bias or a score function stands within a mask:
+it may be lower than the number that hides, as a mask that was added before, and then the hidden
+keys are those that count.
 """
 
 from __future__ import annotations
@@ -20,10 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from memeff.rewrite.axes import MOVES, Index, Letter, NoMatch, known_number, sources
+from memeff.rewrite.axes import (
+    MOVES,
+    Element,
+    Index,
+    Letter,
+    NoMatch,
+    is_cast,
+    known_number,
+    sources,
+)
 from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.random_bits import is_random
-from memeff.rewrite.recognise import Element, Match, is_cast
+from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import (
     Affine,
     And,
@@ -95,7 +106,8 @@ class Logits:
     empty_rows: str | None  # MEAN or NAN: what rows give that see no key; None: no row is empty
     biases: tuple[BiasTerm, ...]
     inner: Scaling | Core
-    exact: Logits | None = None  # those to use if some row sees no key
+    exact: Logits | None = None  # those to use if some row sees no key above `lowest`
+    lowest: float = -math.inf
     dropout: Formula | None = None  # under which a probability is kept
 
 
@@ -351,17 +363,46 @@ def _with_meaning_of_empty_rows(
     masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
     biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
     condition = both(*(x.condition for x in masks))
-    if condition == Known(True) or no_row_is_empty(match, condition):
+    may_be_low = _may_be_low(biases, inner)
+    if match.softmax.loses_log and may_be_low:
+        raise NoMatch(
+            "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
+        )
+    if condition == Known(True):
         return Logits(condition, None, biases, inner)
+    lows = [x.low for x in masks if math.isfinite(x.low)]
     meaning = _meaning_of_empty_rows(layers)
-    if match.softmax.loses_log and meaning != NAN:
-        raise NoMatch("exp(s - logsumexp(s)) gives the sum of the values in rows that see no key")
-    if meaning is not None:
-        return Logits(condition, meaning, biases, inner)
+    if not lows or not may_be_low:
+        if no_row_is_empty(match, condition):
+            return Logits(condition, None, biases, inner)
+        if match.softmax.loses_log and meaning != NAN:
+            raise NoMatch(
+                "exp(s - logsumexp(s)) gives the sum of the values in rows that see no key"
+            )
+        if meaning is not None:
+            return Logits(condition, meaning, biases, inner)
     exact = _without_masks(layers, inner)
-    if match.over_pairs(formula_letters(condition)):
-        return Logits(condition, None, biases, inner, exact)
-    return exact
+    if not match.over_pairs(formula_letters(condition)):
+        return exact
+    # exp of the distance of a hidden logit to one above `lowest` is 0
+    lowest = max(lows, default=-math.inf) / 2
+    return Logits(condition, None, biases, inner, exact, lowest)
+
+
+def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
+    """Return True if it is not proved that no bias or score hides keys."""
+    return isinstance(inner, Core) or not all(_is_small(x) for x in biases)
+
+
+def _is_small(bias: BiasTerm) -> bool:
+    """Return True for a bias of known numbers that hide no key."""
+    symbol = Reader().read(*bias.element)
+    numbers = []
+    if isinstance(symbol, Choice):
+        numbers = [symbol.yes, symbol.no]
+    elif isinstance(symbol, Number):
+        numbers = [symbol.value]
+    return bool(numbers) and all(abs(float(x) * bias.factor) <= LARGEST_SHIFT for x in numbers)
 
 
 def _with_zeros(
@@ -381,17 +422,20 @@ def _with_zeros(
     if before | after != before | summed:
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
     condition = both(shown, *before)
+    lows = {x.low for x in masks}
+    may_be_low = _may_be_low(biases, inner)
+    if may_be_low and any(math.isfinite(x) for x in lows):
+        raise NoMatch("a mask after the softmax, where a bias or a score may be as low as the mask")
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
     outside = match.softmax.outside
     selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
-    lows = {x.low for x in masks}
     is_nan = bool(summed) or lows == {-math.inf}
     is_zero = after <= selected or not summed and -math.inf not in lows
     is_multiplied = not all(is_random(x) for x in outside.multiplied)
     if before <= after and is_nan and not selected and not is_multiplied:
         return Logits(condition, NAN, biases, inner)
-    if before <= after and is_zero and not biases:
+    if before <= after and is_zero and not may_be_low:
         return Logits(condition, None, biases, inner)
     raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -88,7 +89,9 @@ class Recipe:
     bias_table: PairFunction | None  # a small bias that is computed once
     score_fn: PairFunction | None
     empty_rows: str | None  # "mean" of all values, or "nan"; None: no row is empty
+    # what to run if some row sees no key with a logit above `lowest`
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
+    lowest: float = dataclasses.field(default=-math.inf, kw_only=True)
     factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
     factor: float  # of the output
     dropout: Dropout | None
@@ -195,10 +198,10 @@ def attend(recipe: Recipe, inputs: list[Array]) -> Array:
     if recipe.empty_rows is None and exact is None:
         return dot_product_attention(query, key, value, **keywords)
     out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
-    is_empty = jnp.isneginf(lse)
     if exact is not None:
-        return lax.cond(is_empty.any(), lambda: attend(exact, inputs), lambda: out)
-    return jnp.where(is_empty[..., None], _of_empty_rows(recipe, value), out)
+        is_empty = (lse <= recipe.lowest).any()
+        return lax.cond(is_empty, lambda: attend(exact, inputs), lambda: out)
+    return jnp.where(jnp.isneginf(lse)[..., None], _of_empty_rows(recipe, value), out)
 
 
 def _of_empty_rows(recipe: Recipe, value: Array) -> Array:

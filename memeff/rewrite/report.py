@@ -86,7 +86,7 @@ ABOUT_BYTES = (
 
 NOTHING = (
     "no attention found: no product of two arrays meets a softmax before a second product. Attention "
-    "that a function with a derivative of its own or a kernel computes is not visible."
+    "that a kernel or an exported function computes is not visible."
 )
 
 
@@ -102,7 +102,7 @@ def make_report(scope: Scope) -> Report:
                 known[key] = _describe(source, replacement)
             places.append(known[key])
         for left in part.left:
-            places.append(Place(source_line(left.equation.eqn), left.reason))
+            places.append(Place(source_line(left.eqn), left.reason))
     return Report(tuple(places))
 
 

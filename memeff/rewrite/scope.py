@@ -15,18 +15,26 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
-from memeff.rewrite.axes import NoMatch, is_made_of_less
+from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recipe import run_recipe
-from memeff.rewrite.recognise import Match, NoAttention, has_softmax, is_outer_product, match
+from memeff.rewrite.recognise import Match, match
+from memeff.rewrite.softmax import NO_SOFTMAX
+from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import bodies_of, is_derivative, scan_counts, source_line
+from memeff.rewrite.versions import (
+    CUSTOM_DERIVATIVES,
+    bodies_of,
+    is_derivative,
+    scan_counts,
+    source_line,
+)
 
 IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "
     "replace attention before, as in jax.grad(replace_attention(f))"
 )
-UNKNOWN = "a softmax meets what is not understood before the second product"
+NO_SIZES = "an axis has no known size, or none of its positions"
 Reading = Callable[[Value], Any]
 Record = Callable[[Replacement, list[Any]], None]
 
@@ -35,7 +43,7 @@ Record = Callable[[Replacement, list[Any]], None]
 class Left:
     """A softmax between two products that is left as it is, and why."""
 
-    equation: Equation
+    eqn: JaxprEqn  # the second product
     reason: str
     has_derivative: bool = False  # a derivative is taken inside the program
 
@@ -43,7 +51,8 @@ class Left:
 class Search:
     """Search jaxprs, each once."""
 
-    def __init__(self, min_logits: int, record: Record | None = None):
+    def __init__(self, jaxpr: ClosedJaxpr, min_logits: int, record: Record | None = None):
+        self.paths = SoftmaxPaths(jaxpr)
         self.min_logits = min_logits
         self.record = record  # receives each replacement and its arrays when they are computed
         self.visited = 0  # equations
@@ -87,18 +96,7 @@ class Scope:
         self.inner: dict[Equation, list[Scope]] = {}
         search.visited += len(self.graph.equations)
         for equation in self.graph.equations:
-            if equation.eqn.primitive.name == "dot_general":
-                self._find(equation, search.min_logits)
-                continue
-            scopes = []
-            for body in bodies_of(equation.eqn):
-                values = [None if n is None else equation.inputs[n] for n in body.inputs]
-                known = [x if x is not None and is_made_of_less(x) else None for x in values]
-                makers = (equation, *equation.calls)
-                inside = in_derivative or any(is_derivative(x.eqn) for x in makers)
-                scopes.append(search.scope(body.jaxpr, known, in_derivative=inside))
-            if scopes:
-                self.inner[equation] = scopes
+            self._search(equation, search)
         self.live = self._drop_useless()
         self.touched = self._touched_calls()
 
@@ -121,34 +119,60 @@ class Scope:
 
     # ---- Finding
 
-    def _find(self, second: Equation, min_logits: int) -> None:
-        """Add the replacement of a product, or the reason why it is left."""
+    def _search(self, equation: Equation, search: Search) -> None:
+        """Search an equation: a product, or one with bodies."""
+        eqn = equation.eqn
+        makers = (equation, *equation.calls)
+        in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
+        unknown = search.paths.reason(eqn)  # of a second product: why it is left if nothing else is
+        if eqn.primitive.name == "dot_general":
+            unknown = self._find(equation, search, in_derivative)
+        scopes = []
+        for body in bodies_of(eqn):
+            values = [None if n is None else equation.inputs[n] for n in body.inputs]
+            known = [x if x is not None and is_made_of_less(x) else None for x in values]
+            scopes.append(search.scope(body.jaxpr, known, in_derivative=in_derivative))
+        if scopes:
+            self.inner[equation] = scopes
+        elif not in_derivative:
+            is_custom = eqn.primitive.name in CUSTOM_DERIVATIVES
+            for inner in search.paths.within(eqn):
+                reason = IN_CUSTOM_DERIVATIVE if is_custom else search.paths.reason(inner)
+                self.left.append(Left(inner, reason or UNKNOWN))
+        if unknown is not None and not in_derivative:
+            self.left.append(Left(eqn, unknown))
+
+    def _find(self, second: Equation, search: Search, in_derivative: bool) -> str | None:
+        """Add the replacement of a product, or the reasons why it is left.
+
+        Return the reason if it is left and none was added. None: there is nothing to say.
+        """
+        unknown = search.paths.reason(second.eqn)
         shapes = [x.shape for x in (*second.inputs, *second.outputs)]
         if not all(isinstance(size, int) and size for shape in shapes for size in shape):
-            return  # symbolic, or nothing to compute
-        makers = (second, *second.calls)
-        in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
+            return unknown and NO_SIZES
+        is_named = False
         for side in (0, 1):
             try:
                 found = match(self.graph, second, side)
                 if in_derivative:
-                    self.left.append(Left(second, IN_DERIVATIVE, has_derivative=True))
-                    return
-                _check_gain(found, min_logits)
+                    self.left.append(Left(second.eqn, IN_DERIVATIVE, has_derivative=True))
+                    return None
+                _check_gain(found, search.min_logits)
                 _check_sharding(found)
                 replacement = translate(found, with_equations=self.record is not None)
             except NoAttention as reason:
-                is_far = is_outer_product(second.outputs[0]) or not has_softmax(second.inputs[side])
-                if not is_far and not in_derivative:
-                    self.left.append(Left(second, f"{UNKNOWN}: {reason}"))
-                continue
+                if unknown == UNKNOWN and str(reason) != NO_SOFTMAX:
+                    unknown = f"{UNKNOWN}: {reason}"
             except NoMatch as reason:
+                is_named = True
                 if not in_derivative:
-                    self.left.append(Left(second, str(reason)))
-                continue
-            assert found.result.maker is not None
-            self.replaced[found.result.maker] = replacement
-            return
+                    self.left.append(Left(second.eqn, str(reason)))
+            else:
+                assert found.result.maker is not None
+                self.replaced[found.result.maker] = replacement
+                return None
+        return None if is_named else unknown
 
     def _drop_useless(self) -> set[Value]:
         """Undo replacements whose logits something else needs. Return the values that are needed."""
@@ -170,7 +194,7 @@ class Scope:
 
     def _leave(self, equation: Equation, reason: str) -> None:
         replacement = self.replaced.pop(equation)
-        self.left.append(Left(replacement.match.second, reason))
+        self.left.append(Left(replacement.match.second.eqn, reason))
 
     def _live_values(self) -> set[Value]:
         """Return the values that the results need when all replacements are made."""
@@ -218,7 +242,9 @@ class Scope:
 
 
 def _check_gain(found: Match, min_logits: int) -> None:
-    """Refuse attention whose logits are small."""
+    """Refuse attention whose logits are small, or sums of nothing."""
+    if not all(found.query.value.shape):
+        raise NoMatch(NO_SIZES)
     T = S = 1
     for letter in found.query_only:
         T = max(T, letter.size)
@@ -284,7 +310,13 @@ class _Evaluation:
         self._run(scope.graph.items)
 
     def results(self) -> list[Any]:
-        return [self.read(x) for x in self.scope.graph.results]
+        results = []
+        for value in self.scope.graph.results:
+            result = self.read(value)
+            if value.constant is not None and getattr(value.aval, "weak_type", False):
+                result = result.item()
+            results.append(result)
+        return results
 
     def read(self, value: Value) -> Any:
         """Return the array of a value."""

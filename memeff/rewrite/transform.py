@@ -215,4 +215,4 @@ def _search(
 ) -> tuple[Scope, Any]:
     """Trace f and search it. Return its scope and the structure of its results."""
     jaxpr, shapes = jax.make_jaxpr(static.bind(f), return_shape=True)(*arrays)
-    return Search(min_logits, record).scope(jaxpr), jax.tree.structure(shapes)
+    return Search(jaxpr, min_logits, record).scope(jaxpr), jax.tree.structure(shapes)

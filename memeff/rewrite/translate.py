@@ -10,12 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from memeff.rewrite.axes import (
+    Element,
     Index,
     Letter,
     NoMatch,
     Slice,
+    chain,
     expand,
     expand_all,
+    is_cast,
     letters_in,
 )
 from memeff.rewrite.element import Builder, ElementFunction, Roles
@@ -35,9 +38,9 @@ from memeff.rewrite.logits import (
 )
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
-from memeff.rewrite.recognise import Element, Match, Operand, chain, is_cast
+from memeff.rewrite.recognise import Match, Operand
 from memeff.rewrite.rows import Equations
-from memeff.rewrite.symbols import Formula, Leaf, Not, Reader, SameIds, letters_of
+from memeff.rewrite.symbols import Formula, Known, Leaf, Not, Reader, SameIds, letters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     recipe = translation.recipe()
     if logits.exact is not None:
         exact = _Translation(match, depends, logits.exact, inputs).recipe()
-        recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact)
+        recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact, lowest=logits.lowest)
     equations = translation.equations() if with_equations else None
     return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs), equations)
 
@@ -231,10 +234,11 @@ class _Translation:
         scaling = self.logits.inner if isinstance(self.logits.inner, Scaling) else Scaling(1.0)
         mask, is_hidden = self._dense_mask()
         score_fn, bias, bias_table = self._score()
-        may_be_empty = bias is not None or bias_table is not None
+        has_mask = self.logits.condition != Known(True)
+        may_be_empty = bias is not None or bias_table is not None or score_fn and has_mask
         empty_rows = self.logits.empty_rows
         if empty_rows is None and may_be_empty:
-            empty_rows = NAN  # of a bias that is -inf for all keys
+            empty_rows = NAN  # of a bias or a score that is -inf for all visible keys
         return Recipe(
             query=query,
             key=key,

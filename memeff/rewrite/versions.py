@@ -1,13 +1,15 @@
 """Read jaxprs in the same way on every supported version of JAX."""
 
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")  # equations that only name their body
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+REMATS = ("remat", "remat2", "checkpoint")
 _JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 _THIS_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -27,18 +29,36 @@ def can_inline(eqn: JaxprEqn) -> bool:
     """Return True if an equation means the same as the equations of its body.
 
     A `jit` with shardings does not, nor does a function with a derivative of its own. But the
-    derivative that JAX gives its softmax and logsumexp is the true one.
+    derivative that JAX gives its softmax and logsumexp is the true one. A remat of probabilities has
+    no purpose where memeff computes them, so that their products may lie outside of it.
     """
     name = eqn.primitive.name
     if name == "custom_jvp_call":
         body = body_of(eqn).jaxpr
         names = {x.primitive.name for x in body.eqns}
         return {"exp", "reduce_sum"} <= names and _defined_by_jax(body)
+    if name in REMATS:
+        return _is_softmax(body_of(eqn).jaxpr)
     if name not in CALLS:
         return False
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     options = eqn.params.get("compiler_options_kvs", ())
     return not options and all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+
+
+def _is_softmax(jaxpr: Jaxpr) -> bool:
+    """Return True for the equations of a softmax, with at most one product."""
+    names = [x.primitive.name for x in _equations_of_calls(jaxpr)]
+    return {"exp", "reduce_sum"} <= set(names) and names.count("dot_general") <= 1
+
+
+def _equations_of_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Visit the equations of a jaxpr and of its calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in (*CALLS, *CUSTOM_DERIVATIVES):
+            yield from _equations_of_calls(body_of(eqn).jaxpr)
+        else:
+            yield eqn
 
 
 def _defined_by_jax(jaxpr: Jaxpr) -> bool:
@@ -73,19 +93,6 @@ def source_line(eqn: JaxprEqn) -> str:
     return "?"
 
 
-def vary_alike(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return arrays that vary over the same devices of a shard_map, as primitives demand."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
-    every = frozenset().union(*axes)
-    alike = []
-    for x, own in zip(arrays, axes, strict=True):
-        missing = tuple(every - own)
-        if missing:
-            x = lax.pcast(x, missing, to="varying")
-        alike.append(x)
-    return alike
-
-
 class Body(NamedTuple):
     """A jaxpr within an equation, and the inputs of the equation that it receives unchanged."""
 
@@ -102,7 +109,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
     name = eqn.primitive.name
     params = eqn.params
     everything = tuple(range(len(eqn.invars)))
-    if name in ("remat", "remat2", "checkpoint", "jit", "pjit"):
+    if name in (*REMATS, "jit", "pjit"):
         return [Body(body_of(eqn), everything)]
     if name == "shard_map":
         return [Body(body_of(eqn), (None,) * len(everything))]
@@ -120,4 +127,31 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
         ]
     if name == "cond":
         return [Body(closed(x), everything[1:]) for x in params["branches"]]
+    return []
+
+
+def flows_of(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int]]:
+    """Return the jaxprs through which arrays flow, with the number of the input that enters first.
+
+    The inputs of the equation from there on are those of the jaxpr, one by one.
+    """
+    name = eqn.primitive.name
+    if name == "while":
+        return [(closed(eqn.params["body_jaxpr"]), eqn.params["cond_nconsts"])]
+    if name == "cond":
+        return [(closed(x), 1) for x in eqn.params["branches"]]
+    if name in (*CALLS, *REMATS, *CUSTOM_DERIVATIVES, "scan", "shard_map"):
+        return [(body_of(eqn), 0)]
+    return []
+
+
+def carried_outputs(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """Return which input of the body of a loop is which of its outputs, one iteration later."""
+    name = eqn.primitive.name
+    if name == "while":
+        first = eqn.params["body_nconsts"]
+        return [(first + n, n) for n in range(len(eqn.outvars))]
+    if name == "scan":
+        constants, carried = scan_counts(eqn)
+        return [(constants + n, n) for n in range(carried)]
     return []

@@ -1,0 +1,323 @@
+"""Recognise a softmax over the keys, and what stands between it and the second product.
+
+See step (2) in recognise.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+from memeff.rewrite.axes import (
+    ELEMENTWISE,
+    MOVES,
+    Element,
+    Index,
+    Letter,
+    NoAttention,
+    NoMatch,
+    chain,
+    fit,
+    is_cast,
+    known_number,
+    maker_of,
+    operands_of,
+    regroup,
+)
+from memeff.rewrite.graph import Graph, Value
+from memeff.rewrite.softmax_sums import (
+    depends,
+    exponent,
+    factors_of,
+    is_outer_product,
+    is_zeroing,
+    reciprocal,
+    shown_in_sum,
+    sums_keys,
+    zeroed,
+    zeroed_product,
+)
+from memeff.rewrite.symbols import Formula
+
+NEAR = 100  # values before a product among which its exponential is sought
+MOST_STEPS = 400  # equations between the two products of attention
+NO_SOFTMAX = "no softmax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Logits `s`, whose softmax the probabilities are, and what follows the softmax."""
+
+    logits: Element
+    base: float  # e = base ** s, given as log(base)
+    outside: Outside
+    shown_in_sum: tuple[Formula, ...] = ()  # only pairs for which these are true are summed
+    unnormalised: Element | None = None  # e, if the division follows the second product
+    # The logarithm of the sum is added to the maximum. Beside a maximum of -1e9 it is lost, so a
+    # row that sees no key gives the sum of the values instead of their mean.
+    loses_log: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What stands between the softmax and the second product."""
+
+    factors: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and what does not depend on S
+    shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
+    number: float = 1.0  # by which probabilities are multiplied
+    selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
+    multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
+
+    def times(self, operation: str, element: Element) -> Outside:
+        """Return this with one more factor."""
+        return dataclasses.replace(self, factors=(*self.factors, (operation, element)))
+
+    def showing(self, formula: Formula, number: float) -> Outside:
+        """Return this with one more condition and a number."""
+        shown = (*self.shown, formula)
+        return dataclasses.replace(self, shown=shown, number=self.number * number)
+
+    def multiplying(self, formula: Formula, number: float) -> Outside:
+        """Return this with one more condition, by which probabilities are multiplied."""
+        shown = self.showing(formula, number)
+        return dataclasses.replace(shown, multiplied=(*self.multiplied, formula))
+
+    def selecting(self, formula: Formula) -> Outside:
+        """Return this with one more condition, whose selection follows the division."""
+        return dataclasses.replace(self.showing(formula, 1.0), selected=(*self.selected, formula))
+
+
+def may_be_softmax(value: Value) -> bool:
+    """Return True if an exponential is among the few equations before a value."""
+    waiting = collections.deque([value])
+    for _ in range(NEAR):
+        if not waiting:
+            return False
+        value = waiting.popleft()
+        if value.op in ("exp", "exp2", "pow"):
+            return True
+        is_mapped = value.op in ELEMENTWISE | MOVES or is_outer_product(value)
+        if value.maker is not None and is_mapped:
+            waiting.extend(value.maker.inputs)
+    return False
+
+
+def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
+    """Return the softmax over `keys` that a value is, up to what `Outside` can say."""
+    outside = Outside()
+    for _ in range(MOST_STEPS):
+        value, index = chain(value, index)[-1]
+        if exponent((value, index)) is not None:
+            return _of_exponential((value, index), keys, outside)
+        if value.op == "div":
+            numerator, denominator = operands_of(value, index)
+            if depends(denominator, keys):
+                if exponent(chain(*numerator)[-1]) is not None:
+                    raise NoMatch("exponentials are divided by something that depends on the keys")
+                raise NoAttention("a quotient")
+            softmax = _of_quotient(numerator, denominator, keys, outside)
+            if softmax is not None:
+                return softmax
+            outside = outside.times("div", denominator)
+            value, index = numerator
+        elif value.op == "mul" or is_outer_product(value):
+            first, second = factors_of(value, index)
+            if depends(first, keys):
+                first, second = second, first
+            total = reciprocal(first)
+            softmax = None
+            if total is not None:
+                softmax = _of_quotient(second, total, keys, outside)
+            if softmax is not None:
+                return softmax
+            if not depends(first, keys):
+                outside = outside.times("mul", first)
+                value, index = second
+                continue
+            (value, index), formula, number = zeroed_product(first, second)
+            outside = outside.multiplying(formula, number)
+        elif value.op == "select_n":
+            (value, index), formula, _ = zeroed(value, index)
+            outside = outside.selecting(formula)
+        else:
+            break
+    raise NoAttention(NO_SOFTMAX)
+
+
+def _of_quotient(
+    numerator: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
+) -> Softmax | None:
+    """Return the softmax that a quotient is; None if it divides by something else than the sum."""
+    forms = chain(*numerator)
+    while is_zeroing(forms[-1][0]):
+        try:
+            terms, formula, number = zeroed(*forms[-1])
+        except NoAttention:
+            break
+        outside = outside.showing(formula, number)
+        forms.extend(chain(*terms))
+    shown = shown_in_sum(denominator, forms, keys)
+    if shown is None:
+        return None
+    if exponent(forms[-1]) is None:
+        raise NoAttention("a quotient by a sum")
+    return dataclasses.replace(_of_terms(forms[-1], keys, outside), shown_in_sum=shown)
+
+
+def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+    """Return the softmax of which `terms` are the exponentials."""
+    found = exponent(terms)
+    assert found is not None
+    power, base = found
+    logits, factor = _without_shift(power, keys)
+    return Softmax(logits, base * factor, outside)
+
+
+def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+    """Return the softmax of exponentials that no sum divides before the second product."""
+    found = exponent(terms)
+    assert found is not None
+    power, base = found
+    logits, shifts = _shifts(power, keys)
+    logs = [x for x, _ in shifts if x[0].op == "log"]
+    if not logs:
+        softmax = _of_terms(terms, keys, outside)
+        return dataclasses.replace(softmax, unnormalised=terms)
+    if base != 1 or len(logs) != 1:
+        raise NoAttention("exponentials")
+    others = [x[0] for x, _ in shifts if x[0] is not logs[0][0]]
+    (is_added,) = [flag for x, flag in shifts if x is logs[0]]
+    if not _is_log_of_sum(logs[0], logits, others, keys):
+        raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
+    return Softmax(logits, 1.0, outside, loses_log=is_added)
+
+
+def _shifts(
+    element: Element, keys: tuple[Letter, ...]
+) -> tuple[Element, list[tuple[Element, bool]]]:
+    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys.
+
+    Each of these comes with a flag: was it part of a sum?
+    """
+    shifts: list[tuple[Element, bool]] = []
+    element = chain(*element)[-1]
+    while element[0].op == "sub":
+        logits, shift = operands_of(*element)
+        if depends(shift, keys):
+            break
+        waiting = [(shift, False)]
+        while waiting:
+            part, is_added = waiting.pop()
+            value, index = chain(*part)[-1]
+            if value.op == "add":
+                waiting.extend((x, True) for x in operands_of(value, index))
+            else:
+                shifts.append(((value, index), is_added))
+        element = chain(*logits)[-1]
+    return element, shifts
+
+
+def _is_log_of_sum(
+    log: Element, logits: Element, others: list[Value], keys: tuple[Letter, ...]
+) -> bool:
+    """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `others` are a."""
+    value, index = chain(*operands_of(*log)[0])[-1]
+    if value.op == "abs":
+        value, index = chain(*operands_of(value, index)[0])[-1]
+    if value.op != "reduce_sum":
+        return False
+    axes = maker_of(value).params["axes"]
+    summed = maker_of(value).inputs[0]
+    while is_cast(summed):
+        summed = maker_of(summed).inputs[0]
+    if summed.op != "exp":
+        return False
+    term = maker_of(summed).inputs[0]
+    shifts = []
+    while term is not logits[0] and (is_cast(term) or term.op == "sub"):
+        if term.op == "sub":
+            shift = maker_of(term).inputs[1]
+            while shift.op in ("broadcast_in_dim", "reshape"):
+                shift = maker_of(shift).inputs[0]
+            shifts.append(shift)
+        term = maker_of(term).inputs[0]
+    same_shifts = sorted(map(id, shifts)) == sorted(map(id, others))
+    return term is logits[0] and same_shifts and sums_keys(logits[1], axes, index, keys)
+
+
+def division_after(
+    graph: Graph, result: Element, terms: Element, keys: tuple[Letter, ...]
+) -> Element:
+    """Return the quotient of the second product by the sum of the exponentials."""
+    value, index = result
+    for _ in range(MOST_STEPS):
+        consumers = graph.consumers.get(value, [])
+        if len(consumers) != 1:
+            break
+        (equation,) = consumers
+        output = equation.outputs[0]
+        name = equation.eqn.primitive.name
+        if name in ("div", "mul") and output.shape != value.shape:
+            break  # a sum with more axes
+        if is_cast(output):
+            value = output
+        elif name == "transpose":
+            index = tuple(index[d] for d in equation.params["permutation"])
+            value = output
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            index = regroup(index, output.shape)
+            value = output
+        elif name in ("div", "mul"):
+            inputs = [(x, fit(index, x)) for x in equation.inputs]
+            others = [x for x in inputs if x[0] is not value]
+            if name == "div" and inputs[0][0] is value and others:
+                total = others[0]
+            else:
+                total = reciprocal(others[0]) if name == "mul" and others else None
+            if total is not None and shown_in_sum(total, chain(*terms), keys) == ():
+                return output, index
+            break
+        else:
+            break
+    raise NoMatch("exponentials are not divided by their sum over the keys, and nothing else")
+
+
+def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, float]:
+    """Return s and c of c * (s - m), where m is made of a maximum and is the same for all keys."""
+    logits = element
+    factor = 1.0
+    product = 1.0
+    while True:
+        value, index = chain(*element)[-1]
+        if value.op == "sub":
+            inner, shift = operands_of(value, index)
+            if depends(shift, keys) or not _made_of_maximum(shift[0]):
+                return logits, factor
+            logits = element = inner
+            factor = product
+        elif value.op in ("mul", "div"):
+            inner, other = operands_of(value, index)
+            if value.op == "mul" and known_number(other[0]) is None:
+                inner, other = other, inner
+            number = known_number(other[0])
+            if number is None or not math.isfinite(number) or number == 0:
+                return logits, factor
+            product = product * float(number) if value.op == "mul" else product / float(number)
+            element = inner
+        else:
+            return logits, factor
+
+
+def _made_of_maximum(value: Value) -> bool:
+    """Return True if a value is computed from a maximum by few element-wise equations."""
+    waiting = [value]
+    for _ in range(24):
+        if not waiting:
+            return False
+        value = waiting.pop()
+        if value.op == "reduce_max":
+            return True
+        if value.maker is not None and value.op in ELEMENTWISE | MOVES:
+            waiting.extend(value.maker.inputs)
+    return False

@@ -1,0 +1,380 @@
+"""`memeff.find_attention` names each product that a softmax of another product reaches.
+
+Each program is replaced, or left with a reason. None is missing from the report.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import memeff
+
+find = functools.partial(memeff.find_attention, min_logits=0)
+replace = functools.partial(memeff.replace_attention, min_logits=0)
+T, S, H, D = 7, 6, 4, 3
+UNKNOWN = "a softmax meets what is not understood"
+NO_PRODUCT = "the logits are not made of a product"
+OTHER_SUM = "exponentials are not divided by their sum over the keys"
+CUSTOM = "a function with a derivative of its own"
+
+
+def make_arrays():
+    rng = np.random.default_rng(0)
+    shapes = ((T, H), (S, H), (S, D))
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    return *arrays, jnp.asarray(np.tril(np.ones((T, S), bool)))
+
+
+def exponentials(s):
+    return jnp.exp(s - s.max(-1, keepdims=True))
+
+
+def fraction(e):
+    return e / e.sum(-1, keepdims=True)
+
+
+# ---- Replaced
+
+
+def max_where(q, k, v, mask):
+    s = q @ k.T
+    highest = jnp.max(s, axis=-1, where=mask, initial=-jnp.inf, keepdims=True)
+    return fraction(jnp.where(mask, jnp.exp(s - highest), 0)) @ v
+
+
+def max_initial(q, k, v, mask):
+    s = q @ k.T
+    highest = jnp.max(s, axis=-1, where=mask, initial=-1e30, keepdims=True)
+    return fraction(jnp.exp(s - highest) * mask) @ v
+
+
+def sum_where(q, k, v, mask):
+    s = q @ k.T
+    e = jnp.exp(s - jnp.max(s, axis=-1, where=mask, initial=-jnp.inf, keepdims=True))
+    return jnp.where(mask, e / jnp.sum(e, -1, where=mask, keepdims=True), 0) @ v
+
+
+def finite_max(q, k, v, mask):
+    s = jnp.where(mask, q @ k.T, -jnp.inf)
+    highest = lax.stop_gradient(s.max(-1, keepdims=True))
+    return fraction(jnp.exp(s - jnp.where(jnp.isfinite(highest), highest, 0))) @ v
+
+
+def max_of_all(q, k, v, mask):
+    s = q @ k.T
+    return fraction(jnp.exp(s - s.max())) @ v
+
+
+def constant_shift(q, k, v, mask):
+    return fraction(jnp.exp(q @ k.T - 5.0)) @ v
+
+
+def power(q, k, v, mask):
+    s = q @ k.T
+    return fraction(2.0 ** (s - s.max(-1, keepdims=True))) @ v
+
+
+def inverse_power(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return (e * e.sum(-1, keepdims=True) ** -1) @ v
+
+
+def remat_of_softmax(q, k, v, mask):
+    return jax.checkpoint(jax.nn.softmax)(q @ k.T) @ v
+
+
+def remat_of_probabilities(q, k, v, mask):
+    return jax.checkpoint(lambda q, k: jax.nn.softmax(q @ k.T))(q, k) @ v
+
+
+def names(q, k, v, mask):
+    def attend(q, k, v):
+        s = checkpoint_name(q @ k.T, "logits")
+        return checkpoint_name(checkpoint_name(jax.nn.softmax(s), "probabilities") @ v, "out")
+
+    policy = jax.checkpoint_policies.save_only_these_names("out")
+    return jax.checkpoint(attend, policy=policy)(q, k, v)
+
+
+FAST = (max_initial, power, remat_of_probabilities, names)
+SLOW = (
+    max_where,
+    sum_where,
+    finite_max,
+    max_of_all,
+    constant_shift,
+    inverse_power,
+    remat_of_softmax,
+)
+
+
+@pytest.mark.parametrize("program", FAST + SLOW)
+def test_other_spellings_are_found(program):
+    report = find(program, *make_arrays())
+    assert report.replaced and not report.left, report
+
+
+@pytest.mark.parametrize(
+    "program", [*FAST, *[pytest.param(x, marks=pytest.mark.slow) for x in SLOW]]
+)
+def test_other_spellings_are_the_same_function(program):
+    *arrays, mask = make_arrays()
+
+    def results_of(f):
+        def loss(*arrays):
+            out = f(*arrays, mask)
+            return (jnp.sin(out) * jnp.arange(D)).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+
+    expected = jax.tree.leaves(results_of(program))
+    actual = jax.tree.leaves(results_of(replace(program, strict=True)))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=5e-6)
+
+
+# ---- Left
+
+
+def sum_with_constant(q, k, v, mask):
+    e = exponentials(q @ k.T) * mask
+    return e / (e.sum(-1, keepdims=True) + 1e-9) @ v
+
+
+def sum_of_at_least(q, k, v, mask):
+    e = exponentials(q @ k.T) * mask
+    return e / jnp.maximum(e.sum(-1, keepdims=True), 1e-9) @ v
+
+
+def softmax_and_one(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return e / (1 + e.sum(-1, keepdims=True)) @ v
+
+
+def sum_by_product(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return e / (e @ jnp.ones((S, 1))) @ v
+
+
+def column_of_ones(q, k, v, mask):
+    out = exponentials(q @ k.T) @ jnp.concatenate([v, jnp.ones((S, 1))], -1)
+    return out[:, :-1] / out[:, -1:]
+
+
+def last_running_sum(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return e / jnp.cumsum(e, -1)[:, -1:] @ v
+
+
+def mean(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return e / e.mean(-1, keepdims=True) / S @ v
+
+
+def expm1(q, k, v, mask):
+    s = q @ k.T
+    return fraction(jnp.expm1(s - s.max(-1, keepdims=True)) + 1) @ v
+
+
+def two_factors(q, k, v, mask):
+    s = q @ k.T
+    return fraction(jnp.exp(s) * jnp.exp(-s.max(-1, keepdims=True))) @ v
+
+
+def loop_over_rows(q, k, v, mask):
+    return lax.map(jax.nn.softmax, q @ k.T) @ v
+
+
+def loop_over_rows_with_product(q, k, v, mask):
+    return lax.map(lambda s: jax.nn.softmax(s) @ v, q @ k.T)
+
+
+def loop_of_second_product(q, k, v, mask):
+    p = jax.nn.softmax(q @ k.T)
+    return lax.fori_loop(0, 3, lambda i, out: out + p @ v, jnp.zeros((T, D)))
+
+
+def branches(q, k, v, mask):
+    p = lax.cond(q.sum() > 0, jax.nn.softmax, lambda s: jax.nn.softmax(2 * s), q @ k.T)
+    return p @ v
+
+
+def own_softmax(q, k, v, mask):
+    softmax = jax.custom_vjp(lambda s: jax.nn.softmax(s))
+    softmax.defvjp(lambda s: (jax.nn.softmax(s),) * 2, lambda p, d: (p * d,))
+    return softmax(q @ k.T) @ v
+
+
+def own_attention(q, k, v, mask):
+    attend = jax.custom_vjp(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v)
+    attend.defvjp(lambda *x: (attend(*x), x), lambda arrays, d: arrays)
+    return attend(q, k, v)
+
+
+def sum_of_multiplication(q, k, v, mask):
+    p = jax.nn.softmax(q @ k.T)
+    return (p[:, :, None] * v).sum(1)
+
+
+def sums_of_multiplications(q, k, v, mask):
+    p = jax.nn.softmax((q[:, None] * k).sum(-1))
+    return (p[:, :, None] * v).sum(1)
+
+
+def first_by_sum(q, k, v, mask):
+    return jax.nn.softmax((q[:, None] * k).sum(-1)) @ v
+
+
+def sorted_probabilities(q, k, v, mask):
+    return jnp.sort(jax.nn.softmax(q @ k.T)) @ v
+
+
+def largest(q, k, v, mask):
+    p, keys = lax.top_k(jax.nn.softmax(q @ k.T), 3)
+    return jnp.einsum("tk,tkd->td", p, v[keys])
+
+
+def sink(q, k, v, mask):
+    s = jnp.concatenate([q @ k.T, jnp.zeros((T, 1))], -1)
+    return jax.nn.softmax(s)[:, :-1] @ v
+
+
+def padded_keys(q, k, v, mask):
+    s = jnp.pad(q @ k.T, ((0, 0), (0, 4)), constant_values=-jnp.inf)
+    return jax.nn.softmax(s) @ jnp.pad(v, ((0, 4), (0, 0)))
+
+
+def keys_in_two_parts(q, k, v, mask):
+    return jax.nn.softmax(jnp.concatenate([q @ k[:2].T, q @ k[2:].T], -1)) @ v
+
+
+def talking_heads(q, k, v, mask):
+    p = jax.nn.softmax(jnp.stack([q @ k.T, 2 * q @ k.T]))
+    return jnp.einsum("hts,hg->gts", p, jnp.ones((2, 2))) @ v
+
+
+def divided_twice(q, k, v, mask):
+    return fraction(jax.nn.softmax(q @ k.T) * mask) @ v
+
+
+def softmax_of_softmax(q, k, v, mask):
+    return jax.nn.softmax(jax.nn.softmax(q @ k.T)) @ v
+
+
+def square(q, k, v, mask):
+    return jax.nn.softmax(q @ k.T) ** 2 @ v
+
+
+def stopped_probabilities(q, k, v, mask):
+    e = exponentials(q @ k.T)
+    return (lax.stop_gradient(e) / e.sum(-1, keepdims=True)) @ v
+
+
+def barrier(q, k, v, mask):
+    return lax.optimization_barrier(jax.nn.softmax(q @ k.T)) @ v
+
+
+def integers(q, k, v, mask):
+    return jax.nn.softmax(q.astype(int) @ k.astype(int).T / 2) @ v
+
+
+def complex_values(q, k, v, mask):
+    return jax.nn.softmax(q @ k.T) @ (1j * v)
+
+
+def no_queries(q, k, v, mask):
+    return jax.nn.softmax(q[:0] @ k.T) @ v
+
+
+def no_head_size(q, k, v, mask):
+    return jax.nn.softmax(q[:, :0] @ k[:, :0].T) @ v
+
+
+LEFT = {
+    sum_with_constant: OTHER_SUM,
+    sum_of_at_least: OTHER_SUM,
+    softmax_and_one: OTHER_SUM,
+    sum_by_product: OTHER_SUM,
+    column_of_ones: OTHER_SUM,
+    last_running_sum: OTHER_SUM,
+    mean: OTHER_SUM,
+    expm1: UNKNOWN,
+    two_factors: UNKNOWN,
+    loop_over_rows: f"{UNKNOWN}.*between them stands `scan`",
+    loop_over_rows_with_product: NO_PRODUCT,
+    loop_of_second_product: f"{UNKNOWN}.*between them stands `scan`",
+    branches: f"{UNKNOWN}.*between them stands `cond`",
+    own_softmax: CUSTOM,
+    own_attention: CUSTOM,
+    sum_of_multiplication: "written as a multiplication and a sum",
+    sums_of_multiplications: "written as a multiplication and a sum",
+    first_by_sum: NO_PRODUCT,
+    sorted_probabilities: f"{UNKNOWN}.*between them stands `sort`",
+    largest: f"{UNKNOWN}.*between them stands `top_k`",
+    sink: NO_PRODUCT,
+    padded_keys: NO_PRODUCT,
+    keys_in_two_parts: NO_PRODUCT,
+    talking_heads: "divided by something that depends on the keys",
+    divided_twice: f"{UNKNOWN}.*a quotient by a sum",
+    softmax_of_softmax: "the logits pass through `reduce_max`",
+    square: UNKNOWN,
+    stopped_probabilities: UNKNOWN,
+    barrier: f"{UNKNOWN}.*between them stands `optimization_barrier`",
+    integers: "a product of int32 and int32",
+    complex_values: "a value of complex64",
+    no_queries: "an axis has no known size",
+    no_head_size: "an axis has no known size",
+}
+
+
+@pytest.mark.parametrize("program", LEFT)
+def test_what_is_left_has_a_reason(program):
+    report = find(program, *make_arrays())
+    assert not report.replaced
+    for place in report.left:
+        assert re.search(LEFT[program], place.reason, re.DOTALL), place
+        assert re.search(r"test_replace_report.py:\d+$", place.source), place
+    assert report.left
+
+
+def sigmoid_of_product(q, k, v, mask):
+    return jax.nn.sigmoid(q @ k.T) @ v
+
+
+def silu_by_hand(q, k, v, mask):
+    x = q @ k.T
+    return (x / (1 + jnp.exp(-x))) @ v
+
+
+def elu_and_layer_norm(q, k, v, mask):
+    x = jax.nn.elu(q @ k.T)
+    x = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x @ v
+
+
+def learned_temperature(q, k, v, mask):
+    return jnp.exp(v[0, 0]) * (q @ k.T) @ v
+
+
+def loss(q, k, v, mask):
+    return (jax.nn.log_softmax(q @ k.T) * mask).sum()
+
+
+@pytest.mark.parametrize(
+    "program", [sigmoid_of_product, silu_by_hand, elu_and_layer_norm, learned_temperature, loss]
+)
+def test_what_is_no_softmax_is_not_named(program):
+    assert not find(program, *make_arrays()).places
+
+
+def test_symbolic_sizes_are_named():
+    (length,) = jax.export.symbolic_shape("length")
+    x = jax.ShapeDtypeStruct((length, H), jnp.float32)
+    (place,) = find(lambda x: jax.nn.softmax(x @ x.T) @ x, x).left
+    assert "an axis has no known size" in str(place)

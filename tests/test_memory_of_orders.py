@@ -122,8 +122,9 @@ def function_program(kind, order, T):
     return compiled(by_order[order], shapes)
 
 
-@pytest.mark.parametrize("kind", few(FUNCTIONS, ["block mask"]))
-@pytest.mark.parametrize("order", ["gradient", pytest.param("grad of grad", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("order", ["gradient", "grad of grad"])
 def test_memory_of_functions_grows_with_the_sequence(kind, order):
     T = 8192 if kind == "block mask" else 16384  # blocks are computed pair by pair
     once = temporary_bytes(function_program(kind, order, T))

@@ -88,7 +88,7 @@ def assert_same_curve(folder: Path, expected: Path):
 CURVES = [(4, "zigzag"), *((2, layout) for layout in LAYOUTS), (4, "contiguous"), (4, "striped")]
 
 
-@pytest.mark.parametrize("devices, layout", few(CURVES, [(4, "zigzag")]))
+@pytest.mark.parametrize("devices, layout", few(CURVES, [(2, "zigzag")]))
 def test_same_curve_as_on_one_device(devices, layout, run_once):
     settings = {"devices": devices}
     if layout != "zigzag":  # the default over several devices

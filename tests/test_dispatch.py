@@ -174,11 +174,11 @@ def test_every_implementation_is_named_in_the_signature():
 
 OLD = jax.__version__.startswith("0.10.")
 TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
-TAKE_NUMBERS = "the Hopper kernels support `scale` and `logits_soft_cap` as numbers, not as arrays"
+FLAX_BITS = (
+    'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws Flax\'s own bits'
+)
 REFUSED = {
-    "scale_array": TAKE_NUMBERS,
-    "soft_cap_array": TAKE_NUMBERS,
-    "dropout": "the Hopper kernels do not support dropout",
+    "dropout": FLAX_BITS,
 }
 KERNELS = {  # by case: the feature that the kernels refuse first, or None where they can run it
     "plain": None,
@@ -198,8 +198,8 @@ KERNELS = {  # by case: the feature that the kernels refuse first, or None where
     "bias_row": None,
     "mask_dense": None,
     "mask_heads": None,
-    "scale_array": "scale_array",
-    "soft_cap_array": "soft_cap_array",
+    "scale_array": None,
+    "soft_cap_array": None,
     "segments": None,
     "dropout": "dropout",
     "dropout_each": "dropout",
@@ -290,18 +290,18 @@ def test_choosing_is_silent_where_nothing_is_lost():
 def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
     monkeypatch.setattr("memeff.warn._warned", set())
     x = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    scale = jnp.float32(0.1)
+    dropout = dict(dropout_rng=jax.random.key(0), dropout_rate=0.1)
     no_chunk_size = "the kernels choose their own tiles and do not support chunk_size"
     with pretend_device("gpu", "9.0"):
-        warning = f"instead of the GPU's kernels, because {TAKE_NUMBERS}"
+        warning = f"instead of the GPU's kernels, because {FLAX_BITS}"
         with pytest.warns(UserWarning, match=warning) as record:
-            dot_product_attention(x, x, x, scale=scale)
+            dot_product_attention(x, x, x, **dropout)
         assert record[0].filename == __file__
-        dot_product_attention(x, x, x, scale=scale)  # warnings are errors
+        dot_product_attention(x, x, x, **dropout)  # warnings are errors
         dot_product_attention(*[x.astype(f32)] * 3)
-        error = f'"pallas" cannot run this call: {TAKE_NUMBERS}'
+        error = f'"pallas" cannot run this call: {FLAX_BITS}'
         with pytest.raises(NotImplementedError, match=error):
-            dot_product_attention(x, x, x, scale=scale, implementation="pallas")
+            dot_product_attention(x, x, x, **dropout, implementation="pallas")
         with pytest.raises(NotImplementedError, match=no_chunk_size):
             dot_product_attention(x, x, x, chunk_size=8, implementation="pallas")
 

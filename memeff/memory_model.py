@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from memeff.chunked import eligible, few_queries
 from memeff.chunked.schedule import has_array_bounds, has_elementwise_mask
-from memeff.order import orders_by_condition
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.user_functions import PairIndices
 
@@ -296,8 +295,7 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
         _unlent(backward, call.outputs if z.k <= z.q else []),
         _cpu_end(call),
     ]
-    if call.exact and call.old and not orders_by_condition():
-        # the sums' zeros are made before their time
+    if call.exact and call.old:  # the sums' zeros are made before their time
         one_head = z.row == math.prod(operands.query.shape[:2])
         early = call.out + sum(rows) + sum(set(sums[:3]))
         if one_head or jax.tree.leaves(operands.logit_params):

@@ -1,9 +1,8 @@
 """Make XLA compute, cut and send arrays no earlier than they are needed.
 
 XLA runs what depends on nothing else at any time. It would hold the keys of all stops of a ring at
-once, and the zeros in which gradients are added up. `lax.optimization_barrier` prevents it on GPUs
-and TPUs. XLA:CPU drops barriers before it assigns memory, so there arrays depend on what must come
-before, by a condition that is never true.
+once. `lax.optimization_barrier` prevents it on GPUs and TPUs. XLA:CPU drops barriers before it
+assigns memory, so there arrays depend on what must come before, by a condition that is never true.
 """
 
 from typing import Any

@@ -57,7 +57,7 @@ from baselines import (  # noqa: E402, F401
 from cases import CASES, accumulator, split  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import dispatch, order, tile_sizes  # noqa: E402
+from memeff import dispatch, tile_sizes  # noqa: E402
 
 # Source lines in the lowered programs would take an eighth of the tests' time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
@@ -109,8 +109,7 @@ def why_no_gpu() -> str | None:
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     """Let calls behave as where JAX has one device. The sharding tests need all eight."""
-    for module in (tile_sizes, order):
-        monkeypatch.setattr(module, "may_be_sharded", lambda: False)
+    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: False)
 
 
 @pytest.fixture(autouse=True, scope="module")

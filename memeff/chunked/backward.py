@@ -37,7 +37,6 @@ from memeff.chunked.tile import (
     zero_nonfinite,
 )
 from memeff.logits import logits_from_dots, transform_query_key
-from memeff.order import hold
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -297,7 +296,7 @@ def _zero_after(delta: Array) -> Array:
 
     Without that XLA:CPU makes zeros for the sums before the forward, and keeps them through it.
     """
-    _, zero = hold(jnp.zeros((), delta.dtype), delta)
+    zero, _ = lax.optimization_barrier((jnp.zeros((), delta.dtype), delta))
     return zero
 
 

@@ -13,7 +13,6 @@ from jax import Array, lax
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.floats import lift_float16
 from memeff.device import current_device, current_platform
-from memeff.order import hold
 from memeff.sharding import may_be_sharded, vary_together
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import Lse, log_sum_exp
@@ -191,7 +190,7 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
     has_kernel = settings.kernels and inputs.bias is None
     tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     # from dlse: otherwise XLA:CPU makes zeros before the forward, and keeps them through it
-    _, zero = hold(jnp.zeros((), lse.high.dtype), dsums.lse)
+    zero, _ = lax.optimization_barrier((jnp.zeros((), lse.high.dtype), dsums.lse))
 
     def zeros(x: Array, dtype=lse.high.dtype) -> Array:
         return vary_together(jnp.zeros_like(x, dtype), lse) + zero.astype(dtype)

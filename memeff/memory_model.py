@@ -42,7 +42,8 @@ class CpuFit(NamedTuple):
     forward_half_alone: float = 0.5  # more
     forward_dropout: float = 11
     fixed_max_spare: float = 1 / 8  # for a bound on each row's max; three times this if masked
-    shared_dropout: int = 10  # more, of one head; in forward and backward
+    shared_dropout: int = 1  # more, of one head; in forward and backward
+    shared_dropout_old: int = 10
 
     backward_exact: float = 2
     backward_exact_old: float = 2.5
@@ -55,10 +56,13 @@ class CpuFit(NamedTuple):
     backward_bias: float = 1  # more
     backward_bias_exact_old: float = 0.5  # more
     backward_cap_old: float = 1.5  # more for a static soft cap
-    backward_dropout: float = 14
+    backward_dropout: float = 9
+    backward_dropout_old: float = 14
     backward_dropout_alone: float = 3  # more
-    backward_dropout_exact: float = 16
-    backward_dropout_exact_ungrouped: float = 9.25  # jax 0.12 needs less; the test compares
+    backward_dropout_exact: float = 10.25
+    backward_dropout_exact_ungrouped: float = 7.25
+    backward_dropout_exact_old: float = 16
+    backward_dropout_exact_old_ungrouped: float = 11.5
 
 
 class GpuFit(NamedTuple):
@@ -252,7 +256,9 @@ class _CpuCall:
         if dropout is not None and dropout.bits == "mix32":
             dropout = None  # XLA computes that mask where it is read
         shares_mask = dropout is not None and dropout.shared
-        shared_count = CPU.shared_dropout if shares_mask else 0
+        shared_count = CPU.shared_dropout_old if self.old else CPU.shared_dropout
+        if not shares_mask:
+            shared_count = 0
         self.shared = [z.shared * z.wide] * shared_count
         self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
@@ -333,8 +339,11 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
     if call.dropout_each:
         if not call.exact:
             more = CPU.backward_dropout_alone if alone else 0
-            return CPU.backward_dropout + more
-        if call.grouped or call.old:
+            return (CPU.backward_dropout_old if call.old else CPU.backward_dropout) + more
+        if call.old:
+            old = CPU.backward_dropout_exact_old, CPU.backward_dropout_exact_old_ungrouped
+            return old[not call.grouped]
+        if call.grouped:
             return CPU.backward_dropout_exact
         return CPU.backward_dropout_exact_ungrouped
     if call.exact and call.old:

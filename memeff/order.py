@@ -5,6 +5,8 @@ once. `lax.optimization_barrier` prevents it on GPUs and TPUs. XLA:CPU drops bar
 assigns memory, so there arrays depend on what must come before, by a condition that is never true.
 """
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -30,10 +32,13 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
     results, tree = lax.optimization_barrier((results, tree))
     if not orders_by_condition():
         return results, tree
-    never = is_negative(sum(_some_bits(x) for x in jax.tree.leaves(results) if x.size))
+    bits = [_some_bits(x) for x in jax.tree.leaves(results) if x.size]
+    if not bits:
+        return results, tree
+    never = is_negative(functools.reduce(operator.add, bits))
 
     def held(x: Array) -> Array:
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         return jnp.where(never, jnp.ones_like(x), x)  # not 0, for x may be a constant 0
 

@@ -256,9 +256,9 @@ class _CpuCall:
         if dropout is not None and dropout.bits == "mix32":
             dropout = None  # XLA computes that mask where it is read
         shares_mask = dropout is not None and dropout.shared
-        shared_count = CPU.shared_dropout_old if self.old else CPU.shared_dropout
-        if not shares_mask:
-            shared_count = 0
+        shared_count = 0
+        if shares_mask:
+            shared_count = CPU.shared_dropout_old if self.old else CPU.shared_dropout
         self.shared = [z.shared * z.wide] * shared_count
         self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
@@ -341,8 +341,9 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
             more = CPU.backward_dropout_alone if alone else 0
             return (CPU.backward_dropout_old if call.old else CPU.backward_dropout) + more
         if call.old:
-            old = CPU.backward_dropout_exact_old, CPU.backward_dropout_exact_old_ungrouped
-            return old[not call.grouped]
+            if call.grouped:
+                return CPU.backward_dropout_exact_old
+            return CPU.backward_dropout_exact_old_ungrouped
         if call.grouped:
             return CPU.backward_dropout_exact
         return CPU.backward_dropout_exact_ungrouped

@@ -33,8 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import memeff
 from memeff.bench.cases import Row
-from memeff.bench.losses import LossRun as ProgramRun
-from memeff.bench.losses import without_save
+from memeff.bench.losses import ProgramRun, without_save
 from memeff.bench.options import size
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
@@ -204,13 +203,14 @@ def _rows_of_case(
             if mode == DEVICE_MODES[1]:
                 if name == "one":
                     expected = [np.asarray(x, np.float32) for x in results]
-                rows[name]["error"] = largest_error(results, expected)
+                if expected:
+                    rows[name]["error"] = largest_error(results, expected)
             runs[name] = run
         samples = measure(runs, rounds, SECONDS_PER_SAMPLE)
         for name, seconds in samples.items():
             rows[name][f"{mode}: seconds"] = statistics.median(seconds)
-            turns = zip(samples["one"], seconds, strict=True)
-            if name != "one":
+            if name != "one" and "one" in samples:
+                turns = zip(samples["one"], seconds, strict=True)
                 shares = [one / count / other for one, other in turns]
                 rows[name][f"{mode}: share"] = statistics.median(shares)
     return list(rows.values())

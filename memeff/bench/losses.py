@@ -122,7 +122,7 @@ def compiled(name: str, case: LossCase, mode: str) -> jax.stages.Compiled:
     return jax.jit(call).lower(*case.shapes(name)).compile()
 
 
-class LossRun(NamedTuple):
+class ProgramRun(NamedTuple):
     """A compiled call with its arrays."""
 
     program: jax.stages.Compiled
@@ -204,7 +204,7 @@ def _rows_of_case(
                 rows[name]["note"] = program
                 continue
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            run = LossRun(program, arrays[name.startswith("jla")])
+            run = ProgramRun(program, arrays[name.startswith("jla")])
             try:
                 loss = run.call()
                 rows[name][f"{mode}: loss"] = float(loss if mode == LOSS_MODES[0] else loss[0])

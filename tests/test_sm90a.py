@@ -43,7 +43,7 @@ SPILLED_IN_CASES = {
 }
 # The decode kernel spills only where an item has one of two tiles of rows, or 64 rows of 8 bits.
 SPILLED_IN_DECODE_CASES = {
-    "decode, rows of two tiles": 60,
+    "decode, rows of two tiles": 40,
     "decode, int8, two tiles of rows": 240,
     "decode, float8, drafts": 1120,
 }

@@ -182,7 +182,7 @@ def term_list(terms: LogitParams) -> list[Array]:
 
 
 def count_term_gradients(problem: Problem, scalars: Scalars) -> int:
-    """Return of how many terms of the logits the kernel of dq sums cotangents over keys.
+    """Return the number of terms of the logits whose gradients the kernel of dq sums.
 
     These are the scale and the soft cap, if they are arrays, and inputs of `score_fn`.
     """

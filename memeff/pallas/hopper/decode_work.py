@@ -24,7 +24,6 @@ MERGED_AT_ONCE = 32  # partial results, at most
 CONSUMERS = 2
 TILE_BYTES = 16384  # of keys, or of values, for one consumer
 LARGEST_WIDTH = 128  # of heads
-LOOKED_UP = 4  # sequences whose lengths are read at the same time
 
 
 def keys_of_split(S: int) -> int:
@@ -300,28 +299,20 @@ def for_each_item(
         return find_keys(problem, sizes, scalars, jnp.minimum(b, call.B - 1))
 
     def skip_sequences(index, b, before):
-        """Return the sequence that has item `index`, and the number of items before it.
+        """Return the sequence that has item `index`, and the number of items before it."""
 
-        Several sequences are looked up at once, because each look-up waits for global memory.
-        """
+        def items_of(b):
+            return keys_of(b).split_count * items_of_split
 
         def is_behind(carry):
-            _, _, goes_on = carry
-            return goes_on
+            b, before, count = carry
+            return (b < call.B) & (index - before >= count)
 
         def step(carry):
-            b, before, _ = carry
-            counts = [
-                keys_of(b + n).split_count * items_of_split for n in range(min(LOOKED_UP, call.B))
-            ]
-            goes_on = jnp.bool_(True)
-            for count in counts:
-                goes_on &= (b < call.B) & (index - before >= count)
-                before += jnp.where(goes_on, count, 0)
-                b += jnp.where(goes_on, 1, 0)
-            return b, before, goes_on
+            b, before, count = carry
+            return b + 1, before + count, items_of(b + 1)
 
-        b, before, _ = lax.while_loop(is_behind, step, (b, before, jnp.bool_(True)))
+        b, before, _ = lax.while_loop(is_behind, step, (b, before, items_of(b)))
         return b, before
 
     def item_at(index, b, before) -> DecodeItem:

@@ -197,6 +197,10 @@ def test_compiles(ptxas_output, name):
         (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
         rest = 0 if H > 64 or fused else 4 * (-T % 192)  # delta's, of whole blocks of 192 rows
         ids = 8 * B * T if "mask_fn" in CASES[name] else 0  # of queries, and of keys
+        if (
+            "dropout_rate" in CASES[name]
+        ):  # random words: two of each query and head, one of each key
+            ids += 4 * B * (3 * T + 2 * N)
         differences = 8 * B * N * T if "t5" in name else 0
         bias = bias_bytes(*CASES[name]["bias"]) if "bias" in CASES[name] else 0
         rows = B * N * (T * (8 + fused * 4 * H) + rest)

@@ -16,8 +16,6 @@ from jax import Array, lax
 from memeff.device import current_platform
 from memeff.sharding import may_be_sharded
 
-SMALL_STEPS = 4  # 5 us on an H100; a message needs about one to begin
-
 
 def orders_by_condition() -> bool:
     """Return True if `hold` uses the condition: on one CPU device.
@@ -35,7 +33,8 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
     bits = [_some_bits(x) for x in jax.tree.leaves(results) if x.size]
     if not bits:
         return results, tree
-    never = is_negative(functools.reduce(operator.add, bits))
+    # False, but XLA does not know that a sum of `_some_bits` cannot be negative
+    never = functools.reduce(operator.add, bits) < 0
 
     def held(x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -43,25 +42,6 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
         return jnp.where(never, jnp.ones_like(x), x)  # not 0, for x may be a constant 0
 
     return results, jax.tree.map(held, tree)
-
-
-def wait_for_message(entries: Any, message: Array) -> Any:
-    """Return the entries of a call of kernels, after a few small steps that wait for the message.
-
-    XLA:GPU starts the call and the message together. If the call came first, it would hold all
-    multiprocessors to its end. The steps take some microseconds, in which the message gets those
-    that it needs.
-    """
-    bits = _some_bits(lax.optimization_barrier(message))
-    for _ in range(SMALL_STEPS):
-        bits = lax.optimization_barrier(bits + 1)
-    zero = is_negative(bits).astype(jnp.int32)
-    return jax.tree.map(lambda x: x + zero, entries)
-
-
-def is_negative(bits: Array) -> Array:
-    """Return False. XLA does not know that a sum of `_some_bits` cannot be negative."""
-    return bits < 0
 
 
 def _some_bits(x: Array) -> Array:

@@ -10,6 +10,7 @@ So what a part supports, the whole supports, in both modes and every order.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +29,11 @@ from memeff.sequence.parts import (
     Part,
     Shards,
     add_logit_params,
+    count_keys_seen,
     halve_rows,
+    join_halves,
     join_parts,
+    join_rows,
     keys_of,
     place_part,
     stack_keys,
@@ -79,15 +83,44 @@ class Sharded:
             term = Term(tuple(part.rows for part in parts), found)
             return add_term(merge_values, terms, term, 3), None
 
-        joins = self.joins(problem, operands, False)
-        terms, _ = self.walk(problem, operands, [], visit, joins=joins)
-        outs, lse = combine_terms(merge_values, terms, 3)
-        out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
+        if self.joins(problem, operands, False):
+            outs, lse = self.carry(problem, operands, partial_out=sinks is not None)
+        else:
+            terms, _ = self.walk(problem, operands, [], visit)
+            outs, lse = combine_terms(merge_values, terms, 3)
+        out = outs[0]
+        if len(outs) > 1 or sinks is not None:
+            out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
         if sinks is not None:
             total, _ = lse_with_sinks(lse, sinks)
             share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
             out = out * share[..., None]
         return out.astype(operands.query.dtype), lse
+
+    def carry(
+        self, problem: Problem, operands: Operands, partial_out: bool
+    ) -> tuple[tuple[Array, ...], Lse]:
+        """Return arrays whose sum is out, and lse; the kernels of a stop add to what they get.
+
+        There is one array, in the query's dtype, unless `partial_out`.
+        """
+        stops_left = iter(reversed(range(self.shards.devices)))
+
+        def visit(carried, parts: tuple[Part, ...], here: Operands, _along, _rows):
+            chosen, here = self.choose(parts, here)
+            is_partial = next(stops_left) > 0 or partial_out
+            schedule = dataclasses.replace(chosen.schedule, partial_out=is_partial)
+            if carried is not None:
+                here = here._replace(kv_lengths=count_keys_seen(parts, here))
+                if carried[1].shape[0] < here.query.shape[0]:  # of the work at home
+                    carried = jax.tree.map(halve_rows, carried)
+            outs, lse = _forward(chosen._replace(schedule=schedule), "caller", here, carried)
+            return (outs, lse.high), None
+
+        (outs, lse), _ = self.walk(problem, operands, None, visit, join=join_rows)
+        if self.shards.devices > 1:
+            outs, lse = jax.tree.map(join_halves, (outs, lse))
+        return outs, Lse(lse, jnp.zeros_like(lse))
 
     def backward(
         self,
@@ -121,7 +154,7 @@ class Sharded:
         dparams = jax.tree.map(zeros, operands.logit_params)
         rows = out, lse, dout, dlse
         (dqueries, dparams), (dkey, dvalue) = self.walk(
-            problem, operands, ([], dparams), visit, rows=rows, joins=joins
+            problem, operands, ([], dparams), visit, rows=rows, join=join_parts if joins else None
         )
         return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
@@ -168,9 +201,8 @@ class Sharded:
         if set(jax.sharding.get_abstract_mesh().axis_types) != {AxisType.Manual}:
             return False
         _, parts = ring_stops(shards, problem, operands, sends_gradients)[0]
-        chosen, here = self.choose(
-            parts, join_parts(parts, operands, stack_keys(keys_of(operands)))
-        )
+        join = join_parts if sends_gradients else join_rows
+        chosen, here = self.choose(parts, join(parts, operands, stack_keys(keys_of(operands))))
         return chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here)
 
     def choose(self, parts: tuple[Part, ...], here: Operands) -> tuple[Chosen, Operands]:
@@ -189,11 +221,11 @@ class Sharded:
         tangents: Operands | None = None,
         rows: Any = None,
         narrow: bool = True,
-        joins: bool = False,
+        join: Callable[..., Operands] | None = None,
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            how = tangents, rows, not narrow, joins
+            how = tangents, rows, not narrow, join
             return ring_walk(self.shards, problem, operands, state, visit, *how)
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
@@ -202,10 +234,13 @@ class Sharded:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(chosen: Chosen, lse_for: LseFor, operands: Operands) -> tuple[tuple[Array, ...], Lse]:
-    """Return a tuple of arrays whose sum is out of a part, and its lse."""
+def _forward(
+    chosen: Chosen, lse_for: LseFor, operands: Operands, carried: Any = None
+) -> tuple[tuple[Array, ...], Lse]:
+    """Return a tuple of arrays whose sum is out of a part, and its lse; or also of `carried`."""
     problem, schedule, module = chosen
-    out, lse = module.forward(problem, schedule, operands, lse_for)
+    more = () if carried is None else (carried,)
+    out, lse = module.forward(problem, schedule, operands, lse_for, *more)
     out = out if isinstance(out, tuple) else (out,)
     if lse is None:  # nobody reads it, and each row has one part
         rows = out[0][..., 0].astype(accumulator_dtype(operands))

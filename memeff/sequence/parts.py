@@ -127,6 +127,14 @@ def halve_rows(x: Array) -> Array:
     return jnp.moveaxis(x, 1, 3)
 
 
+def join_halves(x: Array) -> Array:
+    """Return rows x [2 B, K, G, T/2, ...] of `halve_rows` as [B, K, G, T, ...]."""
+    B, K, G, T = x.shape[:4]
+    x = jnp.moveaxis(x, 3, 1)  # b t k g, as it is stored
+    x = x.reshape(B // 2, 2 * T, K, G, *x.shape[4:])
+    return jnp.moveaxis(x, 1, 3)
+
+
 def stack_keys(keys: Keys) -> Keys:
     """Return keys and values as one array `key` [2 B, S, K, H], the keys first."""
     halves = [split_tokens(x, 2) for x in (keys.key, keys.value)]
@@ -167,6 +175,40 @@ def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Opera
         kv_segments=kv_segments,
         entries=Entries(of_queries, of_keys, of_keys + count * B),
     )
+
+
+def join_rows(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:
+    """Return the operands of all parts of a causal zigzag's stop as a call of all rows and keys.
+
+    A batch entry of the call is one chunk of queries, early or late, against all keys that have
+    come; `count_keys_seen` says how many of these it sees. The work at home, one part, has whole
+    batch entries.
+    """
+    B, T = operands.query.shape[:2]
+    count = len(parts)
+    entries = jnp.repeat(jnp.arange(B, dtype=jnp.int32), count)
+    segments = operands.q_segments, keys.kv_segments
+    if operands.q_segments is not None and keys.kv_segments is not None:
+        segments = split_tokens(operands.q_segments, count), keys.kv_segments[entries]
+    return operands._replace(
+        query=split_tokens(operands.query, count),
+        key=keys.key,
+        value=keys.key,
+        q_segments=segments[0],
+        kv_segments=segments[1],
+        entries=Entries(jnp.arange(count * B, dtype=jnp.int32), entries, entries + B),
+    )
+
+
+def count_keys_seen(parts: tuple[Part, ...], operands: Operands) -> Array:
+    """Return how many keys each batch entry of `join_rows` sees, [2 B]: none, half of them or all.
+
+    The parts are late queries against early keys, and two chunks of the same number.
+    """
+    _, same = parts
+    chunks = jnp.stack([1 - same.rows.number, 1 + same.rows.number])  # of early and late queries
+    B, S = operands.key.shape[0] // 2, operands.key.shape[1]
+    return jnp.tile(chunks * (S // 2), B)
 
 
 def place_part(shards: Shards, part: Part, operands: Operands) -> tuple[Problem, Operands]:

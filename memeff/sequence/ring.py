@@ -18,6 +18,7 @@ matter, because those of all tokens are not consecutive.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from memeff.order import hold, wait_for_message
+from memeff.order import hold
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
 from memeff.sequence.parts import (
@@ -34,7 +35,6 @@ from memeff.sequence.parts import (
     Part,
     Shards,
     cut_part,
-    join_parts,
     keys_of,
     stack_keys,
 )
@@ -136,22 +136,23 @@ def ring_walk(
     tangents: Operands | None = None,
     rows: Any = None,
     differentiable: bool = False,
-    joins: bool = False,
+    join: Callable[..., Operands] | None = None,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, parts, operands, tangents, rows)` over all parts of this device's work.
 
     In a backward, `rows` are out, lse and their cotangents. Then `visit` returns the new state and
     the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
     these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
-    this does. `joins`: a visit has all parts of a stop (`join_parts`), not one.
+    this does. `join(parts, operands, keys)` makes a call of all parts of a stop; without it, a visit
+    has one part.
     """
-    own_keys = stack_keys(keys_of(operands)) if joins else keys_of(operands)
+    own_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
     all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     send = functools.partial(_send, shards, all_manual and not differentiable)
-    assert not joins or all_manual and tangents is None
+    assert not join or all_manual and tangents is None
     stops = ring_stops(shards, problem, operands, rows is not None)
     coming = own
     behind = []  # terms of gradients of keys that travel behind them
@@ -167,10 +168,8 @@ def ring_walk(
         found = []
         if sums is not None:
             (found if target else kept).append(Term((WHOLE,), sums))
-        for group in (parts,) if joins else zip(parts):
-            here = _cut(group, operands, keys, joins)
-            if joins and n == 0:
-                here = here._replace(entries=wait_for_message(here.entries, own_keys.key))
+        for group in (parts,) if join else zip(parts):
+            here = (join or _cut)(group, operands, keys)
             along = None
             if tangents is not None and key_tangents is not None:
                 along = _cut(group, tangents, key_tangents)
@@ -201,10 +200,8 @@ def _next_keys(s: int, ahead: int, arrived: Any, own: Any) -> tuple[Any, int]:
     return (arrived, ahead - s) if goes_on else (own, ahead)
 
 
-def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, joins: bool = False) -> Operands:
-    """Return the operands of parts that run as one call; without `joins` there is one."""
-    if joins:
-        return join_parts(parts, operands, keys)
+def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any) -> Operands:
+    """Return the operands, or their tangents, of one part."""
     (part,) = parts
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
 

@@ -22,6 +22,7 @@ from memeff.pallas.hopper.bias import (
     unpad_bias_gradient,
 )
 from memeff.pallas.hopper.forward import Tiling, attend
+from memeff.pallas.hopper.forward_memory import Carried
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
 from memeff.pallas.hopper.layout import (
     DIMS,
@@ -171,24 +172,40 @@ def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tili
 
 
 def forward(
-    problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
+    problem: Problem,
+    operands: Operands,
+    lse_for: LseFor = "caller",
+    partial_out: bool = False,
+    carried: tuple[tuple[Array, ...], Array] | None = None,
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
-    """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D], a tuple of two if partial, whose sum it is, and lse [B, K, G, T].
+
+    With `carried`, partial out and lse of other keys, both are those of all keys.
+    """
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
 
-    def call(query, key, value, *leaves):
+    def call(query, key, value, *more):
         _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
+        leaves = more[: structure.num_leaves]
         width = padded_width(operands)
         arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         B = padded_scalars.batch_size(query)
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
         lengths = T, key.shape[1]
-        outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, lse_for is not None, tiling)
+        before = None
+        if carried is not None:
+            *parts, rows = more[structure.num_leaves :]
+            rows = lax.collapse(rows, 1, 3)  # b n t
+            rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -T % tiling.rows)])
+            parts = (pad_tokens(fold_heads(x), arrays[2].shape[-1]) for x in parts)
+            before = Carried(tuple(parts), rows)
+        want_lse = lse_for is not None
+        outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, want_lse, tiling, before)
         outs = tuple(unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
         if lse is None:
             return outs
@@ -196,8 +213,11 @@ def forward(
 
     out_count = 2 if partial_out else 1
     dims_out = ("bkgtd",) * out_count + (("bkgt",) if lse_for else ())
-    run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
-    found = run(*split_query(operands, operands.shape.K), *leaves)
+    dims_in = (*DIMS, *dims_of(scalars))
+    if carried is not None:
+        dims_in += (*["bkgtd"] * len(carried[0]), "bkgt")
+    run = partitioned(call, dims_in, dims_out)
+    found = run(*split_query(operands, operands.shape.K), *leaves, *jax.tree.leaves(carried))
     outs = tuple(found[:out_count])
     return outs if partial_out else outs[0], Lse(found[-1], None) if lse_for else None
 

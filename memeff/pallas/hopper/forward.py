@@ -31,7 +31,12 @@ from jax.experimental import pallas as pl
 from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.bias import copy_bias
 from memeff.pallas.hopper.forward_compute import ForwardKernel
-from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling, forward_scratch
+from memeff.pallas.hopper.forward_memory import (
+    Carried,
+    ForwardScratch,
+    Tiling,
+    forward_scratch,
+)
 from memeff.pallas.hopper.mosaic import (
     Ref,
     head_rows,
@@ -67,6 +72,7 @@ def attend(
     scalars: Scalars,
     want_lse: bool,
     tiling: Tiling,
+    carried: Carried | None = None,
 ) -> tuple[tuple[Array, ...], Array | None]:
     """Return out [B, T, N, D] in the dtype of the query, and lse [B, N, T'].
 
@@ -74,7 +80,7 @@ def attend(
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
     of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens, and `lengths`
     are T and S without padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None
-    unless `want_lse`.
+    unless `want_lse`. With `carried`, out and lse are those of its keys too; H equals D then.
     """
     query, key, value = arrays
     _, padded_T, N, H = query.shape
@@ -85,8 +91,7 @@ def attend(
     width = whole_width(H), whole_width(D)
     tiles = -(-T // tiling.rows)
     items = B * N * tiles
-    turns = 2 if tiling.out_in_parts else 1  # a part of a sharded sequence: beside a message
-    blocks = persistent_blocks(items, turns)
+    blocks = persistent_blocks(items)
     order = TileOrder()
     if problem.right is not None:  # one more for what an item costs besides its visits
         times = 1 + tiles_visited(problem, lengths, tiling.rows, tiling.keys)
@@ -102,6 +107,7 @@ def attend(
     def body(query_ref, key_ref, value_ref, *refs, scratch: ForwardScratch):
         remaining_refs = iter(refs)
         block_scalars = scalars.like(remaining_refs)
+        carried_refs = jax.tree.map(lambda _: next(remaining_refs), carried)
         out_refs = tuple(itertools.islice(remaining_refs, out_parts))
         lse_ref = next(remaining_refs, None)
 
@@ -111,8 +117,9 @@ def attend(
             )
 
         def consume(warpgroup, work: QueryWork, state: WorkState):
+            results = out_refs, lse_ref, carried_refs
             kernel = ForwardKernel(
-                problem, tiling, query_ref, value_ref, out_refs, lse_ref, scratch, warpgroup
+                problem, tiling, query_ref, value_ref, *results, scratch, warpgroup
             )
             return kernel.run_item(work, state)
 
@@ -144,7 +151,7 @@ def attend(
         allow_approx_math(problem),
         sums_over_rows=True,
     )
-    found = kernel(query, key, value, *jax.tree.leaves(scalars))
+    found = kernel(query, key, value, *jax.tree.leaves((scalars, carried)))
     return tuple(found[:out_parts]), found[-1] if want_lse else None
 
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E
-from memeff.pallas.hopper.forward_memory import ForwardScratch, Tiling
+from memeff.pallas.hopper.forward_memory import Carried, ForwardScratch, Tiling
 from memeff.pallas.hopper.mosaic import (
     ROW,
     WGMMA,
@@ -47,6 +47,7 @@ class ForwardKernel(NamedTuple):
     value_ref: Ref  # [B, S, K, D]
     out_refs: tuple[Ref, ...]  # out, and what its rounding took from it if that is stored
     lse_ref: Ref | None  # [B, N, T']
+    carried: Carried | None  # refs
     scratch: ForwardScratch
     warpgroup: Array
 
@@ -62,7 +63,9 @@ class ForwardKernel(NamedTuple):
         head_numbers = head_number_refs(work.scalars, work.n)
         loop = KeyTileLoop(self, work, state, q, head_numbers)
         m, l, o, failed = loop.run()
-        if not state.first_round:
+        if self.carried is not None:
+            m, l, o = self._merge_carried(self.carried, work, rows, q, m, l, o)
+        elif not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
         q[...] = o.astype(q.dtype)
@@ -88,6 +91,32 @@ class ForwardKernel(NamedTuple):
     def _row_vector(self, n: int) -> Ref:
         """Return this warpgroup's part of `rows_s[n]`."""
         return self.scratch.rows_s.at[n, pl.ds(self.warpgroup * ROWS, ROWS)]
+
+    def _merge_carried(self, carried: Carried, work: QueryWork, rows, q: Ref, m, l, o):
+        """Return m, l and o of these keys and of the carried ones together, in any round."""
+        ready = self.scratch.old_out_ready.at[self.warpgroup]
+        plgpu.commit_smem()  # all of the warpgroup have read q
+        plgpu.copy_gmem_to_smem(carried.lse.at[work.b, work.n, rows], self._row_vector(3), ready)
+        plgpu.barrier_wait(ready)
+        lse = plgpu.load(self._row_vector(3), layout=ROW)
+        logs = [m + jnp.log2(l), jnp.where(lse == LSE_OF_EMPTY_ROW, -jnp.inf, lse * LOG2_E)]
+        top = jnp.maximum(*logs)
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        shares = [jnp.exp2(log - top) for log in logs]
+        l = shares[0] + shares[1]
+        inverse = 1 / jnp.where(l == 0, 1.0, l)
+        weights = [broadcast_vector(share * inverse, o.shape) for share in shares]
+
+        def add(total, weight, x):
+            return total + jnp.where(weight == 0, 0.0, weight * x)  # 0 * NaN is NaN
+
+        total = add(0.0, weights[0], o)
+        for part in carried.out:
+            plgpu.copy_gmem_to_smem(head_rows(part, work.b, rows, work.n), q, ready)
+            plgpu.barrier_wait(ready)
+            total = add(total, weights[1], plgpu.load(q, layout=WGMMA).astype(jnp.float32))
+            plgpu.commit_smem()
+        return top, l, total
 
     def _merge_rounds(self, state: WorkState, q: Ref, out: Ref, m, l, o, failed):
         """Keep m, l and failed of round 2 for the next one, and return m, l and o.

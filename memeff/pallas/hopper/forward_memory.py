@@ -1,6 +1,6 @@
 """Describe the tiles of the forward kernel and their shared memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -25,6 +25,16 @@ class Tiling(NamedTuple):
     def rows(self) -> int:
         """Return the number of queries of a tile, of all consumers."""
         return self.warpgroups * ROWS
+
+
+class Carried(NamedTuple):
+    """What a call has found for its queries at other keys, which its results are to include.
+
+    Batch entries are those of the call, not those of the query.
+    """
+
+    out: tuple[Any, ...]  # arrays [B, T, N, D], whose sum it is
+    lse: Any  # [B, N, T'], float32
 
 
 class ForwardScratch(NamedTuple):

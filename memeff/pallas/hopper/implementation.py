@@ -35,7 +35,7 @@ __all__ = [
 
 
 def reads_entries(problem: Problem, operands: Operands) -> bool:
-    """Return whether the kernels of this call, forward and gradient, read `operands.entries`."""
+    """Return whether this call's kernels read `operands.entries`, and its forward carries."""
     if reads_bias(operands) or problem.dropout is not None:
         return False
     return backward_is_kernel(operands) and why_not_decode(problem, operands) is not None
@@ -61,14 +61,21 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 
 def forward(
-    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    lse_for: LseFor = "caller",
+    carried: tuple[tuple[Array, ...], Array] | None = None,
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles.
 
-    With `schedule.partial_out`, out is a tuple of arrays whose sum it is.
+    With `schedule.partial_out`, out is a tuple of arrays whose sum it is. With `carried`, such an
+    out of other keys and its lse, both are those of all keys. It needs `reads_entries`.
     """
     from memeff.pallas.hopper import calls, decode_calls
 
+    if carried is not None:
+        return calls.forward(problem, operands, lse_for, schedule.partial_out, carried)
     module = decode_calls if why_not_decode(problem, operands) is None else calls
     return module.forward(problem, operands, lse_for, schedule.partial_out)
 

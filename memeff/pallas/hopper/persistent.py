@@ -30,13 +30,9 @@ ROWS = 64  # of an item, for each consumer warpgroup
 BITS = 16  # items n, n + BITS, ... share a bit of "failed"; so few that a float32 holds all bits
 
 
-def persistent_blocks(items: int, turns: int = 1) -> int:
-    """Return how many thread blocks there are: `turns` a multiprocessor, at most one an item.
-
-    A message between devices holds some multiprocessors for a while. With two turns, the others
-    take over half of the work of these.
-    """
-    return min(items, turns * multiprocessors())
+def persistent_blocks(items: int) -> int:
+    """Return how many thread blocks there are: one a multiprocessor, at most one an item."""
+    return min(items, multiprocessors())
 
 
 class WorkState(NamedTuple):

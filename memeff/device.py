@@ -2,11 +2,16 @@
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
+
+# XLA's flag for messages between the GPUs of one process that their copy engines carry. NCCL's
+# kernel, the default, takes multiprocessors from the work beside a message.
+COPIED_MESSAGES = "--xla_gpu_collective_permute_mode=peer"
 
 
 class Device(NamedTuple):
@@ -46,6 +51,17 @@ def current_device(query: Any = None) -> Device:
     if not isinstance(device, jax.Device) or device.platform == default.platform:
         return Device(jax.default_backend(), getattr(default, "compute_capability", None))
     return Device(device.platform, getattr(device, "compute_capability", None))
+
+
+def copies_messages() -> bool:
+    """Return True if the environment sets COPIED_MESSAGES, or the same flag to another value."""
+    return COPIED_MESSAGES.partition("=")[0] in os.environ.get("XLA_FLAGS", "")
+
+
+def set_copied_messages() -> None:
+    """Set COPIED_MESSAGES in the environment of this program, which must not have used JAX yet."""
+    if not copies_messages():
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COPIED_MESSAGES}".strip()
 
 
 def current_platform() -> str:

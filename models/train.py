@@ -36,6 +36,7 @@ import optax
 from flax import nnx
 from jax import Array, lax
 
+from memeff.device import set_copied_messages
 from models.data import ListOps, Refused, Task, Text
 from models.devices import Rows, lay_out, on_devices, replicate
 from models.files import append_line, one_sentence, replace_file, sync, warn, write_file, writing
@@ -111,7 +112,10 @@ FREE = {
 
 def main(arguments: list[str] | None = None) -> None:
     with one_sentence("models.train"):
-        finished = train(parse(arguments))
+        settings = parse(arguments)
+        if settings.devices > 1:
+            set_copied_messages()
+        finished = train(settings)
     if not finished:
         raise SystemExit(
             "models.train: stopped early and saved; the same command resumes where it was."

@@ -1,6 +1,7 @@
 """A sequence over many CPU devices: every strategy and layout gives the numbers of one device."""
 
 import functools
+import os
 import re
 
 import jax
@@ -30,6 +31,7 @@ from sharded import collectives
 
 import memeff
 from memeff import dot_product_attention
+from memeff.device import COPIED_MESSAGES, pretend_device, set_copied_messages
 
 slow = pytest.mark.slow
 CHUNK = (5, 4)
@@ -418,3 +420,18 @@ def test_explain():
     assert 'context_parallel="all_gather" was asked for' in asked
     for text in (contiguous, zigzag, asked):
         assert text.count("ms a forward on H200s") == 3
+
+
+def test_explain_names_the_flag_of_messages(monkeypatch):
+    """On GPUs, until the environment has it."""
+    q = jax.ShapeDtypeStruct((1, 65536, 32, 128), jnp.bfloat16)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    options = {"is_causal": True, "sequence_axis": "seq", "context_parallel": "ring"}
+    with jax.set_mesh(mesh_of(8)), pretend_device("gpu", "8.0"):
+        before = memeff.explain(q, q, q, **options)
+        set_copied_messages()
+        assert os.environ["XLA_FLAGS"] == f"--xla_cpu_max_isa=AVX2 {COPIED_MESSAGES}"
+        set_copied_messages()
+        assert os.environ["XLA_FLAGS"].count(COPIED_MESSAGES) == 1
+        after = memeff.explain(q, q, q, **options)
+    assert COPIED_MESSAGES in before and COPIED_MESSAGES not in after

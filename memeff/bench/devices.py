@@ -3,7 +3,8 @@
 Every device of the machine has --tokens tokens of the sequence. A row compares with one device that
 has the whole sequence, in the same run: its share is that device's time, divided by the number of
 devices, over the time of the row. The error is the largest difference of out and of all gradients
-from those of one device, over the largest number of each.
+from those of one device, over the largest number of each. Unless XLA_FLAGS sets it otherwise, copy
+engines carry the messages of GPUs (--xla_gpu_collective_permute_mode=peer).
 
   one                 memeff on one device
   ring, all_gather, all_to_all
@@ -38,6 +39,7 @@ from memeff.bench.options import size
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
 from memeff.bench.tables import DEVICE_MODES, devices_markdown
+from memeff.device import set_copied_messages
 
 SECONDS_PER_SAMPLE = 0.1
 AXIS = "seq"
@@ -219,6 +221,7 @@ def _rows_of_case(
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
     options = parse(arguments)
+    set_copied_messages()
     command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
     sizes = options.heads, options.kv_heads or options.heads, options.head_dim, options.dtype
     cases = [DevicesCase(length, *sizes) for length in options.tokens]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memeff.arguments import Strategy
+from memeff.device import COPIED_MESSAGES, copies_messages, current_platform
 from memeff.implementations import Request
 from memeff.problem import Operands, Problem
 from memeff.sequence.batch_and_heads import Parts
@@ -188,6 +189,11 @@ def explain_plan(
         lines.append(
             'In causal order the last device has the most work: sequence_layout="zigzag" gives all '
             "devices the same."
+        )
+    if plan.strategy == "ring" and current_platform() == "gpu" and not copies_messages():
+        lines.append(
+            "NCCL's kernel takes multiprocessors from the work beside a message: with "
+            f"XLA_FLAGS={COPIED_MESSAGES}, set before JAX starts, the GPUs of a process copy it."
         )
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ from memeff.sequence.parts import (
     keys_of,
     stack_keys,
 )
-from memeff.sequence.terms import Term, sum_terms
+from memeff.sequence.terms import Term, shorten, sum_terms
 
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
@@ -163,11 +163,11 @@ def ring_walk(
         ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
         outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
-        sums = sum_terms(behind, 1) if behind else None
-        coming, sums = send(outgoing, step % P, sums, (target - previous) % P)
+        coming, arrived_terms = send(
+            outgoing, step % P, shorten(behind, 1), (target - previous) % P
+        )
         found = []
-        if sums is not None:
-            (found if target else kept).append(Term((WHOLE,), sums))
+        (found if target else kept).extend(arrived_terms)
         for group in (parts,) if join else zip(parts):
             here = (join or _cut)(group, operands, keys)
             along = None
@@ -187,8 +187,7 @@ def ring_walk(
             held = coming, operands, rows
             (state, behind, kept), (coming, operands, rows) = hold(held, results)
     if behind:
-        _, sums = send(None, 0, sum_terms(behind, 1), -previous % P)
-        kept.append(Term((WHOLE,), sums))
+        kept.extend(send(None, 0, shorten(behind, 1), -previous % P)[1])
     return state, sum_terms(kept, 1) if kept else None
 
 
@@ -207,13 +206,13 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any) -> Operands:
 
 
 def _send(
-    shards: Shards, pack: bool, keys: Any, step: int, behind: Any, back: int
-) -> tuple[Any, Any]:
+    shards: Shards, pack: bool, keys: Any, step: int, behind: list[Term], back: int
+) -> tuple[Any, list[Term]]:
     """Send keys `step` devices ahead, and the gradients behind them `back` devices ahead.
 
     They share one message if they go the same way, because XLA:GPU keeps one in flight.
     """
-    if step == back or behind is None or keys is None:
+    if step == back or not behind or keys is None:
         step = step if keys is not None else back
         return _pass_on(shards, pack, (keys, behind), step)
     return _pass_on(shards, pack, keys, step), _pass_on(shards, pack, behind, back)

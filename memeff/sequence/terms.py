@@ -125,6 +125,14 @@ def add_term(combine: Combine, terms: list[Term], new: Term, dim: int) -> list[T
     return [Term((Chunk(),), combine_terms(combine, terms, dim))]
 
 
+def shorten(terms: list[Term], dim: int) -> list[Term]:
+    """Return terms of the same sum, for a message: these, or one, whichever has fewer bytes."""
+    if not terms:
+        return terms
+    total = [Term((Chunk(),), sum_terms(terms, dim))]
+    return terms if waiting_bytes(terms) < waiting_bytes(total) else total
+
+
 def sum_terms(terms: list[Term], dim: int) -> Any:
     """Return the sum of terms as arrays of all tokens, in float32 or float64.
 

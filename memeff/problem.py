@@ -91,6 +91,9 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
+    # of those two, that of the keys runs first, so that a message of its results can travel beside
+    # the other
+    keys_first: bool = False
     # keys of a split in a forward that reads the keys of few queries in place; None: a loop of tiles
     split_keys: int | None = None
     # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added

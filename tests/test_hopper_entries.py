@@ -1,6 +1,6 @@
 """Calls of the Hopper kernels that read their batch entries from anywhere in larger arrays."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,18 @@ def results(problem, schedule, operands, rows):
 
 
 def both_ways(T: int, S: int, H: int, fused: bool):
-    """Return the results of a call whose arrays hold the entries, and of one that names them."""
+    """Return the results of a call whose arrays hold the entries, and of one that names them.
+
+    In the second, the gradient of the keys is computed first.
+    """
     query = arrays_of(2, T, 2, 0, H=H)
     keys = arrays_of(3, S, 1, 1, H=H), arrays_of(3, S, 1, 2, H=H)
     out, dout = (of_rows(arrays_of(2, T, 2, seed, H=H)) for seed in (3, 4))
     lse, dlse = (arrays_of(2, T, 2, seed, f32)[..., 0].swapaxes(1, 2)[:, None] for seed in (5, 6))
     rows = out, Lse(lse + 4, None), dout, dlse
     problem = Problem(right=0, q_offset=S - T, scale=0.1)
-    run = functools.partial(results, problem, Schedule(fused_backward=fused))
+    schedule = Schedule(fused_backward=fused)
+    in_order = dataclasses.replace(schedule, keys_first=True)
 
     @jax.jit
     def both(operands, rows):
@@ -56,7 +60,8 @@ def both_ways(T: int, S: int, H: int, fused: bool):
         query = ENTRIES.query
         copied = Operands(*map(take, operands[:3], ENTRIES))
         in_place = operands._replace(entries=ENTRIES)
-        return run(copied, take(rows, query)), run(in_place, rows)
+        expected = results(problem, schedule, copied, take(rows, query))
+        return expected, results(problem, in_order, in_place, rows)
 
     return jax.tree.map(np.asarray, both(Operands(query, *keys), rows))
 

@@ -4,6 +4,8 @@ without lse.
 The chunked path stands in for the kernels, on copies of what they would read.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -55,15 +57,20 @@ def copy_entries(operands):
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Let every part run on the stand-in, and return it."""
+def kernels(monkeypatch, request):
+    """Let every part run on the stand-in, and return it.
+
+    Its parameter is True if the stand-in computes all gradients of a part at once.
+    """
     choose = Sharded.choose
 
     def choose_stand_in(self, parts, here):
         chosen, here = choose(self, parts, here)
         if here.entries is None:  # of a tangent
             return chosen, here
-        return chosen._replace(module=ReadsInPlace), here
+        fused = getattr(request, "param", False)
+        schedule = dataclasses.replace(chosen.schedule, fused_backward=fused)
+        return chosen._replace(module=ReadsInPlace, schedule=schedule), here
 
     monkeypatch.setattr(Sharded, "choose", choose_stand_in)
     monkeypatch.setattr(ReadsInPlace, "calls", 0)
@@ -73,13 +80,14 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind, devices",
+    "kind, devices, kernels",
     [
-        ("causal, segments, sinks", 3),
-        pytest.param("causal", 2, marks=slow),
-        pytest.param("causal, soft cap", 8, marks=slow),
+        ("causal, segments, sinks", 3, False),
+        pytest.param("causal", 2, True, marks=slow),
+        pytest.param("causal, soft cap", 8, False, marks=slow),
     ],
-    ids=["segments", "two", "eight"],
+    ids=["segments", "two, fused", "eight"],
+    indirect=["kernels"],
 )
 def test_numbers_of_one_device(kind, devices, kernels):
     """Out, lse, and every gradient; tangents, which run part by part."""

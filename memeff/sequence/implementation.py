@@ -83,7 +83,7 @@ class Sharded:
             term = Term(tuple(part.rows for part in parts), found)
             return add_term(merge_values, terms, term, 3), None
 
-        if self.joins(problem, operands, False):
+        if self.joins(problem, operands, join_rows) is not None:
             outs, lse = self.carry(problem, operands, partial_out=sinks is not None)
         else:
             terms, _ = self.walk(problem, operands, [], visit)
@@ -135,13 +135,25 @@ class Sharded:
         """Return the gradients of the operands of this device: (3)."""
         del schedule
         dtype = accumulator_dtype(operands)
-        joins = self.joins(problem, operands, True)
+        home = self.joins(problem, operands, join_parts)
+        joins = home is not None
+        # The last gradients of keys travel beside dq of the same stop, or beside work at home.
+        keys_first = home is not None and not home.schedule.fused_backward
+        stops_left = iter(reversed(range(self.shards.devices)))
 
         def visit(state, parts: tuple[Part, ...], here: Operands, _along, rows):
             dqueries, dparams = state
             chosen, here = self.choose(parts, here)
-            cut = halve_rows if joins else functools.partial(parts[0].rows.pick, dim=3)
-            found = _backward(chosen, here, *jax.tree.map(cut, rows))
+            if keys_first and next(stops_left) == 0 and len(parts) > 1:
+                schedule = dataclasses.replace(
+                    chosen.schedule, fused_backward=False, keys_first=True
+                )
+                chosen = chosen._replace(schedule=schedule)
+            if not joins:
+                rows = jax.tree.map(functools.partial(parts[0].rows.pick, dim=3), rows)
+            elif parts[0].rows.count == 2:
+                rows = jax.tree.map(halve_rows, rows)
+            found = _backward(chosen, here, *rows)
             term = Term(tuple(part.rows for part in parts), found.query)
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
@@ -154,7 +166,13 @@ class Sharded:
         dparams = jax.tree.map(zeros, operands.logit_params)
         rows = out, lse, dout, dlse
         (dqueries, dparams), (dkey, dvalue) = self.walk(
-            problem, operands, ([], dparams), visit, rows=rows, join=join_parts if joins else None
+            problem,
+            operands,
+            ([], dparams),
+            visit,
+            rows=rows,
+            join=join_parts if joins else None,
+            splits_home=not keys_first,
         )
         return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
 
@@ -187,23 +205,26 @@ class Sharded:
         (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow=narrow)
         return dout.astype(out.dtype), dlse
 
-    def joins(self, problem: Problem, operands: Operands, sends_gradients: bool) -> bool:
-        """Return True if all parts of a stop run as one call, which reads its chunks in place."""
+    def joins(
+        self, problem: Problem, operands: Operands, join: Callable[..., Operands]
+    ) -> Chosen | None:
+        """Return what runs the work at home if `join` can make one call of all parts of a stop."""
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
-            return False
+            return None
         params = operands.logit_params._replace(sinks=None)  # `forward` applies sinks at the end
         rest = operands._replace(logit_params=params, **READ_IN_PLACE)
         if problem.names_positions or jax.tree.leaves(rest):
-            return False
+            return None
         if operands.key.shape != operands.value.shape or operands.key.dtype != operands.value.dtype:
-            return False
+            return None
         if set(jax.sharding.get_abstract_mesh().axis_types) != {AxisType.Manual}:
-            return False
-        _, parts = ring_stops(shards, problem, operands, sends_gradients)[0]
-        join = join_parts if sends_gradients else join_rows
+            return None
+        _, parts = ring_stops(shards, problem, operands, splits_home=False)[0]
         chosen, here = self.choose(parts, join(parts, operands, stack_keys(keys_of(operands))))
-        return chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here)
+        if chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here):
+            return chosen
+        return None
 
     def choose(self, parts: tuple[Part, ...], here: Operands) -> tuple[Chosen, Operands]:
         """Return what runs parts, and their operands at their place."""
@@ -222,10 +243,11 @@ class Sharded:
         rows: Any = None,
         narrow: bool = True,
         join: Callable[..., Operands] | None = None,
+        splits_home: bool = False,
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            how = tangents, rows, not narrow, join
+            how = tangents, rows, not narrow, join, splits_home
             return ring_walk(self.shards, problem, operands, state, visit, *how)
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES

@@ -53,9 +53,12 @@ class Stop(NamedTuple):
 
 
 def ring_stops(
-    shards: Shards, problem: Problem, operands: Operands, sends_gradients: bool
+    shards: Shards, problem: Problem, operands: Operands, splits_home: bool
 ) -> list[Stop]:
-    """Return the work of this device, in order; `sends_gradients`: those of keys travel home."""
+    """Return the work of this device, in order.
+
+    With `splits_home`, a causal zigzag ends with half of the work at home.
+    """
     P = shards.devices
     r = shards.rank
     shape = operands.shape
@@ -77,13 +80,13 @@ def ring_stops(
     lengths = operands.q_lengths is not None or operands.kv_lengths is not None
     if is_balanced(shards, problem, operands):
         free = dataclasses.replace(problem, left=None, right=None)
-        halves_home = sends_gradients or problem.names_positions or lengths
-        home = part(free, LATE, EARLY, 0) if halves_home else part(problem, WHOLE, WHOLE, 0)
+        splits_home = splits_home or problem.names_positions or lengths
+        home = part(free, LATE, EARLY, 0) if splits_home else part(problem, WHOLE, WHOLE, 0)
         stops = [Stop(0, (home,))]
         for s in range(1, P):
             same = Chunk((s > r).astype(jnp.int32), 2)
             stops.append(Stop(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
-        if halves_home:
+        if splits_home:
             diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
             stops.append(Stop(0, diagonal))
         return stops
@@ -137,6 +140,7 @@ def ring_walk(
     rows: Any = None,
     differentiable: bool = False,
     join: Callable[..., Operands] | None = None,
+    splits_home: bool = False,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, parts, operands, tangents, rows)` over all parts of this device's work.
 
@@ -144,7 +148,7 @@ def ring_walk(
     the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
     these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
     this does. `join(parts, operands, keys)` makes a call of all parts of a stop; without it, a visit
-    has one part.
+    has one part. `splits_home` is that of `ring_stops`.
     """
     own_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)
@@ -153,7 +157,7 @@ def ring_walk(
     all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not join or all_manual and tangents is None
-    stops = ring_stops(shards, problem, operands, rows is not None)
+    stops = ring_stops(shards, problem, operands, splits_home)
     coming = own
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys

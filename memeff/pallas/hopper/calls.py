@@ -284,6 +284,7 @@ def backward(
             inputs,
             padded_scalars,
             backward_tilings(problem, operands),
+            schedule.keys_first,
         )
         bias_sums = []
         if schedule.fused_backward:
@@ -330,19 +331,38 @@ def _split_gradient(
     inputs: _GradientInputs,
     scalars: Scalars,
     tilings: tuple[backward_common.Tiling, backward_common.Tiling],
+    keys_first: bool,
 ) -> tuple[Array, ...]:
-    """Return padded dq, delta, dk and dv of two kernels.
+    """Return padded dq, delta, dk and dv of two kernels, of which that of the keys may run first.
 
     Sums over keys of cotangents of numbers follow.
     """
     query, key, value, out, dout, lse, dlse = inputs
-    dq, delta, *sums = backward_query.query_gradient(
-        query_functions, lengths, (query, key, value, out, dout, lse), dlse, scalars, tilings[0]
-    )
-    dk, dv = backward_key.key_value_gradient(
-        key_functions, lengths, (query, key, value, dout, lse, delta), scalars, tilings[1]
-    )
+
+    def of_query(query):
+        arrays = query, key, value, out, dout, lse
+        return backward_query.query_gradient(
+            query_functions, lengths, arrays, dlse, scalars, tilings[0]
+        )
+
+    def of_keys(delta):
+        arrays = query, key, value, dout, lse, delta
+        return backward_key.key_value_gradient(key_functions, lengths, arrays, scalars, tilings[1])
+
+    if keys_first:
+        dk, dv = of_keys(_row_deltas(lengths, inputs, scalars))
+        query, dk, dv = lax.optimization_barrier((query, dk, dv))
+        dq, delta, *sums = of_query(query)
+    else:
+        dq, delta, *sums = of_query(query)
+        dk, dv = of_keys(delta)
     return dq, delta, dk, dv, *sums
+
+
+def _row_deltas(lengths: tuple[int, int], inputs: _GradientInputs, scalars: Scalars) -> Array:
+    """Return delta [B, N, T'] of the batch entries of the call, from a kernel of its own."""
+    delta = row_deltas(lengths, inputs.out, inputs.dout, inputs.dlse)
+    return delta if scalars.query_entries is None else delta[scalars.query_entries]
 
 
 def _bias_gradient(
@@ -372,10 +392,8 @@ def _fused_gradient(
     split: Callable[[], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
-    query, key, value, out, dout, lse, dlse = inputs
-    delta = row_deltas(lengths, out, dout, dlse)
-    if scalars.query_entries is not None:
-        delta = delta[scalars.query_entries]
+    query, key, value, _, dout, lse, _ = inputs
+    delta = _row_deltas(lengths, inputs, scalars)
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )

@@ -5,14 +5,31 @@ The chunked path stands in for the kernels, on copies of what they would read.
 """
 
 import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from sequences import D, H, assert_near, both_modes, gradients, make_call, run_sharded, run_whole
+from jax.sharding import PartitionSpec as P
+from ml_dtypes import bfloat16
+from sequences import (
+    D,
+    H,
+    assert_near,
+    both_modes,
+    gradients,
+    make_call,
+    mesh_of,
+    run_sharded,
+    run_whole,
+)
 
 from memeff.chunked import implementation as chunked
 from memeff.sequence.implementation import Sharded
+from memeff.sequence.parts import Chunk, Shards
+from memeff.sequence.ring import Parcel, _pass_on, open_parcels
+from memeff.sequence.terms import Term, shorten
 from memeff.softmax import Lse, merge_partial
 
 CHUNK = (5, 4)
@@ -108,6 +125,42 @@ def test_values_of_another_size_run_in_parts(kernels):
     found = run_sharded(call, gradients, 2, "zigzag", "ring", chunk_size=CHUNK)
     assert_near(found, run_whole(call, gradients, chunk_size=CHUNK), 2)
     assert kernels.calls == 0
+
+
+def test_a_parcel_keeps_all_bits():
+    """Arrays of several dtypes and of odd sizes, in one message to the next device."""
+    rng = np.random.default_rng(0)
+    dtypes = (np.float32, bfloat16), (bfloat16, np.int32, bfloat16), (np.float64, np.int8)
+    shapes = (3, 2), (7,), ()
+
+    def send(tree):
+        parcel = _pass_on(Shards("seq", "contiguous"), True, tree, 1)
+        assert isinstance(parcel, Parcel)
+        return open_parcels(parcel)
+
+    for group in dtypes:
+        raw = [rng.bytes(3 * 6 * 8) for _ in group]
+        tree = [
+            np.frombuffer(x, dtype)[: 3 * math.prod(shape)].reshape(3, *shape)
+            for x, dtype, shape in zip(raw, group, shapes, strict=False)
+        ]
+        run = jax.shard_map(send, mesh=mesh_of(3), in_specs=P("seq"), out_specs=P("seq"))
+        with jax.enable_x64(True):
+            found = jax.jit(run)(tree)
+        for x, y in zip(tree, found, strict=True):
+            assert np.asarray(y).tobytes() == np.roll(x, 1, axis=0).tobytes()
+
+
+def test_terms_with_the_fewest_bytes():
+    """Two halves in bfloat16 have half the bytes of their sum in float32."""
+    values = jnp.arange(8, dtype=jnp.bfloat16).reshape(2, 2, 2)  # two parts of two tokens
+    late = Term((Chunk(1, 2), Chunk(jnp.int32(0), 2)), values)
+    (kept,) = shorten([late], 1)
+    assert kept is late
+    (summed,) = shorten([late, late], 1)
+    assert summed.value.dtype == jnp.float32
+    np.testing.assert_array_equal(summed.value[0, :, 0], [8, 12, 0, 4])
+    assert shorten([], 1) == []
 
 
 class ComputesNoLseForNobody:

@@ -18,13 +18,14 @@ matter, because those of all tokens are not consecutive.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from memeff.order import hold
@@ -167,11 +168,8 @@ def ring_walk(
         ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
         outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
-        coming, arrived_terms = send(
-            outgoing, step % P, shorten(behind, 1), (target - previous) % P
-        )
+        sent = send(outgoing, step % P, shorten(behind, 1), (target - previous) % P)
         found = []
-        (found if target else kept).extend(arrived_terms)
         for group in (parts,) if join else zip(parts):
             here = (join or _cut)(group, operands, keys)
             along = None
@@ -181,17 +179,19 @@ def ring_walk(
             if of_keys is not None:
                 chunks = tuple(part.cols for part in group)
                 (found if s else kept).append(Term(chunks, of_keys))
-        behind = found
         previous = s
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
         # the last stop it would only keep XLA from one pass over what was found.
         if not differentiable and n + 1 < len(stops):
             # queries and rows too, or XLA would cut the chunks of all stops before the first
-            results = state, behind, kept
-            held = coming, operands, rows
-            (state, behind, kept), (coming, operands, rows) = hold(held, results)
+            results = state, found, kept
+            held = sent, operands, rows
+            (state, found, kept), (sent, operands, rows) = hold(held, results)
+        coming, arrived_terms = open_parcels(sent)
+        (found if target else kept).extend(arrived_terms)
+        behind = found
     if behind:
-        kept.extend(send(None, 0, shorten(behind, 1), -previous % P)[1])
+        kept.extend(open_parcels(send(None, 0, shorten(behind, 1), -previous % P))[1])
     return state, sum_terms(kept, 1) if kept else None
 
 
@@ -209,12 +209,11 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any) -> Operands:
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
 
 
-def _send(
-    shards: Shards, pack: bool, keys: Any, step: int, behind: list[Term], back: int
-) -> tuple[Any, list[Term]]:
+def _send(shards: Shards, pack: bool, keys: Any, step: int, behind: list[Term], back: int) -> Any:
     """Send keys `step` devices ahead, and the gradients behind them `back` devices ahead.
 
-    They share one message if they go the same way, because XLA:GPU keeps one in flight.
+    They share one message if they go the same way, because XLA:GPU keeps one in flight. Return what
+    arrives from other devices, for `open_parcels`.
     """
     if step == back or not behind or keys is None:
         step = step if keys is not None else back
@@ -222,25 +221,71 @@ def _send(
     return _pass_on(shards, pack, keys, step), _pass_on(shards, pack, behind, back)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """A pytree of arrays in one message; taken out of it late, they are not copied before."""
+
+    message: Array
+    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    def open(self) -> Any:
+        """Return the pytree."""
+        word = self.message.dtype.itemsize
+        ends = np.cumsum([x.size * x.dtype.itemsize // word for x in self.shapes])
+        parts = jnp.split(self.message, ends[:-1])
+        arrays = []
+        for part, x in zip(parts, self.shapes, strict=True):
+            if part.dtype != x.dtype:
+                part = lax.bitcast_convert_type(_in_rows(part, 8 * x.dtype.itemsize), x.dtype)
+            arrays.append(part.reshape(x.shape))
+        return jax.tree.unflatten(self.structure, arrays)
+
+
+def open_parcels(tree: Any) -> Any:
+    """Return a pytree with what its parcels hold in their places."""
+
+    def is_parcel(x):
+        return isinstance(x, Parcel)
+
+    return jax.tree.map(lambda x: x.open() if is_parcel(x) else x, tree, is_leaf=is_parcel)
+
+
 def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
-    """Send a pytree of arrays `step` devices ahead, packed into one message."""
+    """Send a pytree of arrays `step` devices ahead; with `pack`, several arrays as a parcel."""
     arrays, structure = jax.tree.flatten(tree)
     P = shards.devices
     if not arrays or step == 0:
         return tree
     route = [(i, (i + step) % P) for i in range(P)]
     send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
-    if not pack:  # bits have no derivative
+    if len(arrays) == 1 or not pack:  # bits have no derivative
         return jax.tree.unflatten(structure, [send(x) for x in arrays])
-    if len(arrays) == 1:
-        return jax.tree.unflatten(structure, [send(arrays[0])])
-    words = arrays
-    if len({x.dtype for x in arrays}) > 1:  # 32 bits are two words
-        words = [lax.bitcast_convert_type(x, jnp.uint16) for x in arrays]
-    message = send(jnp.concatenate([x.ravel() for x in words]))
-    ends = np.cumsum([x.size for x in words])
-    received = []
-    for part, word, x in zip(jnp.split(message, ends[:-1]), words, arrays, strict=True):
-        part = part.reshape(word.shape)
-        received.append(part if part.dtype == x.dtype else lax.bitcast_convert_type(part, x.dtype))
-    return jax.tree.unflatten(structure, received)
+    flat = [x.ravel() for x in arrays]
+    words = flat
+    if len({x.dtype for x in arrays}) > 1:
+        bits = word_bits(flat)
+        words = [lax.bitcast_convert_type(_in_rows(x, bits), f"uint{bits}") for x in flat]
+        words = [x.ravel() for x in words]
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    return Parcel(send(jnp.concatenate(words)), shapes, structure)
+
+
+def word_bits(arrays: list[Array]) -> int:
+    """Return how many bits the words of a message have: those of most of its numbers, if it can.
+
+    XLA reads an array whose numbers are words out of a message within the pass that needs it.
+    """
+    bytes_of: dict[int, int] = {}
+    for x in arrays:
+        size = x.dtype.itemsize
+        bytes_of[size] = bytes_of.get(size, 0) + x.size * size
+    most = max(bytes_of, key=bytes_of.__getitem__)
+    return 8 * math.gcd(most, *(x.size * x.dtype.itemsize for x in arrays))
+
+
+def _in_rows(x: Array, bits: int) -> Array:
+    """Return numbers x [n] that are smaller than words of `bits` in rows of a word each."""
+    count = bits // (8 * x.dtype.itemsize)
+    return x.reshape(-1, count) if count > 1 else x

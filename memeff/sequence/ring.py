@@ -1,8 +1,8 @@
 """Send keys and values round a ring of devices.
 
-With P devices, at stop s device r has the keys of device r - s. Gradients of keys travel in float32,
-one stop behind their keys, and at the end go home (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889,
-section 3).
+With P devices, at stop s device r has the keys of device r - s. Gradients of keys travel one stop
+behind their keys, and at the end go home (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889, section 3).
+Their sums are float32; what one stop found travels as it is.
 
 Every device sends at every stop, also what nobody needs, and no collective stands in a branch. One
 message a stop carries keys and gradients, and it is sent before the work of its stop, so that it
@@ -11,9 +11,10 @@ travels beside that work. Without a barrier XLA:GPU would send everything first 
 In causal order a zigzag shows, at stop s > 0, two of the four pairs of chunks, both wholly:
 late queries x early keys, and early x early where r >= s, late x late elsewhere. The work at home
 comes first, beside the first message. It is a causal call of all tokens, or it has two halves: late
-x early, which is seen wholly, and the two others, which are causal. In the backward the second half
-comes last, so that the last gradients also travel beside work. It also has halves where positions
-matter, because those of all tokens are not consecutive.
+x early, which is seen wholly, and the two others, which are causal. The backward has halves unless
+the gradient of the keys is computed first: the second comes last, so that the last gradients also
+travel beside work. Where positions matter there are halves too, because those of all tokens are not
+consecutive.
 """
 
 import dataclasses

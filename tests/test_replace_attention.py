@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import memeff
-from memeff.rewrite import check, translate
+from memeff.rewrite import assignment, check
 from memeff.rewrite.scope import Search
 from memeff.rewrite.transform import MIN_LOGITS
 
@@ -394,13 +394,13 @@ def test_check_of_each_spelling(program):
 
 
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
-    right = translate._window
+    right = assignment._window
 
     def window(low, high):
         q_offset, (left, _) = right(low, high)
         return q_offset, (left, 1)
 
-    monkeypatch.setattr(translate, "_window", window)
+    monkeypatch.setattr(assignment, "_window", window)
     place = r"attention at .*test_replace_attention.py:\d+ differs from the original by"
     with pytest.raises(AssertionError, match=f"check=True: the {place}.* in batch entry 0, query"):
         replace(plain, check=True)(*qkv())

@@ -36,13 +36,13 @@ class Condition:
 class Assignment:
     """The arguments of one match, whose logits are known, and the roles of its letters."""
 
-    def __init__(self, match: Match, logits: Logits):
+    def __init__(self, match: Match, logits: Logits, roles: Roles | None):
         self.match = match
         self.query = query_letters(match)
         self.condition = self._sort(logits.condition)
         self.biases = list(logits.biases)
         self.dense_bias = self._take_dense_bias()
-        self.roles = self._roles()
+        self.roles = self._roles() if roles is None else roles
         self.q_offset, self.window = _window(self.condition.low, self.condition.high)
 
     # ---- Sorting

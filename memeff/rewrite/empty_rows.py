@@ -63,7 +63,7 @@ def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling
         return exact
     # exp of the distance of a hidden logit to one above `lowest` is 0
     lowest = max(lows, default=-math.inf) / 2
-    return Logits(condition, None, biases, inner, exact, lowest)
+    return Logits(condition, None, biases, inner, exact, lowest, _replacing_low(layers))
 
 
 def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
@@ -129,6 +129,16 @@ def _without_masks(layers: list[Layer], inner: Scaling | Core) -> Logits:
         else:
             return Logits(Known(True), None, tuple(biases), layer.outside)
     return Logits(Known(True), None, tuple(biases), inner)
+
+
+def _replacing_low(layers: list[Layer]) -> float | None:
+    """Return the number that masks outside all biases put in the place of hidden logits."""
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    are_outside = all(isinstance(x.term, MaskTerm) for x in layers[: len(masks)])
+    lows = {x.low for x in masks}
+    if not are_outside or len(lows) != 1 or any(x.is_added for x in masks):
+        return None
+    return lows.pop()
 
 
 def _meaning_of_empty_rows(layers: list[Layer]) -> str | None:

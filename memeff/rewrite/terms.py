@@ -61,6 +61,7 @@ class Logits:
     inner: Scaling | Core
     exact: Logits | None = None  # those to use if some row sees no key above `lowest`
     lowest: float = -math.inf
+    low: float | None = None  # the number that replaces hidden logits, with their biases
     dropout: Formula | None = None  # under which a probability is kept
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from memeff.rewrite.arrange import arrange, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
 from memeff.rewrite.axes import Letter, NoMatch, chain, expand, expand_all, letters_in
-from memeff.rewrite.element import Builder, ElementFunction
+from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
+from memeff.rewrite.pairs import conjuncts, no_row_is_empty
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
@@ -45,8 +46,19 @@ def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     translation = _Translation(match, depends, logits, inputs)
     recipe = translation.recipe()
     if logits.exact is not None:
-        exact = _Translation(match, depends, logits.exact, inputs).recipe()
-        recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact, lowest=logits.lowest)
+        has_only_bias = recipe.bias is not None and recipe.score_fn is None
+        bias_decides = has_only_bias and no_row_is_empty(match, logits.condition)
+        if bias_decides and logits.low is not None:
+            exact = translation.filled_recipe(recipe, logits.low)
+        else:
+            roles = translation.roles  # both calls return [*leads, T, N, D]
+            exact = _Translation(match, depends, logits.exact, inputs, roles).recipe()
+        recipe = dataclasses.replace(
+            recipe,
+            if_some_row_is_empty=exact,
+            lowest=logits.lowest,
+            bias_decides=bias_decides,
+        )
     equations = translation.equations() if with_equations else None
     return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs), equations)
 
@@ -77,16 +89,28 @@ class _Inputs:
     values: list[Value] = dataclasses.field(default_factory=list)
     of_pairs: list[tuple[str, Value]] = dataclasses.field(default_factory=list)
 
+    def add_pairs(self, name: str, value: Value) -> None:
+        """Note an array with an element for each pair, once for both calls that may read it."""
+        if (name, value) not in self.of_pairs:
+            self.of_pairs.append((name, value))
+
 
 class _Translation:
     """The translation of one match, whose logits are known."""
 
-    def __init__(self, match: Match, depends: Dependence, logits: Logits, inputs: _Inputs):
+    def __init__(
+        self,
+        match: Match,
+        depends: Dependence,
+        logits: Logits,
+        inputs: _Inputs,
+        roles: Roles | None = None,
+    ):
         self.match = match
         self.depends = depends
         self.logits = logits
         self.inputs = inputs
-        assignment = Assignment(match, logits)
+        assignment = Assignment(match, logits, roles)
         self.query = assignment.query
         self.condition = assignment.condition
         self.biases = assignment.biases
@@ -134,6 +158,21 @@ class _Translation:
             precision=match.first.params["precision"],
             out=self._out(),
             out_dtype=str(match.result.dtype),
+        )
+
+    def filled_recipe(self, recipe: Recipe, low: float) -> Recipe:
+        """Return the recipe with `low` for hidden logits, without a mask."""
+        visible = self._of_formulas(list(conjuncts(self.logits.condition)), 0)
+        return dataclasses.replace(
+            recipe,
+            window=(None, None),
+            q_offset=0,
+            segments=None,
+            mask=None,
+            mask_table=None,
+            mask_fn=None,
+            visible=visible,
+            low=low,
         )
 
     def equations(self) -> Equations:
@@ -249,7 +288,7 @@ class _Translation:
         leaf = part.part if isinstance(part, Not) else part
         assert isinstance(leaf, Leaf)
         value, index = smallest((leaf.element.value, leaf.element.index))
-        self.inputs.of_pairs.append(("mask", value))
+        self.inputs.add_pairs("mask", value)
         argument = Argument(self._number(value), arrange(index, self._pair_form(), is_full=False))
         return argument, isinstance(part, Not)
 
@@ -258,7 +297,7 @@ class _Translation:
         dense = None
         if self.dense_bias is not None:
             value, index = smallest(self.dense_bias.element)
-            self.inputs.of_pairs.append(("bias", value))
+            self.inputs.add_pairs("bias", value)
             arrangement = arrange(index, self._pair_form(), is_full=False)
             dense = Argument(self._number(value), arrangement, self.dense_bias.factor)
         inner = self.logits.inner

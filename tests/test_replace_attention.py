@@ -170,6 +170,7 @@ FAST = (
     Program(heads="grouped", mask="causal_padding", hiding="added", nesting="scan_mask"),
     Program(order="tbnh", mask="dense", bias="both", softmax="late", after="head_einsum"),
     Program(mask="empty_row", hiding="added", low="min", softmax="exp2", nesting="remat"),
+    Program(mask="tril", bias="both", nesting="vmap"),
 )
 
 

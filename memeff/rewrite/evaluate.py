@@ -54,44 +54,59 @@ class _Evaluation:
 
     def _run(self, items: Sequence[Equation | Call]) -> None:
         scope = self.scope
+        waiting: list[Equation | Call] = []  # to be computed together, as the program wrote them
         for item in items:
             is_needed = item.eqn.effects or not scope.live.isdisjoint(item.outputs)
-            if isinstance(item, Call):
-                if item in scope.touched or not self._has_inputs(item):
-                    self._run(item.items)
-                elif is_needed:
-                    self._bind(item)
+            if isinstance(item, Call) and (
+                item in scope.touched or self._lacks_inputs(item, waiting)
+            ):
+                self._bind(waiting)
+                self._run(item.items)
             elif not is_needed:
                 continue
-            elif item in scope.replaced:
-                replacement = scope.replaced[item]
-                inputs = [self.read(x) for x in replacement.inputs]
-                if scope.record is not None:
-                    scope.record(replacement, inputs)
-                self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
-            elif scope.changes(item):
-                inputs = [self.read(x) for x in item.inputs]
-                results = _run_bodies(item.eqn, scope.inner[item], inputs, self.read)
-                self.arrays.update(zip(item.outputs, results, strict=True))
+            elif isinstance(item, Equation) and (item in scope.replaced or scope.changes(item)):
+                self._bind(waiting)
+                self._replace(item)
             else:
-                self._bind(item)
+                waiting.append(item)
+                continue
+            waiting = []
+        self._bind(waiting)
 
-    def _has_inputs(self, call: Call) -> bool:
-        return all(x.constant is not None or x in self.arrays for x in call.inputs)
+    def _lacks_inputs(self, call: Call, waiting: list[Equation | Call]) -> bool:
+        """Return True if an input of a call is neither computed nor waiting."""
+        missing = {x for x in call.inputs if x.constant is None and x not in self.arrays}
+        return bool(missing.difference(*(x.outputs for x in waiting)))
 
-    def _bind(self, item: Equation | Call) -> None:
-        """Compute the outputs of an equation as the program wrote it."""
-        eqn = item.eqn
+    def _replace(self, equation: Equation) -> None:
+        """Compute an equation that is replaced, or in whose bodies something is."""
+        scope = self.scope
+        if equation in scope.replaced:
+            replacement = scope.replaced[equation]
+            inputs = [self.read(x) for x in replacement.inputs]
+            if scope.record is not None:
+                scope.record(replacement, inputs)
+            self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
+        else:
+            inputs = [self.read(x) for x in equation.inputs]
+            results = _run_bodies(equation.eqn, scope.inner[equation], inputs, self.read)
+            self.arrays.update(zip(equation.outputs, results, strict=True))
+
+    def _bind(self, items: list[Equation | Call]) -> None:
+        """Compute the outputs of equations of one jaxpr as the program wrote them."""
         values = {}
-        for variable, value in zip(eqn.invars, item.inputs, strict=True):
-            if not isinstance(variable, Literal):
-                values[variable] = self.read(value)
         outputs = {}
-        for variable, value in zip(eqn.outvars, item.outputs, strict=True):
-            if not isinstance(variable, DropVar):
-                outputs[variable] = value
+        for item in items:
+            for variable, value in zip(item.eqn.invars, item.inputs, strict=True):
+                if not isinstance(variable, Literal) and variable not in outputs:
+                    values[variable] = self.read(value)
+            for variable, value in zip(item.eqn.outvars, item.outputs, strict=True):
+                if not isinstance(variable, DropVar):
+                    outputs[variable] = value
+        equations = [x.eqn for x in items]
+        effects = frozenset().union(*(x.effects for x in equations))
         info = self.scope.jaxpr.jaxpr.debug_info
-        alone = Jaxpr((), list(values), list(outputs), [eqn], eqn.effects, info)
+        alone = Jaxpr((), list(values), list(outputs), equations, effects, info)
         results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
         self.arrays.update(zip(outputs.values(), results, strict=True))
 

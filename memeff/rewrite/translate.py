@@ -37,11 +37,12 @@ class Replacement:
 
 def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     """Return the call that computes what a match computes."""
-    reader = Reader()
     depends = Dependence(match.first)
-    take_apart(match, reader, depends)  # splits letters where a reshape does
+    logits = take_apart(match, Reader(), depends)  # splits letters where a reshape does
+    whole = match
     match = _expanded(match)
-    logits = take_apart(match, Reader(), depends)
+    if match != whole:
+        logits = take_apart(match, Reader(), depends)
     inputs = _Inputs()
     translation = _Translation(match, depends, logits, inputs)
     recipe = translation.recipe()

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import memeff
-from memeff.rewrite import check, translate
+from memeff.rewrite import assignment, check
 from memeff.rewrite.scope import Search
 from memeff.rewrite.transform import MIN_LOGITS
 
@@ -170,6 +170,7 @@ FAST = (
     Program(heads="grouped", mask="causal_padding", hiding="added", nesting="scan_mask"),
     Program(order="tbnh", mask="dense", bias="both", softmax="late", after="head_einsum"),
     Program(mask="empty_row", hiding="added", low="min", softmax="exp2", nesting="remat"),
+    Program(mask="tril", bias="both", nesting="vmap"),
 )
 
 
@@ -394,13 +395,13 @@ def test_check_of_each_spelling(program):
 
 
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
-    right = translate._window
+    right = assignment._window
 
     def window(low, high):
         q_offset, (left, _) = right(low, high)
         return q_offset, (left, 1)
 
-    monkeypatch.setattr(translate, "_window", window)
+    monkeypatch.setattr(assignment, "_window", window)
     place = r"attention at .*test_replace_attention.py:\d+ differs from the original by"
     with pytest.raises(AssertionError, match=f"check=True: the {place}.* in batch entry 0, query"):
         replace(plain, check=True)(*qkv())
@@ -508,6 +509,37 @@ def test_memory_grows_with_the_length():
     assert temp(8192) <= 2.2 * temp(4096)
 
 
+def added(s, bias, visible):
+    return s + (bias + jnp.where(visible, 0, -1e9))
+
+
+def replacing(s, bias, visible):
+    return jnp.where(visible, s + bias, -1e9)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("logits,most", [(added, 3), (replacing, 4)])
+def test_memory_of_a_bias_of_pairs_beside_a_mask(logits, most):
+    """The call for a bias that hides all a row sees shares the bias and its gradient."""
+    N, T = 4, 2048
+
+    def attend(q, k, v, table):
+        positions = jnp.arange(T)
+        bias = table[:, abs(positions[:, None] - positions) // 64]
+        visible = positions[:, None] >= positions
+        weights = jax.nn.softmax(logits(jnp.einsum("tnh,snh->nts", q, k), bias, visible))
+        return jnp.einsum("nts,snh->tnh", weights, v)
+
+    x = jax.ShapeDtypeStruct((T, N, 8), jnp.float32)
+    table = jax.ShapeDtypeStruct((N, T // 64), jnp.float32)
+    (place,) = memeff.find_attention(attend, x, x, x, table).replaced
+    assert place.pair_arrays == (("bias", N * T * T * 4),)
+    replaced = memeff.replace_attention(attend, strict=True)
+    gradient = jax.grad(lambda *arrays: (replaced(*arrays) ** 2).sum(), (0, 1, 2, 3))
+    compiled = jax.jit(gradient).lower(x, x, x, table).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < most * N * T * T * 4
+
+
 def attend_without_padding(x, ids):
     """Hide padding (id 0) among the queries and among the keys, as packed batches do."""
     is_word = ids > 0
@@ -598,16 +630,23 @@ def score_within(s, bias, visible):
     return jnp.where(visible, jnp.where(bias < 0, -jnp.inf, s) * jnp.cosh(bias[0]), -1e9)
 
 
+SLOW_HIDDEN_TWICE = [
+    (bias_outside, False),
+    (infinity_outside, False),
+    (bias_outside, True),
+    (infinity_outside, True),
+    (score_within, True),
+]
 HIDDEN_TWICE = [
-    bias_within,
-    score_within,
-    pytest.param(bias_outside, marks=pytest.mark.slow),
-    pytest.param(infinity_outside, marks=pytest.mark.slow),
+    (bias_within, False),
+    (bias_within, True),
+    (score_within, False),
+    *[pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_HIDDEN_TWICE],
 ]
 
 
-@pytest.mark.parametrize("logits", HIDDEN_TWICE)
-def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits):
+@pytest.mark.parametrize("logits,of_pairs", HIDDEN_TWICE)
+def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits, of_pairs):
     """Padding on the left is added to the logits, and causal order replaces them."""
 
     def attend(q, k, v, bias):
@@ -615,13 +654,24 @@ def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits):
         visible = jnp.tril(jnp.ones(s.shape, bool))
         return jax.nn.softmax(logits(s, bias, visible)) @ v
 
+    def with_gradients(f):
+        loss = lambda *arrays: ((jnp.sin(f(*arrays)) * jnp.arange(4)).sum(), f(*arrays))
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+
     arrays = [x[0, :, 0] for x in qkv()]
-    replaced = replace(attend, strict=True)
+    T = len(arrays[0])
+    run = with_gradients(attend)
+    run_replaced = with_gradients(replace(attend, strict=True))
     for low in (-jnp.inf, float(jnp.finfo(jnp.float32).min), -1e9, -1e4, 0.0):
-        bias = jnp.where(jnp.arange(len(arrays[0])) < 3, low, 0.0)
-        np.testing.assert_allclose(
-            replaced(*arrays, bias), attend(*arrays, bias), atol=1e-6, err_msg=f"{low}"
-        )
+        bias = jnp.where(jnp.arange(T) < 3, low, 0.0)
+        if of_pairs:
+            bias = jnp.where(jnp.arange(T)[:, None] % 5, bias, 0.1)
+        expected, out = run(*arrays, bias)
+        gradients, replaced_out = run_replaced(*arrays, bias)
+        np.testing.assert_allclose(replaced_out, out, atol=1e-6, err_msg=f"{low}")
+        for x, y in zip(gradients, expected, strict=True):
+            is_finite = np.isfinite(y)
+            np.testing.assert_allclose(x[is_finite], y[is_finite], atol=1e-5, err_msg=f"{low}")
 
 
 def test_a_bias_within_a_mask_before_zeros_is_left():

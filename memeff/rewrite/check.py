@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from memeff.diagnostics.audit import audit
-from memeff.rewrite.logits import HIDDEN
 from memeff.rewrite.recipe import Recipe, attend
 from memeff.rewrite.rows import compute_rows
+from memeff.rewrite.terms import HIDDEN
 from memeff.rewrite.translate import Replacement
 from memeff.rewrite.versions import source_line
 

@@ -30,6 +30,7 @@ from memeff.rewrite.axes import (
     sources,
 )
 from memeff.rewrite.graph import Value
+from memeff.rewrite.reader import Reader
 from memeff.rewrite.symbols import (
     Affine,
     And,
@@ -41,7 +42,6 @@ from memeff.rewrite.symbols import (
     Leaf,
     Not,
     Opaque,
-    Reader,
     SameIds,
 )
 from memeff.sharding import vary_together

@@ -1,123 +1,34 @@
 """Take the logits apart: masks, biases, scale and soft cap around the product, or a score function.
 
 The walk goes from the logits s inward to the product. What cannot be named stays a score function,
-which computes exactly what the program computes. A mask may be named only if rows that see no key
-keep their meaning:
-
-- Some key is proved to be visible in each row (causal order, windows, a segment's own token).
-- All masks replace hidden logits by the same number, so that such a row of the program gives the
-  mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
-
-Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
-not computes all logits as numbers. So it is where a bias or a score function stands within a mask:
-it may be lower than the number that hides, as a mask that was added before, and then the hidden
-keys are those that count.
+which computes exactly what the program computes. Then empty_rows.py finds the form that keeps the
+meaning of rows that see no key.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 
-from memeff.rewrite.axes import (
-    MOVES,
-    Element,
-    Index,
-    Letter,
-    NoMatch,
-    is_cast,
-    known_number,
-    sources,
-)
+from memeff.rewrite.axes import MOVES, Element, NoMatch, is_cast, known_number, sources
+from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_zeros
 from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.random_bits import is_random
+from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recognise import Match
-from memeff.rewrite.symbols import (
-    Affine,
-    And,
-    AtLeastZero,
-    Choice,
-    Formula,
-    IsZero,
-    Known,
-    Leaf,
-    Not,
-    Number,
-    Opaque,
-    Or,
-    Reader,
-    SameIds,
-    as_formula,
-    both,
-    letters_of,
-    negate,
+from memeff.rewrite.symbols import Choice, Number, as_formula, both, negate
+from memeff.rewrite.terms import (
+    HIDDEN,
+    LARGEST_SHIFT,
+    BiasTerm,
+    Core,
+    Layer,
+    Logits,
+    MaskTerm,
+    Scaling,
 )
-
-# A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
-# Programs write -1e9 or less; log(2) of it is what exp2 leaves.
-HIDDEN = -0.6e9
-MEAN = "mean"  # a row that sees no key gives the mean of all values
-NAN = "nan"
-LARGEST_SHIFT = 1e4  # a constant of all logits that changes them by rounding alone
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskTerm:
-    """A condition under which a key is visible, and the number that hides the others."""
-
-    condition: Formula
-    low: float
-    is_added: bool  # the number is added, and does not replace the logit
-
-
-@dataclasses.dataclass(frozen=True)
-class BiasTerm:
-    """An element that is added to the logits, times a factor."""
-
-    element: Element
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaling:
-    """The product becomes cap(factor * scale * product), with the traced scalars of `scales`."""
-
-    factor: float
-    scales: tuple[tuple[str, Value], ...] = ()  # "mul" or "div", and a scalar
-    soft_cap: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """An element of the logits that a score function computes from the product, times a factor."""
-
-    element: Element
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Logits:
-    """The logits in memeff's terms."""
-
-    condition: Formula  # under which a key is visible
-    empty_rows: str | None  # MEAN or NAN: what rows give that see no key; None: no row is empty
-    biases: tuple[BiasTerm, ...]
-    inner: Scaling | Core
-    exact: Logits | None = None  # those to use if some row sees no key above `lowest`
-    lowest: float = -math.inf
-    dropout: Formula | None = None  # under which a probability is kept
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """A term, and the logits within it, times a factor."""
-
-    term: MaskTerm | BiasTerm
-    outside: Core  # the logits with this term
-    as_bias: BiasTerm | None = None  # the same term as a bias, if it is added
 
 
 class Dependence:
@@ -159,9 +70,9 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     if len(dropout) > 1:
         raise NoMatch("dropout of the probabilities, twice")
     if shown or softmax.shown_in_sum:
-        logits = _with_zeros(match, layers, inner, both(*shown))
+        logits = with_zeros(match, layers, inner, both(*shown))
     else:
-        logits = _with_meaning_of_empty_rows(match, layers, inner)
+        logits = with_meaning_of_empty_rows(match, layers, inner)
     if not dropout:
         return logits
     exact = logits.exact
@@ -179,9 +90,9 @@ class _Walk:
         self.depends = depends
         self.value, self.index = match.softmax.logits
         self.factor = match.softmax.base
-        self.found: list[_Layer] = []
+        self.found: list[Layer] = []
 
-    def layers(self) -> tuple[list[_Layer], Scaling | Core]:
+    def layers(self) -> tuple[list[Layer], Scaling | Core]:
         """Return the terms, the outermost first, and what is within them."""
         while True:
             here = Core((self.value, self.index), self.factor)
@@ -240,7 +151,7 @@ class _Walk:
         if inner is if_false:
             condition = negate(condition)
         outside = Core((self.value, self.index), self.factor)
-        self.found.append(_Layer(MaskTerm(condition, low, False), outside))
+        self.found.append(Layer(MaskTerm(condition, low, False), outside))
         return self._enter(inner, self.factor)
 
     def _hides(self, low: float, value: Value) -> bool:
@@ -262,7 +173,7 @@ class _Walk:
         for part, sign in self._parts(other):
             term = self._term(part, sign * factor)
             if term is not None:
-                self.found.append(_Layer(term, outside, BiasTerm(part, sign * factor)))
+                self.found.append(Layer(term, outside, BiasTerm(part, sign * factor)))
         return self._enter(inner, inner_factor)
 
     def _parts(self, element: Element) -> list[tuple[Element, int]]:
@@ -351,236 +262,3 @@ class _Walk:
                 break
             value, index = inner[0]
         return factor, tuple(scales), (value, index)
-
-
-# ---- Rows that see no key
-
-
-def _with_meaning_of_empty_rows(
-    match: Match, layers: list[_Layer], inner: Scaling | Core
-) -> Logits:
-    """Return the logits in the form that keeps the meaning of rows that see no key."""
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
-    condition = both(*(x.condition for x in masks))
-    may_be_low = _may_be_low(biases, inner)
-    if match.softmax.loses_log and may_be_low:
-        raise NoMatch(
-            "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
-        )
-    if condition == Known(True):
-        return Logits(condition, None, biases, inner)
-    lows = [x.low for x in masks if math.isfinite(x.low)]
-    meaning = _meaning_of_empty_rows(layers)
-    if not lows or not may_be_low:
-        if no_row_is_empty(match, condition):
-            return Logits(condition, None, biases, inner)
-        if match.softmax.loses_log and meaning != NAN:
-            raise NoMatch(
-                "exp(s - logsumexp(s)) gives the sum of the values in rows that see no key"
-            )
-        if meaning is not None:
-            return Logits(condition, meaning, biases, inner)
-    exact = _without_masks(layers, inner)
-    if not match.over_pairs(formula_letters(condition)):
-        return exact
-    # exp of the distance of a hidden logit to one above `lowest` is 0
-    lowest = max(lows, default=-math.inf) / 2
-    return Logits(condition, None, biases, inner, exact, lowest)
-
-
-def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
-    """Return True if it is not proved that no bias or score hides keys."""
-    return isinstance(inner, Core) or not all(_is_small(x) for x in biases)
-
-
-def _is_small(bias: BiasTerm) -> bool:
-    """Return True for a bias of known numbers that hide no key."""
-    symbol = Reader().read(*bias.element)
-    numbers = []
-    if isinstance(symbol, Choice):
-        numbers = [symbol.yes, symbol.no]
-    elif isinstance(symbol, Number):
-        numbers = [symbol.value]
-    return bool(numbers) and all(abs(float(x) * bias.factor) <= LARGEST_SHIFT for x in numbers)
-
-
-def _with_zeros(
-    match: Match, layers: list[_Layer], inner: Scaling | Core, shown: Formula
-) -> Logits:
-    """Return the logits where probabilities of hidden pairs are set to 0.
-
-    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros. But
-    its probabilities are NaN where all its logits are -inf, or where zeros are summed, and only a
-    selection makes 0 of NaN.
-    """
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
-    before = set(conjuncts(both(*(x.condition for x in masks))))
-    after = set(conjuncts(shown))
-    summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
-    if before | after != before | summed:
-        raise NoMatch("a mask after the softmax hides other keys than the mask before it")
-    condition = both(shown, *before)
-    lows = {x.low for x in masks}
-    may_be_low = _may_be_low(biases, inner)
-    if may_be_low and any(math.isfinite(x) for x in lows):
-        raise NoMatch("a mask after the softmax, where a bias or a score may be as low as the mask")
-    if no_row_is_empty(match, condition):
-        return Logits(condition, None, biases, inner)
-    outside = match.softmax.outside
-    selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
-    is_nan = bool(summed) or lows == {-math.inf}
-    is_zero = after <= selected or not summed and -math.inf not in lows
-    is_multiplied = not all(is_random(x) for x in outside.multiplied)
-    if before <= after and is_nan and not selected and not is_multiplied:
-        return Logits(condition, NAN, biases, inner)
-    if before <= after and is_zero and not may_be_low:
-        return Logits(condition, None, biases, inner)
-    raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
-
-
-def _without_masks(layers: list[_Layer], inner: Scaling | Core) -> Logits:
-    """Return the logits with added masks as biases.
-
-    A mask that replaces logits, and all that is within it, becomes a score function.
-    """
-    biases: list[BiasTerm] = []
-    for layer in layers:
-        if isinstance(layer.term, BiasTerm):
-            biases.append(layer.term)
-        elif layer.as_bias is not None:
-            biases.append(layer.as_bias)
-        else:
-            return Logits(Known(True), None, tuple(biases), layer.outside)
-    return Logits(Known(True), None, tuple(biases), inner)
-
-
-def _meaning_of_empty_rows(layers: list[_Layer]) -> str | None:
-    """Return MEAN or NAN if all rows that see no key give the same; None if they may differ."""
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    lows = {x.low for x in masks}
-    if len(lows) != 1:
-        return None
-    (low,) = lows
-    if low == -math.inf:
-        return NAN
-    if any(isinstance(x.term, BiasTerm) for x in layers):
-        return None  # a bias may hide keys too, and a row may then see hidden keys alone
-    # A mask that is added leaves the derivative of such a row with respect to the logits.
-    return None if any(x.is_added for x in masks) else MEAN
-
-
-def conjuncts(formula: Formula) -> tuple[Formula, ...]:
-    """Return the parts that must all be true."""
-    if isinstance(formula, And):
-        return formula.parts
-    return () if formula == Known(True) else (formula,)
-
-
-def no_row_is_empty(match: Match, condition: Formula) -> bool:
-    """Return True if it is proved that each query sees some key."""
-    pairs = Pairs(match)
-    low: int | None = None
-    high: int | None = None
-    only_bounds = True
-    shows_diagonal = pairs.T <= pairs.S
-    for part in conjuncts(condition):
-        bounds = pairs.bounds(part)
-        if bounds is None:
-            only_bounds = False
-            shows_diagonal &= pairs.same_ids_on_diagonal(part)
-            continue
-        least, most = bounds
-        if least is not None:
-            low = least if low is None else max(low, least)
-        if most is not None:
-            high = most if high is None else min(high, most)
-    if shows_diagonal and (low or 0) <= 0 <= (0 if high is None else high):
-        return True
-    first_fits = high is None or high >= 0  # row 0 sees key 0 or a later one
-    last_fits = low is None or pairs.T - 1 + low <= pairs.S - 1
-    in_order = low is None or high is None or low <= high
-    return only_bounds and first_fits and last_fits and in_order
-
-
-class Pairs:
-    """The positions of queries and keys, and what a formula says of them."""
-
-    def __init__(self, match: Match):
-        self.query = query_letters(match)
-        self.keys = match.keys
-        self.T = math.prod(x.size for x in self.query)
-        self.S = math.prod(x.size for x in self.keys)
-        # T - S
-        difference = _positions(self.query).plus(_positions(self.keys), -1)
-        self._difference = dict(difference.coefficients)
-
-    def bounds(self, formula: Formula) -> tuple[int | None, int | None] | None:
-        """Return (low, high) if the formula says low <= key - query <= high; None if it does not.
-
-        A bound that is None does not exist.
-        """
-        if isinstance(formula, AtLeastZero | IsZero):
-            affine = formula.affine
-            terms = dict(affine.coefficients)
-            k = affine.constant
-            if terms == self._difference:  # query - key + k
-                return (k if isinstance(formula, IsZero) else None), k
-            if terms == {letter: -c for letter, c in self._difference.items()}:
-                return -k, (-k if isinstance(formula, IsZero) else None)
-        return None
-
-    def same_ids_on_diagonal(self, formula: Formula) -> bool:
-        """Return True if a comparison of ids is true for a query and the key at its position."""
-        if not isinstance(formula, SameIds) or self.T != self.S:
-            return False
-        if len(self.query) != 1 or len(self.keys) != 1:
-            return False
-        first, second = formula.first, formula.second
-        if first.value is not second.value:
-            return False
-        swap = {self.keys[0]: self.query[0]}
-        return _renamed(first.index, swap) == _renamed(second.index, swap)
-
-
-def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
-    """Return an index with other letters."""
-    return tuple(
-        tuple(names.get(x, x) for x in dim) if isinstance(dim, tuple) else dim for dim in index
-    )
-
-
-def _positions(letters: tuple[Letter, ...]) -> Affine:
-    """Return the position that letters count together."""
-    terms = []
-    stride = 1
-    for letter in reversed(letters):
-        terms.append((letter, stride))
-        stride *= letter.size
-    return Affine(tuple(terms), 0)
-
-
-def query_letters(match: Match) -> tuple[Letter, ...]:
-    """Return the letters of T: of those that only the query has, the longest."""
-    candidates = match.query_only
-    if not candidates:
-        raise NoMatch("one query only, so the logits are no larger than the keys")
-    longest = max(x.size for x in candidates)
-    last = [x for x in candidates if x.size == longest][-1]
-    return (last,)
-
-
-def formula_letters(formula: Formula) -> set[Letter]:
-    """Return the letters on which a formula depends."""
-    if isinstance(formula, Leaf):
-        return letters_of(formula.element.value, formula.element.index)
-    if isinstance(formula, SameIds):
-        elements: list[Opaque] = [formula.first, formula.second]
-        return set().union(*(letters_of(x.value, x.index) for x in elements))
-    if isinstance(formula, Not):
-        return formula_letters(formula.part)
-    if isinstance(formula, And | Or):
-        return set().union(*(formula_letters(x) for x in formula.parts))
-    affine = getattr(formula, "affine", None)
-    return set() if affine is None else {letter for letter, _ in affine.coefficients}

@@ -92,6 +92,10 @@ class Recipe:
     # what to run if some row sees no key with a logit above `lowest`
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     lowest: float = dataclasses.field(default=-math.inf, kw_only=True)
+    bias_decides: bool = dataclasses.field(default=False, kw_only=True)  # no row is, if no bias is
+    # where this is false, the logit is `low`
+    visible: PairFunction | None = dataclasses.field(default=None, kw_only=True)
+    low: float = dataclasses.field(default=-math.inf, kw_only=True)
     factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
     factor: float  # of the output
     dropout: Dropout | None
@@ -99,8 +103,11 @@ class Recipe:
     out: Arrangement
     out_dtype: str
 
-    def keywords(self, inputs: list[Array]) -> dict[str, Any]:
-        """Return the arguments of the call besides query, key and value."""
+    def keywords(self, inputs: list[Array], bias: Array | None = None) -> dict[str, Any]:
+        """Return the arguments of the call besides query, key and value.
+
+        `bias` is that of the recipe, if it is computed already.
+        """
         keywords: dict[str, Any] = {"scale": self._scale(inputs), "precision": self.precision}
         left, right = self.window
         if (left, right) == (None, 0):
@@ -122,9 +129,14 @@ class Recipe:
         mask = self._mask(inputs)
         if mask is not None:
             keywords["mask"] = mask
-        bias = self._bias(inputs)
+        bias = self._bias(inputs) if bias is None else bias
         if bias is not None:
             keywords["bias"] = bias
+        if self.visible is not None and bias is not None:
+            low = max(self.low, float(jnp.finfo(bias.dtype).min) / 2)  # below, memeff hides the key
+            keywords["bias"] = jnp.where(self._table(self.visible, inputs), bias, low)
+            keywords["score_fn"] = _ScoreOfVisible(self.visible.function)
+            keywords["score_params"] = [inputs[n] for n in self.visible.numbers]
         for name, pair_function in (("score", self.score_fn), ("mask", self.mask_fn)):
             if pair_function is not None:
                 keywords[f"{name}_fn"] = pair_function.function
@@ -179,6 +191,16 @@ class Recipe:
         return bias + lax.stop_gradient(raised)  # the gradient of the bias stays as it is
 
 
+@dataclasses.dataclass(frozen=True)
+class _ScoreOfVisible:
+    """A score_fn: the score of visible pairs, and 0 of hidden ones."""
+
+    visible: ElementFunction
+
+    def __call__(self, score: Array, *pair: Any) -> Array:
+        return jnp.where(self.visible(*pair), score, 0)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
@@ -190,11 +212,24 @@ def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     return recipe.out(out).astype(recipe.out_dtype)
 
 
-def attend(recipe: Recipe, inputs: list[Array]) -> Array:
-    """Return the output of attention, [*leads, T, N, D]."""
+def attend(recipe: Recipe, inputs: list[Array], bias: Array | None = None) -> Array:
+    """Return the output of attention, [*leads, T, N, D].
+
+    `bias` is that of the recipe, if it is computed already.
+    """
     query, key, value = recipe.operands(inputs)
-    keywords = recipe.keywords(inputs)
+    keywords = recipe.keywords(inputs, bias)
     exact = recipe.if_some_row_is_empty
+    if exact is not None and recipe.bias_decides:
+        # Both calls in one branch: after a call the backward would hold two gradients of the bias.
+        bias = keywords["bias"]
+        assert bias is not None
+        shared = bias if exact.bias == recipe.bias else None
+        return lax.cond(
+            (bias <= recipe.lowest).any(),
+            lambda: attend(exact, inputs, shared),
+            lambda: dot_product_attention(query, key, value, **keywords),
+        )
     if recipe.empty_rows is None and exact is None:
         return dot_product_attention(query, key, value, **keywords)
     out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)

@@ -1,4 +1,4 @@
-"""Find the attention of a jaxpr and of the jaxprs within it, and evaluate it with its replacements.
+"""Find the attention of a jaxpr and of the jaxprs within it.
 
 A scope is one jaxpr: that of the program, or the body of a scan, a loop, a branch, a remat or a
 shard_map. Each distinct jaxpr is searched once.
@@ -10,32 +10,22 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-from jax import lax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType
 
 from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less
 from memeff.rewrite.graph import Call, Equation, Graph, Value
-from memeff.rewrite.recipe import run_recipe
 from memeff.rewrite.recognise import Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import (
-    CUSTOM_DERIVATIVES,
-    bodies_of,
-    is_derivative,
-    scan_counts,
-    source_line,
-)
+from memeff.rewrite.versions import CUSTOM_DERIVATIVES, bodies_of, is_derivative, source_line
 
 IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "
     "replace attention before, as in jax.grad(replace_attention(f))"
 )
 NO_SIZES = "an axis has no known size, or none of its positions"
-Reading = Callable[[Value], Any]
 Record = Callable[[Replacement, list[Any]], None]
 
 
@@ -287,156 +277,3 @@ def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
         if not live.isdisjoint(x.outputs):
             return f"used by `{x.eqn.primitive.name}` at {source_line(x.eqn)}"
     return "used elsewhere"
-
-
-# ---- Evaluation
-
-
-def evaluate(scope: Scope, arguments: Sequence[Any], outer: Reading | None = None) -> list[Any]:
-    """Compute the results of a scope with its replacements.
-
-    `outer` returns the arrays of the values of enclosing scopes.
-    """
-    return _Evaluation(scope, arguments, outer).results()
-
-
-class _Evaluation:
-    """The arrays of one evaluation."""
-
-    def __init__(self, scope: Scope, arguments: Sequence[Any], outer: Reading | None):
-        self.scope = scope
-        self.outer = outer
-        self.arrays = dict(zip(scope.graph.inputs, arguments, strict=True))
-        self._run(scope.graph.items)
-
-    def results(self) -> list[Any]:
-        results = []
-        for value in self.scope.graph.results:
-            result = self.read(value)
-            if value.constant is not None and getattr(value.aval, "weak_type", False):
-                result = result.item()
-            results.append(result)
-        return results
-
-    def read(self, value: Value) -> Any:
-        """Return the array of a value."""
-        if value in self.arrays:
-            return self.arrays[value]
-        if value.constant is not None:
-            return value.constant
-        assert self.outer is not None
-        return self.outer(value)
-
-    def _run(self, items: Sequence[Equation | Call]) -> None:
-        scope = self.scope
-        for item in items:
-            is_needed = item.eqn.effects or not scope.live.isdisjoint(item.outputs)
-            if isinstance(item, Call):
-                if item in scope.touched or not self._has_inputs(item):
-                    self._run(item.items)
-                elif is_needed:
-                    self._bind(item)
-            elif not is_needed:
-                continue
-            elif item in scope.replaced:
-                replacement = scope.replaced[item]
-                inputs = [self.read(x) for x in replacement.inputs]
-                if scope.record is not None:
-                    scope.record(replacement, inputs)
-                self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
-            elif scope.changes(item):
-                inputs = [self.read(x) for x in item.inputs]
-                results = _run_bodies(item.eqn, scope.inner[item], inputs, self.read)
-                self.arrays.update(zip(item.outputs, results, strict=True))
-            else:
-                self._bind(item)
-
-    def _has_inputs(self, call: Call) -> bool:
-        return all(x.constant is not None or x in self.arrays for x in call.inputs)
-
-    def _bind(self, item: Equation | Call) -> None:
-        """Compute the outputs of an equation as the program wrote it."""
-        eqn = item.eqn
-        values = {}
-        for variable, value in zip(eqn.invars, item.inputs, strict=True):
-            if not isinstance(variable, Literal):
-                values[variable] = self.read(value)
-        outputs = {}
-        for variable, value in zip(eqn.outvars, item.outputs, strict=True):
-            if not isinstance(variable, DropVar):
-                outputs[variable] = value
-        info = self.scope.jaxpr.jaxpr.debug_info
-        alone = Jaxpr((), list(values), list(outputs), [eqn], eqn.effects, info)
-        results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
-        self.arrays.update(zip(outputs.values(), results, strict=True))
-
-
-def _run_bodies(
-    eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
-) -> Sequence[Any]:
-    """Run an equation with the replacements in its bodies."""
-
-    def function(scope):
-        return lambda *arguments: tuple(evaluate(scope, arguments, outer))
-
-    params = eqn.params
-    name = eqn.primitive.name
-    if name == "scan":
-        return _scan(eqn, scopes[0], inputs, outer)
-    if name == "while":
-        return _while(eqn, scopes, inputs, outer)
-    if name == "cond":
-        return lax.switch(inputs[0], [function(x) for x in scopes], *inputs[1:])
-    if name == "shard_map":
-        mapped = jax.shard_map(
-            function(scopes[0]),
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            axis_names=set(params["newly_manual_axes"]),
-            check_vma=params["check_vma"],
-        )
-        return mapped(*inputs)
-    if name in ("jit", "pjit"):
-        shardings = {key: params[key] for key in ("in_shardings", "out_shardings")}
-        return jax.jit(function(scopes[0]), **shardings)(*inputs)
-    remat = jax.checkpoint(
-        function(scopes[0]), prevent_cse=params["prevent_cse"], policy=params["policy"]
-    )
-    return remat(*inputs)
-
-
-def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any], outer: Reading) -> Sequence[Any]:
-    constants, carried = scan_counts(eqn)
-    fixed = inputs[:constants]
-    first = inputs[constants : constants + carried]
-
-    def step(carry, slices):
-        results = evaluate(scope, [*fixed, *carry, *slices], outer)
-        return results[:carried], results[carried:]
-
-    params = eqn.params
-    carry, stacked = lax.scan(
-        step,
-        first,
-        inputs[constants + carried :],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *stacked]
-
-
-def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading) -> Sequence[Any]:
-    condition, body = scopes
-    of_condition = eqn.params["cond_nconsts"]
-    of_body = of_condition + eqn.params["body_nconsts"]
-
-    def go_on(carry):
-        (result,) = evaluate(condition, [*inputs[:of_condition], *carry], outer)
-        return result
-
-    def step(carry):
-        return evaluate(body, [*inputs[of_condition:of_body], *carry], outer)
-
-    return lax.while_loop(go_on, step, inputs[of_body:])

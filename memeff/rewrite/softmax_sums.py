@@ -23,16 +23,8 @@ from memeff.rewrite.axes import (
     operands_of,
 )
 from memeff.rewrite.graph import Value
-from memeff.rewrite.symbols import (
-    Choice,
-    Formula,
-    Number,
-    Opaque,
-    Reader,
-    as_formula,
-    letters_of,
-    negate,
-)
+from memeff.rewrite.reader import Reader, letters_of
+from memeff.rewrite.symbols import Choice, Formula, Number, Opaque, as_formula, negate
 
 
 def exponent(element: Element) -> tuple[Element, float] | None:

@@ -11,8 +11,9 @@ import numpy as np
 from jax.core import Tracer
 
 from memeff.rewrite.check import Recorder
+from memeff.rewrite.evaluate import evaluate
 from memeff.rewrite.report import Report, make_report
-from memeff.rewrite.scope import Record, Scope, Search, evaluate
+from memeff.rewrite.scope import Record, Scope, Search
 
 # Logits of so few pairs take 64 KiB for each head in float32, less than one tile of 512 x 512.
 MIN_LOGITS = 128 * 128

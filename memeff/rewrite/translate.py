@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from memeff.rewrite.axes import (
-    Element,
-    Index,
-    Letter,
-    NoMatch,
-    Slice,
-    chain,
-    expand,
-    expand_all,
-    is_cast,
-    letters_in,
-)
+from memeff.rewrite.arrange import arrange, smallest, without_cast
+from memeff.rewrite.assignment import Assignment
+from memeff.rewrite.axes import Letter, NoMatch, chain, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
-from memeff.rewrite.logits import (
-    NAN,
-    BiasTerm,
-    Core,
-    Dependence,
-    Logits,
-    Pairs,
-    Scaling,
-    conjuncts,
-    formula_letters,
-    query_letters,
-    take_apart,
-)
+from memeff.rewrite.logits import Dependence, take_apart
+from memeff.rewrite.pairs import conjuncts, no_row_is_empty
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
+from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
 from memeff.rewrite.recognise import Match, Operand
 from memeff.rewrite.rows import Equations
-from memeff.rewrite.symbols import Formula, Known, Leaf, Not, Reader, SameIds, letters_of
+from memeff.rewrite.symbols import Formula, Known, Leaf, Not
+from memeff.rewrite.terms import NAN, BiasTerm, Core, Logits, Scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +37,29 @@ class Replacement:
 
 def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     """Return the call that computes what a match computes."""
-    reader = Reader()
     depends = Dependence(match.first)
-    take_apart(match, reader, depends)  # splits letters where a reshape does
+    logits = take_apart(match, Reader(), depends)  # splits letters where a reshape does
+    whole = match
     match = _expanded(match)
-    logits = take_apart(match, Reader(), depends)
+    if match != whole:
+        logits = take_apart(match, Reader(), depends)
     inputs = _Inputs()
     translation = _Translation(match, depends, logits, inputs)
     recipe = translation.recipe()
     if logits.exact is not None:
-        exact = _Translation(match, depends, logits.exact, inputs).recipe()
-        recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact, lowest=logits.lowest)
+        has_only_bias = recipe.bias is not None and recipe.score_fn is None
+        bias_decides = has_only_bias and no_row_is_empty(match, logits.condition)
+        if bias_decides and logits.low is not None:
+            exact = translation.filled_recipe(recipe, logits.low)
+        else:
+            roles = translation.roles  # both calls return [*leads, T, N, D]
+            exact = _Translation(match, depends, logits.exact, inputs, roles).recipe()
+        recipe = dataclasses.replace(
+            recipe,
+            if_some_row_is_empty=exact,
+            lowest=logits.lowest,
+            bias_decides=bias_decides,
+        )
     equations = translation.equations() if with_equations else None
     return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs), equations)
 
@@ -91,141 +84,41 @@ def _expanded(match: Match) -> Match:
 
 
 @dataclasses.dataclass
-class _Condition:
-    """The condition of a mask, by the arguments of memeff that say its parts."""
-
-    low: int | None = None
-    high: int | None = None
-    segments: SameIds | None = None
-    dense: Formula | None = None  # a part that is an array with an element for each pair
-    small: list[Formula] = dataclasses.field(default_factory=list)  # parts of queries or of keys
-    rest: list[Formula] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
 class _Inputs:
     """The values of the program that a replacement reads."""
 
     values: list[Value] = dataclasses.field(default_factory=list)
     of_pairs: list[tuple[str, Value]] = dataclasses.field(default_factory=list)
 
+    def add_pairs(self, name: str, value: Value) -> None:
+        """Note an array with an element for each pair, once for both calls that may read it."""
+        if (name, value) not in self.of_pairs:
+            self.of_pairs.append((name, value))
+
 
 class _Translation:
     """The translation of one match, whose logits are known."""
 
-    def __init__(self, match: Match, depends: Dependence, logits: Logits, inputs: _Inputs):
+    def __init__(
+        self,
+        match: Match,
+        depends: Dependence,
+        logits: Logits,
+        inputs: _Inputs,
+        roles: Roles | None = None,
+    ):
         self.match = match
         self.depends = depends
         self.logits = logits
         self.inputs = inputs
-        self.query = query_letters(match)
-        self.condition = self._sort(self.logits.condition)
-        self.biases = list(self.logits.biases)
-        self.dense_bias = self._take_dense_bias()
-        self.roles = self._roles()
-        low, high = self.condition.low, self.condition.high
-        self.q_offset, self.window = _window(low, high)
-
-    # ---- Sorting
-
-    def _sort(self, formula: Formula) -> _Condition:
-        """Sort the parts of a condition by the argument that says each of them best."""
-        pairs = Pairs(self.match)
-        condition = _Condition()
-        for part in conjuncts(formula):
-            bounds = pairs.bounds(part)
-            letters = formula_letters(part)
-            if bounds is not None:
-                least, most = bounds
-                condition.low = _tighter(max, condition.low, least)
-                condition.high = _tighter(min, condition.high, most)
-            elif not (set(letters) & set(self.query) and set(letters) & set(self.match.keys)):
-                condition.small.append(part)
-            elif condition.segments is None and self._are_segments(part):
-                assert isinstance(part, SameIds)
-                condition.segments = part
-            elif condition.dense is None and self._is_dense(part):
-                condition.dense = part
-            else:
-                condition.rest.append(part)
-        if condition.dense is not None:
-            condition.rest.extend(condition.small)
-            condition.small = []
-            return condition
-        of_keys = [x for x in condition.small if set(formula_letters(x)) & set(self.match.keys)]
-        of_queries = [x for x in condition.small if set(formula_letters(x)) & set(self.query)]
-        if of_keys and of_queries:  # one table of both would have T x S elements
-            condition.rest.extend(of_queries)
-            condition.small = [x for x in condition.small if x not in of_queries]
-        return condition
-
-    def _are_segments(self, part: Formula) -> bool:
-        """Return True for ids of queries that are compared with ids of keys."""
-        if not isinstance(part, SameIds):
-            return False
-        heads = set(self._roles_without_choice().heads)
-        sides = [set(letters_of(x.value, x.index)) for x in (part.first, part.second)]
-        if any(heads & side for side in sides):
-            return False
-        of_query = [bool(side & set(self.query)) for side in sides]
-        of_keys = [bool(side & set(self.match.keys)) for side in sides]
-        return of_query in ([True, False], [False, True]) and of_keys == of_query[::-1]
-
-    def _is_dense(self, part: Formula) -> bool:
-        """Return True for an array of the program that has an element for each pair."""
-        leaf = part.part if isinstance(part, Not) else part
-        if not isinstance(leaf, Leaf):
-            return False
-        return self._reads_pairs((leaf.element.value, leaf.element.index))
-
-    def _reads_pairs(self, element: Element) -> bool:
-        """Return True if an element is computed from an array with an element for each pair."""
-        builder = Builder(self._roles_without_choice())
-        builder.element(*element)
-        return builder.reads_pairs
-
-    def _take_dense_bias(self) -> BiasTerm | None:
-        """Take the first bias that is an array with an element for each pair."""
-        for bias in self.biases:
-            letters = letters_of(*bias.element)
-            over_pairs = set(letters) & set(self.query) and set(letters) & set(self.match.keys)
-            if over_pairs and self._reads_pairs(bias.element):
-                self.biases.remove(bias)
-                return bias
-        return None
-
-    # ---- Roles of letters
-
-    def _roles_without_choice(self) -> Roles:
-        query_only = self.match.query_only
-        groups = tuple(x for x in query_only if x not in self.query)
-        batch = tuple(x for x in self.match.letters if x not in (*query_only, *self.match.keys))
-        return Roles(batch[:-1], (*batch[-1:], *groups), self.query, self.match.keys)
-
-    def _roles(self) -> Roles:
-        """Choose the letters of heads so that arrays of T x S stay broadcast where possible."""
-        default = self._roles_without_choice()
-        groups = tuple(x for x in default.heads if x in self.match.query_only)
-        batch = tuple(x for x in (*default.batch, *default.heads) if x not in groups)
-        dense = []
-        if self.dense_bias is not None:
-            dense.append(set(letters_of(*self.dense_bias.element)))
-        if self.condition.dense is not None:
-            dense.append(set(formula_letters(self.condition.dense)))
-        best = default
-        least = math.inf
-        for count in range(len(batch) + 1):
-            for heads in itertools.combinations(batch, count):
-                leads = tuple(x for x in batch if x not in heads)
-                roles = Roles(leads, (*heads, *groups), self.query, self.match.keys)
-                copies = sum(_copies(roles, letters) for letters in dense)
-                # one axis of heads is the usual form
-                cost = copies + (0 if heads == batch[-1:] else 0.5) + 0.01 * abs(count - 1)
-                if cost < least:
-                    best, least = roles, cost
-        return best
-
-    # ---- The recipe
+        assignment = Assignment(match, logits, roles)
+        self.query = assignment.query
+        self.condition = assignment.condition
+        self.biases = assignment.biases
+        self.dense_bias = assignment.dense_bias
+        self.roles = assignment.roles
+        self.window = assignment.window
+        self.q_offset = assignment.q_offset
 
     def recipe(self) -> Recipe:
         """Return the recipe."""
@@ -268,6 +161,21 @@ class _Translation:
             out_dtype=str(match.result.dtype),
         )
 
+    def filled_recipe(self, recipe: Recipe, low: float) -> Recipe:
+        """Return the recipe with `low` for hidden logits, without a mask."""
+        visible = self._of_formulas(list(conjuncts(self.logits.condition)), 0)
+        return dataclasses.replace(
+            recipe,
+            window=(None, None),
+            q_offset=0,
+            segments=None,
+            mask=None,
+            mask_table=None,
+            mask_fn=None,
+            visible=visible,
+            low=low,
+        )
+
     def equations(self) -> Equations:
         """Return what the program computes of each pair, with no part of it named."""
         softmax = self.match.softmax
@@ -301,7 +209,7 @@ class _Translation:
         out = match.result.dtype
         operands = []
         for operand in (match.query, match.key, match.value):
-            operands.append(_without_cast(operand, out))
+            operands.append(without_cast(operand, out))
         dtype = jnp.result_type(*(x.value.dtype for x in operands), out)
         forms = (
             (*lead, self.query, (*heads, *groups), hidden),
@@ -326,7 +234,7 @@ class _Translation:
         form = (*((x,) for x in self.roles.batch), self.query, self.roles.heads, ())
         factors = []
         for operation, element in self.match.softmax.outside.factors:
-            value, index = _smallest(element)
+            value, index = smallest(element)
             arrangement = arrange(index, form, is_full=False)
             factors.append((operation, Argument(self._number(value), arrangement)))
         return tuple(factors)
@@ -363,7 +271,7 @@ class _Translation:
             elements.reverse()
         arguments = []
         for element, last in zip(elements, (self.query, self.match.keys), strict=True):
-            value, index = _smallest(element)
+            value, index = smallest(element)
             form = (*((x,) for x in self.roles.batch), last)
             arguments.append(Argument(self._number(value), arrange(index, form, is_full=True)))
         return arguments[0], arguments[1]
@@ -380,8 +288,8 @@ class _Translation:
             return None, False
         leaf = part.part if isinstance(part, Not) else part
         assert isinstance(leaf, Leaf)
-        value, index = _smallest((leaf.element.value, leaf.element.index))
-        self.inputs.of_pairs.append(("mask", value))
+        value, index = smallest((leaf.element.value, leaf.element.index))
+        self.inputs.add_pairs("mask", value)
         argument = Argument(self._number(value), arrange(index, self._pair_form(), is_full=False))
         return argument, isinstance(part, Not)
 
@@ -389,8 +297,8 @@ class _Translation:
         """Return the score function, a bias of pairs, and a small bias that is computed once."""
         dense = None
         if self.dense_bias is not None:
-            value, index = _smallest(self.dense_bias.element)
-            self.inputs.of_pairs.append(("bias", value))
+            value, index = smallest(self.dense_bias.element)
+            self.inputs.add_pairs("bias", value)
             arrangement = arrange(index, self._pair_form(), is_full=False)
             dense = Argument(self._number(value), arrangement, self.dense_bias.factor)
         inner = self.logits.inner
@@ -445,96 +353,3 @@ def _plain(match: Match) -> Core:
 def _known(match: Match) -> set[Letter]:
     """Return the letters of the probabilities."""
     return set(match.letters)
-
-
-def _tighter(choose: Any, bound: int | None, other: int | None) -> int | None:
-    """Return the bound that hides more; None is no bound."""
-    if bound is None or other is None:
-        return other if bound is None else bound
-    return choose(bound, other)
-
-
-def _window(low: int | None, high: int | None) -> tuple[int, tuple[int | None, int | None]]:
-    """Return q_offset and (left, right), which must not be negative, for low <= key - query <= high."""
-    q_offset = 0
-    if high is not None and (high < 0 or low is None):
-        q_offset = high
-    elif low is not None and low > 0:
-        q_offset = low
-    left = None if low is None else q_offset - low
-    right = None if high is None else high - q_offset
-    return q_offset, (left, right)
-
-
-def _without_cast(operand: Operand, result_dtype: Any) -> Operand:
-    """Return an operand as it was before a cast that lost nothing, if the result is as narrow."""
-    value = operand.value
-    if not is_cast(value) or value.maker is None:
-        return operand
-    narrow = value.maker.inputs[0]
-    if narrow.dtype == result_dtype and jnp.promote_types(narrow.dtype, value.dtype) == value.dtype:
-        return Operand(narrow, operand.index)
-    return operand
-
-
-def _smallest(element: Element) -> Element:
-    """Return the smallest array from which an element differs by moves alone."""
-    candidates = []
-    for value, index in chain(*element):
-        if str(value.dtype) != str(element[0].dtype):
-            break
-        candidates.append((value, index))
-    return min(candidates, key=lambda x: math.prod(x[0].shape))
-
-
-def _copies(roles: Roles, letters: set[Letter]) -> float:
-    """Return how many times an array of pairs must be repeated: 0 if it stays broadcast."""
-    copies = 1
-    for group in (roles.batch, roles.heads):
-        present = [x for x in group if x in letters]
-        if present:
-            copies *= math.prod(x.size for x in group if x not in letters)
-    return copies - 1
-
-
-def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangement:
-    """Return how an array, read at `index`, gets dims of the letters in `form`.
-
-    A letter that the array lacks is broadcast. Without `is_full`, a dim of which the array has no
-    letter has size 1.
-    """
-    slices = []
-    split: list[Letter] = []
-    for dim in index:
-        if isinstance(dim, Slice):
-            inner = dim.inner
-            if isinstance(inner, Slice):
-                raise NoMatch("a slice of a slice of a mask or a bias")
-            count = math.prod(x.size for x in inner)
-            slices.append((dim.start, dim.stride, count))
-            split.extend(expand(inner))
-        else:
-            slices.append(None)
-            split.extend(expand(dim))
-    wanted = [letter for dim in form for letter in expand(dim)]
-    if len(set(split)) != len(split) or not set(split) <= set(wanted):
-        raise NoMatch("an array is read along axes that attention does not have")
-    order = [split.index(x) for x in wanted if x in split]
-    with_ones = []
-    broadcast = []
-    merged = []
-    for dim in form:
-        letters = expand(dim)
-        keep = is_full or any(x in split for x in letters)
-        for x in letters:
-            with_ones.append(x.size if x in split else 1)
-            broadcast.append(x.size if keep else 1)
-        merged.append(math.prod(x.size for x in letters) if keep else 1)
-    return Arrangement(
-        tuple(slices),
-        tuple(x.size for x in split),
-        tuple(order),
-        tuple(with_ones),
-        tuple(broadcast),
-        tuple(merged),
-    )

@@ -1,0 +1,156 @@
+"""Keep the meaning of rows that see no key when masks are named.
+
+A mask may be named only if rows that see no key keep their meaning:
+
+- Some key is proved to be visible in each row (causal order, windows, a segment's own token).
+- All masks replace hidden logits by the same number, so that such a row of the program gives the
+  mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
+
+Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
+not computes all logits as numbers. So it is where a bias or a score function stands within a mask:
+it may be lower than the number that hides, as a mask that was added before, and then the hidden
+keys are those that count.
+"""
+
+from __future__ import annotations
+
+import math
+
+from memeff.rewrite.axes import NoMatch
+from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
+from memeff.rewrite.random_bits import is_random
+from memeff.rewrite.reader import Reader
+from memeff.rewrite.recognise import Match
+from memeff.rewrite.symbols import Choice, Formula, Known, Number, both
+from memeff.rewrite.terms import (
+    LARGEST_SHIFT,
+    MEAN,
+    NAN,
+    BiasTerm,
+    Core,
+    Layer,
+    Logits,
+    MaskTerm,
+    Scaling,
+)
+
+
+def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling | Core) -> Logits:
+    """Return the logits in the form that keeps the meaning of rows that see no key."""
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    condition = both(*(x.condition for x in masks))
+    may_be_low = _may_be_low(biases, inner)
+    if match.softmax.loses_log and may_be_low:
+        raise NoMatch(
+            "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
+        )
+    if condition == Known(True):
+        return Logits(condition, None, biases, inner)
+    lows = [x.low for x in masks if math.isfinite(x.low)]
+    meaning = _meaning_of_empty_rows(layers)
+    if not lows or not may_be_low:
+        if no_row_is_empty(match, condition):
+            return Logits(condition, None, biases, inner)
+        if match.softmax.loses_log and meaning != NAN:
+            raise NoMatch(
+                "exp(s - logsumexp(s)) gives the sum of the values in rows that see no key"
+            )
+        if meaning is not None:
+            return Logits(condition, meaning, biases, inner)
+    exact = _without_masks(layers, inner)
+    if not match.over_pairs(formula_letters(condition)):
+        return exact
+    # exp of the distance of a hidden logit to one above `lowest` is 0
+    lowest = max(lows, default=-math.inf) / 2
+    return Logits(condition, None, biases, inner, exact, lowest, _replacing_low(layers))
+
+
+def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
+    """Return True if it is not proved that no bias or score hides keys."""
+    return isinstance(inner, Core) or not all(_is_small(x) for x in biases)
+
+
+def _is_small(bias: BiasTerm) -> bool:
+    """Return True for a bias of known numbers that hide no key."""
+    symbol = Reader().read(*bias.element)
+    numbers = []
+    if isinstance(symbol, Choice):
+        numbers = [symbol.yes, symbol.no]
+    elif isinstance(symbol, Number):
+        numbers = [symbol.value]
+    return bool(numbers) and all(abs(float(x) * bias.factor) <= LARGEST_SHIFT for x in numbers)
+
+
+def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
+    """Return the logits where probabilities of hidden pairs are set to 0.
+
+    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros. But
+    its probabilities are NaN where all its logits are -inf, or where zeros are summed, and only a
+    selection makes 0 of NaN.
+    """
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    before = set(conjuncts(both(*(x.condition for x in masks))))
+    after = set(conjuncts(shown))
+    summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
+    if before | after != before | summed:
+        raise NoMatch("a mask after the softmax hides other keys than the mask before it")
+    condition = both(shown, *before)
+    lows = {x.low for x in masks}
+    may_be_low = _may_be_low(biases, inner)
+    if may_be_low and any(math.isfinite(x) for x in lows):
+        raise NoMatch("a mask after the softmax, where a bias or a score may be as low as the mask")
+    if no_row_is_empty(match, condition):
+        return Logits(condition, None, biases, inner)
+    outside = match.softmax.outside
+    selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
+    is_nan = bool(summed) or lows == {-math.inf}
+    is_zero = after <= selected or not summed and -math.inf not in lows
+    is_multiplied = not all(is_random(x) for x in outside.multiplied)
+    if before <= after and is_nan and not selected and not is_multiplied:
+        return Logits(condition, NAN, biases, inner)
+    if before <= after and is_zero and not may_be_low:
+        return Logits(condition, None, biases, inner)
+    raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
+
+
+def _without_masks(layers: list[Layer], inner: Scaling | Core) -> Logits:
+    """Return the logits with added masks as biases.
+
+    A mask that replaces logits, and all that is within it, becomes a score function.
+    """
+    biases: list[BiasTerm] = []
+    for layer in layers:
+        if isinstance(layer.term, BiasTerm):
+            biases.append(layer.term)
+        elif layer.as_bias is not None:
+            biases.append(layer.as_bias)
+        else:
+            return Logits(Known(True), None, tuple(biases), layer.outside)
+    return Logits(Known(True), None, tuple(biases), inner)
+
+
+def _replacing_low(layers: list[Layer]) -> float | None:
+    """Return the number that masks outside all biases put in the place of hidden logits."""
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    are_outside = all(isinstance(x.term, MaskTerm) for x in layers[: len(masks)])
+    lows = {x.low for x in masks}
+    if not are_outside or len(lows) != 1 or any(x.is_added for x in masks):
+        return None
+    return lows.pop()
+
+
+def _meaning_of_empty_rows(layers: list[Layer]) -> str | None:
+    """Return MEAN or NAN if all rows that see no key give the same; None if they may differ."""
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    lows = {x.low for x in masks}
+    if len(lows) != 1:
+        return None
+    (low,) = lows
+    if low == -math.inf:
+        return NAN
+    if any(isinstance(x.term, BiasTerm) for x in layers):
+        return None  # a bias may hide keys too, and a row may then see hidden keys alone
+    # A mask that is added leaves the derivative of such a row with respect to the logits.
+    return None if any(x.is_added for x in masks) else MEAN

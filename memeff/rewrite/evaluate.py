@@ -1,0 +1,182 @@
+"""Evaluate the program of a scope with its replacements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from memeff.rewrite.graph import Call, Equation, Value
+from memeff.rewrite.recipe import run_recipe
+from memeff.rewrite.scope import Scope
+from memeff.rewrite.versions import scan_counts
+
+Reading = Callable[[Value], Any]
+
+
+def evaluate(scope: Scope, arguments: Sequence[Any], outer: Reading | None = None) -> list[Any]:
+    """Compute the results of a scope with its replacements.
+
+    `outer` returns the arrays of the values of enclosing scopes.
+    """
+    return _Evaluation(scope, arguments, outer).results()
+
+
+class _Evaluation:
+    """The arrays of one evaluation."""
+
+    def __init__(self, scope: Scope, arguments: Sequence[Any], outer: Reading | None):
+        self.scope = scope
+        self.outer = outer
+        self.arrays = dict(zip(scope.graph.inputs, arguments, strict=True))
+        self._run(scope.graph.items)
+
+    def results(self) -> list[Any]:
+        results = []
+        for value in self.scope.graph.results:
+            result = self.read(value)
+            if value.constant is not None and getattr(value.aval, "weak_type", False):
+                result = result.item()
+            results.append(result)
+        return results
+
+    def read(self, value: Value) -> Any:
+        """Return the array of a value."""
+        if value in self.arrays:
+            return self.arrays[value]
+        if value.constant is not None:
+            return value.constant
+        assert self.outer is not None
+        return self.outer(value)
+
+    def _run(self, items: Sequence[Equation | Call]) -> None:
+        scope = self.scope
+        waiting: list[Equation | Call] = []  # to be computed together, as the program wrote them
+        for item in items:
+            is_needed = item.eqn.effects or not scope.live.isdisjoint(item.outputs)
+            if isinstance(item, Call) and (
+                item in scope.touched or self._lacks_inputs(item, waiting)
+            ):
+                self._bind(waiting)
+                self._run(item.items)
+            elif not is_needed:
+                continue
+            elif isinstance(item, Equation) and (item in scope.replaced or scope.changes(item)):
+                self._bind(waiting)
+                self._replace(item)
+            else:
+                waiting.append(item)
+                continue
+            waiting = []
+        self._bind(waiting)
+
+    def _lacks_inputs(self, call: Call, waiting: list[Equation | Call]) -> bool:
+        """Return True if an input of a call is neither computed nor waiting."""
+        missing = {x for x in call.inputs if x.constant is None and x not in self.arrays}
+        return bool(missing.difference(*(x.outputs for x in waiting)))
+
+    def _replace(self, equation: Equation) -> None:
+        """Compute an equation that is replaced, or in whose bodies something is."""
+        scope = self.scope
+        if equation in scope.replaced:
+            replacement = scope.replaced[equation]
+            inputs = [self.read(x) for x in replacement.inputs]
+            if scope.record is not None:
+                scope.record(replacement, inputs)
+            self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
+        else:
+            inputs = [self.read(x) for x in equation.inputs]
+            results = _run_bodies(equation.eqn, scope.inner[equation], inputs, self.read)
+            self.arrays.update(zip(equation.outputs, results, strict=True))
+
+    def _bind(self, items: list[Equation | Call]) -> None:
+        """Compute the outputs of equations of one jaxpr as the program wrote them."""
+        values = {}
+        outputs = {}
+        for item in items:
+            for variable, value in zip(item.eqn.invars, item.inputs, strict=True):
+                if not isinstance(variable, Literal) and variable not in outputs:
+                    values[variable] = self.read(value)
+            for variable, value in zip(item.eqn.outvars, item.outputs, strict=True):
+                if not isinstance(variable, DropVar):
+                    outputs[variable] = value
+        equations = [x.eqn for x in items]
+        effects = frozenset().union(*(x.effects for x in equations))
+        info = self.scope.jaxpr.jaxpr.debug_info
+        alone = Jaxpr((), list(values), list(outputs), equations, effects, info)
+        results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
+        self.arrays.update(zip(outputs.values(), results, strict=True))
+
+
+def _run_bodies(
+    eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
+) -> Sequence[Any]:
+    """Run an equation with the replacements in its bodies."""
+
+    def function(scope):
+        return lambda *arguments: tuple(evaluate(scope, arguments, outer))
+
+    params = eqn.params
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan(eqn, scopes[0], inputs, outer)
+    if name == "while":
+        return _while(eqn, scopes, inputs, outer)
+    if name == "cond":
+        return lax.switch(inputs[0], [function(x) for x in scopes], *inputs[1:])
+    if name == "shard_map":
+        mapped = jax.shard_map(
+            function(scopes[0]),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return mapped(*inputs)
+    if name in ("jit", "pjit"):
+        shardings = {key: params[key] for key in ("in_shardings", "out_shardings")}
+        return jax.jit(function(scopes[0]), **shardings)(*inputs)
+    remat = jax.checkpoint(
+        function(scopes[0]), prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    return remat(*inputs)
+
+
+def _scan(eqn: JaxprEqn, scope: Scope, inputs: list[Any], outer: Reading) -> Sequence[Any]:
+    constants, carried = scan_counts(eqn)
+    fixed = inputs[:constants]
+    first = inputs[constants : constants + carried]
+
+    def step(carry, slices):
+        results = evaluate(scope, [*fixed, *carry, *slices], outer)
+        return results[:carried], results[carried:]
+
+    params = eqn.params
+    carry, stacked = lax.scan(
+        step,
+        first,
+        inputs[constants + carried :],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading) -> Sequence[Any]:
+    condition, body = scopes
+    of_condition = eqn.params["cond_nconsts"]
+    of_body = of_condition + eqn.params["body_nconsts"]
+
+    def go_on(carry):
+        (result,) = evaluate(condition, [*inputs[:of_condition], *carry], outer)
+        return result
+
+    def step(carry):
+        return evaluate(body, [*inputs[of_condition:of_body], *carry], outer)
+
+    return lax.while_loop(go_on, step, inputs[of_body:])

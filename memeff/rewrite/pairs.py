@@ -1,0 +1,138 @@
+"""Read formulas as bounds on the distance of a key to a query, and prove that rows see a key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from memeff.rewrite.axes import Index, Letter, NoMatch
+from memeff.rewrite.reader import letters_of
+from memeff.rewrite.recognise import Match
+from memeff.rewrite.symbols import (
+    Affine,
+    And,
+    AtLeastZero,
+    Formula,
+    IsZero,
+    Known,
+    Leaf,
+    Not,
+    Opaque,
+    Or,
+    SameIds,
+)
+
+
+class Pairs:
+    """The positions of queries and keys, and what a formula says of them."""
+
+    def __init__(self, match: Match):
+        self.query = query_letters(match)
+        self.keys = match.keys
+        self.T = math.prod(x.size for x in self.query)
+        self.S = math.prod(x.size for x in self.keys)
+        # T - S
+        difference = _positions(self.query).plus(_positions(self.keys), -1)
+        self._difference = dict(difference.coefficients)
+
+    def bounds(self, formula: Formula) -> tuple[int | None, int | None] | None:
+        """Return (low, high) if the formula says low <= key - query <= high; None if it does not.
+
+        A bound that is None does not exist.
+        """
+        if isinstance(formula, AtLeastZero | IsZero):
+            affine = formula.affine
+            terms = dict(affine.coefficients)
+            k = affine.constant
+            if terms == self._difference:  # query - key + k
+                return (k if isinstance(formula, IsZero) else None), k
+            if terms == {letter: -c for letter, c in self._difference.items()}:
+                return -k, (-k if isinstance(formula, IsZero) else None)
+        return None
+
+    def same_ids_on_diagonal(self, formula: Formula) -> bool:
+        """Return True if a comparison of ids is true for a query and the key at its position."""
+        if not isinstance(formula, SameIds) or self.T != self.S:
+            return False
+        if len(self.query) != 1 or len(self.keys) != 1:
+            return False
+        first, second = formula.first, formula.second
+        if first.value is not second.value:
+            return False
+        swap = {self.keys[0]: self.query[0]}
+        return _renamed(first.index, swap) == _renamed(second.index, swap)
+
+
+def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
+    """Return an index with other letters."""
+    return tuple(
+        tuple(names.get(x, x) for x in dim) if isinstance(dim, tuple) else dim for dim in index
+    )
+
+
+def _positions(letters: tuple[Letter, ...]) -> Affine:
+    """Return the position that letters count together."""
+    terms = []
+    stride = 1
+    for letter in reversed(letters):
+        terms.append((letter, stride))
+        stride *= letter.size
+    return Affine(tuple(terms), 0)
+
+
+def query_letters(match: Match) -> tuple[Letter, ...]:
+    """Return the letters of T: of those that only the query has, the longest."""
+    candidates = match.query_only
+    if not candidates:
+        raise NoMatch("one query only, so the logits are no larger than the keys")
+    longest = max(x.size for x in candidates)
+    last = [x for x in candidates if x.size == longest][-1]
+    return (last,)
+
+
+def formula_letters(formula: Formula) -> set[Letter]:
+    """Return the letters on which a formula depends."""
+    if isinstance(formula, Leaf):
+        return letters_of(formula.element.value, formula.element.index)
+    if isinstance(formula, SameIds):
+        elements: list[Opaque] = [formula.first, formula.second]
+        return set().union(*(letters_of(x.value, x.index) for x in elements))
+    if isinstance(formula, Not):
+        return formula_letters(formula.part)
+    if isinstance(formula, And | Or):
+        return set().union(*(formula_letters(x) for x in formula.parts))
+    affine = getattr(formula, "affine", None)
+    return set() if affine is None else {letter for letter, _ in affine.coefficients}
+
+
+def conjuncts(formula: Formula) -> tuple[Formula, ...]:
+    """Return the parts that must all be true."""
+    if isinstance(formula, And):
+        return formula.parts
+    return () if formula == Known(True) else (formula,)
+
+
+def no_row_is_empty(match: Match, condition: Formula) -> bool:
+    """Return True if it is proved that each query sees some key."""
+    pairs = Pairs(match)
+    low: int | None = None
+    high: int | None = None
+    only_bounds = True
+    shows_diagonal = pairs.T <= pairs.S
+    for part in conjuncts(condition):
+        bounds = pairs.bounds(part)
+        if bounds is None:
+            only_bounds = False
+            shows_diagonal &= pairs.same_ids_on_diagonal(part)
+            continue
+        least, most = bounds
+        if least is not None:
+            low = least if low is None else max(low, least)
+        if most is not None:
+            high = most if high is None else min(high, most)
+    if shows_diagonal and (low or 0) <= 0 <= (0 if high is None else high):
+        return True
+    first_fits = high is None or high >= 0  # row 0 sees key 0 or a later one
+    last_fits = low is None or pairs.T - 1 + low <= pairs.S - 1
+    in_order = low is None or high is None or low <= high
+    return only_bounds and first_fits and last_fits and in_order

@@ -1,0 +1,170 @@
+"""Read what one element of an array is, as a symbol of the positions along its axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from memeff.rewrite.axes import (
+    ELEMENTWISE,
+    Index,
+    Letter,
+    NoMatch,
+    Slice,
+    expand,
+    expand_all,
+    known_number,
+    letters_in,
+    sources,
+)
+from memeff.rewrite.graph import Equation, Value, first_equal
+from memeff.rewrite.numbers import as_numpy
+from memeff.rewrite.symbol_operations import combine, decide, is_exact
+from memeff.rewrite.symbols import Affine, AtLeastZero, Choice, Number, Opaque, Symbol, both
+
+MOST_VALUES = 400  # that are followed to find on which axes a value depends
+DEEPEST = 100  # equations, one made of the other, through which a symbol is read
+LARGEST_CONSTANT = 2**28  # elements of a constant mask that is compared with a band
+
+
+class Reader:
+    """Read symbols, and remember those that were read."""
+
+    def __init__(self):
+        self._known: dict[Any, Symbol] = {}
+        self._depth = 0
+
+    def read(self, value: Value, index: Index) -> Symbol:
+        """Return what the element of `value` at `index` is."""
+        index = expand_all(index)
+        key = id(value), index
+        if key in self._known:
+            return self._known[key]
+        if self._depth >= DEEPEST:
+            return Opaque(value, index)
+        self._depth += 1
+        self._known[key] = self._read(value, index)
+        self._depth -= 1
+        return self._known[key]
+
+    def _read(self, value: Value, index: Index) -> Symbol:
+        number = known_number(value)
+        if number is not None:
+            return Number(number)
+        opaque = Opaque(first_equal(value), index)
+        equation = value.maker
+        if value.constant is not None:
+            return self._band(value.constant, index) or opaque
+        if equation is None:
+            return opaque
+        if value.op == "iota":
+            return self._position(index[equation.params["dimension"]])
+        if value.op == "cumsum":
+            return self._running_count(equation, index) or opaque
+        try:
+            inputs = sources(equation, index)
+        except NoMatch:
+            return opaque
+        if inputs is None:
+            return opaque
+        if value.op not in ELEMENTWISE:
+            symbol = self.read(*inputs[0])
+            is_slice = value.op in ("slice", "dynamic_slice")
+            return opaque if is_slice and isinstance(symbol, Opaque) else symbol
+        symbols = [self.read(*source) for source in inputs]
+        return combine(equation, symbols) or opaque
+
+    def _running_count(self, equation: Equation, index: Index) -> Affine | None:
+        """Return a running sum of equal integers, as some programs count positions."""
+        (summed,) = equation.inputs
+        number = known_number(summed)
+        if number is None or not np.isfinite(number) or number != int(number):
+            return None
+        axis = equation.params["axis"]
+        position = self._position(index[axis]).plus(Affine((), 1))
+        if equation.params["reverse"]:
+            position = Affine((), summed.shape[axis] + 1).plus(position, -1)
+        total = position.times(int(number))
+        return total if is_exact(total, summed.dtype) else None
+
+    def _band(self, constant: Any, index: Index) -> Choice | None:
+        """Return an array of two numbers as a choice, if one of them fills a band of diagonals."""
+        array = as_numpy(constant)
+        dims = [d for d, dim in enumerate(index) if letters_in([dim])]
+        if array is None or len(dims) != 2 or array.size > LARGEST_CONSTANT:
+            return None
+        for d, dim in enumerate(index):
+            if isinstance(dim, Slice) and not isinstance(dim.inner, Slice):
+                count = math.prod(x.size for x in dim.inner)
+                array = array.take(dim.start + dim.stride * np.arange(count), axis=d)
+            elif isinstance(dim, Slice):
+                return None
+        array = array.reshape([array.shape[d] for d in dims])
+        yes = array.max()
+        no = array.min()
+        if not ((array == yes) | (array == no)).all():
+            return None
+        inner = [x.inner if isinstance(x, Slice) else x for x in (index[d] for d in dims)]
+        rows, columns = (self._position(x) for x in inner)
+        for visible, first, second in ((array == yes, yes, no), (array == no, no, yes)):
+            band = _band_of(visible)
+            if band is None:
+                continue
+            low, high = band
+            distance = columns.plus(rows, -1)
+            above = AtLeastZero(distance.plus(Affine((), -low)))
+            below = AtLeastZero(distance.times(-1).plus(Affine((), high)))
+            return Choice(both(decide(above), decide(below)), first, second)
+        return None
+
+    def _position(self, dim: Any) -> Affine:
+        """Return the position along a dim."""
+        if isinstance(dim, Slice):
+            return self._position(dim.inner).times(dim.stride).plus(Affine((), dim.start))
+        terms = []
+        stride = 1
+        for letter in reversed(expand(dim)):
+            terms.append((letter, stride))
+            stride *= letter.size
+        return Affine(tuple(terms), 0)
+
+
+def _band_of(visible: np.ndarray) -> tuple[int, int] | None:
+    """Return (low, high) if [T, S] is True where low <= column - row <= high, else None."""
+    T, S = visible.shape
+    if not visible.any():
+        return None
+    rows, columns = visible.nonzero()
+    distances = columns - rows
+    low = int(distances.min())
+    high = int(distances.max())
+    everywhere = np.arange(S) - np.arange(T)[:, None]
+    band = (everywhere >= low) & (everywhere <= high)
+    return (low, high) if (band == visible).all() else None
+
+
+def letters_of(value: Value, index: Index) -> set[Letter]:
+    """Return the letters on which the element of `value` at `index` depends, or a few more."""
+    found: set[Letter] = set()
+    seen: set[Any] = set()
+    waiting = [(value, expand_all(index))]
+    while waiting:
+        value, index = waiting.pop()
+        if (value, index) in seen or known_number(value) is not None:
+            continue
+        seen.add((value, index))
+        if value.op == "iota":
+            assert value.maker is not None
+            index = (index[value.maker.params["dimension"]],)
+        elif value.maker is not None and len(seen) < MOST_VALUES:
+            try:
+                inputs = sources(value.maker, index)
+            except NoMatch:
+                inputs = None
+            if inputs is not None:
+                waiting.extend((x, expand_all(at)) for x, at in inputs)
+                continue
+        found.update(letters_in(index))
+    return found

@@ -1,0 +1,222 @@
+"""Compute element-wise equations of symbols: sums of positions, comparisons, logic, selections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from memeff.rewrite.numbers import compute
+from memeff.rewrite.symbols import (
+    Affine,
+    AtLeastZero,
+    Choice,
+    Distance,
+    Formula,
+    IsZero,
+    Known,
+    Leaf,
+    Number,
+    Opaque,
+    SameIds,
+    Symbol,
+    as_formula,
+    both,
+    either,
+    negate,
+)
+
+
+def combine(equation: Any, symbols: list[Any]) -> Symbol | None:
+    """Return the result of an elementwise equation for symbols, or None where it is unknown."""
+    name = equation.eqn.primitive.name
+    dtype = equation.outputs[0].dtype
+    if name in ("copy", "stop_gradient"):
+        return symbols[0]
+    if name == "select_n":
+        return _select(symbols, dtype)
+    if np.issubdtype(dtype, np.bool_) and name in ("and", "or", "not", "xor"):
+        return _logic(name, [as_formula(x) for x in symbols])
+    if name == "abs" and isinstance(symbols[0], Affine):
+        return Distance(symbols[0])
+    affine = [_as_affine(x) for x in symbols]
+    if any(isinstance(x, Distance) for x in symbols):
+        return _compare_distance(name, symbols, affine)
+    if all(x is not None for x in affine):
+        result = _arithmetic(name, affine, dtype)
+        if result is not None:
+            return result
+    if name in ("eq", "ne") and all(isinstance(x, Opaque) for x in symbols):
+        if np.issubdtype(equation.inputs[0].dtype, np.integer):
+            same: Formula = SameIds(*symbols)
+            return Choice(same, name == "eq", name != "eq")
+    symbols = [_as_choice(x) for x in symbols]
+    if all(isinstance(x, Choice | Number) for x in symbols):
+        return _of_choices(equation.eqn, symbols)
+    return None
+
+
+def _as_choice(symbol: Any) -> Any:
+    """Return an unknown boolean as a choice, so that numbers made of it are choices too."""
+    if isinstance(symbol, Opaque) and symbol.value.dtype == bool:
+        return Choice(Leaf(symbol), np.True_, np.False_)
+    return symbol
+
+
+def _as_affine(symbol: Symbol) -> Affine | None:
+    if isinstance(symbol, Affine):
+        return symbol
+    if isinstance(symbol, Number) and symbol.value.dtype != bool:
+        if np.isfinite(symbol.value) and symbol.value == int(symbol.value):
+            return Affine((), int(symbol.value))
+    return None
+
+
+def _arithmetic(name: str, symbols: list[Any], dtype: Any) -> Symbol | None:
+    """Return sums, products with numbers and comparisons of affine positions."""
+    result: Affine | None = None
+    if name == "convert_element_type":
+        result = symbols[0]
+    elif name == "neg":
+        result = symbols[0].times(-1)
+    elif name in ("add", "sub"):
+        result = symbols[0].plus(symbols[1], 1 if name == "add" else -1)
+    elif name == "mul" and any(not x.coefficients for x in symbols):
+        first, second = symbols
+        result = first.times(second.constant) if not second.coefficients else None
+        result = second.times(first.constant) if not first.coefficients else result
+    if result is not None:
+        return result if is_exact(result, dtype) else None
+    if name in ("ge", "gt", "le", "lt", "eq", "ne"):
+        return _compare(name, symbols[0].plus(symbols[1], -1))
+    return None
+
+
+def is_exact(affine: Affine, dtype: Any) -> bool:
+    """Return True if the dtype holds each value of an affine function of positions."""
+    low, high = affine.bounds()
+    if np.issubdtype(dtype, np.integer):
+        info = np.iinfo(dtype)
+        return info.min <= low and high <= info.max
+    largest = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+    return max(abs(low), abs(high)) <= largest.get(str(dtype), 0)
+
+
+def _compare(name: str, difference: Affine) -> Choice:
+    """Return the comparison of a difference with 0."""
+    formula: Formula
+    if name in ("eq", "ne"):
+        formula = IsZero(difference)
+    elif name in ("ge", "lt"):
+        formula = AtLeastZero(difference)
+    else:
+        formula = AtLeastZero(difference.plus(Affine((), -1)))
+    positive = name in ("ge", "gt", "eq")
+    return Choice(decide(formula), positive, not positive)
+
+
+def _compare_distance(name: str, symbols: list[Any], affine: list[Any]) -> Choice | None:
+    """Return the comparison of a distance with a number."""
+    if name not in ("ge", "gt", "le", "lt") or len(symbols) != 2:
+        return None
+    reverse = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
+    distance, limit = symbols[0], affine[1]
+    if isinstance(symbols[1], Distance):
+        distance, limit, name = symbols[1], affine[0], reverse[name]
+    if not isinstance(distance, Distance) or limit is None or limit.coefficients:
+        return None
+    most = Affine((), limit.constant - (name in ("lt", "ge")))
+    above = AtLeastZero(most.plus(distance.affine))
+    below = AtLeastZero(most.plus(distance.affine, -1))
+    inside = both(decide(above), decide(below))
+    return Choice(inside, name in ("le", "lt"), name in ("gt", "ge"))
+
+
+def decide(formula: Formula) -> Formula:
+    """Return a comparison as known where all positions agree."""
+    assert isinstance(formula, AtLeastZero | IsZero)
+    low, high = formula.affine.bounds()
+    if isinstance(formula, AtLeastZero):
+        if low >= 0 or high < 0:
+            return Known(low >= 0)
+    elif low > 0 or high < 0:
+        return Known(False)
+    return formula
+
+
+def _logic(name: str, formulas: list[Formula]) -> Choice:
+    if name == "not":
+        result = negate(formulas[0])
+    elif name == "and":
+        result = both(*formulas)
+    elif name == "or":
+        result = either(*formulas)
+    else:
+        first, second = formulas
+        result = either(both(first, negate(second)), both(negate(first), second))
+    return Choice(result, True, False)
+
+
+def _select(symbols: list[Any], dtype: Any) -> Symbol | None:
+    """Return `select_n(which, if_false, if_true)` of symbols."""
+    if len(symbols) != 3:
+        return None
+    which, if_false, if_true = symbols
+    if isinstance(which, Number) and which.value.dtype == bool:
+        return if_true if which.value else if_false
+    if not isinstance(which, Choice | Opaque):
+        return None
+    if isinstance(which, Opaque) and which.value.dtype != bool:
+        return None
+    condition = as_formula(which)
+    if np.issubdtype(dtype, np.bool_):
+        yes = both(condition, as_formula(if_true))
+        no = both(negate(condition), as_formula(if_false))
+        return Choice(either(yes, no), True, False)
+    if isinstance(if_true, Number) and isinstance(if_false, Number):
+        return Choice(condition, if_true.value, if_false.value)
+    if isinstance(if_false, Choice) and isinstance(if_true, Number):
+        condition = negate(condition)
+        if_false, if_true = if_true, if_false
+    if isinstance(if_true, Choice) and isinstance(if_false, Number):
+        if if_false.value == if_true.no:
+            return Choice(both(condition, if_true.condition), if_true.yes, if_true.no)
+        if if_false.value == if_true.yes:
+            hidden = both(condition, negate(if_true.condition))
+            return Choice(negate(hidden), if_true.yes, if_true.no)
+    return None
+
+
+def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
+    """Return an operation on choices, if its result is again one of two numbers."""
+    choices = list(dict.fromkeys(x for x in symbols if isinstance(x, Choice)))
+    if len(choices) not in (1, 2):
+        return None
+
+    def result(*branches: bool) -> Any:
+        """Return the result where the choices take these branches."""
+        taken = dict(zip(choices, branches, strict=True))
+        numbers = []
+        for symbol in symbols:
+            if isinstance(symbol, Number):
+                numbers.append(symbol.value)
+            else:
+                numbers.append(symbol.yes if taken[symbol] else symbol.no)
+        return compute(eqn, [np.asarray(x)[()] for x in numbers])
+
+    if len(choices) == 1:
+        yes = result(True)
+        no = result(False)
+        if yes is None:
+            return None
+        return Number(yes) if yes == no else Choice(choices[0].condition, yes, no)
+    first, second = (x.condition for x in choices)
+    table = [result(True, True), result(True, False), result(False, True), result(False, False)]
+    if table[0] is None:
+        return None
+    yes, mixed, mixed_too, no = table
+    if mixed == mixed_too == no:
+        return Choice(both(first, second), yes, no)
+    if mixed == mixed_too == yes:
+        return Choice(either(first, second), yes, no)
+    return None

@@ -91,7 +91,7 @@ class Schedule:
     # calls under vmap whose tiles exist at the same time; None: all
     calls_at_once: int | None = None
     fused_backward: bool = False  # one kernel for the whole gradient instead of two
-    # keys of a split in a forward that reads the keys of few queries in place; None: a loop of tiles
+    # keys of a split in a forward that reads keys in place for few queries; None: loop over tiles
     split_keys: int | None = None
     # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added
     partial_out: bool = False

@@ -173,7 +173,7 @@ def tangent_tiling(problem: Problem, operands: Operands) -> backward_common.Tili
 def forward(
     problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
-    """Return out [B, K, G, T, D], or two arrays whose sum it is if partial, and lse [B, K, G, T]."""
+    """Return out [B, K, G, T, D], if partial perhaps as two arrays to add, and lse [B, K, G, T]."""
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)

@@ -39,8 +39,8 @@ def set_xla_flags() -> None:
 
 
 set_xla_flags()  # before JAX starts
-# Before NumPy starts: between products, threads of OpenBLAS would wait in loops, on the two cores of
-# two processes.
+# Before NumPy starts: threads of OpenBLAS would wait in loops between products, where two processes
+# share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis  # noqa: E402

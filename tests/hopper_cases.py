@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, qkv, split
+from cases import Sizes, qkv
 from conftest import Result, run_call
 
 from memeff import dot_product_attention
@@ -96,20 +96,12 @@ def run_kernels(
 
 
 def forward(args, **kwargs):
-    """Return out and lse of a call. Calls that differ in their numbers only share one program."""
-    static, arrays = split(kwargs)
-    run = _forward(tuple(sorted(static.items())))
-    with interpreted():
-        return jax.tree.map(np.asarray, run(*args, **arrays))
-
-
-@functools.cache
-def _forward(static: tuple):
-    return jax.jit(
-        functools.partial(
-            dot_product_attention, **dict(static), implementation="pallas", return_residual=True
-        )
+    """Return out and lse of a call."""
+    call = functools.partial(
+        dot_product_attention, **kwargs, implementation="pallas", return_residual=True
     )
+    with interpreted():
+        return jax.tree.map(np.asarray, jax.jit(call)(*args))
 
 
 def forward_and_gradients(args, kwargs, dout, dlse, multiprocessors: int = 2):

@@ -127,7 +127,7 @@ def prepare(
 
     `run(arguments, chosen)` is the function that runs the call. Near a memory limit it is compiled,
     because XLA then reports its bytes. With `warn`, warn once where kernels would be faster but do
-    not support the call. `stored` are the `StoredKeys` for which key and value stand in `arguments`.
+    not support the call. Key and value of `arguments` stand for the `StoredKeys` in `stored`.
     """
     if arguments.sequence_layout != "contiguous" or arguments.context_parallel is not None:
         raise ValueError(

@@ -6,8 +6,8 @@
   head n of batch entry b:  (u, v) = threefry(key; 2, b N + n); 0 if all share one mask
   x = ((a_i ^ u) ^ c_j) ((b_i ^ v) | 1);  x = (x ^ (x >> 16)) M;  keep if x < threshold
 in 32 bits, with x as a signed number at the end. The steps of a pair are the middle of the hash
-lowbias32 (Wellons 2018), with a factor of the row in the place of its first one. For one row, or for
-one column, the numbers x are as random as Threefry's, because the steps are one-to-one in c_j.
+lowbias32 (Wellons 2018), with a factor of the row in the place of its first one. For one row, or
+for one column, the numbers x are as random as Threefry's, because the steps are one-to-one in c_j.
 """
 
 from typing import NamedTuple

@@ -171,9 +171,9 @@ def linear_cross_entropy(
         soft_cap=cap_array,
     )
     device = current_device(inputs.x)
-    kernels = sides == (None, None) and (
-        pallas.family_for(device).vocabulary.why_not(flat, precision, device) is None
-    )
+    kernels = pallas.family_for(device).vocabulary
+    if sides != (None, None) or kernels.why_not(flat, precision, device) is not None:
+        kernels = None
     settings = Settings(
         soft_cap=cap if cap_array is None else None,
         has_ignored=ignore_label is not None,
@@ -372,7 +372,8 @@ def _check_ignore_label(label: Any) -> int | None:
         return None
     if isinstance(label, bool) or not isinstance(label, numbers.Integral):
         raise TypeError(
-            f"ignore_label must be an int (it is fixed while tracing) or None, got {kind_of(label)}."
+            "ignore_label must be an int (it is fixed while tracing) or None, "
+            f"got {kind_of(label)}."
         )
     label = operator.index(label)
     if abs(label) > INT32_MAX:

@@ -65,8 +65,8 @@ def logits_from_dots(
 def with_ratio(problem: Problem, terms: LogitParams) -> LogitParams:
     """Return the scale and the soft cap, where they are arrays, in the form that kernels read.
 
-    Where the soft cap is an array, `ratio` stands for the scale, because kernels have no instruction
-    for the derivative of a quotient.
+    Where the soft cap is an array, `ratio` stands for the scale, because kernels have no
+    instruction for the derivative of a quotient.
     """
     cap = None if terms.soft_cap is None else terms.soft_cap.astype(jnp.float32)
     scale = None if terms.scale is None else terms.scale.astype(jnp.float32)

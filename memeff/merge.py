@@ -32,8 +32,9 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
 
     Example:
       >>> x = jnp.ones((2, 8, 4, 16))
-      >>> halves = [dot_product_attention(x, y, y, return_residual=True) for y in (x[:, :5], x[:, 5:])]
-      >>> merge(*halves)[0].shape
+      >>> halves = (x[:, :5], x[:, 5:])
+      >>> parts = [dot_product_attention(x, y, y, return_residual=True) for y in halves]
+      >>> merge(*parts)[0].shape
       (2, 8, 4, 16)
 
     Source: Rabe & Staats 2021 (arXiv:2112.05682), section 2.

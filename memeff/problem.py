@@ -94,7 +94,7 @@ class Schedule:
     # of those two, that of the keys runs first, so that a message of its results can travel beside
     # the other
     keys_first: bool = False
-    # keys of a split in a forward that reads the keys of few queries in place; None: a loop of tiles
+    # keys of a split in a forward that reads keys in place for few queries; None: loop over tiles
     split_keys: int | None = None
     # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added
     partial_out: bool = False

@@ -182,7 +182,7 @@ def varies(x: Any) -> bool:
 
 
 def vary_like(arrays: Any, like: Any) -> Any:
-    """Type arrays as varying under shard_map over each axis that some array of `like` varies over."""
+    """Type arrays as varying under shard_map over each axis that an array of `like` varies over."""
     axes = frozenset()
     for x in jax.tree.leaves(like):
         axes |= varying_axes(x)

@@ -97,8 +97,8 @@ def _read(
 ) -> Array:
     """Return x at `places` [b, s] of two of its dims, and at some heads, as [b, s, k, ...].
 
-    `dims` are those of the places and that of the heads. Places outside of x are read as NaN (0 where
-    x holds integers).
+    `dims` are those of the places and that of the heads. Places outside of x are read as NaN (0
+    where x holds integers).
     """
     first, k = heads
     head = jnp.broadcast_to(jnp.int32(first), places[0].shape)

@@ -65,7 +65,7 @@ def check_transform(fn, params, query):
 def check_chunk_size(
     chunk_size, pair: str = "(query, key) in tokens", unit: str = "tokens"
 ) -> tuple[int | None, int | None]:
-    """Return (rows, columns) of a tile, None for a default; `pair` and `unit` name them in errors."""
+    """Return (rows, columns) of a tile, None: a default; `pair` and `unit` name them in errors."""
     if chunk_size is None:
         return None, None
     sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)

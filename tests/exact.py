@@ -1,4 +1,4 @@
-"""Evaluate a function of JAX with 40 decimal digits, as the truth beside which rounding is measured.
+"""Evaluate a function of JAX with 40 decimal digits, as the truth to measure rounding by.
 
 The function is traced, and each equation on floats is computed with Python's decimals. So the
 result has the rounding of no float, and shares no code with memeff. Integers and booleans are

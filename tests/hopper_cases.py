@@ -8,6 +8,7 @@ assert kernels(lowered(function, x)) == 1      # lowered for CUDA
 import contextlib
 import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,31 @@ def interpreted(detect_races: bool = True, multiprocessors: int = 2):
         mosaic.interpreted(detect_races),
     ):
         patch.setattr(persistent, "multiprocessors", lambda: multiprocessors)
+        interpret = functools.partial(interpret_once, interpreter.interpret_pallas_call)
+        patch.setattr(interpreter, "interpret_pallas_call", interpret)
         try:
             yield
             assert not (detect_races and interpreter.get_races().races_found)
         finally:
             interpreter.reset_gpu_interpret_mode_state()
+
+
+_programs = {}  # of the kernels that were interpreted last, by all that they depend on
+
+
+def interpret_once(interpret, *args, **params):
+    """Interpret a kernel with a program that all kernels of the same equations share.
+
+    Otherwise the interpreter compiles each kernel again for each call that is traced. Kernels hold
+    no arrays, so the text of `params` says all about them.
+    """
+    with np.printoptions(threshold=sys.maxsize):
+        key = repr((params, *map(jax.typeof, args)))
+    if key not in _programs:
+        if len(_programs) == 20:
+            del _programs[next(iter(_programs))]
+        _programs[key] = jax.jit(functools.partial(interpret, **params))
+    return _programs[key](*args)
 
 
 def draw(dtype, z: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

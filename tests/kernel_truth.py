@@ -311,7 +311,7 @@ def _gradients(
 
 
 def _gradients_of_numbers(call: oracle.Call, case: Case, ds) -> dict[str, np.ndarray]:
-    """Return the gradients of a scale and a soft cap that are arrays, and the sizes of their terms."""
+    """Return the gradients of a scale and a soft cap that are arrays, and their terms' sizes."""
     raw = np.where(call.seen, call.q @ call.k.mT, 0)
     terms = {"scale": raw}
     if call.cap is not None:

@@ -203,7 +203,8 @@ def lowered(
 ):
     """Return the lowered forward and gradient of a call, or its tangent with `jvp`.
 
-    The gradient is by the params of `score` or by the `bias` (shape, dtype), too. The tangent is along query, key and value.
+    The gradient is by the params of `score` or by the `bias` (shape, dtype), too. The tangent is
+    along query, key and value.
     """
     mesh = mesh_of(1, "x")
     on_device = NamedSharding(mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Check `memeff.audit` of a sequence over devices: it passes exact attention, and names bad parts."""
+"""Check `memeff.audit` of a sequence over devices: it passes exact attention, names bad parts."""
 
 import functools
 

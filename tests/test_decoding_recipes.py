@@ -125,7 +125,7 @@ def test_wrong_trees_are_refused():
 
 
 def attend_with_prefix(cache, q, prefix_key, prefix_value):
-    """Return attention of each sequence to a prefix [P, K, H] that all share, and to its own keys."""
+    """Return attention of each sequence to a prefix [P, K, H] of all, and to its own keys."""
     B, T, N, H = q.shape
     folded = q.reshape(1, B * T, N, H)  # the rows of all sequences see all of the prefix
     out, lse = dot_product_attention(

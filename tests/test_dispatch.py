@@ -174,7 +174,10 @@ def test_every_implementation_is_named_in_the_signature():
 
 OLD = jax.__version__.startswith("0.10.")
 TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
-FLAX_BITS = 'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws Flax\'s own bits'
+FLAX_BITS = (
+    'the Hopper kernels support dropout with dropout_bits="mix32", '
+    "and this call draws Flax's own bits"
+)
 REFUSED = {
     "dropout": FLAX_BITS,
 }

@@ -1,4 +1,4 @@
-"""`models.generate` writes what the full forward would, alone and in a batch, whatever the chunks."""
+"""`models.generate` writes what the full forward would, alone and in a batch, in any chunks."""
 
 import functools
 

@@ -105,7 +105,7 @@ def test_fused_gradient_is_done_again_where_what_is_hidden_is_not_finite(hidden)
     """The gradient has the bits of the two kernels, which compute it again."""
     args = draw(bf16, small(T=100, S=200))
     kwargs = dict(key_value_seq_lengths=i32([150]), query_seq_lengths=i32([90]))
-    clean = run_kernels(args, kwargs | {"backward": "split"})
+    clean = run_kernels(args, kwargs | {"backward": "split"}, detect_races=False)
     query, key, value = (x.copy() for x in args)
     if hidden == "keys":
         key[:, 150:] = np.nan

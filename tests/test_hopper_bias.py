@@ -1,4 +1,4 @@
-"""A bias in the Hopper kernels, of every form, and its gradient: against the oracle, interpreted."""
+"""A bias in the Hopper kernels, of every form, and its gradient: interpreted, by the oracle."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Partial results of the Hopper kernels: out as two arrays, to be merged with that of other keys."""
+"""Partial results of the Hopper kernels: out as two arrays, to merge with that of other keys."""
 
 import jax
 import jax.numpy as jnp

@@ -285,7 +285,7 @@ CONVERTS = importlib.metadata.version("jaxlib").startswith("0.10.")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("loop", [True, pytest.param(False, marks=slow)])
 def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loop):
-    """Donated and in a scan: outputs alias inputs, and temporary memory is far below the cache's."""
+    """Donated and in a scan: outputs alias inputs; temporary memory is far below the cache's."""
     if CONVERTS and dtype == jnp.bfloat16:
         pytest.skip("XLA:CPU before JAX 0.11 converts a bfloat16 array that a scatter writes to")
     wide = jnp.float32 if dtype == jnp.int8 else dtype

@@ -1,4 +1,4 @@
-"""The caches of memeff that the bench compares when decoding: "memeff:pages64", "memeff:int8", ..."""
+"""The caches of memeff that the bench of decoding compares: "memeff:pages64", "memeff:int8", ..."""
 
 import re
 from collections.abc import Callable

@@ -39,10 +39,14 @@ ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
 
 PAGE_HEADER = f"""\
 <!-- Written by `python -m memeff.bench hard --report docs/hard_cases.jsonl docs/hard_cases.md`. -->
-Largest error of memeff over that of plain attention in the same dtype, against float64, at T = {T} queries and S = {S:,}
-keys of one head of {H} where a case names no others. Bold: more than {ALLOWED}, or not finite. "ulp": plain attention errs
-nowhere, and memeff by so many roundings of the largest entry. "-": the truth is no number that the dtype holds. In brackets:
-over plain attention whose gradient starts from out and lse as they are stored, as every gradient in linear memory does."""
+Largest error of memeff over that of plain attention in the same dtype, against float64, \
+at T = {T} queries and S = {S:,}
+keys of one head of {H} where a case names no others. \
+Bold: more than {ALLOWED}, or not finite. "ulp": plain attention errs
+nowhere, and memeff by so many roundings of the largest entry. \
+"-": the truth is no number that the dtype holds. In brackets:
+over plain attention whose gradient starts from out and lse as they are stored, \
+as every gradient in linear memory does."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ class LossCase(NamedTuple):
     dtype: str
 
     def shapes(self, name: str) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of hidden states, kernel and labels, as implementation `name` has them."""
+        """Return the shapes of hidden states, kernel and labels in implementation `name`."""
         kernel = (self.features, self.words)
         if name.startswith("jla"):
             kernel = kernel[::-1]

@@ -1,4 +1,4 @@
-"""Tables of memory, of speed and of losses in GitHub's Markdown, from the rows of one or more runs."""
+"""Tables of memory, speed and losses in GitHub's Markdown, from the rows of one or more runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -65,8 +65,8 @@ def times_less(plain: Row, linear: Row) -> str:
 def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return a table with a line for each row; `columns` selects from SPEED_COLUMNS.
 
-    By default the device and the sizes of a call have no column. Key and value bytes and tokens have
-    one where a row has its own number of queries, and the peak where a device reported one.
+    By default the device and the sizes of a call have no column. Key and value bytes and tokens
+    have one where a row has its own number of queries, and the peak where a device reported one.
     """
     if columns is None:
         columns = [name for name in SPEED_COLUMNS if name not in SHARED_COLUMNS]

@@ -1,4 +1,4 @@
-"""Attend from few queries to many keys on a GPU, in two products that read keys and values in place.
+"""Attend from few queries to many keys on a GPU, in two products that read both in place.
 
 Decoding is bound by reading keys and values once. With the rows r = k g t of all heads,
   (1) raw = Q k'    for each batch entry, where row r of Q [r, K H] has its query in the columns of

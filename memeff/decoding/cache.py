@@ -167,8 +167,8 @@ class KVCache:
         if known is not None and known.min() < 0:
             raise ValueError(
                 f"sequence {known.argmin()} gave up more than capacity - window = "
-                f"{self.capacity - self.window} tokens of a ring, which newer ones had replaced. Give "
-                "it a larger capacity, or read the sequence again."
+                f"{self.capacity - self.window} tokens of a ring, which newer ones had replaced. "
+                "Give it a larger capacity, or read the sequence again."
             )
 
     def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> KVCache:

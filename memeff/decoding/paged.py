@@ -161,7 +161,8 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
         first_shape = first_shape or x.shape[:3]
         if x.shape[:3] != first_shape:
             raise ValueError(
-                f"value_pages must have shape {first_shape + ('D',)}, like key_pages; got {x.shape}."
+                f"value_pages must have shape {first_shape + ('D',)}, like key_pages; "
+                f"got {x.shape}."
             )
         eight_bits = x.dtype.name in EIGHT_BITS
         if eight_bits != (factors is not None):
@@ -184,7 +185,7 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
 
 
 def _check_pages(key: StoredKeys, lengths: Array) -> None:
-    """Refuse pages that do not exist, and lengths beyond a sequence's pages, where both are known."""
+    """Refuse pages that do not exist and lengths beyond a sequence's pages, if both are known."""
     assert key.table is not None
     count, page = key.values.shape[:2]
     table = known_values(key.table)

@@ -121,7 +121,8 @@ def check_path(path: ArrayLike, T: int) -> Array:
     known = known_values(path)
     if known is not None and (known.min() < 0 or known.max() >= T):
         raise ValueError(
-            f"path must name drafts from 0 to {T - 1}, of T={T}; got {known.min()} to {known.max()}."
+            f"path must name drafts from 0 to {T - 1}, of T={T}; "
+            f"got {known.min()} to {known.max()}."
         )
     return path.astype(jnp.int32)
 

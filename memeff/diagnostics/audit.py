@@ -140,8 +140,8 @@ def audit(
         `functools.partial(jax.nn.dot_product_attention, implementation="cudnn")`. A function does
         not return lse, so the chunked path computes it.
       query, key, value, bias, mask: as in `dot_product_attention`.
-      samples: the number of rows, and of columns; with grouped heads, of all heads of a group. It is
-        rounded up so that all devices of a sharded sequence have the same number of samples.
+      samples: the number of rows, and of columns; with grouped heads, of all heads of a group. It
+        is rounded up so that all devices of a sharded sequence have the same number of samples.
       rng: a key of `jax.random` for the samples and the cotangent. Default: `jax.random.key(0)`.
       kwargs: more arguments of `dot_product_attention`, also `backward`, without dropout and sinks.
         A function gets them, too, also those of a sharded sequence.

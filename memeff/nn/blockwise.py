@@ -22,7 +22,7 @@ from memeff.nn.chunk_loops import Loop, make_loop
 
 
 def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2) -> Any:
-    """Return f(x) of a token-wise function or module `f`, computed for `chunk_size` tokens at a time.
+    """Return f(x) of a token-wise function or module `f`, computed by `chunk_size` tokens.
 
     A feed-forward network holds its hidden activations, [*B, T, hidden], until the backward.
     Here they exist for one chunk of tokens, in the forward and in the gradient. The backward
@@ -34,9 +34,9 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     It works under jit, vmap, scan, remat and derivatives of every order.
 
     Args:
-      f: a function of [*B, c, C] whose results, an array or a tree of arrays, are [*B, c, ...]. Each
-        token's result must depend on that token alone, which is not checked. `f` may be a Linen
-        module that belongs to the module that calls `blockwise`, an NNX module, a method of
+      f: a function of [*B, c, C] whose results, an array or a tree of arrays, are [*B, c, ...].
+        Each token's result must depend on that token alone, which is not checked. `f` may be a
+        Linen module that belongs to the module that calls `blockwise`, an NNX module, a method of
         either, or a function. `functools.partial` of these fixes further arguments.
       x: array, or tree of arrays, with T tokens along `axis`.
       chunk_size: tokens at a time, c. Any T works: the rest is one more, smaller call. T tokens or
@@ -181,7 +181,8 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
     dim, T = found.pop()
     if not isinstance(T, int):
         raise NotImplementedError(
-            f"blockwise does not support a number of tokens that jax.export leaves symbolic (T={T})."
+            "blockwise does not support a number of tokens that jax.export leaves symbolic "
+            f"(T={T})."
         )
     return dim, T
 

@@ -1,4 +1,4 @@
-"""Append tokens to the decode cache of a Flax module, at one position or at one of each sequence."""
+"""Append tokens to the decode cache of a Flax module, at one position or one of each sequence."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,8 +13,9 @@ def append(
 ) -> tuple[Array, Array]:
     """Return the cached keys and values [*B, S, K, H] with new ones [*B, T, K, H] from `start` on.
 
-    If `start` is one number, all sequences are as long as each other. Tokens beyond S then overwrite
-    the last ones, as in Flax. If it is [*B], such tokens are left out (see `nan_where_full`).
+    If `start` is one number, all sequences are as long as each other. Tokens beyond S then
+    overwrite the last ones, as in Flax. If it is [*B], such tokens are left out (see
+    `nan_where_full`).
 
     Raises: ValueError if shapes disagree, or the cache is known to be full.
     """
@@ -25,7 +26,8 @@ def append(
     if keys.shape != (*batch, S, K, H) or T > S:
         raise ValueError(
             f"decode: inputs give keys {key.shape}, and the cache holds {keys.shape}: they must "
-            f"bring 1 to {S} tokens, for the leading dims {tuple(cached_batch)} that it was made for."
+            f"bring 1 to {S} tokens, for the leading dims {tuple(cached_batch)} that it was made "
+            "for."
         )
     if start.ndim and start.shape != tuple(batch):
         raise ValueError(

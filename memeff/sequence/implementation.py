@@ -93,6 +93,7 @@ class Sharded:
             out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
         if sinks is not None:
             total, _ = lse_with_sinks(lse, sinks)
+            assert lse.low is not None and total.low is not None  # of `_forward`, of the sinks
             share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
             out = out * share[..., None]
         return out.astype(operands.query.dtype), lse
@@ -144,7 +145,7 @@ class Sharded:
         def visit(state, parts: tuple[Part, ...], here: Operands, _along, rows):
             dqueries, dparams = state
             chosen, here = self.choose(parts, here)
-            if keys_first and next(stops_left) == 0 and len(parts) > 1:
+            if keys_first and next(stops_left) == 0 and parts[1:]:
                 schedule = dataclasses.replace(
                     chosen.schedule, fused_backward=False, keys_first=True
                 )

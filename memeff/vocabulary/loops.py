@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.floats import lift_float16
-from memeff.device import current_device, current_platform
+from memeff.device import current_platform
 from memeff.sharding import may_be_sharded, vary_together
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import Lse, log_sum_exp
@@ -39,11 +39,11 @@ from memeff.vocabulary.tile import (
 # Of ten sizes from 2^23 to 2^26 logits this was the fastest (H200, bfloat16, 32,768 tokens, 131,072
 # words, H = 1,024 and 4,096; half as many words took 8 and 6 % longer): a step of the forward has
 # nine kernels beside its product, and one of the gradient adds [t, H] to dx and [H, c] to dk.
-# 2^26 logits take 256 MiB, and 128 MiB more for d_raw in 16 bits. Where kernels compute d_raw, it is
-# all that a tile takes; 16,384 tokens were 1 % faster for H = 4,096 and 4 % slower for 1,024.
+# 2^26 logits take 256 MiB, and 128 MiB more for d_raw in 16 bits. Where kernels compute d_raw, it
+# is all that a tile takes; 16,384 tokens were 1 % faster for H = 4,096 and 4 % slower for 1,024.
 GPU_TILE = (8192, 8192)
-# As for attention: 2^20 logits stay in the caches. It was within 4 % of the fastest of nine sizes from
-# 2^18 to 2^23 logits (two cores, float32 and bfloat16, 2,048 tokens, 32,000 words, H = 512).
+# As for attention: 2^20 logits stay in the caches. It was within 4 % of the fastest of nine sizes
+# from 2^18 to 2^23 logits (two cores, float32 and bfloat16, 2,048 tokens, 32,000 words, H = 512).
 CPU_TILE = (1024, 1024)
 LEAST_WORDS = 512  # narrower tiles would add to dx too often
 
@@ -134,8 +134,8 @@ def _scan(visit: Callable, carry: Any, size: int, side: int) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     """Return the sums of all tokens: (1) to (3)."""
-    if settings.kernels:
-        m, l, hit, total = kernel_family().sums(settings, inputs, labels)
+    if settings.kernels is not None:
+        m, l, hit, total = settings.kernels.sums(settings, inputs, labels)
         return Sums(lse_of_sums(m, l), hit, total)
     tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     zeros = vary_together(jnp.zeros_like(labels, sum_dtype(inputs.x.dtype)), (inputs, labels))
@@ -152,13 +152,6 @@ def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     start = [zeros - jnp.inf, zeros, zeros, zeros]  # m, l, hit, total
     m, l, hit, total = tiles.fold_words(visit_words, start)
     return Sums(lse_of_sums(m, l), hit, total if settings.wants_total else None)
-
-
-def kernel_family() -> Any:
-    """Return the functions of the kernels for the device on which calls run."""
-    from memeff import pallas
-
-    return pallas.family_for(current_device()).vocabulary
 
 
 def online_step(
@@ -187,7 +180,7 @@ def lse_of_sums(m: Array, l: Array) -> Lse:
 @functools.partial(jax.jit, static_argnums=0)
 def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums: Sums) -> Inputs:
     """Return the gradients of the inputs, in their dtypes: (1), (2), (4) to (6)."""
-    has_kernel = settings.kernels and inputs.bias is None
+    kernels = settings.kernels if inputs.bias is None else None
     tiles = Tiles(settings, inputs, labels, *tile_sides(inputs, settings.tile))
     # from dlse: otherwise XLA:CPU makes zeros before the forward, and keeps them through it
     zero, _ = lax.optimization_barrier((jnp.zeros((), lse.high.dtype), dsums.lse))
@@ -202,8 +195,8 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
         def visit_tokens(sums, row, tokens: Tokens):
             dx, dk, dterms = sums
             rows = tiles.of_tokens((lse, dsums), row)
-            if has_kernel:
-                d_raw = kernel_family().cotangents(settings, tokens, words, *rows)
+            if kernels is not None:
+                d_raw = kernels.cotangents(settings, tokens, words, *rows)
                 more_dterms = None, None
             else:
                 raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)

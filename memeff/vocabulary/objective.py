@@ -13,6 +13,7 @@ Source: Hsu et al. 2024 (arXiv:2410.10989), section 3.2.
 import dataclasses
 import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ from memeff.softmax import Lse
 from memeff.vocabulary.derivatives import Forward, Function
 from memeff.vocabulary.loops import (
     Tiles,
-    kernel_family,
     lse_of_sums,
     online_step,
     transpose_logits,
@@ -184,7 +184,7 @@ def _value_and_gradient(
     wants_x, wants_kernel, *_ = function.wanted
     T = len(labels)
     V = inputs.kernel.shape[1]
-    t = block_tokens(T, V, _keeps_probabilities(settings, inputs))
+    t = block_tokens(T, V, _kernels_that_keep(settings, inputs) is not None)
     tiles = Tiles(settings, inputs, labels, t, V)
     words = words_of_tile(*inputs[1:], jnp.arange(V, dtype=jnp.int32), False)
     dtype = sum_dtype(inputs.x.dtype)
@@ -218,9 +218,11 @@ def _value_and_gradient(
     return losses, jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, _like(gradients, inputs))
 
 
-def _keeps_probabilities(settings: Settings, inputs: Inputs) -> bool:
-    """Return whether kernels keep the probabilities of a block in 16 bits."""
-    return settings.kernels and kernel_family().keeps_probabilities(settings, inputs)
+def _kernels_that_keep(settings: Settings, inputs: Inputs) -> ModuleType | None:
+    """Return the kernels that keep the probabilities of a block in 16 bits, if there are some."""
+    kernels = settings.kernels
+    keep = kernels is not None and kernels.keeps_probabilities(settings, inputs)
+    return kernels if keep else None
 
 
 def _like(gradients: Inputs, inputs: Inputs) -> Inputs:
@@ -239,8 +241,9 @@ def _block(
 ) -> tuple[Array, Array, tuple[Array | None, Array | None]]:
     """Return losses [t], d_raw [t, V] and (dbias, dcap) of a block of tokens."""
     settings = function.settings
-    if _keeps_probabilities(settings, inputs):
-        rows, cotangents = kernel_family().kept_probabilities(settings, tokens, words)
+    kernels = _kernels_that_keep(settings, inputs)
+    if kernels is not None:
+        rows, cotangents = kernels.kept_probabilities(settings, tokens, words)
         m, l, hit, total = rows
 
         def transposed(lse: Lse, dsums: Sums) -> Any:

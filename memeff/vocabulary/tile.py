@@ -1,6 +1,7 @@
 """Define the logits and probabilities of one tile of t tokens and c words."""
 
 import dataclasses
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ class Settings:
     tile: tuple[int, int]  # t and c, at most
     calls_at_once: int  # under vmap
     precision: Any
-    kernels: bool = False  # of the device's family compute the logits?
+    kernels: ModuleType | None = None  # of a family, which compute the logits; None: plain JAX
 
 
 class Tokens(NamedTuple):

@@ -189,7 +189,7 @@ def bias_gradient(
 
 
 class _Parts(NamedTuple):
-    """The parts of the gradient that items own. Dims are batch, heads, tiles of queries, of keys."""
+    """The parts of the gradient that items own. Dims: batch, heads, tiles of queries, of keys."""
 
     form: str
     item_dims: tuple[int, int, int, int]

@@ -279,8 +279,8 @@ def copy_tiles(
 def scale_sums(q_s, dq: Array) -> Array:
     """Return the cotangent of the scale, summed over the keys of each row, where logits are linear.
 
-    It is the sum of ds raw over keys. With raw = q_i k_j' and `dq`, the sum of ds k_j, that is q_i dq.
-    Where a row sees nothing, its query may be NaN.
+    It is the sum of ds raw over keys. With raw = q_i k_j' and `dq`, the sum of ds k_j, that is
+    q_i dq. Where a row sees nothing, its query may be NaN.
     """
     q = plgpu.load(q_s, layout=WGMMA).astype(jnp.float32)
     return jnp.where(dq == 0.0, 0.0, q * dq).sum(axis=1)

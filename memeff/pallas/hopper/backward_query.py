@@ -97,8 +97,8 @@ def query_gradient(
     """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each term's gradient.
 
     `arrays`: query, key, value, out and dout, padded as in `forward.attend`, and lse (in bits),
-    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums over keys are those
-    of cotangents of the scale, the soft cap and `score_fn`'s inputs.
+    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums over keys are
+    those of cotangents of the scale, the soft cap and `score_fn`'s inputs.
     """
     query, key, value, _, _, _ = arrays
     _, padded_T, N, H = query.shape

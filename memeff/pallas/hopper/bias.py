@@ -131,7 +131,7 @@ def padded_lengths(bias: Array) -> tuple[int, int]:
 
 
 def pad_bias_vector(vector: Array) -> Array:
-    """Pad a bias of queries or of keys [B, N, L] to whole tiles, which threads load by themselves."""
+    """Pad a bias of queries or keys [B, N, L] to whole tiles, which threads load by themselves."""
     return jnp.pad(vector, [(0, 0), (0, 0), (0, -vector.shape[-1] % VECTOR_MULTIPLE)])
 
 

@@ -178,7 +178,7 @@ def forward(
     partial_out: bool = False,
     carried: tuple[tuple[Array, ...], Array] | None = None,
 ) -> tuple[Array | tuple[Array, ...], Lse | None]:
-    """Return out [B, K, G, T, D], a tuple of two if partial, whose sum it is, and lse [B, K, G, T].
+    """Return out [B, K, G, T, D], if partial perhaps as two arrays to add, and lse [B, K, G, T].
 
     With `carried`, partial out and lse of other keys, both are those of all keys.
     """

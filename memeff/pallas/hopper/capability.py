@@ -88,8 +88,8 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         return "the Hopper kernels do not support functions on a part of a whole call"
     if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
         return (
-            "the Hopper kernels support a `bias` in bfloat16, float16 and float32, and this call has "
-            f"{terms.bias.dtype}"
+            "the Hopper kernels support a `bias` in bfloat16, float16 and float32, and this call "
+            f"has {terms.bias.dtype}"
         )
     mask = operands.mask
     if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:

@@ -12,7 +12,8 @@ all splits of a row are counted, and merges them in the order of the keys:
   (5) w_p = 2^(m_p - max m);  l = sum_p w_p l_p;  out = sum_p w_p o_p / l;  lse = max m + log2 l
 Each count is reached, because all thread blocks are on the device at once, and consumers wait for
 no merge. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
-NaN is NaN. Keys may lie in pages: then the producer copies each tile from where the page table says.
+NaN is NaN. Keys may lie in pages: then the producer copies each tile from where the page table
+says.
 Numbers of 8 bits become tiles of 16 bits in shared memory, and scales are factors of raw and p.
 """
 
@@ -264,7 +265,7 @@ class DecodeKernel(NamedTuple):
 
     @property
     def _registers(self) -> tuple[int, int, int]:
-        """Return the registers of a thread of a consumer, the merging warpgroup and the producer."""
+        """Return the registers of a thread of consumer, merging warpgroup and producer."""
         if self.cache.has_scales:
             return REGISTERS_OF_8_BITS
         return REGISTERS if self.sizes.pages is None else REGISTERS_OF_PAGES

@@ -124,7 +124,7 @@ class StoredLoop(SplitLoop):
         return accumulators(add, (rows, cols))
 
     def _clean(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
-        """Replace NaN in `values` [D, c] by 0; return o with NaN where a row sees it, in its column.
+        """Replace NaN in `values` [D, c] by 0; return o with NaN in its column where a row sees it.
 
         Integers are finite.
         """

@@ -287,7 +287,7 @@ def for_each_item(
     do: Callable[[DecodeItem, DecodeItem, Array, Any], Any],
     state: Any,
 ) -> Any:
-    """Apply `state = do(item, next_item, is_last, state)` to every `blocks`-th item from `block` on.
+    """Apply `state = do(item, next_item, is_last, state)` to each `blocks`-th item from `block` on.
 
     Heads come first, then splits, then sequences: neighbouring blocks read neighbouring memory.
     The next item means nothing if `is_last`.

@@ -112,8 +112,8 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, of calls with a bias, a dense mask or dropout, those along `LogitParams`, and those that are not `narrow`, which
-    JAX differentiates.
+    heads, of calls with a bias, a dense mask or dropout, those along `LogitParams`, and those that
+    are not `narrow`, which JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
     from memeff.chunked.tangent import tangent as differentiable_tangent

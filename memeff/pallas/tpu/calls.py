@@ -110,7 +110,7 @@ def _pad(x: Array, length: int) -> Array:
 
 
 def split_scale(scale: float) -> tuple[float, float]:
-    """Return a power of two, perhaps negative, and a factor in [1/2, 1], whose product is `scale`."""
+    """Return a power of two, perhaps negative, and a factor in [1/2, 1], with product `scale`."""
     factor, exponent = math.frexp(scale)
     if factor in (0, 0.5, -0.5):
         return scale, 1.0

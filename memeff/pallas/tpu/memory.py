@@ -12,8 +12,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
     They hold copies of the arrays in the layout of the kernels, and lse, which the forward stores
     128 times and the gradient 8 times for each row. For 16k to 64k tokens libtpu reports 0.56 to
-    1.01 times the estimate of a forward for a v5e, and 0.74 to 1.13 times that of a gradient. Below,
-    it reports less, because it keeps copies in vector memory.
+    1.01 times the estimate of a forward for a v5e, and 0.74 to 1.13 times that of a gradient. For
+    fewer, it reports less, because it keeps copies in vector memory.
     """
     (B,), T, S, N, K, H, D = operands.shape
     rows = round_up(T, choose_side(T))

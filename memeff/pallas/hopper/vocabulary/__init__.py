@@ -1,1 +1,1 @@
-"""Compute the tiles of a vocabulary's logits on Hopper, and what `memeff.vocabulary` needs of them."""
+"""Compute the tiles of a vocabulary's logits on Hopper, as `memeff.vocabulary` needs them."""

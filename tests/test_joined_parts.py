@@ -157,6 +157,8 @@ def test_terms_with_the_fewest_bytes():
     late = Term((Chunk(1, 2), Chunk(jnp.int32(0), 2)), values)
     (kept,) = shorten([late], 1)
     assert kept is late
+    halves = [Term((Chunk(number, 2),), values[:1]) for number in range(2)]
+    assert shorten(halves, 1) == halves
     (summed,) = shorten([late, late], 1)
     assert summed.value.dtype == jnp.float32
     np.testing.assert_array_equal(summed.value[0, :, 0], [8, 12, 0, 4])

@@ -51,6 +51,8 @@ def run_tests(folder: pathlib.Path, tests: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "numbers_.py", *words]
     else:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+        if "::" in tests:  # a test that is named runs, even if it is slow on this version of JAX
+            command += ["-m", "not gpu and not clients"]
     env = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 

@@ -12,7 +12,7 @@ help:
 	@echo "make test       the fast tests (seven to eight minutes on two cores)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=AVX512: as on one with it)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
-	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (4 GB of packages into .venv-clients)"
+	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (4.3 GB of packages into .venv-clients)"
 	@echo "make lint       ruff and pyright"
 	@echo "make notebooks  executes the notebooks from their sources"
 	@echo "make bench      memory and speed tables, as in docs/benchmarks.md"

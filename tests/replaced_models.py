@@ -40,8 +40,8 @@ NORM_SCALES = ("scale", "weight")  # what Linen and transformers call them
 def random_params(init, *arguments):
     """Return float32 random numbers in the shapes of `init(*arguments)`, without running it.
 
-    Scales of norms are near 1 and embeddings are large, because tokens would be all alike otherwise,
-    and the gradients of queries and keys would cancel.
+    Scales of norms are near 1 and embeddings are large, because tokens would be all alike
+    otherwise, and the gradients of queries and keys would cancel.
     """
     rng = np.random.default_rng(1)
 
@@ -58,7 +58,7 @@ def random_params(init, *arguments):
 
 
 def padded(tokens):
-    """Return which tokens of two rows are no padding, int32 [B, tokens]; every row begins with one."""
+    """Return which tokens of two rows are no padding, int32 [B, tokens]; rows begin with one."""
     lengths = jnp.array([[tokens], [2 * tokens // 3]])
     return (jnp.arange(tokens) < lengths).astype(jnp.int32)
 

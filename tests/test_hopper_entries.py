@@ -32,7 +32,7 @@ def of_rows(x):
 
 
 def results(problem, schedule, operands, rows):
-    """Return out and lse of a call, and its gradients from the out, lse and cotangents in `rows`."""
+    """Return out and lse of a call, and its gradients from out, lse and cotangents in `rows`."""
     out, lse = implementation.forward(problem, schedule, operands)
     gradients = implementation.backward(problem, schedule, operands, *rows)
     return out, lse.high, *gradients[:3]

@@ -1,4 +1,4 @@
-"""`memeff.replace_attention` and `find_attention`: what is found, and that it is the same function."""
+"""`memeff.replace_attention` and `find_attention`: what is found, the same function remains."""
 
 import dataclasses
 import functools

@@ -121,7 +121,7 @@ def test_bytes_that_xla_moves_in_a_ring(ring_programs):
 @needs_plugin
 @pytest.mark.xfail(strict=True, reason="the gradient of 8 devices is above the bound")
 def test_memory_of_a_ring_does_not_grow_with_the_devices(ring_programs):
-    """A device has as many tokens in both, so with twice the devices a sequence has twice as many."""
+    """A device has as many tokens in both: a sequence on twice the devices is twice as long."""
     found = {key: program.temporary for key, program in ring_programs.items()}
     assert found["gradient", 8] <= 1.1 * found["gradient", 4], found
 

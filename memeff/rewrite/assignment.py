@@ -153,7 +153,10 @@ def _tighter(choose: Any, bound: int | None, other: int | None) -> int | None:
 
 
 def _window(low: int | None, high: int | None) -> tuple[int, tuple[int | None, int | None]]:
-    """Return q_offset and (left, right), which must not be negative, for low <= key - query <= high."""
+    """Return q_offset and (left, right) for low <= key - query <= high.
+
+    left and right are not negative.
+    """
     q_offset = 0
     if high is not None and (high < 0 or low is None):
         q_offset = high

@@ -80,10 +80,10 @@ class ElementFunction:
 
     A step is a kind and its arguments: ("position", which of the four numbers, what to subtract,
     divisor, modulus), ("affine", ((step, factor), ...), constant), ("number", number, dtype),
-    ("cast", step, dtype), ("leaf", param, steps of its index, dtype), ("score", dtype), ("op", primitive,
-    params, steps), ("all", steps), ("any", steps), ("not", step), ("equal", step, step),
-    ("positive", step), ("zero", step), ("sum", steps), ("times", step, factor),
-    ("choice", step, number, number, dtype).
+    ("cast", step, dtype), ("leaf", param, steps of its index, dtype), ("score", dtype),
+    ("op", primitive, params, steps), ("all", steps), ("any", steps), ("not", step),
+    ("equal", step, step), ("positive", step), ("zero", step), ("sum", steps),
+    ("times", step, factor), ("choice", step, number, number, dtype).
     """
 
     steps: tuple[Step, ...]

@@ -85,8 +85,8 @@ ABOUT_BYTES = (
 
 
 NOTHING = (
-    "no attention found: no product of two arrays meets a softmax before a second product. Attention "
-    "that a kernel or an exported function computes is not visible."
+    "no attention found: no product of two arrays meets a softmax before a second product. "
+    "Attention that a kernel or an exported function computes is not visible."
 )
 
 

@@ -165,7 +165,7 @@ class Scope:
         return None if is_named else unknown
 
     def _drop_useless(self) -> set[Value]:
-        """Undo replacements whose logits something else needs. Return the values that are needed."""
+        """Undo replacements whose logits something else needs; return the values it needs."""
         by_product: dict[Value, list[Equation]] = {}
         for equation, replacement in self.replaced.items():
             by_product.setdefault(replacement.match.dots[0], []).append(equation)

@@ -33,7 +33,10 @@ OTHERS = {"log", "log1p", "tanh", "sin", "cos", "tan", "logistic", "erf", "erfc"
 TOGETHER = {"add", "sub", "max", "min", "select_n", "clamp", "concatenate", "add_any"}
 
 UNKNOWN = "a softmax meets what is not understood before the second product"
-IN_CUSTOM_DERIVATIVE = "it is in a function with a derivative of its own, or passes one; that derivative is its author's"
+IN_CUSTOM_DERIVATIVE = (
+    "it is in a function with a derivative of its own, or passes one; "
+    "that derivative is its author's"
+)
 AS_SUM = "the product with the values is written as a multiplication and a sum: write an einsum"
 
 
@@ -78,7 +81,7 @@ NOTHING = _Marks()
 
 
 class SoftmaxPaths:
-    """The second products of a program, with the reason why each is left if nothing else says it."""
+    """The second products of a program, and why each is left if nothing else says it."""
 
     def __init__(self, jaxpr: ClosedJaxpr):
         self._reasons: dict[int, str] = {}
@@ -90,7 +93,7 @@ class SoftmaxPaths:
         return self._reasons.get(id(eqn))
 
     def within(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """Return the products in the bodies of an equation, at any depth, that a softmax reaches."""
+        """Return the products that a softmax reaches in the bodies of an equation, at any depth."""
         products = []
         for jaxpr, _ in flows_of(eqn):
             for inner in jaxpr.jaxpr.eqns:

@@ -36,7 +36,7 @@ WHOLE = Parts()
 
 
 def batch_and_heads_of(options: Any) -> BatchAndHeads:
-    """Return the axes that `options.batch_axis` and `.head_axis` name, and refuse repeated names."""
+    """Return the axes that `options.batch_axis` and `.head_axis` name; refuse repeated names."""
     batch = _names("batch_axis", options.batch_axis)
     heads = _names("head_axis", options.head_axis)
     names = [*batch, *heads, *_as_tuple(options.sequence_axis)]
@@ -93,8 +93,8 @@ def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[Ba
         )
     if shape.N % parts.heads or (shape.K > 1 and shape.K % parts.heads):
         raise ValueError(
-            f"head_axis={axes.heads} has {parts.heads} devices, which must divide N={shape.N} query "
-            f"heads and K={shape.K} key heads. Omit head_axis, or repeat the key heads."
+            f"head_axis={axes.heads} has {parts.heads} devices, which must divide N={shape.N} "
+            f"query heads and K={shape.K} key heads. Omit head_axis, or repeat the key heads."
         )
     return axes, parts
 

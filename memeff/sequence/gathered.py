@@ -28,12 +28,13 @@ def gathered_walk(
     rows: Any = None,
     branches: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of this device's queries.
+    """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of own queries.
 
-    The columns of a mask or a bias are in the order of positions (`columns_in_order`). Each visit has
-    one part. `visit` returns the new state, and the gradients of all keys or None. Return the state,
-    and the sums of these gradients, each on the device of its keys. With `branches`, each device runs
-    a branch in which its positions are numbers, so that it visits the tiles that one device would.
+    The columns of a mask or a bias are in the order of positions (`columns_in_order`). Each visit
+    has one part. `visit` returns the new state, and the gradients of all keys or None. Return the
+    state, and the sums of these gradients, each on the device of its keys. With `branches`, each
+    device runs a branch in which its positions are numbers, so that it visits the tiles that one
+    device would.
     """
     P = shards.devices
     whole_keys = _gather(shards, keys_of(operands))

@@ -149,8 +149,8 @@ def ring_walk(
     In a backward, `rows` are out, lse and their cotangents. Then `visit` returns the new state and
     the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
     these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
-    this does. `join(parts, operands, keys)` makes a call of all parts of a stop; without it, a visit
-    has one part. `splits_home` is that of `ring_stops`.
+    this does. `join(parts, operands, keys)` makes a call of all parts of a stop; without it, a
+    visit has one part. `splits_home` is that of `ring_stops`.
     """
     own_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)

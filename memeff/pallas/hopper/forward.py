@@ -78,7 +78,7 @@ def attend(
 
     With `tiling.out_in_parts` out is the sum of two arrays, otherwise there is one.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]. H and D are multiples
-    of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens, and `lengths`
+    of 64, or of 8 if both are smaller. The arrays are padded to multiples of 8 tokens; `lengths`
     are T and S without padding. T' is T rounded up to a multiple of `tiling.rows`; lse is None
     unless `want_lse`. With `carried`, out and lse are those of its keys too; H equals D then.
     """

@@ -36,7 +36,7 @@ def use_plain_kernels(monkeypatch) -> None:
     monkeypatch.setattr(backward_key, "key_value_gradient", key_value_gradient)
 
 
-def attend(problem, lengths, arrays, scalars, want_lse, tiling):
+def attend(problem, lengths, arrays, scalars, want_lse, tiling, carried):
     query, key, value = cut_to_lengths(lengths, arrays)
     s = logits(problem, query, key)
     lse = jax.nn.logsumexp(s, -1)

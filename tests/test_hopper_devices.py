@@ -195,7 +195,7 @@ def test_vmap_folds_into_the_batch(batched, monkeypatch):
         assert_close([x[i] for x in results], expected, atol=2e-5)
 
 
-def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling):
+def attend_times_sinks(problem, lengths, arrays, scalars, want_lse, tiling, carried):
     """Stand in for the forward kernel: return the query times the sink of its head."""
     from memeff.logits import LOG2_E
 

@@ -176,7 +176,7 @@ def echoing_kernels(monkeypatch):
     """Replace the kernels by functions that return the numbers of heads and queries they got."""
     from memeff.pallas.hopper import backward_key, backward_query, calls
 
-    def attend(problem, lengths, arrays, scalars, want_lse, tiling):
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling, carried):
         query, _, value = arrays
         (slopes,) = scalars.head_numbers
         (ids,) = scalars.query_numbers
@@ -249,7 +249,7 @@ def difference_kernels(monkeypatch):
     """
     from memeff.pallas.hopper import backward_key, backward_query, calls
 
-    def attend(problem, lengths, arrays, scalars, want_lse, tiling):
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling, carried):
         query, _, value = arrays
         (of_differences,) = scalars.difference_numbers
         lse = 9 + first_half(of_differences) if want_lse else None

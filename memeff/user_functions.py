@@ -118,7 +118,7 @@ class _Not:
     fn: Callable[..., Any]
 
     def __call__(self, *arguments):
-        return ~self.fn(*arguments)
+        return ~jnp.asarray(self.fn(*arguments))  # ~True is -2
 
 
 def merge_leaves(is_float: Iterable[bool], floats: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ class TracedFunction:
             dims.append(letters if used else "")
 
         def of_pair(params, *arguments):
-            return self.fn(*arguments, params)
+            return jnp.asarray(self.fn(*arguments, params))  # it may be Python's True
 
         mapped = of_pair
         # The innermost vmap is over c, so each vmap maps the first dim that is left.

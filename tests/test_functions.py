@@ -14,7 +14,7 @@ import pytest
 from cases import PAIRED, Sizes, _case, split
 from conftest import cotangents, few, oracle_arguments
 
-from memeff import dot_product_attention, masks, scores, transforms
+from memeff import Mask, block_mask, dot_product_attention, masks, scores, transforms
 
 pytestmark = pytest.mark.once
 
@@ -391,3 +391,21 @@ def test_sinks_take_what_a_key_without_a_value_would():
         np.testing.assert_allclose(actual, expected, atol=2e-6)
     hidden = dot_product_attention(q, k, v, mask=jnp.zeros((7,), bool), sinks=sinks)
     assert not np.asarray(hidden).any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("true", [True, np.True_], ids=["python", "numpy"])
+def test_a_mask_may_return_a_bool_that_is_no_array(true, implementation):
+    """`True` for every pair is full attention, alone, in combinations and in a block mask."""
+    q, k, v = (jax.random.normal(jax.random.key(n), (2, 5, 2, 4)) for n in range(3))
+    attend = functools.partial(dot_product_attention, q, k, v, implementation=implementation)
+    everything = Mask(lambda batch, head, q_pos, k_pos, params: true)
+    full = attend()
+    for same in (everything, ~~everything, everything | masks.causal(), everything & everything):
+        np.testing.assert_allclose(attend(mask_fn=same), full, rtol=0, atol=1e-6)
+    if implementation == "xla":
+        blocks = attend(mask_fn=block_mask(everything, 5, 5))
+        np.testing.assert_allclose(blocks, full, rtol=0, atol=1e-6)
+    causal = attend(mask_fn=everything & masks.causal())
+    np.testing.assert_allclose(causal, attend(is_causal=True), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(attend(mask_fn=~everything), np.zeros_like(full))

@@ -267,6 +267,23 @@ def qkv(length=16, dtype="float32"):
     return [jnp.asarray(rng.normal(size=(1, length, 2, 4)), dtype) for _ in range(3)]
 
 
+@pytest.mark.parametrize("first, last, is_left", [(0, -1, True), (3, 1, True), (-9, -9, False)])
+def test_a_window_without_keys(first, last, is_left):
+    """Key - query from 3 to 1 hides all keys, as no window of memeff does; -9 is in no row."""
+    q, k, v = qkv(8)
+
+    def attend(q):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+        distance = jnp.arange(8) - jnp.arange(8)[:, None]
+        logits = jnp.where((first <= distance) & (distance <= last), logits, -1e9)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v)
+
+    report = find(attend, q)
+    assert bool(report.left) == is_left and bool(report.replaced) != is_left
+    assert ("hides all keys from all queries" in str(report)) == is_left
+    np.testing.assert_allclose(replace(attend)(q), attend(q), rtol=0, atol=1e-6)
+
+
 def test_small_attention_is_left():
     report = memeff.find_attention(plain, *qkv())
     (place,) = report.left

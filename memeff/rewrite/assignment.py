@@ -12,7 +12,7 @@ import itertools
 import math
 from typing import Any
 
-from memeff.rewrite.axes import Element, Letter
+from memeff.rewrite.axes import Element, Letter, NoMatch
 from memeff.rewrite.element import Builder, Roles
 from memeff.rewrite.pairs import Pairs, conjuncts, formula_letters, query_letters
 from memeff.rewrite.reader import letters_of
@@ -157,6 +157,8 @@ def _window(low: int | None, high: int | None) -> tuple[int, tuple[int | None, i
 
     left and right are not negative.
     """
+    if low is not None and high is not None and low > high:
+        raise NoMatch("its mask hides all keys from all queries")
     q_offset = 0
     if high is not None and (high < 0 or low is None):
         q_offset = high

@@ -24,6 +24,7 @@ from memeff.pallas.ampere.mosaic import (
     multiply,
     ready_barrier,
     store_tile,
+    sync_threads,
     wait_for_copies,
 )
 from memeff.pallas.hopper.mosaic import (
@@ -221,7 +222,8 @@ class QueryTile(NamedTuple):
             if self.problem.dropout is not None:
                 p = jnp.where(tile.kept(), p, 0.0)
             if clean:
-                o = clean_own_values(v_s, o, tile, (scratch.bad_keys_s, scratch.bad_columns_s))
+                bad = scratch.bad_keys_s, scratch.bad_columns_s
+                o = clean_own_values(v_s, o, tile, bad, sync_threads)
             return m, l, multiply(o, p.astype(v_s.dtype), v_s)
 
         return step

@@ -208,6 +208,18 @@ def wait_for_copies(ready: Barrier, pending: int = 0) -> None:
     wait()
 
 
+def sync_threads() -> None:
+    """Wait until all threads have come here, and see what they stored to shared memory."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu()
+    def sync(_):
+        _Lanes().utils.warpgroup_barrier()
+
+    sync()
+
+
 def multiply(total: Array, x: Any, y: Ref, transposed: bool = False) -> Array:
     """Return total + x y, or total + x y' if `transposed`.
 

@@ -28,9 +28,14 @@ LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
 
 
 def forward_tiling(operands: Operands) -> Tiling:
-    """Return the tiling of the forward. No other was timed."""
+    """Return the tiling of the forward."""
+    return tiling_for(padded_width(operands))
+
+
+def tiling_for(width: int) -> Tiling:
+    """Return the tiling of the forward for a padded head dim. None was timed."""
     is_large = current_device().capability in LARGE_SHARED_MEMORY
-    return Tiling(128 if is_large or padded_width(operands) <= 64 else 64, 64)
+    return Tiling(128 if is_large or width <= 64 else 64, 64)
 
 
 def describe(operands: Operands) -> str:

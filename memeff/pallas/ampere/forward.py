@@ -116,28 +116,32 @@ def attend(
         tile = QueryTile(problem, tiling, operands, scratch, work, head_numbers)
         tile.run(*remaining_refs)
 
-    width = whole_width(H), whole_width(D)
-    scratch = Scratch(
-        q_s=tile_ref(1, tiling.rows, max(width), query.dtype),
-        k_s=tile_ref(1, tiling.keys, width[0], query.dtype),
-        v_s=tile_ref(1, tiling.keys, width[1], query.dtype),
-        bad_keys_s=plgpu.SMEM((tiling.keys,), jnp.float32),
-        bad_columns_s=plgpu.SMEM((width[1],), jnp.float32),
-        failed_s=plgpu.SMEM((tiling.rows,), jnp.float32),
-        q_ready=ready_barrier(),
-        k_ready=ready_barrier(),
-        v_ready=ready_barrier(),
-    )
     call = kernel(
         body,
         "memeff_ampere_forward",
         results,
-        {"scratch": scratch},
+        {"scratch": forward_scratch(tiling, H, D, query.dtype)},
         B * N * tiles,
         allow_approx_math(problem),
     )
     found = call(query, key, value, *jax.tree.leaves(scalars))
     return found[0], found[1] if want_lse else None
+
+
+def forward_scratch(tiling: Tiling, H: int, D: int, dtype) -> Scratch:
+    """Return the types of a thread block's shared memory."""
+    H, D = whole_width(H), whole_width(D)
+    return Scratch(
+        q_s=tile_ref(1, tiling.rows, max(H, D), dtype),
+        k_s=tile_ref(1, tiling.keys, H, dtype),
+        v_s=tile_ref(1, tiling.keys, D, dtype),
+        bad_keys_s=plgpu.SMEM((tiling.keys,), jnp.float32),
+        bad_columns_s=plgpu.SMEM((D,), jnp.float32),
+        failed_s=plgpu.SMEM((tiling.rows,), jnp.float32),
+        q_ready=ready_barrier(),
+        k_ready=ready_barrier(),
+        v_ready=ready_barrier(),
+    )
 
 
 class QueryTile(NamedTuple):

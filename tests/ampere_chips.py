@@ -1,0 +1,52 @@
+"""Compile the Ampere kernels for chips from sm_80 on, without a GPU, and print what ptxas says.
+
+python tests/ampere_chips.py [chip ...]         # test_ampere_chips.py runs it
+"""
+
+import sys
+
+from described_h200 import set_environment
+
+if __name__ == "__main__":
+    set_environment()
+
+import jax  # noqa: E402
+from described_gpus import CHIPS, described  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import memeff  # noqa: E402
+from memeff.device import pretend_device  # noqa: E402
+from memeff.pallas.ampere import capability  # noqa: E402
+
+B = 2
+T = 8192
+N = 16
+CASES = {
+    "full": dict(H=128),
+    "causal": dict(H=64, K=4, is_causal=True),
+    "window": dict(H=128, T=8200, local_window_size=(1000, 0), logits_soft_cap=20.0),
+}
+
+
+def compiled(chip: str, H: int, K: int = N, T: int = T, **options):
+    """Return the compiled forward of a call, with its lse."""
+
+    def attend(query, key, value):
+        return memeff.dot_product_attention(
+            query, key, value, implementation="pallas", return_residual=True, **options
+        )
+
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, K, K)]
+    with described(chip) as mesh, pretend_device("gpu", CHIPS[chip].capability):
+        with capability.chosen():
+            on_device = NamedSharding(mesh, PartitionSpec())
+            jitted = jax.jit(attend, in_shardings=on_device, out_shardings=on_device)
+            return jitted.trace(*shapes).lower().compile()
+
+
+if __name__ == "__main__":
+    for chip in sys.argv[1:] or CHIPS:
+        for name, case in CASES.items():
+            print("case", chip, name, flush=True)
+            memory = compiled(chip, **case).memory_analysis()
+            print("temporary bytes", memory.temp_size_in_bytes, flush=True)

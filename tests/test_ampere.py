@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import few, run_call
-from hopper_cases import CASES, assert_case, assert_equal_bits, bf16, draw, i32, interpreted, not_finite, small
+from hopper_cases import (
+    CASES,
+    assert_case,
+    assert_equal_bits,
+    bf16,
+    draw,
+    i32,
+    interpreted,
+    not_finite,
+    small,
+)
 
 import memeff
 from memeff import pallas

@@ -18,9 +18,11 @@ needs_plugin = pytest.mark.skipif(
     reason="compiling for a GPU needs jax-cuda13-plugin: make sm90a",
 )
 
-# Tiles of 128 queries and heads of 128 take all registers. Most spills are in the visits that clean
-# values of NaN and Inf, and in those of tiles with masks.
-SPILLED = SPILLS_HERE
+# Bytes that ptxas 13.0 spills at most, on chips with tiles of 128 queries for heads of 128. Without
+# the visits that clean values of NaN and Inf, which few calls make, "full" spills 12 on sm_80. The
+# chips with 100 KiB of shared memory have tiles of 64 queries, and spill nothing there.
+SPILLED = {"full": 1300, "causal": 200, "window": 2700}
+SMALL = ("sm_86", "sm_89", "sm_120")
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
 
@@ -28,16 +30,19 @@ REDUCTION_BYTES = 2048  # that `kernel` reserves
 def ptxas_output():
     """Compile every case for every chip, and return what was printed of each."""
     script = pathlib.Path(__file__).with_name("ampere_chips.py")
-    run = subprocess.run(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    assert run.returncode == 0, run.stdout[-2000:]
-    _, *parts = re.split(r"^case (.*)\n", run.stdout, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    texts = {}
+    for chip in CHIPS:
+        run = subprocess.run(
+            [sys.executable, script, chip],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+        )
+        assert run.returncode == 0, run.stdout[-2000:]
+        _, *parts = re.split(r"^case (.*)\n", run.stdout, flags=re.MULTILINE)
+        texts |= zip(parts[::2], parts[1::2], strict=True)
+    return texts
 
 
 @needs_plugin
@@ -53,7 +58,8 @@ def test_compiles(ptxas_output, chip, name):
     )
     assert kernel == "memeff_ampere_forward"
     assert target.rstrip("a") == chip
-    assert int(spills) <= SPILLED[name][chip in SMALL]
+    is_small = chip in SMALL and CASES[name]["H"] > 64
+    assert int(spills) <= (0 if is_small else SPILLED[name])
     (registers,) = map(int, re.findall(r"Used (\d+) registers", text))
     assert registers <= 255  # of each of 128 threads: two blocks of 65,536 registers
     (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))

@@ -189,7 +189,9 @@ class QueryTile(NamedTuple):
         work = self.work
         col = work.visits.tile(jnp.int32(n)) * self.tiling.keys
         scratch = self.scratch
-        copy_tile(self.operands[1], work.source.key, col, work.k, scratch.k_s.at[0], scratch.k_ready)
+        copy_tile(
+            self.operands[1], work.source.key, col, work.k, scratch.k_s.at[0], scratch.k_ready
+        )
 
     def _visit_tiles(self, clean: bool):
         """Return m, l and o after all visits. With `clean`, clean values of NaN and Inf."""
@@ -239,7 +241,10 @@ class QueryTile(NamedTuple):
         scalars = work.scalars
         places = (pl.ds(x, size) for x, size in zip(first, self.tiling, strict=True))
         row, col = places
-        vectors = tuple(x.at[row] for x in scalars.by_query), tuple(x.at[col] for x in scalars.by_key)
+        vectors = (
+            tuple(x.at[row] for x in scalars.by_query),
+            tuple(x.at[col] for x in scalars.by_key),
+        )
         return ScoreTile(
             self.problem,
             tuple(self.tiling),

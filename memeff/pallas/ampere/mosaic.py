@@ -150,9 +150,7 @@ def _for_each_chunk(ref: Ref, b, row, n, shared: Ref, visit: Callable, finish: C
     chunks = cols // CHUNK
     rows_at_once = THREADS // chunks
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(SHARED), WGMMA, WGMMA, WGMMA)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(SHARED), WGMMA, WGMMA, WGMMA))
     def move(_, ref, shared, b, row, n):
         lanes = _Lanes()
         arith = lanes.arith
@@ -187,7 +185,12 @@ def _for_each_chunk(ref: Ref, b, row, n, shared: Ref, visit: Callable, finish: C
             last = lanes.add(token, lanes.constant(further))
             is_inside = arith.cmpi(less, last, lanes.constant(T))
             is_inside = arith.andi(is_inside, inside_head)
-            visit(lanes, lanes.at(base, further * N * H * 2), lanes.at(place, further * cols * 2), is_inside)
+            visit(
+                lanes,
+                lanes.at(base, further * N * H * 2),
+                lanes.at(place, further * cols * 2),
+                is_inside,
+            )
         finish(lanes)
 
     move(ref, shared, *(jnp.asarray(x, jnp.int32) for x in (b, row, n)))

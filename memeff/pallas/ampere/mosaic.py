@@ -1,9 +1,9 @@
 """Copy tiles to shared memory and multiply them, by instructions that each GPU since Ampere has.
 
-Copies are `cp.async`, which zero what lies outside of an array. Products are `mma`, by Mosaic, whose
-fragments are read by `ldmatrix`. Mosaic's own copies are TMA on Hopper and demand whole tiles before
-it, and its own loads would hold all of a factor in registers. The interpreter copies by TMA, so that
-it finds races, and multiplies whole arrays.
+Copies are `cp.async`, which zero what lies outside of an array. Products are `mma`, by Mosaic, and
+`ldmatrix` reads their fragments. Mosaic's own copies are TMA on Hopper and demand whole tiles
+before it, and its own loads would hold all of a factor in registers. The interpreter copies by TMA,
+so that it finds races, and multiplies whole arrays.
 """
 
 from collections.abc import Callable
@@ -298,7 +298,7 @@ class _Matrices:
         self.high, self.low = lanes.divmod(eighth, 2)  # of the four matrices that are read at once
 
     def _place(self, further, chunk):
-        """Return a lane's offset: its row, `further` tiles of 8 rows down, and its chunk, 0 or 1."""
+        """Return a lane's offset: its row, `further` tiles of 8 rows down, and a chunk, 0 or 1."""
         lanes = self.lanes
         offset = lanes.chunk_offset(self.row, chunk, 0)
         return lanes.add(offset, lanes.times(further, self.width * 2 * 8 * SWIZZLED))

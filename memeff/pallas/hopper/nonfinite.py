@@ -114,8 +114,9 @@ def clean_own_values(
 ):
     """Apply `clean_values` to values that no other warpgroup reads.
 
-    `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys [c] and the bad columns [D]. Nothing is summed over rows,
-    because warpgroups would share the memory for that.
+    `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys
+    [c] and the bad columns [D]. Nothing is summed over rows, because warpgroups would share the
+    memory for that.
     """
     bad_keys_s, bad_columns_s = shared
     patches = _Patches(values)

@@ -11,12 +11,15 @@ from memeff.pallas.hopper.mosaic import broadcast_vector
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 
-def add_tile(s: Array, m: Array, l: Array, headroom: Array | float = 0.0):
+def add_tile(s: Array, m: Array, l: Array, headroom: Array | None = None):
     """Return p = 2^(s - m'), the new m and l, and the factor a of what was summed before.
 
     m' is `headroom` above the largest logit.
     """
-    m_new = jnp.maximum(m, s.max(axis=1) + headroom)
+    top = s.max(axis=1)
+    if headroom is not None:
+        top = top + headroom
+    m_new = jnp.maximum(m, top)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
     a = jnp.exp2(m - shift)
     p = jnp.exp2(s - broadcast_vector(shift, s.shape))

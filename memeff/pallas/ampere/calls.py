@@ -1,14 +1,20 @@
 """Call the Ampere kernels."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.device import current_device
+from memeff.logits import LOG2_E
+from memeff.pallas.ampere.backward import Arrays, gradients
 from memeff.pallas.ampere.forward import Tiling, attend
+from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
 from memeff.pallas.hopper.layout import (
     DIMS,
     dims_of,
+    fold_heads,
     head_dim_to_read,
+    pad_rows,
     pad_scalars,
     pad_tokens,
     padded_width,
@@ -19,8 +25,8 @@ from memeff.pallas.hopper.layout import (
 )
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
-from memeff.problem import Operands, Problem
-from memeff.softmax import Lse, LseFor
+from memeff.problem import Gradients, LogitParams, Operands, Problem
+from memeff.softmax import Lse, LseFor, row_dots
 
 # Compute capabilities whose multiprocessors have 160 KiB of shared memory or more, for two thread
 # blocks of the larger tiles. The others, such as 8.6, 8.9 and 12.0, have 100 KiB.
@@ -70,3 +76,55 @@ def forward(
     run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
     out, *lses = run(*split_query(operands, operands.shape.K), *leaves)
     return out, Lse(lses[0], None) if want_lse else None
+
+
+def why_not_backward(problem: Problem, operands: Operands) -> str | None:
+    """Return why the kernels cannot compute the gradient of a call that they run; None if they can.
+
+    They sum no cotangents of the terms of the logits.
+    """
+    on_tiles = calls.tile_functions(problem, operands, "all")
+    scalars = scalars_of(problem, replace_mask(operands))
+    if count_term_gradients(on_tiles, scalars) or calls.needs_extra_pass(problem, operands):
+        return "their gradient does not support arrays in the logits"
+    return None
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
+) -> Gradients:
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    `dlse` is None if lse has no cotangent.
+    """
+    operands = replace_mask(operands)
+    scalars = scalars_of(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
+    on_tiles = calls.tile_functions(problem, operands)
+    delta = -row_dots(out, dout, jnp.float32)
+    if dlse is not None:
+        delta = delta + dlse
+    lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
+    width = padded_width(operands)
+    stages = 2 if width <= 64 or current_device().capability in LARGE_SHARED_MEMORY else 1
+
+    def call(query, key, value, dout, lse, delta, *leaves):
+        _, T, K, G, H = query.shape
+        B, S, _, D = value.shape
+        arrays = lax.collapse(query, 2, 4), key, value, fold_heads(dout)
+        arrays = (pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
+        inputs = Arrays(*arrays, pad_rows(lse), pad_rows(delta))
+        padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
+        dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, stages)
+        dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
+        return dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+
+    run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)), DIMS)
+    arrays = split_query(operands, operands.shape.K)
+    dq, dk, dv = run(*arrays, dout, lse_bits, delta, *leaves)
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())

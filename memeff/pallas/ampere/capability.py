@@ -111,10 +111,11 @@ def slower(problem: Problem, operands: Operands) -> str | None:
 
 
 def backward_is_kernel(operands: Operands) -> bool:
-    """Return False: the chunked path computes the gradient, from the kernel's out and lse."""
-    return False
+    """Return whether kernels compute the gradient: not where the logits depend on arrays."""
+    terms = operands.logit_params
+    return not jax.tree.leaves((terms.scale, terms.soft_cap, terms.score))
 
 
 def fused_is_faster(problem: Problem, operands: Operands) -> bool:
-    """Return False: no kernel computes the gradient."""
+    """Return False: the gradient has two kernels."""
     return False

@@ -53,9 +53,11 @@ def kernel(
     )
 
 
-def ready_barrier() -> Barrier:
-    """Return the type of a barrier for copies. Only the interpreter needs one."""
-    return plgpu.Barrier() if interpreting() else None
+def ready_barrier(arrivals: int = 1, count: int = 1) -> Barrier:
+    """Return the type of `count` barriers for copies. Only the interpreter needs them."""
+    if not interpreting():
+        return None
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 class _Lanes:

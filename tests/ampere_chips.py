@@ -1,6 +1,6 @@
 """Compile the Ampere kernels for a chip, without a GPU, and print what ptxas says.
 
-python tests/ampere_chips.py sm_80      # test_ampere_chips.py runs it
+python tests/ampere_chips.py sm_80 [case ...]      # test_ampere_chips.py runs it
 
 Each chip needs a process of its own, because Mosaic compiles for the first one alone.
 """
@@ -13,41 +13,48 @@ if __name__ == "__main__":
     set_environment()
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 from described_gpus import CHIPS, described  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
+from memeff import masks  # noqa: E402
 from memeff.device import pretend_device  # noqa: E402
 from memeff.pallas.ampere import capability  # noqa: E402
 
 B = 2
 T = 8192
 N = 16
+IDS = np.arange(B * T).reshape(B, T) // 3000
 CASES = {
     "full": dict(H=128),
     "causal": dict(H=64, K=4, is_causal=True),
     "window": dict(H=128, T=8200, local_window_size=(1000, 0), logits_soft_cap=20.0),
+    "documents": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal()),
 }
 
 
 def compiled(chip: str, H: int, K: int = N, T: int = T, **options):
-    """Return the compiled forward of a call, with its lse."""
+    """Return the compiled forward and gradient of a call."""
 
     def attend(query, key, value):
-        return memeff.dot_product_attention(
-            query, key, value, implementation="pallas", return_residual=True, **options
-        )
+        return memeff.dot_product_attention(query, key, value, implementation="pallas", **options)
 
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, K, K)]
+    def both(dout, *args):
+        out, pull = jax.vjp(attend, *args)
+        return out, *pull(dout)
+
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, N, K, K)]
     with described(chip) as mesh, pretend_device("gpu", CHIPS[chip].capability):
         with capability.chosen():
             on_device = NamedSharding(mesh, PartitionSpec())
-            jitted = jax.jit(attend, in_shardings=on_device, out_shardings=on_device)
+            jitted = jax.jit(both, in_shardings=on_device, out_shardings=on_device)
             return jitted.trace(*shapes).lower().compile()
 
 
 if __name__ == "__main__":
-    for name, case in CASES.items():
-        print("case", sys.argv[1], name, flush=True)
-        memory = compiled(sys.argv[1], **case).memory_analysis()
+    chip, *names = sys.argv[1:]
+    for name in names or CASES:
+        print("case", chip, name, flush=True)
+        memory = compiled(chip, **CASES[name]).memory_analysis()
         print("temporary bytes", memory.temp_size_in_bytes, flush=True)

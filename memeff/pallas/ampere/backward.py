@@ -392,5 +392,13 @@ def _score_tile(
     row, col = (pl.ds(x, ROWS) for x in first)
     vectors = tuple(x.at[row] for x in scalars.by_query), tuple(x.at[col] for x in scalars.by_key)
     return ScoreTile(
-        problem, (ROWS, ROWS), first, work.mask_inputs, scalars, numbers, vectors, query_dim
+        problem,
+        (ROWS, ROWS),
+        first,
+        work.mask_inputs,
+        scalars,
+        numbers,
+        vectors,
+        query_dim,
+        vectors_are_shared=False,
     )

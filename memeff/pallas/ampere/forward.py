@@ -253,4 +253,5 @@ class QueryTile(NamedTuple):
             scalars,
             self.head_numbers,
             vectors,
+            vectors_are_shared=False,
         )

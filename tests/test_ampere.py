@@ -19,6 +19,7 @@ from hopper_cases import (
     draw,
     i32,
     interpreted,
+    kernels,
     not_finite,
     small,
 )
@@ -47,7 +48,7 @@ FAST = ("128", "causal, tails", "everything", "sinks")
 
 
 def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
-    """Return out, lse and gradients of a call, the latter from the chunked path."""
+    """Return out, lse and gradients of a call, on a GPU of a compute capability."""
     with interpreted(capability=capability_of), capability.chosen():
         return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
 
@@ -99,6 +100,38 @@ def test_values_that_a_row_does_not_see_change_no_bit():
     rows = [x[:, :120] for x in results], [x[:, :120] for x in clean_results]
     assert_equal_bits(*rows)
     assert np.isnan(np.float32(results[0][:, 120:])).all()
+
+
+@needs_mma
+@not_finite
+@pytest.mark.parametrize("hidden", ["keys", "queries"])
+def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
+    args = draw(bf16, small(T=100, S=200))
+    kwargs = dict(key_value_seq_lengths=i32([150]), query_seq_lengths=i32([90]))
+    clean = run_kernels(args, kwargs)
+    query, key, value = (x.copy() for x in args)
+    if hidden == "keys":
+        key[:, 150:] = np.nan
+        value[:, 150:] = np.inf
+    else:
+        query[:, 90:] = np.nan
+    dirty = run_kernels((query, key, value), kwargs)
+    assert_equal_bits(dirty.grads, clean.grads)
+
+
+@needs_mma
+@pytest.mark.parametrize("scale, count", [(0.3, 3), (jnp.float32(0.3), 1)])
+def test_number_of_kernels(scale, count):
+    """The chunked path computes the gradient by arrays that the logits depend on."""
+
+    def loss(query, key, value):
+        call = functools.partial(memeff.dot_product_attention, implementation="pallas")
+        return call(query, key, value, scale=scale).astype(jnp.float32).sum()
+
+    shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
+    with pretend_device("gpu", "8.0"), capability.chosen():
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == count
 
 
 REASONS = {

@@ -128,18 +128,23 @@ def _run(
         tiles = (KeyTile if of_keys else QueryTile)(problem, sizes, array_refs, scratch, work)
         tiles.run(*refs[len(operands) :])
 
+    results = [key, value] if of_keys else [query]
+    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
+    scratch = scratch_types(H, D, query.dtype, stages)
+    call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
+    return tuple(call(*operands))
+
+
+def scratch_types(H: int, D: int, dtype, stages: int) -> Scratch:
+    """Return the types of a thread block's shared memory."""
     H, D = whole_width(H), whole_width(D)
-    scratch = Scratch(
-        owned_s=(tile_ref(1, ROWS, H, query.dtype), tile_ref(1, ROWS, D, query.dtype)),
-        visited_s=(tile_ref(stages, ROWS, H, query.dtype), tile_ref(stages, ROWS, D, query.dtype)),
+    return Scratch(
+        owned_s=(tile_ref(1, ROWS, H, dtype), tile_ref(1, ROWS, D, dtype)),
+        visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
         failed_s=plgpu.SMEM((ROWS,), jnp.float32),
         owned_ready=ready_barrier(arrivals=2),
         visited_ready=ready_barrier(arrivals=2, count=stages),
     )
-    results = [key, value] if of_keys else [query]
-    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
-    call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
-    return tuple(call(*operands))
 
 
 def _clean(operand: Ref, good: Callable[[Array], Array]) -> None:

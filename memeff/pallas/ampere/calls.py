@@ -6,7 +6,7 @@ from jax import Array, lax
 
 from memeff.device import current_device
 from memeff.logits import LOG2_E
-from memeff.pallas.ampere.backward import Arrays, gradients
+from memeff.pallas.ampere.backward import ROWS, Arrays, gradients
 from memeff.pallas.ampere.forward import Tiling, attend
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
 from memeff.pallas.hopper.layout import (
@@ -28,9 +28,11 @@ from memeff.pallas.user_functions import calls
 from memeff.problem import Gradients, LogitParams, Operands, Problem
 from memeff.softmax import Lse, LseFor, row_dots
 
-# Compute capabilities whose multiprocessors have 160 KiB of shared memory or more, for two thread
-# blocks of the larger tiles. The others, such as 8.6, 8.9 and 12.0, have 100 KiB.
-LARGE_SHARED_MEMORY = ("8.0", "8.7", "9.0", "10.0", "10.3", "11.0")
+# KiB of shared memory of a multiprocessor, by compute capability. The others, such as 8.6, 8.9 and
+# 12.0, have 100.
+SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228, "11.0": 228}
+LEAST_SHARED_KIB = 100
+OTHER_KIB = 4  # of a thread block, beside its tiles
 
 
 def forward_tiling(operands: Operands) -> Tiling:
@@ -40,8 +42,22 @@ def forward_tiling(operands: Operands) -> Tiling:
 
 def tiling_for(width: int) -> Tiling:
     """Return the tiling of the forward for a padded head dim. None was timed."""
-    is_large = current_device().capability in LARGE_SHARED_MEMORY
-    return Tiling(128 if is_large or width <= 64 else 64, 64)
+    rows = 128 if width <= 64 or _shared_kib() > LEAST_SHARED_KIB else 64
+    return Tiling(rows, 64)
+
+
+def stages_for(width: int) -> int:
+    """Return how many visited tiles the gradient has in shared memory, for a padded head dim.
+
+    There are two if a multiprocessor then still has room for two thread blocks. None was timed.
+    """
+    pair_kib = 2 * 2 * ROWS * width // 1024  # of an owned or a visited pair of tiles
+    return 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
+
+
+def _shared_kib() -> int:
+    """Return the KiB of shared memory of a multiprocessor of the device."""
+    return SHARED_KIB.get(current_device().capability or "", LEAST_SHARED_KIB)
 
 
 def describe(operands: Operands) -> str:
@@ -111,7 +127,7 @@ def backward(
         delta = delta + dlse
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
-    stages = 2 if width <= 64 or current_device().capability in LARGE_SHARED_MEMORY else 1
+    stages = stages_for(width)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape

@@ -57,4 +57,5 @@ if __name__ == "__main__":
     for name in names or CASES:
         print("case", chip, name, flush=True)
         memory = compiled(chip, **CASES[name]).memory_analysis()
+        assert memory is not None
         print("temporary bytes", memory.temp_size_in_bytes, flush=True)

@@ -124,9 +124,10 @@ def _run(
     def body(*refs, scratch: Scratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         index = lax.axis_index("block")
-        work = find_work(problem, sizes, scalar_refs, ROWS, ROWS, order, index)
-        tiles = (KeyTile if of_keys else QueryTile)(problem, sizes, array_refs, scratch, work)
-        tiles.run(*refs[len(operands) :])
+        work: Any = find_work(problem, sizes, scalar_refs, ROWS, ROWS, order, index)
+        owner: Any = KeyTile if of_keys else QueryTile
+        tile = owner(problem, sizes, array_refs, scratch, work)
+        tile.run(*refs[len(operands) :])
 
     results = [key, value] if of_keys else [query]
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
@@ -160,7 +161,7 @@ class _Pipeline(NamedTuple):
     """Copies of the visited tiles, each beside the products of the one before if there is room."""
 
     scratch: Scratch
-    count: Array
+    total: Array
     copy: Callable[[Any, Any], None]  # (visit, slot)
 
     @property
@@ -171,7 +172,7 @@ class _Pipeline(NamedTuple):
     def begin(self) -> None:
         """Start to copy the first tile if there is one."""
         if self.stages > 1:
-            pl.when(self.count > 0)(lambda: self._start(jnp.int32(0)))
+            pl.when(self.total > 0)(lambda: self._start(jnp.int32(0)))
 
     def next(self, n) -> tuple[Ref, Ref]:
         """Wait for the tiles of visit n, and return them."""
@@ -181,7 +182,7 @@ class _Pipeline(NamedTuple):
         ready = self.scratch.visited_ready
         wait_for_copies(None if ready is None else ready.at[slot])
         if self.stages > 1:
-            pl.when(n + 1 < self.count)(lambda: self._start(n + 1))
+            pl.when(n + 1 < self.total)(lambda: self._start(n + 1))
         first, second = self.scratch.visited_s
         return first.at[slot], second.at[slot]
 
@@ -194,8 +195,9 @@ class _Pipeline(NamedTuple):
 
 def _copy_pair(refs: tuple[Ref, Ref], place: tuple, shared: tuple[Ref, Ref], slot, ready) -> None:
     """Start to copy the tiles at `place` (batch entry, token, head) of two arrays to `slot`."""
+    b, token, head = place
     for ref, target in zip(refs, shared, strict=True):
-        copy_tile(ref, *place, target.at[slot], ready)
+        copy_tile(ref, b, token, head, target.at[slot], ready)
 
 
 def _at(barriers: Barrier, slot) -> Barrier:

@@ -132,9 +132,13 @@ def backward(
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape
         B, S, _, D = value.shape
-        arrays = lax.collapse(query, 2, 4), key, value, fold_heads(dout)
-        arrays = (pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
-        inputs = Arrays(*arrays, pad_rows(lse), pad_rows(delta))
+
+        def pad(x: Array) -> Array:
+            return pad_tokens(x, head_dim_to_read(x.shape[-1], width))
+
+        query = lax.collapse(query, 2, 4)
+        rows = pad_rows(lse), pad_rows(delta)
+        inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, stages)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)

@@ -78,7 +78,7 @@ class Scratch(NamedTuple):
 def attend(
     problem: Problem,
     lengths: tuple[int, int],
-    arrays: tuple[Array, Array, Array],
+    arrays: tuple[Array, ...],
     scalars: Scalars,
     want_lse: bool,
     tiling: Tiling,
@@ -184,6 +184,11 @@ class QueryTile(NamedTuple):
             rows = pl.ds(work.row, self.tiling.rows)
             lse_ref[work.b, work.n, rows] = lse_of_rows(m, l)
 
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Return the shape of a tile of logits."""
+        return self.tiling.rows, self.tiling.keys
+
     def _copy_keys(self, n) -> None:
         """Start to copy the keys of visit n."""
         work = self.work
@@ -247,7 +252,7 @@ class QueryTile(NamedTuple):
         )
         return ScoreTile(
             self.problem,
-            tuple(self.tiling),
+            self.tile_shape,
             first,
             work.mask_inputs,
             scalars,

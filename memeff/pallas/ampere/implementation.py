@@ -40,7 +40,8 @@ def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of the forward's tiles."""
     from memeff.pallas.ampere import calls
 
-    return tuple(calls.forward_tiling(operands))
+    rows, keys = calls.forward_tiling(operands)
+    return rows, keys
 
 
 def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:

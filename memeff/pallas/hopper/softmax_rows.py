@@ -22,7 +22,7 @@ def add_tile(s: Array, m: Array, l: Array, headroom: Array | None = None):
     m_new = jnp.maximum(m, top)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
     a = jnp.exp2(m - shift)
-    p = jnp.exp2(s - broadcast_vector(shift, s.shape))
+    p = jnp.exp2(s - broadcast_vector(shift, (s.shape[0], s.shape[1])))
     return p, m_new, a * l + p.sum(axis=1), a
 
 

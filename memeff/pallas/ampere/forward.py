@@ -86,7 +86,8 @@ def attend(
     """Return out [B, T, N, D] in the dtype of the query, and lse [B, N, T'].
 
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]; H and D are multiples
-    of 8. T' is T rounded up to a multiple of `tiling.rows`; lse is None unless `want_lse`.
+    of 8, and equal if one exceeds 64. T' is T rounded up to a multiple of `tiling.rows`; lse is
+    None unless `want_lse`.
     """
     query, key, value = arrays
     _, _, N, H = query.shape
@@ -130,13 +131,14 @@ def attend(
 
 def forward_scratch(tiling: Tiling, H: int, D: int, dtype) -> Scratch:
     """Return the types of a thread block's shared memory."""
-    H, D = whole_width(H), whole_width(D)
+    width = whole_width(H)
+    assert width == whole_width(D)  # because out takes the place of q
     return Scratch(
-        q_s=tile_ref(1, tiling.rows, max(H, D), dtype),
-        k_s=tile_ref(1, tiling.keys, H, dtype),
-        v_s=tile_ref(1, tiling.keys, D, dtype),
+        q_s=tile_ref(1, tiling.rows, width, dtype),
+        k_s=tile_ref(1, tiling.keys, width, dtype),
+        v_s=tile_ref(1, tiling.keys, width, dtype),
         bad_keys_s=plgpu.SMEM((tiling.keys,), jnp.float32),
-        bad_columns_s=plgpu.SMEM((D,), jnp.float32),
+        bad_columns_s=plgpu.SMEM((width,), jnp.float32),
         failed_s=plgpu.SMEM((tiling.rows,), jnp.float32),
         q_ready=ready_barrier(),
         k_ready=ready_barrier(),
@@ -159,7 +161,7 @@ class QueryTile(NamedTuple):
         work = self.work
         scratch = self.scratch
         source = work.source
-        q_s = scratch.q_s.at[0, :, : scratch.k_s.shape[-1]]
+        q_s = scratch.q_s.at[0]
         copy_tile(self.operands[0], source.query, work.row, work.n, q_s, scratch.q_ready)
         pl.when(work.visits.total > 0)(lambda: self._copy_keys(0))
         wait_for_copies(scratch.q_ready)
@@ -177,9 +179,8 @@ class QueryTile(NamedTuple):
         if self.problem.dropout is not None:
             weight = weight * (1 / (1 - self.problem.dropout.rate))
         o = o * broadcast_vector(weight, o.shape)
-        out_s = scratch.q_s.at[0, :, : o.shape[1]]
-        out_s[...] = o.astype(out_s.dtype)
-        store_tile(out_s, out_ref, work.b, work.row, work.n)
+        q_s[...] = o.astype(q_s.dtype)
+        store_tile(q_s, out_ref, work.b, work.row, work.n)
         if lse_ref is not None:
             rows = pl.ds(work.row, self.tiling.rows)
             lse_ref[work.b, work.n, rows] = lse_of_rows(m, l)
@@ -215,7 +216,7 @@ class QueryTile(NamedTuple):
         work = self.work
         k_s = scratch.k_s.at[0]
         v_s = scratch.v_s.at[0]
-        q_s = scratch.q_s.at[0, :, : k_s.shape[-1]]
+        q_s = scratch.q_s.at[0]
 
         def step(n, state):
             m, l, o = state

@@ -20,8 +20,10 @@ needs_plugin = pytest.mark.skipif(
 )
 
 # Bytes that ptxas 13.0 spills at most. Tiles of 128 queries and heads of 128 take all registers of
-# the forward; most of it is in visits that clean values of NaN and Inf, which few calls make.
+# the forward; most of it is in visits that clean values of NaN and Inf, which few calls make. Masks
+# and a soft cap take registers of the gradient, too: dk and dv spill 2,044 on sm_100.
 SPILLED = {"memeff_ampere_forward": 2700, "memeff_ampere_dq": 60, "memeff_ampere_dkdv": 900}
+SPILLED_IN_WINDOW = {"memeff_ampere_dkdv": 2100}
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
 
@@ -58,7 +60,8 @@ def test_compiles(ptxas_output, chip, name):
     assert {kernel for kernel, _, _ in found} == SPILLED.keys()
     for kernel, target, spills in found:
         assert target.rstrip("a") == chip
-        assert int(spills) <= SPILLED[kernel], kernel
+        allowed = SPILLED | (SPILLED_IN_WINDOW if name == "window" else {})
+        assert int(spills) <= allowed[kernel], kernel
     # A thread block has 128 threads, so two have all 65,536 registers.
     assert max(map(int, re.findall(r"Used (\d+) registers", text))) <= 255
     (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))

@@ -15,7 +15,6 @@ from memeff.logits import LOG2_E
 from memeff.pallas.hopper.forward_memory import Carried, ForwardScratch, Tiling
 from memeff.pallas.hopper.mosaic import (
     ROW,
-    WGMMA,
     Ref,
     accumulators,
     broadcast_vector,
@@ -23,10 +22,19 @@ from memeff.pallas.hopper.mosaic import (
     head_rows,
     init_accumulator,
     interpreting,
-    multiply,
     plgpu,
 )
 from memeff.pallas.hopper.nonfinite import clean_values
+from memeff.pallas.hopper.parts import (
+    load_tile,
+    multiply_parts,
+    parts_of,
+    products,
+    rounding_rest,
+    split_tile,
+    store_tile,
+    transposed,
+)
 from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
 from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
@@ -68,7 +76,7 @@ class ForwardKernel(NamedTuple):
         elif not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
-        q[...] = o.astype(q.dtype)
+        store_tile(q, o, self.tiling.parts)
         if self.lse_ref is not None:
             sees_nothing = l == 0
             lse = (m + jnp.log2(l)) * (1 / LOG2_E)
@@ -78,9 +86,8 @@ class ForwardKernel(NamedTuple):
         if self.lse_ref is not None:
             plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
         for low_ref in self.out_refs[1:]:
-            rounded = o.astype(q.dtype).astype(o.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            q[...] = jnp.where(jnp.abs(rounded) < jnp.inf, o - rounded, 0.0).astype(q.dtype)
+            q[...] = rounding_rest(o, q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q, head_rows(low_ref, work.b, rows, work.n))
         # The next round may read out, so it must have been written by then.
@@ -114,7 +121,7 @@ class ForwardKernel(NamedTuple):
         for part in carried.out:
             plgpu.copy_gmem_to_smem(head_rows(part, work.b, rows, work.n), q, ready)
             plgpu.barrier_wait(ready)
-            total = add(total, weights[1], plgpu.load(q, layout=WGMMA).astype(jnp.float32))
+            total = add(total, weights[1], load_tile(q, self.tiling.parts))
             plgpu.commit_smem()
         return top, l, total
 
@@ -133,7 +140,7 @@ class ForwardKernel(NamedTuple):
             old_l = plgpu.load(self._row_vector(1), layout=ROW)
             had_failed = plgpu.load(self._row_vector(2), layout=ROW)
             redone = had_failed > 0
-            old_o = plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+            old_o = load_tile(q, self.tiling.parts)
             new_m = jnp.where(redone, m, old_m)
             new_l = jnp.where(redone, l, old_l)
             redone_rows = broadcast_vector(had_failed, o.shape) > 0
@@ -170,7 +177,7 @@ class KeyTileLoop(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int]:
         """Return the shape of o."""
-        return ROWS, self.kernel.scratch.v_s.shape[-1]
+        return ROWS, self.kernel.scratch.v_s.shape[-1] // self.kernel.tiling.parts
 
     @property
     def first_row(self) -> Array:
@@ -356,12 +363,18 @@ class KeyTileLoop(NamedTuple):
         plgpu.barrier_wait(scratch.k_ready.at[slot])
 
         def product(raw):
-            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+            self._start_dot_products(raw, slot)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(product, self.tile_shape)
         plgpu.barrier_arrive(scratch.k_used.at[slot])
         return raw
+
+    def _start_dot_products(self, raw, slot):
+        """Start (1) with the keys in `slot`."""
+        parts = self.kernel.tiling.parts
+        keys = parts_of(self.kernel.scratch.k_s.at[slot], parts)
+        multiply_parts(raw, parts_of(self.q, parts), transposed(keys))
 
     def _online_step(self, n, carry):
         """Return m, l and o after visit n, by (1) to (4)."""
@@ -391,7 +404,7 @@ class KeyTileLoop(NamedTuple):
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
-        p = self._drop(tile, p).astype(dtype)
+        p = self._split(self._drop(tile, p))
         o = o * broadcast_vector(a, o.shape)
         return p, m_new, l, o
 
@@ -421,8 +434,12 @@ class KeyTileLoop(NamedTuple):
         s = tile.logits(raw, None)
         p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
         l = l + p.sum(axis=1)
-        p = self._drop(tile, p).astype(self.kernel.scratch.v_s.dtype)
+        p = self._split(self._drop(tile, p))
         return p, l
+
+    def _split(self, p):
+        """Return the parts of p for its product with values."""
+        return split_tile(p, self.kernel.scratch.v_s.dtype, self.kernel.tiling.parts)
 
     def _drop(self, tile: ScoreTile, p):
         """Return p with zeros where dropout drops a pair; `run` scales the rest."""
@@ -448,7 +465,8 @@ class KeyTileLoop(NamedTuple):
         """Start total += p v, with v of visit n."""
         scratch = self.kernel.scratch
         stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
-        multiply(total, p, scratch.v_s.at[self._slot(n)], stage)
+        values = parts_of(scratch.v_s.at[self._slot(n)], self.kernel.tiling.parts)
+        multiply_parts(total, p, values, stage)
 
     def _clean_values(self, o, n):
         """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
@@ -481,7 +499,7 @@ class KeyTileLoop(NamedTuple):
             plgpu.barrier_wait(scratch.k_ready.at[slot])
 
             def product(raw):
-                plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+                self._start_dot_products(raw, slot)
                 result = load(raw)
                 plgpu.barrier_arrive(scratch.k_used.at[slot])
                 return result
@@ -509,7 +527,7 @@ class KeyTileLoop(NamedTuple):
 
             def load(raw):
                 start_values(p, n)
-                return plgpu.wgmma_accumulator_load(raw, wait_n=1)
+                return plgpu.wgmma_accumulator_load(raw, wait_n=products(kernel.tiling.parts))
 
             p, l = probabilities(n + 1, *dot_products(n + 1, load), l)
             finish_values(n)

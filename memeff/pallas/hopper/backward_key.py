@@ -39,6 +39,7 @@ from memeff.pallas.hopper.mosaic import (
     whole_width,
 )
 from memeff.pallas.hopper.parts import (
+    factors_of,
     multiply_parts,
     parts_of,
     products,
@@ -342,11 +343,11 @@ def _compute(
             finish_dp = None
             if not late:
                 finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
-            multiply_parts(raw, parts_of(k, parts), transposed(q_parts))  # (5)
+            multiply_parts(raw, factors_of(k, parts), transposed(q_parts))  # (5)
             if finish_dp is None:
                 plgpu.barrier_wait(scratch.do_ready.at[slot])
                 finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
-            multiply_parts(dp, parts_of(v, parts), transposed(do_parts))
+            multiply_parts(dp, factors_of(v, parts), transposed(do_parts))
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
             multiply_parts(dv, split_tile(gradient.kept(p), dtype, parts), do_parts, stage)
@@ -381,9 +382,7 @@ def _compute(
 
     k = scratch.k_s.at[group_slot + group]
     v = scratch.v_s.at[group_slot + group]
-    dk, dv = accumulators(
-        visit_tiles, (ROWS, k.shape[-1] // parts), (ROWS, v.shape[-1] // parts)
-    )
+    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1] // parts), (ROWS, v.shape[-1] // parts))
     without_padding = [zero_padding(x, shape, work, group) for x in (dk, dv)]
     failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
     store_tile(k, undo_lift(dk * gradient.slope, dtype, state), parts)

@@ -42,6 +42,7 @@ from memeff.pallas.hopper.mosaic import (
     whole_width,
 )
 from memeff.pallas.hopper.parts import (
+    factors_of,
     multiply_parts,
     parts_of,
     products,
@@ -316,10 +317,10 @@ def _compute(
         v_parts = parts_of(scratch.v_s.at[slot], parts)
 
         def multiply_tiles(raw, dp):
-            multiply_parts(raw, parts_of(q, parts), transposed(k_parts))  # (1)
+            multiply_parts(raw, factors_of(q, parts), transposed(k_parts))  # (1)
             finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
             plgpu.barrier_wait(scratch.v_ready.at[slot])
-            multiply_parts(dp, parts_of(do, parts), transposed(v_parts))
+            multiply_parts(dp, factors_of(do, parts), transposed(v_parts))
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
             lse_tile = broadcast_vector(lse, shape)
             p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)

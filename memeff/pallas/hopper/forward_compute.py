@@ -26,6 +26,7 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.parts import (
+    factors_of,
     load_tile,
     multiply_parts,
     parts_of,
@@ -374,7 +375,7 @@ class KeyTileLoop(NamedTuple):
         """Start (1) with the keys in `slot`."""
         parts = self.kernel.tiling.parts
         keys = parts_of(self.kernel.scratch.k_s.at[slot], parts)
-        multiply_parts(raw, parts_of(self.q, parts), transposed(keys))
+        multiply_parts(raw, factors_of(self.q, parts), transposed(keys))
 
     def _online_step(self, n, carry):
         """Return m, l and o after visit n, by (1) to (4)."""
@@ -404,9 +405,8 @@ class KeyTileLoop(NamedTuple):
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
         l = a * l + p.sum(axis=1)  # (4)
-        p = self._split(self._drop(tile, p))
         o = o * broadcast_vector(a, o.shape)
-        return p, m_new, l, o
+        return self._rounded(self._drop(tile, p)), m_new, l, o
 
     def _redo_step(self, n, first_fixed, m, l, o):
         """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""
@@ -434,11 +434,14 @@ class KeyTileLoop(NamedTuple):
         s = tile.logits(raw, None)
         p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
         l = l + p.sum(axis=1)
-        p = self._split(self._drop(tile, p))
-        return p, l
+        return self._rounded(self._drop(tile, p)), l
+
+    def _rounded(self, p):
+        """Return p as it is kept until its product. Two parts take more registers than p."""
+        return p if self.kernel.tiling.parts == 2 else p.astype(self.kernel.scratch.v_s.dtype)
 
     def _split(self, p):
-        """Return the parts of p for its product with values."""
+        """Return the first factors of p v."""
         return split_tile(p, self.kernel.scratch.v_s.dtype, self.kernel.tiling.parts)
 
     def _drop(self, tile: ScoreTile, p):
@@ -452,21 +455,23 @@ class KeyTileLoop(NamedTuple):
     def _add_values(self, o, p, n):
         """Return o + p v, with v of visit n in shared memory."""
 
+        factors = self._split(p)
+
         def product(total):
             finish = init_accumulator(total, o)
-            self._start_product(total, p, n)
+            self._start_product(total, factors, n)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         o = accumulators(product, o.shape)
         plgpu.barrier_arrive(self.kernel.scratch.v_used.at[self._slot(n)])
         return o
 
-    def _start_product(self, total, p, n):
-        """Start total += p v, with v of visit n."""
+    def _start_product(self, total, factors, n):
+        """Start total += p v, from the first factors of p and with v of visit n."""
         scratch = self.kernel.scratch
         stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
         values = parts_of(scratch.v_s.at[self._slot(n)], self.kernel.tiling.parts)
-        multiply_parts(total, p, values, stage)
+        multiply_parts(total, factors, values, stage)
 
     def _clean_values(self, o, n):
         """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
@@ -506,10 +511,10 @@ class KeyTileLoop(NamedTuple):
 
             return tile, accumulators(product, self.tile_shape)
 
-        def start_values(p, n):
+        def start_values(factors, n):
             if not needs_vectors:
                 self._wait_for_values(n)
-            self._start_product(total, p, n)
+            self._start_product(total, factors, n)
 
         def finish_values(n):
             plgpu.wgmma_wait(0)
@@ -524,9 +529,10 @@ class KeyTileLoop(NamedTuple):
         def step(n, carry):
             """Multiply p and v of visit n, and compute p of visit n + 1."""
             p, l = carry
+            factors = self._split(p)  # before a product runs that would have to end first
 
             def load(raw):
-                start_values(p, n)
+                start_values(factors, n)
                 return plgpu.wgmma_accumulator_load(raw, wait_n=products(kernel.tiling.parts))
 
             p, l = probabilities(n + 1, *dot_products(n + 1, load), l)
@@ -539,6 +545,6 @@ class KeyTileLoop(NamedTuple):
         tile, raw = dot_products(first_fixed, load_first)
         p, l = probabilities(first_fixed, tile, raw, l)
         p, l = lax.fori_loop(first_fixed, count - 1, step, (p, l))
-        start_values(p, count - 1)
+        start_values(self._split(p), count - 1)
         finish_values(count - 1)
         return l

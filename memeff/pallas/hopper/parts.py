@@ -15,6 +15,9 @@ from jax.typing import DTypeLike
 
 from memeff.pallas.hopper.mosaic import WGMMA, Ref, multiply, plgpu
 
+# The parts of x and of y in each product, by the number of parts. The largest comes last.
+PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
+
 
 def count_parts(dtype: DTypeLike) -> int:
     """Return how many parts a number has in the kernels."""
@@ -23,7 +26,7 @@ def count_parts(dtype: DTypeLike) -> int:
 
 def products(parts: int) -> int:
     """Return how many products `multiply_parts` starts."""
-    return parts * (parts + 1) // 2
+    return len(PAIRS[parts])
 
 
 def split_array(x: Array) -> Array:
@@ -59,10 +62,25 @@ def transposed(parts: tuple[Ref, ...]) -> tuple[Ref, ...]:
     return tuple(part.T for part in parts)
 
 
+def factors_of(tile: Ref, parts: int) -> tuple[Ref, ...]:
+    """Return the first factor of each product of a tile in shared memory."""
+    of_tile = parts_of(tile, parts)
+    return tuple(of_tile[n] for n, _ in PAIRS[parts])
+
+
 def split_tile(x: Array, dtype: DTypeLike, parts: int) -> tuple[Array, ...]:
-    """Return the parts of a tile in registers. What is not finite is so in the sum."""
-    first = x.astype(dtype)
-    return (first,) if parts == 1 else (first, (x - first.astype(x.dtype)).astype(dtype))
+    """Return the first factor of each product of a tile in registers.
+
+    If x is not finite, neither is the sum of products.
+    """
+    if parts == 1:
+        return (x.astype(dtype),)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    cut = lax.bitcast_convert_type(bits & ~0xFFFF, jnp.float32)
+    first = cut.astype(dtype)
+    rest = (x - cut).astype(dtype)
+    # Two products that read the same registers run one after the other. So this is a copy.
+    return lax.optimization_barrier((rest, lax.optimization_barrier(first), first))
 
 
 def rounding_rest(x: Array, dtype: DTypeLike) -> Array:
@@ -71,14 +89,13 @@ def rounding_rest(x: Array, dtype: DTypeLike) -> Array:
     return jnp.where(jnp.abs(rounded) < jnp.inf, x - rounded, 0.0).astype(dtype)
 
 
-def multiply_parts(total, xs, ys, stage=None) -> None:
-    """Start total += x y, from the parts of x and y. `multiply` says where they are.
+def multiply_parts(total, factors, ys, stage=None) -> None:
+    """Start total += x y, from the first factors of its products and the parts of y.
 
-    These are `products(len(xs))` products, which end in order.
+    `multiply` says where they are. The products end in order.
     """
-    for n, x in enumerate(xs):
-        for y in ys[: len(ys) - n]:
-            multiply(total, x, y, stage)
+    for x, (_, n) in zip(factors, PAIRS[len(ys)], strict=True):
+        multiply(total, x, ys[n], stage)
 
 
 def load_tile(tile: Ref, parts: int) -> Array:

@@ -112,7 +112,8 @@ def _unsupported_in_float32(problem: Problem, operands: Operands) -> str | None:
 def asks_for_float32(precision: Any) -> bool:
     """Return whether a precision of products asks for more than three bfloat16 products give."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision or "default"
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision or "default"
     both = precision if isinstance(precision, tuple) else (precision,)
     return not all(getattr(x, "name", x).lower() in COARSE_PRECISIONS for x in both)
 

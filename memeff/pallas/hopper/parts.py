@@ -8,6 +8,9 @@ it. Parts have the range of float32.
 A tile [rows, H] has its parts side by side, [rows, 2 H]. Numbers of 16 bits have one part.
 """
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -101,7 +104,7 @@ def multiply_parts(total, factors, ys, stage=None) -> None:
 def load_tile(tile: Ref, parts: int) -> Array:
     """Return a tile [rows, parts H] in shared memory as numbers [rows, H] in float32."""
     loads = [plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in parts_of(tile, parts)]
-    return sum(loads[1:], loads[0])
+    return functools.reduce(operator.add, loads)
 
 
 def store_tile(tile: Ref, x: Array, parts: int) -> None:

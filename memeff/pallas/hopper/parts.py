@@ -1,7 +1,7 @@
 """Multiply float32 numbers on Hopper as sums of two bfloat16 numbers, their parts.
 
-  x = x1 + x2: x1 is x, rounded; x2 is what that took from x, rounded; what is lost is 2^-16 of x
-  x y = x1 y1 + x1 y2 + x2 y1; x2 y2 is left out, at most 2^-16 of |x| |y|
+  x = x1 + x2: x1 is x, rounded (p and ds: cut off); x2 is the rest, rounded; 2^-16 of x is lost
+  x y = x1 y1 + x1 y2 + x2 y1; x2 y2 is left out, at most 2^-15 of |x| |y|
 Products in TF32 take the place of one float32 product in JAX on a GPU. They lose 2^-11 of each
 factor, run at half the speed of bfloat16 and read no transposed tile; these three run at a third of
 it. Parts have the range of float32.

@@ -11,15 +11,19 @@ kernel before it runs one. To add a family, add a package and a row.
 from types import ModuleType
 
 from memeff.device import Device
+from memeff.pallas.ampere import implementation as ampere_family
 from memeff.pallas.hopper import implementation as hopper_family
 from memeff.pallas.tpu import implementation as tpu_family
 
-FAMILIES: tuple[ModuleType, ...] = (hopper_family, tpu_family)
+FAMILIES: tuple[ModuleType, ...] = (hopper_family, tpu_family, ampere_family)
 
 
 def family_for(device: Device) -> ModuleType:
     """Return the first family whose kernels run on `device`.
 
-    Without one, return the first family of all, which says why.
+    Without one, return the first family of all, which says why. The Ampere kernels run on GPUs that
+    others run on, too, but only where `ampere.capability.chosen` says so.
     """
+    if ampere_family.for_device(device) is None:
+        return ampere_family
     return next((family for family in FAMILIES if family.for_device(device) is None), FAMILIES[0])

@@ -129,10 +129,11 @@ class Gradient(NamedTuple):
             finish = init_accumulator(dp, delta)
             return lambda _, product: finish(product)
 
-        def drop(p, product):
-            return jnp.where(p > 0.0, product * self.inverse_keep_rate, 0.0) + delta
+        return lambda p, product: self.drop(p, product, delta)
 
-        return drop
+    def drop(self, p: Array, product: Array, delta: Array) -> Array:
+        """Return dp + delta from `signed` p and the product, where dropout drops pairs."""
+        return jnp.where(p > 0.0, product * self.inverse_keep_rate, 0.0) + delta
 
     def cotangent_of_logits(self, p: Array, dp: Array) -> Array:
         """Return ds of (3), from `signed` p and dp + delta."""

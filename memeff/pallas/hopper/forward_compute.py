@@ -30,6 +30,7 @@ from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
 from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
+from memeff.pallas.hopper.softmax_rows import add_tile, inverse_sum, lse_of_rows
 from memeff.pallas.hopper.tile_ranges import TileRange
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
@@ -70,9 +71,7 @@ class ForwardKernel(NamedTuple):
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
         q[...] = o.astype(q.dtype)
         if self.lse_ref is not None:
-            sees_nothing = l == 0
-            lse = (m + jnp.log2(l)) * (1 / LOG2_E)
-            self._row_vector(3)[...] = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, lse)
+            self._row_vector(3)[...] = lse_of_rows(m, l)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out)
         if self.lse_ref is not None:
@@ -214,10 +213,11 @@ class KeyTileLoop(NamedTuple):
         failed = jnp.maximum(sum_failed, out_failed)
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
             failed = jnp.where((m == -jnp.inf) & (first_fixed < visits.total), 1.0, failed)
-        inverse_sum = self._inverse_sum(m, l)
+        sinks = self.work.scalars.sinks
+        weight = inverse_sum(m, l, None if sinks is None else sinks[self.work.n])
         if self.kernel.problem.dropout is not None:
-            inverse_sum = inverse_sum * (1 / (1 - self.kernel.problem.dropout.rate))
-        out = o * broadcast_vector(inverse_sum, o.shape)
+            weight = weight * (1 / (1 - self.kernel.problem.dropout.rate))
+        out = o * broadcast_vector(weight, o.shape)
         return m, l, out, failed
 
     def _first_round(self, first_fixed, m, l, o):
@@ -293,18 +293,6 @@ class KeyTileLoop(NamedTuple):
             m, l, fixed_o = lax.fori_loop(end, total, step, (m, l, zeros))
             o = o + fixed_o
         return m, l, o
-
-    def _inverse_sum(self, m, l):
-        """Return 1 / l, or 1 / (l + 2^(sink - m)) without overflow if sink is far above m."""
-        l = jnp.where(l == 0, 1.0, l)
-        sinks = self.work.scalars.sinks
-        if sinks is None:
-            return 1 / l
-        sink = lax.broadcast(sinks[self.work.n], l.shape)
-        m = jnp.where(m == -jnp.inf, 0.0, m)
-        top = jnp.maximum(m, sink)
-        share = jnp.exp2(m - top)
-        return share / (l * share + jnp.exp2(sink - top))
 
     def _slot(self, n):
         """Return the slot of keys and values of visit n."""
@@ -383,17 +371,13 @@ class KeyTileLoop(NamedTuple):
         """Apply (2) to (4), but for the product. Return p of (4), and the new m, l and a o."""
         dtype = self.kernel.scratch.v_s.dtype
         s = tile.logits(raw, tile.mask())  # (2)
-        top = s.max(axis=1)
+        headroom = None
         if not self.state.first_round and dtype == jnp.bfloat16:
-            top = top + jnp.where(self.state.third_round, HEADROOM, 0.0)
-        m_new = jnp.maximum(m, top)  # (3)
-        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        a = jnp.exp2(m - shift)
-        p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape))
-        l = a * l + p.sum(axis=1)  # (4)
+            headroom = jnp.where(self.state.third_round, HEADROOM, 0.0)
+        p, m, l, a = add_tile(s, m, l, headroom)  # (3), (4)
         p = self._drop(tile, p).astype(dtype)
         o = o * broadcast_vector(a, o.shape)
-        return p, m_new, l, o
+        return p, m, l, o
 
     def _redo_step(self, n, first_fixed, m, l, o):
         """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""

@@ -49,6 +49,11 @@ def interpreting() -> bool:
     return _interpreter.get() is not None
 
 
+def interpret_params() -> Any:
+    """Return what Pallas takes as `interpret`."""
+    return _interpreter.get() or False
+
+
 def warp_specialized_kernel(
     body: Callable,
     name: str,
@@ -76,7 +81,7 @@ def warp_specialized_kernel(
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
-        interpret=_interpreter.get() or False,
+        interpret=interpret_params(),
         compiler_params=plgpu.CompilerParams(
             approx_math=approx_math,
             unsafe_no_auto_barriers=not barriers,

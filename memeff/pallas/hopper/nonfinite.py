@@ -1,6 +1,7 @@
 """Keep NaN and Inf of values that a row does not see out of its result: 0 times NaN is NaN."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -55,13 +56,13 @@ class _Patches(NamedTuple):
             bad_keys = [self.is_bad(row, col).max(axis=1) for col in self.cols]
             bad_keys_s[row : row + ROWS] = functools.reduce(jnp.maximum, bad_keys)
 
-    def clean(self) -> None:
-        """Replace each bad number by 0."""
+    def clean(self, commit: Callable[[], None]) -> None:
+        """Replace each bad number by 0, and `commit` that."""
         for row in self.rows:
             for col in self.cols:
                 clean_values = jnp.where(self.is_bad(row, col) > 0, 0.0, self.load(row, col))
                 self.at(row, col)[...] = clean_values.astype(self.values.dtype)
-        plgpu.commit_smem()
+        commit()
 
 
 def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile):
@@ -96,7 +97,7 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
             for col in patches.cols:
                 bad_columns = [patches.is_bad(row, col).max(axis=0) for row in patches.rows]
                 bad_columns_s[col : col + ROWS] = functools.reduce(jnp.maximum, bad_columns)
-            patches.clean()
+            patches.clean(plgpu.commit_smem)
 
         sync(all_consumers)
         return _with_nan(o, sees_bad, bad_columns_s)
@@ -104,11 +105,18 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)
 
 
-def clean_own_values(values: Ref, o, tile: ScoreTile, shared: tuple[Ref, Ref]):
+def clean_own_values(
+    values: Ref,
+    o,
+    tile: ScoreTile,
+    shared: tuple[Ref, Ref],
+    commit: Callable[[], None] = plgpu.commit_smem,
+):
     """Apply `clean_values` to values that no other warpgroup reads.
 
-    `shared` is memory for the bad keys [c] and the bad columns [D]. Nothing is summed over rows,
-    because warpgroups would share the memory for that.
+    `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys
+    [c] and the bad columns [D]. Nothing is summed over rows, because warpgroups would share the
+    memory for that.
     """
     bad_keys_s, bad_columns_s = shared
     patches = _Patches(values)
@@ -121,7 +129,7 @@ def clean_own_values(values: Ref, o, tile: ScoreTile, shared: tuple[Ref, Ref]):
         for col in patches.cols:
             for row in patches.rows:
                 mark_columns(bad_columns_s.at[col : col + ROWS], patches.is_bad(row, col))
-        patches.clean()
+        patches.clean(commit)
         return _with_nan(o, sees_bad, bad_columns_s)
 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)

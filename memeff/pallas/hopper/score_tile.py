@@ -95,6 +95,7 @@ class ScoreTile(NamedTuple):
     bias: Array | None = None  # of the tile, in its own dtype; None: the call has none
     # Row r is the query r modulo `row_period`, of one head after the other; None: of one head.
     row_period: int | None = None
+    vectors_are_shared: bool = True  # token vectors are in shared memory, not in global memory
 
     @property
     def terms(self) -> LogitParams:
@@ -152,7 +153,7 @@ class ScoreTile(NamedTuple):
         dim = self.query_dim
         first = int(self.scalars.q_segments is not None)
         by_query, by_key = self.token_vectors
-        words = QueryWords(*(plgpu.load(x, layout=(ROW, COL)[dim]) for x in by_query[first:][:2]))
+        words = QueryWords(*(self._load_vector(x, dim) for x in by_query[first:][:2]))
         head = QueryWords(*self.head.dropout) if self.head.dropout else None
         words = words_of_head(words, head)
         tiles = QueryWords(*(broadcast_vector(x, self.shape, dim) for x in words))
@@ -214,8 +215,11 @@ class ScoreTile(NamedTuple):
 
     def _token_tile(self, vector: Ref, dim: int) -> Array:
         """Load a vector along `dim`, and repeat it along the other one."""
-        layout = (ROW, COL)[dim]
-        return broadcast_vector(plgpu.load(vector, layout=layout), self.shape, dim)
+        return broadcast_vector(self._load_vector(vector, dim), self.shape, dim)
+
+    def _load_vector(self, vector: Ref, dim: int) -> Array:
+        """Load a vector along `dim`."""
+        return plgpu.load(vector, layout=(ROW, COL)[dim], optimized=self.vectors_are_shared)
 
     def _difference(self, function: TileFunction, n: int) -> Array:
         """Return the n-th vector of position differences as a tile."""

@@ -1,0 +1,411 @@
+"""Compute the gradient of attention on GPUs since Ampere, in two kernels as on Hopper.
+
+Steps (1) to (6) are those of `hopper.backward_common`. A thread block owns 64 queries and visits
+the tiles of keys that they see, for dq; or it owns 64 keys and visits queries, for dk and dv.
+The next tile is copied beside the products of one where shared memory has two places for it. If a
+sum is not finite, all tiles are visited once more, without lift and with NaN and Inf removed from
+operands of two products.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from memeff.logits import allow_approx_math
+from memeff.pallas.ampere.mosaic import (
+    copy_tile,
+    kernel,
+    multiply,
+    ready_barrier,
+    store_tile,
+    sync_threads,
+    wait_for_copies,
+)
+from memeff.pallas.hopper.backward_common import Gradient, float16_lift, is_finite
+from memeff.pallas.hopper.mosaic import (
+    COL,
+    ROW,
+    WGMMA,
+    Barrier,
+    Ref,
+    broadcast_vector,
+    full_tile,
+    plgpu,
+    tile_ref,
+    whole_width,
+)
+from memeff.pallas.hopper.persistent import any_failed
+from memeff.pallas.hopper.scalars import Scalars, with_ranges
+from memeff.pallas.hopper.scheduler import (
+    CallSizes,
+    KeyWork,
+    QueryWork,
+    cache_order,
+    find_key_work,
+    find_query_work,
+    may_have_unmasked_tiles,
+)
+from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
+from memeff.pallas.hopper.tile_ranges import with_lists
+from memeff.problem import Problem
+from memeff.softmax import LSE_OF_EMPTY_ROW
+
+ROWS = 64  # of a tile, queries and keys alike
+
+
+class Arrays(NamedTuple):
+    """What both kernels read. In a kernel the fields are refs."""
+
+    query: Any  # [B, T, N, H]
+    key: Any  # [B, S, K, H]
+    value: Any  # [B, S, K, D]
+    dout: Any  # [B, T, N, D]
+    lse: Any  # [B, N, T'], in bits, minus float16's lift
+    delta: Any  # [B, N, T'], dlse minus the row sum of dout * out
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, of H and D numbers a token.
+
+    Owned tiles are of queries and dout, or of keys and values; visited tiles are the others. The
+    barriers are in the interpreter alone.
+    """
+
+    owned_s: tuple[Ref, Ref]  # [1, 64, H] and [1, 64, D]; gradients take their places
+    visited_s: tuple[Ref, Ref]  # [stages, 64, H] and [stages, 64, D]
+    failed_s: Ref  # [64] above 0 where a row is not finite
+    owned_ready: Barrier
+    visited_ready: Barrier
+
+
+def gradients(
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: Arrays,
+    scalars: Scalars,
+    stages: int,
+) -> tuple[Array, Array, Array]:
+    """Return dq, dk and dv in the shapes of query, key and value. `lengths`: T, S unpadded."""
+    run = functools.partial(_run, problem, lengths, arrays, scalars, stages)
+    (dq,) = run("memeff_ampere_dq", of_keys=False)
+    dk, dv = run("memeff_ampere_dkdv", of_keys=True)
+    return dq, dk, dv
+
+
+def _run(
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: Arrays,
+    scalars: Scalars,
+    stages: int,
+    name: str,
+    of_keys: bool,
+) -> tuple[Array, ...]:
+    """Run the kernel for dk and dv (`of_keys`) or that for dq."""
+    query, key, value, *_ = arrays
+    B, _, N, H = query.shape
+    K, D = value.shape[2:]
+    T, S = lengths
+    G = N // K
+    sizes = CallSizes(B, T, S, K, G)
+    items = B * (K * -(-S // ROWS) if of_keys else N * -(-T // ROWS))
+    bytes_read = (T * G if of_keys else S // G) * (H + D) * query.dtype.itemsize
+    order = cache_order(B * (K if of_keys else N), max(1, bytes_read))
+    scalars = with_ranges(scalars, lengths, ROWS, keys=of_keys)
+    scalars = with_lists(problem, scalars, lengths, (ROWS, ROWS), keys=of_keys)
+    operands, structure = jax.tree.flatten((arrays, scalars))
+    find_work = find_key_work if of_keys else find_query_work
+
+    def body(*refs, scratch: Scratch):
+        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        index = lax.axis_index("block")
+        work: Any = find_work(problem, sizes, scalar_refs, ROWS, ROWS, order, index)
+        owner: Any = KeyTile if of_keys else QueryTile
+        tile = owner(problem, sizes, array_refs, scratch, work)
+        tile.run(*refs[len(operands) :])
+
+    results = [key, value] if of_keys else [query]
+    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
+    scratch = scratch_types(H, D, query.dtype, stages)
+    call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
+    return tuple(call(*operands))
+
+
+def scratch_types(H: int, D: int, dtype, stages: int) -> Scratch:
+    """Return the types of a thread block's shared memory."""
+    H, D = whole_width(H), whole_width(D)
+    return Scratch(
+        owned_s=(tile_ref(1, ROWS, H, dtype), tile_ref(1, ROWS, D, dtype)),
+        visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
+        failed_s=plgpu.SMEM((ROWS,), jnp.float32),
+        owned_ready=ready_barrier(arrivals=2),
+        visited_ready=ready_barrier(arrivals=2, count=stages),
+    )
+
+
+def _clean(operand: Ref, good: Callable[[Array], Array]) -> None:
+    """Zero the numbers of a tile [64, D] that are not `good`."""
+    for col in range(0, operand.shape[1], ROWS):
+        part = operand.at[:, col : col + ROWS]
+        x = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
+        part[...] = jnp.where(good(x), x, 0.0).astype(operand.dtype)
+    sync_threads()
+
+
+class _Pipeline(NamedTuple):
+    """Copies of the visited tiles, each beside the products of the one before if there is room."""
+
+    scratch: Scratch
+    total: Array
+    copy: Callable[[Any, Any], None]  # (visit, slot)
+
+    @property
+    def stages(self) -> int:
+        """Return how many visited tiles are in shared memory."""
+        return self.scratch.visited_s[0].shape[0]
+
+    def begin(self) -> None:
+        """Start to copy the first tile if there is one."""
+        if self.stages > 1:
+            pl.when(self.total > 0)(lambda: self._start(jnp.int32(0)))
+
+    def next(self, n) -> tuple[Ref, Ref]:
+        """Wait for the tiles of visit n, and return them."""
+        if self.stages == 1:
+            self._start(n)
+        slot = self._slot(n)
+        ready = self.scratch.visited_ready
+        wait_for_copies(None if ready is None else ready.at[slot])
+        if self.stages > 1:
+            pl.when(n + 1 < self.total)(lambda: self._start(n + 1))
+        first, second = self.scratch.visited_s
+        return first.at[slot], second.at[slot]
+
+    def _start(self, n) -> None:
+        self.copy(n, self._slot(n))
+
+    def _slot(self, n):
+        return lax.rem(n, jnp.int32(self.stages))
+
+
+def _copy_pair(refs: tuple[Ref, Ref], place: tuple, shared: tuple[Ref, Ref], slot, ready) -> None:
+    """Start to copy the tiles at `place` (batch entry, token, head) of two arrays to `slot`."""
+    b, token, head = place
+    for ref, target in zip(refs, shared, strict=True):
+        copy_tile(ref, b, token, head, target.at[slot], ready)
+
+
+def _at(barriers: Barrier, slot) -> Barrier:
+    return None if barriers is None else barriers.at[slot]
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of one head, whose dq a thread block computes."""
+
+    problem: Problem
+    sizes: CallSizes
+    arrays: Arrays
+    scratch: Scratch
+    work: QueryWork
+
+    def run(self, dq_ref: Ref) -> None:
+        """Compute and store dq."""
+        work = self.work
+        arrays = self.arrays
+        scratch = self.scratch
+        place = work.source.query, work.row, work.n
+        operands = arrays.query, arrays.dout
+        _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
+        wait_for_copies(scratch.owned_ready)
+        numbers = head_number_refs(work.scalars, work.n)
+        dq = self._visit_tiles(numbers, redo=False)
+        failed = any_failed(scratch.failed_s, _bad_rows(dq)) > 0
+        dq = lax.cond(failed, lambda _: self._visit_tiles(numbers, redo=True), lambda x: x, dq)
+        q_s = scratch.owned_s[0].at[0]
+        q_s[...] = dq.astype(q_s.dtype)
+        store_tile(q_s, dq_ref, work.b, work.row, work.n)
+
+    def _visit_tiles(self, numbers: HeadNumbers, redo: bool) -> Array:
+        """Return dq. With `redo`, clean keys, and do without lift."""
+        work = self.work
+        arrays = self.arrays
+        scratch = self.scratch
+        q_s, do_s = (x.at[0] for x in scratch.owned_s)
+        shape = ROWS, ROWS
+        dtype = q_s.dtype
+        gradient = Gradient(self.problem, work.scalars.logit_terms)
+        rows = pl.ds(work.row, ROWS)
+
+        def of_rows(ref):
+            vector = ref.at[work.source.query, work.n, rows]
+            return plgpu.load(vector, layout=ROW, optimized=False)
+
+        lse = of_rows(arrays.lse)
+        delta = of_rows(arrays.delta)
+        lift = float16_lift(dtype)
+        if redo:
+            lse = lse + lift
+
+        def copy(n, slot):
+            place = work.source.key, work.visits.tile(n) * ROWS, work.k
+            ready = _at(scratch.visited_ready, slot)
+            _copy_pair((arrays.key, arrays.value), place, scratch.visited_s, slot, ready)
+
+        pipeline = _Pipeline(scratch, work.visits.total, copy)
+
+        def step(masked: bool, n, dq):
+            k_s, v_s = pipeline.next(n)
+            if redo:
+                _clean(k_s, is_finite)
+            first = work.row, work.visits.tile(n) * ROWS
+            tile = _score_tile(self.problem, work, first, numbers).with_loads_started()
+            tile = tile.with_bias(work.n, None)
+            keep = tile.mask() if masked else None
+            raw = multiply(full_tile(shape, 0.0), q_s, k_s, transposed=True)  # (1)
+            p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape), tile, keep)
+            dp = _dp(gradient, p, broadcast_vector(delta, shape), do_s, v_s)
+            d_raw, _ = cotangents(p, dp)  # (2), (3)
+            return multiply(dq, d_raw.astype(dtype), k_s)  # (4)
+
+        pipeline.begin()
+        dq = full_tile((ROWS, q_s.shape[-1]), 0.0)
+        dq = _masked_first(self.problem, work, step, dq, redo)
+        return dq * gradient.slope * (1.0 if redo else 2.0**-lift)
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys of one head, whose dk and dv a thread block computes."""
+
+    problem: Problem
+    sizes: CallSizes
+    arrays: Arrays
+    scratch: Scratch
+    work: KeyWork
+
+    def run(self, dk_ref: Ref, dv_ref: Ref) -> None:
+        """Compute and store dk and dv."""
+        work = self.work
+        scratch = self.scratch
+        place = work.source.key, work.col, work.k
+        operands = self.arrays.key, self.arrays.value
+        _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
+        wait_for_copies(scratch.owned_ready)
+        dk, dv = self._visit_tiles(redo=False)
+        bad_rows = jnp.maximum(_bad_rows(dk), _bad_rows(dv))
+        failed = any_failed(scratch.failed_s, bad_rows) > 0
+        redo = functools.partial(self._visit_tiles, redo=True)
+        dk, dv = lax.cond(failed, lambda *_: redo(), lambda *x: x, dk, dv)
+        for shared, x, ref in zip(scratch.owned_s, (dk, dv), (dk_ref, dv_ref), strict=True):
+            shared[0] = x.astype(shared.dtype)
+            store_tile(shared.at[0], ref, work.b, work.col, work.k)
+
+    def _visit_tiles(self, redo: bool) -> tuple[Array, Array]:
+        """Return dk and dv. With `redo`, clean queries and dout, and do without lift."""
+        work = self.work
+        arrays = self.arrays
+        scratch = self.scratch
+        k_s, v_s = (x.at[0] for x in scratch.owned_s)
+        shape = ROWS, ROWS
+        dtype = k_s.dtype
+        gradient = Gradient(self.problem, work.scalars.logit_terms)
+        lift = float16_lift(dtype)
+        heads = jnp.int32(self.sizes.G)
+        count = work.visits.total
+
+        def head(visit):
+            return work.k * heads + lax.div(visit, jnp.maximum(count, 1))
+
+        def first_row(visit):
+            return work.visits.tile(lax.rem(visit, jnp.maximum(count, 1))) * ROWS
+
+        def copy(visit, slot):
+            place = work.source.query, first_row(visit), head(visit)
+            ready = _at(scratch.visited_ready, slot)
+            _copy_pair((arrays.query, arrays.dout), place, scratch.visited_s, slot, ready)
+
+        pipeline = _Pipeline(scratch, count * heads, copy)
+
+        def step(g, masked: bool, n, sums):
+            dk, dv = sums
+            visit = g * count + n
+            q_s, do_s = pipeline.next(visit)
+            n_head = work.k * heads + g
+            row = work.visits.tile(n) * ROWS
+
+            def vector(ref, layout):
+                part = ref.at[work.source.query, n_head, pl.ds(row, ROWS)]
+                return plgpu.load(part, layout=layout, optimized=False)
+
+            if redo:
+                _clean(q_s, is_finite)
+                is_empty = vector(arrays.lse, ROW) >= LSE_OF_EMPTY_ROW
+                empty = broadcast_vector(jnp.where(is_empty, 1.0, 0.0), shape)
+                _clean(do_s, lambda x: is_finite(x) | (empty == 0.0))
+            numbers = head_number_refs(work.scalars, n_head)
+            tile = _score_tile(self.problem, work, (row, work.col), numbers, query_dim=1)
+            tile = tile.with_loads_started().with_bias(n_head, None)
+            keep = tile.mask() if masked else None
+            lse = vector(arrays.lse, COL) + (lift if redo else 0.0)
+            raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
+            lse = broadcast_vector(lse, shape, 1)
+            p, cotangents = gradient.probabilities(raw, lse, tile, keep)
+            dv = multiply(dv, gradient.kept(p).astype(dtype), do_s)  # (6)
+            delta = broadcast_vector(vector(arrays.delta, COL), shape, 1)
+            d_raw, _ = cotangents(p, _dp(gradient, p, delta, v_s, do_s))
+            return multiply(dk, d_raw.astype(dtype), q_s), dv
+
+        def visit_head(g, sums):
+            return _masked_first(self.problem, work, functools.partial(step, g), sums, redo)
+
+        pipeline.begin()
+        sums = tuple(full_tile((ROWS, x.shape[-1]), 0.0) for x in (k_s, v_s))
+        dk, dv = lax.fori_loop(0, self.sizes.G, visit_head, sums)
+        undo = 1.0 if redo else 2.0**-lift
+        return dk * gradient.slope * undo, dv * gradient.inverse_keep_rate * undo
+
+
+def _bad_rows(x: Array) -> Array:
+    """Return 1 for each row of x that has a number that is not finite, and else 0."""
+    return jnp.where(is_finite(x), 0.0, 1.0).max(axis=1)
+
+
+def _dp(gradient: Gradient, p: Array, delta: Array, x: Ref, y: Ref) -> Array:
+    """Return dp + delta, where dp is x y'."""
+    if gradient.problem.dropout is None:
+        return multiply(delta, x, y, transposed=True)
+    product = multiply(full_tile(p.shape, 0.0), x, y, transposed=True)
+    return gradient.drop(p, product, delta)
+
+
+def _masked_first(problem: Problem, work: Any, step: Callable, sums: Any, redo: bool) -> Any:
+    """Return the sums after all visits by `step(masked, n, sums)`, the masked ones first."""
+    visits = work.visits
+    if redo or not may_have_unmasked_tiles(problem, work.scalars):
+        return lax.fori_loop(0, visits.total, functools.partial(step, True), sums)
+    sums = lax.fori_loop(0, visits.masked, functools.partial(step, True), sums)
+    return lax.fori_loop(visits.masked, visits.total, functools.partial(step, False), sums)
+
+
+def _score_tile(
+    problem: Problem, work: Any, first: tuple, numbers: HeadNumbers, query_dim: int = 0
+) -> ScoreTile:
+    """Return the positions, masks and functions of the tile of `first` query and key."""
+    scalars = work.scalars
+    row, col = (pl.ds(x, ROWS) for x in first)
+    vectors = tuple(x.at[row] for x in scalars.by_query), tuple(x.at[col] for x in scalars.by_key)
+    return ScoreTile(
+        problem,
+        (ROWS, ROWS),
+        first,
+        work.mask_inputs,
+        scalars,
+        numbers,
+        vectors,
+        query_dim,
+        vectors_are_shared=False,
+    )

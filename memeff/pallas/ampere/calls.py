@@ -1,0 +1,150 @@
+"""Call the Ampere kernels."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memeff.device import current_device
+from memeff.logits import LOG2_E
+from memeff.pallas.ampere.backward import ROWS, Arrays, gradients
+from memeff.pallas.ampere.forward import Tiling, attend
+from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
+from memeff.pallas.hopper.layout import (
+    DIMS,
+    dims_of,
+    fold_heads,
+    head_dim_to_read,
+    pad_rows,
+    pad_scalars,
+    pad_tokens,
+    padded_width,
+    replace_mask,
+    scalars_of,
+    split_query,
+    unfold_heads,
+)
+from memeff.pallas.partitioning import partitioned
+from memeff.pallas.user_functions import calls
+from memeff.problem import Gradients, LogitParams, Operands, Problem
+from memeff.softmax import Lse, LseFor, row_dots
+
+# KiB of shared memory of a multiprocessor, by compute capability. The others, such as 8.6, 8.9 and
+# 12.0, have 100.
+SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228, "11.0": 228}
+LEAST_SHARED_KIB = 100
+OTHER_KIB = 4  # of a thread block, beside its tiles
+
+
+def forward_tiling(operands: Operands) -> Tiling:
+    """Return the tiling of the forward."""
+    return tiling_for(padded_width(operands))
+
+
+def tiling_for(width: int) -> Tiling:
+    """Return the tiling of the forward for a padded head dim. None was timed."""
+    rows = 128 if width <= 64 or _shared_kib() > LEAST_SHARED_KIB else 64
+    return Tiling(rows, 64)
+
+
+def stages_for(width: int) -> int:
+    """Return how many visited tiles the gradient has in shared memory, for a padded head dim.
+
+    There are two if a multiprocessor then still has room for two thread blocks. None was timed.
+    """
+    pair_kib = 2 * 2 * ROWS * width // 1024  # of an owned or a visited pair of tiles
+    return 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
+
+
+def _shared_kib() -> int:
+    """Return the KiB of shared memory of a multiprocessor of the device."""
+    return SHARED_KIB.get(current_device().capability or "", LEAST_SHARED_KIB)
+
+
+def describe(operands: Operands) -> str:
+    """Return a phrase that names the kernels and their tiles."""
+    rows, keys = forward_tiling(operands)
+    return f"Ampere kernels, tiles of {rows} x {keys} logits, compiled for, never timed on this GPU"
+
+
+def forward(
+    problem: Problem, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse | None]:
+    """Return out [B, K, G, T, D], and lse [B, K, G, T] if wanted."""
+    operands = replace_mask(operands)
+    scalars = scalars_of(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
+    on_tiles = calls.tile_functions(problem, operands)
+    want_lse = lse_for is not None
+    tiling = forward_tiling(operands)
+
+    def call(query, key, value, *leaves):
+        B, T, K, G, _ = query.shape
+        arrays = lax.collapse(query, 2, 4), key, value
+        width = padded_width(operands)
+        arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
+        lengths = T, key.shape[1]
+        padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
+        out, lse = attend(on_tiles, lengths, arrays, padded_scalars, want_lse, tiling)
+        out = unfold_heads(out, (B, T, K, G), value.shape[-1])
+        return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
+
+    dims_out = ("bkgtd", "bkgt") if want_lse else ("bkgtd",)
+    run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
+    out, *lses = run(*split_query(operands, operands.shape.K), *leaves)
+    return out, Lse(lses[0], None) if want_lse else None
+
+
+def why_not_backward(problem: Problem, operands: Operands) -> str | None:
+    """Return why the kernels cannot compute the gradient of a call that they run; None if they can.
+
+    They sum no cotangents of the terms of the logits.
+    """
+    on_tiles = calls.tile_functions(problem, operands, "all")
+    scalars = scalars_of(problem, replace_mask(operands))
+    if count_term_gradients(on_tiles, scalars) or calls.needs_extra_pass(problem, operands):
+        return "their gradient does not support arrays in the logits"
+    return None
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
+) -> Gradients:
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    `dlse` is None if lse has no cotangent.
+    """
+    operands = replace_mask(operands)
+    scalars = scalars_of(problem, operands)
+    leaves, structure = jax.tree.flatten(scalars)
+    on_tiles = calls.tile_functions(problem, operands)
+    delta = -row_dots(out, dout, jnp.float32)
+    if dlse is not None:
+        delta = delta + dlse
+    lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
+    width = padded_width(operands)
+    stages = stages_for(width)
+
+    def call(query, key, value, dout, lse, delta, *leaves):
+        _, T, K, G, H = query.shape
+        B, S, _, D = value.shape
+
+        def pad(x: Array) -> Array:
+            return pad_tokens(x, head_dim_to_read(x.shape[-1], width))
+
+        query = lax.collapse(query, 2, 4)
+        rows = pad_rows(lse), pad_rows(delta)
+        inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
+        padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
+        dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, stages)
+        dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
+        return dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+
+    run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)), DIMS)
+    arrays = split_query(operands, operands.shape.K)
+    dq, dk, dv = run(*arrays, dout, lse_bits, delta, *leaves)
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())

@@ -1,0 +1,121 @@
+"""Decide which calls the Ampere kernels can run.
+
+Each reason is a clause that stands behind "because": no capital letter, no period.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from memeff.device import Device
+from memeff.pallas.hopper.capability import reads_bias
+from memeff.pallas.user_functions import calls
+from memeff.problem import Operands, Problem
+from memeff.stored import StoredKeys
+
+LARGEST_HEAD = 128
+FEWEST_QUERIES = 64  # with fewer, most of a tile is empty
+OLDEST_JAX = (0, 11, 2)  # which has mma
+
+_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("memeff_ampere", default=False)
+
+
+@contextlib.contextmanager
+def chosen() -> Iterator[None]:
+    """Choose these kernels wherever they can run, before those of every other family.
+
+    Without this context they are never chosen, because nobody has timed them on a GPU.
+    """
+    token = _chosen.set(True)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def for_device(device: Device) -> str | None:
+    """Return why the kernels do not run on `device`; None if they do."""
+    if device.platform != "gpu":
+        return f"the Ampere kernels need an NVIDIA GPU, and this device is a {device.platform}"
+    if device.capability is None or float(device.capability) < 8:
+        return (
+            "the Ampere kernels need a GPU of compute capability 8.0 or more, and this one has "
+            f"{device.capability}"
+        )
+    if tuple(map(int, jax.__version__.split(".")[:3])) < OLDEST_JAX:
+        return f"the Ampere kernels need jax 0.11.2 or later, and this is jax {jax.__version__}"
+    if not _chosen.get():
+        return "the Ampere kernels were never timed on a GPU and are not chosen yet"
+    return None
+
+
+def why_not(
+    problem: Problem, operands: Operands, device: Device, fused: bool = False
+) -> str | None:
+    """Return why the kernels cannot run a call; None if they can."""
+    return (
+        for_device(device)
+        or ('the Ampere kernels do not support backward="fused"' if fused else None)
+        or _unsupported_shape(operands)
+        or _unsupported_option(problem, operands)
+        or calls.why_not(problem, operands)
+    )
+
+
+def _unsupported_shape(operands: Operands) -> str | None:
+    """Return a reason if the kernels do not support the lengths, the dtype or the head dims."""
+    query, key, value = operands[:3]
+    if isinstance(key, StoredKeys):
+        return "the Ampere kernels do not read keys that are stored in pages or in 8 bits"
+    sizes = (*query.shape, *key.shape, *value.shape)
+    H, D = query.shape[-1], value.shape[-1]
+    if not all(isinstance(size, int) for size in sizes):
+        return "the Ampere kernels do not support symbolic sizes"
+    if 0 in sizes:
+        return "the Ampere kernels do not support sizes of 0"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Ampere kernels support bfloat16 and float16, and this call has {query.dtype}"
+    if max(H, D) > LARGEST_HEAD:
+        return (
+            f"the Ampere kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, "
+            f"D={D}"
+        )
+    return None
+
+
+def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
+    """Return a reason if the call has an argument that the kernels do not support."""
+    if reads_bias(operands):
+        return "the Ampere kernels do not support `bias` and dense masks"
+    if problem.dropout is not None and problem.dropout.bits != "mix32":
+        return (
+            'the Ampere kernels support dropout with dropout_bits="mix32", and this call draws '
+            "Flax's own bits"
+        )
+    if operands.origin is not None:
+        return "the Ampere kernels do not support functions on a part of a whole call"
+    if problem.qk_transform is not None:
+        return "the Ampere kernels do not support `qk_transform`"
+    return None
+
+
+def slower(problem: Problem, operands: Operands) -> str | None:
+    """Return why the chunked path is expected to be faster; None if it is not."""
+    T = operands.query.shape[1]
+    if T >= FEWEST_QUERIES:
+        return None
+    return f"a tile of the Ampere kernels would be mostly empty with {T} queries"
+
+
+def backward_is_kernel(operands: Operands) -> bool:
+    """Return whether kernels compute the gradient: not where the logits depend on arrays."""
+    terms = operands.logit_params
+    return not jax.tree.leaves((terms.scale, terms.soft_cap, terms.score))
+
+
+def fused_is_faster(problem: Problem, operands: Operands) -> bool:
+    """Return False: the gradient has two kernels."""
+    return False

@@ -1,0 +1,105 @@
+"""Present the Ampere kernels as an implementation, which imports them only to run one."""
+
+from jax import Array
+
+from memeff.pallas.ampere import vocabulary
+from memeff.pallas.ampere.capability import (
+    backward_is_kernel,
+    for_device,
+    fused_is_faster,
+    slower,
+    why_not,
+)
+from memeff.pallas.hopper.memory import temp_bytes
+from memeff.problem import Gradients, Operands, Problem, Schedule
+from memeff.softmax import Lse, LseFor
+
+__all__ = [
+    "backward",
+    "backward_is_kernel",
+    "describe",
+    "for_device",
+    "forward",
+    "fused_is_faster",
+    "reads_entries",
+    "slower",
+    "tangent",
+    "temp_bytes",
+    "tile_shape",
+    "vocabulary",
+    "why_not",
+]
+
+
+def reads_entries(problem: Problem, operands: Operands) -> bool:
+    """Return False: the kernels do not read `operands.entries`."""
+    return False
+
+
+def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """Return the rows and columns of the forward's tiles."""
+    from memeff.pallas.ampere import calls
+
+    rows, keys = calls.forward_tiling(operands)
+    return rows, keys
+
+
+def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
+    """Return a phrase that names the kernels and their tiles."""
+    from memeff.pallas.ampere import calls
+
+    return calls.describe(operands)
+
+
+def forward(
+    problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
+) -> tuple[Array, Lse | None]:
+    """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles.
+
+    The chunked path computes a partial out, in float32.
+    """
+    from memeff.chunked import implementation as chunked
+    from memeff.pallas.ampere import calls
+
+    if schedule.partial_out:
+        return chunked.forward(problem, schedule, operands, lse_for)
+    return calls.forward(problem, operands, lse_for)
+
+
+def backward(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    dout: Array,
+    dlse: Array | None,
+) -> Gradients:
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
+
+    The chunked path computes those of calls whose logits depend on arrays.
+    """
+    from memeff.chunked import implementation as chunked
+    from memeff.pallas.ampere import calls
+
+    if calls.why_not_backward(problem, operands) is None:
+        return calls.backward(problem, operands, out, lse, dout, dlse)
+    return chunked.backward(problem, schedule, operands, out, lse, dout, dlse)
+
+
+def tangent(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    out: Array,
+    lse: Lse,
+    tangents: Operands,
+    narrow: bool = True,
+) -> tuple[Array, Array]:
+    """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
+
+    The chunked path computes them from the kernels' out and lse.
+    """
+    from memeff.chunked import implementation as chunked
+
+    return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow)

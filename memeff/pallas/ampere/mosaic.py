@@ -1,0 +1,340 @@
+"""Copy tiles to shared memory and multiply them, by instructions that each GPU since Ampere has.
+
+Copies are `cp.async`, which zero what lies outside of an array. Products are `mma`, by Mosaic, and
+`ldmatrix` reads their fragments. Mosaic's own copies are TMA on Hopper and demand whole tiles
+before it, and its own loads would hold all of a factor in registers. The interpreter copies by TMA,
+so that it finds races, and multiplies whole arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+
+from memeff.pallas.hopper.mosaic import (
+    SHARED,
+    WGMMA,
+    Barrier,
+    Ref,
+    head_rows,
+    interpret_params,
+    interpreting,
+    mlir_modules,
+    plgpu,
+)
+
+THREADS = 128  # of a thread block: one warpgroup
+CHUNK = 8  # 16-bit numbers that one instruction copies, or loads for a lane
+STEP = 16  # columns of the first factor that one instruction multiplies
+SWIZZLED = 64  # columns of a tile in shared memory, whose chunks are permuted by its row modulo 8
+
+
+def kernel(
+    body: Callable, name: str, out: list, scratch: dict, blocks: int, approx_math: bool = True
+) -> Callable:
+    """Return `body` as a kernel of `blocks` thread blocks of one warpgroup each."""
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name=name,
+        interpret=interpret_params(),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approx_math,
+            reduction_scratch_bytes=2048,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )
+
+
+def ready_barrier(arrivals: int = 1, count: int = 1) -> Barrier:
+    """Return the type of `count` barriers for copies. Only the interpreter needs them."""
+    if not interpreting():
+        return None
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+class _Lanes:
+    """A thread's place in its warpgroup, and its arithmetic."""
+
+    def __init__(self):
+        self.mgpu, self.ir, self.arith, _, self.vector, self.scf = mlir_modules()
+        self.utils = self.mgpu.utils
+        self.nvvm = self.utils.nvvm
+        self.llvm = self.utils.llvm
+        self.i32 = self.ir.IntegerType.get_signless(32)
+        self.i64 = self.ir.IntegerType.get_signless(64)
+        self.i8 = self.ir.IntegerType.get_signless(8)
+        self.thread = self.arith.remui(self.utils.thread_idx(), self.constant(THREADS))
+
+    def constant(self, x: int):
+        """Return an integer."""
+        return self.arith.constant(self.i32, x)
+
+    def add(self, x, y):
+        """Return x + y."""
+        return self.arith.addi(x, y)
+
+    def times(self, x, n: int):
+        """Return x * n."""
+        return self.arith.muli(x, self.constant(n))
+
+    def divmod(self, x, n: int):
+        """Return x // n and x % n."""
+        return self.arith.divui(x, self.constant(n)), self.arith.remui(x, self.constant(n))
+
+    def at(self, pointer, *offsets):
+        """Return a pointer so many bytes further."""
+        for offset in offsets:
+            pointer = self.utils.getelementptr(pointer, [offset], self.i8)
+        return pointer
+
+    def chunk_offset(self, row, chunk, cols: int):
+        """Return the bytes before a chunk of row below 8 of a tile of `cols` columns."""
+        swizzled = self.arith.xori(self.arith.remui(row, self.constant(8)), chunk)
+        return self.add(self.times(row, 2 * SWIZZLED), self.times(swizzled, 2 * CHUNK))
+
+
+def copy_tile(source: Ref, b, row, n, shared: Ref, ready: Barrier) -> None:
+    """Start to copy the vectors of head n from `row` on to `shared` [rows, H'], 64 | H'.
+
+    `source` is [B, T, N, H], 8 | H. What lies behind T or H becomes 0.
+    """
+    rows, cols = shared.shape
+    if interpreting():
+        plgpu.commit_smem()  # its search for races asks for this fence after reads
+        plgpu.copy_gmem_to_smem(head_rows(source, b, pl.ds(row, rows), n), shared, ready)
+        return
+
+    def copy(lanes: _Lanes, pointer, place, is_inside):
+        size = lanes.arith.select(is_inside, lanes.constant(2 * CHUNK), lanes.constant(0))
+        modifier = lanes.nvvm.LoadCacheModifierKind.CG
+        lanes.nvvm.cp_async_shared_global(place, pointer, 2 * CHUNK, modifier, cp_size=size)
+
+    def finish(lanes: _Lanes):
+        lanes.nvvm.cp_async_commit_group()
+
+    _for_each_chunk(source, b, row, n, shared, copy, finish)
+
+
+def store_tile(shared: Ref, target: Ref, b, row, n) -> None:
+    """Store `shared` [rows, H'] to head n of `target` [B, T, N, H] from `row` on, up to T and H."""
+    rows, cols = shared.shape
+    if interpreting():
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, head_rows(target, b, pl.ds(row, rows), n))
+        plgpu.wait_smem_to_gmem(0)
+        return
+
+    def store(lanes: _Lanes, pointer, place, is_inside):
+        kind = lanes.ir.VectorType.get((4,), lanes.i32)
+        branch = lanes.scf.IfOp(is_inside)
+        with lanes.ir.InsertionPoint(branch.then_block):
+            lanes.llvm.store(lanes.llvm.load(kind, place), pointer)
+            lanes.scf.yield_([])
+
+    _for_each_chunk(target, b, row, n, shared, store, lambda lanes: None)
+
+
+def _for_each_chunk(ref: Ref, b, row, n, shared: Ref, visit: Callable, finish: Callable) -> None:
+    """Call `visit(lanes, pointer, place, is_inside)` for each chunk that a thread moves.
+
+    `pointer` is in global memory, `place` in shared memory.
+    """
+    rows, cols = shared.shape
+    _, T, N, H = ref.shape
+    chunks = cols // CHUNK
+    rows_at_once = THREADS // chunks
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(SHARED), WGMMA, WGMMA, WGMMA))
+    def move(_, ref, shared, b, row, n):
+        lanes = _Lanes()
+        arith = lanes.arith
+        b, row, n = (x.registers.item() for x in (b, row, n))
+        lanes.utils.warpgroup_barrier()  # all have read, or written, the tile
+        first, chunk = lanes.divmod(lanes.thread, chunks)
+        token = lanes.add(row, first)
+
+        def wide(x):
+            return arith.extui(lanes.i64, x)
+
+        def big(x: int):
+            return arith.constant(lanes.i64, x)
+
+        start = arith.addi(arith.muli(wide(b), big(T)), wide(token))
+        start = arith.addi(arith.muli(start, big(N)), wide(n))
+        start = arith.muli(start, big(2 * H))
+        start = arith.addi(start, wide(lanes.times(chunk, 2 * CHUNK)))
+        base = lanes.llvm.addrspacecast(
+            lanes.llvm.PointerType.get(address_space=1), lanes.utils.memref_ptr(ref)
+        )
+        base = lanes.at(base, start)
+        half, chunk_in_half = lanes.divmod(chunk, SWIZZLED // CHUNK)
+        eight, row_in_eight = lanes.divmod(first, 8)
+        offset = lanes.chunk_offset(row_in_eight, chunk_in_half, cols)
+        tile = lanes.add(lanes.times(eight, cols // SWIZZLED), half)
+        offset = lanes.add(offset, lanes.times(tile, 2 * 8 * SWIZZLED))
+        place = lanes.at(lanes.utils.memref_ptr(shared), offset)
+        less = arith.CmpIPredicate.ult
+        inside_head = arith.cmpi(less, chunk, lanes.constant(H // CHUNK))
+        for further in range(0, rows, rows_at_once):
+            last = lanes.add(token, lanes.constant(further))
+            is_inside = arith.cmpi(less, last, lanes.constant(T))
+            is_inside = arith.andi(is_inside, inside_head)
+            visit(
+                lanes,
+                lanes.at(base, further * N * H * 2),
+                lanes.at(place, further * cols * 2),
+                is_inside,
+            )
+        finish(lanes)
+
+    move(ref, shared, *(jnp.asarray(x, jnp.int32) for x in (b, row, n)))
+
+
+def wait_for_copies(ready: Barrier, pending: int = 0) -> None:
+    """Wait until at most `pending` of the copies that began are under way, for all threads."""
+    if interpreting():
+        plgpu.barrier_wait(ready)
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        lanes = _Lanes()
+        lanes.nvvm.cp_async_wait_group(pending)
+        lanes.utils.warpgroup_barrier()
+
+    wait()
+
+
+def sync_threads() -> None:
+    """Wait until all threads have come here, and see what they stored to shared memory."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu()
+    def sync(_):
+        _Lanes().utils.warpgroup_barrier()
+
+    sync()
+
+
+def multiply(total: Array, x: Any, y: Ref, transposed: bool = False) -> Array:
+    """Return total + x y, or total + x y' if `transposed`.
+
+    x [64 m, k] is in registers or in shared memory, y [k, n] or [n, k] in shared memory.
+    """
+    in_registers = isinstance(x, jax.Array)
+    if interpreting():
+        factors = x if in_registers else x[...], y[...].T if transposed else y[...]
+        return total + jnp.dot(*factors, preferred_element_type=jnp.float32)
+    kind = WGMMA if in_registers else plgpu.RefType(SHARED)
+    result = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=WGMMA)
+    k = x.shape[1]
+    n = total.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, kind, plgpu.RefType(SHARED)), return_type=result)
+    def product(_, total, x, y):
+        lanes = _Lanes()
+        read_first = _from_registers(lanes, x) if in_registers else _Matrices(lanes, x).first_factor
+        read_second = _Matrices(lanes, y).second_factor
+        for col in range(0, k, STEP):
+            first = read_first(col, total.shape[0])
+            for start in range(0, n, 2 * CHUNK):
+                part = np.s_[:, start : start + 2 * CHUNK]
+                second = read_second(col, start, transposed)
+                total[part] = lanes.mgpu.mma(total[part], first, second)
+        return total
+
+    return product(total, x, y)
+
+
+def _fragment(lanes: _Lanes, registers: np.ndarray, layout: Any, like: Any) -> Any:
+    """Return 32-bit `registers` as an array of pairs of the type `like`, in a layout of mma."""
+    pair = lanes.ir.VectorType.get((2,), like)
+    pairs = np.empty(registers.shape, object)
+    for n, register in np.ndenumerate(registers):
+        pairs[n] = register if register.type == pair else lanes.utils.bitcast(register, pair)
+    return lanes.mgpu.FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+
+
+def _layouts(dtype: Any) -> Any:
+    """Return Mosaic's layouts of the factors of a product whose rows four warps share."""
+    from jax.experimental.mosaic.gpu.mma import MMALayouts
+
+    return MMALayouts(dtype)
+
+
+def _from_registers(lanes: _Lanes, x: Any) -> Callable:
+    """Return a function that returns 16 columns of `x`, a tile in registers, as first factor."""
+
+    def read(col: int, rows: int):
+        registers = np.empty((rows // 64, 1, 1, 2, 2, 1, 1, 1, 1), object)
+        for m in range(rows // 64):
+            for right in range(2):
+                for low in range(2):
+                    place = m, col // 8 + right, 0, 0, low, 0, 0, 0, 0
+                    registers[m, 0, 0, right, low] = x.registers[place]
+        return _fragment(lanes, registers, _layouts(x.mlir_dtype).lhs, x.mlir_dtype)
+
+    return read
+
+
+class _Matrices:
+    """Reads of a tile in shared memory by `ldmatrix`, which brings 8 x 8 numbers to a warp."""
+
+    def __init__(self, lanes: _Lanes, ref: Any):
+        self.lanes = lanes
+        self.base = lanes.utils.memref_ptr(ref)
+        kind = lanes.ir.MemRefType(ref.type)
+        self.dtype = kind.element_type
+        self.width = kind.shape[1]  # in tiles of 64 columns
+        lane = lanes.divmod(lanes.thread, 32)[1]
+        eighth, self.row = lanes.divmod(lane, 8)
+        self.high, self.low = lanes.divmod(eighth, 2)  # of the four matrices that are read at once
+
+    def _place(self, further, chunk):
+        """Return a lane's offset: its row, `further` tiles of 8 rows down, and a chunk, 0 or 1."""
+        lanes = self.lanes
+        offset = lanes.chunk_offset(self.row, chunk, 0)
+        return lanes.add(offset, lanes.times(further, self.width * 2 * 8 * SWIZZLED))
+
+    def _read(self, place, row: int, col: int, transposed: bool) -> list:
+        """Return four registers from `place`, `row` rows down and `col` columns to the right."""
+        lanes = self.lanes
+        side, in_side = divmod(col, SWIZZLED)
+        place = lanes.arith.xori(place, lanes.constant(2 * in_side))
+        tile = row // 8 * self.width + side
+        pointer = lanes.at(self.base, place, tile * 2 * 8 * SWIZZLED)
+        order = lanes.nvvm.MMALayout.col if transposed else lanes.nvvm.MMALayout.row
+        shape = lanes.ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
+        kind = lanes.nvvm.LdStMatrixEltType.B16
+        four = lanes.nvvm.ldmatrix(pointer, layout=order, num=4, shape=shape, elt_type=kind)
+        return [lanes.llvm.extractvalue(lanes.i32, four, [n]) for n in range(4)]
+
+    def first_factor(self, col: int, rows: int) -> Any:
+        """Return 16 columns of all rows."""
+        lanes = self.lanes
+        warp = lanes.divmod(lanes.thread, 32)[0]
+        place = self._place(lanes.add(self.low, lanes.times(warp, 2)), self.high)
+        registers = np.empty((rows // 64, 1, 1, 2, 2, 1, 1, 1, 1), object)
+        for m in range(rows // 64):
+            registers[m, 0, 0, :, :, 0, 0, 0, 0] = np.array(
+                self._read(place, 64 * m, col, False), object
+            ).reshape(2, 2)
+        return _fragment(lanes, registers, _layouts(self.dtype).lhs, self.dtype)
+
+    def second_factor(self, row: int, col: int, transposed: bool) -> Any:
+        """Return rows `row` to `row` + 16 and as many columns, of the transpose if `transposed`."""
+        if transposed:
+            four = self._read(self._place(self.high, self.low), col, row, False)
+        else:
+            four = self._read(self._place(self.low, self.high), row, col, True)
+        registers = np.array(four, object).reshape(1, 2, 2, 1, 1, 1, 1, 1)
+        return _fragment(self.lanes, registers, _layouts(self.dtype).rhs, self.dtype)

@@ -1,0 +1,61 @@
+"""Compile the Ampere kernels for a chip, without a GPU, and print what ptxas says.
+
+python tests/ampere_chips.py sm_80 [case ...]      # test_ampere_chips.py runs it
+
+Each chip needs a process of its own, because Mosaic compiles for the first one alone.
+"""
+
+import sys
+
+from described_h200 import set_environment
+
+if __name__ == "__main__":
+    set_environment()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from described_gpus import CHIPS, described  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import memeff  # noqa: E402
+from memeff import masks  # noqa: E402
+from memeff.device import pretend_device  # noqa: E402
+from memeff.pallas.ampere import capability  # noqa: E402
+
+B = 2
+T = 8192
+N = 16
+IDS = np.arange(B * T).reshape(B, T) // 3000
+CASES = {
+    "full": dict(H=128),
+    "causal": dict(H=64, K=4, is_causal=True),
+    "window": dict(H=128, T=8200, local_window_size=(1000, 0), logits_soft_cap=20.0),
+    "documents": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal()),
+}
+
+
+def compiled(chip: str, H: int, K: int = N, T: int = T, **options):
+    """Return the compiled forward and gradient of a call."""
+
+    def attend(query, key, value):
+        return memeff.dot_product_attention(query, key, value, implementation="pallas", **options)
+
+    def both(dout, *args):
+        out, pull = jax.vjp(attend, *args)
+        return out, *pull(dout)
+
+    shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, N, K, K)]
+    with described(chip) as mesh, pretend_device("gpu", CHIPS[chip].capability):
+        with capability.chosen():
+            on_device = NamedSharding(mesh, PartitionSpec())
+            jitted = jax.jit(both, in_shardings=on_device, out_shardings=on_device)
+            return jitted.trace(*shapes).lower().compile()
+
+
+if __name__ == "__main__":
+    chip, *names = sys.argv[1:]
+    for name in names or CASES:
+        print("case", chip, name, flush=True)
+        memory = compiled(chip, **CASES[name]).memory_analysis()
+        assert memory is not None
+        print("temporary bytes", memory.temp_size_in_bytes, flush=True)

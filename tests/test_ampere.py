@@ -1,0 +1,173 @@
+"""Values of the Ampere kernels against the oracle, by the law of tolerance, and what they refuse.
+
+The kernels run in Mosaic's interpreter, which finds races. It does not run `cp.async`, `ldmatrix`
+and `mma`: memeff/pallas/ampere/mosaic.py has other forms of them for it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import few, run_call
+from hopper_cases import (
+    CASES,
+    assert_case,
+    assert_equal_bits,
+    bf16,
+    draw,
+    i32,
+    interpreted,
+    kernels,
+    not_finite,
+    small,
+)
+
+import memeff
+from memeff import pallas
+from memeff.device import Device, pretend_device
+from memeff.pallas.ampere import capability, implementation
+
+SUPPORTED = tuple(map(int, jax.__version__.split(".")[:3])) >= capability.OLDEST_JAX
+needs_mma = pytest.mark.skipif(not SUPPORTED, reason="mma needs jax 0.11.2")
+
+FUNCTIONS = {
+    "score_fn": (
+        small(T=130, S=200),
+        dict(score_fn=memeff.scores.alibi(np.array([0.5])), is_causal=True),
+    ),
+    "mask_fn": (small(T=130, S=200), dict(mask_fn=memeff.masks.sliding_window(70))),
+    "dropout": (
+        small(T=130, S=200),
+        dict(
+            dropout_rng=jax.random.PRNGKey(1),
+            dropout_rate=0.3,
+            dropout_bits="mix32",
+        ),
+    ),
+}
+FAST = ("128", "causal, tails", "everything", "sinks")
+
+
+def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
+    """Return out, lse and gradients of a call, on a GPU of a compute capability."""
+    with interpreted(capability=capability_of), capability.chosen():
+        return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
+
+
+@needs_mma
+@pytest.mark.parametrize("name", few(CASES, FAST))
+def test_values(name):
+    z, kwargs = CASES[name]
+    args = draw(bf16, z)
+    assert_case(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+@needs_mma
+@pytest.mark.parametrize("name", few(CASES, ("128",)))
+def test_values_in_small_tiles(name):
+    """GPUs with 100 KiB of shared memory have tiles of 64 queries for heads beyond 64."""
+    z, kwargs = CASES[name]
+    args = draw(np.float16, z)
+    assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
+
+
+@needs_mma
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    """They have the values of the chunked path, which has its own tests."""
+    z, kwargs = FUNCTIONS[name]
+    args = draw(bf16, z)
+    attend = functools.partial(memeff.dot_product_attention, **kwargs, return_residual=True)
+    expected = attend(*args, implementation="xla")
+    with interpreted(capability="8.0"), capability.chosen():
+        results = attend(*args, implementation="pallas")
+    for x, y in zip(results, expected, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
+
+
+@needs_mma
+@not_finite
+def test_values_that_a_row_does_not_see_change_no_bit():
+    args = draw(bf16, small(T=200, S=200))
+    kwargs = dict(is_causal=True, key_value_seq_lengths=i32([150]), return_residual=True)
+    dirty = args[0], *(x.copy() for x in args[1:])
+    dirty[1][:, 150:] = np.nan
+    dirty[2][:, 150:] = np.inf
+    dirty[2][:, 120] = np.nan  # seen by later queries
+    with interpreted(capability="8.0"), capability.chosen():
+        attend = jax.jit(functools.partial(memeff.dot_product_attention, **kwargs))
+        clean_results = attend(*args)
+        results = attend(*dirty)
+    rows = [x[:, :120] for x in results], [x[:, :120] for x in clean_results]
+    assert_equal_bits(*rows)
+    assert np.isnan(np.float32(results[0][:, 120:])).all()
+
+
+@needs_mma
+@not_finite
+@pytest.mark.parametrize("hidden", ["keys", "queries"])
+def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
+    args = draw(bf16, small(T=100, S=200))
+    kwargs = dict(key_value_seq_lengths=i32([150]), query_seq_lengths=i32([90]))
+    clean = run_kernels(args, kwargs)
+    query, key, value = (x.copy() for x in args)
+    if hidden == "keys":
+        key[:, 150:] = np.nan
+        value[:, 150:] = np.inf
+    else:
+        query[:, 90:] = np.nan
+    dirty = run_kernels((query, key, value), kwargs)
+    assert_equal_bits(dirty.grads, clean.grads)
+
+
+@needs_mma
+@pytest.mark.parametrize("scale, count", [(0.3, 3), (jnp.float32(0.3), 1)])
+def test_number_of_kernels(scale, count):
+    """The chunked path computes the gradient by arrays that the logits depend on."""
+
+    def loss(query, key, value):
+        call = functools.partial(memeff.dot_product_attention, implementation="pallas")
+        return call(query, key, value, scale=scale).astype(jnp.float32).sum()
+
+    shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
+    with pretend_device("gpu", "8.0"), capability.chosen():
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == count
+
+
+REASONS = {
+    "bias": dict(bias=jnp.zeros((1, 1, 70, 90), jnp.bfloat16)),
+    "fused": dict(backward="fused"),
+    "bits": dict(dropout_rng=jax.random.PRNGKey(1), dropout_rate=0.3),
+}
+
+
+@needs_mma
+@pytest.mark.parametrize("name", REASONS)
+def test_refused(name):
+    args = draw(bf16, small(T=70, S=90))
+    with pretend_device("gpu", "8.0"), capability.chosen():
+        with pytest.raises(NotImplementedError, match="the Ampere kernels"):
+            memeff.dot_product_attention(*args, **REASONS[name], implementation="pallas")
+
+
+@pytest.mark.parametrize("device", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_not_chosen_before_somebody_has_timed_them(device):
+    gpu = Device("gpu", device)
+    assert pallas.family_for(gpu) is not implementation
+    if SUPPORTED:
+        assert capability.for_device(gpu) == (
+            "the Ampere kernels were never timed on a GPU and are not chosen yet"
+        )
+        with capability.chosen():
+            assert pallas.family_for(gpu) is implementation
+            assert pallas.family_for(Device("tpu")) is not implementation
+
+
+def test_devices_without_mma():
+    with capability.chosen():
+        for device in (Device("cpu"), Device("gpu", "7.5"), Device("gpu", None)):
+            reason = capability.for_device(device)
+            assert reason is not None and reason.startswith("the Ampere kernels need a")

@@ -173,13 +173,22 @@ def test_every_implementation_is_named_in_the_signature():
 # ---- kernels: which calls they run on a device that has them, and their reasons against others
 
 OLD = jax.__version__.startswith("0.10.")
-TAKE_16_BITS = "the Hopper kernels support bfloat16 and float16, and this call has float32"
 FLAX_BITS = (
     'the Hopper kernels support dropout with dropout_bits="mix32", '
     "and this call draws Flax's own bits"
 )
 REFUSED = {
     "dropout": FLAX_BITS,
+}
+NOT_IN_FLOAT32 = "the Hopper kernels support `bias` and dense masks in 16 bits, not in float32"
+REFUSED_IN_FLOAT32 = {
+    "bias_full": NOT_IN_FLOAT32,
+    "bias_row": NOT_IN_FLOAT32,
+    "mask_dense": NOT_IN_FLOAT32,
+    "mask_heads": NOT_IN_FLOAT32,
+    "precision": (
+        "the Hopper kernels compute float32 to 16 bits, and this call asks for a higher precision"
+    ),
 }
 KERNELS = {  # by case: the feature that the kernels refuse first, or None where they can run it
     "plain": None,
@@ -215,7 +224,7 @@ def test_what_kernels_can_run(name, dtype):
     feature = KERNELS[name]
     reason = None if feature is None else REFUSED[feature]
     if dtype == "float32":
-        reason = TAKE_16_BITS
+        reason = reason or REFUSED_IN_FLOAT32.get(name)
     if OLD:
         reason = f"the Hopper kernels need jax 0.11 or later, and this is jax {jax.__version__}"
 

@@ -104,8 +104,8 @@ def test_vmap_moves_entries(monkeypatch):
     monkeypatch.setattr(calls, "attend", copy_first)
     accept_all_calls(monkeypatch)
     monkeypatch.setattr("memeff.pallas.partitioning.may_be_sharded", lambda: False)
-    query = arrays_of(4, 64, 1, 0, f32).reshape(2, 2, 64, 1, 64)
-    key = arrays_of(3, 64, 1, 1, f32)
+    query = arrays_of(4, 64, 1, 0).reshape(2, 2, 64, 1, 64)
+    key = arrays_of(3, 64, 1, 1)
 
     def call(query):
         operands = Operands(query, key, key, entries=ENTRIES)

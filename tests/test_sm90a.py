@@ -39,6 +39,9 @@ SPILLED_IN_CASES = {
     "score soft cap": 360,
     "t5, all keys": 280,
     "tails 64": 272,
+    "float32": 400,  # never timed; in which loops is not known
+    "float32 64": 72,
+    "float32 64, full": 320,
     "bias 32": 480,  # in tiles with masks, whose logits, bias and mask are in registers together
 }
 # The decode kernel spills only where an item has one of two tiles of rows, or 64 rows of 8 bits.
@@ -48,8 +51,10 @@ SPILLED_IN_DECODE_CASES = {
     "decode, float8, drafts": 1120,
 }
 # ptxas warns that it ignored setmaxnreg; or that products run one after the other, for want of
-# registers, or because one still runs over a branch.
+# registers, or because one still runs over a branch; or (in float32) because a factor is written
+# while they run.
 SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
+SERIAL_IN_FLOAT32 = re.compile(r"\(C75(?:07|12|13|14|17|20)\)[^\n]*")
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +196,15 @@ def test_compiles(ptxas_output, name):
     assert {kernel for kernel, _ in spilled} == expected_kernels(name)
     for kernel, spills in spilled:
         assert int(spills) <= max(SPILLED[kernel], SPILLED_IN_CASES.get(name, 0)), kernel
-    assert SERIAL.findall(text) == []
     H = CASES[name]["H"]
+    if CASES[name].get("dtype") == "float32":
+        assert SERIAL_IN_FLOAT32.findall(text) == []
+        # Of query, key, value, out and their cotangents, at most four are there in parts at once.
+        (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
+        T = CASES[name]["T"]
+        assert temporary <= 4 * B * N * T * (4 * H + 3) + 4096
+        return
+    assert SERIAL.findall(text) == []
     if H <= 128:
         fused = "fused" in name
         T = -(-CASES[name].get("T", LENGTH) // 128) * 128  # rows of lse and delta

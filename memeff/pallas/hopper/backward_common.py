@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
 from memeff.pallas.hopper.mosaic import WGMMA, init_accumulator, plgpu, positions, sync
+from memeff.pallas.hopper.parts import load_tile
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
@@ -76,6 +77,7 @@ class Tiling(NamedTuple):
     tile_size: int  # positions of a visited tile
     stages: int  # visited tiles that are being copied or in use
     items: int  # work items that are being copied or in use
+    parts: int = 1  # of each number, see parts.py
 
     @property
     def item_size(self) -> int:
@@ -277,21 +279,19 @@ def copy_tiles(
     return count, jnp.int32(0)
 
 
-def scale_sums(q_s, dq: Array) -> Array:
+def scale_sums(q_s, dq: Array, parts: int) -> Array:
     """Return the cotangent of the scale, summed over the keys of each row, where logits are linear.
 
     It is the sum of ds raw over keys. With raw = q_i k_j' and `dq`, the sum of ds k_j, that is
     q_i dq. Where a row sees nothing, its query may be NaN.
     """
-    q = plgpu.load(q_s, layout=WGMMA).astype(jnp.float32)
+    q = load_tile(q_s, parts)
     return jnp.where(dq == 0.0, 0.0, q * dq).sum(axis=1)
 
 
-def row_sums(x_s, y_s) -> Array:
+def row_sums(x_s, y_s, parts: int = 1) -> Array:
     """Return the sum of x y for each row of two tiles in shared memory."""
-    x = plgpu.load(x_s, layout=WGMMA).astype(jnp.float32)
-    y = plgpu.load(y_s, layout=WGMMA).astype(jnp.float32)
-    return (x * y).sum(axis=1)
+    return (load_tile(x_s, parts) * load_tile(y_s, parts)).sum(axis=1)
 
 
 def clean_operand(operand, good: Callable, failed_s, group, barrier) -> None:

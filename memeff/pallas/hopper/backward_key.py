@@ -33,11 +33,19 @@ from memeff.pallas.hopper.mosaic import (
     head_rows,
     hide_from_cse,
     interpreter_staging,
-    multiply,
     plgpu,
     tile_ref,
     warp_specialized_kernel,
     whole_width,
+)
+from memeff.pallas.hopper.parts import (
+    factors_of,
+    multiply_parts,
+    parts_of,
+    products,
+    split_tile,
+    store_tile,
+    transposed,
 )
 from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -279,6 +287,7 @@ def _compute(
     gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
+    parts = tiling.parts
     group_slot = lax.rem(state.items_done, jnp.int32(tiling.items)) * tiling.warpgroups
     cols = pl.ds(work.col + group * ROWS, ROWS)
     masked = work.visits.masked
@@ -327,24 +336,28 @@ def _compute(
         if not state.first_round:
             lse = lse + float16_lift(dtype)
 
-        def products(raw, dp):
+        q_parts = parts_of(q, parts)
+        do_parts = parts_of(do, parts)
+
+        def multiply_tiles(raw, dp):
             finish_dp = None
             if not late:
                 finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
-            plgpu.wgmma(raw, k, q.T)  # (5)
+            multiply_parts(raw, factors_of(k, parts), transposed(q_parts))  # (5)
             if finish_dp is None:
                 plgpu.barrier_wait(scratch.do_ready.at[slot])
                 finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
-            plgpu.wgmma(dp, v, do.T)
-            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            multiply_parts(dp, factors_of(v, parts), transposed(do_parts))
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
-            multiply(dv, gradient.kept(p).astype(dtype), do, stage)
-            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            multiply_parts(dv, split_tile(gradient.kept(p), dtype, parts), do_parts, stage)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=products(parts))  # while dv runs
+            dp = finish_dp(p, dp)
             d_raw, _ = cotangents(p, dp)
-            multiply(dk, d_raw.astype(dtype), q, stage)
+            multiply_parts(dk, split_tile(d_raw, dtype, parts), q_parts, stage)
             plgpu.wgmma_wait(0)
 
-        accumulators(products, tile_shape, tile_shape)
+        accumulators(multiply_tiles, tile_shape, tile_shape)
         plgpu.barrier_arrive(scratch.used.at[slot])
 
     plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])
@@ -369,11 +382,11 @@ def _compute(
 
     k = scratch.k_s.at[group_slot + group]
     v = scratch.v_s.at[group_slot + group]
-    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1] // parts), (ROWS, v.shape[-1] // parts))
     without_padding = [zero_padding(x, shape, work, group) for x in (dk, dv)]
     failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
-    k[...] = undo_lift(dk * gradient.slope, dtype, state).astype(dtype)
-    v[...] = undo_lift(dv * gradient.inverse_keep_rate, dtype, state).astype(dtype)
+    store_tile(k, undo_lift(dk * gradient.slope, dtype, state), parts)
+    store_tile(v, undo_lift(dv * gradient.inverse_keep_rate, dtype, state), parts)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, head_rows(dk_ref, work.b, cols, work.k))
     plgpu.copy_smem_to_gmem(v, head_rows(dv_ref, work.b, cols, work.k))

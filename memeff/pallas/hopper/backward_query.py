@@ -36,11 +36,19 @@ from memeff.pallas.hopper.mosaic import (
     full_tile,
     head_rows,
     interpreter_staging,
-    multiply,
     plgpu,
     tile_ref,
     warp_specialized_kernel,
     whole_width,
+)
+from memeff.pallas.hopper.parts import (
+    factors_of,
+    multiply_parts,
+    parts_of,
+    products,
+    split_tile,
+    store_tile,
+    transposed,
 )
 from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -268,6 +276,7 @@ def _compute(
     gradient = Gradient(problem, work.scalars.logit_terms, wants_terms=True)
     shape = ROWS, tiling.tile_size
     dtype = scratch.q_s.dtype
+    parts = tiling.parts
     rows = pl.ds(work.row + group * ROWS, ROWS)
     count = work.visits.total
     item = lax.rem(state.items_done, jnp.int32(tiling.items))
@@ -280,7 +289,7 @@ def _compute(
     numbers = head_number_refs(work.scalars, work.n)
 
     plgpu.barrier_wait(scratch.item_ready.at[item_slot])
-    delta = -row_sums(out, do)
+    delta = -row_sums(out, do, parts)
     if has_dlse:
         delta = delta + plgpu.load(delta_s, layout=ROW)
     lse = plgpu.load(scratch.rows_s.at[0, item_slot], layout=ROW)
@@ -304,22 +313,25 @@ def _compute(
         tile = tile.with_bias(work.n, optional_slot(scratch.bias_s, (slot, bias_rows)))
         keep = tile.mask() if masked else None
 
-        def products(raw, dp):
-            plgpu.wgmma(raw, q, k.T)  # (1)
+        k_parts = parts_of(k, parts)
+        v_parts = parts_of(scratch.v_s.at[slot], parts)
+
+        def multiply_tiles(raw, dp):
+            multiply_parts(raw, factors_of(q, parts), transposed(k_parts))  # (1)
             finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
             plgpu.barrier_wait(scratch.v_ready.at[slot])
-            plgpu.wgmma(dp, do, scratch.v_s.at[slot].T)
-            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            multiply_parts(dp, factors_of(do, parts), transposed(v_parts))
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
             lse_tile = broadcast_vector(lse, shape)
             p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
             dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
             plgpu.barrier_arrive(scratch.v_used.at[slot])
             d_raw, d_terms = cotangents(p, dp)  # (3)
-            multiply(dq, d_raw.astype(dtype), k, stage)  # (4)
+            multiply_parts(dq, split_tile(d_raw, dtype, parts), k_parts, stage)  # (4)
             plgpu.wgmma_wait(0)
             return tuple(total + x.sum(axis=1) for total, x in zip(sums, d_terms, strict=True))
 
-        sums = accumulators(products, shape, shape)
+        sums = accumulators(multiply_tiles, shape, shape)
         plgpu.barrier_arrive(scratch.k_used.at[slot])
         return sums
 
@@ -339,13 +351,13 @@ def _compute(
                 sums = lax.fori_loop(masked, count, functools.partial(step, dq, False), sums)
         return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
 
-    dq, sums = accumulators(visit_tiles, (ROWS, q.shape[-1]))
+    dq, sums = accumulators(visit_tiles, (ROWS, q.shape[-1] // parts))
     if gradient.linear:
-        sums = [scale_sums(q, dq) for _ in sums_refs]
+        sums = [scale_sums(q, dq, parts) for _ in sums_refs]
     dq = undo_lift(dq * gradient.slope, dtype, state)
     sums = [undo_lift(x, dtype, state) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, dq)
-    out[...] = dq.astype(dtype)
+    store_tile(out, dq, parts)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out, head_rows(dq_ref, work.b, rows, work.n))
     sum_s = scratch.rows_s.at[0, item_slot]  # the place of lse

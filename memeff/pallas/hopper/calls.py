@@ -29,7 +29,7 @@ from memeff.pallas.hopper.layout import (
     ROWS_MULTIPLE,
     dims_of,
     fold_heads,
-    head_dim_to_read,
+    pad_operand,
     pad_rows,
     pad_scalars,
     pad_tokens,
@@ -39,6 +39,7 @@ from memeff.pallas.hopper.layout import (
     split_query,
     unfold_heads,
 )
+from memeff.pallas.hopper.parts import count_parts, merge_array
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.tangent import tangents
 from memeff.pallas.hopper.tangent_compute import TangentArrays
@@ -69,6 +70,8 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     width = padded_width(operands)
     if has_pair_bias(operands):
         return _forward_tiling_with_bias(width, operands)
+    if count_parts(operands.query.dtype) == 2:  # never timed
+        return Tiling(2, 128 if width == 64 else 64, 2, 2 if width == 64 else 1, parts=2)
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
@@ -109,19 +112,36 @@ def backward_tilings(
     """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
     if has_pair_bias(operands):
         return _backward_tilings_with_bias(operands)
+    if count_parts(operands.query.dtype) == 2:
+        return _backward_tilings_in_parts(problem, operands)
     if padded_width(operands) == 64:
         warpgroups = 2 if takes_registers(problem, operands) else 3
         tiling = backward_common.Tiling(warpgroups, 64, 4, 2)
         return tiling, tiling
     # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
-    has_vectors = operands.q_segments is not None or problem.has_pair_functions
-    has_vectors = has_vectors or problem.dropout is not None
+    has_vectors = _has_vectors(problem, operands)
     has_scale = operands.logit_params.scale is not None
     if has_vectors or has_scale or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)
     else:
         query_tiling = backward_common.Tiling(2, 128, 2, 1)
     return query_tiling, backward_common.Tiling(2, 64, 3, 1 if has_vectors else 2)
+
+
+def _backward_tilings_in_parts(
+    problem: Problem, operands: Operands
+) -> tuple[backward_common.Tiling, backward_common.Tiling]:
+    """Return the tilings of float32, which leave shared memory for two parts. None was timed."""
+    Tiling = functools.partial(backward_common.Tiling, parts=2)
+    if padded_width(operands) == 64:
+        return Tiling(2, 64, 3, 1), Tiling(2, 64, 4, 1)
+    return Tiling(1, 64, 1 if _has_vectors(problem, operands) else 2, 1), Tiling(2, 64, 1, 1)
+
+
+def _has_vectors(problem: Problem, operands: Operands) -> bool:
+    """Return True if vectors of tokens take shared memory."""
+    has_vectors = operands.q_segments is not None or problem.has_pair_functions
+    return has_vectors or problem.dropout is not None
 
 
 def _backward_tilings_with_bias(
@@ -186,32 +206,34 @@ def forward(
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
+    is_rounded = count_parts(operands.query.dtype) == 1
+    out_count = 2 if partial_out and is_rounded else 1
 
     def call(query, key, value, *more):
         _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
         leaves = more[: structure.num_leaves]
         width = padded_width(operands)
-        arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
+        arrays = tuple(pad_operand(x, width) for x in arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         B = padded_scalars.batch_size(query)
-        tiling = forward_tiling(problem, operands)._replace(out_in_parts=partial_out)
+        tiling = forward_tiling(problem, operands)._replace(out_in_parts=out_count == 2)
         lengths = T, key.shape[1]
         before = None
         if carried is not None:
             *parts, rows = more[structure.num_leaves :]
             rows = lax.collapse(rows, 1, 3)  # b n t
             rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -T % tiling.rows)])
-            parts = (pad_tokens(fold_heads(x), arrays[2].shape[-1]) for x in parts)
+            parts = (pad_operand(fold_heads(x), width) for x in parts)
             before = Carried(tuple(parts), rows)
         want_lse = lse_for is not None
         outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, want_lse, tiling, before)
+        outs = (merge_array(out, value.dtype) for out in outs)
         outs = tuple(unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
         if lse is None:
             return outs
         return *outs, lse[..., :T].reshape(B, K, G, T)
 
-    out_count = 2 if partial_out else 1
     dims_out = ("bkgtd",) * out_count + (("bkgt",) if lse_for else ())
     dims_in = (*DIMS, *dims_of(scalars))
     if carried is not None:
@@ -268,13 +290,8 @@ def backward(
         B = padded_scalars.batch_size(query)
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
-        widths = [padded_width(operands)] * len(arrays)
-        if not schedule.fused_backward:
-            widths = [
-                head_dim_to_read(x.shape[-1], width)
-                for x, width in zip(arrays, widths, strict=True)
-            ]
-        arrays = [pad_tokens(x, width) for x, width in zip(arrays, widths, strict=True)]
+        pad = pad_tokens if schedule.fused_backward else pad_operand
+        arrays = [pad(x, padded_width(operands)) for x in arrays]
         inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,
@@ -296,6 +313,7 @@ def backward(
             if bias_dims is not None:
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
+        dq, dk, dv = (merge_array(x, query.dtype) for x in (dq, dk, dv))
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         dk = dk[:, :S, :, :H]
         dv = dv[:, :S, :, :D]

@@ -16,12 +16,25 @@ from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 256
+LARGEST_HEAD_FLOAT32 = 128
 # For larger heads the chunked path computes the gradient, from the kernel's out and lse.
 LARGEST_HEAD_BACKWARD = 128
 # Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
 # in the decode kernel.
 FEWEST_QUERIES = 64
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# Names of precisions that are coarser than three products in bfloat16, or are those.
+COARSE_PRECISIONS = (
+    "default",
+    "fastest",
+    "bfloat16",
+    "bf16_bf16_f32",
+    "tensorfloat32",
+    "tf32_tf32_f32",
+    "high",
+    "bfloat16_3x",
+    "bf16_bf16_f32_x3",
+)
 MOST_DECODE_ROWS = 128  # queries, times the heads of a group: two tiles of the decode kernel
 # Tokens of a page must be a multiple of this, because a copy brings 8 rows of 16 bytes or more to
 # shared memory, and 128 bytes or more of scales.
@@ -53,6 +66,7 @@ def why_not(
         for_device(device)
         or _unsupported_shape(operands)
         or _unsupported_option(problem, operands)
+        or _unsupported_in_float32(problem, operands)
         or (_unsupported_by_fused(problem, operands) if fused else None)
         or _empty(operands)
         or calls.why_not(problem, operands)
@@ -66,14 +80,42 @@ def _unsupported_shape(operands: Operands) -> str | None:
     H, D = query.shape[-1], value.shape[-1]
     if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
         return "the Hopper kernels do not support symbolic sizes"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Hopper kernels support bfloat16 and float16, and this call has {query.dtype}"
-    if max(H, D) > LARGEST_HEAD:
+    if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return (
-            f"the Hopper kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, "
-            f"D={D}"
+            "the Hopper kernels support bfloat16, float16 and float32, and this call has "
+            f"{query.dtype}"
+        )
+    is_float32 = query.dtype == jnp.float32
+    largest = LARGEST_HEAD_FLOAT32 if is_float32 else LARGEST_HEAD
+    if max(H, D) > largest:
+        return (
+            f"the Hopper kernels support heads of up to {largest}{' in float32' * is_float32}, "
+            f"and this call has H={H}, D={D}"
         )
     return None
+
+
+def _unsupported_in_float32(problem: Problem, operands: Operands) -> str | None:
+    """Return a reason if the call is in float32 and asks for what only 16 bits have."""
+    if operands.query.dtype != jnp.float32:
+        return None
+    if asks_for_float32(problem.precision):
+        return (
+            "the Hopper kernels compute float32 to 16 bits, and this call asks for a higher "
+            "precision"
+        )
+    if reads_bias(operands):
+        return "the Hopper kernels support `bias` and dense masks in 16 bits, not in float32"
+    return None
+
+
+def asks_for_float32(precision: Any) -> bool:
+    """Return whether a precision of products asks for more than three bfloat16 products give."""
+    if precision is None:
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision or "default"
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return not all(getattr(x, "name", x).lower() in COARSE_PRECISIONS for x in both)
 
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
@@ -111,6 +153,8 @@ def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
             f'backward="fused" supports heads of up to {LARGEST_HEAD_BACKWARD}, and this call has '
             f"H={H}, D={D}"
         )
+    if operands.query.dtype == jnp.float32:
+        return 'backward="fused" supports 16 bits, and this call has float32'
     if problem.has_pair_functions:
         return 'backward="fused" does not support `score_fn` and `mask_fn`'
     if problem.dropout is not None:
@@ -160,6 +204,8 @@ def reads_bias(operands: Operands) -> bool:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is faster where both can run; None if it is not."""
+    if operands.query.dtype == jnp.float32:
+        return "the Hopper kernels for float32 have never been timed"
     T = operands.query.shape[1]
     if T >= FEWEST_QUERIES:
         return None
@@ -185,6 +231,8 @@ def why_not_decode(problem: Problem, operands: Operands) -> str | None:
             f"supports up to {MOST_DECODE_ROWS} rows, queries times heads of a group, and this "
             f"call has {rows}"
         )
+    if operands.query.dtype == jnp.float32:
+        return "supports 16 bits, and this call has float32"
     if not {H, D} <= {64, 128}:
         return (
             f"reads keys and values in place and supports heads of 64 and 128, and this call has "
@@ -273,7 +321,8 @@ def _fused_was_measured(problem: Problem, operands: Operands) -> bool:
         *operands.logit_params[:3],
     )
     if (
-        problem.has_pair_functions
+        operands.query.dtype == jnp.float32
+        or problem.has_pair_functions
         or problem.dropout is not None
         or any(x is not None for x in arrays)
     ):

@@ -15,7 +15,6 @@ from memeff.logits import LOG2_E
 from memeff.pallas.hopper.forward_memory import Carried, ForwardScratch, Tiling
 from memeff.pallas.hopper.mosaic import (
     ROW,
-    WGMMA,
     Ref,
     accumulators,
     broadcast_vector,
@@ -23,10 +22,20 @@ from memeff.pallas.hopper.mosaic import (
     head_rows,
     init_accumulator,
     interpreting,
-    multiply,
     plgpu,
 )
 from memeff.pallas.hopper.nonfinite import clean_values
+from memeff.pallas.hopper.parts import (
+    factors_of,
+    load_tile,
+    multiply_parts,
+    parts_of,
+    products,
+    rounding_rest,
+    split_tile,
+    store_tile,
+    transposed,
+)
 from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
 from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
@@ -69,7 +78,7 @@ class ForwardKernel(NamedTuple):
         elif not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
-        q[...] = o.astype(q.dtype)
+        store_tile(q, o, self.tiling.parts)
         if self.lse_ref is not None:
             self._row_vector(3)[...] = lse_of_rows(m, l)
         plgpu.commit_smem()
@@ -77,9 +86,8 @@ class ForwardKernel(NamedTuple):
         if self.lse_ref is not None:
             plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
         for low_ref in self.out_refs[1:]:
-            rounded = o.astype(q.dtype).astype(o.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            q[...] = jnp.where(jnp.abs(rounded) < jnp.inf, o - rounded, 0.0).astype(q.dtype)
+            q[...] = rounding_rest(o, q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q, head_rows(low_ref, work.b, rows, work.n))
         # The next round may read out, so it must have been written by then.
@@ -113,7 +121,7 @@ class ForwardKernel(NamedTuple):
         for part in carried.out:
             plgpu.copy_gmem_to_smem(head_rows(part, work.b, rows, work.n), q, ready)
             plgpu.barrier_wait(ready)
-            total = add(total, weights[1], plgpu.load(q, layout=WGMMA).astype(jnp.float32))
+            total = add(total, weights[1], load_tile(q, self.tiling.parts))
             plgpu.commit_smem()
         return top, l, total
 
@@ -132,7 +140,7 @@ class ForwardKernel(NamedTuple):
             old_l = plgpu.load(self._row_vector(1), layout=ROW)
             had_failed = plgpu.load(self._row_vector(2), layout=ROW)
             redone = had_failed > 0
-            old_o = plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+            old_o = load_tile(q, self.tiling.parts)
             new_m = jnp.where(redone, m, old_m)
             new_l = jnp.where(redone, l, old_l)
             redone_rows = broadcast_vector(had_failed, o.shape) > 0
@@ -169,7 +177,7 @@ class KeyTileLoop(NamedTuple):
     @property
     def out_shape(self) -> tuple[int, int]:
         """Return the shape of o."""
-        return ROWS, self.kernel.scratch.v_s.shape[-1]
+        return ROWS, self.kernel.scratch.v_s.shape[-1] // self.kernel.tiling.parts
 
     @property
     def first_row(self) -> Array:
@@ -344,12 +352,18 @@ class KeyTileLoop(NamedTuple):
         plgpu.barrier_wait(scratch.k_ready.at[slot])
 
         def product(raw):
-            plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+            self._start_dot_products(raw, slot)
             return plgpu.wgmma_accumulator_load(raw, wait_n=0)
 
         raw = accumulators(product, self.tile_shape)
         plgpu.barrier_arrive(scratch.k_used.at[slot])
         return raw
+
+    def _start_dot_products(self, raw, slot):
+        """Start (1) with the keys in `slot`."""
+        parts = self.kernel.tiling.parts
+        keys = parts_of(self.kernel.scratch.k_s.at[slot], parts)
+        multiply_parts(raw, factors_of(self.q, parts), transposed(keys))
 
     def _online_step(self, n, carry):
         """Return m, l and o after visit n, by (1) to (4)."""
@@ -375,9 +389,8 @@ class KeyTileLoop(NamedTuple):
         if not self.state.first_round and dtype == jnp.bfloat16:
             headroom = jnp.where(self.state.third_round, HEADROOM, 0.0)
         p, m, l, a = add_tile(s, m, l, headroom)  # (3), (4)
-        p = self._drop(tile, p).astype(dtype)
         o = o * broadcast_vector(a, o.shape)
-        return p, m, l, o
+        return self._rounded(self._drop(tile, p)), m, l, o
 
     def _redo_step(self, n, first_fixed, m, l, o):
         """Return m, l and o after visit n, by (1) to (4), or from `first_fixed` on by (5)."""
@@ -405,8 +418,15 @@ class KeyTileLoop(NamedTuple):
         s = tile.logits(raw, None)
         p = jnp.exp2(s - broadcast_vector(fixed_max, self.tile_shape))
         l = l + p.sum(axis=1)
-        p = self._drop(tile, p).astype(self.kernel.scratch.v_s.dtype)
-        return p, l
+        return self._rounded(self._drop(tile, p)), l
+
+    def _rounded(self, p):
+        """Return p as it is kept until its product. Two parts take more registers than p."""
+        return p if self.kernel.tiling.parts == 2 else p.astype(self.kernel.scratch.v_s.dtype)
+
+    def _split(self, p):
+        """Return the first factors of p v."""
+        return split_tile(p, self.kernel.scratch.v_s.dtype, self.kernel.tiling.parts)
 
     def _drop(self, tile: ScoreTile, p):
         """Return p with zeros where dropout drops a pair; `run` scales the rest."""
@@ -419,20 +439,23 @@ class KeyTileLoop(NamedTuple):
     def _add_values(self, o, p, n):
         """Return o + p v, with v of visit n in shared memory."""
 
+        factors = self._split(p)
+
         def product(total):
             finish = init_accumulator(total, o)
-            self._start_product(total, p, n)
+            self._start_product(total, factors, n)
             return finish(plgpu.wgmma_accumulator_load(total, wait_n=0))
 
         o = accumulators(product, o.shape)
         plgpu.barrier_arrive(self.kernel.scratch.v_used.at[self._slot(n)])
         return o
 
-    def _start_product(self, total, p, n):
-        """Start total += p v, with v of visit n."""
+    def _start_product(self, total, factors, n):
+        """Start total += p v, from the first factors of p and with v of visit n."""
         scratch = self.kernel.scratch
         stage = scratch.stage and scratch.stage.at[self.kernel.warpgroup]
-        multiply(total, p, scratch.v_s.at[self._slot(n)], stage)
+        values = parts_of(scratch.v_s.at[self._slot(n)], self.kernel.tiling.parts)
+        multiply_parts(total, factors, values, stage)
 
     def _clean_values(self, o, n):
         """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
@@ -465,17 +488,17 @@ class KeyTileLoop(NamedTuple):
             plgpu.barrier_wait(scratch.k_ready.at[slot])
 
             def product(raw):
-                plgpu.wgmma(raw, self.q, scratch.k_s.at[slot].T)  # (1)
+                self._start_dot_products(raw, slot)
                 result = load(raw)
                 plgpu.barrier_arrive(scratch.k_used.at[slot])
                 return result
 
             return tile, accumulators(product, self.tile_shape)
 
-        def start_values(p, n):
+        def start_values(factors, n):
             if not needs_vectors:
                 self._wait_for_values(n)
-            self._start_product(total, p, n)
+            self._start_product(total, factors, n)
 
         def finish_values(n):
             plgpu.wgmma_wait(0)
@@ -490,10 +513,11 @@ class KeyTileLoop(NamedTuple):
         def step(n, carry):
             """Multiply p and v of visit n, and compute p of visit n + 1."""
             p, l = carry
+            factors = self._split(p)  # before a product runs that would have to end first
 
             def load(raw):
-                start_values(p, n)
-                return plgpu.wgmma_accumulator_load(raw, wait_n=1)
+                start_values(factors, n)
+                return plgpu.wgmma_accumulator_load(raw, wait_n=products(kernel.tiling.parts))
 
             p, l = probabilities(n + 1, *dot_products(n + 1, load), l)
             finish_values(n)
@@ -505,6 +529,6 @@ class KeyTileLoop(NamedTuple):
         tile, raw = dot_products(first_fixed, load_first)
         p, l = probabilities(first_fixed, tile, raw, l)
         p, l = lax.fori_loop(first_fixed, count - 1, step, (p, l))
-        start_values(p, count - 1)
+        start_values(self._split(p), count - 1)
         finish_values(count - 1)
         return l

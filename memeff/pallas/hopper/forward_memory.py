@@ -20,6 +20,7 @@ class Tiling(NamedTuple):
     queries: int  # slots for tiles of queries
     # out is stored in two 16-bit parts, whose sum has 16 bits of fraction in bfloat16
     out_in_parts: bool = False
+    parts: int = 1  # of each number, see parts.py
 
     @property
     def rows(self) -> int:

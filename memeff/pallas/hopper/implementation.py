@@ -1,6 +1,7 @@
 """Present the Hopper kernels as an implementation, which imports a kernel only to run it."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from memeff.pallas.hopper.capability import (
@@ -112,8 +113,8 @@ def tangent(
     """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
 
     A tangent of `tangents` that is None is 0. The chunked path computes the tangents of larger
-    heads, of calls with a bias, a dense mask or dropout, those along `LogitParams`, and those that
-    are not `narrow`, which JAX differentiates.
+    heads, of calls with a bias, a dense mask, dropout or float32, those along `LogitParams`, and
+    those that are not `narrow`, which JAX differentiates.
     """
     from memeff.chunked import implementation as chunked
     from memeff.chunked.tangent import tangent as differentiable_tangent
@@ -125,6 +126,7 @@ def tangent(
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
     needs_chunked = reads_bias(operands) or not backward_is_kernel(operands)
     needs_chunked = needs_chunked or problem.dropout is not None
+    needs_chunked = needs_chunked or operands.query.dtype == jnp.float32
     if term_tangents or not array_tangents or needs_chunked:
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

@@ -14,6 +14,7 @@ from memeff.dropout import head_words, key_words, query_words
 from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
 from memeff.pallas.hopper.capability import mask_becomes_bias
+from memeff.pallas.hopper.parts import count_parts, split_array
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import entries_of
 from memeff.pallas.user_functions import calls
@@ -75,6 +76,13 @@ def pad_tokens(x: Array, width: int) -> Array:
     if T % 8 == 0 and H == width:
         return x
     return jnp.pad(x, [(0, 0), (0, -T % 8), (0, 0), (0, width - H)])
+
+
+def pad_operand(x: Array, width: int) -> Array:
+    """Pad x [B, T, N, H] as kernels read it by `head_rows`, and split float32 into its parts."""
+    if count_parts(x.dtype) == 1:
+        return pad_tokens(x, head_dim_to_read(x.shape[-1], width))
+    return split_array(pad_tokens(x, width))
 
 
 def pad_rows(x: Array) -> Array:

@@ -10,8 +10,9 @@ from memeff.problem import Operands, Problem, Schedule
 def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
     """Return the bytes of a forward for inference, and those of forward and gradient in one call.
 
-    They hold padded copies, out, and the numbers that user functions precompute for tokens. The
-    gradient adds rows, sums of dq if fused, and the extra pass for params.
+    They hold padded copies, in float32 always, because the kernels read parts of its numbers, out,
+    and the numbers that user functions precompute for tokens. The gradient adds rows, sums of dq
+    if fused, and the extra pass for params.
     """
     (B,), T, S, N, K, H, D = operands.shape
     width = _round_up(max(H, D), 64)
@@ -19,6 +20,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
     def copy(length: int, heads: int, dim: int) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
+        if itemsize == 4:
+            return 4 * B * heads * _round_up(length, 8) * width
         in_place = width == 64 and dim % 8 == 0 and not schedule.fused_backward
         padded_dim = dim if in_place else width
         if length % 8 == 0 and dim == padded_dim:

@@ -73,7 +73,8 @@ def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile):
 
 def _with_nan(o, sees_bad, bad_columns_s: Ref):
     """Return o with NaN in the rows that see a bad value, in its column."""
-    bad_columns = broadcast_vector(plgpu.load(bad_columns_s, layout=COL), o.shape, 1)
+    columns = bad_columns_s.at[: o.shape[1]]  # of the first part, which is not finite where one is
+    bad_columns = broadcast_vector(plgpu.load(columns, layout=COL), o.shape, 1)
     is_nan = bad_columns * broadcast_vector(sees_bad, o.shape) > 0
     return jnp.where(is_nan, jnp.nan, o)
 

@@ -92,7 +92,8 @@ class Recipe:
     # what to run if some row sees no key with a logit above `lowest`
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     lowest: float = dataclasses.field(default=-math.inf, kw_only=True)
-    bias_decides: bool = dataclasses.field(default=False, kw_only=True)  # no row is, if no bias is
+    # whether no row is empty unless some bias is at most `lowest`
+    bias_decides: bool = dataclasses.field(default=False, kw_only=True)
     # where this is false, the logit is `low`
     visible: PairFunction | None = dataclasses.field(default=None, kw_only=True)
     low: float = dataclasses.field(default=-math.inf, kw_only=True)

@@ -93,7 +93,7 @@ class Sharded:
             out = functools.reduce(operator.add, [x.astype(lse.high.dtype) for x in outs])
         if sinks is not None:
             total, _ = lse_with_sinks(lse, sinks)
-            assert lse.low is not None and total.low is not None  # of `_forward`, of the sinks
+            assert lse.low is not None and total.low is not None  # both have two floats
             share = jnp.exp((lse.high - total.high) + (lse.low - total.low))
             out = out * share[..., None]
         return out.astype(operands.query.dtype), lse
@@ -260,7 +260,10 @@ class Sharded:
 def _forward(
     chosen: Chosen, lse_for: LseFor, operands: Operands, carried: Any = None
 ) -> tuple[tuple[Array, ...], Lse]:
-    """Return a tuple of arrays whose sum is out of a part, and its lse; or also of `carried`."""
+    """Return a tuple of arrays whose sum is out of a part, and its lse.
+
+    With `carried`, both are those of all keys so far.
+    """
     problem, schedule, module = chosen
     more = () if carried is None else (carried,)
     out, lse = module.forward(problem, schedule, operands, lse_for, *more)

@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (seven to eight minutes on two cores)"
+	@echo "make test       the fast tests (seven to nine minutes on two cores)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=AVX512: as on one with it)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (4.3 GB of packages into .venv-clients)"
@@ -17,7 +17,7 @@ help:
 	@echo "make notebooks  executes the notebooks from their sources"
 	@echo "make bench      memory and speed tables, as in docs/benchmarks.md"
 	@echo "make docs       builds the documentation site into site/ (MkDocs, into .venv-docs)"
-	@echo "make sm90a      compiles the Hopper kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
+	@echo "make sm90a      compiles the GPU kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
 	@echo "make tpu        compiles the TPU kernels, without a TPU (Python 3.12; 250 MB into .venv-tpu)"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
@@ -69,7 +69,7 @@ docs:
 # JAX's CUDA plugin and ptxas without the libraries that a GPU would need; apart, for JAX looks for those when it starts.
 SM90A = .venv-sm90a/bin/python
 sm90a: .venv-sm90a/.stamp
-	$(SM90A) -m pytest --noconftest -q tests/test_sm90a.py
+	$(SM90A) -m pytest --noconftest -q tests/test_sm90a.py tests/test_ampere_chips.py
 
 .venv-sm90a/.stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-sm90a

@@ -118,7 +118,7 @@ def dot_product_attention(
       local_window_size: (left, right) in tokens, both included; None is no bound, and an int stands
         for both sides. With `is_causal` the smaller right holds.
       implementation: "xla" (chunked, any device), "reference" (quadratic memory) or "pallas"
-        (kernels for Hopper GPUs). Default: memeff chooses, and `memeff.explain` says why.
+        (kernels for GPUs and TPUs). Default: memeff chooses, and `memeff.explain` says why.
       backward: how kernels compute the gradient. "split" (default) runs one kernel for the query's
         gradient and one for the others, and two runs give the same bits. "fused" runs one kernel
         with five products a tile instead of seven. It adds up the query's gradient in an order that
@@ -174,7 +174,7 @@ def dot_product_attention(
         1 - dropout_rate.
       broadcast_dropout: use one mask for all batch entries and heads, as Flax does by default.
       dropout_bits: the generator. "threefry" draws Flax's mask for the same key. "mix32" takes a
-        tenth of its instructions, and the Hopper kernels support it alone. Both count by batch
+        tenth of its instructions, and GPU kernels support it alone. Both count by batch
         entry, head, query and key.
       deterministic, dtype, module: must be None. Flax's modules pass them, and need
         `memeff.nn.attention_fn`.

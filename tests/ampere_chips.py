@@ -45,11 +45,14 @@ def compiled(chip: str, H: int, K: int = N, T: int = T, **options):
         return out, *pull(dout)
 
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, N, K, K)]
-    with described(chip) as mesh, pretend_device("gpu", CHIPS[chip].capability):
-        with capability.chosen():
-            on_device = NamedSharding(mesh, PartitionSpec())
-            jitted = jax.jit(both, in_shardings=on_device, out_shardings=on_device)
-            return jitted.trace(*shapes).lower().compile()
+    with (
+        described(chip) as mesh,
+        pretend_device("gpu", CHIPS[chip].capability),
+        capability.chosen(),
+    ):
+        on_device = NamedSharding(mesh, PartitionSpec())
+        jitted = jax.jit(both, in_shardings=on_device, out_shardings=on_device)
+        return jitted.trace(*shapes).lower().compile()
 
 
 if __name__ == "__main__":

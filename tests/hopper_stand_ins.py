@@ -13,8 +13,10 @@ from memeff import tile_sizes
 
 
 def accept_all_calls(monkeypatch) -> None:
-    """Make `why_not` of the kernels accept every call, and hand them float32 undivided."""
-    monkeypatch.setattr("memeff.pallas.hopper.implementation.why_not", lambda *_: None)
+    """Make the kernels accept every call, and hand them float32 undivided."""
+    implementation = "memeff.pallas.hopper.implementation"
+    monkeypatch.setattr(f"{implementation}.why_not", lambda *_: None)
+    monkeypatch.setattr(f"{implementation}.tangent_is_kernel", lambda *_: True)
     for module in ("calls", "layout", "parts"):
         monkeypatch.setattr(f"memeff.pallas.hopper.{module}.count_parts", lambda dtype: 1)
 

@@ -23,7 +23,7 @@ from memeff.implementations import Request
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- written by tests/kernel_table.py -->\n"
 END = "<!-- end of the table of families -->\n"
-DEVICES = {"Hopper": Device("gpu", "9.0"), "TPU": Device("tpu")}
+DEVICES = {"Hopper": Device("gpu", "9.0"), "Ampere": Device("gpu", "8.0"), "TPU": Device("tpu")}
 RUNS = "forward, backward"
 B = 2
 T = 256
@@ -55,6 +55,7 @@ def rows() -> Iterator[Row]:
     yield Row("query, key, value in bfloat16")
     yield Row("in float16", dtype="float16")
     yield Row("in float32", dtype="float32")
+    yield Row('in float32, `precision="highest"`', {"precision": "highest"}, dtype="float32")
     yield Row("heads of 97", H=97, D=97)
     yield Row("heads of 192, values of 128", H=192)
     yield Row("heads of 257", H=257, D=257)
@@ -118,7 +119,8 @@ def cell(row: Row, name: str, device: Device) -> str:
 
 def table() -> str:
     """Return the table in Markdown."""
-    lines = ["| | Hopper | TPU | chunked |", "|---|---|---|---|"]
+    names = [*DEVICES, "chunked"]
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     with mock.patch.object(jax, "__version__", KERNELS_JAX):
         for row in rows():
             cells = [cell(row, "pallas", device) for device in DEVICES.values()]

@@ -29,7 +29,7 @@ from memeff import pallas
 from memeff.device import Device, pretend_device
 from memeff.pallas.ampere import capability, implementation
 
-SUPPORTED = tuple(map(int, jax.__version__.split(".")[:3])) >= capability.OLDEST_JAX
+SUPPORTED = capability.for_device(Device("gpu", "8.0")) is None
 needs_mma = pytest.mark.skipif(not SUPPORTED, reason="mma needs jax 0.11.2")
 
 FUNCTIONS = {
@@ -52,7 +52,7 @@ FAST = ("128", "causal, tails", "everything", "sinks")
 
 def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
     """Return out, lse and gradients of a call, on a GPU of a compute capability."""
-    with interpreted(capability=capability_of), capability.chosen():
+    with interpreted(capability=capability_of):
         return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
 
 
@@ -81,7 +81,7 @@ def test_functions(name):
     args = draw(bf16, z)
     attend = functools.partial(memeff.dot_product_attention, **kwargs, return_residual=True)
     expected = attend(*args, implementation="xla")
-    with interpreted(capability="8.0"), capability.chosen():
+    with interpreted(capability="8.0"):
         results = attend(*args, implementation="pallas")
     for x, y in zip(results, expected, strict=True):
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
@@ -96,7 +96,7 @@ def test_values_that_a_row_does_not_see_change_no_bit():
     dirty[1][:, 150:] = np.nan
     dirty[2][:, 150:] = np.inf
     dirty[2][:, 120] = np.nan  # seen by later queries
-    with interpreted(capability="8.0"), capability.chosen():
+    with interpreted(capability="8.0"):
         attend = jax.jit(functools.partial(memeff.dot_product_attention, **kwargs))
         clean_results = attend(*args)
         results = attend(*dirty)
@@ -132,7 +132,7 @@ def test_number_of_kernels(scale, count):
         return call(query, key, value, scale=scale).astype(jnp.float32).sum()
 
     shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
-    with pretend_device("gpu", "8.0"), capability.chosen():
+    with pretend_device("gpu", "8.0"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
         assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == count
 
@@ -148,26 +148,40 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_refused(name):
     args = draw(bf16, small(T=70, S=90))
-    with pretend_device("gpu", "8.0"), capability.chosen():
+    with pretend_device("gpu", "8.0"):
         with pytest.raises(NotImplementedError, match="the Ampere kernels"):
             memeff.dot_product_attention(*args, **REASONS[name], implementation="pallas")
 
 
-@pytest.mark.parametrize("device", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
-def test_not_chosen_before_somebody_has_timed_them(device):
-    gpu = Device("gpu", device)
-    assert pallas.family_for(gpu) is not implementation
-    if SUPPORTED:
-        assert capability.for_device(gpu) == (
-            "the Ampere kernels were never timed on a GPU and are not chosen yet"
-        )
-        with capability.chosen():
-            assert pallas.family_for(gpu) is implementation
-            assert pallas.family_for(Device("tpu")) is not implementation
+@needs_mma
+@pytest.mark.parametrize("device", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+def test_chosen_on_every_gpu_since_ampere_but_hopper(device):
+    assert pallas.family_for(Device("gpu", device)) is implementation
+    with pretend_device("gpu", device):
+        said = memeff.explain(*draw(bf16, small(T=70, S=90)))
+    assert "Ampere kernels" in said and "compiled for, never timed on this GPU" in said
 
 
-def test_devices_without_mma():
+@needs_mma
+def test_hopper_gpus_have_kernels_of_their_own():
+    hopper = Device("gpu", "9.0")
+    reason = "the Ampere kernels are for GPUs that have none of their own, as Hopper GPUs have"
+    assert capability.for_device(hopper) == reason
+    assert pallas.family_for(hopper) is not implementation
     with capability.chosen():
-        for device in (Device("cpu"), Device("gpu", "7.5"), Device("gpu", None)):
-            reason = capability.for_device(device)
-            assert reason is not None and reason.startswith("the Ampere kernels need a")
+        assert pallas.family_for(hopper) is implementation
+        assert pallas.family_for(Device("tpu")) is not implementation
+
+
+@pytest.mark.parametrize("device", ["7.5", "gfx942", None])
+def test_devices_without_mma(device):
+    reason = capability.for_device(Device("gpu", device))
+    assert reason is not None and reason.startswith("the Ampere kernels need a GPU of compute")
+    if device is not None:
+        assert pallas.family_for(Device("gpu", device)) is implementation  # to say why
+
+
+def test_old_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.11.1")
+    reason = pallas.family_for(Device("gpu", "8.0")).for_device(Device("gpu", "8.0"))
+    assert reason == "the Ampere kernels need jax 0.11.2 or later, and this is jax 0.11.1"

@@ -21,8 +21,9 @@ needs_plugin = pytest.mark.skipif(
 
 # Bytes that ptxas 13.0 spills at most. Tiles of 128 queries and heads of 128 take all registers of
 # the forward; most of it is in visits that clean values of NaN and Inf, which few calls make. Masks
-# and a soft cap take registers of the gradient, too: dk and dv spill 2,044 on sm_100.
-SPILLED = {"memeff_ampere_forward": 2700, "memeff_ampere_dq": 60, "memeff_ampere_dkdv": 900}
+# and a soft cap take registers of the gradient, too: dk and dv spill 2,044 on sm_100. So do tiles
+# of 128 queries for dq, with heads of 64, which are faster all the same (docs/kernels-log.md).
+SPILLED = {"memeff_ampere_forward": 3300, "memeff_ampere_dq": 340, "memeff_ampere_dkdv": 900}
 SPILLED_IN_WINDOW = {"memeff_ampere_dkdv": 2100}
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
@@ -83,11 +84,12 @@ def test_blocks_fit_into_a_multiprocessor(chip, H):
 
     with pretend_device("gpu", CHIPS[chip].capability):
         tiling = calls.tiling_for(H)
-        stages = calls.stages_for(H)
+        stages, query_rows = calls.gradient_tiling(H)
     blocks = 1 if H == 128 and CHIPS[chip].shared_kib == 100 else 2
     for scratch in (
         forward.forward_scratch(tiling, H, H, jnp.bfloat16),
-        backward.scratch_types(H, H, jnp.bfloat16, stages),
+        backward.scratch_types(H, H, jnp.bfloat16, stages, query_rows),
+        backward.scratch_types(H, H, jnp.bfloat16, stages, backward.ROWS),
     ):
         needed = shared_bytes(scratch)
         assert needed <= CHIPS[chip].largest_block

@@ -262,9 +262,11 @@ def test_kernels_are_chosen_where_they_are_faster():
     wide_bias = jax.ShapeDtypeStruct((256, 256), np.float64)
     with jax.enable_x64(True):
         assert chosen_on_hopper(bias=wide_bias) == "xla"
+        assert chosen_on_hopper(dtype=jnp.float64) == "xla"
     assert chosen_on_hopper(mask=mask, bias=bias) == "xla"  # it would become larger than it is
     assert chosen_on_hopper((1, 63, 2, 64), bias=bias[:63, :63]) == "xla"
-    assert chosen_on_hopper(dtype=jnp.float32) == "xla"
+    assert chosen_on_hopper(dtype=jnp.float32) == "pallas"
+    assert chosen_on_hopper(dtype=jnp.float32, precision="highest") == "xla"
     assert chosen_on_hopper(chunk_size=64) == "xla"
     assert chosen_on_hopper((0, 256, 2, 64)) == "xla"
     assert chosen_on_hopper((1, 0, 2, 64)) == "xla"
@@ -308,7 +310,7 @@ def test_what_keeps_kernels_from_a_call_is_told_once(monkeypatch):
             dot_product_attention(x, x, x, **dropout)
         assert record[0].filename == __file__
         dot_product_attention(x, x, x, **dropout)  # warnings are errors
-        dot_product_attention(*[x.astype(f32)] * 3)
+        dot_product_attention(*[x.astype(f32)] * 3, precision="highest")
         error = f'"pallas" cannot run this call: {FLAX_BITS}'
         with pytest.raises(NotImplementedError, match=error):
             dot_product_attention(x, x, x, **dropout, implementation="pallas")

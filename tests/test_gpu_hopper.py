@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_hopper_float32
 import test_hopper_functions
 from cases import Sizes, qkv
 from conftest import assert_truth, run_call
@@ -40,6 +41,18 @@ def may_be_fused(name) -> bool:
 @pytest.mark.parametrize("name", [name for name in HOPPER if may_be_fused(name)])
 def test_hopper_fused(name):
     assert_right(name, backward="fused")
+
+
+IN_FLOAT32 = [name for name, (sizes, _) in HOPPER.items() if sizes.H <= 128]
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_hopper_in_float32(name):
+    skip_without_kernels()
+    sizes, arguments = HOPPER[name]
+    args = qkv(np.random.default_rng(0), np.float32, sizes)
+    result = run_call(args, arguments | dict(implementation="pallas"), "float32")
+    test_hopper_float32.assert_errs_less_than_tf32(result, args, arguments)
 
 
 FUNCTIONS = test_hopper_functions.CASES

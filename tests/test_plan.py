@@ -16,9 +16,10 @@ from test_dispatch import OLD
 
 import memeff
 from memeff import dot_product_attention, scores, tile_sizes
-from memeff.device import pretend_device
+from memeff.device import Device, pretend_device
 from memeff.diagnostics import plan
 from memeff.diagnostics.plan import DEVICES
+from memeff.pallas.ampere import capability
 from memeff.units import format_bytes
 
 SIZES = {  # B, T, S, N, K, H, dtype
@@ -303,8 +304,9 @@ def test_devices():
     on_gpu = memeff.plan(X, X, X, device="h200")
     assert on_gpu.platform == "gpu"
     assert on_gpu.memory == 141 * 10**9
-    assert on_gpu.chunk_size == tile_sizes.GPU_TILE
-    assert memeff.plan(X, X, X, device="gpu").memory is None
+    unknown_gpu = memeff.plan(X, X, X, device="gpu")
+    assert unknown_gpu.memory is None
+    assert unknown_gpu.chunk_size == tile_sizes.GPU_TILE
     assert "In " not in str(memeff.plan(X, X, X, device="gpu"))
     on_cpu = memeff.plan(X, X, X, device=jax.devices()[0])
     assert on_cpu == memeff.plan(X, X, X)
@@ -335,7 +337,8 @@ def test_kernels_where_the_device_has_them():
     assert usual.forward_bytes == 0
     assert usual.gradient_bytes == 8 * 2 * 8192 * 16
     assert "Hopper kernels" in str(usual)
-    assert plan(128, "A100").implementation == "xla"
+    has_mma = plan(128, "A100").implementation == "pallas"
+    assert has_mma == (capability.for_device(Device("gpu", "8.0")) is None)
     assert plan(128, "gpu").implementation == "xla"
     assert plan(100).forward_bytes == 4 * 2 * 8192 * 16 * 128 * 2
     assert plan(256).gradient_bytes > 100 * plan(256).forward_bytes

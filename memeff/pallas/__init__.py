@@ -15,15 +15,17 @@ from memeff.pallas.ampere import implementation as ampere_family
 from memeff.pallas.hopper import implementation as hopper_family
 from memeff.pallas.tpu import implementation as tpu_family
 
-FAMILIES: tuple[ModuleType, ...] = (hopper_family, tpu_family, ampere_family)
+# The first that runs on a device is taken. Tests choose the Ampere kernels on Hopper GPUs, too.
+FAMILIES: tuple[ModuleType, ...] = (ampere_family, hopper_family, tpu_family)
 
 
 def family_for(device: Device) -> ModuleType:
     """Return the first family whose kernels run on `device`.
 
-    Without one, return the first family of all, which says why. The Ampere kernels run on GPUs that
-    others run on, too, but only where `ampere.capability.chosen` says so.
+    Without one, return the family that is to say why: that of Ampere GPUs for older ones, too.
     """
-    if ampere_family.for_device(device) is None:
-        return ampere_family
-    return next((family for family in FAMILIES if family.for_device(device) is None), FAMILIES[0])
+    for family in FAMILIES:
+        if family.for_device(device) is None:
+            return family
+    other_gpu = device.platform == "gpu" and device.capability not in (None, "9.0")
+    return ampere_family if other_gpu else hopper_family

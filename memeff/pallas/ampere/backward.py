@@ -1,7 +1,8 @@
 """Compute the gradient of attention on GPUs since Ampere, in two kernels as on Hopper.
 
-Steps (1) to (6) are those of `hopper.backward_common`. A thread block owns 64 queries and visits
-the tiles of keys that they see, for dq; or it owns 64 keys and visits queries, for dk and dv.
+Steps (1) to (6) are those of `hopper.backward_common`. A thread block owns 64 or 128 queries and
+visits the tiles of keys that they see, for dq; or it owns 64 keys and visits queries, for dk and
+dv. Registers have room for an owned tile of 64 queries and its cotangents.
 The next tile is copied beside the products of one where shared memory has two places for it. If a
 sum is not finite, all tiles are visited once more, without lift and with NaN and Inf removed from
 operands of two products.
@@ -55,7 +56,14 @@ from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
-ROWS = 64  # of a tile, queries and keys alike
+ROWS = 64  # of a tile, but for owned queries
+
+
+class Tiling(NamedTuple):
+    """How many visited tiles are in shared memory, and how many queries a thread block owns."""
+
+    stages: int
+    query_rows: int
 
 
 class Arrays(NamedTuple):
@@ -76,9 +84,9 @@ class Scratch(NamedTuple):
     barriers are in the interpreter alone.
     """
 
-    owned_s: tuple[Ref, Ref]  # [1, 64, H] and [1, 64, D]; gradients take their places
+    owned_s: tuple[Ref, Ref]  # [1, t, H] and [1, t, D]; gradients take their places
     visited_s: tuple[Ref, Ref]  # [stages, 64, H] and [stages, 64, D]
-    failed_s: Ref  # [64] above 0 where a row is not finite
+    failed_s: Ref  # [t] above 0 where a row is not finite
     owned_ready: Barrier
     visited_ready: Barrier
 
@@ -88,10 +96,10 @@ def gradients(
     lengths: tuple[int, int],
     arrays: Arrays,
     scalars: Scalars,
-    stages: int,
+    tiling: Tiling,
 ) -> tuple[Array, Array, Array]:
     """Return dq, dk and dv in the shapes of query, key and value. `lengths`: T, S unpadded."""
-    run = functools.partial(_run, problem, lengths, arrays, scalars, stages)
+    run = functools.partial(_run, problem, lengths, arrays, scalars, tiling)
     (dq,) = run("memeff_ampere_dq", of_keys=False)
     dk, dv = run("memeff_ampere_dkdv", of_keys=True)
     return dq, dk, dv
@@ -102,7 +110,7 @@ def _run(
     lengths: tuple[int, int],
     arrays: Arrays,
     scalars: Scalars,
-    stages: int,
+    tiling: Tiling,
     name: str,
     of_keys: bool,
 ) -> tuple[Array, ...]:
@@ -113,36 +121,37 @@ def _run(
     T, S = lengths
     G = N // K
     sizes = CallSizes(B, T, S, K, G)
-    items = B * (K * -(-S // ROWS) if of_keys else N * -(-T // ROWS))
+    owned = ROWS if of_keys else tiling.query_rows
+    items = B * (K * -(-S // owned) if of_keys else N * -(-T // owned))
     bytes_read = (T * G if of_keys else S // G) * (H + D) * query.dtype.itemsize
     order = cache_order(B * (K if of_keys else N), max(1, bytes_read))
-    scalars = with_ranges(scalars, lengths, ROWS, keys=of_keys)
-    scalars = with_lists(problem, scalars, lengths, (ROWS, ROWS), keys=of_keys)
+    scalars = with_ranges(scalars, lengths, owned, keys=of_keys)
+    tile = (ROWS, owned) if of_keys else (owned, ROWS)
+    scalars = with_lists(problem, scalars, lengths, tile, keys=of_keys)
     operands, structure = jax.tree.flatten((arrays, scalars))
     find_work = find_key_work if of_keys else find_query_work
 
     def body(*refs, scratch: Scratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         index = lax.axis_index("block")
-        work: Any = find_work(problem, sizes, scalar_refs, ROWS, ROWS, order, index)
+        work: Any = find_work(problem, sizes, scalar_refs, *tile, order, index)
         owner: Any = KeyTile if of_keys else QueryTile
-        tile = owner(problem, sizes, array_refs, scratch, work)
-        tile.run(*refs[len(operands) :])
+        owner(problem, sizes, array_refs, scratch, work).run(*refs[len(operands) :])
 
     results = [key, value] if of_keys else [query]
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
-    scratch = scratch_types(H, D, query.dtype, stages)
+    scratch = scratch_types(H, D, query.dtype, tiling.stages, owned)
     call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
     return tuple(call(*operands))
 
 
-def scratch_types(H: int, D: int, dtype, stages: int) -> Scratch:
+def scratch_types(H: int, D: int, dtype, stages: int, owned: int) -> Scratch:
     """Return the types of a thread block's shared memory."""
     H, D = whole_width(H), whole_width(D)
     return Scratch(
-        owned_s=(tile_ref(1, ROWS, H, dtype), tile_ref(1, ROWS, D, dtype)),
+        owned_s=(tile_ref(1, owned, H, dtype), tile_ref(1, owned, D, dtype)),
         visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
-        failed_s=plgpu.SMEM((ROWS,), jnp.float32),
+        failed_s=plgpu.SMEM((owned,), jnp.float32),
         owned_ready=ready_barrier(arrivals=2),
         visited_ready=ready_barrier(arrivals=2, count=stages),
     )
@@ -236,10 +245,14 @@ class QueryTile(NamedTuple):
         arrays = self.arrays
         scratch = self.scratch
         q_s, do_s = (x.at[0] for x in scratch.owned_s)
-        shape = ROWS, ROWS
+        shape = q_s.shape[0], ROWS
         dtype = q_s.dtype
+        width = q_s.shape[-1]
+        q, do = q_s, do_s
+        if shape == (ROWS, ROWS):
+            q, do = (plgpu.load(x, layout=WGMMA) for x in (q_s, do_s))
         gradient = Gradient(self.problem, work.scalars.logit_terms)
-        rows = pl.ds(work.row, ROWS)
+        rows = pl.ds(work.row, shape[0])
 
         def of_rows(ref):
             vector = ref.at[work.source.query, work.n, rows]
@@ -263,17 +276,17 @@ class QueryTile(NamedTuple):
             if redo:
                 _clean(k_s, is_finite)
             first = work.row, work.visits.tile(n) * ROWS
-            tile = _score_tile(self.problem, work, first, numbers).with_loads_started()
+            tile = _score_tile(self.problem, work, first, shape, numbers).with_loads_started()
             tile = tile.with_bias(work.n, None)
             keep = tile.mask() if masked else None
-            raw = multiply(full_tile(shape, 0.0), q_s, k_s, transposed=True)  # (1)
+            raw = multiply(full_tile(shape, 0.0), q, k_s, transposed=True)  # (1)
             p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape), tile, keep)
-            dp = _dp(gradient, p, broadcast_vector(delta, shape), do_s, v_s)
+            dp = _dp(gradient, p, broadcast_vector(delta, shape), do, v_s)
             d_raw, _ = cotangents(p, dp)  # (2), (3)
             return multiply(dq, d_raw.astype(dtype), k_s)  # (4)
 
         pipeline.begin()
-        dq = full_tile((ROWS, q_s.shape[-1]), 0.0)
+        dq = full_tile((shape[0], width), 0.0)
         dq = _masked_first(self.problem, work, step, dq, redo)
         return dq * gradient.slope * (1.0 if redo else 2.0**-lift)
 
@@ -347,7 +360,7 @@ class KeyTile(NamedTuple):
                 empty = broadcast_vector(jnp.where(is_empty, 1.0, 0.0), shape)
                 _clean(do_s, lambda x: is_finite(x) | (empty == 0.0))
             numbers = head_number_refs(work.scalars, n_head)
-            tile = _score_tile(self.problem, work, (row, work.col), numbers, query_dim=1)
+            tile = _score_tile(self.problem, work, (row, work.col), shape, numbers, query_dim=1)
             tile = tile.with_loads_started().with_bias(n_head, None)
             keep = tile.mask() if masked else None
             lse = vector(arrays.lse, COL) + (lift if redo else 0.0)
@@ -374,7 +387,7 @@ def _bad_rows(x: Array) -> Array:
     return jnp.where(is_finite(x), 0.0, 1.0).max(axis=1)
 
 
-def _dp(gradient: Gradient, p: Array, delta: Array, x: Ref, y: Ref) -> Array:
+def _dp(gradient: Gradient, p: Array, delta: Array, x: Any, y: Ref) -> Array:
     """Return dp + delta, where dp is x y'."""
     if gradient.problem.dropout is None:
         return multiply(delta, x, y, transposed=True)
@@ -392,15 +405,21 @@ def _masked_first(problem: Problem, work: Any, step: Callable, sums: Any, redo: 
 
 
 def _score_tile(
-    problem: Problem, work: Any, first: tuple, numbers: HeadNumbers, query_dim: int = 0
+    problem: Problem,
+    work: Any,
+    first: tuple,
+    shape: tuple[int, int],
+    numbers: HeadNumbers,
+    query_dim: int = 0,
 ) -> ScoreTile:
     """Return the positions, masks and functions of the tile of `first` query and key."""
     scalars = work.scalars
-    row, col = (pl.ds(x, ROWS) for x in first)
+    sizes = shape if query_dim == 0 else shape[::-1]
+    row, col = (pl.ds(x, size) for x, size in zip(first, sizes, strict=True))
     vectors = tuple(x.at[row] for x in scalars.by_query), tuple(x.at[col] for x in scalars.by_key)
     return ScoreTile(
         problem,
-        (ROWS, ROWS),
+        shape,
         first,
         work.mask_inputs,
         scalars,

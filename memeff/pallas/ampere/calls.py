@@ -6,8 +6,8 @@ from jax import Array, lax
 
 from memeff.device import current_device
 from memeff.logits import LOG2_E
-from memeff.pallas.ampere.backward import ROWS, Arrays, gradients
-from memeff.pallas.ampere.forward import Tiling, attend
+from memeff.pallas.ampere import forward as forward_kernel
+from memeff.pallas.ampere.backward import ROWS, Arrays, Tiling, gradients
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
 from memeff.pallas.hopper.layout import (
     DIMS,
@@ -35,24 +35,26 @@ LEAST_SHARED_KIB = 100
 OTHER_KIB = 4  # of a thread block, beside its tiles
 
 
-def forward_tiling(operands: Operands) -> Tiling:
+def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
     return tiling_for(padded_width(operands))
 
 
-def tiling_for(width: int) -> Tiling:
-    """Return the tiling of the forward for a padded head dim. None was timed."""
+def tiling_for(width: int) -> forward_kernel.Tiling:
+    """Return the tiling of the forward for a padded head dim, by what was timed on an H100."""
     rows = 128 if width <= 64 or _shared_kib() > LEAST_SHARED_KIB else 64
-    return Tiling(rows, 64)
+    return forward_kernel.Tiling(rows, 64)
 
 
-def stages_for(width: int) -> int:
-    """Return how many visited tiles the gradient has in shared memory, for a padded head dim.
+def gradient_tiling(width: int) -> Tiling:
+    """Return the tiling of the gradient for a padded head dim, by what was timed on an H100.
 
-    There are two if a multiprocessor then still has room for two thread blocks. None was timed.
+    There are two visited tiles if a multiprocessor then still has room for two thread blocks.
     """
     pair_kib = 2 * 2 * ROWS * width // 1024  # of an owned or a visited pair of tiles
-    return 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
+    stages = 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
+    is_wide = width <= 64 and _shared_kib() > LEAST_SHARED_KIB
+    return Tiling(stages, 2 * ROWS if is_wide else ROWS)
 
 
 def _shared_kib() -> int:
@@ -63,7 +65,9 @@ def _shared_kib() -> int:
 def describe(operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     rows, keys = forward_tiling(operands)
-    return f"Ampere kernels, tiles of {rows} x {keys} logits, compiled for, never timed on this GPU"
+    capability = current_device().capability
+    known = "" if capability == "9.0" else ", compiled for, never timed on this GPU"
+    return f"Ampere kernels, tiles of {rows} x {keys} logits{known}"
 
 
 def forward(
@@ -84,7 +88,9 @@ def forward(
         arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         lengths = T, key.shape[1]
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
-        out, lse = attend(on_tiles, lengths, arrays, padded_scalars, want_lse, tiling)
+        out, lse = forward_kernel.attend(
+            on_tiles, lengths, arrays, padded_scalars, want_lse, tiling
+        )
         out = unfold_heads(out, (B, T, K, G), value.shape[-1])
         return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
 
@@ -127,7 +133,7 @@ def backward(
         delta = delta + dlse
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
-    stages = stages_for(width)
+    tiling = gradient_tiling(width)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape
@@ -140,7 +146,7 @@ def backward(
         rows = pad_rows(lse), pad_rows(delta)
         inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
-        dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, stages)
+        dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, tiling)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         return dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
 

@@ -204,8 +204,6 @@ def reads_bias(operands: Operands) -> bool:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is faster where both can run; None if it is not."""
-    if operands.query.dtype == jnp.float32:
-        return "the Hopper kernels for float32 have never been timed"
     T = operands.query.shape[1]
     if T >= FEWEST_QUERIES:
         return None
@@ -284,6 +282,13 @@ def _why_not_stored(dtype: DTypeLike, key: StoredKeys, value: Any) -> str | None
 def backward_is_kernel(operands: Operands) -> bool:
     """Return whether the heads are small enough for the kernels of the gradient."""
     return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
+
+
+def tangent_is_kernel(problem: Problem, operands: Operands) -> bool:
+    """Return whether a kernel computes tangents by query, key and value."""
+    in_16_bits = operands.query.dtype.itemsize == 2
+    more = problem.dropout is not None or reads_bias(operands)
+    return in_16_bits and not more and backward_is_kernel(operands)
 
 
 # Forward + gradient, H200, bfloat16 (docs/kernels.md has the cases): in all that were measured from

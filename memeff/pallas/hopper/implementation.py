@@ -1,7 +1,6 @@
 """Present the Hopper kernels as an implementation, which imports a kernel only to run it."""
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from memeff.pallas.hopper.capability import (
@@ -10,6 +9,7 @@ from memeff.pallas.hopper.capability import (
     fused_is_faster,
     reads_bias,
     slower,
+    tangent_is_kernel,
     why_not,
     why_not_decode,
 )
@@ -124,9 +124,6 @@ def tangent(
     array_tangents = jax.tree.leaves(tangents[:3])
     if not narrow:
         return differentiable_tangent(problem, schedule, operands, out, lse, tangents, narrow=False)
-    needs_chunked = reads_bias(operands) or not backward_is_kernel(operands)
-    needs_chunked = needs_chunked or problem.dropout is not None
-    needs_chunked = needs_chunked or operands.query.dtype == jnp.float32
-    if term_tangents or not array_tangents or needs_chunked:
+    if term_tangents or not array_tangents or not tangent_is_kernel(problem, operands):
         return chunked.tangent(problem, schedule, operands, out, lse, tangents)
     return calls.tangent(problem, operands, out, lse, tangents)

@@ -1,0 +1,69 @@
+"""The Ampere kernels on a GPU, which may be a Hopper GPU: against the oracle, and equal bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import qkv
+from conftest import assert_truth, run_call
+from gpu_calls import HOPPER, normal_arrays
+
+import memeff
+from memeff.device import current_device
+from memeff.pallas.ampere import capability
+
+pytestmark = pytest.mark.gpu
+CASES = {name: call for name, call in HOPPER.items() if call[0].H <= capability.LARGEST_HEAD}
+
+
+@pytest.fixture(autouse=True)
+def ampere():
+    """Choose the Ampere kernels, or skip the test with the reason why they cannot run."""
+    with capability.chosen():
+        if reason := capability.for_device(current_device()):
+            pytest.skip(reason)
+        yield
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_ampere(name, dtype):
+    sizes, arguments = CASES[name]
+    args = qkv(np.random.default_rng(0), dtype, sizes)
+    result = run_call(args, arguments | dict(implementation="pallas"), jnp.dtype(dtype).name)
+    assert_truth(result, name, args, arguments, jnp.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_values_that_nobody_sees_change_no_bit(H):
+    args = normal_arrays(*[(1, 512, 2, H)] * 3)
+    call = functools.partial(
+        memeff.dot_product_attention,
+        is_causal=True,
+        key_value_seq_lengths=jnp.array([300]),
+        implementation="pallas",
+        return_residual=True,
+    )
+    attend = jax.jit(call)
+    query, key, value = args
+    dirty = query, key.at[:, 300:].set(jnp.nan), value.at[:, 300:].set(jnp.nan)
+    for found, expected in zip(attend(*dirty), attend(*args), strict=True):
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_two_runs_have_the_same_bits(H):
+    args = normal_arrays(*[(2, 1000, 4, H)] * 4)
+
+    @jax.jit
+    def both(query, key, value, dout):
+        call = functools.partial(
+            memeff.dot_product_attention, is_causal=True, implementation="pallas"
+        )
+        out, pull = jax.vjp(call, query, key, value)
+        return out, *pull(dout)
+
+    for first, second in zip(both(*args), both(*args), strict=True):
+        np.testing.assert_array_equal(np.float32(first), np.float32(second))

@@ -30,7 +30,7 @@ from memeff.device import Device, pretend_device
 from memeff.pallas.ampere import capability, implementation
 
 SUPPORTED = capability.for_device(Device("gpu", "8.0")) is None
-needs_mma = pytest.mark.skipif(not SUPPORTED, reason="mma needs jax 0.11.2")
+needs_kernels = pytest.mark.skipif(not SUPPORTED, reason="the kernels need jax 0.11.2")
 
 FUNCTIONS = {
     "score_fn": (
@@ -56,7 +56,7 @@ def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
         return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("name", few(CASES, FAST))
 def test_values(name):
     z, kwargs = CASES[name]
@@ -64,7 +64,7 @@ def test_values(name):
     assert_case(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("name", few(CASES, ("128",)))
 def test_values_in_small_tiles(name):
     """GPUs with 100 KiB of shared memory have tiles of 64 queries for heads beyond 64."""
@@ -73,7 +73,7 @@ def test_values_in_small_tiles(name):
     assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
     """They have the values of the chunked path, which has its own tests."""
@@ -87,7 +87,7 @@ def test_functions(name):
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
 
 
-@needs_mma
+@needs_kernels
 @not_finite
 def test_values_that_a_row_does_not_see_change_no_bit():
     args = draw(bf16, small(T=200, S=200))
@@ -105,7 +105,7 @@ def test_values_that_a_row_does_not_see_change_no_bit():
     assert np.isnan(np.float32(results[0][:, 120:])).all()
 
 
-@needs_mma
+@needs_kernels
 @not_finite
 @pytest.mark.parametrize("hidden", ["keys", "queries"])
 def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
@@ -122,7 +122,7 @@ def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
     assert_equal_bits(dirty.grads, clean.grads)
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("scale, count", [(0.3, 3), (jnp.float32(0.3), 1)])
 def test_number_of_kernels(scale, count):
     """The chunked path computes the gradient by arrays that the logits depend on."""
@@ -144,7 +144,7 @@ REASONS = {
 }
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("name", REASONS)
 def test_refused(name):
     args = draw(bf16, small(T=70, S=90))
@@ -153,7 +153,7 @@ def test_refused(name):
             memeff.dot_product_attention(*args, **REASONS[name], implementation="pallas")
 
 
-@needs_mma
+@needs_kernels
 @pytest.mark.parametrize("device", ["8.0", "8.6", "8.9", "10.0", "12.0"])
 def test_chosen_on_every_gpu_since_ampere_but_hopper(device):
     assert pallas.family_for(Device("gpu", device)) is implementation
@@ -162,7 +162,7 @@ def test_chosen_on_every_gpu_since_ampere_but_hopper(device):
     assert "Ampere kernels" in said and "compiled for, never timed on this GPU" in said
 
 
-@needs_mma
+@needs_kernels
 def test_hopper_gpus_have_kernels_of_their_own():
     hopper = Device("gpu", "9.0")
     reason = "the Ampere kernels are for GPUs that have none of their own, as Hopper GPUs have"

@@ -19,7 +19,7 @@ from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 128
 FEWEST_QUERIES = 64  # with fewer, most of a tile is empty
-OLDEST_JAX = (0, 11, 2)  # which has mma
+OLDEST_JAX = (0, 11, 2)  # that was tried
 
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("memeff_ampere", default=False)
 

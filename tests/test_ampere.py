@@ -47,7 +47,7 @@ FUNCTIONS = {
         ),
     ),
 }
-FAST = ("128", "causal, tails", "everything", "sinks")
+FAST = ("128", "causal, tails", "everything")
 
 
 def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):

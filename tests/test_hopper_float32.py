@@ -178,7 +178,10 @@ def test_precisions_that_parts_have(precision):
 HIGHER = "compute float32 to 16 bits, and this call asks for a higher precision"
 
 
-@pytest.mark.parametrize("precision", ["highest", "float32", ("high", "highest")])
+FLOAT32_PRODUCTS = jax.lax.DotAlgorithm(f32, f32, f32)
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", ("high", "highest"), FLOAT32_PRODUCTS])
 def test_a_higher_precision_is_refused(precision):
     assert HIGHER in explanation(precision=precision)
 

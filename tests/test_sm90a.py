@@ -39,7 +39,7 @@ SPILLED_IN_CASES = {
     "score soft cap": 360,
     "t5, all keys": 280,
     "tails 64": 272,
-    "float32": 400,  # never timed; in which loops is not known
+    "float32": 400,  # in which loops is not known
     "float32 64": 72,
     "float32 64, full": 320,
     "bias 32": 480,  # in tiles with masks, whose logits, bias and mask are in registers together

@@ -22,7 +22,7 @@ FAMILIES: tuple[ModuleType, ...] = (ampere_family, hopper_family, tpu_family)
 def family_for(device: Device) -> ModuleType:
     """Return the first family whose kernels run on `device`.
 
-    Without one, return the family that is to say why: that of Ampere GPUs for older ones, too.
+    If none runs there, return the one that says why: on other GPUs than Hopper's the Ampere family.
     """
     for family in FAMILIES:
         if family.for_device(device) is None:

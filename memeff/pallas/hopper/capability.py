@@ -110,12 +110,16 @@ def _unsupported_in_float32(problem: Problem, operands: Operands) -> str | None:
 
 
 def asks_for_float32(precision: Any) -> bool:
-    """Return whether a precision of products asks for more than three bfloat16 products give."""
+    """Return whether a precision of products asks for more than three bfloat16 products give.
+
+    A `lax.DotAlgorithm` of the caller's own, which has no name, counts as such.
+    """
     if precision is None:
         config: Any = jax.config
         precision = config.jax_default_matmul_precision or "default"
     both = precision if isinstance(precision, tuple) else (precision,)
-    return not all(getattr(x, "name", x).lower() in COARSE_PRECISIONS for x in both)
+    names = (getattr(x, "name", x) for x in both)
+    return not all(isinstance(x, str) and x.lower() in COARSE_PRECISIONS for x in names)
 
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:

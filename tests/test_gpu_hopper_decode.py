@@ -37,8 +37,13 @@ def long_call():
     """Return query, key and value of a long cache, and the arguments of its lengths."""
     z = LONG
     shapes = [(z.B, z.T, z.K * z.G, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.D)]
-    arrays = {n: jnp.asarray(x) for n, x in filled(LENGTHS, z.T).items() if n != "is_causal"}
-    return normal_arrays(*shapes), arrays
+    return normal_arrays(*shapes), arrays_of(LENGTHS, z.T)
+
+
+def arrays_of(lengths, T):
+    """Return the arguments that are arrays, of T queries at the end of caches of these lengths."""
+    arguments = filled(lengths, T)
+    return {name: jnp.asarray(x) for name, x in arguments.items() if name != "is_causal"}
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -68,6 +73,22 @@ def test_bits_repeat_in_every_run_and_in_every_batch():
     for b in range(LONG.B):
         alone = attend([x[b : b + 1] for x in args], {n: x[b : b + 1] for n, x in arrays.items()})
         assert_equal_bits(alone, jax.tree.map(lambda x, b=b: x[b : b + 1], first))
+
+
+@pytest.mark.parametrize(
+    "H, G, T", [(128, 1, 5), (128, 4, 3), (128, 4, 8), (128, 8, 4), (64, 8, 16)]
+)
+def test_drafts_have_the_bits_of_single_tokens(H, G, T):
+    """Row t of T queries is the row of a call with that query alone, up to 32 rows of 128."""
+    skip_without_kernels()
+    B, S, K = 2, 2048, 4
+    query, key, value = normal_arrays((B, T, K * G, H), (B, S, K, H), (B, S, K, H))
+    ends = jnp.array([2043, 1027])
+    together = attend((query, key, value), arrays_of(ends, T))
+    for t in range(T):
+        row = query[:, t : t + 1], key, value
+        alone = attend(row, arrays_of(ends - T + 1 + t, 1))
+        assert_equal_bits(alone, jax.tree.map(lambda x, t=t: x[:, t : t + 1], together))
 
 
 def test_nan_behind_the_lengths_changes_no_bit():

@@ -14,7 +14,8 @@ Each count is reached, because all thread blocks are on the device at once, and 
 no merge. Values that some row does not see are cleaned of NaN and Inf before (4), because 0 times
 NaN is NaN. Keys may lie in pages: then the producer copies each tile from where the page table
 says.
-Numbers of 8 bits become tiles of 16 bits in shared memory, and scales are factors of raw and p.
+Where rows are few, and with numbers of 8 bits, keys and values are first factors
+(decode_keys_first.py).
 """
 
 import functools
@@ -34,7 +35,7 @@ from memeff.pallas.hopper.decode_compute import (
     decode_scratch,
     merge_row,
 )
-from memeff.pallas.hopper.decode_stored import StoredLoop
+from memeff.pallas.hopper.decode_keys_first import KeysFirstLoop
 from memeff.pallas.hopper.decode_work import (
     ROWS,
     Cache,
@@ -63,9 +64,9 @@ from memeff.pallas.hopper.threads import store_vector
 from memeff.problem import Problem
 
 # Registers of a thread of a consumer, of the merging warpgroup and of the producer. A thread block
-# has 512 threads, which begin with 128 each. Where keys lie in pages or have 8 bits, consumers need
-# more.
+# has 512 threads, which begin with 128 each.
 REGISTERS = 192, 72, 56
+REGISTERS_OF_KEYS_FIRST = 184, 80, 64
 REGISTERS_OF_PAGES = 200, 64, 48
 REGISTERS_OF_8_BITS = 208, 48, 48
 FIRST_REGISTERS = 128
@@ -93,7 +94,7 @@ class Consumer(NamedTuple):
         visits = visits_of(sizes, item, self.number)
         pl.when(is_first)(functools.partial(self._copy_queries, item))
         plgpu.barrier_wait(self.scratch.q_ready.at[self.number])
-        loop_type = StoredLoop if sizes.keys_first else SplitLoop
+        loop_type = KeysFirstLoop if sizes.keys_first else SplitLoop
         loop = loop_type(self.problem, sizes, self.scratch, self.number, item, visits, done)
         results = loop.run()
         # beside what follows
@@ -268,6 +269,8 @@ class DecodeKernel(NamedTuple):
         """Return the registers of a thread of consumer, merging warpgroup and producer."""
         if self.cache.has_scales:
             return REGISTERS_OF_8_BITS
+        if self.sizes.keys_first:
+            return REGISTERS_OF_KEYS_FIRST
         return REGISTERS if self.sizes.pages is None else REGISTERS_OF_PAGES
 
     def _partial_types(self, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -53,7 +53,7 @@ from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 STAGES = 3  # slots of a consumer for tiles of keys and values
-COLUMNS_SUMMED_AT_ONCE = 32  # at most, in a cache of 8 bits
+COLUMNS_SUMMED_AT_ONCE = 32  # at most, with keys as first factors
 
 
 class DecodeScratch(NamedTuple):
@@ -70,8 +70,8 @@ class DecodeScratch(NamedTuple):
     key_vectors: tuple[Ref, ...]  # [consumers * stages, c], with the keys
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
-    # Of a cache of 8 bits:
-    scales_s: tuple[Ref, ...] = ()  # of keys and of values, [consumers * stages * heads, c]
+    # With keys as first factors:
+    scales_s: tuple[Ref, ...] = ()  # of numbers of 8 bits, [consumers * stages * heads, c]
     p_s: Ref = None  # [consumers, rows, c]
     sums_s: Ref = None  # [consumers, X], for sums and maxima along the keys of a tile
     # In the interpreter, first factors that are in registers on a GPU:
@@ -96,8 +96,8 @@ def decode_scratch(
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
     rest = interpreter_staging(consumers, ROWS, sizes.tile, dtype)
-    if cache.has_scales:
-        rest = stored_scratch(sizes, slots, (H, D), dtype)
+    if sizes.keys_first:
+        rest = keys_first_scratch(sizes, slots if cache.has_scales else 0, (H, D), dtype)
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (consumers, ROWS), (slots, sizes.tile))  # copies are aligned
     query_vectors, key_vectors = vectors["token_vectors"]
@@ -120,15 +120,18 @@ def decode_scratch(
     )
 
 
-def stored_scratch(
+def keys_first_scratch(
     sizes: DecodeSizes, slots: int, dims: tuple[int, int], dtype: DTypeLike
 ) -> dict[str, Any]:
-    """Return the types of what a cache of 8 bits needs besides, for heads of `dims` H and D."""
+    """Return the types of what keys as first factors need besides, for heads of `dims` H and D.
+
+    `slots` is the number of slots with scales.
+    """
     consumers, rows, tile = sizes.consumers, sizes.rows_of_item, sizes.tile
     summed = min(rows // 8, COLUMNS_SUMMED_AT_ONCE // 8)
     scales = plgpu.SMEM((slots * sizes.heads_of_consumer, tile), jnp.float32)
     scratch = {
-        "scales_s": (scales, scales),
+        "scales_s": (scales, scales) if slots else (),
         "p_s": tile_ref(consumers, rows, tile, dtype),
         "sums_s": plgpu.SMEM((consumers, summed * SCRATCH_OF_COLUMNS), jnp.float32),
     }

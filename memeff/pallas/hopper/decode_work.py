@@ -24,16 +24,17 @@ MERGED_AT_ONCE = 32  # partial results, at most
 CONSUMERS = 2
 TILE_BYTES = 16384  # of keys, or of values, for one consumer
 LARGEST_WIDTH = 128  # of heads
+MOST_ROWS_OF_KEYS_FIRST = 32  # of keys of 16 bits: with 64, shared memory is too small
 
 
 def keys_of_split(S: int) -> int:
     """Return the keys of a split for a cache of S keys.
 
     A split should be long, because each writes a partial result, and so short that one sequence
-    fills all multiprocessors (H200, 32k keys, 8 heads: 128 items of 1024 keys).
+    fills all multiprocessors (H200, 8 key heads, 32k or 128k keys: 128 items of 1024 or 4096 keys).
     """
     if S > 65536:
-        return 2048
+        return 4096
     return 1024 if S > 16384 else 512
 
 
@@ -70,9 +71,9 @@ class DecodeSizes(NamedTuple):
 
     @staticmethod
     def of(
-        call: CallSizes, H: int, D: int, pages: Pages | None = None, keys_first: bool = False
+        call: CallSizes, H: int, D: int, pages: Pages | None = None, has_scales: bool = False
     ) -> "DecodeSizes":
-        """Return the fastest sizes for these head dims.
+        """Return the fastest sizes for these head dims; keys of 8 bits have scales.
 
         Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
         read at the same time (H200, 8 x 32k keys, 8 heads of 128: 3.9 TB/s with one head of an
@@ -83,6 +84,8 @@ class DecodeSizes(NamedTuple):
         while call.K % heads:
             heads //= 2
         tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
+        few_rows = call.G * call.T <= MOST_ROWS_OF_KEYS_FIRST
+        keys_first = has_scales or (few_rows and width == LARGEST_WIDTH)  # else registers spill
         return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first)
 
     @property

@@ -272,19 +272,19 @@ def reduce_rows(tile: Array, kind: str, scratch: Ref) -> Array:
     return reduce(tile, scratch)
 
 
-def store_columns(ref: Ref, tile: Array) -> None:
+def store_columns(ref: Ref, tile: Array, permuted: bool) -> None:
     """Store the first columns of `tile` [D, N] to `ref` [R, D] in global memory, R of them.
 
-    Rows of the tile are in the order of `load_values`.
+    If `permuted`, rows of the tile are in the order of `load_values`.
     """
     count, D = ref.shape
     if interpreting():
-        ref[...] = sort_rows(tile).T[:count]
+        ref[...] = (sort_rows(tile) if permuted else tile).T[:count]
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(_, ref, tile):
-        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
+        _mgpu, ir, arith, memref, vector, scf = mlir_modules()
         index = ir.IndexType.get()
 
         def constant(x: int):
@@ -308,8 +308,13 @@ def store_columns(ref: Ref, tile: Array) -> None:
                     numbers.append(vector.extract(register, [], [n]))
                 branch = scf.IfOp(is_inside)
                 with ir.InsertionPoint(branch.then_block):
-                    kind = ir.VectorType.get((size,), ir.F32Type.get())
-                    vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
+                    if permuted:
+                        kind = ir.VectorType.get((size,), ir.F32Type.get())
+                        vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
+                    else:
+                        for row, number in zip(rows, numbers, strict=True):
+                            place = [col, arith.addi(entries.row, constant(row))]
+                            memref.store(number, ref, place)
                     scf.yield_([])
 
     store(ref, tile)

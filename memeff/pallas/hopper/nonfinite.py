@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from memeff.pallas.hopper.fragments import reduce_rows
 from memeff.pallas.hopper.mosaic import (
     COL,
+    ROW,
     WGMMA,
     Barrier,
     Ref,
@@ -65,17 +67,25 @@ class _Patches(NamedTuple):
         commit()
 
 
-def _rows_seeing(bad_keys_s: Ref, tile: ScoreTile):
-    """Return 1 for each row of the tile that sees a bad key, and else 0."""
-    bad_keys = broadcast_vector(plgpu.load(bad_keys_s, layout=COL), tile.shape, 1)
-    return jnp.where(tile.mask(), bad_keys, 0.0).max(axis=1)
+def _queries_seeing(bad_keys_s: Ref, tile: ScoreTile, sums_s: Ref | None = None):
+    """Return 1 for each query of the tile that sees a bad key, and else 0.
+
+    Where queries are along the columns of the tile, `sums_s` is this warpgroup's memory for maxima.
+    """
+    keys_dim = 1 - tile.query_dim
+    bad_keys = plgpu.load(bad_keys_s, layout=(ROW, COL)[keys_dim])
+    seen = jnp.where(tile.mask(), broadcast_vector(bad_keys, tile.shape, keys_dim), 0.0)
+    return seen.max(axis=1) if tile.query_dim == 0 else reduce_rows(seen, "max", sums_s)
 
 
-def _with_nan(o, sees_bad, bad_columns_s: Ref):
-    """Return o with NaN in the rows that see a bad value, in its column."""
-    columns = bad_columns_s.at[: o.shape[1]]  # of the first part, which is not finite where one is
-    bad_columns = broadcast_vector(plgpu.load(columns, layout=COL), o.shape, 1)
-    is_nan = bad_columns * broadcast_vector(sees_bad, o.shape) > 0
+def _with_nan(o, sees_bad, bad_columns_s: Ref, query_dim: int = 0):
+    """Return o with NaN for queries, along `query_dim`, that see a bad value, in its column."""
+    value_dim = 1 - query_dim
+    # those of the first part, which is not finite where one is
+    columns = bad_columns_s.at[: o.shape[value_dim]]
+    bad_columns = plgpu.load(columns, layout=(ROW, COL)[value_dim])
+    bad_columns = broadcast_vector(bad_columns, o.shape, value_dim)
+    is_nan = bad_columns * broadcast_vector(sees_bad, o.shape, query_dim) > 0
     return jnp.where(is_nan, jnp.nan, o)
 
 
@@ -90,7 +100,7 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
-        sees_bad = _rows_seeing(bad_keys_s, tile)
+        sees_bad = _queries_seeing(bad_keys_s, tile)
         sync(all_consumers)
 
         @pl.when(warpgroup == 0)  # one alone, because sums over rows share their memory
@@ -112,25 +122,27 @@ def clean_own_values(
     tile: ScoreTile,
     shared: tuple[Ref, Ref],
     commit: Callable[[], None] = plgpu.commit_smem,
+    sums_s: Ref | None = None,
 ):
     """Apply `clean_values` to values that no other warpgroup reads.
 
     `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys
-    [c] and the bad columns [D]. Nothing is summed over rows, because warpgroups would share the
-    memory for that.
+    [c] and the bad columns [D]. Nothing is summed over rows in Pallas's own memory, because
+    warpgroups would share it: where queries are along the columns of `tile` and of o, `sums_s`
+    serves instead.
     """
     bad_keys_s, bad_columns_s = shared
     patches = _Patches(values)
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
-        sees_bad = _rows_seeing(bad_keys_s, tile)
+        sees_bad = _queries_seeing(bad_keys_s, tile, sums_s)
         zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
         bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
         for col in patches.cols:
             for row in patches.rows:
                 mark_columns(bad_columns_s.at[col : col + ROWS], patches.is_bad(row, col))
         patches.clean(commit)
-        return _with_nan(o, sees_bad, bad_columns_s)
+        return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
 
     return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)

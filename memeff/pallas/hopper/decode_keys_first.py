@@ -1,9 +1,10 @@
-"""Compute the partial results of a split of keys in 8 bits, in the decode kernel.
+"""Compute partial results of the decode kernel with keys and values as first factors.
 
-Numbers of 8 bits become numbers of 16 in registers. There they can only be the first factor of a
-product, so keys and values are first factors, and queries and probabilities second ones. Then a
-tile has as many columns as there are rows, in eights, instead of 64. With tiles [c, rows], and
-scales f of keys and g of values, the steps of decode.py are:
+A first factor of a product has 64 rows. With queries as first factors, most of these are padding
+where there are few. So keys and values are first factors here, and queries and probabilities second
+ones, and a tile has as many columns as there are rows, in eights. Numbers of 8 bits become numbers
+of 16 in registers, and there they can only be first factors. With tiles [c, rows], and scales f of
+keys and g of values (1 for numbers of 16 bits), the steps of decode.py are:
   (1) raw = k_j q_i' * f_j               (3) m' = max(m, colmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) p = 2^(s - m');  l = a l + p;  o = a o + v_j' (g_j p)
 Here l is a tile, which is summed along the keys once, at the end, and o is [D, rows].
@@ -25,6 +26,7 @@ from memeff.pallas.hopper.fragments import (
 )
 from memeff.pallas.hopper.mosaic import (
     ROW,
+    Ref,
     accumulators,
     broadcast_vector,
     full_tile,
@@ -32,11 +34,17 @@ from memeff.pallas.hopper.mosaic import (
     multiply,
     plgpu,
 )
+from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.score_tile import ScoreTile
 
 
-class StoredLoop(SplitLoop):
-    """The loop of one consumer over its tiles of keys in 8 bits."""
+class KeysFirstLoop(SplitLoop):
+    """The loop of one consumer over its tiles of keys, which are first factors."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether keys and values are numbers of 8 bits with scales."""
+        return bool(self.scratch.scales_s)
 
     @property
     def query_dim(self) -> int:
@@ -47,7 +55,7 @@ class StoredLoop(SplitLoop):
         """Store a partial result of the item's rows; `partials` are those of one key head."""
         rows = self.sizes.rows_of_item
         stored = min(rows, partials.o.shape[1])
-        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o)
+        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o, self.has_scales)
         places = pl.ds(self.item.row, rows)
         store_of_columns(partials.m.at[part, places], m)
         store_of_columns(partials.l.at[part, places], self._reduce(l, "add"))
@@ -71,45 +79,52 @@ class StoredLoop(SplitLoop):
         dtype = scratch.q_s.dtype
         q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
         place = slot * self.sizes.heads_of_consumer + head
-        values_ref = scratch.v_s.at[place]
+        keys_ref, values_ref = scratch.k_s.at[place], scratch.v_s.at[place]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
-        keys = load_keys(scratch.k_s.at[place], dtype)
+        keys = load_keys(keys_ref, dtype) if self.has_scales else keys_ref
 
         def dot_products(raw):
             self._multiply(raw, keys, q.T)  # (1)
-            values = load_values(values_ref, dtype)  # beside the product
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0), values
+            # beside the product
+            loaded = (load_values(values_ref, dtype),) if self.has_scales else ()
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
 
-        raw, values = accumulators(dot_products, self.tile_shape)
-        raw = raw * self._scales(0, place)
+        raw, loaded = accumulators(dot_products, self.tile_shape)
+        if self.has_scales:
+            raw = raw * self._scales(0, place)
 
-        def masked(raw, o, values):
+        def masked(raw, o, loaded):
             if self.sizes.pages is not None:
                 raw = raw + self._nan_of_missing_pages(tile_number)
-            o, values = self._clean(o, values, tile)
-            return tile.logits(raw, tile.mask()), o, values
+            if loaded:
+                o, *loaded = self._clean_loaded(o, loaded[0], tile)
+            else:
+                o = self._clean_shared(o, values_ref, tile)
+            return tile.logits(raw, tile.mask()), o, tuple(loaded)
 
-        def whole(raw, o, values):
-            return tile.logits(raw, None), o, values
+        def whole(raw, o, loaded):
+            return tile.logits(raw, None), o, loaded
 
-        s, o, values = lax.cond(is_masked, masked, whole, raw, o, values)  # (2)
+        s, o, loaded = lax.cond(is_masked, masked, whole, raw, o, loaded)  # (2)
         m_new = jnp.maximum(m, self._reduce(s, "max"))  # (3)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         a = jnp.exp2(m - shift)
         p = jnp.exp2(s - broadcast_vector(shift, self.tile_shape, 1))  # (4)
         l = l * broadcast_vector(a, self.tile_shape, 1) + p
         o = o * broadcast_vector(a, o.shape, 1)
+        if not self.has_scales:
+            return m_new, l, self._add_product(o, values_ref.T, p)
         # scales of keys that a row does not see may be NaN
         p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
-        return m_new, l, self._add_product(o, values, p)
+        return m_new, l, self._add_product(o, loaded[0], p)
 
     def _scales(self, n: int, place) -> Array:
         """Return the scales of keys (n = 0) or values (n = 1) as a tile."""
         scales = plgpu.load(self.scratch.scales_s[n].at[place], layout=ROW)
         return broadcast_vector(scales, self.tile_shape)
 
-    def _add_product(self, o: Array, values: Array, p: Array) -> Array:
+    def _add_product(self, o: Array, values: Array | Ref, p: Array) -> Array:
         """Return o + values p, for values [D, c]; p is rounded to the dtype of the query."""
         p_s = self.scratch.p_s.at[self.consumer]
         store_transposed(p_s, p.astype(p_s.dtype))
@@ -123,8 +138,14 @@ class StoredLoop(SplitLoop):
         rows, cols = o.shape
         return accumulators(add, (rows, cols))
 
-    def _clean(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
-        """Replace NaN in `values` [D, c] by 0; return o with NaN in its column where a row sees it.
+    def _clean_shared(self, o: Array, values: Ref, tile: ScoreTile) -> Array:
+        """Replace NaN in `values` [c, D] by 0; return o with NaN in its column if a row sees it."""
+        scratch = self.scratch
+        shared = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
+        return clean_own_values(values, o, tile, shared, sums_s=scratch.sums_s.at[self.consumer])
+
+    def _clean_loaded(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
+        """Do the same with `values` [D, c] in registers.
 
         Integers are finite.
         """
@@ -138,9 +159,9 @@ class StoredLoop(SplitLoop):
         values = jnp.where(is_finite, values.astype(jnp.float32), 0.0).astype(values.dtype)
         return jnp.where(counts > 0, jnp.nan, o), values
 
-    def _multiply(self, total, x: Array, y) -> None:
-        """Start total += x y, where x is in registers, and y in shared memory."""
-        stage = self.scratch.stage
+    def _multiply(self, total, x: Array | Ref, y) -> None:
+        """Start total += x y, where x is in registers or in shared memory, and y in the latter."""
+        stage = self.scratch.stage if self.has_scales else None
         if stage is not None:
             stage = stage.at[self.consumer, pl.ds(0, x.shape[0]), pl.ds(0, x.shape[1])]
         multiply(total, x, y, stage)

@@ -199,8 +199,7 @@ def test_rows_are_those_of_the_full_causal_call():
 
 
 @not_finite
-@pytest.mark.slow
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_nan_reaches_the_rows_that_see_it_alone(D):
     """A value that is NaN in one column makes that column NaN, for the queries that see the key."""
     z = Sizes(B=1, T=4, S=600, K=1, G=2, H=64, D=D)

@@ -1,6 +1,6 @@
 """Measures tokens per second of `models.generate` at a long context, beside the same model with jax.nn.
 
-python -m models.decode_speed --context 32768 --batch 1 32 --json docs/benchmarks/generate-h200.jsonl
+python -m models.decode_speed --context 32768 --batch 1 32 --json generate.jsonl
 
 Parameters and caches are random, because their values change no time. The limit is the time in which the device's memory
 reads all parameters and all cached keys and values once (--bandwidth, in bytes per second, which a copy reaches).

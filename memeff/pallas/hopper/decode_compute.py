@@ -125,7 +125,7 @@ def keys_first_scratch(
 ) -> dict[str, Any]:
     """Return the types of what keys as first factors need besides, for heads of `dims` H and D.
 
-    `slots` is the number of slots with scales.
+    `slots` is the number of slots with scales, 0 for numbers of 16 bits.
     """
     consumers, rows, tile = sizes.consumers, sizes.rows_of_item, sizes.tile
     summed = min(rows // 8, COLUMNS_SUMMED_AT_ONCE // 8)
@@ -136,7 +136,7 @@ def keys_first_scratch(
         "sums_s": plgpu.SMEM((consumers, summed * SCRATCH_OF_COLUMNS), jnp.float32),
     }
     first_factors = max(tile, dims[1]), max(tile, dims[0])  # [c, H] and [D, c]
-    return scratch | interpreter_staging(consumers, *first_factors, dtype)
+    return scratch | (interpreter_staging(consumers, *first_factors, dtype) if slots else {})
 
 
 class Partials(NamedTuple):

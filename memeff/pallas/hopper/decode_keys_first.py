@@ -86,7 +86,7 @@ class KeysFirstLoop(SplitLoop):
 
         def dot_products(raw):
             self._multiply(raw, keys, q.T)  # (1)
-            # beside the product
+            # Values of 8 bits are loaded while the product runs.
             loaded = (load_values(values_ref, dtype),) if self.has_scales else ()
             return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
 
@@ -161,7 +161,7 @@ class KeysFirstLoop(SplitLoop):
 
     def _multiply(self, total, x: Array | Ref, y) -> None:
         """Start total += x y, where x is in registers or in shared memory, and y in the latter."""
-        stage = self.scratch.stage if self.has_scales else None
+        stage = self.scratch.stage
         if stage is not None:
             stage = stage.at[self.consumer, pl.ds(0, x.shape[0]), pl.ds(0, x.shape[1])]
         multiply(total, x, y, stage)

@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     col_start: Array  # start of the slices: key
     sizes: tuple[int, int, int]  # K, T and S of the whole arrays
     prefetched: Array | None = None  # computed of this tile in the step before
+    kept: Array | None = None  # pairs that dropout keeps, if computed in the step before
 
 
 def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
@@ -156,6 +157,21 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
     return z.reshape(b, k, g, t, -1)
 
 
+def hide_by_bias(tile: Tile) -> Tile:
+    """Return a tile with a bias whose bias is -inf for hidden pairs, and that needs no mask.
+
+    Its raw must be finite, because Inf - Inf is NaN.
+    """
+    params = tile.operands.logit_params
+    if params.bias is None:
+        return tile
+    bias = params.bias.astype(accumulator_dtype(tile.operands))
+    if tile.keep is not None:
+        bias = jnp.where(tile.keep, bias, -jnp.inf)
+    operands = tile.operands._replace(logit_params=params._replace(bias=bias))
+    return tile._replace(operands=operands, keep=None)
+
+
 def zero_nonfinite(x: Array, masked: bool) -> Array:
     """Zero NaN and Inf in masked tiles, because 0 * NaN is NaN.
 
@@ -166,8 +182,8 @@ def zero_nonfinite(x: Array, masked: bool) -> Array:
 
 def kept_by_dropout(problem: Problem, tile: Tile) -> Array | None:
     """Return the pairs that dropout keeps, 1|B 1|K 1|G t c; None without dropout."""
-    if problem.dropout is None:
-        return None
+    if problem.dropout is None or tile.kept is not None:
+        return tile.kept
     K, T, S = tile.sizes
     like = tile.operands.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
     sizes = K * like.shape[2], T, S

@@ -129,7 +129,7 @@ def test_values_of_another_size_run_in_parts(kernels):
 
 
 def test_a_parcel_keeps_all_bits():
-    """Arrays of several dtypes and of odd sizes, one device on and, the first with other bits, two."""
+    """Arrays of several dtypes and of odd sizes, sent on once, and again with another first one."""
     rng = np.random.default_rng(0)
     dtypes = (np.float32, bfloat16), (bfloat16, np.int32, bfloat16), (np.float64, np.int8)
     shapes = (3, 2), (7,), ()

@@ -9,6 +9,7 @@ from memeff.logits import LOG2_E
 from memeff.pallas.ampere import forward as forward_kernel
 from memeff.pallas.ampere.backward import ROWS, Arrays, Tiling, gradients
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
+from memeff.pallas.hopper.bias import is_of_pairs
 from memeff.pallas.hopper.layout import (
     DIMS,
     dims_of,
@@ -37,24 +38,50 @@ OTHER_KIB = 4  # of a thread block, beside its tiles
 
 def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
-    return tiling_for(padded_width(operands))
+    return tiling_for(padded_width(operands), bias_itemsize(operands))
 
 
-def tiling_for(width: int) -> forward_kernel.Tiling:
-    """Return the tiling of the forward for a padded head dim, by what was timed on an H100."""
-    rows = 128 if width <= 64 or _shared_kib() > LEAST_SHARED_KIB else 64
-    return forward_kernel.Tiling(rows, 64)
+def tiling_for(width: int, itemsize: int = 0) -> forward_kernel.Tiling:
+    """Return the tiling of the forward for a padded head dim, by what was timed on an H100.
+
+    `itemsize` is that of a bias of pairs. Tiles have 128 queries if two thread blocks of such tiles
+    fit into a multiprocessor.
+    """
+    keys = ROWS
+
+    def kib(rows: int) -> int:
+        return (2 * width * (rows + 2 * keys) + itemsize * rows * keys) // 1024
+
+    rows = 2 * ROWS
+    return forward_kernel.Tiling(rows if _two_blocks_fit(kib(rows)) else ROWS, keys)
 
 
-def gradient_tiling(width: int) -> Tiling:
+def gradient_tiling(width: int, itemsize: int = 0) -> Tiling:
     """Return the tiling of the gradient for a padded head dim, by what was timed on an H100.
 
     There are two visited tiles if a multiprocessor then still has room for two thread blocks.
+    `itemsize` is that of a bias of pairs.
     """
-    pair_kib = 2 * 2 * ROWS * width // 1024  # of an owned or a visited pair of tiles
-    stages = 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
-    is_wide = width <= 64 and _shared_kib() > LEAST_SHARED_KIB
-    return Tiling(stages, 2 * ROWS if is_wide else ROWS)
+
+    def kib(stages: int, query_rows: int) -> int:
+        numbers = 2 * 2 * width * (query_rows + stages * ROWS)
+        return (numbers + itemsize * stages * query_rows * ROWS) // 1024
+
+    if width <= 64 and _shared_kib() > LEAST_SHARED_KIB and _two_blocks_fit(kib(2, 2 * ROWS)):
+        return Tiling(2, 2 * ROWS)
+    return Tiling(2 if _two_blocks_fit(kib(2, ROWS)) else 1, ROWS)
+
+
+def bias_itemsize(operands: Operands) -> int:
+    """Return the bytes of a number of the bias of pairs that the kernels read; 0 without one."""
+    read = jax.eval_shape(replace_mask, operands)
+    bias = read.logit_params.bias
+    return bias.dtype.itemsize if bias is not None and is_of_pairs(bias) else 0
+
+
+def _two_blocks_fit(kib: int) -> bool:
+    """Return whether two thread blocks whose tiles take `kib` KiB fit into a multiprocessor."""
+    return 2 * (kib + OTHER_KIB) <= _shared_kib()
 
 
 def _shared_kib() -> int:

@@ -88,8 +88,6 @@ def _unsupported_shape(operands: Operands) -> str | None:
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
-    if reads_bias(operands):
-        return "the Ampere kernels do not support `bias` and dense masks"
     if problem.dropout is not None and problem.dropout.bits != "mix32":
         return (
             'the Ampere kernels support dropout with dropout_bits="mix32", and this call draws '

@@ -8,8 +8,15 @@ from memeff.device import current_device
 from memeff.logits import LOG2_E
 from memeff.pallas.ampere import forward as forward_kernel
 from memeff.pallas.ampere.backward import ROWS, Arrays, Tiling, gradients
+from memeff.pallas.ampere.backward_bias import bias_gradient
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
-from memeff.pallas.hopper.bias import is_of_pairs
+from memeff.pallas.hopper.bias import (
+    gradient_dims,
+    is_of_pairs,
+    merge_bias_gradient,
+    unpad_bias_gradient,
+)
+from memeff.pallas.hopper.bias_work import SharedBias
 from memeff.pallas.hopper.layout import (
     DIMS,
     dims_of,
@@ -70,6 +77,18 @@ def gradient_tiling(width: int, itemsize: int = 0) -> Tiling:
     if width <= 64 and _shared_kib() > LEAST_SHARED_KIB and _two_blocks_fit(kib(2, 2 * ROWS)):
         return Tiling(2, 2 * ROWS)
     return Tiling(2 if _two_blocks_fit(kib(2, ROWS)) else 1, ROWS)
+
+
+def bias_gradient_stages(width: int, itemsize: int) -> int:
+    """Return how many visited tiles the kernel for the gradient of the bias has in shared memory.
+
+    `itemsize` is that of a bias of pairs.
+    """
+
+    def kib(stages: int) -> int:
+        return (4 * 2 * width * stages * ROWS + itemsize * ROWS * ROWS) // 1024
+
+    return 2 if _two_blocks_fit(kib(2)) else 1
 
 
 def bias_itemsize(operands: Operands) -> int:
@@ -151,6 +170,8 @@ def backward(
 
     `dlse` is None if lse has no cotangent.
     """
+    bias = operands.logit_params.bias
+    bias_dims = None if bias is None else gradient_dims(bias, operands.shape)
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
@@ -160,7 +181,8 @@ def backward(
         delta = delta + dlse
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
-    tiling = gradient_tiling(width)
+    itemsize = bias_itemsize(operands)
+    tiling = gradient_tiling(width, itemsize)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape
@@ -175,9 +197,19 @@ def backward(
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, tiling)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
-        return dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        found = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        if bias is None or bias_dims is None:
+            return found
+        shared = SharedBias.of(bias, operands.shape)
+        stages = bias_gradient_stages(width, itemsize)
+        dbias = bias_gradient(on_tiles, (T, S), inputs, padded_scalars, shared, stages)
+        return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 
-    run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)), DIMS)
+    dims_in = *DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)
+    run = partitioned(call, dims_in, DIMS if bias_dims is None else (*DIMS, bias_dims))
     arrays = split_query(operands, operands.shape.K)
-    dq, dk, dv = run(*arrays, dout, lse_bits, delta, *leaves)
-    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())
+    dq, dk, dv, *dbias = run(*arrays, dout, lse_bits, delta, *leaves)
+    terms = LogitParams()
+    if bias is not None:
+        terms = terms._replace(bias=merge_bias_gradient(*dbias, bias, operands.shape))
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)

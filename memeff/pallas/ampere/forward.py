@@ -5,9 +5,9 @@ Logits are in base 2, that is multiplied by log2 e.
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
 At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
-v_j and a tile of the bias are copied beside (1), and k_{j+1} beside (2) to (4). Other thread blocks of the multiprocessor
-compute while one waits. If a number of o is not finite, all tiles are visited once more, with NaN
-and Inf removed where nobody sees them; that changes no bit of the other rows.
+v_j and a tile of the bias are copied beside (1), and k_{j+1} beside (2) to (4). Other thread blocks
+of the multiprocessor compute while one waits. If a number of o is not finite, all tiles are visited
+once more, with NaN and Inf removed where nobody sees them; that changes no bit of the other rows.
 """
 
 from typing import NamedTuple

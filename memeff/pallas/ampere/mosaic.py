@@ -184,12 +184,11 @@ def _store(target: Ref, row, col, shared: Ref) -> None:
     _for_each_chunk(target, row, col, shared, store, lambda lanes: None)
 
 
-def _for_each_chunk(
-    ref: Ref, row, col, shared: Ref, visit: Callable, finish: Callable
-) -> None:
+def _for_each_chunk(ref: Ref, row, col, shared: Ref, visit: Callable, finish: Callable) -> None:
     """Call `visit(lanes, pointer, place, is_inside)` for each chunk that a thread moves.
 
-    `pointer` is in global memory, from `row` and `col` of `ref` [T, S] on, `place` in shared memory.
+    `pointer` is in global memory, in `ref` [T, S] from `row` and `col` on. `place` is in shared
+    memory.
     """
     rows, cols = shared.shape
     T, S = ref.shape

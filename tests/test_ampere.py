@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import few, run_call
+from bias_cases import CASES as BIASES
+from bias_cases import MASKS
+from conftest import assert_truth, cotangents, few, run_call
 from hopper_cases import (
     CASES,
     assert_case,
@@ -48,6 +50,11 @@ FUNCTIONS = {
     ),
 }
 FAST = ("128", "causal, tails", "everything")
+CALLS_WITH_BIAS = {
+    name: call
+    for name, call in (BIASES | MASKS).items()
+    if max(call[0].H, call[0].D) <= capability.LARGEST_HEAD
+}
 
 
 def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
@@ -71,6 +78,15 @@ def test_values_in_small_tiles(name):
     z, kwargs = CASES[name]
     args = draw(np.float16, z)
     assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
+
+
+@needs_kernels
+@not_finite
+@pytest.mark.parametrize("name", few(CALLS_WITH_BIAS, ("pairs", "keys")))
+def test_bias(name):
+    z, kwargs = CALLS_WITH_BIAS[name]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
 
 
 @needs_kernels
@@ -138,7 +154,7 @@ def test_number_of_kernels(scale, count):
 
 
 REASONS = {
-    "bias": dict(bias=jnp.zeros((1, 1, 70, 90), jnp.bfloat16)),
+    "bias": dict(bias=np.zeros((1, 1, 1, 90), bf16), mask=np.ones((70, 90), bool)),
     "fused": dict(backward="fused"),
     "bits": dict(dropout_rng=jax.random.PRNGKey(1), dropout_rate=0.3),
 }

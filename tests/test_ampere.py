@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bias_cases import CASES as BIASES
 from bias_cases import MASKS
-from conftest import assert_truth, cotangents, few, run_call
+from conftest import assert_truth, few, run_call
 from hopper_cases import (
     CASES,
     assert_case,

@@ -17,7 +17,6 @@ from memeff.pallas.hopper.bias import (
     unpad_bias_gradient,
 )
 from memeff.pallas.hopper.bias_work import SharedBias
-from memeff.pallas.hopper.capability import reads_bias
 from memeff.pallas.hopper.layout import (
     DIMS,
     dims_of,
@@ -46,35 +45,33 @@ OTHER_KIB = 4  # of a thread block, beside its tiles
 
 def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
-    return tiling_for(padded_width(operands), reads_bias(operands))
+    return tiling_for(padded_width(operands), bias_itemsize(operands))
 
 
-def tiling_for(width: int, has_bias: bool = False) -> forward_kernel.Tiling:
+def tiling_for(width: int, itemsize: int = 0) -> forward_kernel.Tiling:
     """Return the tiling of the forward for a padded head dim, by what was timed on an H100.
 
-    Tiles have 128 queries if two thread blocks of such tiles fit into a multiprocessor. With a bias
-    they were no faster, and XLA hung where it simplified the blocks of such a kernel with a bias of
-    keys.
+    `itemsize` is that of a bias of pairs. Tiles have 128 queries if two thread blocks of such tiles
+    fit into a multiprocessor.
     """
     keys = ROWS
     rows = 2 * ROWS
-    kib = 2 * width * (rows + 2 * keys) // 1024
-    return forward_kernel.Tiling(rows if not has_bias and _two_blocks_fit(kib) else ROWS, keys)
+    kib = (2 * width * (rows + 2 * keys) + itemsize * rows * keys) // 1024
+    return forward_kernel.Tiling(rows if _two_blocks_fit(kib) else ROWS, keys)
 
 
-def gradient_tiling(width: int, has_bias: bool = False, itemsize: int = 0) -> Tiling:
+def gradient_tiling(width: int, itemsize: int = 0) -> Tiling:
     """Return the tiling of the gradient for a padded head dim, by what was timed on an H100.
 
     There are two visited tiles if a multiprocessor then still has room for two thread blocks.
-    `itemsize` is that of a bias of pairs. With a bias, 128 queries were no faster.
+    `itemsize` is that of a bias of pairs.
     """
 
     def kib(stages: int, query_rows: int) -> int:
         numbers = 2 * 2 * width * (query_rows + stages * ROWS)
         return (numbers + itemsize * stages * query_rows * ROWS) // 1024
 
-    may_own_more = width <= 64 and not has_bias and _shared_kib() > LEAST_SHARED_KIB
-    if may_own_more and _two_blocks_fit(kib(2, 2 * ROWS)):
+    if width <= 64 and _shared_kib() > LEAST_SHARED_KIB and _two_blocks_fit(kib(2, 2 * ROWS)):
         return Tiling(2, 2 * ROWS)
     return Tiling(2 if _two_blocks_fit(kib(2, ROWS)) else 1, ROWS)
 
@@ -182,7 +179,7 @@ def backward(
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
     itemsize = bias_itemsize(operands)
-    tiling = gradient_tiling(width, reads_bias(operands), itemsize)
+    tiling = gradient_tiling(width, itemsize)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape

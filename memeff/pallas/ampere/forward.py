@@ -210,13 +210,14 @@ class QueryTile(NamedTuple):
         shape = self.tiling.rows, self.scratch.v_s.shape[-1]
         rows = full_tile(shape[:1], -jnp.inf), full_tile(shape[:1], 0.0)
         state = *rows, full_tile(shape, 0.0)
-        if not may_have_unmasked_tiles(self.problem, self.work.scalars):
+        # A bias may hide values of any tile.
+        clean_all = clean and self.work.scalars.has_bias
+        if clean_all or not may_have_unmasked_tiles(self.problem, self.work.scalars):
             return lax.fori_loop(0, visits.total, self._step(True, clean), state)
         state = lax.fori_loop(0, visits.masked, self._step(True, clean), state)
         # Not with masks, though these tiles are done again: a GPU fuses products and sums otherwise
-        # where a select stands between. A bias may hide values of any tile.
-        clean = clean and self.work.scalars.has_bias
-        return lax.fori_loop(visits.masked, visits.total, self._step(False, clean), state)
+        # where a select stands between. With a bias, one stands in each tile.
+        return lax.fori_loop(visits.masked, visits.total, self._step(False), state)
 
     def _step(self, masked: bool, clean: bool = False):
         """Return the function that updates m, l and o by visit n."""

@@ -36,6 +36,7 @@ CASES = {
     "bias, 128": dict(H=128, bias="bfloat16"),
     "bias, float32": dict(H=64, bias="float32", is_causal=True),
     "bias, 128, float32": dict(H=128, bias="float32"),
+    "bias, tails": dict(H=64, T=200, bias="bfloat16"),
 }
 
 

@@ -123,6 +123,20 @@ def test_values_that_a_row_does_not_see_change_no_bit():
 
 @needs_kernels
 @not_finite
+def test_nan_of_keys_that_a_bias_hides_changes_no_bit():
+    args = draw(bf16, small(T=70, S=140))
+    bias = np.random.default_rng(4).standard_normal((1, 1, 70, 140)).astype(bf16)
+    bias[..., 30:60] = -np.inf
+    clean = run_kernels(args, dict(bias=bias))
+    query, key, value = (x.copy() for x in args)
+    key[:, 30:60] = np.nan
+    value[:, 30:60] = np.inf
+    dirty = run_kernels((query, key, value), dict(bias=bias))
+    assert_equal_bits((dirty.out, dirty.lse, dirty.grads), (clean.out, clean.lse, clean.grads))
+
+
+@needs_kernels
+@not_finite
 @pytest.mark.parametrize("hidden", ["keys", "queries"])
 def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
     args = draw(bf16, small(T=100, S=200))

@@ -224,7 +224,7 @@ def _copy_pair(refs: tuple[Ref, Ref], place: tuple, shared: tuple[Ref, Ref], slo
         copy_tile(ref, b, token, head, target.at[slot], ready)
 
 
-def _copy_bias(scalars: Scalars, n, first: tuple, bias_s: Ref | None, ready: Barrier) -> None:
+def _copy_bias(scalars: Scalars, n, first: tuple[Any, Any], bias_s: Any, ready: Barrier) -> None:
     """Start to copy a tile of the bias of head n, if it is of pairs. `first`: query and key."""
     if bias_s is not None:
         copy_pairs(head_bias(scalars, n), *first, bias_s, ready)

@@ -8,7 +8,7 @@ shared memory has two places for them.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,8 @@ class BiasTile(NamedTuple):
         b, n, i, j = self.work.place
         row, col = i * ROWS, j * ROWS
         if self.work.form == "pairs":
-            shared = self.scratch.bias_s.at[0]
+            tiles: Any = self.scratch.bias_s
+            shared = tiles.at[0]
             shared[...] = total.astype(shared.dtype)
             store_pairs(shared, gradient_ref.at[b, n], row, col)
         elif self.work.form == "queries":

@@ -208,5 +208,5 @@ def backward(
     dq, dk, dv, *dbias = run(*arrays, dout, lse_bits, delta, *leaves)
     terms = LogitParams()
     if bias is not None:
-        terms = terms._replace(bias=merge_bias_gradient(*dbias, bias, operands.shape))
+        terms = terms._replace(bias=merge_bias_gradient(dbias[0], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)

@@ -5,6 +5,7 @@ python tests/ampere_chips.py sm_80 [case ...]      # test_ampere_chips.py runs i
 Each chip needs a process of its own, because Mosaic compiles for the first one alone.
 """
 
+import functools
 import sys
 
 from described_h200 import set_environment
@@ -31,20 +32,28 @@ CASES = {
     "causal": dict(H=64, K=4, is_causal=True),
     "window": dict(H=128, T=8200, local_window_size=(1000, 0), logits_soft_cap=20.0),
     "documents": dict(H=64, mask_fn=masks.documents(IDS) & masks.causal()),
+    "bias": dict(H=64, bias="bfloat16"),
+    "bias, 128": dict(H=128, bias="bfloat16"),
+    "bias, float32": dict(H=64, bias="float32", is_causal=True),
+    "bias, 128, float32": dict(H=128, bias="float32"),
+    "bias, tails": dict(H=64, T=200, bias="bfloat16"),
 }
 
 
-def compiled(chip: str, H: int, K: int = N, T: int = T, **options):
-    """Return the compiled forward and gradient of a call."""
+def compiled(chip: str, H: int, K: int = N, T: int = T, bias: str | None = None, **options):
+    """Return the compiled forward and gradient of a call. `bias` is the dtype of one of pairs."""
 
-    def attend(query, key, value):
-        return memeff.dot_product_attention(query, key, value, implementation="pallas", **options)
+    def attend(query, key, value, *bias):
+        call = functools.partial(memeff.dot_product_attention, implementation="pallas", **options)
+        return call(query, key, value, *bias)
 
     def both(dout, *args):
         out, pull = jax.vjp(attend, *args)
         return out, *pull(dout)
 
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, N, K, K)]
+    if bias is not None:
+        shapes.append(jax.ShapeDtypeStruct((1, N, T, T), bias))
     with (
         described(chip) as mesh,
         pretend_device("gpu", CHIPS[chip].capability),

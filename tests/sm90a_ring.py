@@ -89,7 +89,14 @@ def bytes_outside_kernels(text: str) -> int:
         if sizes[name] <= 64:  # a few numbers, of which a slice may be read from a large array
             continue
         operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
-        total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+        read = [sizes.get(operand, 0) for operand in operands]
+        written = sizes[name]
+        if "dynamic_update_slice" in name:  # the rest of the array stays where it is
+            read.remove(written)
+            written = sum(read)
+        elif name.startswith("wrapped_slice"):
+            read = [written]
+        total += sum(read) + written
     return total
 
 

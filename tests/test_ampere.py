@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import few, run_call
+from bias_cases import CASES as BIASES
+from bias_cases import MASKS
+from conftest import assert_truth, few, run_call
 from hopper_cases import (
     CASES,
     assert_case,
@@ -48,6 +50,11 @@ FUNCTIONS = {
     ),
 }
 FAST = ("128", "causal, tails", "everything")
+CALLS_WITH_BIAS = {
+    name: call
+    for name, call in (BIASES | MASKS).items()
+    if max(call[0].H, call[0].D) <= capability.LARGEST_HEAD
+}
 
 
 def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
@@ -71,6 +78,15 @@ def test_values_in_small_tiles(name):
     z, kwargs = CASES[name]
     args = draw(np.float16, z)
     assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
+
+
+@needs_kernels
+@not_finite
+@pytest.mark.parametrize("name", few(CALLS_WITH_BIAS, ("pairs", "keys")))
+def test_bias(name):
+    z, kwargs = CALLS_WITH_BIAS[name]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
 
 
 @needs_kernels
@@ -107,6 +123,20 @@ def test_values_that_a_row_does_not_see_change_no_bit():
 
 @needs_kernels
 @not_finite
+def test_nan_of_keys_that_a_bias_hides_changes_no_bit():
+    args = draw(bf16, small(T=70, S=140))
+    bias = np.random.default_rng(4).standard_normal((1, 1, 70, 140)).astype(bf16)
+    bias[..., 30:60] = -np.inf
+    clean = run_kernels(args, dict(bias=bias))
+    query, key, value = (x.copy() for x in args)
+    key[:, 30:60] = np.nan
+    value[:, 30:60] = np.inf
+    dirty = run_kernels((query, key, value), dict(bias=bias))
+    assert_equal_bits((dirty.out, dirty.lse, dirty.grads), (clean.out, clean.lse, clean.grads))
+
+
+@needs_kernels
+@not_finite
 @pytest.mark.parametrize("hidden", ["keys", "queries"])
 def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
     args = draw(bf16, small(T=100, S=200))
@@ -138,7 +168,7 @@ def test_number_of_kernels(scale, count):
 
 
 REASONS = {
-    "bias": dict(bias=jnp.zeros((1, 1, 70, 90), jnp.bfloat16)),
+    "bias": dict(bias=np.zeros((1, 1, 1, 90), bf16), mask=np.ones((70, 90), bool)),
     "fused": dict(backward="fused"),
     "bits": dict(dropout_rng=jax.random.PRNGKey(1), dropout_rate=0.3),
 }

@@ -51,46 +51,64 @@ def ptxas_output():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles(ptxas_output, chip, name):
-    """Three kernels run, for that chip. Beside them, memory is needed for lse and delta alone."""
+    """The kernels run, for that chip. Beside them, memory is needed for lse and delta alone."""
     text = ptxas_output[f"{chip} {name}"]
     found = re.findall(
         r"entry function '(\w+?)_mosaic_gpu_kernel' for '(\w+)'.*?(\d+) bytes spill stores",
         text,
         flags=re.DOTALL,
     )
-    assert {kernel for kernel, _, _ in found} == SPILLED.keys()
+    has_bias = "bias" in CASES[name]
+    expected = SPILLED | ({"memeff_ampere_dbias": 100} if has_bias else {})
+    assert {kernel for kernel, _, _ in found} == expected.keys()
     for kernel, target, spills in found:
         assert target.rstrip("a") == chip
-        allowed = SPILLED | (SPILLED_IN_WINDOW if name == "window" else {})
+        allowed = expected | (SPILLED_IN_WINDOW if name == "window" else {})
         assert int(spills) <= allowed[kernel], kernel
     # A thread block has 128 threads, so two have all 65,536 registers.
     assert max(map(int, re.findall(r"Used (\d+) registers", text))) <= 255
     (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
     T = CASES[name].get("T", LENGTH)
     ids = 2 * 4 * B * T if "mask_fn" in CASES[name] else 0  # of queries, and of keys
-    assert temporary <= 3 * 4 * B * N * (T + 128) + ids + 8192
+    # A bias whose rows are no whole tiles is copied, and so is its gradient.
+    copies = 2 * 2 * N * T * (T + 64) if has_bias and T % 64 else 0
+    assert temporary <= 3 * 4 * B * N * (T + 128) + ids + copies + 8192
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("bias", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("H", [64, 128])
-def test_blocks_fit_into_a_multiprocessor(chip, H):
+def test_blocks_fit_into_a_multiprocessor(chip, bias, H):
     """Two fit, so that one computes while the other waits for its copies.
 
-    Where a multiprocessor has 100 KiB, one fits for heads of 128.
+    One fits for heads of 128 where a multiprocessor has 100 KiB, and where 164 with a bias in
+    float32; and with such a bias for heads of 64 where it has 100.
     """
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     from memeff.device import pretend_device
-    from memeff.pallas.ampere import backward, calls, forward
+    from memeff.pallas.ampere import backward, backward_bias, calls, forward
+    from memeff.pallas.hopper.scalars import Scalars
+
+    numbers = None if bias is None else jax.ShapeDtypeStruct((1, 1, 64, 64), bias)
+    scalars = Scalars(bias=numbers)
+    itemsize = 0 if bias is None else jnp.dtype(bias).itemsize
 
     with pretend_device("gpu", CHIPS[chip].capability):
-        tiling = calls.tiling_for(H)
-        stages, query_rows = calls.gradient_tiling(H)
-    blocks = 1 if H == 128 and CHIPS[chip].shared_kib == 100 else 2
-    for scratch in (
-        forward.forward_scratch(tiling, H, H, jnp.bfloat16),
-        backward.scratch_types(H, H, jnp.bfloat16, stages, query_rows),
-        backward.scratch_types(H, H, jnp.bfloat16, stages, backward.ROWS),
-    ):
+        tiling = calls.tiling_for(H, itemsize)
+        stages, query_rows = calls.gradient_tiling(H, itemsize)
+        bias_stages = calls.bias_gradient_stages(H, itemsize)
+    one_fits = {(128, None): [100], (128, "bfloat16"): [100]}
+    one_fits |= {(64, "float32"): [100], (128, "float32"): [100, 164]}
+    blocks = 1 if CHIPS[chip].shared_kib in one_fits.get((H, bias), []) else 2
+    dtype = jnp.bfloat16
+    kernels = [
+        forward.forward_scratch(tiling, H, H, dtype, scalars),
+        backward.scratch_types(H, H, dtype, stages, (query_rows, backward.ROWS), scalars),
+        backward.scratch_types(H, H, dtype, stages, (backward.ROWS, backward.ROWS), scalars),
+    ]
+    if bias is not None:
+        kernels.append(backward_bias.scratch_types(H, H, dtype, bias_stages, scalars))
+    for scratch in kernels:
         needed = shared_bytes(scratch)
         assert needed <= CHIPS[chip].largest_block
         assert blocks * needed <= CHIPS[chip].shared_kib * KIB

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bias_cases import CASES as BIASES
+from bias_cases import MASKS
 from cases import qkv
 from conftest import assert_truth, run_call
 from gpu_calls import HOPPER, normal_arrays
@@ -16,6 +18,11 @@ from memeff.pallas.ampere import capability
 
 pytestmark = pytest.mark.gpu
 CASES = {name: call for name, call in HOPPER.items() if call[0].H <= capability.LARGEST_HEAD}
+CALLS_WITH_BIAS = {
+    name: call
+    for name, call in (BIASES | MASKS).items()
+    if max(call[0].H, call[0].D) <= capability.LARGEST_HEAD
+}
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +41,33 @@ def test_ampere(name, dtype):
     args = qkv(np.random.default_rng(0), dtype, sizes)
     result = run_call(args, arguments | dict(implementation="pallas"), jnp.dtype(dtype).name)
     assert_truth(result, name, args, arguments, jnp.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_BIAS)
+def test_bias(name):
+    sizes, arguments = CALLS_WITH_BIAS[name]
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, sizes)
+    result = run_call(args, arguments | dict(implementation="pallas"), "bfloat16")
+    assert_truth(result, name, args, arguments, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("queries", [1, 500], ids=["keys", "pairs"])
+def test_nan_of_keys_that_a_bias_hides_changes_no_bit(queries, H, dtype):
+    """The hidden keys are in tiles without other masks, too."""
+    query, key, value = normal_arrays(*[(1, 500, 2, H)] * 3)
+    bias = jax.random.normal(jax.random.key(3), (queries, 500), dtype)
+    bias = bias.at[:, 100:300].set(-jnp.inf)
+
+    @jax.jit
+    def attend(query, key, value):
+        call = functools.partial(memeff.dot_product_attention, bias=bias, return_residual=True)
+        return call(query, key, value, implementation="pallas")
+
+    dirty = query, key.at[:, 100:300].set(jnp.nan), value.at[:, 100:300].set(jnp.inf)
+    for found, expected in zip(attend(*dirty), attend(query, key, value), strict=True):
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected))
 
 
 @pytest.mark.parametrize("H", [64, 128])
@@ -55,14 +89,14 @@ def test_values_that_nobody_sees_change_no_bit(H):
 
 @pytest.mark.parametrize("H", [64, 128])
 def test_two_runs_have_the_same_bits(H):
-    args = normal_arrays(*[(2, 1000, 4, H)] * 4)
+    args = normal_arrays(*[(2, 1000, 4, H)] * 4, (1, 4, 1000, 1000))
 
     @jax.jit
-    def both(query, key, value, dout):
+    def both(query, key, value, dout, bias):
         call = functools.partial(
             memeff.dot_product_attention, is_causal=True, implementation="pallas"
         )
-        out, pull = jax.vjp(call, query, key, value)
+        out, pull = jax.vjp(call, query, key, value, bias)
         return out, *pull(dout)
 
     for first, second in zip(both(*args), both(*args), strict=True):

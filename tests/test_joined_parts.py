@@ -5,6 +5,7 @@ The chunked path stands in for the kernels, on copies of what they would read.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -128,15 +129,19 @@ def test_values_of_another_size_run_in_parts(kernels):
 
 
 def test_a_parcel_keeps_all_bits():
-    """Arrays of several dtypes and of odd sizes, in one message to the next device."""
+    """Arrays of several dtypes and of odd sizes, sent on once, and again with another first one."""
     rng = np.random.default_rng(0)
     dtypes = (np.float32, bfloat16), (bfloat16, np.int32, bfloat16), (np.float64, np.int8)
     shapes = (3, 2), (7,), ()
+    pass_on = functools.partial(_pass_on, Shards("seq", "contiguous"), True)
 
-    def send(tree):
-        parcel = _pass_on(Shards("seq", "contiguous"), True, tree, 1)
+    def send(tree, other):
+        parcel, sent = pass_on(tree, 1)
         assert isinstance(parcel, Parcel)
-        return open_parcels(parcel)
+        arrived = open_parcels(parcel)
+        renewed = [other, *arrived[1:]]
+        parcel, sent_on = pass_on(renewed, 1, came=parcel, renewed=1)
+        return sent, arrived, sent_on, open_parcels(parcel)
 
     for group in dtypes:
         raw = [rng.bytes(3 * 6 * 8) for _ in group]
@@ -144,11 +149,15 @@ def test_a_parcel_keeps_all_bits():
             np.frombuffer(x, dtype)[: 3 * math.prod(shape)].reshape(3, *shape)
             for x, dtype, shape in zip(raw, group, shapes, strict=False)
         ]
+        other = tree[0][::-1]
         run = jax.shard_map(send, mesh=mesh_of(3), in_specs=P("seq"), out_specs=P("seq"))
         with jax.enable_x64(True):
-            found = jax.jit(run)(tree)
-        for x, y in zip(tree, found, strict=True):
-            assert np.asarray(y).tobytes() == np.roll(x, 1, axis=0).tobytes()
+            found = jax.jit(run)(tree, other)
+        sent_on = [other, *(np.roll(x, 1, axis=0) for x in tree[1:])]
+        moved = [[np.roll(x, 1, axis=0) for x in arrays] for arrays in (tree, sent_on)]
+        expected = tree, moved[0], sent_on, moved[1]
+        for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            assert np.asarray(y).tobytes() == np.asarray(x).tobytes()
 
 
 def test_terms_with_the_fewest_bytes():

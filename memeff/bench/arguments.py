@@ -5,6 +5,7 @@ bytes of the latter, which XLA reports. Times are medians of samples taken in tu
 
   memeff         dot_product_attention; dropout with dropout_bits="mix32"
   memeff:xla     the same with implementation="xla", the chunked path
+  memeff:ampere  the same with the kernels for GPUs since Ampere, which a Hopper GPU runs as well
   jax.nn         jax.nn.dot_product_attention from XLA
   jax.nn:cudnn   the same with implementation="cudnn"
 
@@ -12,6 +13,7 @@ jax.nn has no dropout.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import shlex
@@ -30,6 +32,7 @@ from memeff.bench.cases import Row
 from memeff.bench.losses import without_save
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
+from memeff.pallas.ampere import capability
 
 SECONDS_PER_SAMPLE = 0.02
 STANDARD = ("memeff", "memeff:xla", "jax.nn", "jax.nn:cudnn")
@@ -79,7 +82,8 @@ def arrays_of(case: ArgumentCase) -> dict[str, Array]:
 def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
     """Return the keywords without a gradient, or None if implementation `name` lacks one."""
     library, _, variant = name.partition(":")
-    keywords: dict[str, Any] = {"implementation": variant or None}
+    implementation = "pallas" if variant == "ampere" else variant or None
+    keywords: dict[str, Any] = {"implementation": implementation}
     if library == "jax.nn":
         keywords["implementation"] = variant or "xla"
     if case.extra == "mask":
@@ -92,6 +96,11 @@ def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
         drops = dict(dropout_rng=jax.random.key(2), dropout_rate=0.1, dropout_bits=bits)
         keywords |= drops | dict(broadcast_dropout=False)
     return keywords
+
+
+def family(name: str) -> contextlib.AbstractContextManager:
+    """Return the context in which implementation `name` takes its kernels."""
+    return capability.chosen() if name == "memeff:ampere" else contextlib.nullcontext()
 
 
 class Compiled(NamedTuple):
@@ -139,7 +148,8 @@ def rows_of_case(case: ArgumentCase, names: Sequence[str], rounds: int) -> list[
     for name in names:
         row: Row = {"implementation": name, **case._asdict()}
         try:
-            pair = compiled_calls(case, name, arrays)
+            with family(name):
+                pair = compiled_calls(case, name, arrays)
         except Exception as error:  # noqa: BLE001
             rows[name] = row | {"note": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue

@@ -164,12 +164,17 @@ def ring_walk(
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
     previous = 0  # the distance at which `behind` was found
+    sent = None
     for n, (s, parts) in enumerate(stops):
         keys, key_tangents = arrived = coming if s else own
         ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
         outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
-        sent = send(outgoing, step % P, shorten(behind, 1), (target - previous) % P)
+        came = sent if s and outgoing is arrived else None
+        behind = shorten(behind, 1), (target - previous) % P
+        sent, outgoing = send((outgoing, step % P), behind, came)
+        if came is not None:  # the message holds these keys, and the one that came need not stay
+            keys, key_tangents = outgoing
         found = []
         for group in (parts,) if join else zip(parts):
             here = (join or _cut)(group, operands, keys)
@@ -188,11 +193,12 @@ def ring_walk(
             results = state, found, kept
             held = sent, operands, rows
             (state, found, kept), (sent, operands, rows) = hold(held, results)
-        coming, arrived_terms = open_parcels(sent)
+        arrived_terms, coming = open_parcels(sent)
         (found if target else kept).extend(arrived_terms)
         behind = found
     if behind:
-        kept.extend(open_parcels(send(None, 0, shorten(behind, 1), -previous % P))[1])
+        sent, _ = send((None, 0), (shorten(behind, 1), -previous % P))
+        kept.extend(open_parcels(sent)[0])
     return state, sum_terms(kept, 1) if kept else None
 
 
@@ -210,16 +216,22 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any) -> Operands:
     return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
 
 
-def _send(shards: Shards, pack: bool, keys: Any, step: int, behind: list[Term], back: int) -> Any:
-    """Send keys `step` devices ahead, and the gradients behind them `back` devices ahead.
+def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None) -> tuple[Any, Any]:
+    """Send (keys, by how many devices) `ahead`, and `behind` them (terms, by how many devices).
 
     They share one message if they go the same way, because XLA:GPU keeps one in flight. Return what
-    arrives from other devices, for `open_parcels`.
+    arrives from other devices, for `open_parcels`, and the keys as they lie in the message. `came`
+    is what brought the keys.
     """
-    if step == back or not behind or keys is None:
+    keys, step = ahead
+    terms, back = behind
+    if step == back or not terms or keys is None:
         step = step if keys is not None else back
-        return _pass_on(shards, pack, (keys, behind), step)
-    return _pass_on(shards, pack, keys, step), _pass_on(shards, pack, behind, back)
+        renewed = len(jax.tree.leaves(terms))
+        sent, (_, keys) = _pass_on(shards, pack, (terms, keys), step, came, renewed)
+        return sent, keys
+    sent, keys = _pass_on(shards, pack, keys, step)
+    return (_pass_on(shards, pack, terms, back)[0], sent), keys
 
 
 @jax.tree_util.register_dataclass
@@ -243,6 +255,13 @@ class Parcel:
             arrays.append(part.reshape(x.shape))
         return jax.tree.unflatten(self.structure, arrays)
 
+    def replace_start(self, words: list[Array]) -> "Parcel":
+        """Return the parcel with other words in place of those of its first arrays."""
+        if not words:
+            return self
+        message = lax.dynamic_update_slice(self.message, jnp.concatenate(words), (0,))
+        return dataclasses.replace(self, message=message)
+
 
 def open_parcels(tree: Any) -> Any:
     """Return a pytree with what its parcels hold in their places."""
@@ -253,16 +272,22 @@ def open_parcels(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.open() if is_parcel(x) else x, tree, is_leaf=is_parcel)
 
 
-def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
-    """Send a pytree of arrays `step` devices ahead; with `pack`, several arrays as a parcel."""
+def _pass_on(
+    shards: Shards, pack: bool, tree: Any, step: int, came: Any = None, renewed: int = 0
+) -> tuple[Any, Any]:
+    """Send a pytree of arrays `step` devices ahead; with `pack`, several arrays as a parcel.
+
+    Return what arrives, and the pytree as it lies in what is sent. If `came` is a parcel of a like
+    pytree, of which only the first `renewed` arrays are others now, these are written over in it.
+    """
     arrays, structure = jax.tree.flatten(tree)
     P = shards.devices
     if not arrays or step == 0:
-        return tree
+        return tree, tree
     route = [(i, (i + step) % P) for i in range(P)]
     send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
     if len(arrays) == 1 or not pack:  # bits have no derivative
-        return jax.tree.unflatten(structure, [send(x) for x in arrays])
+        return jax.tree.unflatten(structure, [send(x) for x in arrays]), tree
     flat = [x.ravel() for x in arrays]
     words = flat
     if len({x.dtype for x in arrays}) > 1:
@@ -270,7 +295,12 @@ def _pass_on(shards: Shards, pack: bool, tree: Any, step: int) -> Any:
         words = [lax.bitcast_convert_type(_in_rows(x, bits), f"uint{bits}") for x in flat]
         words = [x.ravel() for x in words]
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-    return Parcel(send(jnp.concatenate(words)), shapes, structure)
+    if isinstance(came, Parcel) and (came.shapes, came.structure) == (shapes, structure):
+        parcel = came.replace_start(words[:renewed])
+    else:
+        parcel = Parcel(jnp.concatenate(words), shapes, structure)
+    parcel = lax.optimization_barrier(parcel)  # else XLA reads what the message is made of
+    return dataclasses.replace(parcel, message=send(parcel.message)), parcel.open()
 
 
 def word_bits(arrays: list[Array]) -> int:

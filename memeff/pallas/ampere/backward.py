@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
 from memeff.pallas.ampere.mosaic import (
+    copy_pairs,
     copy_tile,
     kernel,
     multiply,
@@ -27,7 +28,13 @@ from memeff.pallas.ampere.mosaic import (
     sync_threads,
     wait_for_copies,
 )
-from memeff.pallas.hopper.backward_common import Gradient, float16_lift, is_finite
+from memeff.pallas.hopper.backward_common import (
+    Gradient,
+    float16_lift,
+    is_finite,
+    optional_slot,
+)
+from memeff.pallas.hopper.bias import bias_tiles, head_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
@@ -50,6 +57,7 @@ from memeff.pallas.hopper.scheduler import (
     find_key_work,
     find_query_work,
     may_have_unmasked_tiles,
+    order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.tile_ranges import with_lists
@@ -86,6 +94,7 @@ class Scratch(NamedTuple):
 
     owned_s: tuple[Ref, Ref]  # [1, t, H] and [1, t, D]; gradients take their places
     visited_s: tuple[Ref, Ref]  # [stages, 64, H] and [stages, 64, D]
+    bias_s: Ref | None  # [stages, queries, 64] of a bias of pairs
     failed_s: Ref  # [t] above 0 where a row is not finite
     owned_ready: Barrier
     visited_ready: Barrier
@@ -125,6 +134,7 @@ def _run(
     items = B * (K * -(-S // owned) if of_keys else N * -(-T // owned))
     bytes_read = (T * G if of_keys else S // G) * (H + D) * query.dtype.itemsize
     order = cache_order(B * (K if of_keys else N), max(1, bytes_read))
+    order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, owned, keys=of_keys)
     tile = (ROWS, owned) if of_keys else (owned, ROWS)
     scalars = with_lists(problem, scalars, lengths, tile, keys=of_keys)
@@ -140,20 +150,25 @@ def _run(
 
     results = [key, value] if of_keys else [query]
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
-    scratch = scratch_types(H, D, query.dtype, tiling.stages, owned)
+    scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars)
     call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
     return tuple(call(*operands))
 
 
-def scratch_types(H: int, D: int, dtype, stages: int, owned: int) -> Scratch:
-    """Return the types of a thread block's shared memory."""
+def scratch_types(
+    H: int, D: int, dtype, stages: int, tile: tuple[int, int], scalars: Scalars
+) -> Scratch:
+    """Return the types of a thread block's shared memory. `tile`: queries and keys of a tile."""
     H, D = whole_width(H), whole_width(D)
+    owned = max(tile)
+    bias_s = bias_tiles(scalars, stages, *tile)
     return Scratch(
         owned_s=(tile_ref(1, owned, H, dtype), tile_ref(1, owned, D, dtype)),
         visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
+        bias_s=bias_s,
         failed_s=plgpu.SMEM((owned,), jnp.float32),
         owned_ready=ready_barrier(arrivals=2),
-        visited_ready=ready_barrier(arrivals=2, count=stages),
+        visited_ready=ready_barrier(arrivals=2 if bias_s is None else 3, count=stages),
     )
 
 
@@ -183,8 +198,8 @@ class _Pipeline(NamedTuple):
         if self.stages > 1:
             pl.when(self.total > 0)(lambda: self._start(jnp.int32(0)))
 
-    def next(self, n) -> tuple[Ref, Ref]:
-        """Wait for the tiles of visit n, and return them."""
+    def next(self, n) -> tuple[Ref, Ref, Ref | None]:
+        """Wait for the tiles of visit n, and return them: two of tokens, and one of the bias."""
         if self.stages == 1:
             self._start(n)
         slot = self._slot(n)
@@ -193,7 +208,7 @@ class _Pipeline(NamedTuple):
         if self.stages > 1:
             pl.when(n + 1 < self.total)(lambda: self._start(n + 1))
         first, second = self.scratch.visited_s
-        return first.at[slot], second.at[slot]
+        return first.at[slot], second.at[slot], optional_slot(self.scratch.bias_s, slot)
 
     def _start(self, n) -> None:
         self.copy(n, self._slot(n))
@@ -209,8 +224,10 @@ def _copy_pair(refs: tuple[Ref, Ref], place: tuple, shared: tuple[Ref, Ref], slo
         copy_tile(ref, b, token, head, target.at[slot], ready)
 
 
-def _at(barriers: Barrier, slot) -> Barrier:
-    return None if barriers is None else barriers.at[slot]
+def _copy_bias(scalars: Scalars, n, first: tuple[Any, Any], bias_s: Any, ready: Barrier) -> None:
+    """Start to copy a tile of the bias of head n, if it is of pairs. `first`: query and key."""
+    if bias_s is not None:
+        copy_pairs(head_bias(scalars, n), *first, bias_s, ready)
 
 
 class QueryTile(NamedTuple):
@@ -265,23 +282,26 @@ class QueryTile(NamedTuple):
             lse = lse + lift
 
         def copy(n, slot):
-            place = work.source.key, work.visits.tile(n) * ROWS, work.k
-            ready = _at(scratch.visited_ready, slot)
+            col = work.visits.tile(n) * ROWS
+            place = work.source.key, col, work.k
+            ready = optional_slot(scratch.visited_ready, slot)
             _copy_pair((arrays.key, arrays.value), place, scratch.visited_s, slot, ready)
+            bias_s = optional_slot(scratch.bias_s, slot)
+            _copy_bias(work.scalars, work.n, (work.row, col), bias_s, ready)
 
         pipeline = _Pipeline(scratch, work.visits.total, copy)
 
         def step(masked: bool, n, dq):
-            k_s, v_s = pipeline.next(n)
+            k_s, v_s, bias_s = pipeline.next(n)
             if redo:
                 _clean(k_s, is_finite)
             first = work.row, work.visits.tile(n) * ROWS
-            tile = _score_tile(self.problem, work, first, shape, numbers).with_loads_started()
-            tile = tile.with_bias(work.n, None)
-            keep = tile.mask() if masked else None
+            tile = score_tile(self.problem, work, first, shape, numbers).with_loads_started()
             raw = multiply(full_tile(shape, 0.0), q, k_s, transposed=True)  # (1)
+            tile = tile.with_bias(work.n, bias_s)
+            keep = tile.mask() if masked else None
             p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape), tile, keep)
-            dp = _dp(gradient, p, broadcast_vector(delta, shape), do, v_s)
+            dp = dp_with_delta(gradient, p, broadcast_vector(delta, shape), do, v_s)
             d_raw, _ = cotangents(p, dp)  # (2), (3)
             return multiply(dq, d_raw.astype(dtype), k_s)  # (4)
 
@@ -337,16 +357,18 @@ class KeyTile(NamedTuple):
             return work.visits.tile(lax.rem(visit, jnp.maximum(count, 1))) * ROWS
 
         def copy(visit, slot):
-            place = work.source.query, first_row(visit), head(visit)
-            ready = _at(scratch.visited_ready, slot)
+            row, n = first_row(visit), head(visit)
+            place = work.source.query, row, n
+            ready = optional_slot(scratch.visited_ready, slot)
             _copy_pair((arrays.query, arrays.dout), place, scratch.visited_s, slot, ready)
+            _copy_bias(work.scalars, n, (row, work.col), optional_slot(scratch.bias_s, slot), ready)
 
         pipeline = _Pipeline(scratch, count * heads, copy)
 
         def step(g, masked: bool, n, sums):
             dk, dv = sums
             visit = g * count + n
-            q_s, do_s = pipeline.next(visit)
+            q_s, do_s, bias_s = pipeline.next(visit)
             n_head = work.k * heads + g
             row = work.visits.tile(n) * ROWS
 
@@ -360,16 +382,17 @@ class KeyTile(NamedTuple):
                 empty = broadcast_vector(jnp.where(is_empty, 1.0, 0.0), shape)
                 _clean(do_s, lambda x: is_finite(x) | (empty == 0.0))
             numbers = head_number_refs(work.scalars, n_head)
-            tile = _score_tile(self.problem, work, (row, work.col), shape, numbers, query_dim=1)
-            tile = tile.with_loads_started().with_bias(n_head, None)
-            keep = tile.mask() if masked else None
+            tile = score_tile(self.problem, work, (row, work.col), shape, numbers, query_dim=1)
+            tile = tile.with_loads_started()
             lse = vector(arrays.lse, COL) + (lift if redo else 0.0)
             raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
+            tile = tile.with_bias(n_head, bias_s)
+            keep = tile.mask() if masked else None
             lse = broadcast_vector(lse, shape, 1)
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)
             dv = multiply(dv, gradient.kept(p).astype(dtype), do_s)  # (6)
             delta = broadcast_vector(vector(arrays.delta, COL), shape, 1)
-            d_raw, _ = cotangents(p, _dp(gradient, p, delta, v_s, do_s))
+            d_raw, _ = cotangents(p, dp_with_delta(gradient, p, delta, v_s, do_s))
             return multiply(dk, d_raw.astype(dtype), q_s), dv
 
         def visit_head(g, sums):
@@ -387,7 +410,7 @@ def _bad_rows(x: Array) -> Array:
     return jnp.where(is_finite(x), 0.0, 1.0).max(axis=1)
 
 
-def _dp(gradient: Gradient, p: Array, delta: Array, x: Any, y: Ref) -> Array:
+def dp_with_delta(gradient: Gradient, p: Array, delta: Array, x: Any, y: Ref) -> Array:
     """Return dp + delta, where dp is x y'."""
     if gradient.problem.dropout is None:
         return multiply(delta, x, y, transposed=True)
@@ -404,7 +427,7 @@ def _masked_first(problem: Problem, work: Any, step: Callable, sums: Any, redo: 
     return lax.fori_loop(visits.masked, visits.total, functools.partial(step, False), sums)
 
 
-def _score_tile(
+def score_tile(
     problem: Problem,
     work: Any,
     first: tuple,

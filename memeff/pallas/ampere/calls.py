@@ -8,7 +8,15 @@ from memeff.device import current_device
 from memeff.logits import LOG2_E
 from memeff.pallas.ampere import forward as forward_kernel
 from memeff.pallas.ampere.backward import ROWS, Arrays, Tiling, gradients
+from memeff.pallas.ampere.backward_bias import bias_gradient
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
+from memeff.pallas.hopper.bias import (
+    gradient_dims,
+    is_of_pairs,
+    merge_bias_gradient,
+    unpad_bias_gradient,
+)
+from memeff.pallas.hopper.bias_work import SharedBias
 from memeff.pallas.hopper.layout import (
     DIMS,
     dims_of,
@@ -37,24 +45,59 @@ OTHER_KIB = 4  # of a thread block, beside its tiles
 
 def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
-    return tiling_for(padded_width(operands))
+    return tiling_for(padded_width(operands), bias_itemsize(operands))
 
 
-def tiling_for(width: int) -> forward_kernel.Tiling:
-    """Return the tiling of the forward for a padded head dim, by what was timed on an H100."""
-    rows = 128 if width <= 64 or _shared_kib() > LEAST_SHARED_KIB else 64
-    return forward_kernel.Tiling(rows, 64)
+def tiling_for(width: int, itemsize: int = 0) -> forward_kernel.Tiling:
+    """Return the tiling of the forward for a padded head dim, by what was timed on an H100.
+
+    `itemsize` is that of a bias of pairs. Tiles have 128 queries if two thread blocks of such tiles
+    fit into a multiprocessor.
+    """
+    keys = ROWS
+    rows = 2 * ROWS
+    kib = (2 * width * (rows + 2 * keys) + itemsize * rows * keys) // 1024
+    return forward_kernel.Tiling(rows if _two_blocks_fit(kib) else ROWS, keys)
 
 
-def gradient_tiling(width: int) -> Tiling:
+def gradient_tiling(width: int, itemsize: int = 0) -> Tiling:
     """Return the tiling of the gradient for a padded head dim, by what was timed on an H100.
 
     There are two visited tiles if a multiprocessor then still has room for two thread blocks.
+    `itemsize` is that of a bias of pairs.
     """
-    pair_kib = 2 * 2 * ROWS * width // 1024  # of an owned or a visited pair of tiles
-    stages = 2 if 2 * (3 * pair_kib + OTHER_KIB) <= _shared_kib() else 1
-    is_wide = width <= 64 and _shared_kib() > LEAST_SHARED_KIB
-    return Tiling(stages, 2 * ROWS if is_wide else ROWS)
+
+    def kib(stages: int, query_rows: int) -> int:
+        numbers = 2 * 2 * width * (query_rows + stages * ROWS)
+        return (numbers + itemsize * stages * query_rows * ROWS) // 1024
+
+    if width <= 64 and _shared_kib() > LEAST_SHARED_KIB and _two_blocks_fit(kib(2, 2 * ROWS)):
+        return Tiling(2, 2 * ROWS)
+    return Tiling(2 if _two_blocks_fit(kib(2, ROWS)) else 1, ROWS)
+
+
+def bias_gradient_stages(width: int, itemsize: int) -> int:
+    """Return how many visited tiles the kernel for the gradient of the bias has in shared memory.
+
+    `itemsize` is that of a bias of pairs.
+    """
+
+    def kib(stages: int) -> int:
+        return (4 * 2 * width * stages * ROWS + itemsize * ROWS * ROWS) // 1024
+
+    return 2 if _two_blocks_fit(kib(2)) else 1
+
+
+def bias_itemsize(operands: Operands) -> int:
+    """Return the bytes of a number of the bias of pairs that the kernels read; 0 without one."""
+    read = jax.eval_shape(replace_mask, operands)
+    bias = read.logit_params.bias
+    return bias.dtype.itemsize if bias is not None and is_of_pairs(bias) else 0
+
+
+def _two_blocks_fit(kib: int) -> bool:
+    """Return whether two thread blocks whose tiles take `kib` KiB fit into a multiprocessor."""
+    return 2 * (kib + OTHER_KIB) <= _shared_kib()
 
 
 def _shared_kib() -> int:
@@ -124,6 +167,8 @@ def backward(
 
     `dlse` is None if lse has no cotangent.
     """
+    bias = operands.logit_params.bias
+    bias_dims = None if bias is None else gradient_dims(bias, operands.shape)
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
@@ -133,7 +178,8 @@ def backward(
         delta = delta + dlse
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
-    tiling = gradient_tiling(width)
+    itemsize = bias_itemsize(operands)
+    tiling = gradient_tiling(width, itemsize)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape
@@ -148,9 +194,19 @@ def backward(
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, tiling)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
-        return dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        found = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        if bias is None or bias_dims is None:
+            return found
+        shared = SharedBias.of(bias, operands.shape)
+        stages = bias_gradient_stages(width, itemsize)
+        dbias = bias_gradient(on_tiles, (T, S), inputs, padded_scalars, shared, stages)
+        return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 
-    run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)), DIMS)
+    dims_in = *DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)
+    run = partitioned(call, dims_in, DIMS if bias_dims is None else (*DIMS, bias_dims))
     arrays = split_query(operands, operands.shape.K)
-    dq, dk, dv = run(*arrays, dout, lse_bits, delta, *leaves)
-    return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())
+    dq, dk, dv, *dbias = run(*arrays, dout, lse_bits, delta, *leaves)
+    terms = LogitParams()
+    if bias is not None:
+        terms = terms._replace(bias=merge_bias_gradient(dbias[0], bias, operands.shape))
+    return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from memeff.device import Device
-from memeff.pallas.hopper.capability import reads_bias
+from memeff.pallas.hopper.capability import unsupported_bias
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
@@ -88,13 +88,13 @@ def _unsupported_shape(operands: Operands) -> str | None:
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
-    if reads_bias(operands):
-        return "the Ampere kernels do not support `bias` and dense masks"
     if problem.dropout is not None and problem.dropout.bits != "mix32":
         return (
             'the Ampere kernels support dropout with dropout_bits="mix32", and this call draws '
             "Flax's own bits"
         )
+    if reason := unsupported_bias(operands):
+        return f"the Ampere kernels support {reason}"
     if operands.origin is not None:
         return "the Ampere kernels do not support functions on a part of a whole call"
     if problem.qk_transform is not None:

@@ -5,9 +5,9 @@ Logits are in base 2, that is multiplied by log2 e.
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
 At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
-v_j is copied beside (1), and k_{j+1} beside (2) to (4). Other thread blocks of the multiprocessor
-compute while one waits. If a number of o is not finite, all tiles are visited once more, with NaN
-and Inf removed where nobody sees them; that changes no bit of the other rows.
+v_j and a tile of the bias are copied beside (1), and k_{j+1} beside (2) to (4). Other thread blocks
+of the multiprocessor compute while one waits. If a number of o is not finite, all tiles are visited
+once more, with NaN and Inf removed where nobody sees them; that changes no bit of the other rows.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
 from memeff.pallas.ampere.mosaic import (
+    copy_pairs,
     copy_tile,
     kernel,
     multiply,
@@ -27,6 +28,7 @@ from memeff.pallas.ampere.mosaic import (
     sync_threads,
     wait_for_copies,
 )
+from memeff.pallas.hopper.bias import bias_tiles, head_bias
 from memeff.pallas.hopper.mosaic import (
     Barrier,
     Ref,
@@ -67,6 +69,7 @@ class Scratch(NamedTuple):
     q_s: Ref  # [t, H]; out takes the place of q
     k_s: Ref  # [c, H]
     v_s: Ref  # [c, D]
+    bias_s: Ref | None  # [t, c] of a bias of pairs
     bad_keys_s: Ref  # [c] above 0 where a row of v is not finite
     bad_columns_s: Ref  # [D]
     failed_s: Ref  # [t] above 0 where a row of o is not finite
@@ -121,7 +124,7 @@ def attend(
         body,
         "memeff_ampere_forward",
         results,
-        {"scratch": forward_scratch(tiling, H, D, query.dtype)},
+        {"scratch": forward_scratch(tiling, H, D, query.dtype, scalars)},
         B * N * tiles,
         allow_approx_math(problem),
     )
@@ -129,20 +132,22 @@ def attend(
     return found[0], found[1] if want_lse else None
 
 
-def forward_scratch(tiling: Tiling, H: int, D: int, dtype) -> Scratch:
+def forward_scratch(tiling: Tiling, H: int, D: int, dtype, scalars: Scalars) -> Scratch:
     """Return the types of a thread block's shared memory."""
     width = whole_width(H)
+    bias_s = bias_tiles(scalars, 1, *tiling)
     assert width == whole_width(D)  # because out takes the place of q
     return Scratch(
         q_s=tile_ref(1, tiling.rows, width, dtype),
         k_s=tile_ref(1, tiling.keys, width, dtype),
         v_s=tile_ref(1, tiling.keys, width, dtype),
+        bias_s=bias_s,
         bad_keys_s=plgpu.SMEM((tiling.keys,), jnp.float32),
         bad_columns_s=plgpu.SMEM((width,), jnp.float32),
         failed_s=plgpu.SMEM((tiling.rows,), jnp.float32),
         q_ready=ready_barrier(),
         k_ready=ready_barrier(),
-        v_ready=ready_barrier(),
+        v_ready=ready_barrier(arrivals=1 if bias_s is None else 2),
     )
 
 
@@ -205,11 +210,13 @@ class QueryTile(NamedTuple):
         shape = self.tiling.rows, self.scratch.v_s.shape[-1]
         rows = full_tile(shape[:1], -jnp.inf), full_tile(shape[:1], 0.0)
         state = *rows, full_tile(shape, 0.0)
-        if not may_have_unmasked_tiles(self.problem, self.work.scalars):
+        # A bias may hide values of any tile.
+        clean_all = clean and self.work.scalars.has_bias
+        if clean_all or not may_have_unmasked_tiles(self.problem, self.work.scalars):
             return lax.fori_loop(0, visits.total, self._step(True, clean), state)
         state = lax.fori_loop(0, visits.masked, self._step(True, clean), state)
-        # Not with masks, though these tiles are not cleaned: a GPU fuses products and sums
-        # otherwise where a select stands between.
+        # Not with masks, though these tiles are done again: a GPU fuses products and sums otherwise
+        # where a select stands between. With a bias, one stands in each tile.
         return lax.fori_loop(visits.masked, visits.total, self._step(False), state)
 
     def _step(self, masked: bool, clean: bool = False):
@@ -219,6 +226,7 @@ class QueryTile(NamedTuple):
         k_s = scratch.k_s.at[0]
         v_s = scratch.v_s.at[0]
         q_s = scratch.q_s.at[0]
+        bias_s = None if scratch.bias_s is None else scratch.bias_s.at[0]
 
         def step(n, state):
             m, l, o = state
@@ -226,11 +234,14 @@ class QueryTile(NamedTuple):
             tile = self._score_tile(n).with_loads_started()
             col = tile.first[1]
             copy_tile(self.operands[2], work.source.value, col, work.k, v_s, scratch.v_ready)
+            if bias_s is not None:
+                bias = head_bias(work.scalars, work.n)
+                copy_pairs(bias, work.row, col, bias_s, scratch.v_ready)
             raw = multiply(full_tile(self.tiling, 0.0), q_s, k_s, transposed=True)  # (1)
             wait_for_copies(scratch.v_ready)
             pl.when(n + 1 < work.visits.total)(lambda: self._copy_keys(n + 1))
-            tile = tile.with_bias(work.n, None)
-            s = tile.logits(raw, tile.mask() if masked else None)  # (2)
+            tile = tile.with_bias(work.n, bias_s)
+            s = tile.logits(raw, tile.mask() if masked else tile.bias_mask())  # (2)
             p, m, l, a = add_tile(s, m, l)  # (3), (4)
             o = o * broadcast_vector(a, o.shape)
             if self.problem.dropout is not None:

@@ -17,6 +17,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from memeff.pallas.hopper.mosaic import (
+    FLOATS,
     SHARED,
     WGMMA,
     Barrier,
@@ -29,9 +30,11 @@ from memeff.pallas.hopper.mosaic import (
 )
 
 THREADS = 128  # of a thread block: one warpgroup
-CHUNK = 8  # 16-bit numbers that one instruction copies, or loads for a lane
+CHUNK = 8  # 16-bit numbers that one instruction loads for a lane
+CHUNK_BYTES = 16  # that one instruction copies, or loads for a lane
 STEP = 16  # columns of the first factor that one instruction multiplies
-SWIZZLED = 64  # columns of a tile in shared memory, whose chunks are permuted by its row modulo 8
+ROW_BYTES = 128  # of a tile in shared memory, whose chunks are permuted by its row modulo 8
+SWIZZLED = 64  # 16-bit numbers in these
 
 
 def kernel(
@@ -97,10 +100,10 @@ class _Lanes:
             pointer = self.utils.getelementptr(pointer, [offset], self.i8)
         return pointer
 
-    def chunk_offset(self, row, chunk, cols: int):
-        """Return the bytes before a chunk of row below 8 of a tile of `cols` columns."""
+    def chunk_offset(self, row, chunk):
+        """Return the bytes before a chunk of row below 8 of a tile in shared memory."""
         swizzled = self.arith.xori(self.arith.remui(row, self.constant(8)), chunk)
-        return self.add(self.times(row, 2 * SWIZZLED), self.times(swizzled, 2 * CHUNK))
+        return self.add(self.times(row, ROW_BYTES), self.times(swizzled, CHUNK_BYTES))
 
 
 def copy_tile(source: Ref, b, row, n, shared: Ref, ready: Barrier) -> None:
@@ -108,31 +111,68 @@ def copy_tile(source: Ref, b, row, n, shared: Ref, ready: Barrier) -> None:
 
     `source` is [B, T, N, H], 8 | H. What lies behind T or H becomes 0.
     """
-    rows, cols = shared.shape
     if interpreting():
-        plgpu.commit_smem()  # its search for races asks for this fence after reads
-        plgpu.copy_gmem_to_smem(head_rows(source, b, pl.ds(row, rows), n), shared, ready)
-        return
+        _copy_interpreted(head_rows(source, b, pl.ds(row, shared.shape[0]), n), shared, ready)
+    else:
+        _copy(source.at[b, :, n], row, 0, shared)
 
-    def copy(lanes: _Lanes, pointer, place, is_inside):
-        size = lanes.arith.select(is_inside, lanes.constant(2 * CHUNK), lanes.constant(0))
-        modifier = lanes.nvvm.LoadCacheModifierKind.CG
-        lanes.nvvm.cp_async_shared_global(place, pointer, 2 * CHUNK, modifier, cp_size=size)
 
-    def finish(lanes: _Lanes):
-        lanes.nvvm.cp_async_commit_group()
+def copy_pairs(source: Ref, row, col, shared: Ref, ready: Barrier) -> None:
+    """Start to copy numbers of pairs, from `row` and `col` on, to `shared` [rows, cols].
 
-    _for_each_chunk(source, b, row, n, shared, copy, finish)
+    `source` is [T, S]; its rows begin at multiples of 16 bytes. What lies behind T or S becomes 0.
+    """
+    if interpreting():
+        rows, cols = shared.shape
+        _copy_interpreted(source.at[pl.ds(row, rows), pl.ds(col, cols)], shared, ready)
+    else:
+        _copy(source, row, col, shared)
 
 
 def store_tile(shared: Ref, target: Ref, b, row, n) -> None:
     """Store `shared` [rows, H'] to head n of `target` [B, T, N, H] from `row` on, up to T and H."""
-    rows, cols = shared.shape
     if interpreting():
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(shared, head_rows(target, b, pl.ds(row, rows), n))
-        plgpu.wait_smem_to_gmem(0)
-        return
+        _store_interpreted(shared, head_rows(target, b, pl.ds(row, shared.shape[0]), n))
+    else:
+        _store(target.at[b, :, n], row, 0, shared)
+
+
+def store_pairs(shared: Ref, target: Ref, row, col) -> None:
+    """Store `shared` [rows, cols] to `target` [T, S] from `row` and `col` on, up to T and S."""
+    if interpreting():
+        rows, cols = shared.shape
+        _store_interpreted(shared, target.at[pl.ds(row, rows), pl.ds(col, cols)])
+    else:
+        _store(target, row, col, shared)
+
+
+def _copy_interpreted(source: Ref, shared: Ref, ready: Barrier) -> None:
+    plgpu.commit_smem()  # its search for races asks for this fence after reads
+    plgpu.copy_gmem_to_smem(source, shared, ready)
+
+
+def _store_interpreted(shared: Ref, target: Ref) -> None:
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _copy(source: Ref, row, col, shared: Ref) -> None:
+    """Start to copy a part of `source` [T, S]. What lies behind T or S becomes 0."""
+
+    def copy(lanes: _Lanes, pointer, place, is_inside):
+        size = lanes.arith.select(is_inside, lanes.constant(CHUNK_BYTES), lanes.constant(0))
+        modifier = lanes.nvvm.LoadCacheModifierKind.CG
+        lanes.nvvm.cp_async_shared_global(place, pointer, CHUNK_BYTES, modifier, cp_size=size)
+
+    def finish(lanes: _Lanes):
+        lanes.nvvm.cp_async_commit_group()
+
+    _for_each_chunk(source, row, col, shared, copy, finish)
+
+
+def _store(target: Ref, row, col, shared: Ref) -> None:
+    """Store `shared` to a part of `target` [T, S], up to T and S."""
 
     def store(lanes: _Lanes, pointer, place, is_inside):
         kind = lanes.ir.VectorType.get((4,), lanes.i32)
@@ -141,63 +181,64 @@ def store_tile(shared: Ref, target: Ref, b, row, n) -> None:
             lanes.llvm.store(lanes.llvm.load(kind, place), pointer)
             lanes.scf.yield_([])
 
-    _for_each_chunk(target, b, row, n, shared, store, lambda lanes: None)
+    _for_each_chunk(target, row, col, shared, store, lambda lanes: None)
 
 
-def _for_each_chunk(ref: Ref, b, row, n, shared: Ref, visit: Callable, finish: Callable) -> None:
+def _for_each_chunk(ref: Ref, row, col, shared: Ref, visit: Callable, finish: Callable) -> None:
     """Call `visit(lanes, pointer, place, is_inside)` for each chunk that a thread moves.
 
-    `pointer` is in global memory, `place` in shared memory.
+    `pointer` is in global memory, in `ref` [T, S] from `row` and `col` on. `place` is in shared
+    memory.
     """
     rows, cols = shared.shape
-    _, T, N, H = ref.shape
-    chunks = cols // CHUNK
+    T, S = ref.shape
+    itemsize = jnp.dtype(ref.dtype).itemsize
+    chunk_size = CHUNK_BYTES // itemsize
+    chunks = cols // chunk_size
     rows_at_once = THREADS // chunks
+    shared_type = plgpu.RefType(SHARED if itemsize == 2 else FLOATS)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(SHARED), WGMMA, WGMMA, WGMMA))
-    def move(_, ref, shared, b, row, n):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), shared_type, WGMMA, WGMMA))
+    def move(_, ref, shared, row, col):
         lanes = _Lanes()
         arith = lanes.arith
-        b, row, n = (x.registers.item() for x in (b, row, n))
+        row, col = (x.registers.item() for x in (row, col))
         lanes.utils.warpgroup_barrier()  # all have read, or written, the tile
         first, chunk = lanes.divmod(lanes.thread, chunks)
-        token = lanes.add(row, first)
+        row = lanes.add(row, first)
+        (stride, _), _ = lanes.ir.MemRefType(ref.type).get_strides_and_offset()
 
         def wide(x):
             return arith.extui(lanes.i64, x)
 
-        def big(x: int):
-            return arith.constant(lanes.i64, x)
-
-        start = arith.addi(arith.muli(wide(b), big(T)), wide(token))
-        start = arith.addi(arith.muli(start, big(N)), wide(n))
-        start = arith.muli(start, big(2 * H))
-        start = arith.addi(start, wide(lanes.times(chunk, 2 * CHUNK)))
+        start = arith.muli(wide(row), arith.constant(lanes.i64, stride * itemsize))
+        col = lanes.add(col, lanes.times(chunk, chunk_size))
+        start = arith.addi(start, wide(lanes.times(col, itemsize)))
         base = lanes.llvm.addrspacecast(
             lanes.llvm.PointerType.get(address_space=1), lanes.utils.memref_ptr(ref)
         )
         base = lanes.at(base, start)
-        half, chunk_in_half = lanes.divmod(chunk, SWIZZLED // CHUNK)
+        tile, chunk_in_tile = lanes.divmod(chunk, ROW_BYTES // CHUNK_BYTES)
         eight, row_in_eight = lanes.divmod(first, 8)
-        offset = lanes.chunk_offset(row_in_eight, chunk_in_half, cols)
-        tile = lanes.add(lanes.times(eight, cols // SWIZZLED), half)
-        offset = lanes.add(offset, lanes.times(tile, 2 * 8 * SWIZZLED))
+        offset = lanes.chunk_offset(row_in_eight, chunk_in_tile)
+        tile = lanes.add(lanes.times(eight, cols * itemsize // ROW_BYTES), tile)
+        offset = lanes.add(offset, lanes.times(tile, 8 * ROW_BYTES))
         place = lanes.at(lanes.utils.memref_ptr(shared), offset)
         less = arith.CmpIPredicate.ult
-        inside_head = arith.cmpi(less, chunk, lanes.constant(H // CHUNK))
+        col_is_inside = arith.cmpi(less, col, lanes.constant(S))
         for further in range(0, rows, rows_at_once):
-            last = lanes.add(token, lanes.constant(further))
+            last = lanes.add(row, lanes.constant(further))
             is_inside = arith.cmpi(less, last, lanes.constant(T))
-            is_inside = arith.andi(is_inside, inside_head)
+            is_inside = arith.andi(is_inside, col_is_inside)
             visit(
                 lanes,
-                lanes.at(base, further * N * H * 2),
-                lanes.at(place, further * cols * 2),
+                lanes.at(base, further * stride * itemsize),
+                lanes.at(place, further * cols * itemsize),
                 is_inside,
             )
         finish(lanes)
 
-    move(ref, shared, *(jnp.asarray(x, jnp.int32) for x in (b, row, n)))
+    move(ref, shared, *(jnp.asarray(x, jnp.int32) for x in (row, col)))
 
 
 def wait_for_copies(ready: Barrier, pending: int = 0) -> None:
@@ -345,8 +386,8 @@ class _Matrices:
     def _place(self, further, chunk):
         """Return a lane's offset: its row, `further` tiles of 8 rows down, and a chunk, 0 or 1."""
         lanes = self.lanes
-        offset = lanes.chunk_offset(self.row, chunk, 0)
-        return lanes.add(offset, lanes.times(further, self.width * 2 * 8 * SWIZZLED))
+        offset = lanes.chunk_offset(self.row, chunk)
+        return lanes.add(offset, lanes.times(further, self.width * 8 * ROW_BYTES))
 
     def _read(self, place, row: int, col: int, transposed: bool) -> list:
         """Return four registers from `place`, `row` rows down and `col` columns to the right."""
@@ -354,7 +395,7 @@ class _Matrices:
         side, in_side = divmod(col, SWIZZLED)
         place = lanes.arith.xori(place, lanes.constant(2 * in_side))
         tile = row // 8 * self.width + side
-        pointer = lanes.at(self.base, place, tile * 2 * 8 * SWIZZLED)
+        pointer = lanes.at(self.base, place, tile * 8 * ROW_BYTES)
         order = lanes.nvvm.MMALayout.col if transposed else lanes.nvvm.MMALayout.row
         shape = lanes.ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
         kind = lanes.nvvm.LdStMatrixEltType.B16

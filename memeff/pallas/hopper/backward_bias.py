@@ -2,19 +2,15 @@
 
   (1) raw = q_i k_j';  dp = do_i v_j'      (3) ds = p (dp + delta_i), 0 where hidden
   (2) p = 2^(logits(raw) - lse_i)          (4) dbias += ds
-A work item owns one part of the gradient and visits the tiles of pairs that it is a sum of, always
-in the same order: two runs give the same bits, and nothing else is stored.
-  Bias of pairs: an item owns a tile of queries i and keys j. It visits this tile of each batch
-  entry and each head that share the bias.
-  Bias of queries: an item owns queries of one head, and visits all keys; it sums over columns.
-  Bias of keys: an item owns keys of one head, and visits all queries; it sums over rows.
+A work item owns one part of the gradient (bias_work.py) and visits the tiles of pairs that it is a
+sum of, always in the same order: two runs give the same bits, and nothing else is stored.
 Nothing is multiplied by ds, so NaN and Inf of hidden pairs need not be cleaned: (3) drops them.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +25,7 @@ from memeff.pallas.hopper.backward_common import (
     wait_for_slot,
 )
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
+from memeff.pallas.hopper.bias_work import BiasParts, BiasVisit, BiasWork, SharedBias
 from memeff.pallas.hopper.mosaic import (
     ROW,
     Barrier,
@@ -51,7 +48,7 @@ from memeff.pallas.hopper.persistent import (
     run_warp_specialized,
 )
 from memeff.pallas.hopper.scalars import Scalars
-from memeff.pallas.hopper.scheduler import CallSizes, ends_and_mask
+from memeff.pallas.hopper.scheduler import CallSizes
 from memeff.pallas.hopper.score_tile import (
     ScoreTile,
     TokenVectors,
@@ -60,7 +57,6 @@ from memeff.pallas.hopper.score_tile import (
     head_number_refs,
     scratch_shapes,
 )
-from memeff.pallas.hopper.tile_ranges import keys_seen
 from memeff.problem import Problem
 
 
@@ -76,13 +72,6 @@ class Tiling(NamedTuple):
     def rows(self) -> int:
         """Return the number of queries of a tile."""
         return self.warpgroups * ROWS
-
-
-class SharedBias(NamedTuple):
-    """The dims of a bias of pairs over which its gradient is a sum."""
-
-    by_batch: bool  # all batch entries share one bias
-    by_heads: bool
 
 
 class BiasScratch(NamedTuple):
@@ -102,28 +91,6 @@ class BiasScratch(NamedTuple):
     sums_s: Ref  # [t] or [c]: the gradient of a bias of queries or of keys
     used: Barrier
     v_s: Ref  # [stages, c, D]
-
-
-class BiasWork(NamedTuple):
-    """A part of the gradient, and how to find the tiles that it is a sum of."""
-
-    place: tuple[Any, Any, Any, Any]  # batch entry, head, tile of queries, tile of keys
-    form: str  # of the bias: "pairs", "queries" or "keys"
-    most_visits: int  # tiles that may have a visible pair
-    visit: Callable[[Any], "BiasVisit"]
-
-
-class BiasVisit(NamedTuple):
-    """A tile of pairs."""
-
-    b: Any
-    n: Any
-    k: Any
-    row: Any  # first query
-    col: Any  # first key
-    is_visible: Any
-    mask_inputs: Any
-    scalars: Scalars
 
 
 def bias_gradient(
@@ -146,7 +113,7 @@ def bias_gradient(
     T, S = lengths
     sizes = CallSizes(B, T, S, K, N // K)
     operands, structure = jax.tree.flatten((arrays, scalars))
-    parts = _parts(sizes, scalars, shared, tiling)
+    parts = BiasParts.of(sizes, scalars, shared, (tiling.rows, tiling.keys))
     items = math.prod(parts.item_dims)
     blocks = persistent_blocks(items)
 
@@ -154,18 +121,11 @@ def bias_gradient(
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         gradient_ref = refs[len(operands)]
 
-        def find_work(index) -> BiasWork:
-            place = _unravel(index, parts.item_dims)
-            visit = functools.partial(
-                _find_visit, problem, sizes, scalar_refs, tiling, place, parts.visited_dims
-            )
-            return BiasWork(place, parts.form, math.prod(parts.visited_dims), visit)
-
         rings = [Ring(tiling.stages, True, (scratch.used,))]
         if scratch.bias_s is not None:
             rings.append(Ring(tiling.items, False, (scratch.bias_used,)))
         run_warp_specialized(
-            find_work,
+            functools.partial(parts.find_work, problem, sizes, scalar_refs),
             functools.partial(_compute, problem, tiling, gradient_ref, scratch),
             functools.partial(_copy, tiling, array_refs, scalar_refs, scratch),
             items=items,
@@ -186,69 +146,6 @@ def bias_gradient(
         sums_over_rows=scalars.key_bias is not None,
     )
     return kernel(*operands)[0]
-
-
-class _Parts(NamedTuple):
-    """The parts of the gradient that items own. Dims: batch, heads, tiles of queries, of keys."""
-
-    form: str
-    item_dims: tuple[int, int, int, int]
-    visited_dims: tuple[int, int, int, int]
-    result: jax.ShapeDtypeStruct
-
-
-def _parts(sizes: CallSizes, scalars: Scalars, shared: SharedBias, tiling: Tiling) -> _Parts:
-    """Return the parts of the gradient for the form of the bias."""
-    B = sizes.B
-    N = sizes.K * sizes.G
-    rows = -(-sizes.T // tiling.rows)
-    cols = -(-sizes.S // tiling.keys)
-    if scalars.bias is not None:
-        entries = 1 if shared.by_batch else B
-        heads = 1 if shared.by_heads else N
-        result = (entries, heads, *scalars.bias.shape[2:])
-        visited = B // entries, N // heads, 1, 1
-        result = jax.ShapeDtypeStruct(result, scalars.bias.dtype)
-        return _Parts("pairs", (entries, heads, rows, cols), visited, result)
-    if scalars.query_bias is not None:
-        result = jax.ShapeDtypeStruct((B, N, rows * tiling.rows), jnp.float32)
-        return _Parts("queries", (B, N, rows, 1), (1, 1, 1, cols), result)
-    result = jax.ShapeDtypeStruct((B, N, cols * tiling.keys), jnp.float32)
-    return _Parts("keys", (B, N, 1, cols), (1, 1, rows, 1), result)
-
-
-def _unravel(index, dims: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the indices of entry `index` of an array with `dims`."""
-    indices = []
-    for size in reversed(dims):
-        indices.append(lax.rem(index, jnp.int32(size)))
-        index = lax.div(index, jnp.int32(size))
-    return tuple(reversed(indices))
-
-
-def _find_visit(
-    problem: Problem,
-    sizes: CallSizes,
-    scalars: Scalars,
-    tiling: Tiling,
-    place: tuple,
-    visited_dims: tuple[int, ...],
-    r,
-) -> BiasVisit:
-    """Return visit r of the item at `place`, of `visited_dims`."""
-    visited = _unravel(jnp.asarray(r, jnp.int32), visited_dims)
-    b, n, i, j = (first + further for first, further in zip(place, visited, strict=True))
-    scalars = scalars.of(b)
-    row = i * tiling.rows
-    ends, mask_inputs = ends_and_mask(sizes, scalars, tiling.keys)
-    if sizes.T % tiling.rows:
-        mask_inputs = mask_inputs._replace(q_lengths=ends[0])
-    offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
-    last = jnp.minimum(row + tiling.rows, sizes.T) - 1
-    seen = keys_seen(problem, offset, row, last, ends, tiling.keys)
-    is_visible = (seen.first <= j) & (j < seen.end)
-    k = lax.div(n, jnp.int32(sizes.G))
-    return BiasVisit(b, n, k, row, j * tiling.keys, is_visible, mask_inputs, scalars)
 
 
 def _scratch_types(

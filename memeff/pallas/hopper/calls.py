@@ -14,13 +14,14 @@ from jax.sharding import reshard
 
 from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper import backward_bias, backward_common, backward_key, backward_query
-from memeff.pallas.hopper.backward_bias import SharedBias, bias_gradient
+from memeff.pallas.hopper.backward_bias import bias_gradient
 from memeff.pallas.hopper.bias import (
     gradient_dims,
     has_pair_bias,
     merge_bias_gradient,
     unpad_bias_gradient,
 )
+from memeff.pallas.hopper.bias_work import SharedBias
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.forward_memory import Carried
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
@@ -396,8 +397,7 @@ def _bias_gradient(
 ) -> Array:
     """Return the padded gradient of the bias from `delta` of the kernel for dq."""
     bias: Any = operands.logit_params.bias
-    shape = operands.shape
-    shared = SharedBias(bias.shape[0] == 1 and shape.B > 1, bias.shape[1] == 1 and shape.N > 1)
+    shared = SharedBias.of(bias, operands.shape)
     arrays = *inputs[:3], inputs.dout, inputs.lse, delta
     on_tiles = calls.tile_functions(problem, operands)
     tiling = bias_gradient_tiling(problem, operands)

@@ -124,7 +124,6 @@ def asks_for_float32(precision: Any) -> bool:
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call has an argument that the kernels do not support."""
-    terms = operands.logit_params
     if problem.dropout is not None and problem.dropout.bits != "mix32":
         return (
             'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws '
@@ -132,21 +131,32 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
         )
     if operands.origin is not None:
         return "the Hopper kernels do not support functions on a part of a whole call"
-    if terms.bias is not None and terms.bias.dtype not in BIAS_DTYPES:
-        return (
-            "the Hopper kernels support a `bias` in bfloat16, float16 and float32, and this call "
-            f"has {terms.bias.dtype}"
-        )
-    mask = operands.mask
-    if mask is not None and mask_becomes_bias(operands) and terms.bias is not None:
-        if jnp.broadcast_shapes(mask.shape, terms.bias.shape) != terms.bias.shape:
-            return (
-                "the Hopper kernels support a `mask` that broadcasts to the shape of `bias`, and "
-                f"this call has mask {mask.shape} and bias {terms.bias.shape}"
-            )
+    if reason := unsupported_bias(operands):
+        return f"the Hopper kernels support {reason}"
     if problem.qk_transform is not None:
         return "the Hopper kernels do not support `qk_transform`"
     return None
+
+
+def unsupported_bias(operands: Operands) -> str | None:
+    """Return a reason if kernels do not support the bias, or the mask that becomes one.
+
+    It stands behind "the kernels support".
+    """
+    bias = operands.logit_params.bias
+    mask = operands.mask
+    if bias is None:
+        return None
+    if bias.dtype not in BIAS_DTYPES:
+        return f"a `bias` in bfloat16, float16 and float32, and this call has {bias.dtype}"
+    if mask is None or not mask_becomes_bias(operands):
+        return None
+    if jnp.broadcast_shapes(mask.shape, bias.shape) == bias.shape:
+        return None
+    return (
+        f"a `mask` that broadcasts to the shape of `bias`, and this call has mask {mask.shape} and "
+        f"bias {bias.shape}"
+    )
 
 
 def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:

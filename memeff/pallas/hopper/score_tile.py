@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from memeff.dropout import QueryWords, mix32_keep, words_of_head
 from memeff.logits import logits_base2
-from memeff.masking import MaskInputs, mask_pairs, query_positions
+from memeff.masking import MaskInputs, bias_hides, mask_pairs, query_positions
 from memeff.pallas.hopper.bias import load_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
@@ -142,6 +142,13 @@ class ScoreTile(NamedTuple):
             assert indices is not None
             inputs = inputs._replace(mask=mask_fn(None, indices, (), indices.mask_params))
         return mask_pairs(self.problem, inputs, self.rows, self.cols)
+
+    def bias_mask(self) -> Array | None:
+        """Return True where the bias does not hide the key; None without a bias.
+
+        This is the mask of a tile whose pairs are all visible but for the bias.
+        """
+        return None if self.bias is None else bias_hides(self.bias) ^ True
 
     def logits(self, raw: Array, keep: Array | None) -> Array:
         """Return logits in base 2 from dot products, -inf where not `keep`."""

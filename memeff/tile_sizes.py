@@ -12,8 +12,8 @@ from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible, few_queries
 from memeff.device import _pretended, current_device, current_platform
-from memeff.logits import logits_plain
 from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
+from memeff.logits import logits_plain
 from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import CallShape
 from memeff.sharding import may_be_sharded
@@ -243,8 +243,9 @@ def default_schedule(
     They are at most as large as the call.
 
     Tiles have 2^halvings times fewer logits than the fastest ones. `bounded`: each row's maximum
-    can be bounded beforehand. `plain`: no array of logits or pairs exists besides. If heads may be sharded, tiles take all heads, and on CPUs no maximum is
-    bounded, because the devices would have to exchange a word to check the bounds.
+    can be bounded beforehand. `plain`: no array of logits or pairs exists besides. If heads may be
+    sharded, tiles take all heads, and on CPUs no maximum is bounded, because the devices would have
+    to exchange a word to check the bounds.
     """
     in_blocks = _pretended.get() is not None or not may_be_sharded()
     match current_platform():

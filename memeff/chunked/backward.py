@@ -110,22 +110,14 @@ def _backward(
         return _general_loop(problem, schedule, operands, lse, delta, dout)()
     if has_elementwise_mask(problem, operands):
         delta, dout = _zero_empty_rows(lse, delta, dout)
-    scales = None
-    in_range = []
-    has_bias = operands.logit_params.bias is not None
-    half = operands.query.dtype != jnp.float32
-    if half or has_bias:
-        bounds = row_bounds(problem, schedule, operands, delta, dout)
-        if half:
-            scales = fp16_scales(operands, bounds, dout)
-            in_range.append(scales.in_range)
-        if has_bias:  # no mask zeroes ds
-            in_range.append(jnp.isfinite(lse.high) & (bounds.ds_by_p < jnp.inf))
+    if operands.query.dtype == jnp.float32:
+        return _fused_loop(problem, schedule, operands, lse, delta, dout)()
+    bounds = row_bounds(problem, schedule, operands, delta, dout)
+    scales = fp16_scales(operands, bounds, dout)
+    in_range = all_true(scales.in_range)
     fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
-    if not in_range:
-        return fused()
     general = _general_loop(problem, schedule, operands, lse, delta, dout)
-    return lax.cond(functools.reduce(jnp.logical_and, map(all_true, in_range)), fused, general)
+    return lax.cond(in_range, fused, general)
 
 
 def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
@@ -264,10 +256,8 @@ def _fused_loop(
         dv = _fused_dv(problem, tile, scales, gradients.value) / kept_rate
         dq = dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7), without the scale
         dk = dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
-        d_bias = None if params.bias is None else _sum_to_bias(ds, params.bias, dtype)
         d_scale = None if params.scale is None else jnp.zeros((), dtype)  # comes at the end
-        d_params = LogitParams(scale=d_scale, bias=d_bias)
-        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
+        return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams(scale=d_scale)), tile)
 
     ahead = (tuple(lse), probabilities_ahead)
     visit = visit_tiles(
@@ -280,19 +270,13 @@ def _fused_loop(
         _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
         (factor,) = transpose_logits(jnp.ones((), dtype))
         if params.scale is not None:
-            d_scale = (operands.query.astype(dtype) * gradients.query).sum()
+            products = operands.query.astype(dtype) * gradients.query
+            d_scale = jnp.where(gradients.query == 0, 0, products).sum()  # 0 * NaN is NaN
             d_params = gradients.logit_params._replace(scale=d_scale)
             gradients = gradients._replace(logit_params=d_params)
         return gradients._replace(query=gradients.query * factor, key=gradients.key * factor)
 
     return run
-
-
-def _sum_to_bias(ds: Array, bias: Array, dtype) -> Array:
-    """Sum ds [B, K, G, t, c] over the dims in which `bias` [B|1, N|1, T|1, S|1] has size 1."""
-    B, N, T, S = (size == 1 for size in bias.shape)
-    axes = [axis for axis, sums in enumerate((B, N, N, T, S)) if sums]
-    return ds.sum(axes, keepdims=True, dtype=dtype)
 
 
 def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Array) -> Array:

@@ -23,11 +23,14 @@ def fixed_max_applies(problem: Problem, schedule: Schedule, operands: Operands) 
 def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     """Return whether the logits of each row can be bounded before they are computed.
 
-    This takes logits without the user's functions and a dtype with 8 bits of exponent. Either every
-    row has a key, or arrays hide pairs, which `largest_visible` reads.
+    This takes logits without the user's functions and without a bias, and a dtype with 8 bits of
+    exponent. Either every row has a key, or arrays hide pairs, which `largest_seen` reads. (With a
+    bias XLA reads more than the product's epilogue saves, H200: docs/kernels-log.md.)
     """
     functions = problem.score_fn, problem.mask_fn, problem.qk_transform
-    if any(f is not None for f in functions) or has_array_bounds(problem, operands):
+    if any(f is not None for f in functions) or operands.logit_params.bias is not None:
+        return False
+    if has_array_bounds(problem, operands):
         return False
     if operands.query.dtype not in (jnp.bfloat16, jnp.float32):
         return False

@@ -1,7 +1,6 @@
 """Run the forward with a precomputed bound on each row's maximum, and find where it fails."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,16 +32,14 @@ def fixed_max_forward(
     schedule = dataclasses.replace(schedule, chunk_size=schedule.fixed_max_chunk_size)
     v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
     v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
-    bias, (k_norm, v) = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
-    m = max_bound(problem, operands, bias, k_norm)
+    k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
+    sees_nothing = k_norm == -jnp.inf
+    m = max_bound(problem, operands, k_norm)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
     on_gpu = schedule.gpu_fused_chunk_size is not None
     if on_gpu:
         operands = operands._replace(value=zero_nonfinite(operands.value, True))
-    if operands.logit_params.bias is not None:  # see hide_by_bias
-        query, key = (zero_nonfinite(x, True) for x in operands[:2])
-        operands = operands._replace(query=query, key=key)
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
     drops = problem.dropout is not None
     ones_sum_p = on_gpu and rounded and not drops  # the sum of p from p [v 1]: no pass over p
@@ -78,18 +75,17 @@ def fixed_max_forward(
         o, l, weight = visit((o, l, l))
     kept_sum = o[..., D] if drops else l
     rows = RowSums(m, l, weight, o[..., :D])
-    valid = sums_in_range(operands, rows, v, kept_sum) | (bias == -jnp.inf)
+    valid = sums_in_range(operands, rows, v, kept_sum) | sees_nothing
     if problem.dropout is not None:
         rows = rows._replace(o=rows.o / (1 - problem.dropout.rate))
     return rows, valid
 
 
-def max_bound(problem: Problem, operands: Operands, bias, k_norm: Array) -> Array:
+def max_bound(problem: Problem, operands: Operands, k_norm: Array) -> Array:
     """Return m [B, K, G, T], which no logit of the row exceeds by more than 69 nats.
 
-    `bias` and `k_norm` are the largest of the keys that a row sees. By Cauchy-Schwarz |logit| <=
-    scale |q_i| |k_j|, to which the bias is added. m is 69 nats less than the bound, but no less
-    than the bias, so p is below 2^100.
+    `k_norm` is the largest |k_j| of the keys that a row sees, -inf if it sees none. By
+    Cauchy-Schwarz |logit| <= scale |q_i| |k_j|. m is 69 nats less, so p is below 2^100.
     """
     dtype = accumulator_dtype(operands)
     q_norm = _norm(operands.query.astype(dtype))  # b t n
@@ -97,12 +93,11 @@ def max_bound(problem: Problem, operands: Operands, bias, k_norm: Array) -> Arra
     params = operands.logit_params
     scale = problem.scale if params.scale is None else params.scale.astype(dtype)
     bound = abs(scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
-    bound = bound * k_norm
+    bound = bound * jnp.maximum(k_norm, 0)
     cap = problem.soft_cap if params.soft_cap is None else params.soft_cap.astype(dtype)
     if cap is not None:
         bound = jnp.minimum(bound, abs(cap))
-    m = bias + jnp.maximum(bound - 69.0, 0)
-    return jnp.where(bias == -jnp.inf, 0, m)
+    return jnp.maximum(bound - 69.0, 0)
 
 
 def _norm(x: Array) -> Array:
@@ -118,29 +113,26 @@ def _key_norm(operands: Operands) -> Array:
 
 def largest_seen(
     problem: Problem, schedule: Schedule, operands: Operands, of_keys: tuple[Array, ...]
-) -> tuple[Any, list[Array]]:
-    """Return the largest bias of the keys that each row sees, and the largest of `of_keys`.
+) -> list[Array]:
+    """Return the largest of `of_keys`, each [B, S, K], of the keys that each row sees.
 
-    The bias is [B, K, G, T], or 0 without arrays that hide pairs. It is -inf for a row that sees no
-    key. Each of `of_keys` is [B, S, K], and its result [B, K, G|1, T|1].
+    Each result is [B, K, G|1, T|1]. It is -inf for a row that sees no key.
     """
     if not has_elementwise_mask(problem, operands):
-        return 0.0, [_largest_in_window(problem, operands, x) for x in of_keys]
+        return [_largest_in_window(problem, operands, x) for x in of_keys]
     _, l = empty_rows(operands)
     least = l - jnp.inf
     in_place_of_values = operands._replace(value=jnp.stack(of_keys, axis=-1))
 
     def step(largest, tile):
-        bias = tile.operands.logit_params.bias
         keys = jnp.moveaxis(tile.operands.value, -1, 0)[:, :, :, None, None]  # n b k 1 1 c
-        seen = [jnp.zeros((), least.dtype) if bias is None else bias.astype(least.dtype), *keys]
-        parts = [jnp.where(tile.keep, x, -jnp.inf).max(-1) for x in seen]
-        new = [jnp.maximum(slice_rows(x, tile), y) for x, y in zip(largest, parts, strict=True)]
+        seen = [x if tile.keep is None else jnp.where(tile.keep, x, -jnp.inf) for x in keys]
+        old = [slice_rows(x, tile) for x in largest]
+        new = [jnp.maximum(x, y.max(-1)) for x, y in zip(old, seen, strict=True)]
         return write_rows(largest, tuple(new), tile)
 
     visit = visit_tiles(problem, schedule, in_place_of_values, (), step)
-    bias, *rest = visit((least,) * (1 + len(of_keys)))
-    return bias, rest
+    return list(visit((least,) * len(of_keys)))
 
 
 def _largest_in_window(problem: Problem, operands: Operands, x: Array) -> Array:

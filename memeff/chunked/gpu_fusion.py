@@ -42,7 +42,7 @@ def row_bounds(
     v = abs(operands.value.astype(delta.dtype))
     v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
     minus_v = -jnp.where(v == 0, jnp.inf, v)
-    _, (most, minus_least) = largest_seen(problem, schedule, operands, (v, minus_v))
+    most, minus_least = largest_seen(problem, schedule, operands, (v, minus_v))
     most = jnp.maximum(most, 0)  # of a row that sees no key it is -inf
     size = abs(split_axis(dout.astype(delta.dtype), 2, operands.shape.K))
     row_size = size.sum(-1).transpose(0, 2, 3, 1)  # b k g t

@@ -21,7 +21,7 @@ from memeff.chunked.slicing import (
     slice_batch,
     slice_shared,
 )
-from memeff.chunked.tile import Tile, hide_by_bias, kept_by_dropout
+from memeff.chunked.tile import Tile, kept_by_dropout
 from memeff.masking import key_range
 from memeff.problem import LogitParams, Operands, Problem, Schedule
 from memeff.slicing import slice_dims, write_slice
@@ -99,7 +99,7 @@ def visit_tiles(
 
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
     the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that
-    a step combines with a product (`rows` B K G T, mask, bias, dropout) in the step before. With
+    a step combines with a product (`rows` B K G T, mask, dropout) in the step before. With
     `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
     rows.
     """
@@ -186,25 +186,18 @@ class SideInputs(NamedTuple):
 
     rows: tuple[Array, ...]
     keep: Array | None
-    bias: Array | None  # -inf for hidden pairs; then keep is None
     kept: Array | None  # by dropout
 
 
 def _side_inputs(problem: Problem, cut: CutTile, start) -> SideInputs:
     """Compute the side inputs of a tile."""
-    tile = hide_by_bias(cut(*start))
-    kept = kept_by_dropout(problem, tile)
-    return SideInputs(tile.row_scalars, tile.keep, tile.operands.logit_params.bias, kept)
+    tile = cut(*start)
+    return SideInputs(tile.row_scalars, tile.keep, kept_by_dropout(problem, tile))
 
 
 def _cut_with(cut: CutTile, start, inputs: SideInputs) -> Tile:
     """Cut a tile whose side inputs are known from an earlier step."""
-    tile = cut(*start)
-    params = tile.operands.logit_params._replace(bias=inputs.bias)
-    operands = tile.operands._replace(logit_params=params)
-    return tile._replace(
-        operands=operands, row_scalars=inputs.rows, keep=inputs.keep, kept=inputs.kept
-    )
+    return cut(*start)._replace(row_scalars=inputs.rows, keep=inputs.keep, kept=inputs.kept)
 
 
 def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:

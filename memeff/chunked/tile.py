@@ -157,21 +157,6 @@ def dot(spec: str, x: Array, y: Array, problem: Problem, dtype, like: Array | No
     return z.reshape(b, k, g, t, -1)
 
 
-def hide_by_bias(tile: Tile) -> Tile:
-    """Return a tile with a bias whose bias is -inf for hidden pairs, and that needs no mask.
-
-    Its raw must be finite, because Inf - Inf is NaN.
-    """
-    params = tile.operands.logit_params
-    if params.bias is None:
-        return tile
-    bias = params.bias.astype(accumulator_dtype(tile.operands))
-    if tile.keep is not None:
-        bias = jnp.where(tile.keep, bias, -jnp.inf)
-    operands = tile.operands._replace(logit_params=params._replace(bias=bias))
-    return tile._replace(operands=operands, keep=None)
-
-
 def zero_nonfinite(x: Array, masked: bool) -> Array:
     """Zero NaN and Inf in masked tiles, because 0 * NaN is NaN.
 

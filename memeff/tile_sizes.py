@@ -13,6 +13,7 @@ from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible, few_queries
 from memeff.device import _pretended, current_device, current_platform
 from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
+from memeff.logits import logits_plain
 from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import CallShape
 from memeff.sharding import may_be_sharded
@@ -128,14 +129,15 @@ def try_schedules(
     """
     shape = operands.shape
     known = all(isinstance(n, int) for n in (shape.B, shape.T, shape.S))
-    plain = known and eligible.max_can_be_bounded(problem, operands)
+    bounded = known and eligible.max_can_be_bounded(problem, operands)
+    plain = bounded and logits_plain(problem, operands)
     chunked = implementation in (None, "xla")
     limit = request.memory_limit
 
     def with_tiles(halvings: int) -> Schedule:
         dtype = operands.query.dtype
         schedule = default_schedule(
-            shape, dtype, request.chunk_size, problem.has_window, plain, halvings
+            shape, dtype, request.chunk_size, problem.has_window, bounded, halvings, plain
         )
         if problem.dropout is not None and problem.dropout.shared and known and chunked:
             schedule = _sharing_bits(schedule, shape, request.chunk_size)
@@ -232,16 +234,18 @@ def default_schedule(
     dtype: Any,
     requested: tuple[int | None, int | None],
     windowed: bool,
-    plain: bool,
+    bounded: bool,
     halvings: int = 0,
+    plain: bool = True,
 ) -> Schedule:
     """Return the schedule with the requested or else the fastest tiles.
 
     They are at most as large as the call.
 
-    Tiles have 2^halvings times fewer logits than the fastest ones. `plain`: each row's maximum can
-    be bounded beforehand. If heads may be sharded, tiles take all heads, and on CPUs no maximum is
-    bounded, because the devices would have to exchange a word to check the bounds.
+    Tiles have 2^halvings times fewer logits than the fastest ones. `bounded`: each row's maximum
+    can be bounded beforehand. `plain`: no array of logits or pairs exists besides. If heads may be
+    sharded, tiles take all heads, and on CPUs no maximum is bounded, because the devices would have
+    to exchange a word to check the bounds.
     """
     in_blocks = _pretended.get() is not None or not may_be_sharded()
     match current_platform():
@@ -249,7 +253,7 @@ def default_schedule(
             tile = _fit(GPU_TILE, requested, shape)
             return Schedule(tile, tile, tile)
         case "gpu":
-            return _gpu_tiles(shape, requested, windowed, plain, halvings, in_blocks)
+            return _gpu_tiles(shape, requested, windowed, bounded, plain, halvings, in_blocks)
         case "cpu" if in_blocks:
             return _cpu_tiles(shape, dtype, requested, windowed, halvings)
     return Schedule(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
@@ -259,6 +263,7 @@ def _gpu_tiles(
     shape: CallShape,
     requested: tuple[int | None, int | None],
     windowed: bool,
+    bounded: bool,
     plain: bool,
     halvings: int,
     in_blocks: bool,
@@ -269,7 +274,7 @@ def _gpu_tiles(
     heads = max(1, shape.B * shape.K * G)
     rows = min(GPU_TILE[0], T)
     tile = (rows, math.prod(GPU_TILE) // max(1, rows))  # few rows: more columns
-    if not plain or G * T < GPU_ROWS:
+    if not bounded or G * T < GPU_ROWS:
         logits = (GPU_LOGITS >> halvings) // 2 // heads
         split = None
         # a tile that the user chose is one of the loop
@@ -277,11 +282,11 @@ def _gpu_tiles(
             split = few_queries.split_length(shape)
         return Schedule(_fit(_shrink(tile, logits), requested, shape), split_keys=split)
     stair = windowed and 8 * T > S
-    block = _gpu_block(shape, stair, halvings) if in_blocks else None
+    block = _gpu_block(shape, stair, halvings) if in_blocks and plain else None
     if block is not None:
         heads = block[0] * block[1] * G
     logits = max(LEAST_SIDE**2, (GPU_LOGITS >> (halvings + 1) // 2) // heads)
-    masked = _fit(_shrink(tile, logits // 4), requested, shape)
+    masked = _fit(_shrink(tile, logits // (4 if plain else 2)), requested, shape)
     if requested != (None, None):
         return Schedule(masked, masked, masked, head_block=block)
     if stair:

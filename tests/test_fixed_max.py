@@ -20,7 +20,7 @@ from memeff import dot_product_attention
 from memeff.chunked import eligible, fixed_max
 from memeff.chunked import implementation as chunked
 from memeff.masking import mask_tile
-from memeff.problem import LogitParams, Operands, Problem, Schedule
+from memeff.problem import Dropout, LogitParams, Operands, Problem, Schedule
 
 pytestmark = pytest.mark.once
 
@@ -82,6 +82,7 @@ def make_problem(causal: bool) -> Problem:
 
 ONLINE = Schedule((16, 24))
 FIXED = Schedule((16, 24), fixed_max_chunk_size=(16, 24))
+ON_GPU = dataclasses.replace(FIXED, gpu_fused_chunk_size=(16, 24))
 
 
 def compiled(p: Problem, operands, dout, dlse, schedule: Schedule = FIXED):
@@ -105,8 +106,7 @@ def valid_rows(p: Problem):
     """Return a compiled function from operands to whether the bound holds in a row [B, K, G, T]."""
 
     def run(operands):
-        sums = fixed_max.fixed_max_forward(p, FIXED, operands, "caller")
-        return fixed_max.sums_in_range(p, operands, sums)
+        return fixed_max.fixed_max_forward(p, FIXED, operands, "caller")[1]
 
     return jax.jit(run)
 
@@ -188,9 +188,8 @@ def test_rows_that_stand_stay(name):
     operands = Operands(*draw(name, jnp.float32))
     valid = np.asarray(valid_rows(p)(operands))
     assert not valid.all() and valid.any()
-    sums = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, FIXED, operands, "caller"))(
-        operands
-    )
+    run = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, FIXED, operands, "caller"))
+    sums, _ = run(operands)
     before = sums.o / sums.weight[..., None]
     fixed = compiled(p, operands, dout, dlse)(operands, dout, dlse)
     online = compiled_online(p, operands, dout, dlse)(operands, dout, dlse)
@@ -285,21 +284,28 @@ def assert_nan_where_seen(what: str, x, before, keep, key: int) -> None:
         assert not nan[~reached].any(), what
 
 
+def bound(p: Problem, operands: Operands):
+    """Return the bound of each row's maximum."""
+    norms = fixed_max._key_norm(operands)
+    return fixed_max.max_bound(p, operands, *fixed_max.largest_seen(p, FIXED, operands, (norms,)))
+
+
 def test_hidden_keys_change_no_bound():
     q, k, v = draw("ordinary", jnp.float32)
     k = k * 100
     p = make_problem(True)
-    m = fixed_max.max_bound(p, Operands(q, k, v))
-    later = fixed_max.max_bound(p, Operands(q, k.at[:, 60:].mul(1e4), v))
+    m = bound(p, Operands(q, k, v))
+    later = bound(p, Operands(q, k.at[:, 60:].mul(1e4), v))
     assert (m[..., :39] == later[..., :39]).all()  # row 39 sees key 59 and no later
     assert (later[..., 45] > m[..., 45]).any()
     p = dataclasses.replace(p, left=4)
-    m = fixed_max.max_bound(p, Operands(q, k, v))
-    earlier = fixed_max.max_bound(p, Operands(q, k.at[:, :16].set(jnp.nan), v))
+    m = bound(p, Operands(q, k, v))
+    earlier = bound(p, Operands(q, k.at[:, :16].set(jnp.nan), v))
     assert (m == earlier).all()  # row 0 sees key 16 and no earlier
 
 
-def test_fixed_max_serves_plain_calls_only():
+def test_calls_that_fixed_max_serves():
+    """On CPUs those with plain logits alone."""
     plain = Operands(*draw("ordinary", jnp.float32))
     p = make_problem(True)
     assert eligible.fixed_max_applies(p, FIXED, plain)
@@ -307,21 +313,128 @@ def test_fixed_max_serves_plain_calls_only():
     q_ids = jnp.zeros((B, T), jnp.int32)
     kv_ids = jnp.zeros((B, S), jnp.int32)
     each = jnp.full((B,), 5, jnp.int32)
-    for refused in (
-        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
+    for served in (
         plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
         plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
         plain._replace(mask=jnp.ones((1, 1, 1, S), bool)),
+        plain._replace(q_segments=q_ids, kv_segments=kv_ids),
+    ):
+        assert eligible.fixed_max_applies(p, ON_GPU, served)
+        assert not eligible.fixed_max_applies(p, FIXED, served)
+    for refused in (
+        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
         plain._replace(q_lengths=each),
         plain._replace(kv_lengths=each),
         plain._replace(q_offset=each),
-        plain._replace(q_segments=q_ids, kv_segments=kv_ids),
         Operands(*(x.astype(jnp.float16) for x in plain[:3])),
     ):
-        assert not eligible.fixed_max_applies(p, FIXED, refused), refused
-    assert not eligible.fixed_max_applies(dataclasses.replace(p, soft_cap=3.0), FIXED, plain)
+        assert not eligible.fixed_max_applies(p, ON_GPU, refused), refused
+    capped = dataclasses.replace(p, soft_cap=3.0)
+    assert eligible.fixed_max_applies(capped, ON_GPU, plain)
+    assert not eligible.fixed_max_applies(capped, FIXED, plain)
     # Row 0 sees no key.
-    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), FIXED, plain)
+    assert not eligible.fixed_max_applies(dataclasses.replace(p, q_offset=-1), ON_GPU, plain)
+
+
+# ---- masks, dropout and terms of the logits, as on GPUs
+
+
+def pair_mask(share: float = 0.6) -> np.ndarray:
+    """Return a mask [B, 1, T, S] with rows that see nothing, and a key that nobody sees."""
+    mask = np.random.default_rng(8).random((B, 1, T, S)) < share
+    mask[:, :, 3:6] = False
+    mask[..., 41] = False
+    return mask
+
+
+SEGMENTS = np.repeat([0, 1, 2], [T // 3, T // 3, T - 2 * (T // 3)])[None].repeat(B, 0)
+KEY_SEGMENTS = np.repeat([0, 1, 5], [S // 3, S // 3, S - 2 * (S // 3)])[None].repeat(B, 0)
+DROPS = Dropout(0.4, shared=False, bits="mix32")
+DROPOUT_KEY = np.array([3, 5], np.uint32)
+# Fields of a problem, and of operands.
+FEATURES = {
+    "mask": ({}, dict(mask=pair_mask())),
+    "mask of keys": ({}, dict(mask=pair_mask()[:, :, :1])),
+    "segments": ({}, dict(q_segments=SEGMENTS, kv_segments=KEY_SEGMENTS)),
+    "scale": ({}, dict(logit_params=LogitParams(scale=np.float32(-0.3)))),
+    "soft cap": (dict(soft_cap=2.0), {}),
+    "soft cap as an array": ({}, dict(logit_params=LogitParams(soft_cap=np.float32(2)))),
+    "dropout": (dict(dropout=DROPS), dict(dropout_key=DROPOUT_KEY)),
+    "all": (
+        dict(dropout=DROPS, right=0, q_offset=S - T),
+        dict(
+            mask=pair_mask(),
+            dropout_key=DROPOUT_KEY,
+            q_segments=SEGMENTS,
+            kv_segments=KEY_SEGMENTS,
+            logit_params=LogitParams(scale=np.float32(0.3)),
+        ),
+    ),
+}
+
+
+def train(p: Problem, schedule: Schedule):
+    """Return a compiled function from (operands, dout, dlse) to the RESULTS and d_scale."""
+
+    def run(operands, dout, dlse):
+        inference, _ = chunked.forward(p, schedule, operands, None)
+        out, lse = chunked.forward(p, schedule, operands, "gradient")
+        grads = chunked.backward(p, schedule, operands, out, lse, dout, dlse)
+        d_scale = grads.logit_params.scale
+        d_scale = jnp.zeros(()) if d_scale is None else d_scale
+        return (inference, out, lse.high, *grads[:3], d_scale)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("feature", few(FEATURES, ("mask", "all")))
+def test_gpu_form_is_as_the_online_form(feature):
+    """Out, lse and gradients, where the bound holds and where it fails, in float32 and bfloat16.
+
+    NaN of a key and Inf of its value reach the same results, and if hidden change no bit.
+    """
+    fields, arrays = FEATURES[feature]
+    p = Problem(**{"scale": 0.2} | fields)
+    rng = np.random.default_rng(6)
+    dout = rng.standard_normal((B, K, G, T, D)).astype(np.float32)
+    dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
+    fused, online = train(p, ON_GPU), train(p, ONLINE)
+
+    def operands_of(name: str, dtype=jnp.float32) -> Operands:
+        return Operands(*draw(name, dtype))._replace(**jax.tree.map(jnp.asarray, arrays))
+
+    assert eligible.fixed_max_applies(p, ON_GPU, operands_of("ordinary"))
+    names = (*RESULTS, "d_scale")
+    draws = [(name, jnp.float32, 4e-6) for name in ("ordinary", *FAR[:2])]
+    draws += [(name, jnp.bfloat16, 2**-6) for name in ("ordinary", FAR[0])]
+    for name, dtype, error in draws:
+        operands = operands_of(name, dtype)
+        cotangents = jnp.asarray(dout, dtype), dlse
+        found = fused(operands, *cotangents)
+        expected = online(operands, *cotangents)
+        products = abs(np.float32(operands.query) * np.float32(expected[3]))  # d_scale sums them
+        for what, x, y in zip(
+            names, map(np.float32, found), map(np.float32, expected), strict=True
+        ):
+            finite = abs(y) < 1e30
+            np.testing.assert_array_equal(abs(x) < 1e30, finite, err_msg=what)
+            size = products.sum() if what == "d_scale" else abs(y).max(where=finite, initial=1)
+            np.testing.assert_allclose(
+                x[finite], y[finite], rtol=0, atol=error * size, err_msg=f"{name} {what}"
+            )
+    operands = operands_of("ordinary")
+    clean = fused(operands, dout, dlse)
+    for key in (7, 41):
+        dirty_value = operands._replace(value=operands.value.at[:, key].set(np.inf))
+        dirty = dirty_value._replace(key=operands.key.at[:, key].set(np.nan))
+        for dirty_operands in (dirty_value, dirty):
+            found = fused(dirty_operands, dout, dlse)
+            expected = online(dirty_operands, dout, dlse)
+            for what, x, y, before in zip(names, found, expected, clean, strict=True):
+                if key == 41 and "mask" in arrays:
+                    np.testing.assert_array_equal(x, before, err_msg=what)
+                elif what != "dv":  # p of a row whose lse is NaN is NaN for all keys
+                    np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y), err_msg=what)
 
 
 # ---- one check for a batch and for all devices

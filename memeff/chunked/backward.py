@@ -7,7 +7,7 @@
 One loop gives all three. Two loops, one for dq and one for dk and dv, would each compute p and
 d_raw (H200, bfloat16, 2^27 logits: 460 us of the loop's 790), to save a pass over sums (50 us).
 
-`_general_loop` serves every call. For plain logits on GPUs, `_fused_loop` has (5) and (6) in the
+`_general_loop` serves every call. For linear logits on GPUs, `_fused_loop` has (5) and (6) in the
 epilogues of their products; 16-bit operands go through float16 there if their range allows it.
 """
 
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import uses_gpu_fusion
+from memeff.chunked.eligible import in_blocks, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
-from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales
+from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
 from memeff.chunked.loop import run_by_blocks, visit_tiles
+from memeff.chunked.schedule import has_elementwise_mask
 from memeff.chunked.slicing import add_logit_params
 from memeff.chunked.tile import (
     Tile,
@@ -71,7 +72,7 @@ def backward(
         padded = _backward(problem, schedule, padded_operands, *rows)
         inputs = Gradients(*operands[:3], operands.logit_params)
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), padded, inputs)
-    if schedule.head_block and uses_gpu_fusion(problem, schedule, operands):
+    if schedule.head_block and in_blocks(problem, schedule, operands):
         whole = dataclasses.replace(schedule, head_block=None)
         call = functools.partial(_backward, problem, whole)
         query, key, value = map(jnp.zeros_like, operands[:3])
@@ -107,13 +108,24 @@ def _backward(
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
     if not uses_gpu_fusion(problem, schedule, operands):
         return _general_loop(problem, schedule, operands, lse, delta, dout)()
+    if has_elementwise_mask(problem, operands):
+        delta, dout = _zero_empty_rows(lse, delta, dout)
     if operands.query.dtype == jnp.float32:
         return _fused_loop(problem, schedule, operands, lse, delta, dout)()
-    scales = fp16_scales(problem, operands, delta, dout)
+    bounds = row_bounds(problem, schedule, operands, delta, dout)
+    scales = fp16_scales(operands, bounds, dout)
     in_range = all_true(scales.in_range)
     fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
     general = _general_loop(problem, schedule, operands, lse, delta, dout)
     return lax.cond(in_range, fused, general)
+
+
+def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
+    """Zero delta and dout of rows that see no key, because they may be NaN."""
+    empty = lse.high == LSE_OF_EMPTY_ROW  # b k g t
+    delta = jnp.where(empty, 0, delta)
+    empty = lax.collapse(empty.transpose(0, 3, 1, 2), 2)  # b t n
+    return delta, jnp.where(empty[..., None], 0, dout)
 
 
 def _loop_inputs(
@@ -195,10 +207,10 @@ def _fused_loop(
     dout: Array,
     scales: Fp16Scales | None = None,
 ) -> Callable[[], Gradients]:
-    """Return a function that computes the gradients of plain logits, to be fused by XLA:GPU.
+    """Return a function that computes the gradients of linear logits, to be fused by XLA:GPU.
 
-    p is computed one step ahead, so that d_raw can go into the epilogue of dout v'. With `scales`,
-    p and d_raw / p leave the epilogues as float16.
+    p is computed one step ahead, so that ds can go into the epilogue of dout v'. With `scales`,
+    p and ds / p leave the epilogues as float16.
     """
     assert schedule.gpu_fused_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
@@ -211,50 +223,71 @@ def _fused_loop(
         unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
         rows = (delta, scales.row, unscale, scales.dout)
     zero = _zero_after(delta)
+    params = operands.logit_params
+    drops = problem.dropout is not None
+    kept_rate = 1 - problem.dropout.rate if problem.dropout is not None else 1
 
     def probabilities_ahead(tile):  # (5)
         _, s, _ = tile_logits(problem, tile, materialize_raw=False)
         p = probabilities(s, Lse(*tile.row_scalars), tile.keep)
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
-    def plain_logits(raw):
-        return logits_from_dots(problem, raw, LogitParams(), None)
+    def linear_logits(raw):
+        return logits_from_dots(problem, raw, LogitParams(scale=params.scale), None)
 
     def step(gradients, tile):
         q, k, v = tile.operands[:3]
         p = tile.prefetched  # b k g t c
         do = tile.row_vectors[0]  # b k g t d
         dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
+        dp = apply_dropout(problem, tile.kept, dp)
         if scales is None:
             (delta,) = tile.row_scalars  # b k g t
             scale, unscale = 1, 1
         else:
             delta, *factors = tile.row_scalars
             scale, unscale = (x[..., None] for x in factors)
-        # (6), at raw = 0 because the derivative of plain logits is the same everywhere
-        _, transpose_logits = jax.vjp(plain_logits, jnp.zeros_like(dp))
-        (d_raw_by_p,) = transpose_logits((dp - delta[..., None]) * scale)
-        d_raw = (p * d_raw_by_p.astype(p.dtype)).astype(q.dtype) * unscale
+        ds_by_p = (dp - delta[..., None]) * scale  # (6)
+        ds = (p * ds_by_p.astype(p.dtype)).astype(q.dtype) * unscale
         if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
-            d_raw = jnp.where(tile.keep, d_raw, 0)
-        if scales is None:
-            dv = dot("bkgtd,bkgtc->bkdc", do, p.astype(v.dtype), problem, dtype, gradients.value)
-        else:
-            dv = _float16_dv(problem, tile, scales, gradients.value)
-        dq = dot("bkgtc,bkch->bkgth", d_raw, k, problem, dtype)  # (7)
-        dk = dot("bkgth,bkgtc->bkhc", q, d_raw, problem, dtype, gradients.key)
-        return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams()), tile)
+            ds = jnp.where(tile.keep, ds, 0)
+        if drops:
+            tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
+        dv = _fused_dv(problem, tile, scales, gradients.value) / kept_rate
+        dq = dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7), without the scale
+        dk = dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
+        d_scale = None if params.scale is None else jnp.zeros((), dtype)  # comes at the end
+        return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams(scale=d_scale)), tile)
 
     ahead = (tuple(lse), probabilities_ahead)
     visit = visit_tiles(
         problem, schedule, operands, rows, step, (dout,), prefetch=ahead, long_axis=0
     )
-    return functools.partial(_sum_tiles, visit, operands, zero)
+
+    def run() -> Gradients:
+        gradients = _sum_tiles(visit, operands, zero)
+        # at raw = 0 because the derivative of linear logits is the same everywhere
+        _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
+        (factor,) = transpose_logits(jnp.ones((), dtype))
+        if params.scale is not None:
+            products = operands.query.astype(dtype) * gradients.query
+            d_scale = jnp.where(gradients.query == 0, 0, products).sum()  # 0 * NaN is NaN
+            d_params = gradients.logit_params._replace(scale=d_scale)
+            gradients = gradients._replace(logit_params=d_params)
+        return gradients._replace(query=gradients.query * factor, key=gradients.key * factor)
+
+    return run
 
 
-def _float16_dv(problem: Problem, tile: Tile, scales: Fp16Scales, like: Array) -> Array:
-    """Return dv [b, k, d, c] from float16 p and dout, scaled back; `like` is the sum over tiles."""
+def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Array) -> Array:
+    """Return dv [b, k, d, c] of the prefetched p; `like` is the sum over tiles.
+
+    With `scales`, p and dout are float16, and dv is scaled back.
+    """
     assert tile.prefetched is not None
+    if scales is None:
+        p = tile.prefetched.astype(tile.operands.value.dtype)
+        return dot("bkgtd,bkgtc->bkdc", tile.row_vectors[0], p, problem, like.dtype, like)
     batch, head = tile.head_start
     b, k = tile.prefetched.shape[:2]
     column = slice_dims(scales.column, {0: (batch, b), 1: (head, k)})  # b k d

@@ -3,23 +3,34 @@
 import jax.numpy as jnp
 import numpy as np
 
-from memeff.chunked.schedule import has_array_bounds
-from memeff.logits import logits_plain
+from memeff.chunked.schedule import has_array_bounds, has_elementwise_mask
+from memeff.logits import logits_linear, logits_plain
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem, Schedule
 
 
 def fixed_max_applies(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether the forward with a bound on each row's maximum is enabled and possible."""
-    return schedule.fixed_max_chunk_size is not None and max_can_be_bounded(problem, operands)
+    """Return whether the forward with a bound on each row's maximum is enabled and possible.
+
+    On CPUs it is for plain logits only.
+    """
+    on_gpu = schedule.gpu_fused_chunk_size is not None
+    if schedule.fixed_max_chunk_size is None or not (on_gpu or logits_plain(problem, operands)):
+        return False
+    return max_can_be_bounded(problem, operands)
 
 
 def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     """Return whether the logits of each row can be bounded before they are computed.
 
-    This takes plain logits, a dtype with 8 bits of exponent, and a key for every row.
+    This takes logits without the user's functions and without a bias, and a dtype with 8 bits of
+    exponent. Either every row has a key, or arrays hide pairs, which `largest_seen` reads. (With a
+    bias XLA reads more than the product's epilogue saves, H200: docs/kernels-log.md.)
     """
-    if not logits_plain(problem, operands) or has_array_bounds(problem, operands):
+    functions = problem.score_fn, problem.mask_fn, problem.qk_transform
+    if any(f is not None for f in functions) or operands.logit_params.bias is not None:
+        return False
+    if has_array_bounds(problem, operands):
         return False
     if operands.query.dtype not in (jnp.bfloat16, jnp.float32):
         return False
@@ -27,6 +38,8 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     S = operands.key.shape[1]
     if T == 0:
         return False
+    if has_elementwise_mask(problem, operands):
+        return S > 0
     ends = np.array([0, T - 1])  # if both see a key, so do the rows between them
     start, end, _, _ = key_range(problem, problem.q_offset, ends, ends)
     start = 0 if start is None else np.maximum(start, 0)
@@ -35,6 +48,15 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 
 
 def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether the gradient is fused into its products: on GPUs, with plain logits."""
+    """Return whether the gradient is fused into its products: on GPUs, with linear logits."""
     fused = schedule.gpu_fused_chunk_size is not None
-    return fused and fixed_max_applies(problem, schedule, operands)
+    linear = logits_linear(problem) and operands.logit_params.soft_cap is None
+    return fused and linear and fixed_max_applies(problem, schedule, operands)
+
+
+def in_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+    """Return whether whole loops run for one block of heads after the other: on GPUs, if plain.
+
+    Otherwise a block would copy its part of arrays T x S.
+    """
+    return logits_plain(problem, operands) and uses_gpu_fusion(problem, schedule, operands)

@@ -8,8 +8,9 @@ from jax import Array, lax
 
 from memeff.chunked.floats import round_to, split_exponent
 from memeff.chunked.loop import visit_tiles
-from memeff.chunked.row_sums import RowSums, add_rows, empty_rows
-from memeff.chunked.tile import dot, tile_logits, zero_nonfinite
+from memeff.chunked.row_sums import RowSums, add_rows, empty_rows, slice_rows, write_rows
+from memeff.chunked.schedule import has_elementwise_mask
+from memeff.chunked.tile import dot, kept_by_dropout, tile_logits, zero_nonfinite
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, split_axis
 from memeff.softmax import Lse, LseFor
@@ -17,11 +18,11 @@ from memeff.softmax import Lse, LseFor
 
 def fixed_max_forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor
-) -> RowSums:
+) -> tuple[RowSums, Array]:
     """Compute the row sums with m from `max_bound` in place of a running maximum.
 
-    So XLA can put exp into the epilogue of (1), and nothing is rescaled. A row that sees a value
-    that is not finite comes out wrong.
+    So XLA can put exp into the epilogue of (1), and nothing is rescaled. Also return which rows
+    [B, K, G, T] are right.
 
     On GPUs l sums p after it is rounded to 16 bits for its product, unless the caller wants lse.
     Then all probabilities that the backward computes for a row are wrong by one factor, within
@@ -29,14 +30,20 @@ def fixed_max_forward(
     """
     assert schedule.fixed_max_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.fixed_max_chunk_size)
+    v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
+    v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
+    k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
+    sees_nothing = k_norm == -jnp.inf
+    m = max_bound(problem, operands, k_norm)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
-    m = max_bound(problem, operands)
     on_gpu = schedule.gpu_fused_chunk_size is not None
     if on_gpu:
         operands = operands._replace(value=zero_nonfinite(operands.value, True))
     rounded = lse_for is None or (on_gpu and lse_for == "gradient")
-    with_ones = on_gpu and rounded  # the sum of p from p [v 1]: no pass over p
+    drops = problem.dropout is not None
+    ones_sum_p = on_gpu and rounded and not drops  # the sum of p from p [v 1]: no pass over p
+    with_ones = ones_sum_p or drops
     if with_ones:
         ones = [(0, 0), (0, 0), (0, 0), (0, 8)]
         operands = operands._replace(value=jnp.pad(operands.value, ones, constant_values=1))
@@ -47,65 +54,49 @@ def fixed_max_forward(
         p = jnp.exp(s - tile.row_scalars[0][..., None])
         if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
             p = p.astype(dtype)
-            multiplied = p
+            weights = p
         else:
-            multiplied = round_to(p, dtype)
+            weights = round_to(p, dtype)
         v = zero_nonfinite(tile.operands.value, tile.keep is not None and not on_gpu)
-        parts = (dot("bkgtc,bkcd->bkgtd", multiplied, v, problem, o.dtype),)
-        if not with_ones:
+        kept = kept_by_dropout(problem, tile)
+        dropped = weights if kept is None else jnp.where(kept, weights, 0)
+        parts = (dot("bkgtc,bkcd->bkgtd", dropped, v, problem, o.dtype),)
+        if not ones_sum_p:
             parts += (p.sum(-1, dtype=l.dtype),)
-            parts += (multiplied.sum(-1, dtype=l.dtype),)
+            parts += (weights.sum(-1, dtype=l.dtype),)
         return add_rows(sums, parts, tile)
 
     visit = visit_tiles(problem, schedule, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
     # o is divided by the sum of the rounded p. A row may hold a single p, and it need not be 1.
-    if with_ones:
+    if ones_sum_p:
         (o,) = visit((o,))
         l = weight = o[..., D]
     else:
         o, l, weight = visit((o, l, l))
-    return RowSums(m, l, weight, o[..., :D])
+    kept_sum = o[..., D] if drops else l
+    rows = RowSums(m, l, weight, o[..., :D])
+    valid = sums_in_range(operands, rows, v, kept_sum) | sees_nothing
+    if problem.dropout is not None:
+        rows = rows._replace(o=rows.o / (1 - problem.dropout.rate))
+    return rows, valid
 
 
-def rows_seeing_nonfinite(problem: Problem, operands: Operands) -> Array:
-    """Return which rows [B, K, 1, T|1] see a value that is not finite.
-
-    Only the window is considered, because plain logits have no other mask.
-    """
-    bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
-    S = operands.shape.S
-    start, end = _visible_range(problem, operands)
-    start = np.zeros(1, int) if start is None else np.clip(start, 0, S)  # t|1
-    end = np.full(1, S) if end is None else np.clip(end, 0, S)  # t|1
-    count = jnp.cumsum(bad, axis=1, dtype=jnp.int32)
-    count = jnp.pad(count, ((0, 0), (1, 0), (0, 0)))  # b s+1 k: bad keys before each
-    before_end = jnp.take(count, end, axis=1)
-    before_start = jnp.take(count, start, axis=1)
-    seen = before_end - before_start  # b t|1 k
-    return (seen > 0).swapaxes(1, 2)[:, :, None]
-
-
-def _visible_range(problem: Problem, operands: Operands):
-    """Return the first key that each row's window shows, and the one behind its last, both [T].
-
-    None stands for a side without a bound. Keys may lie outside of 0 to S - 1.
-    """
-    rows = np.arange(operands.shape.T)
-    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
-    return start, end
-
-
-def max_bound(problem: Problem, operands: Operands) -> Array:
+def max_bound(problem: Problem, operands: Operands, k_norm: Array) -> Array:
     """Return m [B, K, G, T], which no logit of the row exceeds by more than 69 nats.
 
-    By Cauchy-Schwarz |logit| <= scale |q_i| max_j |k_j|. m is 69 nats less, so p is below 2^100.
+    `k_norm` is the largest |k_j| of the keys that a row sees, -inf if it sees none. By
+    Cauchy-Schwarz |logit| <= scale |q_i| |k_j|. m is 69 nats less, so p is below 2^100.
     """
     dtype = accumulator_dtype(operands)
     q_norm = _norm(operands.query.astype(dtype))  # b t n
     q_norm = split_axis(q_norm, 2, operands.shape.K)  # b t k g
-    k_norm = _norm(operands.key.astype(dtype))  # b s k
-    bound = abs(problem.scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
-    bound = bound * largest_visible(problem, operands, k_norm)
+    params = operands.logit_params
+    scale = problem.scale if params.scale is None else params.scale.astype(dtype)
+    bound = abs(scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
+    bound = bound * jnp.maximum(k_norm, 0)
+    cap = problem.soft_cap if params.soft_cap is None else params.soft_cap.astype(dtype)
+    if cap is not None:
+        bound = jnp.minimum(bound, abs(cap))
     return jnp.maximum(bound - 69.0, 0)
 
 
@@ -114,14 +105,45 @@ def _norm(x: Array) -> Array:
     return jnp.sqrt(jnp.square(x).sum(-1))
 
 
-def largest_visible(problem: Problem, operands: Operands, x: Array) -> Array:
-    """Return for each row [B, K, 1, T|1] the largest x [B, S, K] of visible keys.
+def _key_norm(operands: Operands) -> Array:
+    """Return the norm of each key [B, S, K], Inf for NaN, which XLA:CPU's max may drop."""
+    norm = _norm(operands.key.astype(accumulator_dtype(operands)))
+    return jnp.where(jnp.isnan(norm), jnp.inf, norm)
+
+
+def largest_seen(
+    problem: Problem, schedule: Schedule, operands: Operands, of_keys: tuple[Array, ...]
+) -> list[Array]:
+    """Return the largest of `of_keys`, each [B, S, K], of the keys that each row sees.
+
+    Each result is [B, K, G|1, T|1]. It is -inf for a row that sees no key.
+    """
+    if not has_elementwise_mask(problem, operands):
+        return [_largest_in_window(problem, operands, x) for x in of_keys]
+    _, l = empty_rows(operands)
+    least = l - jnp.inf
+    in_place_of_values = operands._replace(value=jnp.stack(of_keys, axis=-1))
+
+    def step(largest, tile):
+        keys = jnp.moveaxis(tile.operands.value, -1, 0)[:, :, :, None, None]  # n b k 1 1 c
+        seen = [x if tile.keep is None else jnp.where(tile.keep, x, -jnp.inf) for x in keys]
+        old = [slice_rows(x, tile) for x in largest]
+        new = [jnp.maximum(x, y.max(-1)) for x, y in zip(old, seen, strict=True)]
+        return write_rows(largest, tuple(new), tile)
+
+    visit = visit_tiles(problem, schedule, in_place_of_values, (), step)
+    return list(visit((least,) * len(of_keys)))
+
+
+def _largest_in_window(problem: Problem, operands: Operands, x: Array) -> Array:
+    """Return for each row [B, K, 1, T|1] the largest x [B, S, K] of the keys in its window.
 
     These are the keys from the first that any row sees to the last that this row sees. So a key
     that is hidden from all rows changes no bit.
     """
     S = operands.shape.S
-    start, end = _visible_range(problem, operands)
+    rows = np.arange(operands.shape.T)
+    start, end, _, _ = key_range(problem, problem.q_offset, rows, rows)
     start = 0 if start is None else int(np.clip(start[0], 0, S - 1))
     x = lax.cummax(x[:, start:], axis=1)
     if end is None:
@@ -132,23 +154,21 @@ def largest_visible(problem: Problem, operands: Operands, x: Array) -> Array:
     return x.swapaxes(1, 2)[:, :, None]
 
 
-def sums_in_range(problem: Problem, operands: Operands, rows: RowSums) -> Array:
+def sums_in_range(operands: Operands, rows: RowSums, v: Array, kept_sum: Array) -> Array:
     """Return the rows [B, K, G, T] in which no flushed or overflowed number shows in the result.
 
     Each of the S probabilities p = exp(s - m), and each product p v, is flushed to 0 below 2^-126.
     So l lacks at most S 2^-126, and o at most S 2^-126 max(1, |v|). Neither shows in float32 where
     it is below 2^-24 of l, and of the mean |o| of the row. Where p or p v overflowed, l or o is
-    not finite.
+    not finite. `v` is the largest |v| that the row sees, Inf if one is not finite. `kept_sum` is l
+    without what dropout drops; if that is all, o is 0.
     """
     _, S, _, D = operands.value.shape
     lost = S * 2.0 ** (24 - 126)
-    v = jnp.abs(operands.value.astype(rows.o.dtype))
-    v = jnp.where(v < jnp.inf, v, 0).max(-1, initial=0)  # b s k
-    v = largest_visible(problem, operands, v)  # b k 1 t|1
     # The mean is at most the largest. XLA:CPU's max may drop NaN, a sum does not.
     o = jnp.abs(rows.o).sum(-1) / max(1, D)  # b k g t
-    kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0)
-    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf)
+    kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0) | (kept_sum == 0)
+    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf) & (v < jnp.inf)
 
 
 def log_sum_exp_wide(m: Array, l: Array) -> Lse:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import fixed_max_applies, uses_gpu_fusion
+from memeff.chunked.eligible import fixed_max_applies, in_blocks
 from memeff.chunked.export import has_symbolic_lengths, pad_lengths
 from memeff.chunked.few_queries import (
     few_queries_forward,
@@ -25,12 +25,7 @@ from memeff.chunked.few_queries import (
     read_by_gathers,
     reads_in_place,
 )
-from memeff.chunked.fixed_max import (
-    fixed_max_forward,
-    log_sum_exp_wide,
-    rows_seeing_nonfinite,
-    sums_in_range,
-)
+from memeff.chunked.fixed_max import fixed_max_forward, log_sum_exp_wide
 from memeff.chunked.floats import all_true
 from memeff.chunked.loop import run_by_blocks, visit_tiles
 from memeff.chunked.row_sums import (
@@ -67,14 +62,13 @@ def forward(
     if not fixed_max_applies(problem, schedule, operands):
         sums = online_forward(problem, schedule, operands)
         return divide_sums(schedule, operands, sums, log_sum_exp)
-    if schedule.head_block and uses_gpu_fusion(problem, schedule, operands):
+    if schedule.head_block and in_blocks(problem, schedule, operands):
         o, l = empty_rows(operands)
         whole = dataclasses.replace(schedule, head_block=None)
         call = functools.partial(forward, problem, whole, lse_for=lse_for)
         results = o.astype(out_dtype(schedule, operands)), Lse(l, l)
         return run_by_blocks(schedule, operands, call, (), 1, results)
-    rows = fixed_max_forward(problem, schedule, operands, lse_for)
-    valid = sums_in_range(problem, operands, rows) & ~rows_seeing_nonfinite(problem, operands)
+    rows, valid = fixed_max_forward(problem, schedule, operands, lse_for)
     rows = _redo_rows(problem, schedule, operands, rows, valid)
     return divide_sums(schedule, operands, rows, log_sum_exp_wide)
 

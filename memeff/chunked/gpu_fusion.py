@@ -11,40 +11,58 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from memeff.chunked.fixed_max import largest_visible
+from memeff.chunked.fixed_max import largest_seen
 from memeff.chunked.floats import power_of_two
 from memeff.chunked.slicing import pin_layout
-from memeff.masking import key_range
-from memeff.problem import Operands, Problem, split_axis
+from memeff.problem import Operands, Problem, Schedule, split_axis
 
 
 class Fp16Scales(NamedTuple):
-    """Power-of-two scales that let p and d_raw / p of (5) and (6) be stored as float16."""
+    """Power-of-two scales that let p and ds / p of (5) and (6) be stored as float16."""
 
     dout: Array  # B K G T D, float16: dout times `column`, laid out for its product
     column: Array  # B K D, brings the largest entry of a column of dout below 2^16
-    row: Array  # B K G T, brings d_raw / p below 2^4
+    row: Array  # B K G T, brings ds / p below 2^4
     in_range: Array  # B K, True where rows and keys are large enough for float16's exponents
 
     P = 2.0**11  # scales p
 
 
-def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array) -> Fp16Scales:
-    """Return the scales for `delta` [B, K, G, T] and `dout` [B, T, N, D].
+class RowBounds(NamedTuple):
+    """What bounds the numbers of a row in the gradient."""
+
+    values: tuple[Array, Array]  # B K G|1 T|1, the largest and the smallest |v| above 0 it sees
+    ds_by_p: Array  # B K G T, of |ds / p|
+
+
+def row_bounds(
+    problem: Problem, schedule: Schedule, operands: Operands, delta: Array, dout: Array
+) -> RowBounds:
+    """Bound the numbers of each row, for `delta` [B, K, G, T] and `dout` [B, T, N, D]."""
+    v = abs(operands.value.astype(delta.dtype))
+    v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
+    minus_v = -jnp.where(v == 0, jnp.inf, v)
+    most, minus_least = largest_seen(problem, schedule, operands, (v, minus_v))
+    most = jnp.maximum(most, 0)  # of a row that sees no key it is -inf
+    size = abs(split_axis(dout.astype(delta.dtype), 2, operands.shape.K))
+    row_size = size.sum(-1).transpose(0, 2, 3, 1)  # b k g t
+    if problem.dropout is not None:
+        row_size = row_size / (1 - problem.dropout.rate)
+    return RowBounds((most, -minus_least), row_size * most + abs(delta))
+
+
+def fp16_scales(operands: Operands, bounds: RowBounds, dout: Array) -> Fp16Scales:
+    """Return the scales for `dout` [B, T, N, D].
 
     float16 keeps 11 bits, three more than bfloat16, of a number that is not far below its bound:
-    2^29 times for dout, 2^25 for p, 2^18 for d_raw / p. So it serves if no row of dout is smaller
-    than that beside other rows, and no value 2^10 times smaller than another. (d_raw / p is some
+    2^29 times for dout, 2^25 for p, 2^18 for ds / p. So it serves if no row of dout is smaller
+    than that beside other rows, and no value 2^10 times smaller than another. (ds / p is some
     2^4 times smaller than its bound anyway.)
     """
-    dtype = delta.dtype
+    bound = bounds.ds_by_p
+    dtype = bound.dtype
     dout = split_axis(dout, 2, operands.shape.K)  # b t k g d
     size = abs(dout.astype(dtype))
-    v = abs(operands.value.astype(dtype))
-    v = jnp.where(jnp.isfinite(v), v, 0).max(-1)  # b s k
-    row_size = size.sum(-1).transpose(0, 2, 3, 1)  # b k g t
-    dp_bound = row_size * largest_visible(problem, operands, v)
-    bound = abs(problem.scale) * (dp_bound + abs(delta))  # b k g t, of |d_raw / p|
     row = power_of_two(2.0**4 / bound)
     peak = size.max((1, 3), where=jnp.isfinite(size), initial=0)  # b k d
     column = power_of_two(2.0**15 / peak)
@@ -57,21 +75,10 @@ def fp16_scales(problem: Problem, operands: Operands, delta: Array, dout: Array)
     rows &= ~outside.transpose(0, 3, 1, 2)
     outside = _out_of_range(peak * column, 2.0**15).any(-1)  # b k
     rows &= ~outside[:, None, :, None]
-    keys = _values_within(problem, operands, v, 2.0**-10)  # b s k
+    most, least = bounds.values
+    values = least.min((2, 3)) >= 2.0**-10 * most.max((2, 3))  # b k
     scaled = pin_layout(scaled.transpose(0, 2, 3, 1, 4), 3)  # b k g t d
-    in_range = rows.all((1, 3)) & keys.all(1)  # b k
-    return Fp16Scales(scaled, column, row, in_range)
-
-
-def _values_within(problem: Problem, operands: Operands, v: Array, ratio: float) -> Array:
-    """Return whether v [B, S, K] is 0 or at least `ratio` times the largest, for visible keys."""
-    shape = operands.shape
-    start, end, _, _ = key_range(problem, problem.q_offset, 0, shape.T - 1)
-    start = max(0, start or 0)
-    end = shape.S if end is None else min(shape.S, end)
-    v = v[:, start:end]
-    least = v.max(1, keepdims=True) * ratio
-    return (v >= least) | (v == 0)
+    return Fp16Scales(scaled, column, row, rows.all((1, 3)) & values)
 
 
 def _out_of_range(x: Array, top: float) -> Array:

@@ -5,7 +5,7 @@ The fold is a scan over a static list of tiles, or a loop between bounds compute
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from memeff.chunked.slicing import (
     slice_batch,
     slice_shared,
 )
-from memeff.chunked.tile import Tile
+from memeff.chunked.tile import Tile, kept_by_dropout
 from memeff.masking import key_range
 from memeff.problem import LogitParams, Operands, Problem, Schedule
 from memeff.slicing import slice_dims, write_slice
@@ -99,7 +99,7 @@ def visit_tiles(
 
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
     the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that
-    a step combines with a product (`rows` B K G T, and the mask) in the step before. With
+    a step combines with a product (`rows` B K G T, mask, dropout) in the step before. With
     `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
     rows.
     """
@@ -137,9 +137,9 @@ def visit_tiles(
             if prefetch is not None:
                 rows_ahead, make = prefetch
                 cut_ahead = cutter(rows_ahead, masked, size, starts)
-                folds.append(_fold_two_ahead(cut, step, starts, cut_ahead, make))
+                folds.append(_fold_two_ahead(problem, cut, step, starts, cut_ahead, make))
             elif prefetch_rows:
-                folds.append(_fold_one_ahead(cut, step, starts))
+                folds.append(_fold_one_ahead(problem, cut, step, starts))
             else:
                 folds.append(_fold_in_order(cut, step, starts))
 
@@ -181,16 +181,23 @@ def _fold_in_order(cut: CutTile, step, starts: np.ndarray) -> Fold:
     return lambda carry: lax.scan(body, carry, starts)[0]
 
 
-def _rows_and_mask(cut: CutTile, start) -> tuple[tuple[Array, ...], Array | None]:
-    """Compute the rows and the mask of a tile, one step or more before it is visited."""
+class SideInputs(NamedTuple):
+    """The arrays that a step combines with a product, computed a step or more before."""
+
+    rows: tuple[Array, ...]
+    keep: Array | None
+    kept: Array | None  # by dropout
+
+
+def _side_inputs(problem: Problem, cut: CutTile, start) -> SideInputs:
+    """Compute the side inputs of a tile."""
     tile = cut(*start)
-    return tile.row_scalars, tile.keep
+    return SideInputs(tile.row_scalars, tile.keep, kept_by_dropout(problem, tile))
 
 
-def _with_rows_and_mask(cut: CutTile, start, rows_and_mask) -> Tile:
-    """Cut a tile whose rows and mask are known from an earlier step."""
-    rows, keep = rows_and_mask
-    return cut(*start)._replace(row_scalars=rows, keep=keep)
+def _cut_with(cut: CutTile, start, inputs: SideInputs) -> Tile:
+    """Cut a tile whose side inputs are known from an earlier step."""
+    return cut(*start)._replace(row_scalars=inputs.rows, keep=inputs.keep, kept=inputs.kept)
 
 
 def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
@@ -199,16 +206,16 @@ def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
     return starts[np.minimum(np.arange(n) + steps, n - 1)]
 
 
-def _fold_one_ahead(cut: CutTile, step, starts: np.ndarray) -> Fold:
-    """Return a fold that computes the rows and mask of a tile in the step before."""
+def _fold_one_ahead(problem: Problem, cut: CutTile, step, starts: np.ndarray) -> Fold:
+    """Return a fold that computes the side inputs of a tile in the step before."""
 
     def body(state, start):
         carry, prepared = state
         this, following = start
-        carry = step(carry, _with_rows_and_mask(cut, this, prepared))
-        return (carry, _rows_and_mask(cut, following)), None
+        carry = step(carry, _cut_with(cut, this, prepared))
+        return (carry, _side_inputs(problem, cut, following)), None
 
-    prepared = _rows_and_mask(cut, starts[0])
+    prepared = _side_inputs(problem, cut, starts[0])
 
     def fold(carry):
         (carry, _), _ = lax.scan(body, (carry, prepared), (starts, _shifted(starts, 1)))
@@ -218,6 +225,7 @@ def _fold_one_ahead(cut: CutTile, step, starts: np.ndarray) -> Fold:
 
 
 def _fold_two_ahead(
+    problem: Problem,
     cut: CutTile,
     step,
     starts: np.ndarray,
@@ -232,21 +240,21 @@ def _fold_two_ahead(
     def body(state, start):
         carry, prepared, prepared_ahead, made = state
         this, following, after = start
-        tile = _with_rows_and_mask(cut, this, prepared)
+        tile = _cut_with(cut, this, prepared)
         carry = step(carry, tile._replace(prefetched=made))
-        tile = _with_rows_and_mask(cut_ahead, following, prepared_ahead)
+        tile = _cut_with(cut_ahead, following, prepared_ahead)
         # Only now, so that the new result takes the memory of the old one.
         carry, key = lax.optimization_barrier((carry, tile.operands.key))
         made = make(tile._replace(operands=tile.operands._replace(key=key)))
-        prepared = _rows_and_mask(cut, following)
-        prepared_ahead = _rows_and_mask(cut_ahead, after)
+        prepared = _side_inputs(problem, cut, following)
+        prepared_ahead = _side_inputs(problem, cut_ahead, after)
         return (carry, prepared, prepared_ahead, made), None
 
     later = _shifted(starts, 1)
-    first_ahead = _rows_and_mask(cut_ahead, starts[0])
-    first_tile = _with_rows_and_mask(cut_ahead, starts[0], first_ahead)
-    prepared = _rows_and_mask(cut, starts[0])
-    prepared_ahead = _rows_and_mask(cut_ahead, later[0])
+    first_ahead = _side_inputs(problem, cut_ahead, starts[0])
+    first_tile = _cut_with(cut_ahead, starts[0], first_ahead)
+    prepared = _side_inputs(problem, cut, starts[0])
+    prepared_ahead = _side_inputs(problem, cut_ahead, later[0])
 
     def fold(carry):
         state = carry, prepared, prepared_ahead, make(first_tile)

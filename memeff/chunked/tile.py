@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     col_start: Array  # start of the slices: key
     sizes: tuple[int, int, int]  # K, T and S of the whole arrays
     prefetched: Array | None = None  # computed of this tile in the step before
+    kept: Array | None = None  # pairs that dropout keeps, if computed in the step before
 
 
 def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
@@ -166,8 +167,8 @@ def zero_nonfinite(x: Array, masked: bool) -> Array:
 
 def kept_by_dropout(problem: Problem, tile: Tile) -> Array | None:
     """Return the pairs that dropout keeps, 1|B 1|K 1|G t c; None without dropout."""
-    if problem.dropout is None:
-        return None
+    if problem.dropout is None or tile.kept is not None:
+        return tile.kept
     K, T, S = tile.sizes
     like = tile.operands.query.max((3, 4), initial=0)  # b k g, with the sharding of the heads
     sizes = K * like.shape[2], T, S

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -99,13 +98,13 @@ def test_planted_bug_is_caught(name, tmp_path, unharmed):
     A mutant that merely does not run would not show that the tests catch it.
     """
     file, text, instead, tests = MUTANTS[name]
-    if name.startswith("kernels:") and jax.__version__.startswith("0.10."):
-        pytest.skip("kernels need jax 0.11, and this is 0.10")
     folder = copy_to(tmp_path)
     source = folder / "memeff" / file
     source.write_text(source.read_text().replace(text, instead))
     status, output = run_unharmed(tests, unharmed)
     assert status == 0, output[-2000:]
+    if " skipped" in output and " passed" not in output:
+        pytest.skip(f"here {tests} is skipped")
     process = run_tests(folder, tests)
     output = process.stdout + process.stderr
     assert process.returncode != 0, f"not caught by {tests}"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -103,7 +104,8 @@ def test_planted_bug_is_caught(name, tmp_path, unharmed):
     source.write_text(source.read_text().replace(text, instead))
     status, output = run_unharmed(tests, unharmed)
     assert status == 0, output[-2000:]
-    if " skipped" in output and " passed" not in output:
+    old_jax = jax.__version__.startswith("0.10.")  # newer ones run all kernels
+    if old_jax and " skipped" in output and " passed" not in output:
         pytest.skip(f"here {tests} is skipped")
     process = run_tests(folder, tests)
     output = process.stdout + process.stderr

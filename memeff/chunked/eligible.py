@@ -25,7 +25,7 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 
     This takes logits without the user's functions and without a bias, and a dtype with 8 bits of
     exponent. Either every row has a key, or arrays hide pairs, which `largest_seen` reads. (With a
-    bias it is no faster: docs/kernels-log.md.)
+    bias it takes up to 1.5 times the memory, and small calls are slower: docs/kernels-log.md.)
     """
     functions = problem.score_fn, problem.mask_fn, problem.qk_transform
     if any(f is not None for f in functions) or operands.logit_params.bias is not None:

@@ -137,7 +137,7 @@ def try_schedules(
     def with_tiles(halvings: int) -> Schedule:
         dtype = operands.query.dtype
         schedule = default_schedule(
-            shape, dtype, request.chunk_size, problem.has_window, bounded, halvings, plain
+            shape, dtype, request.chunk_size, problem.has_window, bounded, halvings, plain=plain
         )
         if problem.dropout is not None and problem.dropout.shared and known and chunked:
             schedule = _sharing_bits(schedule, shape, request.chunk_size)
@@ -243,9 +243,9 @@ def default_schedule(
     They are at most as large as the call.
 
     Tiles have 2^halvings times fewer logits than the fastest ones. `bounded`: each row's maximum
-    can be bounded beforehand. `plain`: no array of logits or pairs exists besides. If heads may be
-    sharded, tiles take all heads, and on CPUs no maximum is bounded, because the devices would have
-    to exchange a word to check the bounds.
+    can be bounded beforehand. `plain`: see `logits_plain`. If heads may be sharded, tiles take all
+    heads, and on CPUs no maximum is bounded, because the devices would have to exchange a word to
+    check the bounds.
     """
     in_blocks = _pretended.get() is not None or not may_be_sharded()
     match current_platform():

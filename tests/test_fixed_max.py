@@ -373,6 +373,9 @@ FEATURES = {
 }
 
 
+EMPTY_ROWS = {"mask": 4, "segments": T - 1, "all": 4}  # one that sees no key
+
+
 def train(p: Problem, schedule: Schedule):
     """Return a compiled function from (operands, dout, dlse) to the RESULTS and d_scale."""
 
@@ -391,7 +394,8 @@ def train(p: Problem, schedule: Schedule):
 def test_gpu_form_is_as_the_online_form(feature):
     """Out, lse and gradients, where the bound holds and where it fails, in float32 and bfloat16.
 
-    NaN of a key and Inf of its value reach the same results, and if hidden change no bit.
+    NaN of a key and Inf of its value reach the same results, and if hidden change no bit. Neither
+    do NaN of the query and Inf of dout in a row that sees no key.
     """
     fields, arrays = FEATURES[feature]
     p = Problem(**{"scale": 0.2} | fields)
@@ -424,6 +428,12 @@ def test_gpu_form_is_as_the_online_form(feature):
             )
     operands = operands_of("ordinary")
     clean = fused(operands, dout, dlse)
+    if row := EMPTY_ROWS.get(feature):
+        query, dirty_dout = operands.query.at[:, row].set(np.nan), dout.copy()
+        dirty_dout[:, :, :, row] = np.inf
+        found = fused(operands._replace(query=query), dirty_dout, dlse)
+        for what, x, before in zip(names, found, clean, strict=True):
+            np.testing.assert_array_equal(x, before, err_msg=what)
     for key in (7, 41):
         dirty_value = operands._replace(value=operands.value.at[:, key].set(np.inf))
         dirty = dirty_value._replace(key=operands.key.at[:, key].set(np.nan))

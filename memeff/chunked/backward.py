@@ -224,8 +224,6 @@ def _fused_loop(
         rows = (delta, scales.row, unscale, scales.dout)
     zero = _zero_after(delta)
     params = operands.logit_params
-    drops = problem.dropout is not None
-    kept_rate = 1 - problem.dropout.rate if problem.dropout is not None else 1
 
     def probabilities_ahead(tile):  # (5)
         _, s, _ = tile_logits(problem, tile, materialize_raw=False)
@@ -251,9 +249,9 @@ def _fused_loop(
         ds = (p * ds_by_p.astype(p.dtype)).astype(q.dtype) * unscale
         if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
             ds = jnp.where(tile.keep, ds, 0)
-        if drops:
+        if tile.kept is not None:
             tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
-        dv = _fused_dv(problem, tile, scales, gradients.value) / kept_rate
+        dv = _fused_dv(problem, tile, scales, gradients.value)
         dq = dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7), without the scale
         dk = dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
         d_scale = None if params.scale is None else jnp.zeros((), dtype)  # comes at the end
@@ -274,6 +272,8 @@ def _fused_loop(
             d_scale = jnp.where(gradients.query == 0, 0, products).sum()  # 0 * NaN is NaN
             d_params = gradients.logit_params._replace(scale=d_scale)
             gradients = gradients._replace(logit_params=d_params)
+        if problem.dropout is not None:
+            gradients = gradients._replace(value=gradients.value / (1 - problem.dropout.rate))
         return gradients._replace(query=gradients.query * factor, key=gradients.key * factor)
 
     return run

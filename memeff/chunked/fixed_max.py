@@ -93,11 +93,12 @@ def max_bound(problem: Problem, operands: Operands, k_norm: Array) -> Array:
     params = operands.logit_params
     scale = problem.scale if params.scale is None else params.scale.astype(dtype)
     bound = abs(scale) * q_norm.transpose(0, 2, 3, 1)  # b k g t
-    bound = bound * jnp.maximum(k_norm, 0)
+    bound = bound * k_norm
     cap = problem.soft_cap if params.soft_cap is None else params.soft_cap.astype(dtype)
     if cap is not None:
         bound = jnp.minimum(bound, abs(cap))
-    return jnp.maximum(bound - 69.0, 0)
+    # The query of a row that sees no key may be NaN.
+    return jnp.where(k_norm == -jnp.inf, 0, jnp.maximum(bound - 69.0, 0))
 
 
 def _norm(x: Array) -> Array:

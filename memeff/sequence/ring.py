@@ -171,8 +171,8 @@ def ring_walk(
         outgoing, step = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
-        behind = shorten(behind, 1), (target - previous) % P
-        sent, outgoing = send((outgoing, step % P), behind, came)
+        terms = shorten(behind, 1), (target - previous) % P
+        sent, outgoing = send((outgoing, step % P), terms, came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
         found = []

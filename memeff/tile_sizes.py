@@ -137,7 +137,7 @@ def try_schedules(
     def with_tiles(halvings: int) -> Schedule:
         dtype = operands.query.dtype
         schedule = default_schedule(
-            shape, dtype, request.chunk_size, problem.has_window, bounded, halvings, plain=plain
+            shape, dtype, request.chunk_size, problem.has_window, bounded, halvings, plain
         )
         if problem.dropout is not None and problem.dropout.shared and known and chunked:
             schedule = _sharing_bits(schedule, shape, request.chunk_size)

@@ -1,13 +1,13 @@
 """Compute dropout's mask from coordinates, one tile at a time, by one of two generators.
 
 "threefry" draws Flax's mask: Threefry-2x32 with 20 rounds at the flat index of each pair.
-"mix32" takes five instructions for a pair, and Threefry only at the tokens and heads:
+"mix32" takes a product, a sum and a comparison for a pair, and Threefry only at tokens and heads:
   query i:  (a_i, b_i) = threefry(key; 0, i)     key j:  (c_j, _) = threefry(key; 1, j)
   head n of batch entry b:  (u, v) = threefry(key; 2, b N + n); 0 if all share one mask
-  x = ((a_i ^ u) ^ c_j) ((b_i ^ v) | 1);  x = (x ^ (x >> 16)) M;  keep if x < threshold
-in 32 bits, with x as a signed number at the end. The steps of a pair are the middle of the hash
-lowbias32 (Wellons 2018), with a factor of the row in the place of its first one. For one row, or
-for one column, the numbers x are as random as Threefry's, because the steps are one-to-one in c_j.
+  x = (a_i ^ u) + ((b_i ^ v) | 1) c_j;  keep if x < threshold
+in 32 bits, with x as a signed number. This is multiply-add hashing (Dietzfelbinger 1996) of random
+arguments c. As far as Threefry's words are random, any two pairs of a mask are independent, and so
+are all pairs of one row, because b is odd, and all pairs of one column, because a is added.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.problem import Dropout, Operands, Problem
-
-MIXER = 0x7FEB352D  # of lowbias32
 
 
 def dropout_keep_mask(
@@ -147,11 +145,9 @@ def mix32_keep(dropout: Dropout, words: QueryWords, c: Array) -> Array:
 
     Kernels call this, too, on tiles whose dims are [t, c] or [c, t].
     """
-    x = (words.a ^ c) * words.b
-    x = (x ^ lax.shift_right_logical(x, jnp.full_like(x, 16))) * jnp.int32(MIXER)
     keep_rate = 1.0 - dropout.rate
     threshold = min(round(keep_rate * 2**32) - 2**31, 2**31 - 1)
-    return x < jnp.int32(threshold)
+    return words.a + words.b * c < jnp.int32(threshold)
 
 
 def _threefry_words(key: Array, domain: int, number: Array) -> tuple[Array, Array]:

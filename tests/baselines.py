@@ -102,8 +102,7 @@ def mix32(key, keep_rate: float, shape: tuple[int, ...]) -> np.ndarray:
     u, v = words(2, int(np.prod(heads))) if heads else np.zeros((2, 1), np.uint32)
     a = a ^ u[:, None]
     b = (b ^ v[:, None]) | np.uint32(1)
-    x = (a[..., None] ^ c) * b[..., None]
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = a[..., None] + b[..., None] * c
     return (x.view(np.int32) < keep_rate * 2.0**32 - 2.0**31).reshape(shape)
 
 

@@ -76,7 +76,7 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
-        return Tiling(2, 64, 4, 2) if problem.dropout is not None else Tiling(2, 128, 2, 2)
+        return Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
     # Three warpgroups have 160 registers a thread, and would spill.
     if takes_registers(problem, operands):

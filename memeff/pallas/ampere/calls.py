@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from memeff.device import current_device
 from memeff.logits import LOG2_E
@@ -45,7 +46,25 @@ OTHER_KIB = 4  # of a thread block, beside its tiles
 
 def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
-    return tiling_for(padded_width(operands), bias_itemsize(operands))
+    tiling = tiling_for(padded_width(operands), bias_itemsize(operands))
+    return tiling._replace(rows=ROWS) if _has_few_blocks(operands) else tiling
+
+
+def backward_tiling(operands: Operands) -> Tiling:
+    """Return the tiling of the gradient."""
+    tiling = gradient_tiling(padded_width(operands), bias_itemsize(operands))
+    return tiling._replace(query_rows=ROWS) if _has_few_blocks(operands) else tiling
+
+
+def _has_few_blocks(operands: Operands) -> bool:
+    """Return whether a multiprocessor gets at most one thread block with 128 queries.
+
+    Blocks of 64 queries then finish earlier (docs/kernels-log.md). The answer is no where the
+    device has no multiprocessors.
+    """
+    B, T, N = operands.query.shape[:3]
+    blocks = B * N * pl.cdiv(T, 2 * ROWS)
+    return blocks <= (getattr(jax.devices()[0], "core_count", None) or 0)
 
 
 def tiling_for(width: int, itemsize: int = 0) -> forward_kernel.Tiling:
@@ -178,8 +197,7 @@ def backward(
         delta = delta + dlse
     lse_bits = lse.high * LOG2_E - float16_lift(operands.query.dtype)
     width = padded_width(operands)
-    itemsize = bias_itemsize(operands)
-    tiling = gradient_tiling(width, itemsize)
+    tiling = backward_tiling(operands)
 
     def call(query, key, value, dout, lse, delta, *leaves):
         _, T, K, G, H = query.shape
@@ -198,7 +216,7 @@ def backward(
         if bias is None or bias_dims is None:
             return found
         shared = SharedBias.of(bias, operands.shape)
-        stages = bias_gradient_stages(width, itemsize)
+        stages = bias_gradient_stages(width, bias_itemsize(operands))
         dbias = bias_gradient(on_tiles, (T, S), inputs, padded_scalars, shared, stages)
         return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 

@@ -76,7 +76,10 @@ def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     if width > 128:
         return Tiling(2, 64, 2, 1)
     if width > 64:
-        return Tiling(2, 128, 2, 2)
+        # Each of these takes registers that dropout lacks with 128 keys.
+        more = problem.has_window, problem.has_pair_functions, problem.soft_cap is not None
+        is_short = problem.dropout is not None and any(more)
+        return Tiling(2, 64, 4, 2) if is_short else Tiling(2, 128, 2, 2)
     two = Tiling(2, 128, 3, 2)
     # Three warpgroups have 160 registers a thread, and would spill.
     if takes_registers(problem, operands):

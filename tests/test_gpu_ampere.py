@@ -25,12 +25,19 @@ CALLS_WITH_BIAS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def ampere():
-    """Choose the Ampere kernels, or skip the test with the reason why they cannot run."""
-    with capability.chosen():
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["many", "few"])
+def ampere(request):
+    """Choose the Ampere kernels, with tiles for many or for few thread blocks.
+
+    Skip the test with the reason why they cannot run.
+    """
+    with capability.chosen(), pytest.MonkeyPatch.context() as patch:
         if reason := capability.for_device(current_device()):
             pytest.skip(reason)
+        from memeff.pallas.ampere import calls
+
+        patch.setattr(calls, "has_few_blocks", lambda operands: request.param)
+        jax.clear_caches()  # of the other tiles
         yield
 
 

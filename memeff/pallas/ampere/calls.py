@@ -47,16 +47,16 @@ OTHER_KIB = 4  # of a thread block, beside its tiles
 def forward_tiling(operands: Operands) -> forward_kernel.Tiling:
     """Return the tiling of the forward."""
     tiling = tiling_for(padded_width(operands), bias_itemsize(operands))
-    return tiling._replace(rows=ROWS) if _has_few_blocks(operands) else tiling
+    return tiling._replace(rows=ROWS) if has_few_blocks(operands) else tiling
 
 
 def backward_tiling(operands: Operands) -> Tiling:
     """Return the tiling of the gradient."""
     tiling = gradient_tiling(padded_width(operands), bias_itemsize(operands))
-    return tiling._replace(query_rows=ROWS) if _has_few_blocks(operands) else tiling
+    return tiling._replace(query_rows=ROWS) if has_few_blocks(operands) else tiling
 
 
-def _has_few_blocks(operands: Operands) -> bool:
+def has_few_blocks(operands: Operands) -> bool:
     """Return whether a multiprocessor gets at most one thread block with 128 queries.
 
     Blocks of 64 queries then finish earlier (docs/kernels-log.md). The answer is no where the

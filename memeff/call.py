@@ -15,6 +15,7 @@ from memeff import compiling, dispatch, sharding, tile_sizes, validate, validate
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
+from memeff.inputs import check_choice
 from memeff.problem import Operands, Problem, WholeCall, check_sizes_known
 from memeff.sequence.batch_and_heads import (
     WHOLE,
@@ -150,7 +151,7 @@ def prepare(
             problem,
             operands,
             Request(
-                arguments.implementation,
+                validate_options.check_implementation(arguments.implementation),
                 validate_options.check_backward(arguments.backward),
                 validate_options.check_chunk_size(arguments.chunk_size),
                 limit or tile_sizes.memory_limit_of_program.value,
@@ -168,6 +169,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     hold one of `parts` of the whole call.
     """
     a = arguments
+    check_choice("return_residual", a.return_residual)
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
     is_sharded = parts.sequence is not None
     sharding.check_layout(query, key, value, sequence=is_sharded)

@@ -39,6 +39,17 @@ def pretend_device(name: str | None, capability: str | None = None) -> Iterator[
         _pretended.reset(token)
 
 
+@contextlib.contextmanager
+def device_of(query: Any) -> Iterator[None]:
+    """Choose as for the device of `query`, if it is an array on another kind than the default."""
+    device = current_device(query)
+    if device == current_device():
+        yield
+        return
+    with pretend_device(*device):
+        yield
+
+
 def current_device(query: Any = None) -> Device:
     """Return the device on which calls run, or that of `query` if it is a concrete array."""
     pretended = _pretended.get()

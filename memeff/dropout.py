@@ -94,10 +94,9 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
     from jax.extend.random import threefry2x32_p
 
     high, low = jnp.broadcast_arrays(high, low)
+    high, zero = _mapped_alike(key, high)
     # sharded as `high` is, or XLA gathers `high`
-    key0 = key[0] + jnp.zeros_like(high)
-    key1 = key[1] + jnp.zeros_like(high)
-    bits1, bits2 = threefry2x32_p.bind(key0, key1, high, low)
+    bits1, bits2 = threefry2x32_p.bind(key[0] + zero, key[1] + zero, high, low + zero)
     # the exponent of 1.0 before random bits of the fraction is a float in [1, 2)
     if jax.dtypes.canonicalize_dtype(float) == jnp.float64:  # bernoulli then draws float64
         bits = bits1.astype(jnp.uint64) << jnp.uint64(32)
@@ -109,6 +108,15 @@ def _uniform_below(key: Array, high: Array, low: Array, p: float) -> Array:
         bits = (bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
         unit = lax.bitcast_convert_type(bits, jnp.float32) - jnp.float32(1)
     return unit < jnp.asarray(p, unit.dtype)
+
+
+def _mapped_alike(key: Array, counter: Array) -> tuple[Array, Array]:
+    """Return the counter, and 0 in its shape, both mapped by every vmap of the key and the counter.
+
+    If one vmap maps the key and another the counter, JAX's Threefry fails to broadcast them.
+    """
+    counter = counter + (key[0] ^ key[0])
+    return counter, counter ^ counter
 
 
 class QueryWords(NamedTuple):
@@ -154,8 +162,7 @@ def _threefry_words(key: Array, domain: int, number: Array) -> tuple[Array, Arra
     """Return two words, int32, of Threefry-2x32 at the counter (domain, number)."""
     from jax.extend.random import threefry2x32_p
 
-    low = number.astype(jnp.uint32)
-    zero = jnp.zeros_like(low)
+    low, zero = _mapped_alike(key, number.astype(jnp.uint32))
     words = threefry2x32_p.bind(key[0] + zero, key[1] + zero, zero + jnp.uint32(domain), low)
     a, b = (lax.bitcast_convert_type(x, jnp.int32) for x in words)
     return a, b

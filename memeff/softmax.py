@@ -122,5 +122,7 @@ def row_dots(out: Array, dout: Array, dtype) -> Array:
     """
     out = out.transpose(0, 3, 1, 2, 4).astype(dtype)  # b t k g d
     dout = dout.transpose(0, 3, 1, 2, 4).astype(dtype)  # b t k g d
-    dots = (out * dout).sum(-1)  # b t k g
+    # In this order: where the second factor is broadcast along d and the first under vmap, XLA:CPU
+    # of jaxlib 0.10.2 reads memory that is not theirs.
+    dots = (dout * out).sum(-1)  # b t k g
     return dots.transpose(0, 2, 3, 1)

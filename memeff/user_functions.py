@@ -5,6 +5,7 @@ which it depends, so that a mask of positions alone is computed once for all hea
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+
+from memeff.inputs import to_array
 
 ARGUMENTS = {
     "score_fn": ("score", "batch", "head", "q_pos", "k_pos", "params"),
@@ -379,7 +382,8 @@ def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any
         inspect.signature(fn).bind(*arguments)
     except TypeError as e:
         raise TypeError(f"{name} must be hashable and take ({names}): {e}.") from None
-    params = jax.tree.map(jnp.asarray, params)
+    leaf = f"each leaf of {name.removesuffix('_fn')}_params"
+    params = jax.tree.map(functools.partial(to_array, leaf), params)
     if any(_is_complex(x) for x in jax.tree.leaves(params)):
         fn = _WithComplexParams(fn)
         params = jax.tree.map(_in_parts, params)

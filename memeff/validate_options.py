@@ -104,9 +104,20 @@ def check_precision(precision: Any) -> lax.PrecisionLike:
 
 def check_backward(backward: Any) -> str | None:
     """Return `backward` if it is a known form."""
-    if backward not in (None, "split", "fused", "fastest"):
+    known = isinstance(backward, str) and backward in ("split", "fused", "fastest")
+    if backward is not None and not known:
         raise ValueError(f'backward={backward!r} must be None, "split", "fused" or "fastest".')
     return backward
+
+
+def check_implementation(implementation: Any) -> str | None:
+    """Return `implementation` if it is a name or None. Whether it is known is seen later."""
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(
+            "implementation must be a name or None (it is fixed while tracing), got "
+            f"{kind_of(implementation)}."
+        )
+    return implementation
 
 
 def check_dropout_rate(rate) -> float:
@@ -127,7 +138,7 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
     """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
     rate = check_dropout_rate(rate)
     check_choice("broadcast_dropout", shared)
-    if bits not in ("threefry", "mix32"):
+    if not isinstance(bits, str) or bits not in ("threefry", "mix32"):
         raise ValueError(f'dropout_bits={bits!r} must be "threefry" or "mix32".')
     if rate == 0:
         return None, None

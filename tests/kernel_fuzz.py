@@ -1,4 +1,4 @@
-"""Random calls of the Hopper kernels on this machine's GPU against float64.
+"""Random calls of the kernels for this machine's GPU against float64.
 
 kernel_cases.py draws the calls, kernel_truth.py judges them. A line for each
 failure, with its seed, and a summary are printed. The exit code is 1 if a call fails:
@@ -6,6 +6,7 @@ failure, with its seed, and a summary are printed. The exit code is 1 if a call 
     python tests/kernel_fuzz.py --first 0 --count 63
     python tests/kernel_fuzz.py --first 17 --count 1      # a seed is the same call in every run
     python tests/kernel_fuzz.py --only bias               # calls with a word of `features` alone
+    python tests/kernel_fuzz.py --ampere                  # the Ampere kernels, on any GPU
 
 Each compilation prints a line before it begins, because it takes seconds.
 
@@ -14,6 +15,7 @@ Several of these run side by side on one GPU with XLA_PYTHON_CLIENT_PREALLOCATE=
 
 import argparse
 import collections
+import contextlib
 import os
 import sys
 import time
@@ -31,8 +33,9 @@ import jax  # noqa: E402
 import kernel_cases  # noqa: E402
 import kernel_truth  # noqa: E402
 
+from memeff import pallas  # noqa: E402
 from memeff.device import current_device  # noqa: E402
-from memeff.pallas.hopper import implementation as hopper  # noqa: E402
+from memeff.pallas.ampere import capability as ampere  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,13 +50,26 @@ def parse_arguments() -> argparse.Namespace:
         "--seconds", type=float, default=float("inf"), help="begin no other call after so many"
     )
     parser.add_argument("--only", default="", help="skip calls of which no feature has this text")
+    parser.add_argument(
+        "--ampere", action="store_true", help="run the Ampere kernels, also on a Hopper GPU"
+    )
     parser.add_argument("--verbose", action="store_true", help="say what was drawn")
     return parser.parse_args()
 
 
 def main() -> int:
     options = parse_arguments()
-    if reason := hopper.for_device(current_device()):
+    chosen = ampere.chosen() if options.ampere else contextlib.nullcontext()
+    with chosen:
+        return run_seeds(options)
+
+
+def run_seeds(options: argparse.Namespace) -> int:
+    """Run the calls, print a summary, and return 1 if one fails."""
+    device = current_device()
+    family = pallas.family_for(device)
+    is_ampere = family is pallas.ampere_family
+    if reason := family.for_device(device):
         print(f"nothing to test: {reason}")
         return 1
     warnings.simplefilter("ignore")  # NumPy's, of NaN that nobody sees
@@ -66,6 +82,10 @@ def main() -> int:
         if time.monotonic() - start > options.seconds:
             break
         case = kernel_cases.draw(seed)
+        if is_ampere:
+            if max(case.static.z.H, case.static.z.D) > ampere.LARGEST_HEAD:
+                continue
+            case.static.kwargs["backward"] = "split"
         features = kernel_cases.features(case)
         if not any(options.only in feature for feature in features):
             continue
@@ -89,8 +109,8 @@ def main() -> int:
     calls = drawn.pop("calls", 0)
     features = ", ".join(f"{name} {count}" for name, count in sorted(drawn.items()))
     seeds = f"seeds from {options.first} on"
-    device = jax.devices()[0].device_kind
-    took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {device}"
+    kind = jax.devices()[0].device_kind
+    took = f"{len(compiled)} compilations, {time.monotonic() - start:.0f} s on {kind}"
     print(f"{seeds}: {calls} calls, {len(failed)} failed; {took}")
     print(
         f"  {drawn_again} results of few numbers exceeded the bound in one draw, "

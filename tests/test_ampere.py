@@ -104,6 +104,39 @@ def test_functions(name):
 
 
 @needs_kernels
+def test_params_of_a_score_without_a_derivative():
+    """Their gradient is 0, and the others are those of the chunked path."""
+
+    def score(s, b, h, i, j, params):
+        return s + 0.3 * jax.lax.stop_gradient(params["seen"])[j]
+
+    query, key, value = draw(bf16, small(T=70, S=90))
+    params = {"seen": np.arange(90, dtype=np.float32) % 5, "unread": np.ones(3, np.float32)}
+
+    def gradients(implementation):
+        def loss(params, query, key, value):
+            out = memeff.dot_product_attention(
+                query,
+                key,
+                value,
+                score_fn=score,
+                score_params=params,
+                implementation=implementation,
+            )
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, (0, 1, 2, 3))(params, query, key, value)
+
+    of_params, *expected = gradients("xla")
+    with interpreted(capability="8.0"):
+        kernels_of_params, *results = gradients("pallas")
+    assert_equal_bits(kernels_of_params, jax.tree.map(np.zeros_like, params))
+    assert_equal_bits(of_params, kernels_of_params)
+    for x, y in zip(results, expected, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-2, atol=3e-2)
+
+
+@needs_kernels
 @not_finite
 def test_values_that_a_row_does_not_see_change_no_bit():
     args = draw(bf16, small(T=200, S=200))

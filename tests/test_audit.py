@@ -128,5 +128,8 @@ def test_statistics_and_audit_refuse():
     refusal = "attention_statistics does not take return_residual, sinks"
     with pytest.raises(TypeError, match=refusal):
         memeff.attention_statistics(x, x, x, sinks=jnp.ones(1), return_residual=True)
+    for samples in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"samples={samples}: it must be an int"):
+            memeff.audit(None, x, x, x, samples=samples)
     with pytest.raises(TypeError, match="memeff.audit runs outside jit"):
         jax.jit(lambda x: memeff.audit(None, x, x, x).samples)(x)

@@ -14,9 +14,11 @@ from cases import Sizes
 from kernel_functions import SCORES
 from test_hopper_tangent import interpreted, jvp
 
-from memeff.device import current_device
+from memeff.device import Device, current_device
+from memeff.pallas.ampere import capability
 from memeff.pallas.hopper import implementation as hopper
 
+NO_AMPERE = capability.for_device(Device("gpu", "8.0"))
 needs_kernels = pytest.mark.skipif(
     jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"
 )
@@ -162,6 +164,22 @@ def run_interpreted(case):
 def test_random_calls(seed):
     case = kernel_cases.draw(seed, small=True)
     kernel_truth.judge(case, run_interpreted)
+
+
+AMPERE_FAST = (489,)  # a bias of pairs, and a score whose params have no derivative
+AMPERE_SLOW = (0, 21, 27, 39, 60, 111, 132, 147, 171, 234, 393, 438)
+
+
+@pytest.mark.skipif(NO_AMPERE is not None, reason=str(NO_AMPERE))
+@ignores_not_finite
+@pytest.mark.parametrize(
+    "seed", [*AMPERE_FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in AMPERE_SLOW)]
+)
+def test_random_calls_of_the_ampere_kernels(seed):
+    case = kernel_cases.draw(seed, small=True)
+    case.static.kwargs["backward"] = "split"
+    with interpreted(capability=("8.0", "8.6", "12.0")[seed // 3 % 3]):
+        kernel_truth.judge(case)
 
 
 FAR = kernel_cases.Static(

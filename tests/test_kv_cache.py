@@ -244,6 +244,47 @@ def test_a_ring_gives_up_what_it_still_has_and_no_more():
     assert short.truncate([1, 0]).lengths.tolist() == [1, 0]  # nothing was replaced yet
 
 
+def test_a_ring_that_gives_up_tokens_twice():
+    """What newer tokens replaced stays replaced, also when those were given up before."""
+    q, k, v = tokens(2, 13)
+    ring = KVCache.zeros(2, 6, K, H, value_size=D, window=3)
+    for t in range(12):
+        ring = ring.append(k[:, t : t + 1], v[:, t : t + 1])
+    once = ring.truncate([10, 10])
+    assert once.truncate([10, 9]).lengths.tolist() == [10, 9]
+    with pytest.raises(ValueError, match="sequence 1 gave up more than capacity - window = 3"):
+        once.truncate([9, 8])
+    longer = once.append(k[:, 10:11], v[:, 10:11])  # token 11 is still replaced by itself alone
+    with pytest.raises(ValueError, match="sequence 0 gave up"):
+        longer.truncate([8, 9])
+    lengths = jnp.array([9, 8])
+
+    @jax.jit
+    def attend(ring):
+        ring = ring.truncate(lengths).append(k[:, 12:], v[:, 12:])
+        return ring.overflowed, ring.attend(q[:, 12:])
+
+    overflowed, out = attend(once)
+    assert overflowed.tolist() == [False, True]
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_lengths_to_keep_that_are_no_lengths(paged):
+    """Negative ones are refused where they are known, and unsigned ones do not wrap."""
+    _, k, v = tokens(2, 3)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D)
+    if paged:
+        cache = memeff.PagedKVCache.zeros(2, 6, K, H, value_size=D, batch=2, pages_per_sequence=1)
+        cache = cache.with_sequences([[0], [1]], [0, 0])
+    cache = cache.append(k, v)
+    with pytest.raises(ValueError, match="lengths must be at least 0; got -3"):
+        cache.truncate([-3, 1])
+    truncate = jax.jit(lambda cache, lengths: cache.truncate(lengths).lengths)
+    assert truncate(cache, jnp.array([-3, 1])).tolist() == [0, 1]
+    assert truncate(cache, np.array([2**32 - 1, 2], np.uint32)).tolist() == [3, 2]
+
+
 # ---- transforms and memory
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import types
 
 import drawn
 import hypothesis
@@ -316,6 +317,30 @@ def test_devices():
         plan = memeff.plan(X, X, X, device=name)
         assert plan.platform == device.platform
         assert plan.memory == memory
+
+
+@pytest.mark.parametrize("pretended", [None, "8.0", "9.0", "12.0"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_plans_what_explain_says(monkeypatch, pretended, sharded):
+    """Without `device`, a plan is that of the call here, also where arrays may be sharded."""
+    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: sharded)
+    x = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
+    with pretend_device("gpu" if pretended else None, pretended):
+        plan = memeff.plan(x, x, x, is_causal=True)
+        text = memeff.explain(x, x, x, is_causal=True)
+    said = f'"{plan.implementation}" runs this call on {plan.platform}: {plan.how}.'
+    assert text.splitlines()[0] == said
+
+
+def test_device_of_an_array(monkeypatch):
+    """Arrays on a CPU are planned and explained there, although JAX's default is a GPU."""
+    x = jnp.zeros((1, 64, 2, 8))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(platform="gpu")])
+    for array, platform in ((x, "cpu"), (shape, "gpu")):
+        assert f"on {platform}:" in memeff.explain(array, array, array)
+        assert memeff.plan(array, array, array).platform == platform
 
 
 def test_kernels_where_the_device_has_them():

@@ -258,3 +258,63 @@ def test_jacrev_and_linear_transpose():
     for argument, jacobian in enumerate(jacobians):
         rows = [gradient_of_entry(argument, t, d) for t, d in np.ndindex(3, 2)]
         assert_same(jacobian.reshape(6, *rows[0].shape), jnp.stack(rows))
+
+
+@pytest.mark.parametrize("bits", ["mix32", "threefry"])
+@pytest.mark.parametrize("sizes", [(13, 17), (5, 1), (1, 9)])
+def test_keys_of_dropout_and_offsets_under_two_vmaps(bits, sizes):
+    T, S = sizes
+    rng = np.random.default_rng(1)
+    query = rng.standard_normal((2, T, 2, 3)).astype(f32)
+    key, value = rng.standard_normal((2, 2, S, 1, 3)).astype(f32)
+    seeds = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    offsets = _int32([[0, 4], [2, 9]])
+
+    @jax.jit
+    def gradient(seed, offset):
+        def loss(query):
+            out = dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                q_offset=offset,
+                dropout_rng=seed,
+                dropout_rate=0.4,
+                dropout_bits=bits,
+                chunk_size=(4, 6),
+            )
+            return jnp.sum(out**2)
+
+        return jax.grad(loss)(query)
+
+    both = jax.vmap(jax.vmap(gradient, (None, 0)), (0, None))(seeds, offsets)
+    for seed, gradients in zip(seeds, both, strict=True):
+        for offset, x in zip(offsets, gradients, strict=True):
+            np.testing.assert_allclose(x, gradient(seed, offset), rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 64, 2, 2, 8), (3, 16, 4, 4, 16), (2, 128, 4, 1, 32)])
+@pytest.mark.parametrize("fixed", [(), ("T",), ("B",), ("N",), ("B", "T"), ("N", "T")])
+def test_cotangents_equal_in_all_columns(sizes, fixed):
+    """The gradient of a sum over columns is that of its cotangent written out, under vmap too."""
+    B, T, N, K, D = sizes
+    rng = np.random.default_rng(2)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(f32)
+
+    arrays = normal(B, T, N, 4), normal(B, T, K, 4), normal(B, T, K, D)
+    lengths = {"B": B, "T": T, "N": N}
+    cotangents = normal(3, *(1 if name in fixed else size for name, size in lengths.items()), 1)
+
+    def gradients(cotangent):
+        out, pull = jax.vjp(dot_product_attention, *arrays)
+        return pull(jnp.broadcast_to(cotangent, out.shape))
+
+    written_out = np.broadcast_to(cotangents, (3, B, T, N, D)).copy()
+    actual = jax.jit(jax.vmap(gradients))(cotangents)
+    one_by_one = jax.jit(gradients)
+    wanted = [one_by_one(x) for x in written_out]
+    for x, *y in zip(actual, *wanted, strict=True):
+        np.testing.assert_allclose(x, np.stack(y), rtol=0, atol=4e-6 * np.abs(y).max())

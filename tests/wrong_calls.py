@@ -317,6 +317,33 @@ WRONG = [
         r'"xla" cannot run this call: only the kernels support backward="fused"\. Omit',
     ),
     (
+        {"implementation": np.ones(2)},
+        TypeError,
+        r"implementation must be a name or None \(it is fixed while tracing\), got ndarray",
+    ),
+    ({"backward": np.ones(2)}, ValueError, r"backward=array\(.*\) must be None"),
+    ({"return_residual": "yes"}, TypeError, r"return_residual must be True or False .*'yes'"),
+    (
+        {"return_residual": np.ones(2)},
+        TypeError,
+        r"return_residual must be True or False \(it is fixed while tracing\), got ndarray",
+    ),
+    (
+        {"dropout_rng": RNG_KEY, "dropout_bits": np.ones(2)} | RATE,
+        ValueError,
+        r"dropout_bits=array\(.*\) must be",
+    ),
+    (
+        {"score_fn": lambda s, b, h, i, j, params: s, "score_params": {"slope": "steep"}},
+        TypeError,
+        r"each leaf of score_params must be an array, got str 'steep'",
+    ),
+    (
+        {"qk_transform": lambda x, position, which, params: x, "qk_transform_params": "base"},
+        TypeError,
+        r"each leaf of qk_transform_params must be an array, got str 'base'",
+    ),
+    (
         {"implementation": "flash"},
         ValueError,
         r"implementation='flash' is not known: use None or one of 'xla', 'reference', 'pallas'",

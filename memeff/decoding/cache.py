@@ -21,6 +21,7 @@ from memeff.decoding.storage import (
     check_appended,
     check_counts,
     check_dtype,
+    check_kept,
     check_path,
     check_room,
     check_size,
@@ -31,7 +32,7 @@ from memeff.decoding.storage import (
 )
 from memeff.stored import StoredKeys
 from memeff.user_functions import Mask, Score
-from memeff.validate import check_integers, known_values
+from memeff.validate import known_values
 
 LOST = -(2**30)  # the length of a sequence whose ring does not hold what is asked of it
 # arguments of dot_product_attention that the cache itself gives
@@ -46,7 +47,7 @@ CURE = "Make it with a larger capacity, or with `window` where attention has one
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "value", "lengths", "key_scale", "value_scale"],
+    data_fields=["key", "value", "lengths", "key_scale", "value_scale", "most_read"],
     meta_fields=["window"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,8 @@ class KVCache:
       key_scale, value_scale: [B, K, capacity], float32, where key and value are int8 or
         float8_e4m3fn; else None.
       window: tokens that a query sees before its own position, of a ring; None: no ring.
+      most_read: [B], int32, of a ring the largest lengths so far, also before `truncate`; None:
+        lengths never shrank.
     """
 
     key: Array
@@ -87,6 +90,7 @@ class KVCache:
     key_scale: Array | None = None
     value_scale: Array | None = None
     window: int | None = None
+    most_read: Array | None = None
 
     @classmethod
     def zeros(
@@ -141,6 +145,7 @@ class KVCache:
             jnp.zeros((batch,), jnp.int32),
             *scales,
             window=window,
+            most_read=None if window is None else jnp.zeros((batch,), jnp.int32),
         )
 
     @property
@@ -285,15 +290,17 @@ class KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
 
         A ring that went round cannot bring back the tokens that newer ones have replaced. So it
-        gives up at most capacity - window tokens. More are refused where lengths are known; under
-        jit the sequence counts as overflowed from then on, and `attend` gives NaN for it.
+        gives up at most the newest capacity - window tokens that it ever read. More are refused
+        where lengths are known; under jit the sequence counts as overflowed from then on, and
+        `attend` gives NaN for it.
 
-        Raises: ValueError if a ring would have to give up too many.
+        Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
-        kept = jnp.minimum(self.lengths, check_integers("lengths", lengths).astype(jnp.int32))
+        kept = jnp.minimum(self.lengths, check_kept(lengths))
         if self.window is not None:
-            given_up = self.lengths - kept
-            lost = (self.lengths > self.capacity) & (given_up > self.capacity - self.window)
+            most_read = self.lengths if self.most_read is None else self.most_read
+            given_up = most_read - kept
+            lost = (most_read > self.capacity) & (given_up > self.capacity - self.window)
             kept = jnp.where(lost, LOST, kept)
         cache = dataclasses.replace(self, lengths=kept)
         cache.check()
@@ -380,7 +387,10 @@ class KVCache:
     def _replace_arrays(self, arrays: list[Any], lengths: Array) -> KVCache:
         """Return the cache with other arrays."""
         key, value, key_scale, value_scale = arrays
-        return KVCache(key, value, lengths, key_scale, value_scale, self.window)
+        most_read = self.most_read
+        if most_read is not None:
+            most_read = jnp.maximum(most_read, lengths)
+        return KVCache(key, value, lengths, key_scale, value_scale, self.window, most_read)
 
     def _write(self, places: Places, key: Array, value: Array, lengths: Array) -> KVCache:
         """Return the cache with tokens at `places`."""

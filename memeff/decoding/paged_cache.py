@@ -19,6 +19,7 @@ from memeff.decoding.storage import (
     check_appended,
     check_counts,
     check_dtype,
+    check_kept,
     check_path,
     check_room,
     check_size,
@@ -147,7 +148,7 @@ class PagedKVCache:
         So sequences come, go, fork and change places without a copy.
         """
         table = check_integers("page_table", page_table).astype(jnp.int32)
-        lengths = check_integers("lengths", lengths).astype(jnp.int32)
+        lengths = check_kept(lengths)
         if table.ndim != 2 or lengths.shape != table.shape[:1]:
             raise ValueError(
                 f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
@@ -233,7 +234,7 @@ class PagedKVCache:
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
-        kept = jnp.minimum(self.lengths, check_integers("lengths", lengths).astype(jnp.int32))
+        kept = jnp.minimum(self.lengths, check_kept(lengths))
         return dataclasses.replace(self, lengths=kept)
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:

@@ -63,6 +63,17 @@ def check_tokens(
     return arrays[0], arrays[1]
 
 
+def check_kept(lengths: ArrayLike) -> Array:
+    """Return how many tokens of each sequence to keep, int32; traced ones count as at least 0."""
+    lengths = check_integers("lengths", lengths)
+    known = known_values(lengths)
+    if known is not None and known.min() < 0:
+        raise ValueError(f"lengths must be at least 0; got {known.min()}.")
+    limits = jnp.iinfo(lengths.dtype)  # clipped before the cast, because uint32 and int64 wrap
+    most = min(int(limits.max), jnp.iinfo(jnp.int32).max)
+    return jnp.clip(lengths, 0, most).astype(jnp.int32)
+
+
 def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
     """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all."""
     if counts is None:

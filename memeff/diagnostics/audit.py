@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -157,6 +158,8 @@ def audit(
       True
     """
     # `backward` and `memory_limit` say how to compute, which the truth does not need.
+    if isinstance(samples, bool) or not isinstance(samples, numbers.Integral) or samples < 1:
+        raise ValueError(f"samples={samples!r}: it must be an int of at least 1.")
     exact_kwargs = dict(kwargs)
     exact_kwargs.pop("backward", None)
     exact_kwargs.pop("memory_limit", None)

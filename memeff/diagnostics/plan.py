@@ -16,7 +16,13 @@ from memeff import compiling, dispatch, memory_model, pallas, sharding, tile_siz
 from memeff.arguments import AttentionKwargs
 from memeff.call import run_attention
 from memeff.chunked.schedule import count_tiles
-from memeff.device import Device, current_device, current_platform, pretend_device
+from memeff.device import (
+    Device,
+    current_device,
+    current_platform,
+    device_of,
+    pretend_device,
+)
 from memeff.diagnostics.bind import (
     bind_arguments,
     prepare_shapes,
@@ -116,10 +122,10 @@ class Plan:
         return "\n".join(lines)
 
 
-def check_device(device: Any) -> tuple[Device, int | None]:
+def check_device(device: Any, query: Any) -> tuple[Device, int | None]:
     """Return the device that the user means, and its memory in bytes where it is known.
 
-    The user gives None (JAX's default), a name or a `jax.Device`.
+    The user gives None (where a call with `query` would run), a name or a `jax.Device`.
     """
     if isinstance(device, str):
         by_name = {name.lower(): row for name, row in DEVICES.items()}
@@ -129,7 +135,10 @@ def check_device(device: Any) -> tuple[Device, int | None]:
             f"device={device!r} is not known: use one of {', '.join(DEVICES)}, or a jax.Device."
         )
     if device is None:
-        device = jax.devices()[0]
+        default = current_device(query)
+        device = compiling.local_device_like(default)
+        if device is None:  # a test pretends it
+            return default, None
     if not isinstance(device, jax.Device):
         raise TypeError(
             f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got "
@@ -287,8 +296,9 @@ def explain(
         call = prepare_sharded_shapes(arguments, axes)
         chosen = arguments.context_parallel is None
         return explain_plan(call.plan, call.sizes, call.problem, call.operands, chosen)
-    call = prepare_shapes("explain", arguments)
-    return dispatch.explain_choice(call.chosen, call.operands)
+    with device_of(arguments.query):
+        call = prepare_shapes("explain", arguments)
+        return dispatch.explain_choice(call.chosen, call.operands)
 
 
 def plan(
@@ -315,8 +325,8 @@ def plan(
     Args: those of `dot_product_attention` without `implementation`. An array may be a
       `jax.ShapeDtypeStruct`. And:
       device: a name of `memeff.diagnostics.plan.DEVICES` ("cpu", "gpu", "H200"), or a `jax.Device`,
-        also one that is only described (by `jax.experimental.topologies`). Default: JAX's first
-        device.
+        also one that is only described (by `jax.experimental.topologies`). Default: the device on
+        which the call would run.
       memory: bytes, or a text such as "80GiB", into which the longest sequence must fit. Default:
         the memory of the device, where it is known.
       compile: compile forward and gradient, which takes some seconds. The device must be present or
@@ -331,10 +341,11 @@ def plan(
       >>> plan(x, x, x, is_causal=True, device="cpu").tiles_visited
       36
     """
-    planned_device, device_bytes = check_device(device)
+    planned_device, device_bytes = check_device(device, query)
     arguments = bind_arguments("plan", query, key, value, bias, mask, **kwargs)
     refuse_sharded("plan", arguments)
-    with pretend_device(*planned_device):
+    here = device_of(query) if device is None else pretend_device(*planned_device)
+    with here:
         call = prepare_shapes("plan", arguments)
         compiled = None
         if compile:

@@ -224,7 +224,8 @@ def backward(
     run = partitioned(call, dims_in, DIMS if bias_dims is None else (*DIMS, bias_dims))
     arrays = split_query(operands, operands.shape.K)
     dq, dk, dv, *dbias = run(*arrays, dout, lse_bits, delta, *leaves)
-    terms = LogitParams()
+    # No number of a score that runs here has a derivative: see `why_not_backward`.
+    terms = LogitParams(score=jax.tree.map(jnp.zeros_like, operands.logit_params.score))
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(dbias[0], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)

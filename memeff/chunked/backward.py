@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import in_blocks, uses_gpu_fusion
+from memeff.chunked.eligible import fixed_max_applies, in_blocks, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
@@ -32,12 +32,13 @@ from memeff.chunked.tile import (
     apply_dropout,
     dot,
     kept_by_dropout,
+    positive_where_visible,
     probabilities,
     tile_logits,
     transform_back,
     zero_nonfinite,
 )
-from memeff.logits import logits_from_dots, transform_query_key
+from memeff.logits import logits_from_dots, logits_linear, transform_query_key
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -162,6 +163,8 @@ def _general_loop(
     assert lse.low is not None
     dtype = delta.dtype
     zero = _zero_after(delta)
+    stores_ds = not only_terms and bias_gradient_is_ds(problem, schedule, operands)
+    factor = _derivative_of_linear_logits(problem, operands, dtype) if stores_ds else None
 
     def step(gradients, tile) -> Any:
         v = tile.operands.value
@@ -173,11 +176,21 @@ def _general_loop(
             do = jnp.where(high[..., None] == LSE_OF_EMPTY_ROW, 0, do)
         _, s, transpose_logits = tile_logits(problem, tile)
         p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
+        if stores_ds:  # one after the other: fused into one kernel, both wait for a stored mask
+            p = positive_where_visible(p, tile.keep)
+            p = lax.optimization_barrier(p.astype(v.dtype))
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
         kept = kept_by_dropout(problem, tile)
         dp = apply_dropout(problem, kept, lax.optimization_barrier(dp))
-        d_raw, d_params = transpose_logits(p * (dp - delta[..., None]))  # (6)
-        d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
+        ds = p.astype(dtype) * (dp - delta[..., None])  # (6)
+        if stores_ds:
+            # stored, because the sum for the bias would compute ds again
+            d_raw = lax.optimization_barrier(jnp.where(p == 0, 0, ds).astype(q.dtype))
+            d_params = _params_of_linear_logits(problem, tile, d_raw.astype(dtype))
+            lift = None
+        else:
+            d_raw, d_params = transpose_logits(ds)
+            d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
         if only_terms:
             return add_logit_params(gradients, d_params, tile)
         p = apply_dropout(problem, kept, p).astype(v.dtype)
@@ -188,6 +201,9 @@ def _general_loop(
         if lift is not None:
             dq = dq / lift
             dk = dk / lift[..., 0]
+        if factor is not None:
+            dq = dq * factor
+            dk = dk * factor
         if problem.qk_transform is not None:
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
@@ -195,7 +211,46 @@ def _general_loop(
     visit = visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
     if only_terms:
         return lambda: visit(_zeros(operands.logit_params, zero))
-    return functools.partial(_sum_tiles, visit, operands, zero)
+    return functools.partial(_sum_tiles, visit, operands, zero, stores_ds)
+
+
+def bias_gradient_is_ds(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+    """Return whether ds in 16 bits gives the gradient of a bias, too: on GPUs, if that is faster.
+
+    The tiles must be complete, so that the gradient of each entry of the bias comes from one tile.
+    """
+    params = operands.logit_params
+    if params.bias is None or params.scale is not None or params.soft_cap is not None:
+        return False
+    shape = operands.shape
+    all_heads = schedule.heads_of_tile(shape.B, shape.K) == (shape.B, shape.K)
+    of_pairs = params.bias.shape[2:] == (shape.T, shape.S)
+    on_gpu = schedule.gpu_fused_chunk_size is not None
+    linear = logits_linear(problem) and fixed_max_applies(problem, schedule, operands)
+    return on_gpu and linear and all_heads and of_pairs
+
+
+def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) -> Array:
+    """Return the derivative of linear logits by raw, a scalar that all pairs share."""
+    scale = operands.logit_params.scale
+
+    def linear_logits(raw):
+        return logits_from_dots(problem, raw, LogitParams(scale=scale), None)
+
+    # at raw = 0 because the derivative of linear logits is the same everywhere
+    _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
+    (factor,) = transpose_logits(jnp.ones((), dtype))
+    return factor
+
+
+def _params_of_linear_logits(problem: Problem, tile: Tile, ds: Array) -> LogitParams:
+    """Return the cotangents of a tile's params that do not depend on its dot products."""
+
+    def logits(terms):
+        return logits_from_dots(problem, jnp.zeros_like(ds), terms, None)
+
+    _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
+    return transpose_logits(ds)[0]
 
 
 def _fused_loop(
@@ -230,9 +285,6 @@ def _fused_loop(
         p = probabilities(s, Lse(*tile.row_scalars), tile.keep)
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
-    def linear_logits(raw):
-        return logits_from_dots(problem, raw, LogitParams(scale=params.scale), None)
-
     def step(gradients, tile):
         q, k, v = tile.operands[:3]
         p = tile.prefetched  # b k g t c
@@ -264,9 +316,7 @@ def _fused_loop(
 
     def run() -> Gradients:
         gradients = _sum_tiles(visit, operands, zero)
-        # at raw = 0 because the derivative of linear logits is the same everywhere
-        _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
-        (factor,) = transpose_logits(jnp.ones((), dtype))
+        factor = _derivative_of_linear_logits(problem, operands, dtype)
         if params.scale is not None:
             products = operands.query.astype(dtype) * gradients.query
             d_scale = jnp.where(gradients.query == 0, 0, products).sum()  # 0 * NaN is NaN
@@ -295,9 +345,17 @@ def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Arr
     return dv / (column * Fp16Scales.P)[..., None]
 
 
-def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
-    """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`."""
+def _sum_tiles(
+    visit: Callable[[Any], Any], operands: Operands, zero: Array, bias_in_place: bool = False
+) -> Gradients:
+    """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`.
+
+    `bias_in_place`: keep the gradient of the bias in its dtype, because no two tiles add to it.
+    """
     terms = _zeros(operands.logit_params, zero)
+    if bias_in_place and terms.bias is not None:
+        bias = terms.bias.astype(operands.logit_params.bias.dtype)
+        terms = terms._replace(bias=bias)
     query = split_axis(operands.query, 2, operands.shape.K)
     zeros = Gradients(
         _zeros(query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h

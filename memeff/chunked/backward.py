@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import fixed_max_applies, in_blocks, uses_gpu_fusion
+from memeff.chunked.eligible import in_blocks, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
-from memeff.chunked.loop import run_by_blocks, visit_tiles
+from memeff.chunked.loop import Fold, run_by_blocks, visit_tiles
 from memeff.chunked.schedule import has_elementwise_mask
 from memeff.chunked.slicing import add_logit_params
 from memeff.chunked.tile import (
@@ -38,7 +38,7 @@ from memeff.chunked.tile import (
     transform_back,
     zero_nonfinite,
 )
-from memeff.logits import logits_from_dots, logits_linear, transform_query_key
+from memeff.logits import logits_from_dots, transform_query_key
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -92,8 +92,9 @@ def logit_param_gradients(
     dlse: Array | None,
 ) -> LogitParams:
     """Return the gradients of `logit_params` alone: two products a tile instead of five."""
-    rows = _loop_inputs(operands, out, lse, dout, dlse)
-    return _general_loop(problem, schedule, operands, *rows, only_terms=True)()
+    lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
+    visit = _general_loop(problem, schedule, operands, lse, delta, dout, only_terms=True)
+    return visit(_zeros(operands.logit_params, _zero_after(delta)))
 
 
 def _backward(
@@ -107,18 +108,64 @@ def _backward(
 ) -> Gradients:
     """Run steps (5) to (7) in the loop that suits the call."""
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
+    zero = _zero_after(delta)
+
+    def general() -> Gradients:
+        visit = _general_loop(problem, schedule, operands, lse, delta, dout)
+        return _sum_tiles(visit, operands, zero)
+
     if not uses_gpu_fusion(problem, schedule, operands):
-        return _general_loop(problem, schedule, operands, lse, delta, dout)()
+        return general()
     if has_elementwise_mask(problem, operands):
         delta, dout = _zero_empty_rows(lse, delta, dout)
+    if operands.logit_params.bias is not None:
+        return _backward_with_bias(problem, schedule, operands, lse, delta, dout)
     if operands.query.dtype == jnp.float32:
         return _fused_loop(problem, schedule, operands, lse, delta, dout)()
     bounds = row_bounds(problem, schedule, operands, delta, dout)
     scales = fp16_scales(operands, bounds, dout)
     in_range = all_true(scales.in_range)
     fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
-    general = _general_loop(problem, schedule, operands, lse, delta, dout)
     return lax.cond(in_range, fused, general)
+
+
+def _backward_with_bias(
+    problem: Problem, schedule: Schedule, operands: Operands, lse: Lse, delta: Array, dout: Array
+) -> Gradients:
+    """Run the fused loop for all rows whose ds is finite, then the general loop for the others.
+
+    The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
+    """
+    v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
+    size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
+    size = size.transpose(0, 2, 3, 1)  # b k g t
+    finite = jnp.isfinite(delta) & jnp.isfinite(lse.high) & (size * v[..., None, None] < 2.0**126)
+
+    def rows(of: Array) -> tuple[Lse, Array, Array]:
+        """Return the loops' inputs with all rows empty but `of` [B, K, G, T]."""
+        only = Lse(jnp.where(of, lse.high, LSE_OF_EMPTY_ROW), jnp.where(of, lse.low, 0))
+        of_token = lax.collapse(of.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
+        return only, jnp.where(of, delta, 0), jnp.where(of_token, dout, 0)
+
+    fused = _fused_loop_with_bias(problem, schedule, operands, *rows(finite))
+    general = _general_loop(problem, schedule, operands, *rows(~finite))
+
+    def visit(gradients: Gradients) -> Gradients:
+        start = all_true(finite), fused(gradients)
+        # runs once or never
+        _, gradients = lax.while_loop(
+            lambda state: ~state[0], lambda state: (state[0] | True, general(state[1])), start
+        )
+        return gradients
+
+    bias = operands.logit_params.bias
+    assert bias is not None
+    # Only one tile adds to an entry for each pair, so that it needs no wider sum.
+    shape = operands.shape
+    of_pairs = bias.shape[2:] == (shape.T, shape.S)
+    all_heads = schedule.heads_of_tile(shape.B, shape.K) == (shape.B, shape.K)
+    bias_dtype = bias.dtype if of_pairs and all_heads else None
+    return _sum_tiles(visit, operands, _zero_after(delta), bias_dtype)
 
 
 def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
@@ -155,16 +202,13 @@ def _general_loop(
     delta: Array,
     dout: Array,
     only_terms: bool = False,
-) -> Callable[[], Any]:
-    """Return a function that computes the gradients of any call, step by step.
+) -> Fold:
+    """Return a function that adds the gradients of any call to those given, step by step.
 
-    With `only_terms` it computes those of the logit params, a `LogitParams` instead of `Gradients`.
+    With `only_terms` these are of the logit params, a `LogitParams` instead of `Gradients`.
     """
     assert lse.low is not None
     dtype = delta.dtype
-    zero = _zero_after(delta)
-    stores_ds = not only_terms and bias_gradient_is_ds(problem, schedule, operands)
-    factor = _derivative_of_linear_logits(problem, operands, dtype) if stores_ds else None
 
     def step(gradients, tile) -> Any:
         v = tile.operands.value
@@ -176,21 +220,11 @@ def _general_loop(
             do = jnp.where(high[..., None] == LSE_OF_EMPTY_ROW, 0, do)
         _, s, transpose_logits = tile_logits(problem, tile)
         p = probabilities(s, Lse(high, low), tile.keep)  # (5) b k g t c
-        if stores_ds:  # one after the other: fused into one kernel, both wait for a stored mask
-            p = positive_where_visible(p, tile.keep)
-            p = lax.optimization_barrier(p.astype(v.dtype))
         dp = dot("bkgtd,bkcd->bkgtc", do, zero_nonfinite(v, masked), problem, dtype)
         kept = kept_by_dropout(problem, tile)
         dp = apply_dropout(problem, kept, lax.optimization_barrier(dp))
-        ds = p.astype(dtype) * (dp - delta[..., None])  # (6)
-        if stores_ds:
-            # stored, because the sum for the bias would compute ds again
-            d_raw = lax.optimization_barrier(jnp.where(p == 0, 0, ds).astype(q.dtype))
-            d_params = _params_of_linear_logits(problem, tile, d_raw.astype(dtype))
-            lift = None
-        else:
-            d_raw, d_params = transpose_logits(ds)
-            d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
+        d_raw, d_params = transpose_logits(p * (dp - delta[..., None]))  # (6)
+        d_raw, lift = lift_float16(d_raw, q.dtype, (2, 3, 4))  # lift is b k 1 1 1
         if only_terms:
             return add_logit_params(gradients, d_params, tile)
         p = apply_dropout(problem, kept, p).astype(v.dtype)
@@ -201,33 +235,58 @@ def _general_loop(
         if lift is not None:
             dq = dq / lift
             dk = dk / lift[..., 0]
-        if factor is not None:
-            dq = dq * factor
-            dk = dk * factor
         if problem.qk_transform is not None:
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
 
-    visit = visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
-    if only_terms:
-        return lambda: visit(_zeros(operands.logit_params, zero))
-    return functools.partial(_sum_tiles, visit, operands, zero, stores_ds)
+    return visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
 
 
-def bias_gradient_is_ds(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether ds in 16 bits gives the gradient of a bias, too: on GPUs, if that is faster.
+def _fused_loop_with_bias(
+    problem: Problem, schedule: Schedule, operands: Operands, lse: Lse, delta: Array, dout: Array
+) -> Fold:
+    """Return a function that adds the gradients of linear logits with a bias to those given.
 
-    The tiles must be complete, so that the gradient of each entry of the bias comes from one tile.
+    XLA:GPU adds no bias in the epilogue of a product. So q k' is stored, p is computed one step
+    ahead, and ds in the epilogue of dout v'. ds is the gradient of the bias as well.
     """
-    params = operands.logit_params
-    if params.bias is None or params.scale is not None or params.soft_cap is not None:
-        return False
-    shape = operands.shape
-    all_heads = schedule.heads_of_tile(shape.B, shape.K) == (shape.B, shape.K)
-    of_pairs = params.bias.shape[2:] == (shape.T, shape.S)
-    on_gpu = schedule.gpu_fused_chunk_size is not None
-    linear = logits_linear(problem) and fixed_max_applies(problem, schedule, operands)
-    return on_gpu and linear and all_heads and of_pairs
+    assert schedule.gpu_fused_chunk_size is not None
+    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
+    dtype = delta.dtype
+    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
+    operands = operands._replace(query=query, key=key, value=value)
+    factor = _derivative_of_linear_logits(problem, operands, dtype)
+
+    def probabilities_ahead(tile):  # (5)
+        _, s, _ = tile_logits(problem, tile)
+        p = probabilities(s, Lse(*tile.row_scalars), None)
+        p = positive_where_visible(p, tile.keep).astype(query.dtype)
+        return lax.optimization_barrier(p)  # else a single tile keeps q k' until dout v' is there
+
+    def step(gradients, tile):
+        q, k, v = tile.operands[:3]
+        p = tile.prefetched  # b k g t c
+        (delta,) = tile.row_scalars  # b k g t
+        (do,) = tile.row_vectors  # b k g t d
+        dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
+        dp = apply_dropout(problem, tile.kept, dp)
+        ds = (p * (dp - delta[..., None]).astype(p.dtype)).astype(q.dtype)  # (6)
+        p = apply_dropout(problem, tile.kept, p)
+        dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)
+        dq = factor * dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7)
+        dk = factor * dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
+
+        def logits(terms):
+            return logits_from_dots(problem, jnp.zeros_like(dp), terms, None)
+
+        _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
+        (d_params,) = transpose_logits(ds.astype(dtype))
+        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
+
+    ahead = (tuple(lse), probabilities_ahead)
+    return visit_tiles(
+        problem, schedule, operands, (delta,), step, (dout,), prefetch=ahead, mask_ahead=False
+    )
 
 
 def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) -> Array:
@@ -241,16 +300,6 @@ def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) ->
     _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
     (factor,) = transpose_logits(jnp.ones((), dtype))
     return factor
-
-
-def _params_of_linear_logits(problem: Problem, tile: Tile, ds: Array) -> LogitParams:
-    """Return the cotangents of a tile's params that do not depend on its dot products."""
-
-    def logits(terms):
-        return logits_from_dots(problem, jnp.zeros_like(ds), terms, None)
-
-    _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
-    return transpose_logits(ds)[0]
 
 
 def _fused_loop(
@@ -345,17 +394,14 @@ def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Arr
     return dv / (column * Fp16Scales.P)[..., None]
 
 
-def _sum_tiles(
-    visit: Callable[[Any], Any], operands: Operands, zero: Array, bias_in_place: bool = False
-) -> Gradients:
+def _sum_tiles(visit: Fold, operands: Operands, zero: Array, bias_dtype: Any = None) -> Gradients:
     """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`.
 
-    `bias_in_place`: keep the gradient of the bias in its dtype, because no two tiles add to it.
+    `bias_dtype`: of the sum for the bias, None for that of `zero`.
     """
     terms = _zeros(operands.logit_params, zero)
-    if bias_in_place and terms.bias is not None:
-        bias = terms.bias.astype(operands.logit_params.bias.dtype)
-        terms = terms._replace(bias=bias)
+    if terms.bias is not None and bias_dtype is not None:
+        terms = terms._replace(bias=terms.bias.astype(bias_dtype))
     query = split_axis(operands.query, 2, operands.shape.K)
     zeros = Gradients(
         _zeros(query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h

@@ -47,14 +47,22 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     return bool(np.all(start < end))
 
 
-def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether the gradient is fused into its products: on GPUs, with linear logits.
+def one_tile_with_bias(schedule: Schedule, operands: Operands) -> bool:
+    """Return whether a call with a bias is one tile of the forward with a precomputed maximum.
 
-    With a bias it is not, because XLA:GPU cannot add one in the epilogue of a product.
+    Its true maximum is found faster than a sample, a check and the rows to be redone.
     """
+    size = schedule.fixed_max_chunk_size
+    return operands.logit_params.bias is not None and size == (operands.shape.T, operands.shape.S)
+
+
+def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+    """Return whether the gradient is fused into its products: on GPUs, with linear logits."""
     fused = schedule.gpu_fused_chunk_size is not None
     params = operands.logit_params
-    linear = logits_linear(problem) and params.soft_cap is None and params.bias is None
+    linear = logits_linear(problem) and params.soft_cap is None
+    if params.bias is not None and params.scale is not None:
+        return False
     return fused and linear and fixed_max_applies(problem, schedule, operands)
 
 

@@ -140,7 +140,8 @@ def sums_above_one(rows: RowSums) -> Array:
     """Return the rows [B, K, G, T] whose sums, with m from `sampled_max`, are right.
 
     With l >= 1 no probability is flushed to 0 that a running maximum would keep. Where p or p v
-    overflowed, l or o is not finite. l is 0 only for rows that see no key (`positive_where_visible`).
+    overflowed, l or o is not finite. Because of `positive_where_visible`, l is 0 only for rows that
+    see no key.
     """
     finite = (rows.l < 2.0**125) & jnp.isfinite(rows.o).all(-1)
     return finite & ((rows.l >= 1) | (rows.l == 0))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import in_blocks, uses_gpu_fusion
+from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
@@ -48,6 +48,7 @@ from memeff.problem import (
     accumulator_dtype,
     split_axis,
 )
+from memeff.sharding import may_be_sharded, vary_like
 from memeff.slicing import add_slice, slice_dims
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, row_dots
 
@@ -136,6 +137,11 @@ def _backward_with_bias(
 
     The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
     """
+    zero = _zero_after(delta)
+    bias = _start_of_bias(problem, schedule, operands, zero)
+    if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
+        visit = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
+        return _sum_tiles(visit, operands, zero, bias)
     v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
     size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
     size = size.transpose(0, 2, 3, 1)  # b k g t
@@ -158,14 +164,30 @@ def _backward_with_bias(
         )
         return gradients
 
+    return _sum_tiles(visit, operands, zero, bias)
+
+
+def _writes_bias(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+    """Return whether every entry of the bias gets its gradient from exactly one tile."""
+    bias = operands.logit_params.bias
+    assert bias is not None and schedule.gpu_fused_chunk_size is not None
+    T, S = operands.shape.T, operands.shape.S
+    t, c = schedule.gpu_fused_chunk_size
+    all_tiles = not problem.has_window and problem.blocks is None
+    return all_tiles and bias.shape[2:] == (T, S) and T % t == 0 and S % c == 0
+
+
+def _start_of_bias(
+    problem: Problem, schedule: Schedule, operands: Operands, zero: Array
+) -> Array | None:
+    """Return what the gradient of the bias begins with; None for zeros in the dtype of `zero`."""
     bias = operands.logit_params.bias
     assert bias is not None
-    # Only one tile adds to an entry for each pair, so that it needs no wider sum.
-    shape = operands.shape
-    of_pairs = bias.shape[2:] == (shape.T, shape.S)
-    all_heads = schedule.heads_of_tile(shape.B, shape.K) == (shape.B, shape.K)
-    bias_dtype = bias.dtype if of_pairs and all_heads else None
-    return _sum_tiles(visit, operands, _zero_after(delta), bias_dtype)
+    if schedule.head_block or bias.shape[2:] != (operands.shape.T, operands.shape.S):
+        return None  # several tiles add to an entry
+    if _writes_bias(problem, schedule, operands) and not may_be_sharded():
+        return vary_like(lax.empty(bias.shape, bias.dtype), zero)
+    return _zeros(bias, zero).astype(bias.dtype)
 
 
 def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
@@ -249,7 +271,11 @@ def _fused_loop_with_bias(
 
     XLA:GPU adds no bias in the epilogue of a product. So q k' is stored, p is computed one step
     ahead, and ds in the epilogue of dout v'. ds is the gradient of the bias as well.
+
+    A single tile fuses nothing there, and hides pairs by a mask.
     """
+    single = one_tile_with_bias(schedule, operands)
+    write_bias = _writes_bias(problem, schedule, operands)
     assert schedule.gpu_fused_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
     dtype = delta.dtype
@@ -271,6 +297,8 @@ def _fused_loop_with_bias(
         dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
         dp = apply_dropout(problem, tile.kept, dp)
         ds = (p * (dp - delta[..., None]).astype(p.dtype)).astype(q.dtype)  # (6)
+        if single:
+            ds = jnp.where(p == 0, 0, ds)
         p = apply_dropout(problem, tile.kept, p)
         dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)
         dq = factor * dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7)
@@ -281,7 +309,7 @@ def _fused_loop_with_bias(
 
         _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
         (d_params,) = transpose_logits(ds.astype(dtype))
-        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
+        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
     ahead = (tuple(lse), probabilities_ahead)
     return visit_tiles(
@@ -394,14 +422,17 @@ def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Arr
     return dv / (column * Fp16Scales.P)[..., None]
 
 
-def _sum_tiles(visit: Fold, operands: Operands, zero: Array, bias_dtype: Any = None) -> Gradients:
+def _sum_tiles(
+    visit: Fold, operands: Operands, zero: Array, bias: Array | None = None
+) -> Gradients:
     """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`.
 
-    `bias_dtype`: of the sum for the bias, None for that of `zero`.
+    Given `bias`, the gradient of the bias begins with it.
     """
-    terms = _zeros(operands.logit_params, zero)
-    if terms.bias is not None and bias_dtype is not None:
-        terms = terms._replace(bias=terms.bias.astype(bias_dtype))
+    terms = _zeros(operands.logit_params._replace(bias=None), zero)
+    if bias is None:
+        bias = _zeros(operands.logit_params.bias, zero)
+    terms = terms._replace(bias=bias)
     query = split_axis(operands.query, 2, operands.shape.K)
     zeros = Gradients(
         _zeros(query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
@@ -418,13 +449,15 @@ def _sum_tiles(visit: Fold, operands: Operands, zero: Array, bias_dtype: Any = N
     )
 
 
-def _add_tile(gradients: Gradients, parts: Gradients, tile: Tile) -> Gradients:
+def _add_tile(
+    gradients: Gradients, parts: Gradients, tile: Tile, write_bias: bool = False
+) -> Gradients:
     """Add dq [b, k, g, t, h], dk [b, k, h, c], dv [b, k, d, c] and logit params of one tile."""
     return Gradients(
         add_slice(gradients.query, parts.query, (*tile.head_start, 0, tile.row_start, 0)),
         add_slice(gradients.key, parts.key, (*tile.head_start, 0, tile.col_start)),
         add_slice(gradients.value, parts.value, (*tile.head_start, 0, tile.col_start)),
-        add_logit_params(gradients.logit_params, parts.logit_params, tile),
+        add_logit_params(gradients.logit_params, parts.logit_params, tile, write_bias),
     )
 
 

@@ -53,7 +53,8 @@ def one_tile_with_bias(schedule: Schedule, operands: Operands) -> bool:
     Its true maximum is found faster than a sample, a check and the rows to be redone.
     """
     size = schedule.fixed_max_chunk_size
-    return operands.logit_params.bias is not None and size == (operands.shape.T, operands.shape.S)
+    same = size == schedule.gpu_fused_chunk_size == (operands.shape.T, operands.shape.S)
+    return same and operands.logit_params.bias is not None
 
 
 def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:

@@ -103,6 +103,7 @@ def visit_tiles(
     a step combines with a product (`rows` B K G T, mask, dropout) in the step before. With
     `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
     rows. Without `mask_ahead` the mask is none of these inputs: a step computes it.
+    Then the last tile is visited after the loop, because nothing is made ahead in its step.
     """
     B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
     if 0 in (B, T, S, K, operands.shape.G):
@@ -139,7 +140,8 @@ def visit_tiles(
                 rows_ahead, make = prefetch
                 cut_ahead = cutter(rows_ahead, masked, size, starts)
                 side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
-                folds.append(_fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make))
+                fold_two_ahead = functools.partial(_fold_two_ahead, last_apart=not mask_ahead)
+                folds.append(fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make))
             elif prefetch_rows:
                 side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
                 folds.append(_fold_one_ahead(side_inputs, cut, step, starts))
@@ -239,17 +241,18 @@ def _fold_two_ahead(
     starts: np.ndarray,
     cut_ahead: CutTile,
     make: Callable[[Tile], Array],
+    last_apart: bool = False,
 ) -> Fold:
     """Return a fold that also computes `make(tile)` in the step before, for `Tile.ahead`.
 
-    `make` has inputs beside a product of its own. So these are computed two steps before.
+    `make` has inputs beside a product of its own. So these are computed two steps before. With
+    `last_apart` the last tile is no step of the loop, which would make the last tile again.
     """
 
     def body(state, start):
         carry, prepared, prepared_ahead, made = state
         this, following, after = start
-        tile = _cut_with(cut, this, prepared)
-        carry = step(carry, tile._replace(prefetched=made))
+        carry = step(carry, _cut_with(cut, this, prepared)._replace(prefetched=made))
         tile = _cut_with(cut_ahead, following, prepared_ahead)
         # Only now, so that the new result takes the memory of the old one.
         carry, key = lax.optimization_barrier((carry, tile.operands.key))
@@ -266,8 +269,11 @@ def _fold_two_ahead(
 
     def fold(carry):
         state = carry, prepared, prepared_ahead, make(first_tile)
-        (carry, *_), _ = lax.scan(body, state, (starts, later, _shifted(starts, 2)))
-        return carry
+        tiles = starts, later, _shifted(starts, 2)
+        if not last_apart:
+            return lax.scan(body, state, tiles)[0][0]
+        (carry, side, _, made), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
+        return step(carry, _cut_with(cut, starts[-1], side)._replace(prefetched=made))
 
     return fold
 

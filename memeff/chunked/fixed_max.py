@@ -104,7 +104,7 @@ def fixed_max_forward(
     kept_sum = o[..., D] if drops else l
     rows = RowSums(m, l, weight, o[..., :D])
     if from_sample:
-        valid = sums_above_one(rows) & ~sees_nonfinite
+        valid = sums_of_sampled_max_in_range(rows) & ~sees_nonfinite
     else:
         valid = sums_in_range(operands, rows, v, kept_sum) | (k_norm == -jnp.inf)
     if problem.dropout is not None:
@@ -115,8 +115,8 @@ def fixed_max_forward(
 def sampled_max(problem: Problem, operands: Operands) -> Array:
     """Return m [B, K, G, T], the largest logit of a row at SAMPLES of the keys that it sees.
 
-    So p <= 1 for a row's true maximum only if that is in the sample, but l >= 1 always. Return
-    UNSEEN_MAX for rows that see no key of the sample.
+    The true maximum is no smaller, so l is at least 1 but for rounding. For rows that see no key of
+    the sample, m is UNSEEN_MAX.
     """
     S = operands.shape.S
     stride = -(-S // SAMPLES)
@@ -136,15 +136,15 @@ def sampled_max(problem: Problem, operands: Operands) -> Array:
     return jnp.where(m == -jnp.inf, UNSEEN_MAX, m)
 
 
-def sums_above_one(rows: RowSums) -> Array:
+def sums_of_sampled_max_in_range(rows: RowSums) -> Array:
     """Return the rows [B, K, G, T] whose sums, with m from `sampled_max`, are right.
 
-    With l >= 1 no probability is flushed to 0 that a running maximum would keep. Where p or p v
-    overflowed, l or o is not finite. Because of `positive_where_visible`, l is 0 only for rows that
-    see no key.
+    l is at least 1 but for rounding, and then no probability is flushed to 0 that a running maximum
+    would keep. Where p or p v overflowed, l or o is not finite. l is 0 only for rows that see no
+    key, because of `positive_where_visible`.
     """
     finite = (rows.l < 2.0**125) & jnp.isfinite(rows.o).all(-1)
-    return finite & ((rows.l >= 1) | (rows.l == 0))
+    return finite & ((rows.l >= 0.5) | (rows.l == 0))
 
 
 def rows_seeing_nonfinite(problem: Problem, schedule: Schedule, operands: Operands) -> Array:

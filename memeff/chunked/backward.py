@@ -137,11 +137,13 @@ def _backward_with_bias(
 
     The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
     """
+    assert lse.low is not None
+    low = lse.low
     zero = _zero_after(delta)
     bias = _start_of_bias(problem, schedule, operands, zero)
     if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
-        visit = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
-        return _sum_tiles(visit, operands, zero, bias)
+        fused = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
+        return _sum_tiles(fused, operands, zero, bias)
     v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
     size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
     size = size.transpose(0, 2, 3, 1)  # b k g t
@@ -149,7 +151,7 @@ def _backward_with_bias(
 
     def rows(of: Array) -> tuple[Lse, Array, Array]:
         """Return the loops' inputs with all rows empty but `of` [B, K, G, T]."""
-        only = Lse(jnp.where(of, lse.high, LSE_OF_EMPTY_ROW), jnp.where(of, lse.low, 0))
+        only = Lse(jnp.where(of, lse.high, LSE_OF_EMPTY_ROW), jnp.where(of, low, 0))
         of_token = lax.collapse(of.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
         return only, jnp.where(of, delta, 0), jnp.where(of_token, dout, 0)
 
@@ -296,7 +298,9 @@ def _fused_loop_with_bias(
         (do,) = tile.row_vectors  # b k g t d
         dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
         dp = apply_dropout(problem, tile.kept, dp)
-        ds = (p * (dp - delta[..., None]).astype(p.dtype)).astype(q.dtype)  # (6)
+        factors = dtype if single else p.dtype  # in an epilogue, 16 bits are fused only with 16
+        ds = p.astype(factors) * (dp - delta[..., None]).astype(factors)  # (6)
+        ds = ds.astype(q.dtype)
         if single:
             ds = jnp.where(p == 0, 0, ds)
         p = apply_dropout(problem, tile.kept, p)

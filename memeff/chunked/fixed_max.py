@@ -1,6 +1,7 @@
 """Run the forward with a precomputed bound on each row's maximum, and find where it fails."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +52,14 @@ def fixed_max_forward(
     from_sample = operands.logit_params.bias is not None
     if from_sample:
         m = sampled_max(problem, operands)
-        sees_nonfinite = rows_seeing_nonfinite(problem, schedule, operands)
+        unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
+        check = functools.partial(_sampled_rows_in_range, unseen)
     else:
         v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
         v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
         k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
         m = max_bound(problem, operands, k_norm)
+        check = functools.partial(_bounded_rows_in_range, operands, k_norm, v)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
     on_gpu = schedule.gpu_fused_chunk_size is not None
@@ -103,10 +106,7 @@ def fixed_max_forward(
         o, l, weight = visit((o, l, l))
     kept_sum = o[..., D] if drops else l
     rows = RowSums(m, l, weight, o[..., :D])
-    if from_sample:
-        valid = sums_of_sampled_max_in_range(rows) & ~sees_nonfinite
-    else:
-        valid = sums_in_range(operands, rows, v, kept_sum) | (k_norm == -jnp.inf)
+    valid = check(rows, kept_sum)
     if problem.dropout is not None:
         rows = rows._replace(o=rows.o / (1 - problem.dropout.rate))
     return rows, valid
@@ -136,15 +136,23 @@ def sampled_max(problem: Problem, operands: Operands) -> Array:
     return jnp.where(m == -jnp.inf, UNSEEN_MAX, m)
 
 
-def sums_of_sampled_max_in_range(rows: RowSums) -> Array:
-    """Return the rows [B, K, G, T] whose sums, with m from `sampled_max`, are right.
+def _sampled_rows_in_range(only: Array, rows: RowSums, kept_sum: Array) -> Array:
+    """Return which rows of `only` [B, K, G, T] are right with m from `sampled_max`.
 
     l is at least 1 but for rounding, and then no probability is flushed to 0 that a running maximum
     would keep. Where p or p v overflowed, l or o is not finite. l is 0 only for rows that see no
     key, because of `positive_where_visible`.
     """
+    del kept_sum  # a row may stand also where dropout drops all its keys
     finite = (rows.l < 2.0**125) & jnp.isfinite(rows.o).all(-1)
-    return finite & ((rows.l >= 0.5) | (rows.l == 0))
+    return only & finite & ((rows.l >= 0.5) | (rows.l == 0))
+
+
+def _bounded_rows_in_range(
+    operands: Operands, k_norm: Array, v: Array, rows: RowSums, kept_sum: Array
+) -> Array:
+    """Return the rows [B, K, G, T] that are right with m from `max_bound`."""
+    return sums_in_range(operands, rows, v, kept_sum) | (k_norm == -jnp.inf)
 
 
 def rows_seeing_nonfinite(problem: Problem, schedule: Schedule, operands: Operands) -> Array:

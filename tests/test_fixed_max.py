@@ -530,3 +530,47 @@ def test_sharded_check_is_one_boolean(monkeypatch, mapped):
     collective = r"= (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     expected = set() if mapped else {("pred[]", "all-reduce")}
     assert set(re.findall(collective, text)) == expected
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map", "jit"])
+def test_a_bias_mapped_and_sharded(monkeypatch, how):
+    """The gradients with a bias, in the form for GPUs, are those of a CPU under each of these."""
+    spec = PartitionSpec("x", None, "y", None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((4, 128, 4, 16)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((1, 4, 128, 128)), jnp.float32)
+
+    def run():
+        call = functools.partial(dot_product_attention, chunk_size=64)
+        if how == "shard_map":
+            specs = (spec, spec, spec, PartitionSpec(None, "y"))
+            call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
+        elif how == "vmap":
+            call = jax.vmap(lambda q, k, v, bias: call_one(q[None], k[None], v[None], bias)[0])
+            call_one = functools.partial(dot_product_attention, chunk_size=64)
+            return gradients(call, x, jnp.concatenate([bias] * 4)[:, None])
+        return gradients(call, x, bias)
+
+    def gradients(call, x, bias):
+        def loss(q, k, v, bias):
+            return (call(q, k, v, bias) * jnp.cos(x)).sum()
+
+        y = x
+        if how != "vmap":
+            y = jax.device_put(x, NamedSharding(mesh, spec))
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(y, y, y, bias)
+
+    expected = run()
+    sampled = []
+    original = fixed_max.sampled_max
+    monkeypatch.setattr(
+        fixed_max, "sampled_max", lambda *args: sampled.append(1) or original(*args)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    found = run()
+    assert sampled
+    for x_gpu, x_cpu in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x_gpu, x_cpu, rtol=0, atol=1e-5)

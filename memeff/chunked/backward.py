@@ -147,7 +147,7 @@ def _backward_with_bias(
     v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
     size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
     size = size.transpose(0, 2, 3, 1)  # b k g t
-    finite = jnp.isfinite(delta) & jnp.isfinite(lse.high) & (size * v[..., None, None] < 2.0**126)
+    finite = jnp.isfinite(delta) & jnp.isfinite(lse.high) & (size * v[..., None, None] < 2.0**100)
 
     def rows(of: Array) -> tuple[Lse, Array, Array]:
         """Return the loops' inputs with all rows empty but `of` [B, K, G, T]."""

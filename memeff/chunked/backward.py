@@ -23,7 +23,7 @@ from jax import Array, lax
 from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
-from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
+from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
 from memeff.chunked.loop import Fold, run_by_blocks, visit_tiles
 from memeff.chunked.schedule import has_elementwise_mask
 from memeff.chunked.slicing import add_logit_params
@@ -155,7 +155,19 @@ def _backward_with_bias(
         of_token = lax.collapse(of.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
         return only, jnp.where(of, delta, 0), jnp.where(of_token, dout, 0)
 
-    fused = _fused_loop_with_bias(problem, schedule, operands, *rows(finite))
+    scales = None
+    if operands.query.dtype == jnp.bfloat16:
+        _, row_delta, row_dout = rows(finite)
+        keys = abs(zero_nonfinite(operands.value, True)).max(-1).astype(delta.dtype)  # b s k
+        least = jnp.where(keys == 0, jnp.inf, keys).min(1)
+        values = v[..., None, None], least[..., None, None]
+        kept = 1 if problem.dropout is None else 1 - problem.dropout.rate
+        ds_by_p = jnp.where(finite, size / kept * values[0], 0) + abs(row_delta)
+        scales = fp16_scales(operands, RowBounds(values, ds_by_p), row_dout)
+        in_range = scales.in_range[..., None, None]  # b k 1 1
+        finite &= in_range
+        scales = scales._replace(dout=jnp.where(in_range[..., None], scales.dout, 0))
+    fused = _fused_loop_with_bias(problem, schedule, operands, *rows(finite), scales)
     general = _general_loop(problem, schedule, operands, *rows(~finite))
 
     def visit(gradients: Gradients) -> Gradients:
@@ -267,7 +279,13 @@ def _general_loop(
 
 
 def _fused_loop_with_bias(
-    problem: Problem, schedule: Schedule, operands: Operands, lse: Lse, delta: Array, dout: Array
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    lse: Lse,
+    delta: Array,
+    dout: Array,
+    scales: Fp16Scales | None = None,
 ) -> Fold:
     """Return a function that adds the gradients of linear logits with a bias to those given.
 
@@ -288,23 +306,27 @@ def _fused_loop_with_bias(
     def probabilities_ahead(tile):  # (5)
         _, s, _ = tile_logits(problem, tile)
         p = probabilities(s, Lse(*tile.row_scalars), None)
-        p = positive_where_visible(p, tile.keep).astype(query.dtype)
+        p = positive_where_visible(p, tile.keep)
+        p = p.astype(query.dtype) if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
         return lax.optimization_barrier(p)  # else a single tile keeps q k' until dout v' is there
 
     def step(gradients, tile):
         q, k, v = tile.operands[:3]
         p = tile.prefetched  # b k g t c
-        (delta,) = tile.row_scalars  # b k g t
-        (do,) = tile.row_vectors  # b k g t d
-        dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
+        delta, *factors = tile.row_scalars  # b k g t
+        scale, unscale = (x[..., None] for x in factors) if factors else (1, 1)
+        dp = dot("bkgtd,bkcd->bkgtc", tile.row_vectors[0], v, problem, dtype)
         dp = apply_dropout(problem, tile.kept, dp)
-        factors = dtype if single else p.dtype  # in an epilogue, 16 bits are fused only with 16
-        ds = p.astype(factors) * (dp - delta[..., None]).astype(factors)  # (6)
-        ds = ds.astype(q.dtype)
+        ds_by_p = (dp - delta[..., None]) * scale  # (6)
+        narrow = dtype if single else p.dtype  # in an epilogue, 16 bits are fused only with 16
+        ds = (p.astype(narrow) * ds_by_p.astype(narrow)).astype(q.dtype) * unscale
         if single:
             ds = jnp.where(p == 0, 0, ds)
-        p = apply_dropout(problem, tile.kept, p)
-        dv = dot("bkgtd,bkgtc->bkdc", do, p, problem, dtype, gradients.value)
+        if tile.kept is not None:
+            tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
+        dv = _fused_dv(problem, tile, scales, gradients.value)
+        if problem.dropout is not None:
+            dv = dv / (1 - problem.dropout.rate)
         dq = factor * dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7)
         dk = factor * dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
 
@@ -315,9 +337,13 @@ def _fused_loop_with_bias(
         (d_params,) = transpose_logits(ds.astype(dtype))
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
+    rows = (delta,)
+    if scales is not None:
+        unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
+        rows = (delta, scales.row, unscale, scales.dout)
     ahead = (tuple(lse), probabilities_ahead)
     return visit_tiles(
-        problem, schedule, operands, (delta,), step, (dout,), prefetch=ahead, mask_ahead=False
+        problem, schedule, operands, rows, step, (dout,), prefetch=ahead, mask_ahead=False
     )
 
 

@@ -314,6 +314,7 @@ def test_calls_that_fixed_max_serves():
     kv_ids = jnp.zeros((B, S), jnp.int32)
     each = jnp.full((B,), 5, jnp.int32)
     for served in (
+        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
         plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
         plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
         plain._replace(mask=jnp.ones((1, 1, 1, S), bool)),
@@ -322,7 +323,6 @@ def test_calls_that_fixed_max_serves():
         assert eligible.fixed_max_applies(p, ON_GPU, served)
         assert not eligible.fixed_max_applies(p, FIXED, served)
     for refused in (
-        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
         plain._replace(q_lengths=each),
         plain._replace(kv_lengths=each),
         plain._replace(q_offset=each),
@@ -345,6 +345,20 @@ def pair_mask(share: float = 0.6) -> np.ndarray:
     mask[:, :, 3:6] = False
     mask[..., 41] = False
     return mask
+
+
+def bias_of(*shape: int, hides: bool = False, far: bool = False) -> LogitParams:
+    """Return params with a bias of that shape.
+
+    `hides`: it hides what `pair_mask` hides. `far`: the largest logit of rows from 20 to 29 lies
+    150 nats above what `sampled_max` sees of them.
+    """
+    bias = 3 * np.random.default_rng(9).standard_normal(shape)
+    if far:
+        bias[:, :, 20:30, 7] = 150
+    if hides:
+        bias = np.where(pair_mask(), bias, -np.inf)
+    return LogitParams(bias=bias.astype(np.float32))
 
 
 SEGMENTS = np.repeat([0, 1, 2], [T // 3, T // 3, T - 2 * (T // 3)])[None].repeat(B, 0)
@@ -370,27 +384,49 @@ FEATURES = {
             logit_params=LogitParams(scale=np.float32(0.3)),
         ),
     ),
+    "bias": ({}, dict(logit_params=bias_of(B, 1, T, S, hides=True))),
+    "bias, one tile": ({}, dict(logit_params=bias_of(B, 1, T, S, hides=True))),
+    "bias of heads": ({}, dict(logit_params=bias_of(1, K * G, T, S, far=True))),
+    "bias of keys": (dict(soft_cap=2.0), dict(logit_params=bias_of(1, 1, 1, S))),
+    "bias of queries": (dict(left=3, right=3), dict(logit_params=bias_of(1, K * G, T, 1))),
+    "bias and all": (
+        dict(dropout=DROPS, right=0, q_offset=S - T),
+        dict(
+            mask=pair_mask(),
+            dropout_key=DROPOUT_KEY,
+            q_segments=SEGMENTS,
+            kv_segments=KEY_SEGMENTS,
+            logit_params=bias_of(B, K * G, T, S),
+        ),
+    ),
 }
 
 
-EMPTY_ROWS = {"mask": 4, "segments": T - 1, "all": 4}  # one that sees no key
+# one that sees no key
+EMPTY_ROWS = {name: 4 for name in ("mask", "all", "bias", "bias, one tile", "bias and all")}
+EMPTY_ROWS |= {"segments": T - 1}
+ONE_TILE = dataclasses.replace(ON_GPU, fixed_max_chunk_size=(T, S), gpu_fused_chunk_size=(T, S))
+# tiles that cover the arrays without an overlap, so that the bias' gradient is only written
+EVEN = dataclasses.replace(ON_GPU, fixed_max_chunk_size=(15, 18), gpu_fused_chunk_size=(15, 18))
+FAST_FEATURES = ("mask", "all", "bias", "bias, one tile", "bias of heads")
+SCHEDULES = {"bias, one tile": ONE_TILE, "bias of heads": EVEN}
 
 
 def train(p: Problem, schedule: Schedule):
-    """Return a compiled function from (operands, dout, dlse) to the RESULTS and d_scale."""
+    """Return a compiled function from (operands, dout, dlse) to the RESULTS, d_scale and d_bias."""
 
     def run(operands, dout, dlse):
         inference, _ = chunked.forward(p, schedule, operands, None)
         out, lse = chunked.forward(p, schedule, operands, "gradient")
         grads = chunked.backward(p, schedule, operands, out, lse, dout, dlse)
-        d_scale = grads.logit_params.scale
-        d_scale = jnp.zeros(()) if d_scale is None else d_scale
-        return (inference, out, lse.high, *grads[:3], d_scale)
+        params = grads.logit_params.scale, grads.logit_params.bias
+        params = [jnp.zeros(()) if x is None else x for x in params]
+        return (inference, out, lse.high, *grads[:3], *params)
 
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("feature", few(FEATURES, ("mask", "all")))
+@pytest.mark.parametrize("feature", few(FEATURES, FAST_FEATURES))
 def test_gpu_form_is_as_the_online_form(feature):
     """Out, lse and gradients, where the bound holds and where it fails, in float32 and bfloat16.
 
@@ -402,13 +438,13 @@ def test_gpu_form_is_as_the_online_form(feature):
     rng = np.random.default_rng(6)
     dout = rng.standard_normal((B, K, G, T, D)).astype(np.float32)
     dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
-    fused, online = train(p, ON_GPU), train(p, ONLINE)
+    fused, online = train(p, SCHEDULES.get(feature, ON_GPU)), train(p, ONLINE)
 
     def operands_of(name: str, dtype=jnp.float32) -> Operands:
         return Operands(*draw(name, dtype))._replace(**jax.tree.map(jnp.asarray, arrays))
 
     assert eligible.fixed_max_applies(p, ON_GPU, operands_of("ordinary"))
-    names = (*RESULTS, "d_scale")
+    names = (*RESULTS, "d_scale", "d_bias")
     draws = [(name, jnp.float32, 4e-6) for name in ("ordinary", *FAR[:2])]
     draws += [(name, jnp.bfloat16, 2**-6) for name in ("ordinary", FAR[0])]
     for name, dtype, error in draws:
@@ -441,10 +477,26 @@ def test_gpu_form_is_as_the_online_form(feature):
             found = fused(dirty_operands, dout, dlse)
             expected = online(dirty_operands, dout, dlse)
             for what, x, y, before in zip(names, found, expected, clean, strict=True):
-                if key == 41 and "mask" in arrays:
+                if key == 41 and EMPTY_ROWS.get(feature) == 4:  # hidden from all
                     np.testing.assert_array_equal(x, before, err_msg=what)
                 elif what != "dv":  # p of a row whose lse is NaN is NaN for all keys
                     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y), err_msg=what)
+
+
+def test_rows_far_above_their_sample_are_redone():
+    """No other rows are, nor those that see no key, or none of the sample."""
+    q, k, v = draw("ordinary", jnp.float32)
+
+    def valid(params: LogitParams, **window) -> np.ndarray:
+        operands = Operands(q, k, v, jax.tree.map(jnp.asarray, params))
+        p = Problem(scale=0.2, **window)
+        return np.asarray(fixed_max.fixed_max_forward(p, ON_GPU, operands, "gradient")[1])
+
+    found = valid(bias_of(1, 1, T, S, far=True))
+    assert not found[:, :, :, 20:30].any()
+    assert found[:, :, :, :20].all() and found[:, :, :, 30:].all()
+    assert valid(bias_of(B, 1, T, S, hides=True)).all()
+    assert valid(bias_of(1, 1, T, S), left=0, right=0).all()  # odd keys are not in the sample
 
 
 # ---- one check for a batch and for all devices
@@ -478,3 +530,47 @@ def test_sharded_check_is_one_boolean(monkeypatch, mapped):
     collective = r"= (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     expected = set() if mapped else {("pred[]", "all-reduce")}
     assert set(re.findall(collective, text)) == expected
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map", "jit"])
+def test_a_bias_mapped_and_sharded(monkeypatch, how):
+    """The gradients with a bias, in the form for GPUs, are those of a CPU under each of these."""
+    spec = PartitionSpec("x", None, "y", None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((4, 128, 4, 16)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((1, 4, 128, 128)), jnp.float32)
+
+    def run():
+        call = functools.partial(dot_product_attention, chunk_size=64)
+        if how == "shard_map":
+            specs = (spec, spec, spec, PartitionSpec(None, "y"))
+            call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
+        elif how == "vmap":
+            call = jax.vmap(lambda q, k, v, bias: call_one(q[None], k[None], v[None], bias)[0])
+            call_one = functools.partial(dot_product_attention, chunk_size=64)
+            return gradients(call, x, jnp.concatenate([bias] * 4)[:, None])
+        return gradients(call, x, bias)
+
+    def gradients(call, x, bias):
+        def loss(q, k, v, bias):
+            return (call(q, k, v, bias) * jnp.cos(x)).sum()
+
+        y = x
+        if how != "vmap":
+            y = jax.device_put(x, NamedSharding(mesh, spec))
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(y, y, y, bias)
+
+    expected = run()
+    sampled = []
+    original = fixed_max.sampled_max
+    monkeypatch.setattr(
+        fixed_max, "sampled_max", lambda *args: sampled.append(1) or original(*args)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    found = run()
+    assert sampled
+    for x_gpu, x_cpu in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x_gpu, x_cpu, rtol=0, atol=1e-5)

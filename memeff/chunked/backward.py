@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import in_blocks, uses_gpu_fusion
+from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
 from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
-from memeff.chunked.gpu_fusion import Fp16Scales, fp16_scales, row_bounds
-from memeff.chunked.loop import run_by_blocks, visit_tiles
+from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
+from memeff.chunked.loop import Fold, run_by_blocks, visit_tiles
 from memeff.chunked.schedule import has_elementwise_mask
 from memeff.chunked.slicing import add_logit_params
 from memeff.chunked.tile import (
@@ -32,6 +32,7 @@ from memeff.chunked.tile import (
     apply_dropout,
     dot,
     kept_by_dropout,
+    positive_where_visible,
     probabilities,
     tile_logits,
     transform_back,
@@ -47,6 +48,7 @@ from memeff.problem import (
     accumulator_dtype,
     split_axis,
 )
+from memeff.sharding import may_be_sharded, vary_like
 from memeff.slicing import add_slice, slice_dims
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, row_dots
 
@@ -91,8 +93,9 @@ def logit_param_gradients(
     dlse: Array | None,
 ) -> LogitParams:
     """Return the gradients of `logit_params` alone: two products a tile instead of five."""
-    rows = _loop_inputs(operands, out, lse, dout, dlse)
-    return _general_loop(problem, schedule, operands, *rows, only_terms=True)()
+    lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
+    visit = _general_loop(problem, schedule, operands, lse, delta, dout, only_terms=True)
+    return visit(_zeros(operands.logit_params, _zero_after(delta)))
 
 
 def _backward(
@@ -106,18 +109,99 @@ def _backward(
 ) -> Gradients:
     """Run steps (5) to (7) in the loop that suits the call."""
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
+    zero = _zero_after(delta)
+
+    def general() -> Gradients:
+        visit = _general_loop(problem, schedule, operands, lse, delta, dout)
+        return _sum_tiles(visit, operands, zero)
+
     if not uses_gpu_fusion(problem, schedule, operands):
-        return _general_loop(problem, schedule, operands, lse, delta, dout)()
+        return general()
     if has_elementwise_mask(problem, operands):
         delta, dout = _zero_empty_rows(lse, delta, dout)
+    if operands.logit_params.bias is not None:
+        return _backward_with_bias(problem, schedule, operands, lse, delta, dout)
     if operands.query.dtype == jnp.float32:
         return _fused_loop(problem, schedule, operands, lse, delta, dout)()
     bounds = row_bounds(problem, schedule, operands, delta, dout)
     scales = fp16_scales(operands, bounds, dout)
     in_range = all_true(scales.in_range)
     fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
-    general = _general_loop(problem, schedule, operands, lse, delta, dout)
     return lax.cond(in_range, fused, general)
+
+
+def _backward_with_bias(
+    problem: Problem, schedule: Schedule, operands: Operands, lse: Lse, delta: Array, dout: Array
+) -> Gradients:
+    """Run the fused loop for all rows whose ds is finite, then the general loop for the others.
+
+    The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
+    """
+    assert lse.low is not None
+    low = lse.low
+    zero = _zero_after(delta)
+    bias = _start_of_bias(problem, schedule, operands, zero)
+    if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
+        fused = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
+        return _sum_tiles(fused, operands, zero, bias)
+    v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
+    size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
+    size = size.transpose(0, 2, 3, 1)  # b k g t
+    finite = jnp.isfinite(delta) & jnp.isfinite(lse.high) & (size * v[..., None, None] < 2.0**100)
+
+    def rows(of: Array) -> tuple[Lse, Array, Array]:
+        """Return the loops' inputs with all rows empty but `of` [B, K, G, T]."""
+        only = Lse(jnp.where(of, lse.high, LSE_OF_EMPTY_ROW), jnp.where(of, low, 0))
+        of_token = lax.collapse(of.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
+        return only, jnp.where(of, delta, 0), jnp.where(of_token, dout, 0)
+
+    scales = None
+    if operands.query.dtype == jnp.bfloat16:
+        _, row_delta, row_dout = rows(finite)
+        keys = abs(zero_nonfinite(operands.value, True)).max(-1).astype(delta.dtype)  # b s k
+        least = jnp.where(keys == 0, jnp.inf, keys).min(1)
+        values = v[..., None, None], least[..., None, None]
+        kept = 1 if problem.dropout is None else 1 - problem.dropout.rate
+        ds_by_p = jnp.where(finite, size / kept * values[0], 0) + abs(row_delta)
+        scales = fp16_scales(operands, RowBounds(values, ds_by_p), row_dout)
+        in_range = scales.in_range[..., None, None]  # b k 1 1
+        finite &= in_range
+        scales = scales._replace(dout=jnp.where(in_range[..., None], scales.dout, 0))
+    fused = _fused_loop_with_bias(problem, schedule, operands, *rows(finite), scales)
+    general = _general_loop(problem, schedule, operands, *rows(~finite))
+
+    def visit(gradients: Gradients) -> Gradients:
+        start = all_true(finite), fused(gradients)
+        # runs once or never
+        _, gradients = lax.while_loop(
+            lambda state: ~state[0], lambda state: (state[0] | True, general(state[1])), start
+        )
+        return gradients
+
+    return _sum_tiles(visit, operands, zero, bias)
+
+
+def _writes_bias(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+    """Return whether every entry of the bias gets its gradient from exactly one tile."""
+    bias = operands.logit_params.bias
+    assert bias is not None and schedule.gpu_fused_chunk_size is not None
+    T, S = operands.shape.T, operands.shape.S
+    t, c = schedule.gpu_fused_chunk_size
+    all_tiles = not problem.has_window and problem.blocks is None
+    return all_tiles and bias.shape[2:] == (T, S) and T % t == 0 and S % c == 0
+
+
+def _start_of_bias(
+    problem: Problem, schedule: Schedule, operands: Operands, zero: Array
+) -> Array | None:
+    """Return what the gradient of the bias begins with; None for zeros in the dtype of `zero`."""
+    bias = operands.logit_params.bias
+    assert bias is not None
+    if schedule.head_block or bias.shape[2:] != (operands.shape.T, operands.shape.S):
+        return None  # several tiles add to an entry
+    if _writes_bias(problem, schedule, operands) and not may_be_sharded():
+        return vary_like(lax.empty(bias.shape, bias.dtype), zero)
+    return _zeros(bias, zero).astype(bias.dtype)
 
 
 def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
@@ -154,14 +238,13 @@ def _general_loop(
     delta: Array,
     dout: Array,
     only_terms: bool = False,
-) -> Callable[[], Any]:
-    """Return a function that computes the gradients of any call, step by step.
+) -> Fold:
+    """Return a function that adds the gradients of any call to those given, step by step.
 
-    With `only_terms` it computes those of the logit params, a `LogitParams` instead of `Gradients`.
+    With `only_terms` these are of the logit params, a `LogitParams` instead of `Gradients`.
     """
     assert lse.low is not None
     dtype = delta.dtype
-    zero = _zero_after(delta)
 
     def step(gradients, tile) -> Any:
         v = tile.operands.value
@@ -192,10 +275,89 @@ def _general_loop(
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
 
-    visit = visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
-    if only_terms:
-        return lambda: visit(_zeros(operands.logit_params, zero))
-    return functools.partial(_sum_tiles, visit, operands, zero)
+    return visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
+
+
+def _fused_loop_with_bias(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    lse: Lse,
+    delta: Array,
+    dout: Array,
+    scales: Fp16Scales | None = None,
+) -> Fold:
+    """Return a function that adds the gradients of linear logits with a bias to those given.
+
+    XLA:GPU adds no bias in the epilogue of a product. So q k' is stored, p is computed one step
+    ahead, and ds in the epilogue of dout v'. ds is the gradient of the bias as well.
+
+    A single tile fuses nothing there, and hides pairs by a mask.
+    """
+    single = one_tile_with_bias(schedule, operands)
+    write_bias = _writes_bias(problem, schedule, operands)
+    assert schedule.gpu_fused_chunk_size is not None
+    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
+    dtype = delta.dtype
+    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
+    operands = operands._replace(query=query, key=key, value=value)
+    factor = _derivative_of_linear_logits(problem, operands, dtype)
+
+    def probabilities_ahead(tile):  # (5)
+        _, s, _ = tile_logits(problem, tile)
+        p = probabilities(s, Lse(*tile.row_scalars), None)
+        p = positive_where_visible(p, tile.keep)
+        p = p.astype(query.dtype) if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
+        return lax.optimization_barrier(p)  # else a single tile keeps q k' until dout v' is there
+
+    def step(gradients, tile):
+        q, k, v = tile.operands[:3]
+        p = tile.prefetched  # b k g t c
+        delta, *factors = tile.row_scalars  # b k g t
+        scale, unscale = (x[..., None] for x in factors) if factors else (1, 1)
+        dp = dot("bkgtd,bkcd->bkgtc", tile.row_vectors[0], v, problem, dtype)
+        dp = apply_dropout(problem, tile.kept, dp)
+        ds_by_p = (dp - delta[..., None]) * scale  # (6)
+        narrow = dtype if single else p.dtype  # in an epilogue, 16 bits are fused only with 16
+        ds = (p.astype(narrow) * ds_by_p.astype(narrow)).astype(q.dtype) * unscale
+        if single:
+            ds = jnp.where(p == 0, 0, ds)
+        if tile.kept is not None:
+            tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
+        dv = _fused_dv(problem, tile, scales, gradients.value)
+        if problem.dropout is not None:
+            dv = dv / (1 - problem.dropout.rate)
+        dq = factor * dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7)
+        dk = factor * dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
+
+        def logits(terms):
+            return logits_from_dots(problem, jnp.zeros_like(dp), terms, None)
+
+        _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
+        (d_params,) = transpose_logits(ds.astype(dtype))
+        return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
+
+    rows = (delta,)
+    if scales is not None:
+        unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
+        rows = (delta, scales.row, unscale, scales.dout)
+    ahead = (tuple(lse), probabilities_ahead)
+    return visit_tiles(
+        problem, schedule, operands, rows, step, (dout,), prefetch=ahead, mask_ahead=False
+    )
+
+
+def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) -> Array:
+    """Return the derivative of linear logits by raw, a scalar that all pairs share."""
+    scale = operands.logit_params.scale
+
+    def linear_logits(raw):
+        return logits_from_dots(problem, raw, LogitParams(scale=scale), None)
+
+    # at raw = 0 because the derivative of linear logits is the same everywhere
+    _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
+    (factor,) = transpose_logits(jnp.ones((), dtype))
+    return factor
 
 
 def _fused_loop(
@@ -230,9 +392,6 @@ def _fused_loop(
         p = probabilities(s, Lse(*tile.row_scalars), tile.keep)
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
-    def linear_logits(raw):
-        return logits_from_dots(problem, raw, LogitParams(scale=params.scale), None)
-
     def step(gradients, tile):
         q, k, v = tile.operands[:3]
         p = tile.prefetched  # b k g t c
@@ -264,9 +423,7 @@ def _fused_loop(
 
     def run() -> Gradients:
         gradients = _sum_tiles(visit, operands, zero)
-        # at raw = 0 because the derivative of linear logits is the same everywhere
-        _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
-        (factor,) = transpose_logits(jnp.ones((), dtype))
+        factor = _derivative_of_linear_logits(problem, operands, dtype)
         if params.scale is not None:
             products = operands.query.astype(dtype) * gradients.query
             d_scale = jnp.where(gradients.query == 0, 0, products).sum()  # 0 * NaN is NaN
@@ -295,9 +452,17 @@ def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Arr
     return dv / (column * Fp16Scales.P)[..., None]
 
 
-def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> Gradients:
-    """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`."""
-    terms = _zeros(operands.logit_params, zero)
+def _sum_tiles(
+    visit: Fold, operands: Operands, zero: Array, bias: Array | None = None
+) -> Gradients:
+    """Visit all tiles, beginning with gradients of 0, and restore the layout of `operands`.
+
+    Given `bias`, the gradient of the bias begins with it.
+    """
+    terms = _zeros(operands.logit_params._replace(bias=None), zero)
+    if bias is None:
+        bias = _zeros(operands.logit_params.bias, zero)
+    terms = terms._replace(bias=bias)
     query = split_axis(operands.query, 2, operands.shape.K)
     zeros = Gradients(
         _zeros(query.transpose(0, 2, 3, 1, 4), zero),  # b k g t h
@@ -314,13 +479,15 @@ def _sum_tiles(visit: Callable[[Any], Any], operands: Operands, zero: Array) -> 
     )
 
 
-def _add_tile(gradients: Gradients, parts: Gradients, tile: Tile) -> Gradients:
+def _add_tile(
+    gradients: Gradients, parts: Gradients, tile: Tile, write_bias: bool = False
+) -> Gradients:
     """Add dq [b, k, g, t, h], dk [b, k, h, c], dv [b, k, d, c] and logit params of one tile."""
     return Gradients(
         add_slice(gradients.query, parts.query, (*tile.head_start, 0, tile.row_start, 0)),
         add_slice(gradients.key, parts.key, (*tile.head_start, 0, tile.col_start)),
         add_slice(gradients.value, parts.value, (*tile.head_start, 0, tile.col_start)),
-        add_logit_params(gradients.logit_params, parts.logit_params, tile),
+        add_logit_params(gradients.logit_params, parts.logit_params, tile, write_bias),
     )
 
 

@@ -23,12 +23,12 @@ def fixed_max_applies(problem: Problem, schedule: Schedule, operands: Operands) 
 def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     """Return whether the logits of each row can be bounded before they are computed.
 
-    This takes logits without the user's functions and without a bias, and a dtype with 8 bits of
-    exponent. Either every row has a key, or arrays hide pairs, which `largest_seen` reads. (With a
-    bias it takes up to 1.5 times the memory, and small calls are slower: docs/kernels-log.md.)
+    This takes logits without the user's functions, and a dtype with 8 bits of exponent. Either
+    every row has a key, or arrays hide pairs, which `largest_seen` reads. With a bias, logits of
+    some keys take the place of a bound.
     """
     functions = problem.score_fn, problem.mask_fn, problem.qk_transform
-    if any(f is not None for f in functions) or operands.logit_params.bias is not None:
+    if any(f is not None for f in functions):
         return False
     if has_array_bounds(problem, operands):
         return False
@@ -47,10 +47,23 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     return bool(np.all(start < end))
 
 
+def one_tile_with_bias(schedule: Schedule, operands: Operands) -> bool:
+    """Return whether a call with a bias is one tile of the forward with a precomputed maximum.
+
+    Its true maximum is found faster than a sample, a check and the rows to be redone.
+    """
+    size = schedule.fixed_max_chunk_size
+    same = size == schedule.gpu_fused_chunk_size == (operands.shape.T, operands.shape.S)
+    return same and operands.logit_params.bias is not None
+
+
 def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return whether the gradient is fused into its products: on GPUs, with linear logits."""
     fused = schedule.gpu_fused_chunk_size is not None
-    linear = logits_linear(problem) and operands.logit_params.soft_cap is None
+    params = operands.logit_params
+    linear = logits_linear(problem) and params.soft_cap is None
+    if params.bias is not None and params.scale is not None:
+        return False
     return fused and linear and fixed_max_applies(problem, schedule, operands)
 
 

@@ -1,19 +1,38 @@
 """Run the forward with a precomputed bound on each row's maximum, and find where it fails."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from memeff.chunked.floats import round_to, split_exponent
+from memeff.chunked.floats import all_true, round_to, split_exponent
 from memeff.chunked.loop import visit_tiles
 from memeff.chunked.row_sums import RowSums, add_rows, empty_rows, slice_rows, write_rows
 from memeff.chunked.schedule import has_elementwise_mask
-from memeff.chunked.tile import dot, kept_by_dropout, tile_logits, zero_nonfinite
-from memeff.masking import key_range
-from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, split_axis
+from memeff.chunked.tile import (
+    dot,
+    kept_by_dropout,
+    positive_where_visible,
+    tile_logits,
+    zero_nonfinite,
+)
+from memeff.logits import logits_from_dots
+from memeff.masking import key_range, mask_tile
+from memeff.problem import (
+    Operands,
+    Problem,
+    Schedule,
+    accumulator_dtype,
+    map_operands,
+    split_axis,
+    split_heads,
+)
 from memeff.softmax import Lse, LseFor
+
+SAMPLES = 64  # keys
+UNSEEN_MAX = -60.0  # nats, so that logits from -60 to 25 need no second attempt
 
 
 def fixed_max_forward(
@@ -30,11 +49,17 @@ def fixed_max_forward(
     """
     assert schedule.fixed_max_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.fixed_max_chunk_size)
-    v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
-    v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
-    k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
-    sees_nothing = k_norm == -jnp.inf
-    m = max_bound(problem, operands, k_norm)
+    from_sample = operands.logit_params.bias is not None
+    if from_sample:
+        m = sampled_max(problem, operands)
+        unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
+        check = functools.partial(_sampled_rows_in_range, unseen)
+    else:
+        v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
+        v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
+        k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
+        m = max_bound(problem, operands, k_norm)
+        check = functools.partial(_bounded_rows_in_range, operands, k_norm, v)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
     on_gpu = schedule.gpu_fused_chunk_size is not None
@@ -50,8 +75,10 @@ def fixed_max_forward(
     o, l = empty_rows(operands)
 
     def step(sums, tile):
-        _, s, _ = tile_logits(problem, tile, materialize_raw=not rounded)
+        _, s, _ = tile_logits(problem, tile, materialize_raw=from_sample or not rounded)
         p = jnp.exp(s - tile.row_scalars[0][..., None])
+        if from_sample:
+            p = positive_where_visible(p, tile.keep)
         if rounded:  # in the product's epilogue: 6 bytes a logit instead of 12
             p = p.astype(dtype)
             weights = p
@@ -66,7 +93,11 @@ def fixed_max_forward(
             parts += (weights.sum(-1, dtype=l.dtype),)
         return add_rows(sums, parts, tile)
 
-    visit = visit_tiles(problem, schedule, operands, (m,), step, prefetch_rows=rounded, long_axis=1)
+    # A bias is read where p is computed, which takes less time than a copy of its tile.
+    ahead = rounded and not from_sample
+    visit = visit_tiles(
+        problem, schedule, operands, (m,), step, (), ahead, long_axis=None if from_sample else 1
+    )
     # o is divided by the sum of the rounded p. A row may hold a single p, and it need not be 1.
     if ones_sum_p:
         (o,) = visit((o,))
@@ -75,10 +106,65 @@ def fixed_max_forward(
         o, l, weight = visit((o, l, l))
     kept_sum = o[..., D] if drops else l
     rows = RowSums(m, l, weight, o[..., :D])
-    valid = sums_in_range(operands, rows, v, kept_sum) | sees_nothing
+    valid = check(rows, kept_sum)
     if problem.dropout is not None:
         rows = rows._replace(o=rows.o / (1 - problem.dropout.rate))
     return rows, valid
+
+
+def sampled_max(problem: Problem, operands: Operands) -> Array:
+    """Return m [B, K, G, T], the largest logit of a row at SAMPLES of the keys that it sees.
+
+    The true maximum is no smaller, so l is at least 1 but for rounding. For rows that see no key of
+    the sample, m is UNSEEN_MAX.
+    """
+    S = operands.shape.S
+    stride = -(-S // SAMPLES)
+
+    def sample(x: Array, dims: str) -> Array:
+        axis = dims.find("s")
+        if axis < 0 or x.shape[axis] != S:
+            return x
+        return lax.slice_in_dim(x, 0, S, stride, axis)
+
+    sampled = split_heads(map_operands(sample, operands), operands.shape.K)
+    rows = jnp.arange(operands.shape.T, dtype=jnp.int32)
+    cols = jnp.arange(0, S, stride, dtype=jnp.int32)
+    keep = mask_tile(problem, sampled, rows, cols)
+    raw = dot("bkgth,bkch->bkgtc", *sampled[:2], problem, accumulator_dtype(operands))
+    m = logits_from_dots(problem, raw, sampled.logit_params, keep).max(-1)
+    return jnp.where(m == -jnp.inf, UNSEEN_MAX, m)
+
+
+def _sampled_rows_in_range(only: Array, rows: RowSums, kept_sum: Array) -> Array:
+    """Return which rows of `only` [B, K, G, T] are right with m from `sampled_max`.
+
+    l is at least 1 but for rounding, and then no probability is flushed to 0 that a running maximum
+    would keep. Where p or p v overflowed, l or o is not finite. l is 0 only for rows that see no
+    key, because of `positive_where_visible`.
+    """
+    del kept_sum  # a row may stand also where dropout drops all its keys
+    finite = (rows.l < 2.0**125) & jnp.isfinite(rows.o).all(-1)
+    return only & finite & ((rows.l >= 0.5) | (rows.l == 0))
+
+
+def _bounded_rows_in_range(
+    operands: Operands, k_norm: Array, v: Array, rows: RowSums, kept_sum: Array
+) -> Array:
+    """Return the rows [B, K, G, T] that are right with m from `max_bound`."""
+    return sums_in_range(operands, rows, v, kept_sum) | (k_norm == -jnp.inf)
+
+
+def rows_seeing_nonfinite(problem: Problem, schedule: Schedule, operands: Operands) -> Array:
+    """Return the rows [B, K, G, T] that see a value that is not finite."""
+    bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
+    _, l = empty_rows(operands)
+
+    def look():
+        (worst,) = largest_seen(problem, schedule, operands, (bad.astype(l.dtype),))
+        return worst > 0
+
+    return lax.cond(all_true(~bad), lambda: l > 0, look)
 
 
 def max_bound(problem: Problem, operands: Operands, k_norm: Array) -> Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import fixed_max_applies, in_blocks
+from memeff.chunked.eligible import fixed_max_applies, in_blocks, one_tile_with_bias
 from memeff.chunked.export import has_symbolic_lengths, pad_lengths
 from memeff.chunked.few_queries import (
     few_queries_forward,
@@ -59,7 +59,11 @@ def forward(
         return divide_sums(schedule, operands, rows, log_sum_exp)
     if isinstance(operands.key, StoredKeys):
         schedule = for_loop(schedule, operands)
-    if not fixed_max_applies(problem, schedule, operands):
+    fixed_max = fixed_max_applies(problem, schedule, operands)
+    if fixed_max and one_tile_with_bias(schedule, operands):
+        schedule = dataclasses.replace(schedule, chunk_size=(operands.shape.T, operands.shape.S))
+        fixed_max = False
+    if not fixed_max:
         sums = online_forward(problem, schedule, operands)
         return divide_sums(schedule, operands, sums, log_sum_exp)
     if schedule.head_block and in_blocks(problem, schedule, operands):

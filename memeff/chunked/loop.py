@@ -90,6 +90,7 @@ def visit_tiles(
     prefetch_rows: bool = False,
     prefetch: StepAhead | None = None,
     long_axis: int | None = None,
+    mask_ahead: bool = True,
 ) -> Fold:
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
@@ -101,7 +102,8 @@ def visit_tiles(
     the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that
     a step combines with a product (`rows` B K G T, mask, dropout) in the step before. With
     `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
-    rows.
+    rows. Without `mask_ahead` the mask is none of these inputs: a step computes it.
+    Then the last tile is visited after the loop, because nothing is made ahead in its step.
     """
     B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
     if 0 in (B, T, S, K, operands.shape.G):
@@ -137,9 +139,12 @@ def visit_tiles(
             if prefetch is not None:
                 rows_ahead, make = prefetch
                 cut_ahead = cutter(rows_ahead, masked, size, starts)
-                folds.append(_fold_two_ahead(problem, cut, step, starts, cut_ahead, make))
+                side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
+                fold_two_ahead = functools.partial(_fold_two_ahead, last_apart=not mask_ahead)
+                folds.append(fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make))
             elif prefetch_rows:
-                folds.append(_fold_one_ahead(problem, cut, step, starts))
+                side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
+                folds.append(_fold_one_ahead(side_inputs, cut, step, starts))
             else:
                 folds.append(_fold_in_order(cut, step, starts))
 
@@ -189,15 +194,18 @@ class SideInputs(NamedTuple):
     kept: Array | None  # by dropout
 
 
-def _side_inputs(problem: Problem, cut: CutTile, start) -> SideInputs:
+def _side_inputs(problem: Problem, with_mask: bool, cut: CutTile, start) -> SideInputs:
     """Compute the side inputs of a tile."""
     tile = cut(*start)
-    return SideInputs(tile.row_scalars, tile.keep, kept_by_dropout(problem, tile))
+    keep = tile.keep if with_mask else None
+    return SideInputs(tile.row_scalars, keep, kept_by_dropout(problem, tile))
 
 
 def _cut_with(cut: CutTile, start, inputs: SideInputs) -> Tile:
     """Cut a tile whose side inputs are known from an earlier step."""
-    return cut(*start)._replace(row_scalars=inputs.rows, keep=inputs.keep, kept=inputs.kept)
+    tile = cut(*start)
+    keep = tile.keep if inputs.keep is None else inputs.keep
+    return tile._replace(row_scalars=inputs.rows, keep=keep, kept=inputs.kept)
 
 
 def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
@@ -206,16 +214,18 @@ def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
     return starts[np.minimum(np.arange(n) + steps, n - 1)]
 
 
-def _fold_one_ahead(problem: Problem, cut: CutTile, step, starts: np.ndarray) -> Fold:
+def _fold_one_ahead(
+    side_inputs: Callable[..., SideInputs], cut: CutTile, step, starts: np.ndarray
+) -> Fold:
     """Return a fold that computes the side inputs of a tile in the step before."""
 
     def body(state, start):
         carry, prepared = state
         this, following = start
         carry = step(carry, _cut_with(cut, this, prepared))
-        return (carry, _side_inputs(problem, cut, following)), None
+        return (carry, side_inputs(cut, following)), None
 
-    prepared = _side_inputs(problem, cut, starts[0])
+    prepared = side_inputs(cut, starts[0])
 
     def fold(carry):
         (carry, _), _ = lax.scan(body, (carry, prepared), (starts, _shifted(starts, 1)))
@@ -225,41 +235,45 @@ def _fold_one_ahead(problem: Problem, cut: CutTile, step, starts: np.ndarray) ->
 
 
 def _fold_two_ahead(
-    problem: Problem,
+    side_inputs: Callable[..., SideInputs],
     cut: CutTile,
     step,
     starts: np.ndarray,
     cut_ahead: CutTile,
     make: Callable[[Tile], Array],
+    last_apart: bool = False,
 ) -> Fold:
     """Return a fold that also computes `make(tile)` in the step before, for `Tile.ahead`.
 
-    `make` has inputs beside a product of its own. So these are computed two steps before.
+    `make` has inputs beside a product of its own. So these are computed two steps before. With
+    `last_apart` the last tile is no step of the loop, which would make the last tile again.
     """
 
     def body(state, start):
         carry, prepared, prepared_ahead, made = state
         this, following, after = start
-        tile = _cut_with(cut, this, prepared)
-        carry = step(carry, tile._replace(prefetched=made))
+        carry = step(carry, _cut_with(cut, this, prepared)._replace(prefetched=made))
         tile = _cut_with(cut_ahead, following, prepared_ahead)
         # Only now, so that the new result takes the memory of the old one.
         carry, key = lax.optimization_barrier((carry, tile.operands.key))
         made = make(tile._replace(operands=tile.operands._replace(key=key)))
-        prepared = _side_inputs(problem, cut, following)
-        prepared_ahead = _side_inputs(problem, cut_ahead, after)
+        prepared = side_inputs(cut, following)
+        prepared_ahead = side_inputs(cut_ahead, after)
         return (carry, prepared, prepared_ahead, made), None
 
     later = _shifted(starts, 1)
-    first_ahead = _side_inputs(problem, cut_ahead, starts[0])
+    first_ahead = side_inputs(cut_ahead, starts[0])
     first_tile = _cut_with(cut_ahead, starts[0], first_ahead)
-    prepared = _side_inputs(problem, cut, starts[0])
-    prepared_ahead = _side_inputs(problem, cut_ahead, later[0])
+    prepared = side_inputs(cut, starts[0])
+    prepared_ahead = side_inputs(cut_ahead, later[0])
 
     def fold(carry):
         state = carry, prepared, prepared_ahead, make(first_tile)
-        (carry, *_), _ = lax.scan(body, state, (starts, later, _shifted(starts, 2)))
-        return carry
+        tiles = starts, later, _shifted(starts, 2)
+        if not last_apart:
+            return lax.scan(body, state, tiles)[0][0]
+        (carry, side, _, made), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
+        return step(carry, _cut_with(cut, starts[-1], side)._replace(prefetched=made))
 
     return fold
 

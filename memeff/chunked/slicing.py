@@ -10,7 +10,7 @@ from memeff.autodiff.tile_sum import positions
 from memeff.chunked.tile import Tile
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import LogitParams, Operands, Problem, map_operands, split_axis, split_heads
-from memeff.slicing import add_slice, slice_dims, slice_letters
+from memeff.slicing import add_slice, slice_dims, slice_letters, write_slice
 from memeff.stored import StoredKeys
 
 
@@ -85,8 +85,13 @@ def cut_tile(
     )
 
 
-def add_logit_params(total: LogitParams, part: LogitParams, tile: Tile) -> LogitParams:
-    """Add the cotangents of a tile's parameters to their totals; None where either is None."""
+def add_logit_params(
+    total: LogitParams, part: LogitParams, tile: Tile, write_bias: bool = False
+) -> LogitParams:
+    """Add the cotangents of a tile's parameters to their totals; None where either is None.
+
+    `write_bias`: write that of the bias over the total, which holds nothing yet.
+    """
 
     def add(x: Array, y: Array) -> Array:
         return x + y.astype(x.dtype)
@@ -99,7 +104,11 @@ def add_logit_params(total: LogitParams, part: LogitParams, tile: Tile) -> Logit
         batch, head = tile.head_start
         B, K, G, t, c = part.bias.shape
         start = (batch, head * G, tile.row_start, tile.col_start)
-        bias = add_slice(total.bias, part.bias.reshape(B, K * G, t, c), start)
+        cotangent = part.bias.reshape(B, K * G, t, c)
+        if write_bias:
+            bias = write_slice(total.bias, cotangent.astype(total.bias.dtype), start)
+        else:
+            bias = add_slice(total.bias, cotangent, start)
     return LogitParams(
         scale=add_optional(total.scale, part.scale),
         soft_cap=add_optional(total.soft_cap, part.soft_cap),

@@ -90,6 +90,18 @@ def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
     return jnp.exp(shifted)
 
 
+LEAST_P = 2.0**-126
+
+
+def positive_where_visible(p: Array, keep: Array | None) -> Array:
+    """Return p, B K G t c, with 0 for hidden pairs and at least LEAST_P for visible ones.
+
+    So later code knows from p alone which pairs are hidden.
+    """
+    p = jnp.maximum(p, LEAST_P)
+    return p if keep is None else jnp.where(keep, p, 0)
+
+
 def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
     """Return the row maximum of s, B K G t.
 

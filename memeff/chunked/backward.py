@@ -187,7 +187,7 @@ def _writes_bias(problem: Problem, schedule: Schedule, operands: Operands) -> bo
     assert bias is not None and schedule.gpu_fused_chunk_size is not None
     T, S = operands.shape.T, operands.shape.S
     t, c = schedule.gpu_fused_chunk_size
-    all_tiles = not problem.has_window and problem.blocks is None
+    all_tiles = not problem.has_window and problem.blocks is None and schedule.head_block is None
     return all_tiles and bias.shape[2:] == (T, S) and T % t == 0 and S % c == 0
 
 

@@ -311,13 +311,9 @@ def _fused_loop_with_bias(
         return lax.optimization_barrier(p)  # else a single tile keeps q k' until dout v' is there
 
     def step(gradients, tile):
-        q, k, v = tile.operands[:3]
+        q, k = tile.operands[:2]
         p = tile.prefetched  # b k g t c
-        delta, *factors = tile.row_scalars  # b k g t
-        scale, unscale = (x[..., None] for x in factors) if factors else (1, 1)
-        dp = dot("bkgtd,bkcd->bkgtc", tile.row_vectors[0], v, problem, dtype)
-        dp = apply_dropout(problem, tile.kept, dp)
-        ds_by_p = (dp - delta[..., None]) * scale  # (6)
+        ds_by_p, unscale = _fused_ds_by_p(problem, tile, dtype)
         narrow = dtype if single else p.dtype  # in an epilogue, 16 bits are fused only with 16
         ds = (p.astype(narrow) * ds_by_p.astype(narrow)).astype(q.dtype) * unscale
         if single:
@@ -331,16 +327,13 @@ def _fused_loop_with_bias(
         dk = factor * dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
 
         def logits(terms):
-            return logits_from_dots(problem, jnp.zeros_like(dp), terms, None)
+            return logits_from_dots(problem, jnp.zeros_like(ds_by_p), terms, None)
 
         _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
         (d_params,) = transpose_logits(ds.astype(dtype))
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
-    rows = (delta,)
-    if scales is not None:
-        unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
-        rows = (delta, scales.row, unscale, scales.dout)
+    rows = _fused_rows(delta, scales, query.dtype)
     ahead = (tuple(lse), probabilities_ahead)
     return visit_tiles(
         problem, schedule, operands, rows, step, (dout,), prefetch=ahead, mask_ahead=False
@@ -380,10 +373,7 @@ def _fused_loop(
     # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
-    rows = (delta,)
-    if scales is not None:
-        unscale = (1 / (scales.row * Fp16Scales.P)).astype(query.dtype)
-        rows = (delta, scales.row, unscale, scales.dout)
+    rows = _fused_rows(delta, scales, query.dtype)
     zero = _zero_after(delta)
     params = operands.logit_params
 
@@ -393,18 +383,9 @@ def _fused_loop(
         return p if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
 
     def step(gradients, tile):
-        q, k, v = tile.operands[:3]
+        q, k = tile.operands[:2]
         p = tile.prefetched  # b k g t c
-        do = tile.row_vectors[0]  # b k g t d
-        dp = dot("bkgtd,bkcd->bkgtc", do, v, problem, dtype)
-        dp = apply_dropout(problem, tile.kept, dp)
-        if scales is None:
-            (delta,) = tile.row_scalars  # b k g t
-            scale, unscale = 1, 1
-        else:
-            delta, *factors = tile.row_scalars
-            scale, unscale = (x[..., None] for x in factors)
-        ds_by_p = (dp - delta[..., None]) * scale  # (6)
+        ds_by_p, unscale = _fused_ds_by_p(problem, tile, dtype)
         ds = (p * ds_by_p.astype(p.dtype)).astype(q.dtype) * unscale
         if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
             ds = jnp.where(tile.keep, ds, 0)
@@ -434,6 +415,23 @@ def _fused_loop(
         return gradients._replace(query=gradients.query * factor, key=gradients.key * factor)
 
     return run
+
+
+def _fused_rows(delta: Array, scales: Fp16Scales | None, dtype) -> tuple[Array, ...]:
+    """Return the rows of a fused loop: delta, and what scales a row to float16 and back."""
+    if scales is None:
+        return (delta,)
+    unscale = (1 / (scales.row * Fp16Scales.P)).astype(dtype)
+    return delta, scales.row, unscale, scales.dout
+
+
+def _fused_ds_by_p(problem: Problem, tile: Tile, dtype) -> tuple[Array, Array | int]:
+    """Return ds / p [b, k, g, t, c] of step (6) in the scale of its row, and the scale back."""
+    delta, *factors = tile.row_scalars  # b k g t
+    scale, unscale = (x[..., None] for x in factors) if factors else (1, 1)
+    dp = dot("bkgtd,bkcd->bkgtc", tile.row_vectors[0], tile.operands.value, problem, dtype)
+    dp = apply_dropout(problem, tile.kept, dp)
+    return (dp - delta[..., None]) * scale, unscale
 
 
 def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Array) -> Array:

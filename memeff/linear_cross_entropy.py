@@ -29,7 +29,12 @@ from memeff.validate import check_integers, check_soft_cap, known_values
 from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
 from memeff.vocabulary.loops import choose_tile, lse_of_sums
-from memeff.vocabulary.loss import LossTerms, count_visible, token_losses
+from memeff.vocabulary.loss import (
+    LossTerms,
+    count_visible,
+    losses_that_count,
+    token_losses,
+)
 from memeff.vocabulary.objective import Objective, one_pass_is_faster
 from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums, sum_dtype
 
@@ -132,7 +137,8 @@ def linear_cross_entropy(
         the cotangent. The gradient is made as without `reduction`, in the least memory, on other
         devices, under vmap, where arrays may be sharded, and if `chunk_size`, `vocab_axis` or
         `return_lse` is present.
-      weights: [*B], float, the weight of each token; it needs `reduction`. Default: 1.
+      weights: [*B], float, the weight of each token; it needs `reduction`. A token of weight 0
+        adds nothing, also if its loss is inf. Default: 1.
       precision: of the products, as in `jax.lax.dot_general`.
 
     Returns:
@@ -202,7 +208,7 @@ def linear_cross_entropy(
     if token_weights is not None:
         token_weights = shard_like(token_weights, loss)
         factors = _normalized(options, reduction, shard_like(labels, loss), token_weights)
-        loss = jnp.sum(factors * loss)
+        loss = jnp.sum(factors * losses_that_count(factors, loss))
     return (loss, lse) if return_lse else loss
 
 

@@ -166,6 +166,19 @@ def test_a_hidden_label_has_an_infinite_loss():
         assert np.all(np.isfinite(actual[what])), what
 
 
+@pytest.mark.parametrize("static", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}], ids=str)
+def test_without_a_visible_word_the_loss_is_infinite(static):
+    x, kernel, labels, cotangents, arrays, _ = case("hidden", "float32")
+    arrays = arrays | {"bias": np.full(V, -np.inf, np.float32)}
+    actual = jax.jit(functools.partial(both_ways, ours(static)))(
+        x, kernel, labels, cotangents, arrays
+    )
+    assert np.all(actual["loss"] == np.inf)
+    assert np.all(actual["lse"] == -np.inf)
+    for what in ("x", "kernel", "bias"):
+        assert not np.any(actual[what]), what
+
+
 @pytest.mark.parametrize("wrong", [-1, V, V + 5, 2**31 - 1])
 def test_labels_out_of_range(wrong):
     """Known labels raise an error. Traced ones make the loss and the gradients NaN."""

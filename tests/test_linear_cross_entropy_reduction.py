@@ -12,6 +12,7 @@ from loss_cases import (
     CASES,
     CHUNK,
     EVERYTHING,
+    HIDDEN,
     IGNORE,
     T,
     V,
@@ -159,6 +160,39 @@ def test_the_mean_leaves_ignored_tokens_out():
     np.testing.assert_allclose(total, losses.sum(), rtol=2e-6)
     assert nothing == 0
     assert not np.any(no_gradient)
+
+
+@pytest.mark.parametrize("chunk_size", [None, CHUNK])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_an_infinite_loss_of_weight_0_adds_nothing(reduction, chunk_size):
+    x, kernel, labels, _, arrays, _ = case("hidden", "float32")
+    labels = labels.copy()
+    labels[3] = HIDDEN[1]
+    weights = np.abs(WEIGHTS).astype(f32)
+    weights[3] = 0
+    rest = np.arange(T) != 3
+
+    @jax.jit
+    def run(x, kernel, weights):
+        loss = ours({"chunk_size": chunk_size}, reduction)
+        call = functools.partial(loss, **arrays)
+        gradient = jax.value_and_grad(call, (0, 1, 3))
+        batch = jax.vmap(call, (None, None, None, 0))(x, kernel, labels, weights[None])
+        return (
+            gradient(x, kernel, labels, weights),
+            gradient(x[rest], kernel, labels[rest], weights[rest]),
+            gradient(x, kernel, labels, 0 * weights),
+            batch[0],
+        )
+
+    (value, found), (wanted, without), (nothing, of_nothing), batched = run(x, kernel, weights)
+    np.testing.assert_allclose([value, batched], wanted, rtol=2e-6)
+    assert not np.any(found[0][3])
+    for y, z in zip((found[0][rest], found[1], found[2][rest]), without, strict=True):
+        np.testing.assert_allclose(y, z, rtol=0, atol=4e-6)
+    assert nothing == 0
+    assert not np.any(of_nothing[0]) and not np.any(of_nothing[1])
+    assert np.all(np.isfinite(of_nothing[2]))
 
 
 def test_nan_in_ignored_tokens_reaches_nothing_and_wrong_labels_give_nan():

@@ -29,11 +29,17 @@ def token_losses(
         mean = sums.total / words
         target = (1 - terms.label_smoothing) * target + terms.label_smoothing * mean
     loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
+    loss = jnp.where(lse == -jnp.inf, jnp.inf, loss)  # of a token for which all words are hidden
     if terms.z_loss > 0:
         loss = loss + terms.z_loss * lse**2
     # times NaN, because the gradients must become NaN as well
     loss = jnp.where(ignored, 0, loss * jnp.where(ignored | valid, 1, jnp.nan))
     return loss, lse
+
+
+def losses_that_count(weights: Array, losses: Array) -> Array:
+    """Return the losses, with 0 instead of inf where the weight is 0, because 0 * inf is NaN."""
+    return jnp.where((weights == 0) & (losses == jnp.inf), 0, losses)
 
 
 def count_visible(bias: Array | None, words: int) -> Array | float:

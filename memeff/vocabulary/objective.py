@@ -34,7 +34,7 @@ from memeff.vocabulary.loops import (
     online_step,
     transpose_logits,
 )
-from memeff.vocabulary.loss import LossTerms, count_visible, token_losses
+from memeff.vocabulary.loss import LossTerms, count_visible, losses_that_count, token_losses
 from memeff.vocabulary.tile import (
     ABSENT,
     IGNORED,
@@ -90,7 +90,7 @@ class Objective(Function):
         return token_losses(self.terms, sums, labels == IGNORED, labels != ABSENT, words)[0]
 
     def __call__(self, inputs: Inputs, labels: Array, weights: Array) -> Array:
-        return jnp.sum(weights * self.losses(inputs, labels))
+        return jnp.sum(weights * losses_that_count(weights, self.losses(inputs, labels)))
 
     def jvp(self, primals, tangents):
         """Return the sum and its tangent, which is the product of gradient and tangents."""
@@ -98,6 +98,7 @@ class Objective(Function):
         wanted = tuple(dx is not None for dx in dinputs)
         losses, gradients = call(ValueAndGradient(self.settings, self.terms, wanted), *primals)
         weights = primals[2]
+        losses = losses_that_count(weights, losses)
         tangent = jnp.zeros((), weights.dtype)
         if any(wanted):
             tangent = call(InnerProduct(weights.dtype), gradients, dinputs)
@@ -112,7 +113,8 @@ class Objective(Function):
         call_losses: Any = self.losses
         if any(axis is not None for axis in (*input_axes, label_axis)):
             call_losses = jax.vmap(call_losses, (input_axes, label_axis), axis_size=size)
-        return jnp.sum(call_losses(inputs, labels) * weights, -1)
+        losses = losses_that_count(weights, call_losses(inputs, labels))
+        return jnp.sum(losses * weights, -1)
 
 
 @dataclasses.dataclass(frozen=True)

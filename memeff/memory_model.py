@@ -7,8 +7,9 @@ and slices of operands. XLA:CPU lends the memory of outputs that are not yet wri
 each.
 
 The tables below say how many tiles are live at the same time. They were read from the reports of
-XLA (`memory_analysis`) on some 700 compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an
-H200. tests/test_plan.py compiles calls of every kind; no estimate may be off by over a tenth.
+XLA (`memory_analysis`) on some 750 compiled calls on jax 0.10, 0.11 and 0.12, on CPUs and for an
+H200. tests/test_plan.py compiles calls of every kind on a CPU; no estimate may be off by over a
+tenth. tests/sm90a_memory.py compiles calls for an H200.
 """
 
 import math
@@ -87,6 +88,7 @@ GPU_FORWARD_KEY = 2
 GPU_FORWARD_QUERY_SLICE = 24
 GPU_FUSED_OUT = 4.25  # the same where XLA fuses the gradient into its products
 GPU_FUSED_LOGITS = 6
+GPU_FUSED_BIAS_LOGITS = 8  # bytes of a logit in a fused gradient with a bias
 GPU_FUSED_QUERY = 1.4  # elements of the query's gradient, if heads are taken in blocks
 GPU_FUSED_MARGIN = 1.05
 
@@ -412,13 +414,18 @@ def _on_gpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
         return _with_gpu_fusion(problem, schedule, operands, z)
     fit = GPU_16_BITS if operands.query.dtype.itemsize == 2 else GPU_32_BITS
     forward = GPU_FORWARD_OUT * z.o + GPU_FORWARD_KEY * z.k
-    forward += fit.forward_logits * z.logits
+    tile = fit.forward_logits * z.logits
+    if eligible.fixed_max_applies(problem, schedule, operands):
+        tile = max(tile, _fixed_max_tile(problem, schedule, operands, z, linear=False))
+    forward += tile
     forward += GPU_FORWARD_QUERY_SLICE * z.slices[0]
     if few_queries.reads_in_place(problem, schedule, operands):
         forward = GPU_FUSED_MARGIN * (z.wide + z.narrow) * z.row * operands.shape.S
     gradient = fit.query * z.q + fit.key * z.k
     gradient += fit.logits * z.logits
     gradient += fit.bias * z.bias
+    if operands.logit_params.soft_cap is not None:
+        gradient += z.wide * z.logits
     return forward, max(forward, gradient)
 
 
@@ -433,22 +440,11 @@ def _with_gpu_fusion(
     half = operands.query.dtype.itemsize == 2
     fit = GPU_16_BITS if half else GPU_32_BITS
 
-    merged = 0
-    if problem.left is None:  # the largest square of unmasked tiles
-        merged = shape.T * shape.S // 4
-        if merged <= schedule.max_merged_logits:
-            merged //= 2  # it is the only one, and is cut in two
-        merged = min(schedule.max_merged_logits, merged)
-
-    def tile_bytes(size: tuple[int, int] | None) -> int:
-        """Return the bytes of a tile of `size`, or of merged tiles, whichever are more."""
-        logits = merged if size is None else max(merged, math.prod(size))
-        return z.narrow * b * k * shape.G * logits
-
     copies = z.narrow * (z.q + z.k + z.v + z.o)
     out = z.narrow * z.o
     forward = share * (GPU_FUSED_OUT * z.o + copies - out)
-    forward += max(tile_bytes(schedule.fixed_max_chunk_size), GPU_FUSED_LOGITS * z.logits)
+    fixed_max_tile = _fixed_max_tile(problem, schedule, operands, z, linear=True)
+    forward += max(fixed_max_tile, GPU_FUSED_LOGITS * z.logits)
     if blocks:
         forward += out
     sums = 4 * (z.q + z.k + z.v)
@@ -458,7 +454,46 @@ def _with_gpu_fusion(
     gradient = share * (sums + operands_held)
     if blocks:
         gradient += z.narrow * (GPU_FUSED_QUERY * z.q + z.o)
-    ragged = not problem.has_window and _masked(problem, schedule, operands)
-    tiles = 3 if ragged else 2
-    gradient += max(tiles * tile_bytes(schedule.gpu_fused_chunk_size), fit.fused_logits * z.logits)
+    general = fit.fused_logits  # the loop for what the fused one cannot do
+    if operands.logit_params.bias is not None:
+        general += z.wide
+        tile = GPU_FUSED_BIAS_LOGITS
+        if problem.dropout is not None:
+            tile += z.narrow + 1
+    else:
+        ragged = not problem.has_window and _masked(problem, schedule, operands)
+        tile = z.narrow * (3 if ragged else 2)
+    tile *= _merged_tile(problem, schedule, operands, schedule.gpu_fused_chunk_size)
+    gradient += max(tile, general * z.logits)
     return GPU_FUSED_MARGIN * forward, GPU_FUSED_MARGIN * max(forward, gradient)
+
+
+def _fixed_max_tile(
+    problem: Problem, schedule: Schedule, operands: Operands, z: Sizes, linear: bool
+) -> int:
+    """Return the bytes of a tile of the forward with a precomputed maximum on a GPU.
+
+    XLA stores p alone, the logits of a soft cap alone, or both beside a bias.
+    """
+    each = z.narrow if linear else z.wide
+    if operands.logit_params.bias is not None:
+        each = z.wide + z.narrow
+    return each * _merged_tile(problem, schedule, operands, schedule.fixed_max_chunk_size)
+
+
+def _merged_tile(
+    problem: Problem, schedule: Schedule, operands: Operands, size: tuple[int, int] | None
+) -> int:
+    """Return the logits of a tile of `size`, or of merged tiles, whichever are more."""
+    shape = operands.shape
+    merged = 0
+    if (
+        problem.left is None and operands.logit_params.bias is None
+    ):  # the largest square of unmasked tiles
+        merged = shape.T * shape.S // 4
+        if merged <= schedule.max_merged_logits:
+            merged //= 2  # it is the only one, and is cut in two
+        merged = min(schedule.max_merged_logits, merged)
+    b, k = schedule.heads_of_tile(shape.B, shape.K)
+    logits = merged if size is None else max(merged, math.prod(size))
+    return b * k * shape.G * logits

@@ -146,6 +146,22 @@ def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
         assert int(largest) <= rows * int(cache) / 64, name
 
 
+@needs_plugin
+def test_memory_of_the_chunked_path_is_estimated_and_limited():
+    script = pathlib.Path(__file__).with_name("sm90a_memory.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = re.findall(r"^([\w, ]+): (\d+) (\d+) (\d+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
+    assert len(lines) == 15
+    for name, *numbers in lines:
+        limit, forward, gradient, forward_estimate, gradient_estimate = map(int, numbers)
+        if limit > 0:
+            assert max(forward, gradient) <= limit, name
+            continue
+        assert 0.85 * forward_estimate <= forward <= 1.1 * forward_estimate, name
+        assert 0.85 * gradient_estimate <= gradient <= 1.1 * gradient_estimate, name
+
+
 def expected_kernels(name: str) -> set[str]:
     """Return the names of the kernels that a case runs."""
     if "jvp" in CASES[name]:

@@ -4,8 +4,9 @@ import dataclasses
 import math
 
 from memeff.chunked.backward import backward, logit_param_gradients
-from memeff.chunked.eligible import fixed_max_applies, uses_gpu_fusion
+from memeff.chunked.eligible import fixed_max_applies, one_tile_with_bias, uses_gpu_fusion
 from memeff.chunked.few_queries import reads_in_place
+from memeff.chunked.fixed_max import SAMPLES
 from memeff.chunked.forward import forward
 from memeff.chunked.schedule import count_tiles, tile_groups
 from memeff.chunked.tangent import tangent
@@ -32,8 +33,10 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
         )
     b, k = schedule.heads_of_tile(shape.B, shape.K)
     softmax = "a running maximum"
-    if fixed:
+    if fixed and not one_tile_with_bias(schedule, operands):
         softmax = "a precomputed bound on each row's maximum; rows where it fails are redone"
+        if operands.logit_params.bias is not None:
+            softmax = f"each row's maximum at {SAMPLES} keys; rows where it fails are redone"
     return (
         f"{tiles}; {b * k * shape.G} of {shape.B * shape.N} heads at a time; softmax with {softmax}"
     )

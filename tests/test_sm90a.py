@@ -5,6 +5,7 @@ from running side by side.
 """
 
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -160,6 +161,24 @@ def test_memory_of_the_chunked_path_is_estimated_and_limited():
             continue
         assert 0.85 * forward_estimate <= forward <= 1.1 * forward_estimate, name
         assert 0.85 * gradient_estimate <= gradient <= 1.1 * gradient_estimate, name
+
+
+@needs_plugin
+def test_sketch_for_blackwell_compiles():
+    script = pathlib.Path(__file__).with_name("tcgen05_sketch.py")
+    run = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"MOSAIC_GPU_DUMP_PTX": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert "entry function 'tcgen05_forward_mosaic_gpu_kernel' for 'sm_100a'" in run.stdout
+    # products of 16 bits take 16 of the 128 features or keys: 8 instructions a tile
+    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16", run.stdout)) == 6 * 8
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", run.stdout))) <= 8
 
 
 def expected_kernels(name: str) -> set[str]:

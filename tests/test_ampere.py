@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import term_cases
 from bias_cases import CASES as BIASES
 from bias_cases import MASKS
 from conftest import assert_truth, few, run_call
@@ -186,9 +187,46 @@ def test_what_nobody_sees_changes_no_bit_of_a_gradient(hidden):
 
 
 @needs_kernels
-@pytest.mark.parametrize("scale, count", [(0.3, 3), (jnp.float32(0.3), 1)])
-def test_number_of_kernels(scale, count):
-    """The chunked path computes the gradient by arrays that the logits depend on."""
+@pytest.mark.parametrize("name", few(term_cases.CASES, ("scale", "soft cap")))
+def test_gradients_of_scale_and_soft_cap(name):
+    term_cases.assert_case(name, run_kernels)
+
+
+@needs_kernels
+@pytest.mark.parametrize("score_fn", ["alibi", pytest.param("t5", marks=pytest.mark.slow)])
+def test_gradients_of_a_score_fn_beside_them(score_fn):
+    """They are those of the chunked path, which also sums what the kernels do not."""
+    args = draw(np.float16, small(B=2, T=70, S=100, K=2))  # out is rounded less than in bfloat16
+    params = {
+        "alibi": np.array([0.1, -0.3], np.float32),
+        "t5": np.random.default_rng(3).standard_normal((8, 2)).astype(np.float32),
+    }[score_fn]
+    make = {"alibi": memeff.scores.alibi, "t5": memeff.scores.t5}[score_fn]
+
+    def gradients(implementation):
+        def total(scale, cap, params, query, key, value):
+            out = memeff.dot_product_attention(
+                *(query, key, value),
+                scale=scale,
+                logits_soft_cap=cap,
+                score_fn=make(params),
+                implementation=implementation,
+            )
+            return (out * args[0]).astype(jnp.float32).sum()
+
+        call = jax.jit(jax.grad(total, range(6)))
+        return call(np.float32(0.2), np.float32(2), params, *args)
+
+    with interpreted(capability="8.0"):
+        results = gradients("pallas")
+    for x, y in zip(results, gradients("xla"), strict=True):
+        x, y = np.float32(x), np.float32(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-3 * abs(y).max())
+
+
+@needs_kernels
+@pytest.mark.parametrize("scale", [0.3, jnp.float32(0.3)])
+def test_number_of_kernels(scale):
 
     def loss(query, key, value):
         call = functools.partial(memeff.dot_product_attention, implementation="pallas")
@@ -197,7 +235,7 @@ def test_number_of_kernels(scale, count):
     shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
     with pretend_device("gpu", "8.0"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
-        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == count
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == 3
 
 
 REASONS = {

@@ -30,9 +30,11 @@ from memeff.pallas.ampere.mosaic import (
 )
 from memeff.pallas.hopper.backward_common import (
     Gradient,
+    count_term_gradients,
     float16_lift,
     is_finite,
     optional_slot,
+    scale_sums,
 )
 from memeff.pallas.hopper.bias import bias_tiles, head_bias
 from memeff.pallas.hopper.mosaic import (
@@ -100,28 +102,40 @@ class Scratch(NamedTuple):
     visited_ready: Barrier
 
 
-def gradients(
+def query_gradient(
     problem: Problem,
     lengths: tuple[int, int],
     arrays: Arrays,
     scalars: Scalars,
     tiling: Tiling,
-) -> tuple[Array, Array, Array]:
-    """Return dq, dk and dv in the shapes of query, key and value. `lengths`: T, S unpadded."""
-    run = functools.partial(_run, problem, lengths, arrays, scalars, tiling)
-    (dq,) = run("memeff_ampere_dq", of_keys=False)
-    dk, dv = run("memeff_ampere_dkdv", of_keys=True)
-    return dq, dk, dv
+) -> tuple[Array, ...]:
+    """Return dq in the shape of query, and one sum [B, N, T''] for each term's gradient.
+
+    `lengths`: T, S unpadded. The sums over keys are those of cotangents of the scale, the soft cap
+    and `score_fn`'s inputs.
+    """
+    return _run("memeff_ampere_dq", False, problem, lengths, arrays, scalars, tiling)
+
+
+def key_value_gradient(
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: Arrays,
+    scalars: Scalars,
+    tiling: Tiling,
+) -> tuple[Array, ...]:
+    """Return dk and dv in the shapes of key and value."""
+    return _run("memeff_ampere_dkdv", True, problem, lengths, arrays, scalars, tiling)
 
 
 def _run(
+    name: str,
+    of_keys: bool,
     problem: Problem,
     lengths: tuple[int, int],
     arrays: Arrays,
     scalars: Scalars,
     tiling: Tiling,
-    name: str,
-    of_keys: bool,
 ) -> tuple[Array, ...]:
     """Run the kernel for dk and dv (`of_keys`) or that for dq."""
     query, key, value, *_ = arrays
@@ -150,6 +164,9 @@ def _run(
 
     results = [key, value] if of_keys else [query]
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
+    if not of_keys:
+        sums = jax.ShapeDtypeStruct((B, N, -(-T // owned) * owned), jnp.float32)
+        types += [sums] * count_term_gradients(problem, scalars)
     scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars)
     call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
     return tuple(call(*operands))
@@ -231,7 +248,7 @@ def _copy_bias(scalars: Scalars, n, first: tuple[Any, Any], bias_s: Any, ready: 
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries of one head, whose dq a thread block computes."""
+    """A tile of queries of one head, whose dq and sums over keys a thread block computes."""
 
     problem: Problem
     sizes: CallSizes
@@ -239,8 +256,8 @@ class QueryTile(NamedTuple):
     scratch: Scratch
     work: QueryWork
 
-    def run(self, dq_ref: Ref) -> None:
-        """Compute and store dq."""
+    def run(self, dq_ref: Ref, *sums_refs: Ref) -> None:
+        """Compute and store dq and the sums."""
         work = self.work
         arrays = self.arrays
         scratch = self.scratch
@@ -249,15 +266,18 @@ class QueryTile(NamedTuple):
         _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
         wait_for_copies(scratch.owned_ready)
         numbers = head_number_refs(work.scalars, work.n)
-        dq = self._visit_tiles(numbers, redo=False)
+        visit = functools.partial(self._visit_tiles, numbers, len(sums_refs))
+        dq, *sums = visit(redo=False)
         failed = any_failed(scratch.failed_s, _bad_rows(dq)) > 0
-        dq = lax.cond(failed, lambda _: self._visit_tiles(numbers, redo=True), lambda x: x, dq)
+        dq, *sums = lax.cond(failed, lambda *_: visit(redo=True), lambda *x: x, dq, *sums)
         q_s = scratch.owned_s[0].at[0]
         q_s[...] = dq.astype(q_s.dtype)
         store_tile(q_s, dq_ref, work.b, work.row, work.n)
+        for ref, x in zip(sums_refs, sums, strict=True):
+            ref[work.b, work.n, pl.ds(work.row, len(x))] = x
 
-    def _visit_tiles(self, numbers: HeadNumbers, redo: bool) -> Array:
-        """Return dq. With `redo`, clean keys, and do without lift."""
+    def _visit_tiles(self, numbers: HeadNumbers, count: int, redo: bool) -> tuple[Array, ...]:
+        """Return dq and `count` sums. With `redo`, clean keys, and do without lift."""
         work = self.work
         arrays = self.arrays
         scratch = self.scratch
@@ -268,7 +288,7 @@ class QueryTile(NamedTuple):
         q, do = q_s, do_s
         if shape == (ROWS, ROWS):
             q, do = (plgpu.load(x, layout=WGMMA) for x in (q_s, do_s))
-        gradient = Gradient(self.problem, work.scalars.logit_terms)
+        gradient = Gradient(self.problem, work.scalars.logit_terms, wants_terms=True)
         rows = pl.ds(work.row, shape[0])
 
         def of_rows(ref):
@@ -291,7 +311,8 @@ class QueryTile(NamedTuple):
 
         pipeline = _Pipeline(scratch, work.visits.total, copy)
 
-        def step(masked: bool, n, dq):
+        def step(masked: bool, n, state):
+            dq, *sums = state
             k_s, v_s, bias_s = pipeline.next(n)
             if redo:
                 _clean(k_s, is_finite)
@@ -302,13 +323,18 @@ class QueryTile(NamedTuple):
             keep = tile.mask() if masked else None
             p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape), tile, keep)
             dp = dp_with_delta(gradient, p, broadcast_vector(delta, shape), do, v_s)
-            d_raw, _ = cotangents(p, dp)  # (2), (3)
-            return multiply(dq, d_raw.astype(dtype), k_s)  # (4)
+            d_raw, d_terms = cotangents(p, dp)  # (2), (3)
+            dq = multiply(dq, d_raw.astype(dtype), k_s)  # (4)
+            return dq, *(x + y.sum(axis=1) for x, y in zip(sums, d_terms, strict=True))
 
         pipeline.begin()
-        dq = full_tile((shape[0], width), 0.0)
-        dq = _masked_first(self.problem, work, step, dq, redo)
-        return dq * gradient.slope * (1.0 if redo else 2.0**-lift)
+        zero = full_tile((shape[0],), 0.0)
+        start = full_tile((shape[0], width), 0.0), *[zero] * (0 if gradient.linear else count)
+        dq, *sums = _masked_first(self.problem, work, step, start, redo)
+        if gradient.linear:
+            sums = [scale_sums(q_s, dq, 1)] * count
+        undo = 1.0 if redo else 2.0**-lift
+        return dq * gradient.slope * undo, *(x * undo for x in sums)
 
 
 class KeyTile(NamedTuple):

@@ -1,5 +1,7 @@
 """Call the Ampere kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -8,7 +10,13 @@ from jax.experimental import pallas as pl
 from memeff.device import current_device
 from memeff.logits import LOG2_E
 from memeff.pallas.ampere import forward as forward_kernel
-from memeff.pallas.ampere.backward import ROWS, Arrays, Tiling, gradients
+from memeff.pallas.ampere.backward import (
+    ROWS,
+    Arrays,
+    Tiling,
+    key_value_gradient,
+    query_gradient,
+)
 from memeff.pallas.ampere.backward_bias import bias_gradient
 from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
 from memeff.pallas.hopper.bias import (
@@ -34,7 +42,9 @@ from memeff.pallas.hopper.layout import (
 )
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
-from memeff.problem import Gradients, LogitParams, Operands, Problem
+from memeff.pallas.user_functions.extra_gradients import extra_cotangents
+from memeff.pallas.user_functions.term_gradients import gradients_of_terms
+from memeff.problem import Gradients, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor, row_dots
 
 # KiB of shared memory of a multiprocessor, by compute capability. The others, such as 8.6, 8.9 and
@@ -162,20 +172,9 @@ def forward(
     return out, Lse(lses[0], None) if want_lse else None
 
 
-def why_not_backward(problem: Problem, operands: Operands) -> str | None:
-    """Return why the kernels cannot compute the gradient of a call that they run; None if they can.
-
-    They sum no cotangents of the terms of the logits.
-    """
-    on_tiles = calls.tile_functions(problem, operands, "all")
-    scalars = scalars_of(problem, replace_mask(operands))
-    if count_term_gradients(on_tiles, scalars) or calls.needs_extra_pass(problem, operands):
-        return "their gradient does not support arrays in the logits"
-    return None
-
-
 def backward(
     problem: Problem,
+    schedule: Schedule,
     operands: Operands,
     out: Array,
     lse: Lse,
@@ -186,12 +185,14 @@ def backward(
 
     `dlse` is None if lse has no cotangent.
     """
+    original = operands
     bias = operands.logit_params.bias
     bias_dims = None if bias is None else gradient_dims(bias, operands.shape)
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
-    on_tiles = calls.tile_functions(problem, operands)
+    query_functions = calls.tile_functions(problem, operands, "all")
+    on_tiles = calls.tile_functions(problem, operands, "score")
     delta = -row_dots(out, dout, jnp.float32)
     if dlse is not None:
         delta = delta + dlse
@@ -210,9 +211,12 @@ def backward(
         rows = pad_rows(lse), pad_rows(delta)
         inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
-        dq, dk, dv = gradients(on_tiles, (T, S), inputs, padded_scalars, tiling)
+        rest = (T, S), inputs, padded_scalars, tiling
+        dq, *sums = query_gradient(query_functions, *rest)
+        dk, dv = key_value_gradient(on_tiles, *rest)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         found = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        found += tuple(x[..., :T].reshape(B, K, G, T) for x in sums)
         if bias is None or bias_dims is None:
             return found
         shared = SharedBias.of(bias, operands.shape)
@@ -221,11 +225,15 @@ def backward(
         return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 
     dims_in = *DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)
-    run = partitioned(call, dims_in, DIMS if bias_dims is None else (*DIMS, bias_dims))
+    sum_count = count_term_gradients(query_functions, scalars)
+    dims_out = *DIMS, *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
+    run = partitioned(call, dims_in, dims_out)
     arrays = split_query(operands, operands.shape.K)
-    dq, dk, dv, *dbias = run(*arrays, dout, lse_bits, delta, *leaves)
-    # No number of a score that runs here has a derivative: see `why_not_backward`.
-    terms = LogitParams(score=jax.tree.map(jnp.zeros_like, operands.logit_params.score))
+    dq, dk, dv, *more = run(*arrays, dout, lse_bits, delta, *leaves)
+    extra_pass = functools.partial(
+        extra_cotangents, problem, schedule, original, out, lse, dout, dlse
+    )
+    terms = gradients_of_terms(problem, operands, query_functions, more[:sum_count], extra_pass)
     if bias is not None:
-        terms = terms._replace(bias=merge_bias_gradient(dbias[0], bias, operands.shape))
+        terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)

@@ -75,16 +75,10 @@ def backward(
     dout: Array,
     dlse: Array | None,
 ) -> Gradients:
-    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
-
-    The chunked path computes those of calls whose logits depend on arrays.
-    """
-    from memeff.chunked import implementation as chunked
+    """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T]."""
     from memeff.pallas.ampere import calls
 
-    if calls.why_not_backward(problem, operands) is None:
-        return calls.backward(problem, operands, out, lse, dout, dlse)
-    return chunked.backward(problem, schedule, operands, out, lse, dout, dlse)
+    return calls.backward(problem, schedule, operands, out, lse, dout, dlse)
 
 
 def tangent(

@@ -4,15 +4,14 @@ decode_calls.py calls the kernel for few queries.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import reshard
 
-from memeff.logits import LOG2_E, with_ratio
+from memeff.logits import LOG2_E
 from memeff.pallas.hopper import backward_bias, backward_common, backward_key, backward_query
 from memeff.pallas.hopper.backward_bias import bias_gradient
 from memeff.pallas.hopper.bias import (
@@ -47,13 +46,11 @@ from memeff.pallas.hopper.tangent_compute import TangentArrays
 from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls, extra_gradients
+from memeff.pallas.user_functions.term_gradients import gradients_of_terms
 from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule
-from memeff.sharding import sharding_of_sum
 from memeff.softmax import Lse, LseFor
 
 TWO_WARPGROUPS_SPEED = 0.8  # logits a second of two computing warpgroups, relative to three
-# Dims of B K G T over which the cotangents of per-head and per-query numbers are summed.
-SUMMED_DIMS = {"head_numbers": 3, "query_numbers": (1, 2)}
 
 
 def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
@@ -335,15 +332,7 @@ def backward(
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
     )
-    params = operands.logit_params
-    arrays = LogitParams(scale=params.scale, soft_cap=params.soft_cap)
-    read, pull = jax.vjp(functools.partial(with_ratio, problem), arrays)
-    numbers, numbers_structure = jax.tree.flatten(read)
-    count = len(numbers)
-    totals = [x.sum() for x in sums[:count]]
-    (terms,) = pull(jax.tree.unflatten(numbers_structure, totals))
-    score = _score_gradients(problem, operands, query_functions, sums[count:], extra_pass)
-    terms = terms._replace(score=score)
+    terms = gradients_of_terms(problem, operands, query_functions, sums, extra_pass)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
@@ -434,40 +423,6 @@ def _fused_gradient(
 
     # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
     return lax.while_loop(is_bad, redo, (bad, (dq, dk, dv)))[1]
-
-
-def _score_gradients(
-    problem: Problem,
-    operands: Operands,
-    on_tiles: Problem,
-    sums: Sequence[Array],
-    extra_pass: Callable[[], Sequence[Array]],
-) -> tuple[Array, ...]:
-    """Return the gradients of the float params of `score_fn`.
-
-    `sums` [B, K, G, T] are sums over keys of the cotangents of precomputed numbers. `extra_pass`
-    returns the cotangents that the kernels do not sum. XLA drops that pass if nobody reads them.
-    """
-    if problem.score_fn is None:
-        return ()
-
-    def numbers_of(floats):
-        terms = operands.logit_params._replace(score=floats)
-        return calls.differentiable_numbers(problem, operands._replace(logit_params=terms))
-
-    def lay_like(x, number):
-        sharding = sharding_of_sum(number)
-        return x if sharding is None else reshard(x, sharding)
-
-    numbers, pull = jax.vjp(numbers_of, operands.logit_params.score)
-    score_fn: Any = on_tiles.score_fn
-    cotangents = []
-    for x, (axis, _) in zip(sums, score_fn.kernel_gradients, strict=True):
-        cotangents.append(x.sum(SUMMED_DIMS[axis]))
-    if calls.needs_extra_pass(problem, operands):
-        cotangents += extra_pass()
-    (score,) = pull(tuple(map(lay_like, cotangents, numbers)))
-    return score
 
 
 def tangent(

@@ -1,0 +1,45 @@
+"""Calls whose scale and soft cap are arrays, and their comparison with the oracle."""
+
+import functools
+
+import numpy as np
+import oracle
+from conftest import assert_result, cotangents, oracle_arguments, plain_call, true_call
+from hopper_cases import bf16, draw, f32, i32, small
+
+number = functools.partial(np.array, dtype=f32)  # np.float32 would count as a Python number
+# Sizes, and keyword arguments.
+CASES = {
+    "scale": (small(T=70, S=100, G=2), dict(scale=number(-0.3))),
+    "scale, 128": (
+        small(B=2, T=140, S=130, H=128, D=100),
+        dict(scale=number(0.2), is_causal=True, key_value_seq_lengths=i32([130, 40])),
+    ),
+    "scale 0": (small(T=70, S=70), dict(scale=number(0))),
+    "soft cap": (small(T=70, S=140), dict(logits_soft_cap=number(1.5))),
+    "both": (
+        small(T=140, S=140, G=2, H=128, D=128),
+        dict(scale=number(0.2), logits_soft_cap=number(2), local_window_size=(60, 10)),
+    ),
+    "both, with a bias": (
+        small(B=2, T=70, S=90),
+        dict(
+            scale=number(0.2),
+            logits_soft_cap=number(2),
+            bias=np.random.default_rng(6).standard_normal((1, 1, 70, 90)).astype(f32),
+        ),
+    ),
+}
+
+
+def assert_case(name, run_kernels):
+    """Compare `run_kernels(args, kwargs)` with the oracle, gradients of the numbers included."""
+    z, kwargs = CASES[name]
+    args = draw(bf16, z)
+    result = run_kernels(args, kwargs)
+    truth = true_call(args, kwargs, "bfloat16")
+    plain = plain_call(args, kwargs, "bfloat16")
+    dout, dlse = cotangents(args, bf16)
+    words = oracle_arguments(args, kwargs, "bfloat16")
+    sizes = oracle.scalar_sizes(*args, **words, dout=dout, dlse=dlse)
+    assert_result(result, plain, truth, "bfloat16", name, sizes)

@@ -37,21 +37,38 @@ CASES = {
     "bias, float32": dict(H=64, bias="float32", is_causal=True),
     "bias, 128, float32": dict(H=128, bias="float32"),
     "bias, tails": dict(H=64, T=200, bias="bfloat16"),
+    "array, 64": dict(H=64, numbers=("scale",), is_causal=True),
+    "array, 128": dict(H=128, numbers=("scale",)),
+    "arrays, 64": dict(H=64, numbers=("scale", "logits_soft_cap")),
+    "arrays, 128": dict(H=128, numbers=("scale", "logits_soft_cap"), is_causal=True),
 }
 
 
-def compiled(chip: str, H: int, K: int = N, T: int = T, bias: str | None = None, **options):
-    """Return the compiled forward and gradient of a call. `bias` is the dtype of one of pairs."""
+def compiled(
+    chip: str,
+    H: int,
+    K: int = N,
+    T: int = T,
+    bias: str | None = None,
+    numbers: tuple[str, ...] = (),
+    **options,
+):
+    """Return the compiled forward and gradient of a call.
 
-    def attend(query, key, value, *bias):
+    `bias` is the dtype of one of pairs. `numbers` names the arguments that are scalar arrays.
+    """
+
+    def attend(query, key, value, *more):
         call = functools.partial(memeff.dot_product_attention, implementation="pallas", **options)
-        return call(query, key, value, *bias)
+        given = dict(zip(numbers, more, strict=False))
+        return call(query, key, value, *more[len(numbers) :], **given)
 
     def both(dout, *args):
         out, pull = jax.vjp(attend, *args)
         return out, *pull(dout)
 
     shapes = [jax.ShapeDtypeStruct((B, T, n, H), "bfloat16") for n in (N, N, K, K)]
+    shapes += [jax.ShapeDtypeStruct((), "float32")] * len(numbers)
     if bias is not None:
         shapes.append(jax.ShapeDtypeStruct((1, N, T, T), bias))
     with (

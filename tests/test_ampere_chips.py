@@ -26,6 +26,7 @@ needs_plugin = pytest.mark.skipif(
 SPILLED = {"memeff_ampere_forward": 3300, "memeff_ampere_dq": 340, "memeff_ampere_dkdv": 900}
 SPILLED_IN_WINDOW = {"memeff_ampere_dkdv": 2100}
 SPILLED_WITH_BIAS = {"memeff_ampere_dq": 380, "memeff_ampere_dbias": 100}  # dq on sm_100, else 340
+SPILLED_WITH_ARRAYS = {"memeff_ampere_dq": 820, "memeff_ampere_dkdv": 1230}  # 128, on sm_100
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
 
@@ -65,6 +66,7 @@ def test_compiles(ptxas_output, chip, name):
     for kernel, target, spills in found:
         assert target.rstrip("a") == chip
         allowed = expected | (SPILLED_IN_WINDOW if name == "window" else {})
+        allowed |= SPILLED_WITH_ARRAYS if "numbers" in CASES[name] else {}
         assert int(spills) <= allowed[kernel], kernel
     # A thread block has 128 threads, so two have all 65,536 registers.
     assert max(map(int, re.findall(r"Used (\d+) registers", text))) <= 255
@@ -73,7 +75,8 @@ def test_compiles(ptxas_output, chip, name):
     ids = 2 * 4 * B * T if "mask_fn" in CASES[name] else 0  # of queries, and of keys
     # A bias whose rows are no whole tiles is copied, and so is its gradient.
     copies = 2 * 2 * N * T * (T + 64) if has_bias and T % 64 else 0
-    assert temporary <= 3 * 4 * B * N * (T + 128) + ids + copies + 8192
+    vectors = 3 + len(CASES[name].get("numbers", ()))
+    assert temporary <= vectors * 4 * B * N * (T + 128) + ids + copies + 8192
 
 
 @pytest.mark.parametrize("chip", CHIPS)

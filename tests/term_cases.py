@@ -1,11 +1,16 @@
 """Calls whose scale and soft cap are arrays, and their comparison with the oracle."""
 
+import contextlib
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 from conftest import assert_result, cotangents, oracle_arguments, plain_call, true_call
 from hopper_cases import bf16, draw, f32, i32, small
+
+import memeff
 
 number = functools.partial(np.array, dtype=f32)  # np.float32 would count as a Python number
 # Sizes, and keyword arguments.
@@ -43,3 +48,34 @@ def assert_case(name, run_kernels):
     words = oracle_arguments(args, kwargs, "bfloat16")
     sizes = oracle.scalar_sizes(*args, **words, dout=dout, dlse=dlse)
     assert_result(result, plain, truth, "bfloat16", name, sizes)
+
+
+def assert_score_gradients(score_fn, dtype, tolerance, on_kernels=contextlib.nullcontext):
+    """Compare gradients of scale, soft cap, `score_fn`'s params, query, key, value: "xla"'s.
+
+    Kernels run in the context `on_kernels()`. `tolerance` is relative to the largest number.
+    """
+    args = draw(dtype, small(B=2, T=70, S=100, K=2))
+    params = {
+        "alibi": np.array([0.1, -0.3], f32),
+        "t5": np.random.default_rng(3).standard_normal((8, 2)).astype(f32),
+    }[score_fn]
+
+    def gradients(implementation):
+        def total(scale, cap, params, query, key, value):
+            out = memeff.dot_product_attention(
+                *(query, key, value),
+                scale=scale,
+                logits_soft_cap=cap,
+                score_fn=getattr(memeff.scores, score_fn)(params),
+                implementation=implementation,
+            )
+            return (out * args[0]).astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(total, range(6)))(f32(0.2), f32(2), params, *args)
+
+    with on_kernels():
+        results = gradients("pallas")
+    for x, y in zip(results, gradients("xla"), strict=True):
+        x, y = f32(x), f32(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * abs(y).max())

@@ -195,33 +195,9 @@ def test_gradients_of_scale_and_soft_cap(name):
 @needs_kernels
 @pytest.mark.parametrize("score_fn", ["alibi", pytest.param("t5", marks=pytest.mark.slow)])
 def test_gradients_of_a_score_fn_beside_them(score_fn):
-    """They are those of the chunked path, which also sums what the kernels do not."""
-    args = draw(np.float16, small(B=2, T=70, S=100, K=2))  # out is rounded less than in bfloat16
-    params = {
-        "alibi": np.array([0.1, -0.3], np.float32),
-        "t5": np.random.default_rng(3).standard_normal((8, 2)).astype(np.float32),
-    }[score_fn]
-    make = {"alibi": memeff.scores.alibi, "t5": memeff.scores.t5}[score_fn]
-
-    def gradients(implementation):
-        def total(scale, cap, params, query, key, value):
-            out = memeff.dot_product_attention(
-                *(query, key, value),
-                scale=scale,
-                logits_soft_cap=cap,
-                score_fn=make(params),
-                implementation=implementation,
-            )
-            return (out * args[0]).astype(jnp.float32).sum()
-
-        call = jax.jit(jax.grad(total, range(6)))
-        return call(np.float32(0.2), np.float32(2), params, *args)
-
-    with interpreted(capability="8.0"):
-        results = gradients("pallas")
-    for x, y in zip(results, gradients("xla"), strict=True):
-        x, y = np.float32(x), np.float32(y)
-        np.testing.assert_allclose(x, y, rtol=0, atol=4e-3 * abs(y).max())
+    """The chunked path also sums what the kernels do not: the gradient of T5's table."""
+    on_kernels = functools.partial(interpreted, capability="8.0")
+    term_cases.assert_score_gradients(score_fn, np.float16, 4e-3, on_kernels)
 
 
 @needs_kernels

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import term_cases
 from bias_cases import CASES as BIASES
 from bias_cases import MASKS
 from cases import qkv
@@ -56,6 +57,19 @@ def test_bias(name):
     args = qkv(np.random.default_rng(0), jnp.bfloat16, sizes)
     result = run_call(args, arguments | dict(implementation="pallas"), "bfloat16")
     assert_truth(result, name, args, arguments, "bfloat16")
+
+
+@pytest.mark.parametrize("name", term_cases.CASES)
+def test_gradients_of_scale_and_soft_cap(name):
+    def run(args, kwargs):
+        return run_call(args, kwargs | dict(implementation="pallas"), "bfloat16")
+
+    term_cases.assert_case(name, run)
+
+
+@pytest.mark.parametrize("score_fn", ["alibi", "t5"])
+def test_gradients_of_a_score_fn_beside_them(score_fn):
+    term_cases.assert_score_gradients(score_fn, np.float16, 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

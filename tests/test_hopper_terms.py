@@ -17,9 +17,9 @@ from hopper_cases import (
     run_kernels,
     small,
 )
-from term_cases import CASES, assert_case, number
+from term_cases import CASES, assert_case, assert_score_gradients, number
 
-from memeff import dot_product_attention, scores
+from memeff import dot_product_attention
 
 pytestmark = needs_kernels
 
@@ -38,27 +38,7 @@ def test_float16():
 
 @pytest.mark.slow
 def test_beside_a_score_fn():
-    """Gradients of the scale, the soft cap and the params of score_fn are the chunked path's."""
-    args = draw(bf16, small(B=2, T=70, S=100, K=2))
-    slopes = np.array([0.1, -0.3], f32)
-
-    def gradients(implementation):
-        def total(scale, cap, slopes):
-            out = dot_product_attention(
-                *args,
-                scale=scale,
-                logits_soft_cap=cap,
-                score_fn=scores.alibi(slopes),
-                implementation=implementation,
-            )
-            return (out * args[0]).astype(f32).sum()
-
-        return jax.jit(jax.grad(total, (0, 1, 2)))(f32(0.2), f32(2), slopes)
-
-    with interpreted():
-        results = gradients("pallas")
-    for x, y in zip(results, gradients("xla"), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-3)
+    assert_score_gradients("alibi", np.float16, 4e-3, interpreted)
 
 
 @pytest.mark.slow

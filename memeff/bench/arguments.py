@@ -15,10 +15,13 @@ jax.nn has no dropout.
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +65,7 @@ CASES = {" ".join(map(str, case)): case for case in (*BIASES, *OTHERS)}
 
 
 def arrays_of(case: ArgumentCase) -> dict[str, Array]:
-    """Return query, key, value and what differs between calls, drawn from normal numbers."""
+    """Return query, key, value, dout and the case's own array, from normal and uniform numbers."""
     keys = jax.random.split(jax.random.key(0), 5)
     shape = case.B, case.T, case.N, case.H
     arrays = {
@@ -76,19 +79,18 @@ def arrays_of(case: ArgumentCase) -> dict[str, Array]:
         arrays["scale"] = jnp.float32(case.H**-0.5)
     if case.extra == "soft cap":
         arrays["logits_soft_cap"] = jnp.float32(20)
+    if case.extra == "mask":
+        arrays["mask"] = jax.random.uniform(keys[4], (1, 1, case.T, case.T)) < 0.9
     return arrays
 
 
 def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
-    """Return the keywords without a gradient, or None if implementation `name` lacks one."""
+    """Return the keywords that are no arrays, or None if implementation `name` lacks one."""
     library, _, variant = name.partition(":")
     implementation = "pallas" if variant == "ampere" else variant or None
     keywords: dict[str, Any] = {"implementation": implementation}
     if library == "jax.nn":
         keywords["implementation"] = variant or "xla"
-    if case.extra == "mask":
-        pairs = jax.random.uniform(jax.random.key(1), (1, 1, case.T, case.T))
-        keywords["mask"] = pairs < 0.9
     if library == "jax.nn" and case.extra not in ("plain", "bias", "mask"):
         return None
     if case.extra in ("dropout", "threefry"):
@@ -103,62 +105,77 @@ def family(name: str) -> contextlib.AbstractContextManager:
     return capability.chosen() if name == "memeff:ampere" else contextlib.nullcontext()
 
 
-class Compiled(NamedTuple):
-    """A compiled call, ready to run, and the temporary bytes that XLA reports."""
+def compiled_calls(case: ArgumentCase, name: str) -> list[Any] | str:
+    """Return the compiled forward, and forward with gradient; none if `name` lacks the argument.
 
-    run: Run
-    temp_bytes: int
-
-
-def compiled_calls(case: ArgumentCase, name: str, arrays: dict[str, Array]) -> list[Compiled]:
-    """Return the forward, and the forward with its gradient; none if `name` lacks the argument."""
+    Return the error if one does not compile.
+    """
     library = jax.nn if name.startswith("jax.nn") else memeff
     keywords = constants_of(case, name)
     if keywords is None:
         return []
-    mask = keywords.pop("mask", None)
     attend = functools.partial(library.dot_product_attention, **keywords)
-    moved = {name: x for name, x in arrays.items() if name != "dout"}
 
-    def forward(mask, dout, arrays):
-        more = {} if mask is None else {"mask": mask}
-        return attend(**arrays, **more)
+    def forward(constants, arrays):
+        return attend(**constants, **arrays)
 
-    def with_gradient(mask, dout, arrays):
-        out, pull = jax.vjp(functools.partial(forward, mask, dout), arrays)
+    def with_gradient(constants, dout, arrays):
+        out, pull = jax.vjp(functools.partial(forward, constants), arrays)
         return out, pull(dout)
 
-    inputs = mask, arrays["dout"], moved
-    return [_compiled(function, inputs) for function in (forward, with_gradient)]
+    inputs = inputs_of(jax.eval_shape(functools.partial(arrays_of, case)))
+    try:
+        with family(name):
+            return [
+                jax.jit(function).lower(*x).compile()
+                for function, x in zip((forward, with_gradient), inputs, strict=True)
+            ]
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _compiled(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Compiled:
-    """Compile a function, and bind its inputs."""
-    program = jax.jit(function).lower(*inputs).compile()
-    memory: Any = program.memory_analysis()
-    call = functools.partial(program, *inputs)
-    return Compiled(Run(call, jax.block_until_ready), memory.temp_size_in_bytes)
+def inputs_of(arrays: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the inputs of the forward, and of forward with gradient."""
+    moved = dict(arrays)
+    dout = moved.pop("dout")
+    constants = {"mask": moved.pop("mask")} if "mask" in moved else {}
+    return (constants, moved), (constants, dout, moved)
 
 
-def rows_of_case(case: ArgumentCase, names: Sequence[str], rounds: int) -> list[Row]:
+def argument_rows(
+    cases: Sequence[ArgumentCase], names: Sequence[str], rounds: int, jobs: int
+) -> Iterator[list[Row]]:
+    """Yield the rows of each case; `jobs` programs are compiled at a time."""
+    calls = list(itertools.product(cases, names))
+
+    def compile_one(call):
+        print("compiling", call[1], *call[0], file=sys.stderr, flush=True)
+        return compiled_calls(*call)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        programs = dict(zip(calls, pool.map(compile_one, calls), strict=True))
+    for case in cases:
+        yield _rows_of_case(case, {name: programs[case, name] for name in names}, rounds)
+
+
+def _rows_of_case(
+    case: ArgumentCase, programs: dict[str, list[Any] | str], rounds: int
+) -> list[Row]:
     """Return a row for each implementation that has the argument of the case."""
-    arrays = arrays_of(case)
+    inputs = inputs_of(arrays_of(case))
     rows = {}
     runs: list[dict[str, Run]] = [{}, {}]
-    for name in names:
+    for name, pair in programs.items():
         row: Row = {"implementation": name, **case._asdict()}
-        try:
-            with family(name):
-                pair = compiled_calls(case, name, arrays)
-        except Exception as error:  # noqa: BLE001
-            rows[name] = row | {"note": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        if isinstance(pair, str):
+            rows[name] = row | {"note": pair}
             continue
         if not pair:
             continue
-        for part, compiled in zip(runs, pair, strict=True):
-            part[name] = compiled.run
-        row["temp_bytes"] = pair[1].temp_bytes
-        rows[name] = row
+        for part, program, x in zip(runs, pair, inputs, strict=True):
+            part[name] = Run(functools.partial(program, *x), jax.block_until_ready)
+        memory: Any = pair[1].memory_analysis()
+        rows[name] = row | {"temp_bytes": memory.temp_size_in_bytes}
     for mode, part in zip(("forward", "gradient"), runs, strict=True):
         for name, samples in measure(part, rounds, SECONDS_PER_SAMPLE).items():
             rows[name][f"{mode}: seconds"] = statistics.median(samples)
@@ -187,11 +204,12 @@ def main(arguments: Sequence[str]) -> None:
     shown = shlex.join(without_save(arguments))
     command = f"python -m memeff.bench arguments {shown}".strip()
     lines = []
-    for name in options.case:
-        rows = rows_of_case(CASES[name], options.implementation, options.rounds)
+    cases = [CASES[name] for name in options.case]
+    results = argument_rows(cases, options.implementation, options.rounds, options.jobs)
+    for case, rows in zip(cases, results, strict=True):
         for row in rows:
             print(json.dumps(row), flush=True)
-        lines.append(cells(CASES[name], rows))
+        lines.append(cells(case, rows))
     if options.save:
         path = Path(options.save)
         description = description_to_keep(path, "cells") | measurement({}, command)
@@ -215,5 +233,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="programs compiled at a time (default: 1)"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
     return parser.parse_args(arguments)

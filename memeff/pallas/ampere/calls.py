@@ -223,7 +223,9 @@ def backward(
             return found
         shared = SharedBias.of(bias, operands.shape)
         stages = bias_gradient_stages(width, bias_itemsize(operands))
-        dbias = bias_gradient(on_tiles, (T, S), inputs, padded_scalars, shared, stages)
+        # this kernel takes no derivative of `score_fn`
+        values_only = calls.tile_functions(problem, operands)
+        dbias = bias_gradient(values_only, (T, S), inputs, padded_scalars, shared, stages)
         return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 
     dims_in = *DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)

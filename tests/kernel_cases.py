@@ -18,6 +18,7 @@ from hopper_cases import unseen_filled
 from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SEEN
 
 import memeff
+from memeff.device import pretend_device
 
 DRAWS = 3
 DECODING = 10**6  # seeds from here on are calls of few queries
@@ -380,6 +381,15 @@ def run(case: Case):
     program = _program(case.seed // DRAWS, Whole(case.static))
     results = program(args, case.arrays, case.floats, cotangents, along)
     return jax.tree.map(np.asarray, results)
+
+
+def lower(case: Case, capability: str) -> None:
+    """Lower a call for a GPU of a compute capability, which need not be there."""
+    args, cotangents, along = case.dirty
+    with pretend_device("gpu", capability):
+        program = _program.__wrapped__(0, Whole(case.static))
+        traced = program.trace(args, case.arrays, case.floats, cotangents, along)
+        traced.lower(lowering_platforms=("cuda",))
 
 
 class Whole:

@@ -7,6 +7,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes
@@ -16,7 +17,7 @@ from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memeff import dot_product_attention
+from memeff import block_mask, dot_product_attention, masks
 from memeff.device import pretend_device
 
 pytestmark = needs_kernels
@@ -50,6 +51,13 @@ def test_calls_lower_for_cuda(H):
     (kernel,) = [line for line in inference.splitlines() if "custom_call @mosaic_gpu" in line]
     assert "f32" not in kernel.split("->")[-1]  # no lse
     assert kernels(lowered(training, x, x, x, x)) == (3 if H <= 128 else 1)
+
+
+def test_a_block_mask_lowers_for_cuda():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
+    mask_fn = block_mask(masks.prefix(70), 256, block_size=64)
+    call = functools.partial(dot_product_attention, mask_fn=mask_fn, implementation="pallas")
+    assert kernels(lowered(call, x, x, x)) == 1
 
 
 @pytest.mark.slow
@@ -97,6 +105,34 @@ def results_and_gradients(query, key, value, dout, dlse, implementation):
     )
     results, pull = jax.vjp(call, query, key, value)
     return *results, *pull((dout, dlse))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_devices_have_the_tiles_of_a_block_mask(axis_type, monkeypatch):
+    """The list of tiles is a constant inside of what is partitioned."""
+    from memeff.pallas.hopper import calls, tile_ranges
+
+    tables = []
+
+    def attend(problem, lengths, arrays, scalars, want_lse, tiling, carried):
+        query, _, value = arrays
+        table = tile_ranges.with_lists(problem, scalars, lengths, (64, 64)).tile_table
+        tables.append(table.shape)
+        return (jnp.zeros_like(query) + value[0, 0, 0, 0] + table.sum(),), None
+
+    monkeypatch.setattr(calls, "attend", attend)
+    let_arrays_be_sharded(monkeypatch)
+    accept_all_calls(monkeypatch)
+    mask_fn = block_mask(masks.prefix(70), 256, block_size=64)
+    mesh = devices_2x2(axis_type)
+    x = jax.device_put(np.zeros((2, 256, 4, 64), f32), NamedSharding(mesh, BATCH_AND_HEADS))
+    with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
+        call = functools.partial(dot_product_attention, mask_fn=mask_fn, implementation="pallas")
+        out = jax.jit(call)(x, x, x)
+    # of four tiles of queries: start, masked, length; each sees tile 1 in part and tile 0
+    assert set(tables) == {(4 * 3 + 4 * 2,)}
+    lists = np.array([[12 + 2 * i, 1, 2] for i in range(4)]).sum() + 4 * 1
+    np.testing.assert_array_equal(np.asarray(out), lists)
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)

@@ -14,6 +14,7 @@ from cases import Sizes
 from kernel_functions import SCORES
 from test_hopper_tangent import interpreted, jvp
 
+from memeff import pallas
 from memeff.device import Device, current_device
 from memeff.pallas.ampere import capability
 from memeff.pallas.hopper import implementation as hopper
@@ -180,6 +181,30 @@ def test_random_calls_of_the_ampere_kernels(seed):
     case.static.kwargs["backward"] = "split"
     with interpreted(capability=("8.0", "8.6", "12.0")[seed // 3 % 3]):
         kernel_truth.judge(case)
+
+
+WITH_ALL_FUNCTIONS = 1002  # a block mask, a score_fn with params, a bias of pairs, arrays
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        WITH_ALL_FUNCTIONS,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5000, 5045, 3)),
+    ],
+)
+@pytest.mark.parametrize("compute_capability", ["8.0", "9.0"])
+def test_random_calls_lower_for_cuda(seed, compute_capability):
+    """Mosaic supports less than its interpreter, and several devices less than one."""
+    device = Device("gpu", compute_capability)
+    if reason := pallas.family_for(device).for_device(device):
+        pytest.skip(reason)
+    case = kernel_cases.draw(seed)
+    if compute_capability == "8.0":
+        if max(case.static.z.H, case.static.z.D) > capability.LARGEST_HEAD:
+            pytest.skip("heads of this size have no Ampere kernels")
+        case.static.kwargs["backward"] = "split"
+    kernel_cases.lower(case, compute_capability)
 
 
 FAR = kernel_cases.Static(

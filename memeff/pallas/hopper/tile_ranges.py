@@ -6,6 +6,7 @@ The tiles of queries that see keys are the mirror image of the tiles of keys tha
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -184,8 +185,8 @@ def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
     for masked_tiles, whole_tiles in zip(masked, whole, strict=True):
         parts.append(np.flatnonzero(masked_tiles))
         parts.append(np.flatnonzero(whole_tiles))
-    table = np.concatenate(parts)
-    return jnp.asarray(table.astype(np.int32))
+    table = np.concatenate(parts).astype(np.int32)
+    return jax.jit(lambda: jnp.asarray(table))()  # `custom_partitioning` takes no other constants
 
 
 def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> TileRange:

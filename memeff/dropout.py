@@ -172,10 +172,10 @@ def _mix32_keep_mask(
     dropout: Dropout, key: Array, head: Array | None, rows: Array, cols: Array
 ) -> Array:
     """Return the keep-mask [1|B, 1|K, 1|G, t, c] of heads with the numbers `head` [B, K, G]."""
-    words = query_words(key, rows)
+    a, b = query_words(key, rows)
+    words = QueryWords(a[None, None, None], b[None, None, None])  # 1 1 1 t
     of_head = None
     if head is not None:
         of_head = QueryWords(*(x[..., None] for x in head_words(key, head)))
-    words = words_of_head(words, of_head)  # t, or b k g t
-    words = QueryWords(*(x.reshape(*(1,) * (4 - x.ndim), *x.shape, 1) for x in words))
-    return mix32_keep(dropout, words, key_words(key, cols))
+    words = QueryWords(*(x[..., None] for x in words_of_head(words, of_head)))
+    return mix32_keep(dropout, words, key_words(key, cols)[None, None, None, None])

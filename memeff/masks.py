@@ -64,7 +64,7 @@ def prefix(length: ArrayLike) -> Mask:
 
     `causal() | prefix(n)` is the mask of a prefix language model.
     """
-    return Mask(_prefix, _array(length))
+    return Mask(_prefix, _positions(length))
 
 
 def _prefix_sizes(length):
@@ -165,7 +165,7 @@ def tree(ancestors: ArrayLike, start: ArrayLike) -> Mask:
             f"masks.tree: ancestors has {bits.shape[-1]} drafts, and a number has a bit for "
             f"{MOST_DRAFTS}."
         )
-    return Mask(_tree, (bits.astype(jnp.uint32), _array(start)))
+    return Mask(_tree, (bits.astype(jnp.uint32), _positions(start)))
 
 
 MOST_DRAFTS = 32
@@ -227,3 +227,15 @@ def _array(x: ArrayLike) -> jax.Array:
     """Return x as an array whose values stay known inside jit, because `block_mask` reads them."""
     with jax.ensure_compile_time_eval():
         return jnp.asarray(x)
+
+
+def _positions(x: ArrayLike) -> jax.Array:
+    """Return integers as int32, the dtype of positions; clipped, because int64 and uint32 wrap."""
+    x = _array(x)
+    if x.dtype == jnp.int32 or not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    kept = jnp.iinfo(x.dtype)
+    limits = jnp.iinfo(jnp.int32)
+    with jax.ensure_compile_time_eval():
+        x = jnp.clip(x, max(limits.min, int(kept.min)), min(limits.max, int(kept.max)))
+        return x.astype(jnp.int32)

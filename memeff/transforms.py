@@ -20,7 +20,9 @@ from memeff.user_functions import Transform
 
 
 def rotary(base: float = 10000.0) -> Transform:
-    """Rotate pairs (x[i], x[i + H/2]) by position * base^(-2 i / H), in float32. H must be even.
+    """Rotate pairs (x[i], x[i + H/2]) by position * base^(-2 i / H). H must be even.
+
+    It computes in float32 (float64 for float64).
 
     Source: Su et al. 2021 (arXiv:2104.09864), section 3.2, whose pairs are neighbours instead.
     """
@@ -38,11 +40,11 @@ class _Rotary:
                 f"but this call has H={x.shape[0]}."
             )
         half = x.shape[0] // 2
-        exponent = -jnp.arange(half, dtype=jnp.float32) / half
-        angle = position * self.base**exponent
         dtype = _wide_dtype(x)
-        cos = jnp.cos(angle).astype(dtype)
-        sin = jnp.sin(angle).astype(dtype)
+        exponent = -jnp.arange(half, dtype=dtype) / half
+        angle = position.astype(dtype) * self.base**exponent
+        cos = jnp.cos(angle)
+        sin = jnp.sin(angle)
         a = x[:half].astype(dtype)
         b = x[half:].astype(dtype)
         rotated = [a * cos - b * sin, b * cos + a * sin]
@@ -50,7 +52,9 @@ class _Rotary:
 
 
 def rms_norm(query_scale: ArrayLike, key_scale: ArrayLike, epsilon: float = 1e-6) -> Transform:
-    """Return x / sqrt(mean(x^2) + epsilon) * scale, with scales [H], in float32.
+    """Return x / sqrt(mean(x^2) + epsilon) * scale, with scales [H].
+
+    It computes in float32 (float64 for float64).
 
     Source: Zhang & Sennrich 2019 (arXiv:1910.07467); for queries and keys, Henry et al. 2020
     (arXiv:2010.04245).

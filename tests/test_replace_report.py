@@ -102,7 +102,19 @@ def names(q, k, v, mask):
     return jax.checkpoint(attend, policy=policy)(q, k, v)
 
 
-FAST = (max_initial, power, remat_of_probabilities, names)
+def bias_of_buckets(q, k, v, mask):
+    distance = jnp.arange(S) - jnp.arange(T)[:, None]
+    buckets = jax.nn.one_hot(jnp.clip(distance + 2, 0, 4), 5)
+    return jax.nn.softmax(q @ k.T + buckets @ q[0, jnp.array([0, 1, 2, 3, 0])]) @ v
+
+
+def bias_of_vectors(q, k, v, mask):
+    distance = jnp.arange(S) - jnp.arange(T)[:, None]
+    vectors = jnp.sin(k[0] * distance[:, :, None])
+    return jax.nn.softmax(q @ k.T + jnp.einsum("th,tsh->ts", q, vectors)) @ v
+
+
+FAST = (max_initial, power, remat_of_probabilities, names, bias_of_buckets, bias_of_vectors)
 SLOW = (
     max_where,
     sum_where,
@@ -259,6 +271,11 @@ def talking_heads(q, k, v, mask):
     return jnp.einsum("hts,hg->gts", p, jnp.ones((2, 2))) @ v
 
 
+def talking_logits(q, k, v, mask):
+    s = jnp.einsum("hts,hg->gts", jnp.stack([q @ k.T, 2 * q @ k.T]), jnp.eye(2))
+    return jax.nn.softmax(s) @ v
+
+
 def divided_twice(q, k, v, mask):
     return fraction(jax.nn.softmax(q @ k.T) * mask) @ v
 
@@ -321,6 +338,7 @@ LEFT = {
     padded_keys: NO_PRODUCT,
     keys_in_two_parts: NO_PRODUCT,
     talking_heads: "divided by something that depends on the keys",
+    talking_logits: "the keys of the first product differ from query to query",
     divided_twice: f"{UNKNOWN}.*a quotient by a sum",
     softmax_of_softmax: "the logits pass through `reduce_max`",
     square: UNKNOWN,

@@ -89,8 +89,8 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
         before = expand_all(index)
         keys = tuple(letters_in(index[d] for d in contracted[side]))
         softmax = find_softmax(probabilities, before, keys)
-        dots = _find_product(softmax.logits, keys)
         value, columns = _value_operand(second, side, index)
+        dots = _find_product(softmax.logits, keys, value)
         result = second.outputs[0], _result_index(second, side, index, value)
         if softmax.unnormalised is not None:
             result = division_after(graph, result, softmax.unnormalised, keys)
@@ -107,8 +107,12 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
 # ---- (3) The products
 
 
-def _find_product(logits: Element, keys: tuple[Letter, ...]) -> Element:
-    """Return the product of query and key from which the logits are computed."""
+def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Operand) -> Element:
+    """Return the product of query and key from which the logits are computed.
+
+    Of several, it is the last whose query has an axis that neither key nor value has. A bias may be
+    a product too, of buckets of distances and a table, or of the query and vectors for each pair.
+    """
     waiting = [logits]
     seen: set[Any] = set()
     reasons = []
@@ -123,8 +127,10 @@ def _find_product(logits: Element, keys: tuple[Letter, ...]) -> Element:
             raise NoMatch(f"more than {MOST_STEPS} equations lie between the two products")
         if value.op == "dot_general":
             try:
-                _operands_of_first(maker_of(value), index, keys)
-                products.append((value, index))
+                query, key = _operands_of_first(maker_of(value), index, keys)
+                shared = {*letters_in(key.index), *letters_in(value_operand.index)}
+                has_queries = not shared.issuperset(letters_in(query.index))
+                products.append((has_queries, maker_of(value).number, (value, index)))
             except NoMatch as reason:
                 reasons.append(str(reason))
             continue
@@ -135,7 +141,7 @@ def _find_product(logits: Element, keys: tuple[Letter, ...]) -> Element:
         except NoMatch as reason:
             reasons.append(str(reason))
     if products:
-        return max(products, key=lambda x: maker_of(x[0]).number)
+        return max(products, key=lambda x: x[:2])[2]
     raise NoMatch(reasons[0] if reasons else "the logits are not made of a product of two arrays")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType
 
-from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less
+from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_in
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.recognise import Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
@@ -241,6 +241,9 @@ def _check_gain(found: Match, min_logits: int) -> None:
     for letter in found.keys:
         S *= letter.size
     if T == 1:
+        with_keys = set(letters_in(found.value.index)) | set(found.keys)
+        if any(x.size > 1 for x in found.letters if x not in with_keys):
+            raise NoMatch("the keys of the first product differ from query to query")
         raise NoMatch("one query only, so the logits are no larger than the keys")
     if T * S < min_logits:
         raise NoMatch(

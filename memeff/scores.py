@@ -88,7 +88,7 @@ class _T5:
         part = jnp.log(ratio) / math.log(self.max_distance / exact)  # 0 at exact, 1 at max_distance
         far = exact + (part * (buckets - exact)).astype(jnp.int32)
         bucket = start + jnp.where(away < exact, away, jnp.minimum(far, buckets - 1))
-        return score + table[bucket, head].astype(score.dtype)
+        return score + table.astype(score.dtype)[bucket, head]
 
 
 def relative(table: ArrayLike) -> Score:
@@ -104,7 +104,7 @@ def relative(table: ArrayLike) -> Score:
 def _relative(score, batch, head, q_pos, k_pos, table):
     reach = (table.shape[1] - 1) // 2
     distance = jnp.clip(k_pos - q_pos, -reach, reach)
-    return score + table[head, distance + reach].astype(score.dtype)
+    return score + table.astype(score.dtype)[head, distance + reach]
 
 
 def soft_cap(cap: ArrayLike) -> Score:

@@ -48,6 +48,8 @@ FLAGGED = {
     "arrays": dict(logits_soft_cap=np.array(3, f32), scale=np.array(0.3, f32)),
     "shared dropout": _dropout,
     "dropout": dict(_dropout, broadcast_dropout=False),
+    "shared mix32 dropout": dict(_dropout, dropout_bits="mix32"),
+    "mix32 dropout": dict(_dropout, dropout_bits="mix32", broadcast_dropout=False),
 }
 # in these calls some row sees no key
 SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")

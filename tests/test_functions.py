@@ -223,6 +223,88 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square():
             np.testing.assert_allclose(actual, x / root * scale, rtol=1e-12)
 
 
+def test_rotary_turns_float64_by_angles_of_float64():
+    x = np.random.default_rng(0).standard_normal((1, 3, 1, 4))
+    position = 20_001 + np.arange(3)
+    angle = position[:, None] * 10_000.0 ** (-np.arange(2) / 2)
+    cos, sin = np.cos(angle), np.sin(angle)
+    a, b = x[0, :, 0, :2], x[0, :, 0, 2:]
+    rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
+    with jax.enable_x64(True):
+        fn = transforms.rotary().fn
+        actual = [fn(row, i, "query", None) for row, i in zip(x[0, :, 0], position, strict=True)]
+    assert largest(np.stack(actual) - rotated) <= 1e-11
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_alibi_measures_far_distances_in_full(dtype):
+    """16 bits would round distances to multiples, and float16 would make these infinite."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 4)), f32)
+
+    def run(slopes):
+        score_fn = scores.alibi(slopes)
+        return dot_product_attention(x, x, x, score_fn=score_fn, q_offset=70_001)
+
+    slopes = jnp.array([0.25, 0], dtype)
+    assert largest(run(slopes) - run(slopes.astype(f32))) <= 1e-6
+
+
+def test_gradients_of_few_bits_are_summed_in_float32():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 400, 2, 4)), f32)
+    params = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, 2), (2, 9))]
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        score_fn = scores.t5(params[0]).then(scores.relative(params[1]))
+        return jnp.sin(dot_product_attention(x, x, x, score_fn=score_fn, chunk_size=400)).sum()
+
+    wide = gradient([param.astype(f32) for param in params])
+    for actual, expected in zip(gradient(params), wide, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert largest(actual.astype(f32) - expected) <= 4e-3 * largest(expected)
+
+
+def test_ready_made_functions_under_strict_promotion():
+    """They mix no dtypes, whatever floats and integers they are given."""
+    q, k = jnp.ones((2, 5, 4, 2)), jnp.ones((2, 7, 2, 2))
+
+    def run(**functions):
+        def f(q, k):
+            return dot_product_attention(q, k, k, **functions)
+
+        jax.eval_shape(lambda: jax.vjp(f, q, k)[1](q))
+
+    for x64 in (False, True):
+        with (
+            jax.enable_x64(x64),
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+        ):
+            for dtype in ("float32", "bfloat16"):
+                table = jnp.ones((4, 4), dtype)
+                run(score_fn=scores.alibi(table[0]).then(scores.head_temperature(table[0])))
+                run(score_fn=scores.t5(table).then(scores.t5(table, bidirectional=False)))
+                run(score_fn=scores.relative(table[:, :3]).then(scores.soft_cap(table[0])))
+                norm = transforms.rms_norm(table[0, :2], table[0, :2])
+                run(qk_transform=norm.then(transforms.rotary()))
+            drafts = masks.ancestors_of(np.array([[-1, 0, 0, 1, 1]] * 2))
+            run(mask_fn=masks.prefix(np.array([3, 5])) | masks.causal() & ~masks.dilated(2))
+            run(mask_fn=masks.tree(drafts, np.array([2, 2])) & masks.block_causal(2))
+            run(mask_fn=masks.documents(np.zeros((2, 7), int)) & masks.sliding_window(2))
+
+
+def test_positions_of_masks_do_not_wrap():
+    x = jnp.ones((1, 4, 1, 2))
+    with jax.enable_x64(True):
+        for length, seen in ((2**40 + 1, 4), (np.uint32(2**32 - 1), 4), (-(2**40), 0), (2, 2)):
+            mask = block_mask(masks.prefix(np.asarray(length)), 4, block_size=1)
+            assert str(mask).splitlines()[1].count("#") == seen
+            out = dot_product_attention(x, x, x, mask_fn=masks.prefix(np.asarray(length)))
+            assert (out == min(seen, 1)).all()
+
+
 # ---- functions that bend the score, in every order, against the definition
 
 

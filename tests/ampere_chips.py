@@ -19,7 +19,7 @@ from described_gpus import CHIPS, described  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
-from memeff import masks  # noqa: E402
+from memeff import masks, scores  # noqa: E402
 from memeff.device import pretend_device  # noqa: E402
 from memeff.pallas.ampere import capability  # noqa: E402
 
@@ -37,6 +37,7 @@ CASES = {
     "bias, float32": dict(H=64, bias="float32", is_causal=True),
     "bias, 128, float32": dict(H=128, bias="float32"),
     "bias, tails": dict(H=64, T=200, bias="bfloat16"),
+    "bias, score": dict(H=64, bias="bfloat16", score_fn=scores.alibi(scores.alibi_slopes(N))),
     "array, 64": dict(H=64, numbers=("scale",), is_causal=True),
     "array, 128": dict(H=128, numbers=("scale",)),
     "arrays, 64": dict(H=64, numbers=("scale", "logits_soft_cap")),

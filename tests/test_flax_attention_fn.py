@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as flax_linen
+from flax import nnx as flax_nnx
 from flax_cases import (
     LINEN,
     MASK,
@@ -213,6 +214,38 @@ def test_an_attention_fn_of_the_user_is_used(ours, flaxes):
     assert_close(users_run(params, X, Y, mask=MASK), run(params, X, Y, mask=MASK))
     assert len(calls) == 1
     assert calls[0]["deterministic"] is True
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_weights_that_an_attention_fn_of_the_user_sows_stay_in_the_module():
+    """Also where memeff's module binds keywords to it, or appends to the cache itself."""
+
+    def users_attention(query, key, value, *, logits_soft_cap=None, q_offset=None, **keywords):
+        del logits_soft_cap, q_offset
+        return flax_nnx.dot_product_attention(query, key, value, **keywords)
+
+    def weights_in(module):
+        sown = flax_nnx.to_pure_dict(flax_nnx.state(module, flax_nnx.Intermediate))
+        return sown["attention_weights"]
+
+    def sown(cls, **constructor):
+        module = nnx_layer(cls, attention_fn=users_attention, **constructor)
+        module.init_cache(X.shape)
+        for _ in range(2):
+            module(X[:, :1], sow_weights=True, decode=True)
+        module(X, sow_weights=True)
+        return weights_in(module)
+
+    ours, flaxes = NNX
+    expected = sown(flaxes)
+    assert len(expected) == 3
+    for constructor in ({}, {"logits_soft_cap": 1.0}):
+        assert_close(sown(ours, **constructor), expected)
+    module = nnx_layer(ours, attention_fn=users_attention)
+    module.init_cache(X.shape)
+    module(X[:, :2], sow_weights=True, decode=True)
+    (weights,) = weights_in(module)
+    assert weights.shape[-2:] == (2, X.shape[1])
 
 
 def test_bind_names_what_it_passes():

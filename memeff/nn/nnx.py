@@ -213,7 +213,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if attention is not self.attention_fn:
             # A copy that shares variables and submodules, so that `self` keeps its attention_fn.
             module = copy.copy(self)
-            vars(module)["attention_fn"] = attention
+            vars(module)["attention_fn"] = functools.partial(_attend_for, self, attention)
         return nnx.MultiHeadAttention.__call__(
             module,
             inputs_q,
@@ -248,6 +248,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         keywords["is_causal"] = True  # it hides the entries that are not written yet
         out = attention(query, key.astype(query.dtype), value.astype(query.dtype), **keywords)
         return cache.nan_where_full(out, start, key.shape[-3])
+
+
+def _attend_for(
+    owner: nnx.Module, attention: Callable[..., Array], /, *arrays: Array, **keywords: Any
+) -> Array:
+    """Call an attention that may sow its weights: into `owner`, not into the copy of it."""
+    if keywords.get("module") is not None:
+        keywords["module"] = owner
+    return attention(*arrays, **keywords)
 
 
 def _params(function: Any) -> Any:

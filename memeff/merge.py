@@ -52,7 +52,8 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
                 f"part {n} of merge has out {out.shape} and lse {lse.shape}, and part 0 has "
                 f"{outs[0].shape} and {logs[0].shape}: parts must be of the same queries."
             )
-    dtype = jnp.result_type(jnp.float32, *logs)
+    is_wide = any(lse.dtype == jnp.float64 for lse in logs)
+    dtype = jnp.float64 if is_wide else jnp.float32  # strict promotion would refuse result_type
     out, m, l = merge_rows(outs, [lse.astype(dtype) for lse in logs], [None] * len(logs))
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     return out.astype(jnp.result_type(*outs)), lse

@@ -103,6 +103,19 @@ def test_precision():
     np.testing.assert_allclose(total, np.log(weights.sum(0)) + wide.max(0), rtol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes_under_strict_promotion(dtype):
+    """lse in few bits is widened also where JAX promotes nothing by itself."""
+    out = jnp.ones((1, 2, 3, 4), dtype)
+    lse = jnp.zeros((1, 2, 3), dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        for other in (lse, lse.astype(jnp.float32)):
+            merged, total = memeff.merge((out, lse), (out, other))
+            assert (merged.dtype, total.dtype) == (out.dtype, jnp.float32)
+    np.testing.assert_array_equal(merged, out)
+    np.testing.assert_allclose(total, np.log(2), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "parts, error, text",
     [

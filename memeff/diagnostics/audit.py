@@ -150,7 +150,8 @@ def audit(
     Returns: `memeff.Audit`: `ok`, `findings` (the largest error of each result, and where) and
       `bad_devices`. Print it for a table.
 
-    Raises: as the call itself does; TypeError inside jit, for dropout, and for sinks.
+    Raises: as the call itself does; TypeError inside jit, for dropout, and for sinks;
+      ValueError for arrays without queries, keys or values.
 
     Example:
       >>> x = jax.random.normal(jax.random.key(1), (1, 100, 2, 8))
@@ -165,6 +166,10 @@ def audit(
     exact_kwargs.pop("memory_limit", None)
     arguments = exact_arguments("audit", query, key, value, bias, mask, **exact_kwargs)
     call = _prepare(arguments)
+    sizes = {letter: getattr(call.shape, letter) for letter in "BTSKD"}
+    if 0 in sizes.values():
+        words = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+        raise ValueError(f"memeff.audit has nothing to sample: {words} must be at least 1.")
     if rng is None:
         rng = jax.random.key(0)
     run_key, *sample_keys = jax.random.split(rng, 3)

@@ -51,9 +51,10 @@ def assert_case(name, run_kernels):
 
 
 def assert_score_gradients(score_fn, dtype, tolerance, on_kernels=contextlib.nullcontext):
-    """Compare gradients of scale, soft cap, `score_fn`'s params, query, key, value: "xla"'s.
+    """Compare gradients of the kernels with those of the chunked path.
 
-    Kernels run in the context `on_kernels()`. `tolerance` is relative to the largest number.
+    They are those of scale, soft cap, `score_fn`'s params, query, key and value. The kernels run in
+    the context `on_kernels()`. `tolerance` is relative to the largest number of each gradient.
     """
     args = draw(dtype, small(B=2, T=70, S=100, K=2))
     params = {

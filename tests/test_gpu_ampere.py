@@ -69,6 +69,7 @@ def test_gradients_of_scale_and_soft_cap(name):
 
 @pytest.mark.parametrize("score_fn", ["alibi", "t5"])
 def test_gradients_of_a_score_fn_beside_them(score_fn):
+    """On a GPU the chunked path keeps probabilities in 16 bits, too."""
     term_cases.assert_score_gradients(score_fn, np.float16, 1e-2)
 
 

@@ -38,7 +38,7 @@ def test_float16():
 
 @pytest.mark.slow
 def test_beside_a_score_fn():
-    assert_score_gradients("alibi", np.float16, 4e-3, interpreted)
+    assert_score_gradients("alibi", bf16, 5e-4, interpreted)
 
 
 @pytest.mark.slow

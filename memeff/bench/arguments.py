@@ -85,7 +85,7 @@ def arrays_of(case: ArgumentCase) -> dict[str, Array]:
 
 
 def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
-    """Return the keywords that are no arrays, or None if implementation `name` lacks one."""
+    """Return the keywords that a program is compiled with; None if `name` lacks one of them."""
     library, _, variant = name.partition(":")
     implementation = "pallas" if variant == "ampere" else variant or None
     keywords: dict[str, Any] = {"implementation": implementation}

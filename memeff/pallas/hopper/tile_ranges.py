@@ -186,7 +186,8 @@ def _table(any_visible: np.ndarray, all_visible: np.ndarray) -> Array | None:
         parts.append(np.flatnonzero(masked_tiles))
         parts.append(np.flatnonzero(whole_tiles))
     table = np.concatenate(parts).astype(np.int32)
-    return jax.jit(lambda: jnp.asarray(table))()  # `custom_partitioning` takes no other constants
+    # `custom_partitioning` refuses a constant that is not inside of a jit of its own
+    return jax.jit(lambda: jnp.asarray(table))()
 
 
 def keys_seen(problem: Problem, offset, first, last, ends, size: int) -> TileRange:

@@ -126,10 +126,10 @@ BITS = Sizes(B=7, T=1, S=1088, K=2, G=2, H=64, D=64)  # two whole splits, and on
 
 
 @not_finite
-@pytest.mark.parametrize("H", [64, 128])  # first factors of products are queries, and keys
-def test_the_rest_of_the_cache_changes_no_bit(H):
+@pytest.mark.parametrize("H, K", [(64, 1), (64, 2), (128, 2)])  # queries first; joined; keys first
+def test_the_rest_of_the_cache_changes_no_bit(H, K):
     """Neither numbers behind a sequence's end nor NaN do, in tiles that are read or not."""
-    z = Sizes(B=4, T=1, S=1088, K=2, G=2, H=H, D=H)
+    z = Sizes(B=4, T=1, S=1088, K=K, G=2, H=H, D=H)
     lengths = [0, 3, 640, 1088]
     query, key, value = draw(bf16, z)
     behind = np.arange(z.S)[:, None, None] >= np.reshape(lengths, (-1, 1, 1, 1))
@@ -213,6 +213,26 @@ def test_nan_reaches_the_rows_that_see_it_alone(D):
     expected = out.copy()
     expected[:, 2:, :, D - 3] = np.nan
     assert_equal_bits((dirty_out, dirty_lse), (expected, lse))
+
+
+@not_finite
+def test_nan_of_a_head_stays_in_it():
+    """Two key heads of 64 are one of 128 in the kernel. A key and a value are NaN in the second."""
+    z = Sizes(B=1, T=2, S=600, K=2, G=3, H=64, D=64)
+    query, key, value = draw(bf16, z)
+    arrays = arrays_of(filled([580], T=2))
+    bad_key, bad_value = key.copy(), value.copy()
+    bad_key[0, 17, 1, 5] = np.nan
+    bad_value[0, 18, 1, 6] = np.inf
+    clean, of_key, of_value = run_all(
+        [((query, *x), arrays) for x in ((key, value), (bad_key, value), (key, bad_value))],
+        is_causal=True,
+    )
+    for out, lse in (of_key, of_value):
+        assert_equal_bits((out[:, :, :3], lse[:, :, :3]), (clean[0][:, :, :3], clean[1][:, :, :3]))
+    assert np.isnan(of_key[0][:, :, 3:].astype(f32)).all() and np.isnan(of_key[1][:, :, 3:]).all()
+    bad = ~np.isfinite(of_value[0][:, :, 3:].astype(f32))
+    assert bad[..., 6].all() and bad.sum() == 6
 
 
 # ---- the choice

@@ -237,7 +237,7 @@ class DecodeKernel(NamedTuple):
         The query is [B, K, R', H]. H and D are multiples of 64, and S and R' of 8. R' is R, the
         rows of `sizes`, or more.
         """
-        D = self.cache.value.shape[-1]
+        D = self.sizes.own_dims(self.cache.value.shape[-1])
         partials = self._partial_types(D)
         results = self._result_types(D, out_dtype)
         scalars = jax.tree.leaves(self.scalars)

@@ -68,21 +68,26 @@ def forward(
     def call(query, *leaves):
         cache, scalars = jax.tree.unflatten(structure, leaves)
         B, T, K, G, H = query.shape
+        heads = K, G
         S, D = cache.key.shape[1], cache.value.shape[-1]
         pages = None
         if table is not None:
             pages = Pages(*cache.key.shape[:2])
             S = scalars.page_table.shape[1] * pages.size
-        rows = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)  # b k r h
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales)
+        K, G = sizes.call.K, sizes.call.G
+        cache = cache.with_heads(K)
+        scalars = _with_heads(scalars, K)
+        rows = query.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
+        rows = rows.reshape(B, K, G * T, H)  # b k r h
         rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
         if cache.has_scales:
             rows = permute_dims(rows)
         row_scalars = _scalars_of_rows(scalars, T, G)
-        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales)
         kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
-        out = out.reshape(B, K, G, T, D)
-        return (out,) if lse is None else (out, lse.reshape(B, K, G, T))
+        out = out.reshape(B, *heads, T, D)
+        return (out,) if lse is None else (out, lse.reshape(B, *heads, T))
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
     cache_dims = CACHE_DIMS if table is None else PAGED_DIMS
@@ -91,6 +96,18 @@ def forward(
     run = partitioned(call, (DIMS[0], *cache_dims, *dims_of(scalars)), dims_out)
     out, *lse = run(split_axis(operands.query, 2, operands.shape.K), *leaves)
     return out, Lse(lse[0], None) if lse else None
+
+
+def _with_heads(scalars: Scalars, K: int) -> Scalars:
+    """Return the scalars with arrays of heads [B, K', G'] as [B, K, G]."""
+
+    def divided(x: Array) -> Array:
+        return x.reshape(x.shape[0], K, -1)
+
+    return scalars._replace(
+        head_numbers=tuple(map(divided, scalars.head_numbers)),
+        sinks=None if scalars.sinks is None else divided(scalars.sinks),
+    )
 
 
 def _scalars_of_rows(scalars: Scalars, T: int, G: int) -> Scalars:

@@ -48,7 +48,7 @@ from memeff.pallas.hopper.score_tile import (
     barrier_arrivals,
     scratch_shapes,
 )
-from memeff.pallas.hopper.threads import load_columns, store_rows
+from memeff.pallas.hopper.threads import drop_parts, load_columns, store_rows
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
@@ -103,7 +103,7 @@ def decode_scratch(
     query_vectors, key_vectors = vectors["token_vectors"]
     head_numbers = scalars.head_numbers
     return DecodeScratch(
-        q_s=tile_ref(consumers * heads, rows, H, dtype),
+        q_s=tile_ref(consumers * heads, rows, sizes.own_dims(H), dtype),
         q_ready=plgpu.Barrier(
             num_arrivals=heads * (1 + len(head_numbers)) + query_numbers, num_barriers=consumers
         ),
@@ -349,6 +349,11 @@ def merge_row(
     zeros = full_tile((D,), 0.0)
     start = lax.div(first_part, jnp.int32(at_once))
     m, l, o = lax.fori_loop(start, ends, step, (m, zeros, zeros))
+
+    @pl.loop(start, ends)
+    def _drop(n):
+        drop_parts(partials.o, n * at_once, row, at_once)
+
     sees_nothing = l == 0
     lse = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, (m + jnp.log2(l)) * (1 / LOG2_E))
     l = jnp.where(sees_nothing, 1.0, l)

@@ -8,6 +8,10 @@ keys and g of values (1 for numbers of 16 bits), the steps of decode.py are:
   (1) raw = k_j q_i' * f_j               (3) m' = max(m, colmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) p = 2^(s - m');  l = a l + p;  o = a o + v_j' (g_j p)
 Here l is a tile, which is summed along the keys once, at the end, and o is [D, rows].
+
+Two neighbouring key heads of 64 are joined where rows are few: their dims are neighbours in memory,
+and are read as those of one head of 128. A row takes raw from the half of the dims that its head
+has, and the other half of its o is not stored.
 """
 
 import jax.numpy as jnp
@@ -33,6 +37,7 @@ from memeff.pallas.hopper.mosaic import (
     init_accumulator,
     multiply,
     plgpu,
+    positions,
 )
 from memeff.pallas.hopper.nonfinite import clean_own_values
 from memeff.pallas.hopper.score_tile import ScoreTile
@@ -55,7 +60,9 @@ class KeysFirstLoop(SplitLoop):
         """Store a partial result of the item's rows; `partials` are those of one key head."""
         rows = self.sizes.rows_of_item
         stored = min(rows, partials.o.shape[1])
-        store_columns(partials.o.at[part, pl.ds(self.item.row, stored)], o, self.has_scales)
+        ref = partials.o.at[part, pl.ds(self.item.row, stored)]
+        rows_of_first = self.sizes.rows // 2 if self.sizes.joined else None
+        store_columns(ref, o, self.has_scales, rows_of_first)
         places = pl.ds(self.item.row, rows)
         store_of_columns(partials.m.at[part, places], m)
         store_of_columns(partials.l.at[part, places], self._reduce(l, "add"))
@@ -84,13 +91,20 @@ class KeysFirstLoop(SplitLoop):
         tile = self._score_tile(tile_number, slot, head)
         keys = load_keys(keys_ref, dtype) if self.has_scales else keys_ref
 
-        def dot_products(raw):
+        def dot_products(raw, of_second=None):
+            if of_second is not None:  # each of two joined heads has half of the dims
+                self._multiply(raw, keys_ref.at[:, : q.shape[1]], q.T)
+                self._multiply(of_second, keys_ref.at[:, q.shape[1] :], q.T)
+                second = plgpu.wgmma_accumulator_load(of_second, wait_n=0)
+                first = plgpu.wgmma_accumulator_load(raw, wait_n=0)
+                row = positions(0, self.tile_shape, 1)
+                return jnp.where(row < self.sizes.rows // 2, first, second), ()
             self._multiply(raw, keys, q.T)  # (1)
             # Values of 8 bits are loaded while the product runs.
             loaded = (load_values(values_ref, dtype),) if self.has_scales else ()
             return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
 
-        raw, loaded = accumulators(dot_products, self.tile_shape)
+        raw, loaded = accumulators(dot_products, *(self.tile_shape,) * (1 + self.sizes.joined))
         if self.has_scales:
             raw = raw * self._scales(0, place)
 

@@ -58,6 +58,11 @@ class Cache(NamedTuple):
         """Return whether keys and values are numbers of 8 bits with scales."""
         return self.key_scales is not None
 
+    def with_heads(self, K: int) -> "Cache":
+        """Return arrays with K key heads, each of them one or more neighbouring heads."""
+        key, value = (x.reshape(*x.shape[:2], K, -1) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
 
 class DecodeSizes(NamedTuple):
     """The sizes of a call, and of its pieces."""
@@ -68,6 +73,7 @@ class DecodeSizes(NamedTuple):
     heads: int  # key heads of an item, which consumers visit at the same time
     pages: Pages | None = None  # None: all keys of a sequence are neighbours in memory
     keys_first: bool = False  # keys and values are first factors of products, queries are second
+    joined: bool = False  # two key heads of 64 are one of 128 here, whose group is twice as large
 
     @staticmethod
     def of(
@@ -77,16 +83,22 @@ class DecodeSizes(NamedTuple):
 
         Neighbouring heads are neighbours in memory, and memory is fast where 512 bytes or more are
         read at the same time (H200, 8 x 32k keys, 8 heads of 128: 3.9 TB/s with one head of an
-        item, 4.2 with two).
+        item, 4.2 with two), and each copy reads 256 neighbouring bytes (H100, 8 heads of 64: 2.97
+        TB/s where two are joined, 2.8 where they are not).
         """
-        width = max(H, D)
+        rows = 2 * call.G * call.T
+        joined = H == D == 64 and not has_scales and call.K % 2 == 0
+        joined = joined and rows <= MOST_ROWS_OF_KEYS_FIRST
+        if joined:
+            call = call._replace(K=call.K // 2, G=2 * call.G)
+        width = LARGEST_WIDTH if joined else max(H, D)
         heads = CONSUMERS * (LARGEST_WIDTH // width)
         while call.K % heads:
             heads //= 2
         tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
         few_rows = call.G * call.T <= MOST_ROWS_OF_KEYS_FIRST
         keys_first = has_scales or (few_rows and width == LARGEST_WIDTH)  # else registers spill
-        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first)
+        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first, joined)
 
     @property
     def keys_of_copy(self) -> int:
@@ -97,6 +109,10 @@ class DecodeSizes(NamedTuple):
     def copies(self) -> int:
         """Return the number of copies that bring a tile to shared memory."""
         return self.tile // self.keys_of_copy
+
+    def own_dims(self, width: int) -> int:
+        """Return the dims of a head in tiles of keys or values of this width."""
+        return width // 2 if self.joined else width
 
     @property
     def heads_of_consumer(self) -> int:

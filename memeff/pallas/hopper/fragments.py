@@ -30,7 +30,7 @@ from memeff.pallas.hopper.mosaic import (
     mlir_modules,
     plgpu,
 )
-from memeff.pallas.hopper.threads import entries_of
+from memeff.pallas.hopper.threads import KeptStores, entries_of
 
 STEP = 16  # columns of the first factor that one instruction multiplies
 ROWS_OF_WARP = 16
@@ -272,19 +272,29 @@ def reduce_rows(tile: Array, kind: str, scratch: Ref) -> Array:
     return reduce(tile, scratch)
 
 
-def store_columns(ref: Ref, tile: Array, permuted: bool) -> None:
+def store_columns(
+    ref: Ref, tile: Array, permuted: bool = False, columns_of_first: int | None = None
+) -> None:
     """Store the first columns of `tile` [D, N] to `ref` [R, D] in global memory, R of them.
 
-    If `permuted`, rows of the tile are in the order of `load_values`.
+    With `columns_of_first`, `ref` is [R, D / 2]: so many columns are stored with their first D / 2
+    rows, and the others with their last ones.
+    If `permuted`, rows of the tile are in the order of `load_values`. The L2 cache keeps what is
+    stored, see `KeptStores`.
     """
-    count, D = ref.shape
+    count = ref.shape[0]
+    D = tile.shape[0]
     if interpreting():
-        ref[...] = (sort_rows(tile) if permuted else tile).T[:count]
+        rows = (sort_rows(tile) if permuted else tile).T[:count]
+        if columns_of_first is not None:
+            is_first = jnp.arange(count)[:, None] < columns_of_first
+            rows = jnp.where(is_first, rows[:, : D // 2], rows[:, D // 2 :])
+        ref[...] = rows
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(_, ref, tile):
-        _mgpu, ir, arith, memref, vector, scf = mlir_modules()
+        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
         index = ir.IndexType.get()
 
         def constant(x: int):
@@ -298,6 +308,7 @@ def store_columns(ref: Ref, tile: Array, permuted: bool) -> None:
         dim = arith.muli(dim, constant(size))
         by_place = {(row, col): register for register, row, col in entries.pairs}
         rows = [64 * m + 8 * h for m in range(size // 2) for h in range(2)]
+        kept = KeptStores(ref)
         for first_col in range(0, tile.shape[1], 8):
             for n in range(2):
                 col = arith.addi(entries.col, constant(first_col + n))
@@ -306,15 +317,19 @@ def store_columns(ref: Ref, tile: Array, permuted: bool) -> None:
                 for row in rows:
                     register = tile.registers[by_place[row, first_col]]
                     numbers.append(vector.extract(register, [], [n]))
+                if columns_of_first is not None:
+                    is_first = arith.cmpi(arith.CmpIPredicate.ult, col, constant(columns_of_first))
+                    half = len(rows) // 2
+                    pairs = zip(numbers[:half], numbers[half:], strict=True)
+                    numbers = [arith.select(is_first, *pair) for pair in pairs]
                 branch = scf.IfOp(is_inside)
                 with ir.InsertionPoint(branch.then_block):
+                    pointer = kept.pointer([col, dim if permuted else entries.row])
                     if permuted:
-                        kind = ir.VectorType.get((size,), ir.F32Type.get())
-                        vector.store(vector.from_elements(kind, numbers), ref, [col, dim])
+                        kept.store(numbers, pointer)
                     else:
-                        for row, number in zip(rows, numbers, strict=True):
-                            place = [col, arith.addi(entries.row, constant(row))]
-                            memref.store(number, ref, place)
+                        for row, number in zip(rows, numbers, strict=False):
+                            kept.store([number], pointer, row)
                     scf.yield_([])
 
     store(ref, tile)

@@ -84,13 +84,13 @@ def decode_bytes(operands: Operands) -> int:
     from memeff.pallas.hopper.scheduler import CallSizes
 
     shape = operands.shape
-    B, K, H, D = shape.B, shape.K, shape.H, shape.D
-    sizes = DecodeSizes.of(CallSizes(B, shape.T, shape.S, K, shape.G), H, D)
+    B, H, D = shape.B, shape.H, shape.D
+    sizes = DecodeSizes.of(CallSizes(B, shape.T, shape.S, shape.K, shape.G), H, D)
     rows = sizes.row_tiles * ROWS
     parts = sizes.parts * (sizes.rows_stored * D + 2 * rows)
     lse = sizes.rows * D
     queries = _round_up(sizes.rows, 8) * H * operands.query.dtype.itemsize
-    return B * K * (4 * parts + 4 * lse + queries)
+    return B * sizes.call.K * (4 * parts + 4 * lse + queries)
 
 
 def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:

@@ -22,6 +22,8 @@ from memeff.pallas.hopper.mosaic import (
 )
 
 NARROWEST = 8  # columns of a tile
+LINE = 32  # float32 numbers of a line of the L2 cache
+WARPGROUP = 128  # threads
 
 
 class Entries(NamedTuple):
@@ -43,8 +45,50 @@ def entries_of(layout, shape: tuple[int, int]) -> Entries:
     return Entries(row, col, pairs)
 
 
+class KeptStores:
+    """Stores of float32 numbers to `ref` in global memory, which the L2 cache keeps if it can.
+
+    They are for results that the same kernel soon reads and drops (`drop_parts`): then nothing is
+    written to memory.
+    """
+
+    def __init__(self, ref):
+        mgpu, self.ir, self.arith, _memref, self.vector, _scf = mlir_modules()
+        self.utils = mgpu.utils
+        self.i64 = self.ir.IntegerType.get_signless(64)
+        self.base = self.utils.memref_ptr(ref)
+        self.strides, _ = self.ir.MemRefType(ref.type).get_strides_and_offset()
+        self.policy = self.utils.inline_ptx(
+            "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", result_types=self.i64
+        )
+
+    def pointer(self, place):
+        """Return a pointer to the number at the indices `place`."""
+        constant, index = self.arith.constant, self.ir.IndexType.get()
+        total = constant(index, 0)
+        for n, stride in zip(place, self.strides, strict=True):
+            total = self.arith.addi(total, self.arith.muli(n, constant(index, stride)))
+        total = self.arith.index_cast(self.i64, total)
+        return self.utils.getelementptr(self.base, [total], self.ir.F32Type.get())
+
+    def store(self, numbers, pointer, offset: int = 0) -> None:
+        """Store 1, 2 or 4 neighbours, the first of them `offset` numbers behind `pointer`."""
+        count = len(numbers)
+        kind = "f32" if count == 1 else f"v{count}.f32"
+        operands = ", ".join(f"${n + 1}" for n in range(count))
+        self.utils.inline_ptx(
+            f"st.global.L2::cache_hint.{kind} [$0 + {4 * offset}], {{{operands}}}, ${count + 1};",
+            pointer,
+            *numbers,
+            self.policy,
+        )
+
+
 def store_rows(ref: Ref, tile: Array) -> None:
-    """Store the first rows of `tile` [64, D] to `ref` [R, D] in global memory, R of them."""
+    """Store the first rows of `tile` [64, D] to `ref` [R, D] in global memory, R of them.
+
+    The L2 cache keeps them, see `KeptStores`.
+    """
     count, _ = ref.shape
     if interpreting():
         ref[...] = tile[:count]
@@ -52,21 +96,24 @@ def store_rows(ref: Ref, tile: Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(_, ref, tile):
-        mgpu, ir, arith, memref, vector, scf = mlir_modules()
+        _mgpu, ir, arith, _memref, vector, scf = mlir_modules()
 
         def constant(x: int):
             return arith.constant(ir.IndexType.get(), x)
 
         entries = entries_of(tile.layout, tile.shape)
+        kept = KeptStores(ref)
         for row_offset in sorted({row for _, row, _ in entries.pairs}):
             row = arith.addi(entries.row, constant(row_offset))
             is_inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(count))
             branch = scf.IfOp(is_inside)
             with ir.InsertionPoint(branch.then_block):
+                pointer = kept.pointer([row, entries.col])
                 for register, further, col_offset in entries.pairs:
                     if further == row_offset:
-                        col = arith.addi(entries.col, constant(col_offset))
-                        vector.store(tile.registers[register], ref, [row, col])
+                        pair = tile.registers[register]
+                        numbers = [vector.extract(pair, [], [n]) for n in range(2)]
+                        kept.store(numbers, pointer, col_offset)
                 scf.yield_([])
 
     store(ref, tile)
@@ -143,6 +190,42 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(ref, first, place)
+
+
+def drop_parts(ref: Ref, first, place, count: int) -> None:
+    """Drop ref[first : first + count, place] from the L2 cache, unwritten; they may be anything.
+
+    `ref` [P, R, D] is float32, in global memory. All threads of the warpgroup have read them.
+    """
+    if interpreting():
+        return
+    lines = ref.shape[2] // LINE
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
+    def drop(_, ref, first, place):
+        mgpu, ir, arith, _memref, _vector, scf = mlir_modules()
+        index = ir.IndexType.get()
+
+        def constant(x: int):
+            return arith.constant(index, x)
+
+        mgpu.utils.warpgroup_barrier()
+        thread = arith.index_cast(index, mgpu.utils.thread_idx())
+        thread = arith.remui(thread, constant(WARPGROUP))
+        part = arith.divui(thread, constant(lines))
+        number = arith.muli(arith.remui(thread, constant(lines)), constant(LINE))
+        first = arith.index_cast(index, first.registers.item())
+        place = arith.index_cast(index, place.registers.item())
+        kept = KeptStores(ref)
+        for start in range(0, count, WARPGROUP // lines):
+            own = arith.addi(part, constant(start))
+            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, own, constant(count)))
+            with ir.InsertionPoint(branch.then_block):
+                pointer = kept.pointer([arith.addi(first, own), place, number])
+                mgpu.utils.inline_ptx("discard.global.L2 [$0], 128;", pointer)
+                scf.yield_([])
+
+    drop(ref, first, place)
 
 
 def mark_columns(ref: Ref, tile: Array) -> None:

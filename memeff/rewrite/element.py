@@ -345,14 +345,14 @@ class Builder:
 
 
 def _hashable(number: Any) -> Any:
-    """Return a NumPy number as Python's, and NaN as a text, because NaN is not equal to itself."""
+    """Return a NumPy number as Python's, and NaN as one object, which tuples take for equal."""
     number = np.asarray(number)
     if number.dtype == bool:
         return bool(number)
     if np.issubdtype(number.dtype, np.integer):
         return int(number)
     number = float(number)
-    return "nan" if math.isnan(number) else number  # NumPy reads the text as a float
+    return math.nan if math.isnan(number) else number
 
 
 def tabulate(function: ElementFunction, sizes: Iterable[int], leaves: Any) -> jax.Array:

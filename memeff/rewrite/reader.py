@@ -60,7 +60,8 @@ class Reader:
         if equation is None:
             return opaque
         if value.op == "iota":
-            return self._position(index[equation.params["dimension"]])
+            position = self._position(index[equation.params["dimension"]])
+            return position if is_exact(position, value.dtype) else opaque
         if value.op == "cumsum":
             return self._running_count(equation, index) or opaque
         try:

@@ -140,6 +140,7 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
     seen: set[Any] = set()
     reasons = []
     products = []
+    ends = []  # equations at which the search stops
     while waiting:
         value, index = waiting.pop(0)
         index = expand_all(index)
@@ -159,13 +160,16 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
             continue
         if value.maker is None:
             continue
-        try:
-            waiting.extend(sources(value.maker, index) or [])
-        except NoMatch as reason:
-            reasons.append(str(reason))
+        inputs = sources(value.maker, index)
+        if inputs is None:
+            ends.append(f"`{value.op}`")
+        waiting.extend(inputs or [])
     if products:
         return max(products, key=lambda x: x[:2])[2]
-    raise NoMatch(reasons[0] if reasons else "the logits are not made of a product of two arrays")
+    if reasons:
+        raise NoMatch(reasons[0])
+    where = f": the search stops at {', '.join(dict.fromkeys(ends))}" if ends else ""
+    raise NoMatch(f"the logits are not made of a product of two arrays{where}")
 
 
 def _operands_of_first(

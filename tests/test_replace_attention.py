@@ -319,6 +319,8 @@ def test_arguments():
         replaced(arrays, flip=False, name={1, 2})
     with pytest.raises(TypeError, match="takes a function, got int"):
         memeff.replace_attention(3)
+    with pytest.raises(TypeError, match=r"min_logits must be a number of pairs .*, got None"):
+        find(plain, *qkv(), min_logits=None)
 
 
 def test_higher_derivatives():
@@ -348,8 +350,6 @@ def test_narrow_floats():
     assert "bfloat16" in str(find(attend, q, k, v))
 
 
-def test_dropout_has_the_same_bits():
-    def attend(key, q, k, v):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_precision_that_is_the_default_of_its_operands(dtype):
     """jax.nn asks for products of 16 bits that are added in float32, of the first product alone."""
@@ -446,6 +446,8 @@ def test_bias_of_shifted_distances():
     np.testing.assert_allclose(replace(attend)(q, k, v), attend(q, k, v), atol=1e-5)
 
 
+def test_dropout_has_the_same_bits():
+    def attend(key, q, k, v):
         weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
         keep = jax.random.bernoulli(key, 0.7, weights.shape)
         return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
@@ -467,6 +469,13 @@ def test_bias_of_shifted_distances():
         return jnp.einsum("btns,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
 
     assert "another order of axes" in find(other_order, key, *qkv()).left[0].reason
+
+    def inverse(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        drop = jax.random.bernoulli(key, 0.3, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(drop, 0, weights / 0.7), v)
+
+    assert "is not one jax.random.bernoulli" in find(inverse, key, *qkv()).left[0].reason
 
 
 def test_custom_derivatives_are_left():
@@ -814,4 +823,19 @@ def test_report_names_what_stays():
     (place,) = find(Program(mask="tril", bias="alibi"), arrays).replaced
     assert not place.pair_arrays
     assert place.bytes_before is not None and place.bytes_after is not None
+
+    def two_of_each(q, k, v, masks, biases):  # a call has one argument for each
+        s = jnp.where(masks[0] & masks[1], q @ k.T + biases[0] + biases[1], -1e9)
+        return jax.nn.softmax(s) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    (place,) = find(
+        two_of_each, *arrays, [jnp.ones((16, 16), bool)] * 2, [jnp.ones((16, 16))] * 2
+    ).replaced
+    assert sorted(place.pair_arrays) == [
+        ("bias", 1024),
+        ("bias", 1024),
+        ("mask", 256),
+        ("mask", 256),
+    ]
     assert not dataclasses.asdict(find(lambda x: x, 1.0))["places"]

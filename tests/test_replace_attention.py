@@ -517,6 +517,23 @@ def test_check_of_each_spelling(program):
     replace(program, check=True)(make_arrays())
 
 
+def test_check_allows_the_rounding_of_a_program_with_two_dtypes():
+    """The product of float32 is rounded before float64 is added; memeff does not round it."""
+
+    def attend(q, k, v, bias):
+        return jax.nn.softmax(q @ k.T + bias) @ v
+
+    def in_float32(q, k, v, bias):
+        s = (q @ k.T).astype(jnp.float64) + bias
+        return jax.nn.softmax(s.astype(jnp.float32)).astype(v.dtype) @ v
+
+    with jax.enable_x64(True):
+        arrays = [x[0, :, 0] for x in qkv()]
+        for f, dtype in ((attend, "float32"), (in_float32, "float64")):
+            q, k, v = (x.astype(dtype) for x in arrays)
+            replace(f, check=True, strict=True)(q, k, v, jnp.zeros((16, 16)))
+
+
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
     right = assignment._window
 

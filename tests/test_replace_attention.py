@@ -23,6 +23,7 @@ from attention_programs import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental import pallas as pl
 
 import memeff
 from memeff.rewrite import assignment, check
@@ -318,6 +319,8 @@ def test_arguments():
         replaced(arrays, flip=False, name={1, 2})
     with pytest.raises(TypeError, match="takes a function, got int"):
         memeff.replace_attention(3)
+    with pytest.raises(TypeError, match=r"min_logits must be a number of pairs .*, got None"):
+        find(plain, *qkv(), min_logits=None)
 
 
 def test_higher_derivatives():
@@ -347,6 +350,102 @@ def test_narrow_floats():
     assert "bfloat16" in str(find(attend, q, k, v))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_precision_that_is_the_default_of_its_operands(dtype):
+    """jax.nn asks for products of 16 bits that are added in float32, of the first product alone."""
+    arrays = qkv(dtype=dtype)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    out = replace(attend, strict=True)(*arrays)
+    error = jnp.abs(out.astype(jnp.float32) - attend(*arrays).astype(jnp.float32)).max()
+    assert out.dtype == dtype and error < 2e-2
+
+    def high(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    assert "have different precisions" in find(high, *arrays).left[0].reason
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "uint8"])
+def test_positions_that_their_dtype_does_not_hold(dtype):
+    """Above 256, bfloat16 rounds positions and 8 bits count from 0 again."""
+    q, k, v = (x[0, :, 0] for x in qkv(300))
+
+    def attend(q, k, v):
+        positions = lax.iota(dtype, 300)
+        logits = jnp.where(positions[:, None] == positions, q @ k.T, -1e9)
+        return jax.nn.softmax(logits) @ v
+
+    expected = attend(q, k, v)
+    assert jnp.abs(expected - v).max() > 0.1  # some query sees another key than its own
+    np.testing.assert_allclose(replace(attend, strict=True)(q, k, v), expected, atol=1e-5)
+
+
+def low_of_float32(s, visible):
+    return jnp.where(visible, s.astype(jnp.float32), jnp.finfo("float32").min).astype("bfloat16")
+
+
+def low_in_float16(s, visible):
+    return jnp.where(visible, s, -1e30).astype("float16")
+
+
+def added_in_float16(s, visible):
+    return (s + jnp.where(visible, 0, -1e9)).astype("float16")
+
+
+@pytest.mark.parametrize("logits", [low_of_float32, low_in_float16, added_in_float16])
+def test_a_mask_that_a_cast_makes_infinite(logits):
+    q, k, v = (x[0, :, 0] for x in qkv())
+    visible = jnp.tril(jnp.ones((16, 16), bool), -1)  # query 0 sees no key
+
+    def attend(q, k, v, visible):
+        return jax.nn.softmax(logits(q @ k.T, visible)).astype(v.dtype) @ v
+
+    expected = attend(q, k, v, visible)
+    assert jnp.isnan(expected[0]).all() and not jnp.isnan(expected[1:]).any()
+    out = replace(attend, strict=True)(q, k, v, visible)
+    np.testing.assert_allclose(out, expected, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nan_in_the_place_of_hidden_logits(dtype):
+    q, k, v = (x[0, :, 0] for x in qkv(dtype=dtype))
+
+    def attend(q, k, v):
+        visible = jnp.arange(16)[:, None] != 3
+        return jax.nn.softmax(jnp.where(visible, q @ k.T, jnp.nan)) @ v
+
+    isnan = jnp.isnan(replace(attend, strict=True)(q, k, v))
+    assert (isnan == jnp.isnan(attend(q, k, v))).all() and isnan.any() and not isnan.all()
+
+
+def test_branches_of_platforms():
+    """A branch for other devices may not compile here."""
+
+    def for_tpu(q, k, v):
+        return pl.pallas_call(lambda q, o: None, out_shape=q)(q)
+
+    def attend(q, k, v):
+        return lax.platform_dependent(q, k, v, tpu=for_tpu, default=plain)
+
+    out = replace(attend, strict=True)(*qkv())
+    np.testing.assert_allclose(out, plain(*qkv()), atol=1e-6)
+
+
+def test_bias_of_shifted_distances():
+    """Transformer-XL shifts rows by a padded reshape, which no index follows."""
+    q, k, v = (x[0, :, 0] for x in qkv())
+
+    def attend(q, k, v):
+        T, H = q.shape
+        distances = jnp.sin(jnp.arange(2 * T)[:, None] * (1 + jnp.arange(H)))
+        shifted = jnp.pad(q @ distances.T, ((0, 0), (1, 0))).reshape(2 * T + 1, T)[1:]
+        return jax.nn.softmax(q @ k.T + shifted.reshape(T, 2 * T)[:, :T]) @ v
+
+    assert "an array as bias" in str(find(attend, q, k, v))
+    np.testing.assert_allclose(replace(attend)(q, k, v), attend(q, k, v), atol=1e-5)
+
+
 def test_dropout_has_the_same_bits():
     def attend(key, q, k, v):
         weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
@@ -370,6 +469,13 @@ def test_dropout_has_the_same_bits():
         return jnp.einsum("btns,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
 
     assert "another order of axes" in find(other_order, key, *qkv()).left[0].reason
+
+    def inverse(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        drop = jax.random.bernoulli(key, 0.3, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(drop, 0, weights / 0.7), v)
+
+    assert "is not one jax.random.bernoulli" in find(inverse, key, *qkv()).left[0].reason
 
 
 def test_custom_derivatives_are_left():
@@ -409,6 +515,23 @@ CHECKED = (
 @pytest.mark.parametrize("program", FOUND, ids=spelled)
 def test_check_of_each_spelling(program):
     replace(program, check=True)(make_arrays())
+
+
+def test_check_allows_the_rounding_of_a_program_with_two_dtypes():
+    """The product of float32 is rounded before float64 is added; memeff does not round it."""
+
+    def attend(q, k, v, bias):
+        return jax.nn.softmax(q @ k.T + bias) @ v
+
+    def in_float32(q, k, v, bias):
+        s = (q @ k.T).astype(jnp.float64) + bias
+        return jax.nn.softmax(s.astype(jnp.float32)).astype(v.dtype) @ v
+
+    with jax.enable_x64(True):
+        arrays = [x[0, :, 0] for x in qkv()]
+        for f, dtype in ((attend, "float32"), (in_float32, "float64")):
+            q, k, v = (x.astype(dtype) for x in arrays)
+            replace(f, check=True, strict=True)(q, k, v, jnp.zeros((16, 16)))
 
 
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
@@ -717,4 +840,19 @@ def test_report_names_what_stays():
     (place,) = find(Program(mask="tril", bias="alibi"), arrays).replaced
     assert not place.pair_arrays
     assert place.bytes_before is not None and place.bytes_after is not None
+
+    def two_of_each(q, k, v, masks, biases):  # a call has one argument for each
+        s = jnp.where(masks[0] & masks[1], q @ k.T + biases[0] + biases[1], -1e9)
+        return jax.nn.softmax(s) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    (place,) = find(
+        two_of_each, *arrays, [jnp.ones((16, 16), bool)] * 2, [jnp.ones((16, 16))] * 2
+    ).replaced
+    assert sorted(place.pair_arrays) == [
+        ("bias", 1024),
+        ("bias", 1024),
+        ("mask", 256),
+        ("mask", 256),
+    ]
     assert not dataclasses.asdict(find(lambda x: x, 1.0))["places"]

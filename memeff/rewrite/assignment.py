@@ -101,7 +101,7 @@ class Assignment:
         """Return True if an element is computed from an array with an element for each pair."""
         builder = Builder(self._roles_without_choice())
         builder.element(*element)
-        return builder.reads_pairs
+        return bool(builder.of_pairs)
 
     def _take_dense_bias(self) -> BiasTerm | None:
         """Take the first bias that is an array with an element for each pair."""

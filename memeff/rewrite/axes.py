@@ -143,7 +143,8 @@ def fit(index: Index, value: Value) -> Index:
 def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | None:
     """Return the elements from which the element `index` of the first result is computed.
 
-    Return None for equations that do more than move or map elements.
+    Return None for equations that do more than move or map elements, and for a reshape in which
+    the axes of the index have no axes of their own.
     """
     name = equation.eqn.primitive.name
     params = equation.params
@@ -161,7 +162,10 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
         permutation = list(params["permutation"])
         return [(first, tuple(index[permutation.index(d)] for d in range(len(index))))]
     if name in RESHAPES and params.get("dimensions") is None or name in ("squeeze", "expand_dims"):
-        return [(first, regroup(index, first.shape))]
+        try:
+            return [(first, regroup(index, first.shape))]
+        except NoMatch:
+            return None
     if name == "slice":
         strides = params["strides"] or (1,) * len(index)
         return [(first, _sliced(index, params["start_indices"], strides, first))]

@@ -22,7 +22,7 @@ import numpy as np
 
 from memeff.diagnostics.audit import audit
 from memeff.rewrite.recipe import Recipe, attend
-from memeff.rewrite.rows import compute_rows
+from memeff.rewrite.rows import Equations, compute_rows
 from memeff.rewrite.terms import HIDDEN
 from memeff.rewrite.translate import Replacement
 from memeff.rewrite.versions import source_line
@@ -92,6 +92,17 @@ def _score_without_lows(score_fn: Any, *arguments: Any) -> Any:
     return _without_lows(score_fn(*arguments))
 
 
+def _limit(recipe: Recipe, equations: Equations) -> float:
+    """Return the limit of the narrowest float to which the program rounds its logits."""
+    dtypes = [recipe.dtype]
+    for kind, *rest in equations.logits.function.steps:
+        if kind == "score":
+            dtypes.append(rest[0])
+        elif kind == "op":
+            dtypes.append(str(dict(rest[1]).get("new_dtype")))
+    return max(LIMITS.get(x, 0) for x in dtypes)
+
+
 def _check_rows(source: str, recipe: Recipe, replacement: Replacement, inputs: list[Any]) -> None:
     """Raise if sampled rows of the output differ from the program's equations."""
     assert replacement.equations is not None
@@ -110,7 +121,7 @@ def _check_rows(source: str, recipe: Recipe, replacement: Replacement, inputs: l
     error = np.where(np.isnan(error), np.inf, error).max(axis=1)
     largest = np.abs(truth[np.isfinite(truth)]).max(initial=0)
     worst = error.argmax()
-    if error[worst] > LIMITS[recipe.dtype] * largest:
+    if error[worst] > _limit(recipe, replacement.equations) * largest:
         raise AssertionError(
             f"check=True: the attention at {source} differs from the original by "
             f"{error[worst]:.3g} in batch entry {b[worst]}, query {t[worst]}, head {n[worst]}, "

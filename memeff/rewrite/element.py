@@ -213,7 +213,7 @@ class Builder:
         self.dots: Value | None = None
         self.dots_index: Index = ()
         self.depends: Any = None  # value -> bool: is it computed from the dots?
-        self.reads_pairs = False  # an array is read that has an element for each pair
+        self.of_pairs: list[Value] = []  # those of `leaves` that have an element for each pair
         self._known: dict[Any, int] = {}
 
     def function(self, kind: str) -> ElementFunction:
@@ -315,9 +315,10 @@ class Builder:
 
     def leaf(self, value: Value, index: Index) -> int:
         """Return the step that reads an element of an array."""
-        self.reads_pairs |= self._over_pairs(index)
         if value not in self.leaves:
             self.leaves.append(value)
+        if value not in self.of_pairs and self._over_pairs(index):
+            self.of_pairs.append(value)
         steps = []
         for dim, size in zip(index, value.shape, strict=True):
             steps.append(self.add("affine", (), 0) if size == 1 else self.position(dim))
@@ -345,14 +346,14 @@ class Builder:
 
 
 def _hashable(number: Any) -> Any:
-    """Return a NumPy number as Python's, and NaN as a text, because NaN is not equal to itself."""
+    """Return a NumPy number as Python's, and NaN as one object, which tuples take for equal."""
     number = np.asarray(number)
     if number.dtype == bool:
         return bool(number)
     if np.issubdtype(number.dtype, np.integer):
         return int(number)
     number = float(number)
-    return "nan" if math.isnan(number) else number  # NumPy reads the text as a float
+    return math.nan if math.isnan(number) else number
 
 
 def tabulate(function: ElementFunction, sizes: Iterable[int], leaves: Any) -> jax.Array:

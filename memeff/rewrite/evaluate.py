@@ -126,7 +126,14 @@ def _run_bodies(
     if name == "while":
         return _while(eqn, scopes, inputs, outer)
     if name == "cond":
-        return lax.switch(inputs[0], [function(x) for x in scopes], *inputs[1:])
+        branches = [function(x) for x in scopes]
+        platforms = params.get("branches_platforms")
+        if platforms is None:
+            return lax.switch(inputs[0], branches, *inputs[1:])
+        of_platform = {}  # a branch may compile on its own platform alone
+        for names, branch in zip(platforms, branches, strict=True):
+            of_platform.update(dict.fromkeys(names or ("default",), branch))
+        return lax.platform_dependent(*inputs[1:], **of_platform)
     if name == "shard_map":
         mapped = jax.shard_map(
             function(scopes[0]),

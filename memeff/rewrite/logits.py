@@ -90,6 +90,7 @@ class _Walk:
         self.depends = depends
         self.value, self.index = match.softmax.logits
         self.factor = match.softmax.base
+        self.casts: list[tuple[Any, float]] = []  # dtypes outside, with the factor outside of each
         self.found: list[Layer] = []
 
     def layers(self) -> tuple[list[Layer], Scaling | Core]:
@@ -110,6 +111,7 @@ class _Walk:
         if equation is None or inputs is None:
             return False
         if is_cast(value) or value.op in MOVES:
+            self.casts.append((value.dtype, self.factor))
             self.value, self.index = inputs[0]
             return True
         inner = [x for x in inputs if self.depends(x[0])]
@@ -151,7 +153,7 @@ class _Walk:
         if inner is if_false:
             condition = negate(condition)
         outside = Core((self.value, self.index), self.factor)
-        self.found.append(Layer(MaskTerm(condition, low, False), outside))
+        self.found.append(Layer(MaskTerm(condition, self._after_casts(low), False), outside))
         return self._enter(inner, self.factor)
 
     def _hides(self, low: float, value: Value) -> bool:
@@ -159,6 +161,14 @@ class _Walk:
         if str(value.dtype) == "float16":  # its lowest number is -65504
             return low <= -6e4
         return low <= HIDDEN
+
+    def _after_casts(self, low: float) -> float:
+        """Return a number that hides as the casts outside leave it: -inf if one cannot hold it."""
+        for dtype, factor in self.casts:
+            with np.errstate(over="ignore"):
+                if np.isinf(np.asarray(low / factor).astype(dtype)):
+                    return -np.inf
+        return low
 
     def _bias(self, value: Value, inputs: list[Element], inner: Element, other: Element) -> bool:
         """Take a term that is added off."""
@@ -208,9 +218,9 @@ class _Walk:
             yes = float(symbol.yes) * factor
             no = float(symbol.no) * factor
             if yes == 0 and self._hides(no, element[0]):
-                return MaskTerm(symbol.condition, no, True)
+                return MaskTerm(symbol.condition, self._after_casts(no), True)
             if no == 0 and self._hides(yes, element[0]):
-                return MaskTerm(negate(symbol.condition), yes, True)
+                return MaskTerm(negate(symbol.condition), self._after_casts(yes), True)
         return BiasTerm(element, factor)
 
     def _scaling(self, core: Core) -> Scaling | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from memeff.rewrite.axes import NoMatch, known_number
 from memeff.rewrite.graph import Value
-from memeff.rewrite.symbols import Formula, Leaf
+from memeff.rewrite.symbols import Formula, Leaf, Not
 
 # From the comparison back to the bits: the operation, and the number that is its other operand.
 _STEPS = (
@@ -39,6 +39,7 @@ class Bernoulli:
 
 def is_random(formula: Formula) -> bool:
     """Return True for a condition that is made of random bits."""
+    formula = formula.part if isinstance(formula, Not) else formula
     if not isinstance(formula, Leaf):
         return False
     waiting = [formula.element.value]
@@ -53,10 +54,13 @@ def is_random(formula: Formula) -> bool:
     return False
 
 
-def find_bernoulli(value: Value) -> Bernoulli:
-    """Return how a keep-mask is drawn."""
-    refuse = NoMatch("dropout whose bits are not those of one jax.random.bernoulli")
+def find_bernoulli(formula: Formula) -> Bernoulli:
+    """Return how the keep-mask is drawn of which a formula is one element."""
+    refuse = NoMatch("the keep-mask of its dropout is not one jax.random.bernoulli of float32")
     config: Any = jax.config
+    if not isinstance(formula, Leaf):
+        raise refuse
+    value = formula.element.value
     if value.op != "lt" or value.maker is None or not config.jax_threefry_partitionable:
         raise refuse
     uniform, rate = value.maker.inputs

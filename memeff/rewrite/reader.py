@@ -11,7 +11,6 @@ from memeff.rewrite.axes import (
     ELEMENTWISE,
     Index,
     Letter,
-    NoMatch,
     Slice,
     expand,
     expand_all,
@@ -60,13 +59,11 @@ class Reader:
         if equation is None:
             return opaque
         if value.op == "iota":
-            return self._position(index[equation.params["dimension"]])
+            position = self._position(index[equation.params["dimension"]])
+            return position if is_exact(position, value.dtype) else opaque
         if value.op == "cumsum":
             return self._running_count(equation, index) or opaque
-        try:
-            inputs = sources(equation, index)
-        except NoMatch:
-            return opaque
+        inputs = sources(equation, index)
         if inputs is None:
             return opaque
         if value.op not in ELEMENTWISE:
@@ -159,10 +156,7 @@ def letters_of(value: Value, index: Index) -> set[Letter]:
             assert value.maker is not None
             index = (index[value.maker.params["dimension"]],)
         elif value.maker is not None and len(seen) < MOST_VALUES:
-            try:
-                inputs = sources(value.maker, index)
-            except NoMatch:
-                inputs = None
+            inputs = sources(value.maker, index)
             if inputs is not None:
                 waiting.extend((x, expand_all(at)) for x, at in inputs)
                 continue

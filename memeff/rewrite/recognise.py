@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax import lax
+
 from memeff.rewrite.axes import (
     Element,
     Index,
@@ -40,6 +42,13 @@ from memeff.rewrite.softmax import (
     find_softmax,
     may_be_softmax,
 )
+
+_DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+# Algorithms that are the default for operands of these dtypes; jax.nn asks for them.
+_DEFAULT_OF = {
+    lax.DotAlgorithmPreset.BF16_BF16_F32: ("bfloat16", "bfloat16"),
+    lax.DotAlgorithmPreset.F16_F16_F32: ("float16", "float16"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +81,11 @@ class Match:
         return bool(set(letters) & set(self.keys)) and bool(set(letters) & set(self.query_only))
 
     @property
+    def precision(self) -> Any:
+        """Return the precision of both products."""
+        return _precision(self.first)
+
+    @property
     def query_only(self) -> tuple[Letter, ...]:
         """Return the letters that neither key nor value has."""
         shared = set(letters_in(self.key.index)) | set(letters_in(self.value.index))
@@ -97,7 +111,7 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
         if expand_all(index) == before:
             break
     first = maker_of(dots[0])
-    if first.params["precision"] != second.params["precision"]:
+    if _precision(first) != _precision(second):
         raise NoMatch("the two products have different precisions")
     query, key = _operands_of_first(first, dots[1], keys)
     letters = tuple(letters_in(index))
@@ -105,6 +119,15 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
 
 
 # ---- (3) The products
+
+
+def _precision(product: Equation) -> Any:
+    """Return the precision of a product; None for the default, also if it is spelled out."""
+    precision = product.params["precision"]
+    dtypes = tuple(str(x.dtype) for x in product.inputs)
+    if precision == _DEFAULT or dtypes == _DEFAULT_OF.get(precision):
+        return None
+    return precision
 
 
 def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Operand) -> Element:
@@ -117,6 +140,7 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
     seen: set[Any] = set()
     reasons = []
     products = []
+    ends = []  # equations at which the search stops
     while waiting:
         value, index = waiting.pop(0)
         index = expand_all(index)
@@ -136,13 +160,16 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
             continue
         if value.maker is None:
             continue
-        try:
-            waiting.extend(sources(value.maker, index) or [])
-        except NoMatch as reason:
-            reasons.append(str(reason))
+        inputs = sources(value.maker, index)
+        if inputs is None:
+            ends.append(f"`{value.op}`")
+        waiting.extend(inputs or [])
     if products:
         return max(products, key=lambda x: x[:2])[2]
-    raise NoMatch(reasons[0] if reasons else "the logits are not made of a product of two arrays")
+    if reasons:
+        raise NoMatch(reasons[0])
+    where = f": the search stops at {', '.join(dict.fromkeys(ends))}" if ends else ""
+    raise NoMatch(f"the logits are not made of a product of two arrays{where}")
 
 
 def _operands_of_first(

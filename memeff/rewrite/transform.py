@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,7 @@ def replace_attention(
 
     Source: the attention is that of `dot_product_attention`; the search is memeff's own.
     """
-    _check_function("replace_attention", f)
+    _check_arguments("replace_attention", f, min_logits)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(static: _Static, arrays: list[Any]) -> Any:
@@ -137,15 +138,17 @@ def find_attention(
       >>> len(find_attention(attend, x, x, x).replaced)
       1
     """
-    _check_function("find_attention", f)
+    _check_arguments("find_attention", f, min_logits)
     arrays, static = _split((args, kwargs))
     scope, _ = _search(f, static, arrays, min_logits)
     return make_report(scope)
 
 
-def _check_function(name: str, f: Any) -> None:
+def _check_arguments(name: str, f: Any, min_logits: Any) -> None:
     if not callable(f):
         raise TypeError(f"{name} takes a function, got {type(f).__name__}.")
+    if not isinstance(min_logits, numbers.Real):
+        raise TypeError(f"min_logits must be a number of pairs (T x S), got {min_logits!r}.")
 
 
 def _refuse(scope: Scope, strict: bool) -> None:

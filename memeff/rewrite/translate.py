@@ -91,8 +91,8 @@ class _Inputs:
     of_pairs: list[tuple[str, Value]] = dataclasses.field(default_factory=list)
 
     def add_pairs(self, name: str, value: Value) -> None:
-        """Note an array with an element for each pair, once for both calls that may read it."""
-        if (name, value) not in self.of_pairs:
+        """Note an array with an element for each pair, once for all that may read it."""
+        if all(value is not x for _, x in self.of_pairs):
             self.of_pairs.append((name, value))
 
 
@@ -156,7 +156,7 @@ class _Translation:
             factors=self._factors(),
             factor=self._factor(),
             dropout=self._dropout(),
-            precision=match.first.params["precision"],
+            precision=match.precision,
             out=self._out(),
             out_dtype=str(match.result.dtype),
         )
@@ -241,7 +241,7 @@ class _Translation:
 
     def _bernoulli(self) -> Bernoulli | None:
         formula = self.logits.dropout
-        return find_bernoulli(formula.element.value) if isinstance(formula, Leaf) else None
+        return None if formula is None else find_bernoulli(formula)
 
     def _factor(self) -> float:
         """Return the number by which the output is multiplied; memeff divides by the keep rate."""
@@ -342,6 +342,8 @@ class _Translation:
 
     def _pair_function(self, builder: Builder, kind: str) -> PairFunction:
         function: ElementFunction = builder.function(kind)
+        for value in builder.of_pairs:
+            self.inputs.add_pairs("mask" if value.dtype == bool else "bias", value)
         return PairFunction(function, tuple(self._number(x) for x in builder.leaves))
 
 

@@ -206,9 +206,7 @@ def linear_cross_entropy(
             return _objective(options, reduction, inputs, labels, token_weights)
     loss, lse = with_auto_axes(_loss, (options,), (inputs, labels), like=inputs.x)
     if token_weights is not None:
-        token_weights = shard_like(token_weights, loss)
-        factors = _normalized(options, reduction, shard_like(labels, loss), token_weights)
-        loss = jnp.sum(factors * losses_that_count(factors, loss))
+        loss = _reduce(options, reduction, loss, labels, token_weights)
     return (loss, lse) if return_lse else loss
 
 
@@ -251,6 +249,16 @@ def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, 
     here = valid & (word >= 0) & (word < V)
     word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
     return word, ignored, valid
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _reduce(
+    options: Options, reduction: str | None, loss: Array, labels: Array, weights: Array
+) -> Array:
+    """Return the sum or mean of the losses of tokens; under jit, arrays may lack their mesh."""
+    labels, weights = (shard_like(x, loss) for x in (labels, weights))
+    factors = _normalized(options, reduction, labels, weights)
+    return jnp.sum(factors * losses_that_count(factors, loss))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -29,6 +29,9 @@ def test_there_and_back(devices):
     np.testing.assert_array_equal(back["more"][0], tree["more"][0])
     last = memeff.to_zigzag(tree["tokens"], devices, axis=-1)
     np.testing.assert_array_equal(last, moved["tokens"])
+    for xp in (np, jnp):  # no sequence, and sequences without tokens
+        assert memeff.to_zigzag(xp.ones((0, T)), devices).shape == (0, T)
+        assert memeff.from_zigzag(xp.ones((2, 0)), devices).shape == (2, 0)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])

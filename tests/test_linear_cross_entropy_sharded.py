@@ -117,6 +117,23 @@ def test_second_order_with_words_sharded_over_devices():
     assert_near(actual, one_device(second_of_devices), 1e-5)
 
 
+def test_no_tokens_with_words_sharded_over_devices():
+    """Types say over which devices an array without numbers varies."""
+    x, kernel, labels, *_ = draw(WORDS, (0,))
+    specs = (P(), P(None, "v"))
+
+    def gradients(x, kernel):
+        loss = functools.partial(linear_cross_entropy, labels=labels, vocab_axis="v")
+        return jax.grad(lambda x, kernel: loss(x, kernel).sum(), (0, 1))(x, kernel)
+
+    run = jax.shard_map(
+        gradients, mesh=mesh_of(AxisType.Auto, v=8), in_specs=specs, out_specs=specs
+    )
+    args = x.astype(f32), kernel.astype(f32)
+    for found, like in zip(jax.jit(run)(*args), args, strict=True):
+        assert found.shape == like.shape and not np.any(found)
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_gradient_outside_of_shard_map(check):
     mesh = mesh_of(AxisType.Auto, d=2, v=4)
@@ -248,6 +265,23 @@ def test_means_of_sharded_tokens(axis_type):
     mesh = mesh_of(axis_type, d=4)
     args = placed(mesh, (ROWS, P(), ROWS, ROWS), reduced_args())
     assert_near(jax.jit(mean_and_gradients)(*args), reduced_on_one_device(), 2e-6)
+
+
+def test_means_without_jit_on_a_mesh_that_is_not_set():
+    x, kernel, labels, weights = reduced_args()
+    mesh = mesh_of(AxisType.Explicit, d=4)
+    on_mesh = placed(mesh, (ROWS, P(), ROWS, ROWS), (x, kernel, labels, weights))
+
+    def mean(labels, weights):
+        return linear_cross_entropy(
+            *on_mesh[:2], labels, weights=weights, reduction="mean", ignore_label=IGNORE
+        )
+
+    wanted = reduced_on_one_device()[:1]
+    assert_near([mean(*on_mesh[2:])], wanted, 2e-6)
+    assert_near([mean(labels, weights)], wanted, 2e-6)
+    ones = linear_cross_entropy(*on_mesh[:3], reduction="mean", ignore_label=IGNORE)
+    assert_near([mean(labels, np.ones_like(weights))], [np.asarray(ones)], 2e-6)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -392,6 +392,33 @@ def test_lengths_that_devices_cannot_share():
             dot_product_attention(x, x, x, sequence_axis="seq", sequence_layout="zigzag")
 
 
+@pytest.mark.parametrize("T, S", [(0, 0), (8, 0), (0, 8)])
+def test_no_tokens(T, S):
+    """Rows that see no key give 0, and no device waits for another."""
+    q = jnp.ones((2, T, 2, 3))
+    k = jnp.ones((2, S, 2, 3))
+    dlse = jnp.ones(q.shape[:3])
+
+    def gradients(q, k, layout, strategy):
+        how = dict(sequence_axis="seq", sequence_layout=layout, context_parallel=strategy)
+
+        def call(q, k):
+            return dot_product_attention(q, k, k, is_causal=True, return_residual=True, **how)
+
+        (out, lse), pull = jax.vjp(call, q, k)
+        assert lse.shape == q.shape[:3]
+        return out, *pull((q, dlse))
+
+    with jax.set_mesh(mesh_of(2)):
+        for way in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", None)):
+            found = jax.jit(gradients, static_argnums=(2, 3))(q, k, *way)
+            for x, like in zip(found, (q, q, k), strict=True):
+                assert x.shape == like.shape and not np.any(x)
+        if S == 0:
+            with pytest.raises(NotImplementedError, match="there are no keys to gather"):
+                gradients(q, k, "contiguous", "all_gather")
+
+
 def test_memory_limit_of_the_program_is_refused():
     x = jnp.ones((1, 16, 2, 8))
     with jax.set_mesh(mesh_of(4)), memeff.memory_limit("1GiB"):

@@ -190,3 +190,28 @@ def test_shard_map_without_check():
         check_vma=False,
     )
     assert_near([jax.jit(run)(*arrays()[:3])], expected("causal")[:1])
+
+
+def test_no_queries_in_second_order():
+    """Types say over which devices an array without numbers varies, in each order."""
+    q, k, v, dout, _ = arrays()
+    args = q[:, :0], k, v
+    specs = (P("x"),) * 3
+
+    def attend(*args):
+        return dot_product_attention(*args, is_causal=True)
+
+    attend = jax.shard_map(
+        attend, mesh=mesh_of(AxisType.Auto, x=8), in_specs=specs, out_specs=P("x")
+    )
+
+    @jax.jit
+    def second_order(*args):
+        def gradients(*args):
+            return jax.vjp(attend, *args)[1](dout[:, :0])
+
+        found, pull = jax.vjp(gradients, *args)
+        return pull(found)
+
+    for found, like in zip(second_order(*args), args, strict=True):
+        assert found.shape == like.shape and not np.any(found)

@@ -34,6 +34,8 @@ from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from memeff.sharding import vary_like
+
 
 class Vmap(NamedTuple):
     """One vmap of a call."""
@@ -66,7 +68,8 @@ class FlatFunction:
     def run(self, *arrays):
         """Return the results of f."""
         if not self.vmaps:
-            return self.f(*self.arguments(arrays))
+            # jnp.where forgets over which devices an array without numbers varies
+            return vary_like(self.f(*self.arguments(arrays)), arrays)
         *inner, vmap = self.vmaps
         run = dataclasses.replace(self, vmaps=tuple(inner)).run
         limit = self._calls_at_once()

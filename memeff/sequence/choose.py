@@ -75,6 +75,8 @@ def why_not(
             )
     elif strategy == "all_gather" and layout == "striped":
         return 'gathered keys need sequence_layout="contiguous" or "zigzag"'
+    elif strategy == "all_gather" and sizes.S == 0:
+        return "there are no keys to gather"
     if strategy != "all_to_all" or len(sizes.devices) == 2:
         if request.implementation == "reference":
             return 'implementation="reference" has no parts: it needs all keys of a head at once'

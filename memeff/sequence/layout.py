@@ -126,10 +126,16 @@ def _reorder(tree: Any, devices: int, axis: int, order) -> Any:
         dim = axis % x.ndim
         name = f"dim {dim} of tree{jax.tree_util.keystr(path)}"
         check_length(name, x.shape[dim], devices, "zigzag")
-        chunks = x.reshape(*x.shape[:dim], 2 * devices, -1, *x.shape[dim + 1 :])
+        chunks = _cut_chunks(x, devices, dim)
         return xp.take(chunks, order(devices), axis=dim).reshape(x.shape)
 
     return jax.tree.map_with_path(reorder, tree)
+
+
+def _cut_chunks(x: Any, devices: int, axis: int) -> Any:
+    """Return x with its `axis` as 2 * devices chunks; numbers of any dim may be 0."""
+    count = 2 * devices
+    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
 
 
 def _zigzag_chunks(devices: int) -> np.ndarray:
@@ -156,7 +162,7 @@ def _rearrange(x: Array, layout: Layout, devices: int, axis: int, into_layout: b
     if layout == "zigzag":
         order = _zigzag_chunks(devices)
         order = order if into_layout else np.argsort(order)
-        chunks = x.reshape(*shape[:axis], 2 * devices, -1, *shape[axis + 1 :])
+        chunks = _cut_chunks(x, devices, axis)
         return jnp.take(chunks, order, axis=axis).reshape(shape)
     each = shape[axis] // devices
     sizes = (each, devices) if into_layout else (devices, each)

@@ -139,7 +139,8 @@ def stack_keys(keys: Keys) -> Keys:
     """Return keys and values as one array `key` [2 B, S, K, H], the keys first."""
     halves = [split_tokens(x, 2) for x in (keys.key, keys.value)]
     both = jnp.concatenate(halves)  # as halves, XLA copies them in half the time
-    return keys._replace(key=both.reshape(-1, *keys.key.shape[1:]), value=None)
+    B, *rest = keys.key.shape
+    return keys._replace(key=both.reshape(2 * B, *rest), value=None)
 
 
 def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:

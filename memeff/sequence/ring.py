@@ -118,7 +118,8 @@ def ring_distances(shards: Shards, problem: Problem, operands: Operands) -> list
     P = shards.devices
     whole_ring = list(range(P))
     T = operands.shape.T
-    if shards.layout != "contiguous" or operands.q_offset is not None or T != operands.shape.S:
+    aligned = T == operands.shape.S and operands.q_offset is None
+    if shards.layout != "contiguous" or not aligned or T == 0:
         return whole_ring
     # at distance d, q_pos - k_pos is at least d T + q_offset - (T - 1), at most that + 2 (T - 1)
     first = 1 - P

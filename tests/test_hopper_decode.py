@@ -235,6 +235,19 @@ def test_nan_of_a_head_stays_in_it():
     assert bad[..., 6].all() and bad.sum() == 6
 
 
+@not_finite
+def test_values_hidden_from_a_head_may_be_nan_in_it():
+    """Each of two joined heads sees keys at which the other's values are NaN."""
+    z = Sizes(B=1, T=2, S=600, K=2, G=1, H=64, D=64)
+    query, key, value = draw(bf16, z)
+    bad = value.copy()
+    bad[0, 1::2, 0] = np.nan  # head 0 sees even positions
+    bad[0, 1::3, 1] = np.nan
+    calls = [((query, key, x), dict(q_offset=i32([500]))) for x in (value, bad)]
+    clean, dirty = run_all(calls, mask_fn=lambda b, h, i, j, _: j % (h + 2) != 1)
+    assert_equal_bits(dirty, clean)
+
+
 # ---- the choice
 
 LONG = Sizes(B=2, T=1, S=8192, K=4, G=2, H=128, D=128)

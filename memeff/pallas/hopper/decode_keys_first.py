@@ -156,7 +156,9 @@ class KeysFirstLoop(SplitLoop):
         """Replace NaN in `values` [c, D] by 0; return o with NaN in its column if a row sees it."""
         scratch = self.scratch
         shared = scratch.bad_keys_s.at[self.consumer], scratch.bad_columns_s.at[self.consumer]
-        return clean_own_values(values, o, tile, shared, sums_s=scratch.sums_s.at[self.consumer])
+        sums_s = scratch.sums_s.at[self.consumer]
+        heads = 2 if self.sizes.joined else 1
+        return clean_own_values(values, o, tile, shared, sums_s=sums_s, heads=heads)
 
     def _clean_loaded(self, o: Array, values: Array, tile: ScoreTile) -> tuple[Array, Array]:
         """Do the same with `values` [D, c] in registers.

@@ -29,16 +29,12 @@ class _Patches(NamedTuple):
     """A tile of values [c, D] in shared memory, in patches of 64 x 64."""
 
     values: Ref
+    cols: range  # the first columns of the patches
 
     @property
     def rows(self) -> range:
         """Return the first rows of the patches."""
         return range(0, self.values.shape[0], ROWS)
-
-    @property
-    def cols(self) -> range:
-        """Return the first columns of the patches."""
-        return range(0, self.values.shape[1], ROWS)
 
     def at(self, row: int, col: int) -> Ref:
         """Return a patch."""
@@ -96,7 +92,7 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
-    patches = _Patches(values)
+    patches = _Patches(values, range(0, values.shape[1], ROWS))
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
@@ -123,8 +119,9 @@ def clean_own_values(
     shared: tuple[Ref, Ref],
     commit: Callable[[], None] = plgpu.commit_smem,
     sums_s: Ref | None = None,
+    heads: int = 1,
 ):
-    """Apply `clean_values` to values that no other warpgroup reads.
+    """Apply `clean_values` to values that no other warpgroup reads, of one or more `heads`.
 
     `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys
     [c] and the bad columns [D]. Nothing is summed over rows in Pallas's own memory, because
@@ -132,10 +129,8 @@ def clean_own_values(
     serves instead.
     """
     bad_keys_s, bad_columns_s = shared
-    patches = _Patches(values)
-    patches.find_bad_keys(bad_keys_s)
 
-    def clean(o):
+    def clean(patches: _Patches, o):
         sees_bad = _queries_seeing(bad_keys_s, tile, sums_s)
         zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
         bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
@@ -145,4 +140,10 @@ def clean_own_values(
         patches.clean(commit)
         return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
 
-    return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)
+    width = values.shape[1] // heads
+    for first in range(0, values.shape[1], width):
+        patches = _Patches(values, range(first, first + width, ROWS))
+        patches.find_bad_keys(bad_keys_s)
+        of_head = functools.partial(clean, patches)
+        o = lax.cond(any_of(bad_keys_s), of_head, lambda o: o, o)
+    return o

@@ -17,6 +17,7 @@ from memeff import pallas
 from memeff.autodiff.primitives import call
 from memeff.device import current_device
 from memeff.inputs import check_choice, kind_of, to_array
+from memeff.problem import sum_dtype
 from memeff.sharding import (
     may_be_sharded,
     on_explicit_mesh,
@@ -36,7 +37,7 @@ from memeff.vocabulary.loss import (
     token_losses,
 )
 from memeff.vocabulary.objective import Objective, one_pass_is_faster
-from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums, sum_dtype
+from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
 
 INT32_MAX = 2**31 - 1
 

@@ -247,7 +247,15 @@ class Gradients(NamedTuple):
 
 def accumulator_dtype(operands: Operands):
     """Return the dtype of logits, lse, sums and accumulated gradients: float32, or float64."""
-    return jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    return sum_dtype(operands.query.dtype)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Return the dtype of sums of numbers of `dtype`: float32, or float64 for float64.
+
+    jnp.promote_types would be refused under strict promotion.
+    """
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def out_dtype(schedule: Schedule, operands: Operands):

@@ -13,9 +13,10 @@ never stored for all tokens.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.typing import ArrayLike
 
+from memeff.problem import sum_dtype
 from memeff.user_functions import Transform
 
 
@@ -40,7 +41,7 @@ class _Rotary:
                 f"but this call has H={x.shape[0]}."
             )
         half = x.shape[0] // 2
-        dtype = _wide_dtype(x)
+        dtype = sum_dtype(x.dtype)
         exponent = -jnp.arange(half, dtype=dtype) / half
         angle = position.astype(dtype) * self.base**exponent
         cos = jnp.cos(angle)
@@ -68,12 +69,7 @@ class _RmsNorm:
     epsilon: float
 
     def __call__(self, x, position, which, params):
-        wide = x.astype(_wide_dtype(x))
+        wide = x.astype(sum_dtype(x.dtype))
         normalised = wide * lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
         scaled = normalised * params[which].astype(wide.dtype)
         return scaled.astype(x.dtype)
-
-
-def _wide_dtype(x: Array):
-    """Return the dtype in which to transform `x`: float32, or float64 for float64."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

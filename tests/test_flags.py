@@ -105,6 +105,15 @@ def test_strict_promotion_of_the_two_bfloat16_terms():
     assert out.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
+def test_strict_promotion_of_second_derivatives(dtype):
+    x = tuple(jnp.asarray(part) for part in inputs(dtype=dtype))
+    gradient = jax.grad(lambda *x: dot_product_attention(*x, is_causal=True).sum(), (0, 1, 2))
+    with jax.numpy_dtype_promotion("strict"):
+        _, tangents = jax.jit(lambda *x: jax.jvp(gradient, x, x)).lower(*x).out_info
+    assert [x.dtype for x in tangents] == [dtype] * 3
+
+
 def test_strict_promotion_keeps_refusing_what_the_user_mixes():
     q, k, v = inputs()
     with (

@@ -126,6 +126,23 @@ def test_strict_promotion_and_debug_nans():
         jax.block_until_ready(jax.jit(functools.partial(both_ways, ours(static)))(*args))
 
 
+def test_strict_promotion_of_second_derivatives_in_16_bits():
+    x, kernel, labels, _, _, _ = case("plain", "bfloat16")
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    bias = jnp.zeros(kernel.shape[1], x.dtype)
+
+    def loss(*inputs):
+        x, kernel, bias = inputs
+        return linear_cross_entropy(x, kernel, labels, bias=bias, label_smoothing=0.1).sum()
+
+    def tangents(*inputs):
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), inputs, inputs)[1]
+
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.jit(tangents).lower(x, kernel, bias).out_info
+    assert [x.dtype for x in found] == [jnp.bfloat16] * 3
+
+
 def test_precision_reaches_every_product():
     x, kernel, labels, _, _, _ = case("plain", "float32")
 

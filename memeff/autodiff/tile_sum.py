@@ -132,7 +132,8 @@ class TileSum:
         """Compute the totals tile by tile."""
 
         def add(location, old, parts):
-            return map(jnp.add, old, self.f(location, *parts))  # (2)
+            new = self.f(location, *parts)
+            return [x + y.astype(x.dtype) for x, y in zip(old, new, strict=True)]  # (2)
 
         start = [_zeros(total, self.grid.dtype, self.inputs, arrays) for total in self.totals]
         return fold(add, self.grid, self.inputs, self.totals, tuple(start), arrays)

@@ -44,6 +44,7 @@ from memeff.problem import (
     map_operands,
     split_axis,
     split_heads,
+    sum_dtype,
 )
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
@@ -189,7 +190,7 @@ class TileFunction:
 
         def widen(x: Array, dims: str) -> Array:
             wide = not self.narrow and dims in ("btnh", "bskh", "bskd")
-            return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
+            return x.astype(sum_dtype(x.dtype)) if wide else x
 
         _, k = location.cuts["k"]
         return split_heads(map_operands(widen, operands), k)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.attention import dot_product_attention
+from memeff.problem import sum_dtype
 from memeff.rewrite.element import ElementFunction, tabulate
 
 
@@ -155,7 +156,7 @@ class Recipe:
     def _scale(self, inputs: list[Array]) -> Any:
         scale: Any = self.scale
         for operation, number in self.scales:
-            x = inputs[number].reshape(()).astype(jnp.promote_types(self.dtype, jnp.float32))
+            x = inputs[number].reshape(()).astype(sum_dtype(self.dtype))
             scale = scale * x if operation == "mul" else scale / x
         return scale
 
@@ -245,6 +246,6 @@ def _of_empty_rows(recipe: Recipe, value: Array) -> Array:
     if recipe.empty_rows == "nan":
         return jnp.full((), jnp.nan, value.dtype)
     _, N, _, _ = recipe.sizes
-    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    wide = value.astype(sum_dtype(value.dtype))
     mean = wide.mean(-3, keepdims=True).astype(value.dtype)
     return jnp.repeat(mean, N // value.shape[-2], axis=-2)

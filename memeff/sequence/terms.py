@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.problem import sum_dtype
 from memeff.sequence.parts import Chunk
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, merge_partial
 
@@ -145,7 +146,7 @@ def add_values(values: list[tuple[Any, Array | None]]) -> Any:
     """Return the sum of pytrees of arrays, in float32 or float64."""
     widened = []
     for value, _ in values:  # 0 at the other tokens
-        value = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), value)
+        value = jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), value)
         widened.append(value)
     return jax.tree.map(lambda *arrays: functools.reduce(operator.add, arrays), *widened)
 

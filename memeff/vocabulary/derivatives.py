@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from memeff.attention_ad import RESIDUAL_NAMES, tangent_of
 from memeff.autodiff.primitives import call
 from memeff.autodiff.tile_sum import DimNames, TileGrid, TileLocation, tile_sum
+from memeff.problem import sum_dtype
 from memeff.softmax import Lse
 from memeff.vocabulary.loops import backward, forward, tile_sides
 from memeff.vocabulary.tile import (
@@ -204,7 +205,7 @@ class TileTangent:
         inputs: Inputs = jax.tree.unflatten(structure, parts)
         if self.narrow:
             return inputs
-        return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), inputs)
+        return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), inputs)
 
 
 def _or_zeros(x: Array, dx: Array | None) -> Array:

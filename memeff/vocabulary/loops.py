@@ -13,6 +13,7 @@ from jax import Array, lax
 from memeff.autodiff.tile_sum import positions
 from memeff.chunked.floats import lift_float16
 from memeff.device import current_platform
+from memeff.problem import sum_dtype
 from memeff.sharding import may_be_sharded, vary_together
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import Lse, log_sum_exp
@@ -28,7 +29,6 @@ from memeff.vocabulary.tile import (
     only_labels,
     only_visible,
     probabilities,
-    sum_dtype,
     tokens_of_tile,
     visible_pairs,
     words_of_tile,

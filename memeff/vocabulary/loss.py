@@ -26,7 +26,7 @@ def token_losses(
     lse = jnp.where(ignored, 0, sums.lse.high)
     target = sums.hit
     if terms.label_smoothing > 0:
-        mean = sums.total / words
+        mean = sums.total / jnp.asarray(words, sums.total.dtype)
         target = (1 - terms.label_smoothing) * target + terms.label_smoothing * mean
     loss = (lse - target) + sums.lse.low  # in this order, because lse and target may be large
     loss = jnp.where(lse == -jnp.inf, jnp.inf, loss)  # of a token for which all words are hidden

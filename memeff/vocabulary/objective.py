@@ -24,6 +24,7 @@ from memeff.attention_ad import tangent_of
 from memeff.autodiff.primitives import call
 from memeff.chunked.floats import lift_float16
 from memeff.device import current_platform
+from memeff.problem import sum_dtype
 from memeff.sharding import vary_together
 from memeff.slicing import add_slice, write_slice
 from memeff.softmax import Lse
@@ -44,7 +45,6 @@ from memeff.vocabulary.tile import (
     Tokens,
     Words,
     dot,
-    sum_dtype,
     words_of_tile,
 )
 

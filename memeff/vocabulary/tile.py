@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from memeff.problem import sum_dtype
 from memeff.softmax import Lse
 
 # labels that are no word
@@ -149,8 +150,3 @@ def dot(settings: Settings, spec: str, x: Array, y: Array) -> Array:
     """Return the product `spec` of two arrays of one dtype, in the dtype of sums."""
     dtype = sum_dtype(x.dtype)
     return jnp.einsum(spec, x, y, preferred_element_type=dtype, precision=settings.precision)
-
-
-def sum_dtype(dtype: Any) -> Any:
-    """Return the dtype of logits, lse and sums: float32, or float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

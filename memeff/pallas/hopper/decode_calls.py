@@ -31,7 +31,9 @@ PAGED_DIMS = "pekh", "pekd", "pke", "pke"
 def tile_shape(operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
     shape = operands.shape
-    sizes = DecodeSizes.of(CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G), shape.H, shape.D)
+    call = CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G)
+    has_scales = _cache_of(operands)[0].has_scales
+    sizes = DecodeSizes.of(call, shape.H, shape.D, has_scales=has_scales)
     return ROWS, sizes.tile
 
 

@@ -85,7 +85,9 @@ def decode_bytes(operands: Operands) -> int:
 
     shape = operands.shape
     B, H, D = shape.B, shape.H, shape.D
-    sizes = DecodeSizes.of(CallSizes(B, shape.T, shape.S, shape.K, shape.G), H, D)
+    has_scales = getattr(operands.key, "scales", None) is not None
+    call = CallSizes(B, shape.T, shape.S, shape.K, shape.G)
+    sizes = DecodeSizes.of(call, H, D, has_scales=has_scales)
     rows = sizes.row_tiles * ROWS
     parts = sizes.parts * (sizes.rows_stored * D + 2 * rows)
     lse = sizes.rows * D

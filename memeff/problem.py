@@ -253,9 +253,9 @@ def accumulator_dtype(operands: Operands):
 def sum_dtype(dtype: Any) -> Any:
     """Return the dtype of sums of numbers of `dtype`: float32, or float64 for float64.
 
-    jnp.promote_types would be refused under strict promotion.
+    `dtype` may be a name. jnp.promote_types would be refused under strict promotion.
     """
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def out_dtype(schedule: Schedule, operands: Operands):

@@ -17,6 +17,7 @@ from memeff.pallas.hopper.mosaic import (
     Ref,
     any_of,
     broadcast_vector,
+    full_tile,
     plgpu,
     sync,
 )
@@ -26,41 +27,66 @@ from memeff.pallas.hopper.threads import mark_columns
 
 
 class _Patches(NamedTuple):
-    """A tile of values [c, D] in shared memory, in patches of 64 x 64."""
+    """A tile of values [c, D] in shared memory, in patches of 64 x 64.
+
+    Loops over patches compile in less time than code for each patch.
+    """
 
     values: Ref
-    cols: range  # the first columns of the patches
 
     @property
-    def rows(self) -> range:
-        """Return the first rows of the patches."""
-        return range(0, self.values.shape[0], ROWS)
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of patches along the rows and along the columns."""
+        rows, cols = self.values.shape
+        return rows // ROWS, cols // ROWS
 
-    def at(self, row: int, col: int) -> Ref:
+    def at(self, row, col) -> Ref:
         """Return a patch."""
-        return self.values.at[row : row + ROWS, col : col + ROWS]
+        return self.values.at[_part(row), _part(col)]
 
-    def load(self, row: int, col: int):
+    def load(self, row, col):
         """Return a patch in float32."""
         return plgpu.load(self.at(row, col), layout=WGMMA).astype(jnp.float32)
 
-    def is_bad(self, row: int, col: int):
+    def is_bad(self, row, col):
         """Return 1 where a number of a patch is not finite, and else 0."""
         return jnp.where(jnp.abs(self.load(row, col)) < jnp.inf, 0.0, 1.0)
 
     def find_bad_keys(self, bad_keys_s: Ref) -> None:
         """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
-        for row in self.rows:
-            bad_keys = [self.is_bad(row, col).max(axis=1) for col in self.cols]
-            bad_keys_s[row : row + ROWS] = functools.reduce(jnp.maximum, bad_keys)
+        rows, cols = self.counts
 
-    def clean(self, commit: Callable[[], None]) -> None:
-        """Replace each bad number by 0, and `commit` that."""
-        for row in self.rows:
-            for col in self.cols:
-                clean_values = jnp.where(self.is_bad(row, col) > 0, 0.0, self.load(row, col))
-                self.at(row, col)[...] = clean_values.astype(self.values.dtype)
+        @pl.loop(0, rows)
+        def _row(row):
+            def find(col, bad_keys):
+                return jnp.maximum(bad_keys, self.is_bad(row, col).max(axis=1))
+
+            bad_keys_s[_part(row)] = lax.fori_loop(0, cols, find, full_tile((ROWS,), 0.0))
+
+    def clean(self, bad_columns_s: Ref, commit: Callable[[], None]) -> None:
+        """Replace each bad number by 0, and `commit` that.
+
+        Set `bad_columns_s`, of at least D numbers, to 1 for each column that had one, and else 0.
+        """
+        rows, cols = self.counts
+        zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
+        bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
+
+        @pl.loop(0, rows * cols)
+        def _patch(n):
+            row = lax.div(n, jnp.int32(cols))
+            col = lax.rem(n, jnp.int32(cols))
+            bad = self.is_bad(row, col)
+            mark_columns(bad_columns_s.at[_part(col)], bad)
+            x = jnp.where(bad > 0, 0.0, self.load(row, col))
+            self.at(row, col)[...] = x.astype(self.values.dtype)
+
         commit()
+
+
+def _part(n):
+    """Return the positions of part n of 64."""
+    return pl.ds(pl.multiple_of(n * ROWS, ROWS), ROWS)
 
 
 def _queries_seeing(bad_keys_s: Ref, tile: ScoreTile, sums_s: Ref | None = None):
@@ -92,20 +118,13 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
-    patches = _Patches(values, range(0, values.shape[1], ROWS))
+    patches = _Patches(values)
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
         sees_bad = _queries_seeing(bad_keys_s, tile)
         sync(all_consumers)
-
-        @pl.when(warpgroup == 0)  # one alone, because sums over rows share their memory
-        def _write():
-            for col in patches.cols:
-                bad_columns = [patches.is_bad(row, col).max(axis=0) for row in patches.rows]
-                bad_columns_s[col : col + ROWS] = functools.reduce(jnp.maximum, bad_columns)
-            patches.clean(plgpu.commit_smem)
-
+        pl.when(warpgroup == 0)(lambda: patches.clean(bad_columns_s, plgpu.commit_smem))
         sync(all_consumers)
         return _with_nan(o, sees_bad, bad_columns_s)
 
@@ -124,25 +143,19 @@ def clean_own_values(
     """Apply `clean_values` to values that no other warpgroup reads, of one or more `heads`.
 
     `commit` makes stores to shared memory visible to products. `shared` is memory for the bad keys
-    [c] and the bad columns [D]. Nothing is summed over rows in Pallas's own memory, because
-    warpgroups would share it: where queries are along the columns of `tile` and of o, `sums_s`
-    serves instead.
+    [c] and the bad columns [D]. Where queries are along the columns of `tile` and of o, `sums_s` is
+    memory for maxima.
     """
     bad_keys_s, bad_columns_s = shared
 
     def clean(patches: _Patches, o):
         sees_bad = _queries_seeing(bad_keys_s, tile, sums_s)
-        zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
-        bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
-        for col in patches.cols:
-            for row in patches.rows:
-                mark_columns(bad_columns_s.at[col : col + ROWS], patches.is_bad(row, col))
-        patches.clean(commit)
+        patches.clean(bad_columns_s, commit)
         return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
 
     width = values.shape[1] // heads
     for first in range(0, values.shape[1], width):
-        patches = _Patches(values, range(first, first + width, ROWS))
+        patches = _Patches(values.at[:, first : first + width])
         patches.find_bad_keys(bad_keys_s)
         of_head = functools.partial(clean, patches)
         o = lax.cond(any_of(bad_keys_s), of_head, lambda o: o, o)

@@ -27,18 +27,18 @@ from memeff.pallas.hopper.threads import mark_columns
 
 
 class _Patches(NamedTuple):
-    """A tile of values [c, D] in shared memory, in patches of 64 x 64.
+    """Patches of 64 x 64 in a tile of values [c, D] in shared memory.
 
     Loops over patches compile in less time than code for each patch.
     """
 
     values: Ref
+    cols: range  # along the columns of the tile
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Return the numbers of patches along the rows and along the columns."""
-        rows, cols = self.values.shape
-        return rows // ROWS, cols // ROWS
+    def rows(self) -> range:
+        """Return the numbers of the patches along the rows of the tile."""
+        return range(self.values.shape[0] // ROWS)
 
     def at(self, row, col) -> Ref:
         """Return a patch."""
@@ -54,28 +54,28 @@ class _Patches(NamedTuple):
 
     def find_bad_keys(self, bad_keys_s: Ref) -> None:
         """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
-        rows, cols = self.counts
 
-        @pl.loop(0, rows)
+        @pl.loop(0, len(self.rows))
         def _row(row):
             def find(col, bad_keys):
                 return jnp.maximum(bad_keys, self.is_bad(row, col).max(axis=1))
 
-            bad_keys_s[_part(row)] = lax.fori_loop(0, cols, find, full_tile((ROWS,), 0.0))
+            bad_keys_s[_part(row)] = lax.fori_loop(
+                self.cols.start, self.cols.stop, find, full_tile((ROWS,), 0.0)
+            )
 
     def clean(self, bad_columns_s: Ref, commit: Callable[[], None]) -> None:
         """Replace each bad number by 0, and `commit` that.
 
         Set `bad_columns_s`, of at least D numbers, to 1 for each column that had one, and else 0.
         """
-        rows, cols = self.counts
         zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
         bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
 
-        @pl.loop(0, rows * cols)
+        @pl.loop(0, len(self.rows) * len(self.cols))
         def _patch(n):
-            row = lax.div(n, jnp.int32(cols))
-            col = lax.rem(n, jnp.int32(cols))
+            row = lax.div(n, jnp.int32(len(self.cols)))
+            col = self.cols.start + lax.rem(n, jnp.int32(len(self.cols)))
             bad = self.is_bad(row, col)
             mark_columns(bad_columns_s.at[_part(col)], bad)
             x = jnp.where(bad > 0, 0.0, self.load(row, col))
@@ -118,7 +118,7 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
-    patches = _Patches(values)
+    patches = _Patches(values, range(values.shape[1] // ROWS))
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
@@ -153,9 +153,9 @@ def clean_own_values(
         patches.clean(bad_columns_s, commit)
         return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
 
-    width = values.shape[1] // heads
-    for first in range(0, values.shape[1], width):
-        patches = _Patches(values.at[:, first : first + width])
+    width = values.shape[1] // heads // ROWS
+    for head in range(heads):
+        patches = _Patches(values, range(head * width, (head + 1) * width))
         patches.find_bad_keys(bad_keys_s)
         of_head = functools.partial(clean, patches)
         o = lax.cond(any_of(bad_keys_s), of_head, lambda o: o, o)

@@ -4,6 +4,7 @@ A tile [rows, cols] is in registers in the layout of a product: each thread hold
 neighbours in a row. The interpreter computes the same from whole arrays.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -246,9 +247,13 @@ def mark_columns(ref: Ref, tile: Array) -> None:
         one = arith.constant(float32, 1.0)
         mgpu.utils.warpgroup_barrier()
         entries = entries_of(tile.layout, tile.shape)
+        columns: dict[int, list] = {}  # the thread's numbers in each pair of columns
         for register, _row, col_offset in entries.pairs:
+            columns.setdefault(col_offset, []).append(tile.registers[register])
+        for col_offset, pairs in columns.items():
+            largest = functools.reduce(arith.maximumf, pairs)
             for n in range(2):
-                x = vector.extract(tile.registers[register], [], [n])
+                x = vector.extract(largest, [], [n])
                 col = arith.addi(entries.col, arith.constant(index, col_offset + n))
                 branch = scf.IfOp(arith.cmpf(arith.CmpFPredicate.OGT, x, zero))
                 with ir.InsertionPoint(branch.then_block):

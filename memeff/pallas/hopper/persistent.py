@@ -146,15 +146,20 @@ def run_with_retries(
         more, failed = items(n, WorkState(True, False, done, visits))
         return done + 1, visits + more, failures | failed * bit(n)
 
+    def of_all_consumers(flags):
+        """Return the bits that some consumer has set in its `flags`."""
+        if computes:
+            failed_s[lax.axis_index("warpgroup"), 0] = flags.astype(jnp.float32)
+        sync(all_done)
+        found = (failed_s[n, 0].astype(jnp.int32) for n in range(failed_s.shape[0]))
+        flags = functools.reduce(jnp.bitwise_or, found)
+        sync(all_done)  # all have read them
+        return flags
+
     done, visits, failures = lax.fori_loop(0, count, do_item, (jnp.int32(0),) * 3)
     if computes:
-        failed_s[lax.axis_index("warpgroup"), 0] = failures.astype(jnp.float32)
         plgpu.wait_smem_to_gmem(0)  # because the next rounds write to the same places
-    sync(all_done)
-    failures = failed_s[0, 0].astype(jnp.int32)
-    for consumer in range(1, failed_s.shape[0]):
-        failures = failures | failed_s[consumer, 0].astype(jnp.int32)
-    sync(all_done)  # all have read them
+    failures = of_all_consumers(failures)
 
     def next_failed(n):
         """Return the index of the first failed item from n on."""
@@ -166,10 +171,9 @@ def run_with_retries(
 
     def redo_item(state):
         n, online, done, visits = state
-        more, _ = items(n, WorkState(False, online, done, visits))
-        sync(all_done)
-        once_more = ~online & _some_row_failed(failed_s) if third_round else jnp.bool_(False)
-        sync(all_done)
+        more, failed = items(n, WorkState(False, online, done, visits))
+        failed = of_all_consumers(failed)
+        once_more = ~online & (failed > 0) if third_round else jnp.bool_(False)
         n = lax.cond(once_more, lambda: n, lambda: next_failed(n + 1))
         return n, once_more, done + 1, visits + more
 
@@ -186,12 +190,6 @@ def any_failed(failed_s: Ref, rows: Array) -> Array:
     """Store `rows`, above 0 where a row failed, to `failed_s`. Return 1 if a row failed."""
     failed_s[...] = rows
     return any_of(failed_s).astype(jnp.int32)
-
-
-def _some_row_failed(failed_s: Ref) -> Array:
-    """Return True if `failed_s` of some consumer has a row that failed."""
-    failed = (any_of(failed_s.at[consumer]) for consumer in range(failed_s.shape[0]))
-    return functools.reduce(jnp.logical_or, failed)
 
 
 def skip_item(*rings, at) -> None:

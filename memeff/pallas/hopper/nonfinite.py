@@ -48,17 +48,13 @@ class _Patches(NamedTuple):
         """Return a patch in float32."""
         return plgpu.load(self.at(row, col), layout=WGMMA).astype(jnp.float32)
 
-    def is_bad(self, row, col):
-        """Return 1 where a number of a patch is not finite, and else 0."""
-        return jnp.where(jnp.abs(self.load(row, col)) < jnp.inf, 0.0, 1.0)
-
     def find_bad_keys(self, bad_keys_s: Ref) -> None:
         """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
 
         @pl.loop(0, len(self.rows))
         def _row(row):
             def find(col, bad_keys):
-                return jnp.maximum(bad_keys, self.is_bad(row, col).max(axis=1))
+                return jnp.maximum(bad_keys, _is_bad(self.load(row, col)).max(axis=1))
 
             bad_keys_s[_part(row)] = lax.fori_loop(
                 self.cols.start, self.cols.stop, find, full_tile((ROWS,), 0.0)
@@ -76,12 +72,17 @@ class _Patches(NamedTuple):
         def _patch(n):
             row = lax.div(n, jnp.int32(len(self.cols)))
             col = self.cols.start + lax.rem(n, jnp.int32(len(self.cols)))
-            bad = self.is_bad(row, col)
+            x = self.load(row, col)
+            bad = _is_bad(x)
             mark_columns(bad_columns_s.at[_part(col)], bad)
-            x = jnp.where(bad > 0, 0.0, self.load(row, col))
-            self.at(row, col)[...] = x.astype(self.values.dtype)
+            self.at(row, col)[...] = jnp.where(bad > 0, 0.0, x).astype(self.values.dtype)
 
         commit()
+
+
+def _is_bad(x):
+    """Return 1 where x is not finite, and else 0."""
+    return jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0)
 
 
 def _part(n):

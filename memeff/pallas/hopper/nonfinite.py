@@ -1,8 +1,7 @@
 """Keep NaN and Inf of values that a row does not see out of its result: 0 times NaN is NaN."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,16 +32,17 @@ class _Patches(NamedTuple):
     """
 
     values: Ref
-    cols: range  # along the columns of the tile
+    first_col: Any  # the number of the first patch along the columns of the tile
+    cols: int  # patches along the columns
 
     @property
-    def rows(self) -> range:
-        """Return the numbers of the patches along the rows of the tile."""
-        return range(self.values.shape[0] // ROWS)
+    def rows(self) -> int:
+        """Return the number of patches along the rows."""
+        return self.values.shape[0] // ROWS
 
     def at(self, row, col) -> Ref:
         """Return a patch."""
-        return self.values.at[_part(row), _part(col)]
+        return self.values.at[_part(row), _part(self.first_col + col)]
 
     def load(self, row, col):
         """Return a patch in float32."""
@@ -51,14 +51,12 @@ class _Patches(NamedTuple):
     def find_bad_keys(self, bad_keys_s: Ref) -> None:
         """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
 
-        @pl.loop(0, len(self.rows))
+        @pl.loop(0, self.rows)
         def _row(row):
             def find(col, bad_keys):
                 return jnp.maximum(bad_keys, _is_bad(self.load(row, col)).max(axis=1))
 
-            bad_keys_s[_part(row)] = lax.fori_loop(
-                self.cols.start, self.cols.stop, find, full_tile((ROWS,), 0.0)
-            )
+            bad_keys_s[_part(row)] = lax.fori_loop(0, self.cols, find, full_tile((ROWS,), 0.0))
 
     def clean(self, bad_columns_s: Ref, commit: Callable[[], None]) -> None:
         """Replace each bad number by 0, and `commit` that.
@@ -68,14 +66,14 @@ class _Patches(NamedTuple):
         zeros = jnp.zeros(bad_columns_s.shape, jnp.float32)
         bad_columns_s[...] = plgpu.layout_cast(zeros, COL)
 
-        @pl.loop(0, len(self.rows) * len(self.cols))
+        @pl.loop(0, self.rows * self.cols)
         def _patch(n):
-            row = lax.div(n, jnp.int32(len(self.cols)))
-            col = self.cols.start + lax.rem(n, jnp.int32(len(self.cols)))
-            x = self.load(row, col)
-            bad = _is_bad(x)
-            mark_columns(bad_columns_s.at[_part(col)], bad)
-            self.at(row, col)[...] = jnp.where(bad > 0, 0.0, x).astype(self.values.dtype)
+            row = lax.div(n, jnp.int32(self.cols))
+            col = lax.rem(n, jnp.int32(self.cols))
+            columns = bad_columns_s.at[_part(self.first_col + col)]
+            mark_columns(columns, _is_bad(self.load(row, col)))
+            x = self.load(row, col)  # once more, because registers are few
+            self.at(row, col)[...] = jnp.where(_is_bad(x) > 0, 0.0, x).astype(self.values.dtype)
 
         commit()
 
@@ -119,7 +117,7 @@ def clean_values(values: Ref, o, tile: ScoreTile, warpgroup, shared: tuple[Ref, 
     bad keys [c] of this warpgroup, for the bad columns [D], and a barrier of all consumers.
     """
     bad_keys_s, bad_columns_s, all_consumers = shared
-    patches = _Patches(values, range(values.shape[1] // ROWS))
+    patches = _Patches(values, 0, values.shape[1] // ROWS)
     patches.find_bad_keys(bad_keys_s)
 
     def clean(o):
@@ -149,15 +147,17 @@ def clean_own_values(
     """
     bad_keys_s, bad_columns_s = shared
 
-    def clean(patches: _Patches, o):
-        sees_bad = _queries_seeing(bad_keys_s, tile, sums_s)
-        patches.clean(bad_columns_s, commit)
-        return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
+    cols = values.shape[1] // ROWS // heads
 
-    width = values.shape[1] // heads // ROWS
-    for head in range(heads):
-        patches = _Patches(values, range(head * width, (head + 1) * width))
+    def clean_head(head, o):
+        patches = _Patches(values, head * cols, cols)
         patches.find_bad_keys(bad_keys_s)
-        of_head = functools.partial(clean, patches)
-        o = lax.cond(any_of(bad_keys_s), of_head, lambda o: o, o)
-    return o
+
+        def clean(o):
+            sees_bad = _queries_seeing(bad_keys_s, tile, sums_s)
+            patches.clean(bad_columns_s, commit)
+            return _with_nan(o, sees_bad, bad_columns_s, tile.query_dim)
+
+        return lax.cond(any_of(bad_keys_s), clean, lambda o: o, o)
+
+    return lax.fori_loop(0, heads, clean_head, o)

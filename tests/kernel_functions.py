@@ -90,7 +90,7 @@ BIASES: dict[str, Callable] = {
 
 PREFIX = 90
 WINDOW = 200
-LONGEST = 1700
+LONGEST = 8000  # tokens of a drawn call, at most
 DOCUMENTS = np.arange(LONGEST) // 190
 
 

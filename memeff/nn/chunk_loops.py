@@ -76,7 +76,7 @@ def _recompute(remat: Callable, f: Callable, prevent_cse: bool) -> Callable:
 
     Each gradient of a loop uses up one remat of its body.
     """
-    return remat(remat(f, prevent_cse=prevent_cse), prevent_cse=prevent_cse)
+    return remat(remat(f, prevent_cse=False), prevent_cse=prevent_cse)
 
 
 def _first(x: Array) -> Array:

@@ -601,6 +601,22 @@ def test_memory_of_the_gradient_grows_by_inputs_and_outputs_alone(name, batch, o
 
 
 @pytest.mark.parametrize("name", ["function", "linen", "nnx"])
+def test_a_gradient_of_a_gradient_keeps_no_hidden_activations(name, one_device_only):
+    weights, calls = networks(16, 1024)
+    x = jax.ShapeDtypeStruct((1, 2048, 16), f32)
+
+    def gradient(f):
+        return jax.grad(lambda args: sum((y**2).sum() for y in jax.tree.leaves(f(args))))
+
+    def call(weights_and_x):
+        return calls[name](*weights_and_x, 64)
+
+    program = jax.jit(gradient(gradient(call))).lower((weights, x)).compile()
+    hidden = 4 * 2048 * 1024
+    assert program.memory_analysis().temp_size_in_bytes <= hidden / 2
+
+
+@pytest.mark.parametrize("name", ["function", "linen", "nnx"])
 def test_one_chunk_takes_the_memory_of_checkpoint(name, one_device_only):
     """Four layers take what they take with jax.checkpoint, which XLA:CPU undoes in jaxlib 0.10."""
     weights, calls = networks(16, 1024)

@@ -60,7 +60,7 @@ def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
     """Return the loop of a pure function: (number, chunk) to (results, counts)."""
 
     def loop(numbers, chunks, prevent_cse):
-        recomputed = jax.checkpoint(call, prevent_cse=prevent_cse)
+        recomputed = _recompute(jax.checkpoint, call, prevent_cse)
 
         def step(carry, numbered_chunk):
             return carry, recomputed(*numbered_chunk)
@@ -69,6 +69,14 @@ def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
         return results, jax.tree.map(_first, counts)
 
     return loop
+
+
+def _recompute(remat: Callable, f: Callable, prevent_cse: bool) -> Callable:
+    """Return f as the backward computes it again, and the gradient of a gradient, too.
+
+    Each gradient of a loop uses up one remat of its body.
+    """
+    return remat(remat(f, prevent_cse=False), prevent_cse=prevent_cse)
 
 
 def _first(x: Array) -> Array:
@@ -147,7 +155,7 @@ def _linen_loop(
         return carry, run(module, numbered_chunk[1])
 
     def loop(numbers, chunks, prevent_cse):
-        lifted = linen.remat(step, prevent_cse=prevent_cse)
+        lifted = _recompute(linen.remat, step, prevent_cse)
         lifted = linen.scan(lifted, variable_broadcast=True, split_rngs={True: True})
         if varies(first):
             cast = functools.partial(_vary_floats, like=first)

@@ -200,7 +200,7 @@ class KVCache:
         lengths = self.lengths + counts
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
-        token = jnp.arange(T)
+        token = jnp.arange(T)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         return self._write(places, key, value, lengths)
 

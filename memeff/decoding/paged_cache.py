@@ -211,7 +211,7 @@ class PagedKVCache:
         lengths = self.lengths + counts
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
-        token = jnp.arange(T)
+        token = jnp.arange(T)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         new = stored_form(key, value, self.key_pages.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)

@@ -162,7 +162,7 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     stays = cache.overflowed  # some of its drafts found no room
     first = (cache.lengths - T)[:, None]
     old = cache._places(first + path, path >= 0)
-    token = jnp.arange(path.shape[1])
+    token = jnp.arange(path.shape[1])[None]
     new = cache._places(first + token, (token < counts[:, None]) & ~stays[:, None])
     arrays = cache._arrays()
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])

@@ -179,9 +179,10 @@ class PagedKVCache:
                 f"{targets.shape}."
             )
         pages = len(self.key_pages)
-        known = known_values(sources), known_values(targets)
-        if known[0] is not None and known[1] is not None:
-            for pair in zip(*known, strict=True):
+        known_sources = known_values(sources)
+        known_targets = known_values(targets)
+        if known_sources is not None and known_targets is not None:
+            for pair in zip(known_sources, known_targets, strict=True):
                 if max(pair) >= pages or (min(pair) < 0 and pair[1] >= 0):
                     raise ValueError(
                         f"copy_pages got {pair[0]} to copy over {pair[1]}, and the cache has pages "

@@ -194,10 +194,10 @@ def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int,
     k_pos = jnp.arange(across * size)
     indices = PairIndices(jnp.arange(b), jnp.arange(n)[:, None], q_pos, k_pos, (), ())
     visible = function(None, indices, *leaves)  # b|1 n|1 1 t|1 c|1
-    inside = (q_pos < T)[:, None] & (k_pos < S)
+    inside = ((q_pos < T)[:, None] & (k_pos < S)[None])[None, None, None]
 
     def in_blocks(pairs):
-        pairs = jnp.broadcast_to(pairs, (b, n, 1, *inside.shape))
+        pairs = jnp.broadcast_to(pairs, (b, n, 1, *inside.shape[-2:]))
         return pairs.reshape(b, n, rows, size, across, size)
 
     some = in_blocks(visible & inside).any((0, 1, 3, 5))

@@ -40,10 +40,12 @@ def pair_positions(
     """Return the positions, in the whole call, of queries ([t] or [B|1, t]) and keys ([c])."""
     origin = operands.origin
     if origin is None or problem.whole is None:
-        return query_positions(problem, as_column(operands.q_offset), rows), cols
+        offset = as_column(operands.q_offset)
+        rows = rows if offset is None else rows[None]  # ranks that differ may be refused
+        return query_positions(problem, offset, rows), cols
     stride = problem.whole.stride
     first = origin.q_offset[:, None] + origin.first_query
-    return first + stride * rows, origin.first_key + stride * cols
+    return first + stride * rows[None], origin.first_key + stride * cols
 
 
 def window_pairs(problem: Problem, position, cols) -> Any:

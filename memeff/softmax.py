@@ -87,9 +87,9 @@ def sink_weights(m: Array, l: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def spread_sinks(sinks: Array, rows: Array) -> Array:
-    """Return sinks [N] as [K, G, 1], in the dtype of rows [B, K, G, T]."""
+    """Return sinks [N] as [1, K, G, 1], in the dtype of rows [B, K, G, T]."""
     _, K, G, _ = rows.shape
-    return sinks.astype(rows.dtype).reshape(K, G, 1)
+    return sinks.astype(rows.dtype).reshape(1, K, G, 1)
 
 
 def lse_with_sinks(lse: Lse, sinks: Array) -> tuple[Lse, Array]:

@@ -115,6 +115,14 @@ def test_audit_finds_what_is_planted(dtype):
         assert "NOT ok" in str(report), words
 
 
+def test_audit_knows_how_far_large_logits_are_rounded():
+    q, k, v = _inputs("float32", 150, 150)
+    for implementation in (None, jax_attention):
+        report = memeff.audit(implementation, 1e6 * q, k, v, is_causal=True, samples=64)
+        assert report.ok, str(report)
+    assert not memeff.audit(groups_reversed, 1e6 * q, k, v, is_causal=True, samples=64).ok
+
+
 def test_audit_knows_gradients_that_cancel():
     """Equal keys and values make dq and dk 0, but for rounding."""
     x = jnp.ones((1, 200, 2, 16))

@@ -12,6 +12,7 @@ import pytest
 from conftest import few
 from small_calls import assert_same, f32, inputs
 
+import memeff
 from memeff import dot_product_attention
 
 slow = pytest.mark.slow
@@ -50,6 +51,11 @@ FLAGGED = {
     "dropout": dict(_dropout, broadcast_dropout=False),
     "shared mix32 dropout": dict(_dropout, dropout_bits="mix32"),
     "mix32 dropout": dict(_dropout, dropout_bits="mix32", broadcast_dropout=False),
+    "functions": dict(
+        q_offset=_int32([2, 3]),
+        score_fn=lambda score, *_: 2 * score,
+        mask_fn=lambda batch, head, q_pos, k_pos, params: q_pos != k_pos,
+    ),
 }
 # in these calls some row sees no key
 SEES_NOTHING = ("lengths", "offset", "mask", "segments", "small segments")
@@ -112,6 +118,45 @@ def test_strict_promotion_of_second_derivatives(dtype):
     with jax.numpy_dtype_promotion("strict"):
         _, tangents = jax.jit(lambda *x: jax.jvp(gradient, x, x)).lower(*x).out_info
     assert [x.dtype for x in tangents] == [dtype] * 3
+
+
+def _tangents_with_sinks(x):
+    sinks = jnp.ones(2)
+    gradient = jax.grad(lambda sinks: dot_product_attention(x, x, x, sinks=sinks).sum())
+    return jax.jvp(gradient, (sinks,), (sinks,))
+
+
+def _ring(x):
+    cache = memeff.KVCache.zeros(2, 9, 2, 4, window=3).append(x, x, [5, 4])
+    return cache.truncate([3, 4]).attend(x[:, :1])
+
+
+def _pages(x):
+    cache = memeff.PagedKVCache.zeros(6, 2, 2, 4, jnp.int8, batch=2, pages_per_sequence=3)
+    cache = cache.with_sequences([[0, 1, 4], [2, 3, 5]], [0, 0]).append(x, x)
+    return cache.keep_drafts(3, [[0, 2], [1, 2]], [1, 2]).attend(x[:, :1])
+
+
+def _loss(x):
+    loss = functools.partial(memeff.linear_cross_entropy, bias=jnp.ones(8), reduction="mean")
+    return jax.grad(loss)(x, jnp.ones((4, 8)), jnp.zeros((2, 5, 2), jnp.int32))
+
+
+RANKS = [
+    _tangents_with_sinks,
+    _ring,
+    _pages,
+    _loss,
+    lambda x: memeff.attention_statistics(x, x, x, q_offset=jnp.array([1, 2])),
+    lambda x: memeff.key_mass(x, x, mask_fn=memeff.masks.causal()),
+    lambda x: memeff.block_mask(memeff.masks.causal(), 5, block_size=2) and x,
+]
+
+
+@pytest.mark.parametrize("i", range(len(RANKS)))
+def test_no_function_promotes_ranks(i):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(RANKS[i], jnp.ones((2, 5, 2, 4)))
 
 
 def test_strict_promotion_keeps_refusing_what_the_user_mixes():

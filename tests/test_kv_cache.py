@@ -451,6 +451,26 @@ def test_rejected_drafts_are_forgotten():
         np.testing.assert_allclose(out[b], full[0, -2:], atol=3e-6)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_drafts_that_found_no_room_are_not_kept(paged):
+    """The sequence keeps all its tokens, and stays one that overflowed."""
+    _, k, v = tokens(2, 7)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D)
+    if paged:
+        cache = memeff.PagedKVCache.zeros(2, 6, K, H, value_size=D, batch=2, pages_per_sequence=1)
+        cache = cache.with_sequences([[0], [1]], [0, 0])
+    cache = cache.append(k[:, :4], v[:, :4], [4, 3])
+    full = jax.jit(lambda cache: cache.append(k[:, 4:], v[:, 4:]))(cache)
+    keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
+    kept = keep(full, np.array([[2, 0], [2, 0]]), np.array([1, 2]))
+    assert kept.lengths.tolist() == [7, 5] and kept.overflowed.tolist() == [True, False]
+    before, after = (jax.tree.leaves(x)[0] for x in (full, kept))  # keys, [2, 6, K, H] in both
+    np.testing.assert_array_equal(after[0], before[0])
+    np.testing.assert_array_equal(after[1, 3:5], k[1, [6, 4]])
+    with pytest.raises(ValueError, match="the cache is full: sequence 0 has 7 tokens"):
+        full.keep_drafts(3, [[2], [2]], [1, 1])
+
+
 # ---- wrong calls
 
 X = np.ones((2, 3, K, H), f32)
@@ -487,6 +507,15 @@ WRONG = [
         ValueError,
         "from 0 to 2",
     ),
+    (lambda: CACHE.append(X, X).keep_drafts(4, [[0], [3]], [1, 1]), ValueError, "has 3 tokens"),
+    (lambda: CACHE.append(X, X).keep_drafts(3, [[0]], [1]), ValueError, r"\[B, n\] with B=2; got"),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(3.0, [[0], [0]], [1, 1]),
+        TypeError,
+        "T must be an int",
+    ),
+    (lambda: CACHE.append(X, X).truncate([1, 2, 3]), ValueError, r"lengths must have shape \(B=2,"),
+    (lambda: CACHE.attend(QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got"),
     (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), NotImplementedError, "bias does not"),
     (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
     (

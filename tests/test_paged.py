@@ -326,7 +326,11 @@ WRONG_CACHES = [
     (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
     (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
     (lambda: CACHE.attend(QUERY), "query has 1 tokens of sequence 0, and the cache has 0"),
-    (lambda: CACHE.keep_drafts(1, [0], [1]), r"path must have shape \[B, n\]; got \(1,\)"),
+    (lambda: CACHE.keep_drafts(1, [0], [1]), r"path must have shape \[B, n\] with B=2; got"),
+    (lambda: CACHE.truncate([0, 0, 0]), r"lengths must have shape \(B=2,\); got \(3,\)"),
+    (lambda: CACHE.copy_pages([-1], [2]), "copy_pages got -1 to copy over 2"),
+    (lambda: CACHE.copy_pages([0, 1], [2, 5]), "1 to copy over 5, and the cache has pages 0 to 4"),
+    (lambda: CACHE.copy_pages([0, 1], [2]), r"must both have shape \[n\]; got \(2,\) and \(1,\)"),
 ]
 
 

@@ -534,6 +534,23 @@ def test_check_allows_the_rounding_of_a_program_with_two_dtypes():
             replace(f, check=True, strict=True)(q, k, v, jnp.zeros((16, 16)))
 
 
+def test_check_allows_the_rounding_of_large_logits():
+    q, k, v = qkv(48)
+    replace(plain, check=True, strict=True)(3e6 * q, k, v)
+
+
+def test_a_sum_of_terms_of_16_bits_under_strict_promotion():
+    def attend(q, k, v, bias):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) + bias[None, None, None]
+        s = jnp.where(s > 3, s, jnp.bfloat16(1)) + bias[None, None, None]
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    with jax.numpy_dtype_promotion("strict"):
+        new = replace(attend, strict=True)
+        bias = jnp.ones(16, jnp.bfloat16)
+        assert jax.eval_shape(new, *qkv(dtype="bfloat16"), bias).dtype == jnp.bfloat16
+
+
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
     right = assignment._window
 

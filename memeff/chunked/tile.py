@@ -204,8 +204,8 @@ def distances(problem: Problem, tile: Tile) -> Array:
     offset = tile.operands.q_offset
     if offset is not None:
         offset = offset[:, None]
-    q_pos = query_positions(problem, offset, rows)  # t, or b|1 t
-    distance = jnp.abs(q_pos[..., :, None] - cols)
+    q_pos = query_positions(problem, offset, rows[None])  # b|1 t
+    distance = jnp.abs(q_pos[..., None] - cols[None, None])
     distance = distance.astype(accumulator_dtype(tile.operands))
     t, c = distance.shape[-2:]
     return distance.reshape(-1, 1, 1, t, c)

@@ -22,11 +22,10 @@ from memeff.decoding.storage import (
     check_counts,
     check_dtype,
     check_kept,
-    check_path,
     check_room,
     check_size,
     check_tokens,
-    read,
+    keep_drafts,
     stored_form,
     write_all,
 )
@@ -201,7 +200,7 @@ class KVCache:
         lengths = self.lengths + counts
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
-        token = jnp.arange(T)
+        token = jnp.arange(T)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         return self._write(places, key, value, lengths)
 
@@ -268,7 +267,9 @@ class KVCache:
             return_residual=return_residual,
             **options,
         )
-        T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
+        if jnp.ndim(query) != 4:
+            raise ValueError(f"query must have shape [B, T, N, H]; got {jnp.shape(query)}.")
+        T = jnp.shape(query)[1]
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
         if counts is not None:
@@ -296,7 +297,7 @@ class KVCache:
 
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
-        kept = jnp.minimum(self.lengths, check_kept(lengths))
+        kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
         if self.window is not None:
             most_read = self.lengths if self.most_read is None else self.most_read
             given_up = most_read - kept
@@ -314,6 +315,11 @@ class KVCache:
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid.
 
+        Under jit a sequence that `overflowed` keeps all its tokens, and stays so.
+
+        Raises: ValueError if shapes or known values disagree, or the cache is known to have
+          overflowed.
+
         Example:
           >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
           >>> cache = KVCache.zeros(1, 6, 1, 1).append(x, x)
@@ -321,15 +327,7 @@ class KVCache:
           >>> kept.lengths.tolist(), kept.key[0, :3, 0, 0].tolist()
           ([3], [0.0, 1.0, 3.0])
         """
-        path = check_path(path, T)
-        counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
-        first = (self.lengths - T)[:, None]
-        old = self._places(first + path, path >= 0)
-        token = jnp.arange(path.shape[1])
-        new = self._places(first + token, token < counts[:, None])
-        arrays = self._arrays()
-        moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
-        return self._replace_arrays(moved, first[:, 0] + counts)
+        return keep_drafts(self, T, path, counts)
 
     def _on_ring(self, arguments: Arguments, T: int) -> Arguments:
         """Return the arguments of a call whose keys lie in the slots of a ring."""
@@ -378,6 +376,7 @@ class KVCache:
     def _places(self, positions: Array, valid: Array) -> Places:
         """Return where tokens at `positions` [B, T] lie; those that are not `valid` lie outside."""
         slots = positions if self.window is None else positions % self.capacity
+        valid = valid & (positions >= 0)  # a negative index would count from the end
         return (jnp.where(valid, slots, self.capacity),)
 
     def _arrays(self) -> list[Array | None]:

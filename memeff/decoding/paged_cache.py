@@ -20,11 +20,10 @@ from memeff.decoding.storage import (
     check_counts,
     check_dtype,
     check_kept,
-    check_path,
     check_room,
     check_size,
     check_tokens,
-    read,
+    keep_drafts,
     stored_form,
     write_all,
 )
@@ -148,12 +147,13 @@ class PagedKVCache:
         So sequences come, go, fork and change places without a copy.
         """
         table = check_integers("page_table", page_table).astype(jnp.int32)
-        lengths = check_kept(lengths)
+        lengths = check_integers("lengths", lengths)
         if table.ndim != 2 or lengths.shape != table.shape[:1]:
             raise ValueError(
                 f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
                 f"{lengths.shape}."
             )
+        lengths = check_kept(lengths, len(table))
         known = known_values(table)
         if known is not None and known.max() >= len(self.key_pages):
             raise ValueError(
@@ -168,10 +168,27 @@ class PagedKVCache:
 
         `PageAllocator.extend` says which, before a sequence writes into a page that it shares.
         A pair of -1 copies nothing, so that jit can have as many pairs in each step.
+
+        Raises: ValueError if shapes disagree, or a pair is known to name a page that is not there.
         """
         sources = check_integers("sources", sources)
         targets = check_integers("targets", targets)
-        targets = jnp.where(targets < 0, len(self.key_pages), targets)
+        if sources.ndim != 1 or sources.shape != targets.shape:
+            raise ValueError(
+                f"sources and targets must both have shape [n]; got {sources.shape} and "
+                f"{targets.shape}."
+            )
+        pages = len(self.key_pages)
+        known_sources = known_values(sources)
+        known_targets = known_values(targets)
+        if known_sources is not None and known_targets is not None:
+            for pair in zip(known_sources, known_targets, strict=True):
+                if max(pair) >= pages or (min(pair) < 0 and pair[1] >= 0):
+                    raise ValueError(
+                        f"copy_pages got {pair[0]} to copy over {pair[1]}, and the cache has pages "
+                        f"0 to {pages - 1}."
+                    )
+        targets = jnp.where(targets < 0, pages, targets)
 
         def copy(x: Array | None) -> Array | None:
             return None if x is None else x.at[targets].set(x[sources], mode="drop")
@@ -195,7 +212,7 @@ class PagedKVCache:
         lengths = self.lengths + counts
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
-        token = jnp.arange(T)
+        token = jnp.arange(T)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         new = stored_form(key, value, self.key_pages.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
@@ -234,20 +251,12 @@ class PagedKVCache:
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
-        kept = jnp.minimum(self.lengths, check_kept(lengths))
+        kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
         return dataclasses.replace(self, lengths=kept)
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
         """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
-        path = check_path(path, T)
-        counts = check_counts(counts, self.lengths.shape[0], path.shape[1])
-        first = (self.lengths - T)[:, None]
-        old = self._places(first + path, path >= 0)
-        token = jnp.arange(path.shape[1])
-        new = self._places(first + token, token < counts[:, None])
-        arrays = self._arrays()
-        moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
-        return self._replace_arrays(moved, first[:, 0] + counts)
+        return keep_drafts(self, T, path, counts)
 
     def _check_writes(self, lengths: Array) -> None:
         """Refuse to write tokens up to `lengths` [B] into a page that another sequence has, too."""

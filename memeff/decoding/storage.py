@@ -63,15 +63,22 @@ def check_tokens(
     return arrays[0], arrays[1]
 
 
-def check_kept(lengths: ArrayLike) -> Array:
+def check_kept(lengths: ArrayLike, batch: int) -> Array:
     """Return how many tokens of each sequence to keep, int32; traced ones count as at least 0."""
     lengths = check_integers("lengths", lengths)
+    check_per_sequence("lengths", lengths, batch)
     known = known_values(lengths)
     if known is not None and known.min() < 0:
         raise ValueError(f"lengths must be at least 0; got {known.min()}.")
     limits = jnp.iinfo(lengths.dtype)  # clipped before the cast, because uint32 and int64 wrap
     most = min(int(limits.max), jnp.iinfo(jnp.int32).max)
     return jnp.clip(lengths, 0, most).astype(jnp.int32)
+
+
+def check_per_sequence(name: str, x: Array, batch: int) -> None:
+    """Refuse an array that has neither one number for each sequence nor one for all."""
+    if x.shape not in ((), (1,), (batch,)):
+        raise ValueError(f"{name} must have shape (B={batch},); got {x.shape}.")
 
 
 def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
@@ -82,8 +89,7 @@ def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
     if counts.dtype == bool:  # which sequences go on
         counts = counts.astype(jnp.int32)
     counts = check_integers("counts", counts)
-    if counts.shape not in ((), (1,), (batch,)):
-        raise ValueError(f"counts must have shape (B={batch},); got {counts.shape}.")
+    check_per_sequence("counts", counts, batch)
     known = known_values(counts)
     if known is not None and (known.min() < 0 or known.max() > T):
         raise ValueError(
@@ -124,18 +130,43 @@ def check_appended(lengths: Array, counts: Array) -> None:
         )
 
 
-def check_path(path: ArrayLike, T: int) -> Array:
-    """Return the drafts to keep, [B, n]; the values are checked where they are known."""
+def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> tuple[Array, Array]:
+    """Return which of the T newest tokens to keep, [B, n], and how many of the n are valid, [B].
+
+    Values are checked where they are known.
+    """
+    T = check_size("T", T)
+    B = lengths.shape[0]
     path = check_integers("path", path)
-    if path.ndim != 2:
-        raise ValueError(f"path must have shape [B, n]; got {path.shape}.")
+    if path.ndim != 2 or path.shape[0] != B:
+        raise ValueError(f"path must have shape [B, n] with B={B}; got {path.shape}.")
     known = known_values(path)
     if known is not None and (known.min() < 0 or known.max() >= T):
         raise ValueError(
             f"path must name drafts from 0 to {T - 1}, of T={T}; "
             f"got {known.min()} to {known.max()}."
         )
-    return path.astype(jnp.int32)
+    known = known_values(lengths)
+    if known is not None and known.min() < T:
+        raise ValueError(
+            f"T={T} drafts: sequence {known.argmin()} has {known.min()} tokens. Append its drafts "
+            "first."
+        )
+    return path.astype(jnp.int32), check_counts(counts, B, path.shape[1])
+
+
+def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
+    """Return a cache of either kind with some of its T newest tokens, as `KVCache.keep_drafts`."""
+    cache.check()
+    path, counts = check_drafts(T, path, counts, cache.lengths)
+    stays = cache.overflowed  # some of its drafts found no room
+    first = (cache.lengths - T)[:, None]
+    old = cache._places(first + path, path >= 0)
+    token = jnp.arange(path.shape[1])[None]
+    new = cache._places(first + token, (token < counts[:, None]) & ~stays[:, None])
+    arrays = cache._arrays()
+    moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
+    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, first[:, 0] + counts))
 
 
 def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ from memeff.call import prepare, prepare_sharded, run_attention
 from memeff.diagnostics import float64
 from memeff.diagnostics.bind import exact_arguments
 from memeff.diagnostics.float64 import Inputs, Place
-from memeff.problem import Operands, Problem
+from memeff.problem import Operands, Problem, sum_dtype
 from memeff.sequence.layout import sequence_positions
 from memeff.shape import CallShape, fold_leads
 
@@ -63,11 +63,17 @@ class Audit:
     samples: int
     dtype: str
     axes: tuple[str, ...] = ()  # of the mesh, over which the sequence is sharded
+    largest_lse: float = 0.0
 
     @property
     def limit(self) -> float:
         """The largest relative error that counts as rounding."""
-        return LIMITS[self.dtype]
+        return LIMITS[self.dtype] + self.rounding_of_logits
+
+    @property
+    def rounding_of_logits(self) -> float:
+        """The relative error of a probability whose logit and lse are rounded."""
+        return float(jnp.finfo(sum_dtype(self.dtype)).eps) * self.largest_lse
 
     @property
     def ok(self) -> bool:
@@ -282,7 +288,9 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
         *_findings(of_rows, Places(row_places, shape.T // devices, named)),
         *_findings(of_columns, Places(column_places, shape.S // devices, named)),
     )
-    return Audit(findings, samples, operands.query.dtype.name, axes)
+    lse = jnp.abs(results[1])
+    largest_lse = float(jnp.max(lse, where=jnp.isfinite(lse), initial=0))
+    return Audit(findings, samples, operands.query.dtype.name, axes, largest_lse)
 
 
 class Places(NamedTuple):

@@ -62,12 +62,12 @@ class Recorder:
                 exact = dataclasses.replace(exact, dropout=None)
                 recipe = dataclasses.replace(recipe, if_some_row_is_empty=exact)
             arrays = [jnp.asarray(x) for x in inputs]
-            _check_call(source, recipe, arrays)
-            _check_rows(source, recipe, replacement, arrays)
+            rounding = _check_call(source, recipe, arrays)
+            _check_rows(source, recipe, replacement, arrays, rounding)
 
 
-def _check_call(source: str, recipe: Recipe, inputs: list[Any]) -> None:
-    """Raise if the call of a recipe differs from float64."""
+def _check_call(source: str, recipe: Recipe, inputs: list[Any]) -> float:
+    """Raise if the call of a recipe differs from float64; return what its logits are rounded by."""
     query, key, value = recipe.operands(inputs)
     keywords = recipe.keywords(inputs)
     # A float32 keeps no digit of a logit beside -1e9, which float64 would. Such keys are hidden.
@@ -76,11 +76,13 @@ def _check_call(source: str, recipe: Recipe, inputs: list[Any]) -> None:
     if "score_fn" in keywords:
         keywords["score_fn"] = functools.partial(_score_without_lows, keywords["score_fn"])
     result = audit(None, query, key, value, samples=SAMPLES, **keywords)
-    if not all(x.relative <= LIMITS[recipe.dtype] for x in result.findings):
+    limit = LIMITS[recipe.dtype] + result.rounding_of_logits
+    if not all(x.relative <= limit for x in result.findings):
         raise AssertionError(
             f"check=True: the attention at {source} is computed with an error beyond rounding. "
             f"Please report the program.\n{result}"
         )
+    return result.rounding_of_logits
 
 
 def _without_lows(logits: Any) -> Any:
@@ -103,7 +105,9 @@ def _limit(recipe: Recipe, equations: Equations) -> float:
     return max(LIMITS.get(x, 0) for x in dtypes)
 
 
-def _check_rows(source: str, recipe: Recipe, replacement: Replacement, inputs: list[Any]) -> None:
+def _check_rows(
+    source: str, recipe: Recipe, replacement: Replacement, inputs: list[Any], rounding: float
+) -> None:
     """Raise if sampled rows of the output differ from the program's equations."""
     assert replacement.equations is not None
     B, N, T, _ = recipe.sizes
@@ -121,7 +125,8 @@ def _check_rows(source: str, recipe: Recipe, replacement: Replacement, inputs: l
     error = np.where(np.isnan(error), np.inf, error).max(axis=1)
     largest = np.abs(truth[np.isfinite(truth)]).max(initial=0)
     worst = error.argmax()
-    if error[worst] > _limit(recipe, replacement.equations) * largest:
+    limit = _limit(recipe, replacement.equations) + rounding
+    if error[worst] > limit * largest:
         raise AssertionError(
             f"check=True: the attention at {source} differs from the original by "
             f"{error[worst]:.3g} in batch entry {b[worst]}, query {t[worst]}, head {n[worst]}, "

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memeff.problem import sum_dtype
 from memeff.rewrite.axes import (
     ELEMENTWISE,
     MOVES,
@@ -148,7 +149,8 @@ def _op(state, primitive, params, steps):
 
 def _sum(state, steps):
     terms = [state.done[step] for step in steps]
-    dtype = jnp.result_type(*terms, jnp.float32)
+    wide = any(sum_dtype(x.dtype) == jnp.float64 for x in terms)
+    dtype = jnp.float64 if wide else jnp.float32  # strict promotion would refuse result_type
     total = terms[0].astype(dtype)
     for term in terms[1:]:
         total = total + term.astype(dtype)

@@ -110,7 +110,7 @@ def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
 def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:
     """Return s [t, c], (2), from raw and (bias, soft cap); -inf where `keep` is False."""
     bias, cap = terms
-    s = raw if bias is None else raw + bias.astype(raw.dtype)
+    s = raw if bias is None else raw + bias.astype(raw.dtype)[None]
     cap = settings.soft_cap if cap is None else cap.astype(raw.dtype)
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
@@ -126,7 +126,7 @@ def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
 
 def only_labels(tokens: Tokens, words: Words, x: Array) -> Array:
     """Return [t, c]: x, of that shape or [t, 1], at the labels and 0 elsewhere."""
-    return jnp.where(tokens.labels[:, None] == words.numbers, x, 0)
+    return jnp.where(tokens.labels[:, None] == words.numbers[None], x, 0)
 
 
 def label_logits(tokens: Tokens, words: Words, s: Array) -> Array:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from memeff import pallas
 from memeff.autodiff.primitives import call
 from memeff.device import current_device
-from memeff.inputs import check_choice, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array
 from memeff.problem import sum_dtype
 from memeff.sharding import (
     may_be_sharded,
@@ -165,7 +165,7 @@ def linear_cross_entropy(
     (arXiv:1805.02867), section 3.
     """
     inputs, labels = _check_arrays(x, kernel, labels, bias)
-    check_choice("return_lse", return_lse)
+    check_bool("return_lse", return_lse)
     token_weights = _check_weights(reduction, weights, inputs.x)
     cap, cap_array = check_soft_cap(logits_soft_cap)
     smoothing = _check_number("label_smoothing", label_smoothing, 1)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from memeff.inputs import check_choice, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array
 from memeff.problem import LogitParams
 from memeff.shape import CallShape, fold_leads
 from memeff.warn import warn_once
@@ -173,7 +173,7 @@ def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
 
 def check_window(window, is_causal) -> tuple[int | None, int | None]:
     """Return (left, right) in tokens, None for no bound; causal is right = 0."""
-    check_choice("is_causal", is_causal)
+    check_bool("is_causal", is_causal)
     if window is None:
         sides = (None, None)
     elif isinstance(window, tuple | list):

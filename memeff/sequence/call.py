@@ -176,7 +176,7 @@ def _mesh_of(x: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def enter_shard_map(
     plan: Plan,
-    others: BatchAndHeads,
+    other_axes: BatchAndHeads,
     mesh: Any,
     problem: Problem,
     want_lse: bool,
@@ -184,14 +184,14 @@ def enter_shard_map(
 ) -> tuple[Array, Array | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call.
 
-    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and `others`
-    do, and XLA partitions batch and heads over the rest.
+    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and
+    `other_axes` do, and XLA partitions batch and heads over the rest.
     """
     shape = operands.shape
     sharding: Any = jax.typeof(operands.query).sharding
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    batch = others.batch or None
-    heads = others.heads or None
+    batch = other_axes.batch or None
+    heads = other_axes.heads or None
     of_key_heads = None if shape.K == 1 else heads
     along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
@@ -219,9 +219,9 @@ def enter_shard_map(
     rows = PartitionSpec(batch, of_key_heads, of_group, along)
 
     def run(operands: Operands) -> tuple[Array, Array | None]:
-        return attend_here(plan, problem, want_lse, count_in_whole_call(others, operands))
+        return attend_here(plan, problem, want_lse, count_in_whole_call(other_axes, operands))
 
-    manual = {*plan.axes, *others.batch, *others.heads}
+    manual = {*plan.axes, *other_axes.batch, *other_axes.heads}
     sharded = jax.shard_map(
         run,
         mesh=mesh,

@@ -26,10 +26,10 @@ from memeff.problem import (
 )
 from memeff.sequence.batch_and_heads import BatchAndHeads, Parts, count_in_whole_call
 from memeff.sequence.choose import (
-    STRATEGIES,
     Plan,
     Sizes,
     check_lengths,
+    check_strategy,
     choose_strategy,
     sizes_of,
     why_not,
@@ -99,11 +99,9 @@ def make_plan(
         validate_options.check_chunk_size(arguments.chunk_size),
     )
     strategy = arguments.context_parallel
+    check_strategy(strategy)
     if strategy is None:
         strategy = choose_strategy(layout, sizes, problem, operands, request)
-    elif strategy not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
     reason = why_not(strategy, layout, sizes, problem, operands, request)
     if reason is not None:
         raise NotImplementedError(
@@ -193,8 +191,8 @@ def enter_shard_map(
     batch = other_axes.batch or None
     heads = other_axes.heads or None
     of_key_heads = None if shape.K == 1 else heads
-    along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
-    axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
+    sequence = plan.axes[0] if len(plan.axes) == 1 else plan.axes
+    axes = {"b": batch, "n": heads, "k": of_key_heads, "t": sequence, "s": sequence}
 
     def spec(x: Array, dims: str) -> PartitionSpec:
         """Return how x is sharded: not along the columns of a mask or a bias."""
@@ -216,7 +214,7 @@ def enter_shard_map(
     specs = map_operands(spec, operands)
     specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
     of_group = heads if of_key_heads is None else None
-    rows = PartitionSpec(batch, of_key_heads, of_group, along)
+    rows = PartitionSpec(batch, of_key_heads, of_group, sequence)
 
     def run(operands: Operands) -> tuple[Array, Array | None]:
         return attend_here(plan, problem, want_lse, count_in_whole_call(other_axes, operands))

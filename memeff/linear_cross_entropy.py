@@ -168,14 +168,14 @@ def linear_cross_entropy(
     check_bool("return_lse", return_lse)
     token_weights = _check_weights(reduction, weights, inputs.x)
     cap, cap_array = check_soft_cap(logits_soft_cap)
+    inputs = inputs._replace(soft_cap=cap_array)
     smoothing = _check_number("label_smoothing", label_smoothing, 1)
     V = inputs.kernel.shape[1]
     sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
     tile, calls_at_once = choose_tile(sides, labels.size, V)
     precision = check_precision(precision)
     flat = inputs._replace(
-        x=jax.ShapeDtypeStruct((labels.size, inputs.x.shape[-1]), inputs.x.dtype),
-        soft_cap=cap_array,
+        x=jax.ShapeDtypeStruct((labels.size, inputs.x.shape[-1]), inputs.x.dtype)
     )
     device = current_device(inputs.x)
     kernels = pallas.family_for(device).vocabulary
@@ -198,7 +198,6 @@ def linear_cross_entropy(
         settings=settings,
     )
     _check_labels(options, labels, V * options.devices)
-    inputs = inputs._replace(soft_cap=cap_array)
     if token_weights is not None:
         one_pass = sides == (None, None) and vocab_axis is None and not return_lse
         one_pass = one_pass and one_pass_is_faster()

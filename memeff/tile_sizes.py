@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible, few_queries
-from memeff.device import _pretended, current_device, current_platform
+from memeff.device import current_device, current_platform, is_pretended
 from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
 from memeff.logits import logits_plain
 from memeff.problem import Operands, Problem, Schedule
@@ -70,10 +70,10 @@ CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
 SHARED_BITS_SIDE = 256
 LEAST_SIDE = 64  # smaller tiles save nothing beside arrays as long as the sequence
 HALVINGS = 16  # down to LEAST_SIDE
-# An estimate decides alone if FAR times as much, and SMALL bytes, keep to the limit: of random
+# An estimate decides alone if SAFE times as much, and SMALL bytes, keep to the limit: of random
 # calls of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB) up to
 # 2.6 times (tests/test_memory_limit.py).
-FAR = 4
+SAFE = 4
 SMALL = 2**20
 HIGH = 1.25  # an estimate that is so many times above the limit may still be too high
 # bytes; XLA keeps a few scalars more where the caller's program holds a table as a constant
@@ -197,7 +197,7 @@ def _first_within(
     doubt = HIGH
     for option in options:
         expected = correction * estimate(option)
-        if FAR * expected + SMALL <= limit:
+        if SAFE * expected + SMALL <= limit:
             return option, 0, option
         if expected <= doubt * limit or option is options[-1]:
             needed = compiled_bytes(option)
@@ -247,7 +247,7 @@ def default_schedule(
     heads, and on CPUs no maximum is bounded, because the devices would have to exchange a word to
     check the bounds.
     """
-    in_blocks = _pretended.get() is not None or not may_be_sharded()
+    in_blocks = not _heads_may_be_sharded()
     match current_platform():
         case "gpu" if not all(isinstance(n, int) for n in (shape.B, shape.T, shape.S)):
             tile = _fit(GPU_TILE, requested, shape)
@@ -257,6 +257,11 @@ def default_schedule(
         case "cpu" if in_blocks:
             return _cpu_tiles(shape, dtype, requested, windowed, halvings)
     return Schedule(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
+
+
+def _heads_may_be_sharded() -> bool:
+    """Return True if the real devices, not a pretended one, may share batch entries and heads."""
+    return not is_pretended() and may_be_sharded()
 
 
 def _gpu_tiles(
@@ -426,7 +431,7 @@ def _calls_at_once(shape: CallShape, schedule: Schedule, limit: int | None) -> i
     mapped axis may be sharded, because a loop over it would gather it.
     """
     budget = {"cpu": CPU_LOGITS, "gpu": GPU_LOGITS}.get(current_platform())
-    if budget is None or (_pretended.get() is None and may_be_sharded()):
+    if budget is None or _heads_may_be_sharded():
         return None
     if limit is not None:
         return 1

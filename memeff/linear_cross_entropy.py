@@ -6,6 +6,7 @@ import functools
 import math
 import numbers
 import operator
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -174,13 +175,6 @@ def linear_cross_entropy(
     sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
     tile, calls_at_once = choose_tile(sides, labels.size, V)
     precision = check_precision(precision)
-    flat = inputs._replace(
-        x=jax.ShapeDtypeStruct((labels.size, inputs.x.shape[-1]), inputs.x.dtype)
-    )
-    device = current_device(inputs.x)
-    kernels = pallas.family_for(device).vocabulary
-    if sides != (None, None) or kernels.why_not(flat, precision, device) is not None:
-        kernels = None
     settings = Settings(
         soft_cap=cap if cap_array is None else None,
         has_ignored=ignore_label is not None,
@@ -188,7 +182,7 @@ def linear_cross_entropy(
         tile=tile,
         calls_at_once=calls_at_once,
         precision=precision,
-        kernels=kernels,
+        kernels=_find_kernels(inputs, precision) if sides == (None, None) else None,
     )
     options = Options(
         ignore_label=_check_ignore_label(ignore_label),
@@ -218,6 +212,15 @@ class Options(NamedTuple):
     vocab_axis: str | None
     devices: int  # along that axis
     settings: Settings
+
+
+def _find_kernels(inputs: Inputs, precision: lax.PrecisionLike) -> ModuleType | None:
+    """Return the kernels that can compute the logits of x [*B, H], or None."""
+    *leads, H = inputs.x.shape
+    flat = inputs._replace(x=jax.ShapeDtypeStruct((math.prod(leads), H), inputs.x.dtype))
+    device = current_device(inputs.x)
+    kernels = pallas.family_for(device).vocabulary
+    return kernels if kernels.why_not(flat, precision, device) is None else None
 
 
 @functools.partial(jax.jit, static_argnums=0)

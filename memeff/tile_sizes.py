@@ -164,22 +164,33 @@ def try_schedules(
     device = current_device(operands.query)
     local_device = compiling.local_device_like(device)
     if compiled is None or local_device is None:
-        needed = []
-        for option in options:
+
+        def estimate_with_margin(option: Schedule) -> int:
             margin = 1
             if has_tiles:
                 platform = current_platform()
                 margin = memory_model.safety_margin(problem, option, operands, platform)
-            needed.append(math.ceil(margin * estimate(option)))
-            if needed[-1] <= limit:
-                return option, needed[-1], options[-1]
-        return None, min(needed), options[-1]
+            return math.ceil(margin * estimate(option))
+
+        return _first_estimated_within(options, limit, estimate_with_margin)
     module = module_for(implementation or "xla", device)
 
     def compiled_bytes(option: Schedule) -> int:
         return max(compiled(Chosen(problem, option, module), local_device)) + CALLER_MARGIN
 
     return _first_within(options, limit, estimate, compiled_bytes)
+
+
+def _first_estimated_within(
+    options: Sequence[Schedule], limit: int, estimate: Callable[[Schedule], int]
+) -> tuple[Schedule | None, int, Schedule]:
+    """Return the first option estimated within `limit`, and what else `try_schedules` returns."""
+    needed = []
+    for option in options:
+        needed.append(estimate(option))
+        if needed[-1] <= limit:
+            return option, needed[-1], options[-1]
+    return None, min(needed), options[-1]
 
 
 def _first_within(

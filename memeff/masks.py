@@ -211,7 +211,7 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
 
 
 def _batch_size(name: str, **arrays: tuple[jax.Array, int]) -> dict[str, int]:
-    """Return {"B": size} if some array, given with the number of its other dims, has a batch dim."""
+    """Return {"B": size} if an array, given with the number of its other dims, has a batch dim."""
     batches = {x.shape[0] for x, dims in arrays.values() if x.ndim == dims + 1}
     if len(batches) > 1:
         shapes = " and ".join(f"{array} of shape {x.shape}" for array, (x, _) in arrays.items())

@@ -128,7 +128,7 @@ def try_schedules(
     here, the estimate decides with a margin.
     """
     shape = operands.shape
-    known = all(isinstance(n, int) for n in (shape.B, shape.T, shape.S))
+    known = shape.sizes_known
     bounded = known and eligible.max_can_be_bounded(problem, operands)
     plain = bounded and logits_plain(problem, operands)
     chunked = implementation in (None, "xla")
@@ -260,7 +260,7 @@ def default_schedule(
     """
     in_blocks = not _heads_may_be_sharded()
     match current_platform():
-        case "gpu" if not all(isinstance(n, int) for n in (shape.B, shape.T, shape.S)):
+        case "gpu" if not shape.sizes_known:
             tile = _fit(GPU_TILE, requested, shape)
             return Schedule(tile, tile, tile)
         case "gpu":
@@ -364,17 +364,16 @@ def _cpu_tiles(
     """
     B, S, K = shape.B, shape.S, shape.K
     G = max(1, shape.G)
-    known = all(isinstance(n, int) for n in (B, shape.T, S))
     rows, cols = CPU_SIDES["windowed" if windowed else "full"]
     logits = CPU_LOGITS >> halvings
-    if known:  # fewer rows for the many heads of a group
+    if shape.sizes_known:  # fewer rows for the many heads of a group
         rows = min(rows, max(128, logits // (G * max(1, min(cols, S)))))
     tile = _fit(_shrink((rows, cols), logits), requested, shape)
     block = None
     if isinstance(B, int) and B * K > 0:
         block = _cpu_block(shape, logits // math.prod(tile))
     fixed_max = tile if dtype == jnp.float32 else None
-    return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=known)
+    return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=shape.sizes_known)
 
 
 def _cpu_block(shape: CallShape, heads: int) -> tuple[int, int]:

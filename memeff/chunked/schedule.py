@@ -11,7 +11,6 @@ import math
 import numpy as np
 
 from memeff.autodiff.tile_sum import TileGrid
-from memeff.chunked.export import has_symbolic_lengths
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, check_sizes_known
 
@@ -220,9 +219,9 @@ def count_tiles(
     The first is None where lengths or offsets are arrays; the second is 0 where a length is
     symbolic.
     """
-    if has_symbolic_lengths(operands):
-        return None, 0
     shape = operands.shape
+    if not shape.lengths_known:
+        return None, 0
     t, c = chunk_size
     down = -(-shape.T // t)
     across = -(-shape.S // c)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from memeff.autodiff.primitives import call, pick, put_at
+from memeff.autodiff.primitives import call, or_zeros, pick, put_at
 from memeff.chunked.tangent import forward_with_tangent
 from memeff.implementations import Chosen
 from memeff.problem import Gradients, Operands
@@ -202,9 +202,7 @@ class Tangent:
             return result, tangent_of(differentiable, primals, tangents)
 
         def zero_if_none(x, dx):
-            if x is None:
-                return None
-            return jnp.zeros_like(x) if dx is None else dx
+            return None if x is None else or_zeros(x, dx)
 
         # linear: the tangent of the result is the same function of the tangent
         dtangents = jax.tree.map(zero_if_none, first_tangents, dtangents, is_leaf=_is_none)

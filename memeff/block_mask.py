@@ -92,8 +92,8 @@ class BlockMask:
             f"{100 * self.sparsity:.1f} % hidden"
         )
         side = max(1, -(-max(blocks.any_visible.shape) // 64)) * blocks.size  # tokens of one sign
-        some, every = blocks.visible_tiles(side, side)
-        shade = some.astype(int) + every
+        any_visible, all_visible = blocks.visible_tiles(side, side)
+        shade = any_visible.astype(int) + all_visible
         rows = ["".join(".+#"[x] for x in row) for row in shade]
         return "\n".join([title, *rows])
 
@@ -172,12 +172,12 @@ def block_mask(
         with jax.ensure_compile_time_eval():
             part = _visible_blocks(function, leaves, (b, n), (T, S), block_size, rows, first)
             parts.append(np.stack(part))
-    some, every = np.concatenate(parts, 1)[:, :down]
+    any_visible, all_visible = np.concatenate(parts, 1)[:, :down]
     blocks = VisibleBlocks(
         block_size,
         (T, S),
-        some,
-        every,
+        any_visible,
+        all_visible,
         batch=batch if uses_batch else None,
         heads=heads if uses_head else None,
     )
@@ -186,7 +186,10 @@ def block_mask(
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
 def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int, rows: int, first):
-    """Return some and every [rows, m] for the rows of blocks from `first` on; `heads` is (B, N)."""
+    """Return any_visible and all_visible [rows, m] of the `rows` of blocks from `first` on.
+
+    `heads` is (B, N).
+    """
     b, n = heads
     T, S = lengths
     across = -(-S // size)
@@ -200,6 +203,6 @@ def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int,
         pairs = jnp.broadcast_to(pairs, (b, n, 1, *inside.shape[-2:]))
         return pairs.reshape(b, n, rows, size, across, size)
 
-    some = in_blocks(visible & inside).any((0, 1, 3, 5))
-    every = in_blocks(visible | ~inside).all((0, 1, 3, 5))
-    return some, every
+    any_visible = in_blocks(visible & inside).any((0, 1, 3, 5))
+    all_visible = in_blocks(visible | ~inside).all((0, 1, 3, 5))
+    return any_visible, all_visible

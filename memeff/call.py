@@ -15,8 +15,8 @@ from memeff import compiling, dispatch, sharding, tile_sizes, validate, validate
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
-from memeff.inputs import check_choice
-from memeff.problem import Operands, Problem, WholeCall, check_sizes_known
+from memeff.inputs import check_bool
+from memeff.problem import Operands, Problem, WholeCall, check_sizes_known, sum_dtype
 from memeff.sequence.batch_and_heads import (
     WHOLE,
     BatchAndHeads,
@@ -64,10 +64,7 @@ def run_attention(
     call = prepare(arguments, run_attention, chosen)
     static = call.chosen, bool(arguments.return_residual)
     out, lse = sharding.on_mesh_of_operands(attend, static, call.operands)
-    out = unfold(call.shape, out)
-    if lse is None:
-        return out
-    return out, to_public_rows(call.shape, lse)
+    return to_public(call.shape, out, lse)
 
 
 class ShardedCall(NamedTuple):
@@ -79,41 +76,40 @@ class ShardedCall(NamedTuple):
     place: Place
     plan: Plan
     sizes: Sizes  # of the whole sequence, and of the batch entries and heads of a device
-    others: BatchAndHeads
+    other_axes: BatchAndHeads  # besides those of the sequence
 
 
 def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     """Check each argument of a call whose sequence is sharded over the mesh axes `axes`."""
     place = find_axes(axes, (arguments.query, arguments.key, arguments.value))
-    others = batch_and_heads_of(arguments)
+    other_axes = batch_and_heads_of(arguments)
     parts = Parts(sequence=1)
     if place.inside:
-        parts = check_inside(others)._replace(sequence=math.prod(place.devices))
+        parts = check_inside(other_axes)._replace(sequence=math.prod(place.devices))
     shape, problem, operands = normalise(arguments, parts)
     parts_of_device = WHOLE
     if not place.inside:
         mesh = jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
-        others, parts_of_device = find_on_mesh(others, mesh, operands)
+        other_axes, parts_of_device = find_on_mesh(other_axes, mesh, operands)
     plan, sizes = make_plan(arguments, axes, place, parts_of_device, problem, operands)
     whole = WholeCall(sizes.T, sizes.S, shape.N * parts.heads, stride_in(plan, sizes))
     problem, operands = locate(whole, problem, operands)
     if place.inside:
-        check_sharded(others, operands.query)
-        operands = count_in_whole_call(others, operands)
-    return ShardedCall(shape, problem, operands, place, plan, sizes, others)
+        check_sharded(other_axes, operands.query)
+        operands = count_in_whole_call(other_axes, operands)
+    return ShardedCall(shape, problem, operands, place, plan, sizes, other_axes)
 
 
 def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[Array, Array]:
     """Return out, and lse with `return_residual`, of a sequence that is sharded over `axes`."""
-    shape, problem, operands, place, plan, _, others = prepare_sharded(arguments, axes)
+    shape, problem, operands, place, plan, _, other_axes = prepare_sharded(arguments, axes)
     want_lse = bool(arguments.return_residual)
     if place.inside:
         out, lse = attend_here(plan, problem, want_lse, operands)
     else:
-        static = plan, others, place.mesh, problem, want_lse
+        static = plan, other_axes, place.mesh, problem, want_lse
         out, lse = sharding.on_mesh_of_operands(enter_shard_map, static, operands)
-    out = unfold(shape, out)
-    return out if lse is None else (out, to_public_rows(shape, lse))
+    return to_public(shape, out, lse)
 
 
 def prepare(
@@ -135,14 +131,14 @@ def prepare(
             "sequence_layout and context_parallel are for a sequence that is sharded over devices: "
             "pass sequence_axis, the name of its mesh axis."
         )
-    others = batch_and_heads_of(arguments)
-    parts = check_inside(others)
+    other_axes = batch_and_heads_of(arguments)
+    parts = check_inside(other_axes)
     shape, problem, operands = normalise(arguments, parts)
-    if others != BatchAndHeads():
-        check_sharded(others, operands.query)
+    if other_axes != BatchAndHeads():
+        check_sharded(other_axes, operands.query)
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
         problem, operands = locate(whole, problem, operands)
-        operands = count_in_whole_call(others, operands)
+        operands = count_in_whole_call(other_axes, operands)
     if stored is not None:
         operands = operands._replace(key=stored[0], value=stored[1])
     if chosen is None:
@@ -169,7 +165,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     hold one of `parts` of the whole call.
     """
     a = arguments
-    check_choice("return_residual", a.return_residual)
+    check_bool("return_residual", a.return_residual)
     query, key, value = validate.check_arrays(a.query, a.key, a.value)
     is_sharded = parts.sequence is not None
     sharding.check_layout(query, key, value, sequence=is_sharded)
@@ -187,7 +183,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     q_segments, kv_segments = validate.check_segments(
         shape, a.query_segment_ids, a.key_value_segment_ids
     )
-    float_dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    float_dtype = sum_dtype(query.dtype)
     score_fn, score_floats, score_nonfloat_params = validate_options.check_function(
         whole, "score_fn", a.score_fn, a.score_params, float_dtype
     )
@@ -238,6 +234,12 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     if dropout is not None:
         check_sizes_known(operands, "Dropout")
     return shape, problem, operands
+
+
+def to_public(shape: CallShape, out: Array, lse: Array | None) -> Array | tuple[Array, Array]:
+    """Return out [B, K, G, T, D] as [*B, T, N, D], and with it lse, as rows, unless it is None."""
+    out = unfold(shape, out)
+    return out if lse is None else (out, to_public_rows(shape, lse))
 
 
 def to_public_rows(shape: CallShape, rows: Array) -> Array:

@@ -39,6 +39,11 @@ def pretend_device(name: str | None, capability: str | None = None) -> Iterator[
         _pretended.reset(token)
 
 
+def is_pretended() -> bool:
+    """Return True inside `pretend_device`."""
+    return _pretended.get() is not None
+
+
 @contextlib.contextmanager
 def device_of(query: Any) -> Iterator[None]:
     """Choose as for the device of `query`, if it is an array on another kind than the default."""

@@ -7,11 +7,11 @@ from jax import Array
 from jax.core import Tracer
 
 
-def check_choice(name: str, choice) -> None:
-    """Refuse a choice that is not True or False."""
-    if not isinstance(choice, bool | np.bool_):
+def check_bool(name: str, flag) -> None:
+    """Refuse a flag that is not True or False."""
+    if not isinstance(flag, bool | np.bool_):
         raise TypeError(
-            f"{name} must be True or False (it is fixed while tracing), got {kind_of(choice)}."
+            f"{name} must be True or False (it is fixed while tracing), got {kind_of(flag)}."
         )
 
 

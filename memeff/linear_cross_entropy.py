@@ -6,6 +6,7 @@ import functools
 import math
 import numbers
 import operator
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import ArrayLike
 from memeff import pallas
 from memeff.autodiff.primitives import call
 from memeff.device import current_device
-from memeff.inputs import check_choice, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array
 from memeff.problem import sum_dtype
 from memeff.sharding import (
     may_be_sharded,
@@ -165,22 +166,15 @@ def linear_cross_entropy(
     (arXiv:1805.02867), section 3.
     """
     inputs, labels = _check_arrays(x, kernel, labels, bias)
-    check_choice("return_lse", return_lse)
+    check_bool("return_lse", return_lse)
     token_weights = _check_weights(reduction, weights, inputs.x)
     cap, cap_array = check_soft_cap(logits_soft_cap)
+    inputs = inputs._replace(soft_cap=cap_array)
     smoothing = _check_number("label_smoothing", label_smoothing, 1)
     V = inputs.kernel.shape[1]
     sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
     tile, calls_at_once = choose_tile(sides, labels.size, V)
     precision = check_precision(precision)
-    flat = inputs._replace(
-        x=jax.ShapeDtypeStruct((labels.size, inputs.x.shape[-1]), inputs.x.dtype),
-        soft_cap=cap_array,
-    )
-    device = current_device(inputs.x)
-    kernels = pallas.family_for(device).vocabulary
-    if sides != (None, None) or kernels.why_not(flat, precision, device) is not None:
-        kernels = None
     settings = Settings(
         soft_cap=cap if cap_array is None else None,
         has_ignored=ignore_label is not None,
@@ -188,7 +182,7 @@ def linear_cross_entropy(
         tile=tile,
         calls_at_once=calls_at_once,
         precision=precision,
-        kernels=kernels,
+        kernels=_find_kernels(inputs, precision) if sides == (None, None) else None,
     )
     options = Options(
         ignore_label=_check_ignore_label(ignore_label),
@@ -198,7 +192,6 @@ def linear_cross_entropy(
         settings=settings,
     )
     _check_labels(options, labels, V * options.devices)
-    inputs = inputs._replace(soft_cap=cap_array)
     if token_weights is not None:
         one_pass = sides == (None, None) and vocab_axis is None and not return_lse
         one_pass = one_pass and one_pass_is_faster()
@@ -219,6 +212,15 @@ class Options(NamedTuple):
     vocab_axis: str | None
     devices: int  # along that axis
     settings: Settings
+
+
+def _find_kernels(inputs: Inputs, precision: lax.PrecisionLike) -> ModuleType | None:
+    """Return the kernels that can compute the logits of x [*B, H], or None."""
+    *leads, H = inputs.x.shape
+    flat = inputs._replace(x=jax.ShapeDtypeStruct((math.prod(leads), H), inputs.x.dtype))
+    device = current_device(inputs.x)
+    kernels = pallas.family_for(device).vocabulary
+    return kernels if kernels.why_not(flat, precision, device) is None else None
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -93,14 +93,8 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
 
 def _documents_sizes(ids):
     query_ids, key_ids = ids
-    batches = {x.shape[0] for x in ids if x.ndim == 2}
-    if len(batches) > 1:
-        raise ValueError(
-            f"masks.documents got query_ids of shape {query_ids.shape} and key_ids of shape "
-            f"{key_ids.shape}: their batch sizes must be equal."
-        )
-    sizes = {"T": query_ids.shape[-1], "S": key_ids.shape[-1]}
-    return sizes | {"B": batches.pop()} if batches else sizes
+    batch = _batch_size("documents", query_ids=(query_ids, 1), key_ids=(key_ids, 1))
+    return {"T": query_ids.shape[-1], "S": key_ids.shape[-1]} | batch
 
 
 @with_sizes(_documents_sizes)
@@ -173,14 +167,7 @@ MOST_DRAFTS = 32
 
 def _tree_sizes(params):
     bits, start = params
-    batches = {x.shape[0] for x in (bits[..., 0], start) if x.ndim}
-    if len(batches) > 1:
-        raise ValueError(
-            f"masks.tree got ancestors of shape {bits.shape} and start of shape {start.shape}: "
-            "their batch sizes must be equal."
-        )
-    sizes = {"T": bits.shape[-1]}
-    return sizes | {"B": batches.pop()} if batches else sizes
+    return {"T": bits.shape[-1]} | _batch_size("tree", ancestors=(bits, 1), start=(start, 0))
 
 
 @with_sizes(_tree_sizes)
@@ -221,6 +208,15 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
             found = jnp.where(parent == j, bits | jnp.uint32(1 << j), found)
         columns.append(found)
     return jnp.stack(columns, axis=-1)
+
+
+def _batch_size(name: str, **arrays: tuple[jax.Array, int]) -> dict[str, int]:
+    """Return {"B": size} if an array, given with the number of its other dims, has a batch dim."""
+    batches = {x.shape[0] for x, dims in arrays.values() if x.ndim == dims + 1}
+    if len(batches) > 1:
+        shapes = " and ".join(f"{array} of shape {x.shape}" for array, (x, _) in arrays.items())
+        raise ValueError(f"masks.{name} got {shapes}: their batch sizes must be equal.")
+    return {"B": batches.pop()} if batches else {}
 
 
 def _array(x: ArrayLike) -> jax.Array:

@@ -487,10 +487,8 @@ def _merged_tile(
     """Return the logits of a tile of `size`, or of merged tiles, whichever are more."""
     shape = operands.shape
     merged = 0
-    if (
-        problem.left is None and operands.logit_params.bias is None
-    ):  # the largest square of unmasked tiles
-        merged = shape.T * shape.S // 4
+    if problem.left is None and operands.logit_params.bias is None:
+        merged = shape.T * shape.S // 4  # the largest square of unmasked tiles
         if merged <= schedule.max_merged_logits:
             merged //= 2  # it is the only one, and is cut in two
         merged = min(schedule.max_merged_logits, merged)

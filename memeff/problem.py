@@ -266,7 +266,7 @@ def out_dtype(schedule: Schedule, operands: Operands):
 def check_sizes_known(operands: Operands, what: str) -> None:
     """Raise an error that names `what` if jax.export leaves the lengths T or S symbolic."""
     shape = operands.shape
-    if not (isinstance(shape.T, int) and isinstance(shape.S, int)):
+    if not shape.lengths_known:
         raise NotImplementedError(
             f"{what} does not support lengths that jax.export leaves symbolic (T={shape.T}, "
             f"S={shape.S}). "

@@ -32,6 +32,16 @@ class CallShape(NamedTuple):
     def G(self) -> int:
         return self.N // self.K if self.K else 1
 
+    @property
+    def lengths_known(self) -> bool:
+        """Return True if jax.export leaves neither T nor S symbolic."""
+        return isinstance(self.T, int) and isinstance(self.S, int)
+
+    @property
+    def sizes_known(self) -> bool:
+        """Return True if jax.export leaves none of B, T and S symbolic."""
+        return isinstance(self.B, int) and self.lengths_known
+
 
 def unfold(shape: CallShape, x: Array) -> Array:
     """Return x [B, K, G, T, ...] as [*B, T, N, ...]."""

@@ -69,8 +69,12 @@ def may_be_sharded() -> bool:
 
     They cannot inside a shard_map over all axes of its mesh.
     """
-    axis_types = set(jax.sharding.get_abstract_mesh().axis_types)
-    return jax.device_count() > 1 and axis_types != {AxisType.Manual}
+    return jax.device_count() > 1 and not all_axes_manual()
+
+
+def all_axes_manual() -> bool:
+    """Return True inside a shard_map over all axes of its mesh."""
+    return set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
 
 
 def _like_query(operands: Operands) -> Operands:

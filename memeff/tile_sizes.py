@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible, few_queries
-from memeff.device import _pretended, current_device, current_platform
+from memeff.device import current_device, current_platform, is_pretended
 from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
 from memeff.logits import logits_plain
 from memeff.problem import Operands, Problem, Schedule
@@ -70,10 +70,10 @@ CPU_SIDES = {"windowed": (512, 512), "full": (1024, 1024)}
 SHARED_BITS_SIDE = 256
 LEAST_SIDE = 64  # smaller tiles save nothing beside arrays as long as the sequence
 HALVINGS = 16  # down to LEAST_SIDE
-# An estimate decides alone if FAR times as much, and SMALL bytes, keep to the limit: of random
+# An estimate decides alone if SAFE times as much, and SMALL bytes, keep to the limit: of random
 # calls of every feature XLA reported up to 1.9 times the estimate, of tiny ones (some KiB) up to
 # 2.6 times (tests/test_memory_limit.py).
-FAR = 4
+SAFE = 4
 SMALL = 2**20
 HIGH = 1.25  # an estimate that is so many times above the limit may still be too high
 # bytes; XLA keeps a few scalars more where the caller's program holds a table as a constant
@@ -128,7 +128,7 @@ def try_schedules(
     here, the estimate decides with a margin.
     """
     shape = operands.shape
-    known = all(isinstance(n, int) for n in (shape.B, shape.T, shape.S))
+    known = shape.sizes_known
     bounded = known and eligible.max_can_be_bounded(problem, operands)
     plain = bounded and logits_plain(problem, operands)
     chunked = implementation in (None, "xla")
@@ -164,22 +164,33 @@ def try_schedules(
     device = current_device(operands.query)
     local_device = compiling.local_device_like(device)
     if compiled is None or local_device is None:
-        needed = []
-        for option in options:
+
+        def estimate_with_margin(option: Schedule) -> int:
             margin = 1
             if has_tiles:
                 platform = current_platform()
                 margin = memory_model.safety_margin(problem, option, operands, platform)
-            needed.append(math.ceil(margin * estimate(option)))
-            if needed[-1] <= limit:
-                return option, needed[-1], options[-1]
-        return None, min(needed), options[-1]
+            return math.ceil(margin * estimate(option))
+
+        return _first_estimated_within(options, limit, estimate_with_margin)
     module = module_for(implementation or "xla", device)
 
     def compiled_bytes(option: Schedule) -> int:
         return max(compiled(Chosen(problem, option, module), local_device)) + CALLER_MARGIN
 
     return _first_within(options, limit, estimate, compiled_bytes)
+
+
+def _first_estimated_within(
+    options: Sequence[Schedule], limit: int, estimate: Callable[[Schedule], int]
+) -> tuple[Schedule | None, int, Schedule]:
+    """Return the first option estimated within `limit`, and what else `try_schedules` returns."""
+    needed = []
+    for option in options:
+        needed.append(estimate(option))
+        if needed[-1] <= limit:
+            return option, needed[-1], options[-1]
+    return None, min(needed), options[-1]
 
 
 def _first_within(
@@ -197,7 +208,7 @@ def _first_within(
     doubt = HIGH
     for option in options:
         expected = correction * estimate(option)
-        if FAR * expected + SMALL <= limit:
+        if SAFE * expected + SMALL <= limit:
             return option, 0, option
         if expected <= doubt * limit or option is options[-1]:
             needed = compiled_bytes(option)
@@ -247,9 +258,9 @@ def default_schedule(
     heads, and on CPUs no maximum is bounded, because the devices would have to exchange a word to
     check the bounds.
     """
-    in_blocks = _pretended.get() is not None or not may_be_sharded()
+    in_blocks = not _heads_may_be_sharded()
     match current_platform():
-        case "gpu" if not all(isinstance(n, int) for n in (shape.B, shape.T, shape.S)):
+        case "gpu" if not shape.sizes_known:
             tile = _fit(GPU_TILE, requested, shape)
             return Schedule(tile, tile, tile)
         case "gpu":
@@ -257,6 +268,11 @@ def default_schedule(
         case "cpu" if in_blocks:
             return _cpu_tiles(shape, dtype, requested, windowed, halvings)
     return Schedule(_fit(_shrink((512, 512), 512 * 512 >> halvings), requested, shape))
+
+
+def _heads_may_be_sharded() -> bool:
+    """Return True if the real devices, not a pretended one, may share batch entries and heads."""
+    return not is_pretended() and may_be_sharded()
 
 
 def _gpu_tiles(
@@ -348,17 +364,16 @@ def _cpu_tiles(
     """
     B, S, K = shape.B, shape.S, shape.K
     G = max(1, shape.G)
-    known = all(isinstance(n, int) for n in (B, shape.T, S))
     rows, cols = CPU_SIDES["windowed" if windowed else "full"]
     logits = CPU_LOGITS >> halvings
-    if known:  # fewer rows for the many heads of a group
+    if shape.sizes_known:  # fewer rows for the many heads of a group
         rows = min(rows, max(128, logits // (G * max(1, min(cols, S)))))
     tile = _fit(_shrink((rows, cols), logits), requested, shape)
     block = None
     if isinstance(B, int) and B * K > 0:
         block = _cpu_block(shape, logits // math.prod(tile))
     fixed_max = tile if dtype == jnp.float32 else None
-    return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=known)
+    return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=shape.sizes_known)
 
 
 def _cpu_block(shape: CallShape, heads: int) -> tuple[int, int]:
@@ -426,7 +441,7 @@ def _calls_at_once(shape: CallShape, schedule: Schedule, limit: int | None) -> i
     mapped axis may be sharded, because a loop over it would gather it.
     """
     budget = {"cpu": CPU_LOGITS, "gpu": GPU_LOGITS}.get(current_platform())
-    if budget is None or (_pretended.get() is None and may_be_sharded()):
+    if budget is None or _heads_may_be_sharded():
         return None
     if limit is not None:
         return 1

@@ -13,13 +13,13 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from memeff.inputs import check_choice, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array
 from memeff.problem import LogitParams
 from memeff.shape import CallShape, fold_leads
 from memeff.warn import warn_once
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
-FAR = 2**29  # positions stay below it, so that position + window fits into int32
+POSITION_LIMIT = 2**29  # positions stay below it, so that position + window fits into int32
 
 
 def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
@@ -173,7 +173,7 @@ def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
 
 def check_window(window, is_causal) -> tuple[int | None, int | None]:
     """Return (left, right) in tokens, None for no bound; causal is right = 0."""
-    check_choice("is_causal", is_causal)
+    check_bool("is_causal", is_causal)
     if window is None:
         sides = (None, None)
     elif isinstance(window, tuple | list):
@@ -198,7 +198,9 @@ def check_window(window, is_causal) -> tuple[int | None, int | None]:
                 "an unbounded side."
             )
     # A side beyond any position is no bound.
-    left, right = (None if side is None or side >= 2 * FAR else int(side) for side in sides)
+    left, right = (
+        None if side is None or side >= 2 * POSITION_LIMIT else int(side) for side in sides
+    )
     return left, 0 if is_causal else right
 
 
@@ -212,14 +214,15 @@ def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
         array = None
         static = operator.index(q_offset)
     else:
-        array = _per_batch(shape, "q_offset", q_offset, 1 - FAR, FAR - 1)
+        array = _per_batch(shape, "q_offset", q_offset, 1 - POSITION_LIMIT, POSITION_LIMIT - 1)
         static = 0
     known = known_values(q_offset)
     if known is not None:
         for value in (int(known.max()), int(known.min())):
-            if abs(value) >= FAR:
+            if abs(value) >= POSITION_LIMIT:
                 raise ValueError(
-                    f"q_offset={value}: positions must lie between {1 - FAR} and {FAR - 1}."
+                    f"q_offset={value}: positions must lie between {1 - POSITION_LIMIT} and "
+                    f"{POSITION_LIMIT - 1}."
                 )
     return array, static
 
@@ -229,7 +232,7 @@ def check_lengths(shape: CallShape, name: str, lengths, letter: str, most) -> Ar
     if lengths is None:
         return None
     most_is_known = isinstance(most, int)
-    array = _per_batch(shape, name, lengths, 0, most if most_is_known else FAR)
+    array = _per_batch(shape, name, lengths, 0, most if most_is_known else POSITION_LIMIT)
     known = known_values(lengths)
     if most_is_known and known is not None and (known.min() < 0 or known.max() > most):
         raise ValueError(

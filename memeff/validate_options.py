@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_choice, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import trace_function, trace_transform
@@ -137,7 +137,7 @@ def check_dropout_rate(rate) -> float:
 def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None]:
     """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
     rate = check_dropout_rate(rate)
-    check_choice("broadcast_dropout", shared)
+    check_bool("broadcast_dropout", shared)
     if not isinstance(bits, str) or bits not in ("threefry", "mix32"):
         raise ValueError(f'dropout_bits={bits!r} must be "threefry" or "mix32".')
     if rate == 0:

@@ -70,7 +70,7 @@ class Text:
         return self._batch(starts)
 
     def eval_batch(self, index: int) -> Batch:
-        """Rows spread over the kept share, the same for every run."""
+        """Return rows spread over the kept share, the same for every run."""
         starts = np.random.default_rng(index).integers(
             self.kept_from, self.total - self.length, self.rows, endpoint=True
         )
@@ -81,7 +81,7 @@ class Text:
         return Batch(tokens, np.ones((self.rows, self.length - 1), np.float32))
 
     def _read(self, start: int) -> np.ndarray:
-        """`length` bytes of the stream from `start`: byte 0 and the file, byte 0 and the next file, ..."""
+        """Return `length` bytes of the stream from `start`: byte 0 and the file, byte 0 and the next file, ..."""
         row = np.zeros(self.length, np.uint8)
         which = bisect.bisect_right(self.ends, start)
         at = 0
@@ -122,7 +122,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def find_files(paths: tuple[str, ...]) -> list[Path]:
-    """Files named, and all text in folders named; sorted, empty ones left out."""
+    """Return the files named and all text in the folders named, each once; a folder's files are sorted."""
     files = []
     for name in paths:
         with reading(Path(name)):
@@ -166,7 +166,7 @@ def python_library() -> list[Path]:
 
 
 def walk(folder: Path, skipped: set[str] = SKIPPED_FOLDERS) -> list[Path]:
-    """All files below, in the order of their names, hidden ones left out."""
+    """Return all files below a folder, in the order of their names, without hidden ones."""
     found = []
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         folders[:] = [
@@ -232,7 +232,7 @@ class ListOps:
         return Batch(tokens, weights)
 
     def _row(self, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-        """Documents until the next does not fit; then byte 0."""
+        """Return tokens and weights of a row: documents until the next does not fit, then byte 0."""
         tokens, weights = np.zeros(self.context + 1, np.uint8), np.zeros(self.context, np.float32)
         at = 0
         while at + len(document := self._document(rng)) <= len(tokens):

@@ -104,10 +104,8 @@ def random_model(config: Config) -> tuple[Any, Any]:
         params = nnx.split(model, nnx.Param)[1]
         return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
-    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)[
-        0
-    ]
-    return graphdef, make()
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return nnx.split(model, nnx.Param)[0], make()
 
 
 def filled_caches(config: Config, batch: int, context: int) -> Caches:

@@ -41,16 +41,11 @@ def demonstrate() -> None:
     settings = Settings(out=str(FOLDER / "model"), layers=2, heads=2, kv_heads=1, steps=130, warmup=8,
                         learning_rate=1e-2, eval_every=65, log_every=10, minutes=1.5)  # fmt: skip
     finished = train(settings)
-    losses = [
-        line["loss"]
-        for line in map(json.loads, (FOLDER / "model/metrics.jsonl").open())
-        if "loss" in line
-    ]
-    note = (
-        ""
-        if finished
-        else f" (stopped at {settings.minutes} minutes: this machine is busy or slow)"
-    )
+    lines = [json.loads(line) for line in (FOLDER / "model/metrics.jsonl").open()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    note = ""
+    if not finished:
+        note = f" (stopped at {settings.minutes} minutes: this machine is busy or slow)"
     print(
         f"   loss: {losses[0]:.2f} at first, {losses[-1]:.2f} nats per byte after {len(losses)} steps{note}"
     )

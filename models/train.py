@@ -69,18 +69,8 @@ class Settings(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in (
-            "context",
-            "batch",
-            "accumulate",
-            "steps",
-            "eval_every",
-            "eval_batches",
-            "save_every",
-            "log_every",
-        ):
-            if getattr(self, name) < 1:
-                raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
+        self.check_counts("context", "batch", "accumulate", "steps")
+        self.check_counts("eval_every", "eval_batches", "save_every", "log_every")
         if self.batch % self.accumulate:
             raise Refused(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}.")
         if not 0 <= self.warmup < self.steps:
@@ -200,7 +190,7 @@ def train_step(
 def loss_and_gradient(
     graphdef: Any, params: Any, rows: Rows, accumulate: int
 ) -> tuple[tuple[Array, Array], Any]:
-    """(loss, accuracy) of rows and the gradient of their loss, in `accumulate` pieces; the same numbers for any."""
+    """Return (loss, accuracy) of rows and the gradient of their loss, in `accumulate` pieces; the same for any number."""
     total = jnp.sum(rows.weights)
     gradient = jax.value_and_grad(
         lambda params, piece: loss_sum(graphdef, params, piece, total), has_aux=True
@@ -226,7 +216,7 @@ def loss_sum(graphdef: Any, params: Any, rows: Rows, total: Array | float) -> tu
 
 
 def evaluate(settings: Settings, graphdef: Any, params: Any, task: Task) -> dict[str, float]:
-    """Means over the same `eval_batches` batches each time."""
+    """Return mean loss and accuracy over the same `eval_batches` batches each time."""
     batches = [task.eval_batch(i) for i in range(settings.eval_batches)]
     sums = [loss_sum(graphdef, params, lay_out(settings, batch), 1.0) for batch in batches]
     loss, accuracy = np.sum(sums, axis=0) / sum(batch.weights.sum() for batch in batches)
@@ -248,16 +238,16 @@ def parse(arguments: list[str] | None) -> Settings:
         kind, text = get_args(hints[field.name])
         if get_origin(kind) in (Union, types.UnionType):  # int | None
             kind = get_args(kind)[0]
-        how: dict[str, Any] = {"type": kind}
+        keywords: dict[str, Any] = {"type": kind}
         if get_origin(kind) is Literal:
-            how = {"choices": get_args(kind)}
+            keywords = {"choices": get_args(kind)}
         elif get_origin(kind) is tuple:
-            how = {"nargs": "+", "metavar": "PATH"}
+            keywords = {"nargs": "+", "metavar": "PATH"}
         elif kind is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+            keywords = {"action": argparse.BooleanOptionalAction}
         shown = text if field.default in (None, ()) else f"{text} (default: {field.default})"
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), default=field.default, help=shown, **how
+            "--" + field.name.replace("_", "-"), default=field.default, help=shown, **keywords
         )
     values: dict[str, Any] = vars(parser.parse_args(arguments))
     values["text"] = tuple(values["text"])
@@ -428,7 +418,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Array]]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Says whether SIGINT or SIGTERM came; a second one has its usual effect."""
+    """Give a function that returns whether SIGINT or SIGTERM came; a second one has its usual effect."""
     came = []
 
     def note(number, frame):
@@ -536,7 +526,7 @@ def describe_devices(settings: Settings) -> str:
 
 
 def peak_memory() -> int:
-    """Bytes: of the device where it counts them, else of this process."""
+    """Return the peak bytes of the device where it counts them, else of this process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

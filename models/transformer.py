@@ -62,9 +62,7 @@ class Config:
     ] = None
 
     def __post_init__(self):
-        for name in ("layers", "width", "heads", "kv_heads", "feed_forward", "devices"):
-            if getattr(self, name) < 1:
-                raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
+        self.check_counts("layers", "width", "heads", "kv_heads", "feed_forward", "devices")
         if self.heads % self.kv_heads:
             raise Refused(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}.")
         if self.width % (2 * self.heads):
@@ -87,6 +85,12 @@ class Config:
             raise Refused(
                 f"layout=striped has no window={self.window}: use zigzag or contiguous, or leave window out."
             )
+
+    def check_counts(self, *names: str) -> None:
+        """Refuse settings that count something and are below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise Refused(f"{name}={getattr(self, name)}: it must be at least 1.")
 
     def sequence_keywords(self) -> dict[str, Any]:
         """Return the keywords of memeff for a row that several devices share; none for one device."""
@@ -180,7 +184,7 @@ class Transformer(nnx.Module):
     def decode(
         self, tokens: Array, caches: Caches, counts: Array | None = None
     ) -> tuple[Array, Caches]:
-        """Logits of `tokens` [B, T] that follow what `caches` hold, and the caches with them; one document per row.
+        """Return logits of `tokens` [B, T] that follow what `caches` hold, and the caches with them; one document per row.
 
         Of a row, only the first counts[b] tokens count. Layers are compiled one by one, so that each writes its cache in
         place.
@@ -205,7 +209,7 @@ class Transformer(nnx.Module):
         return self.norm(x), tuple(appended)
 
     def empty_cache(self, batch: int, size: int, chunk: int = 1) -> Caches:
-        """Room for `size` tokens in each of `batch` rows, of which a call brings at most `chunk`.
+        """Return caches with room for `size` tokens in each of `batch` rows, of which a call brings at most `chunk`.
 
         With a window that is shorter, the caches are rings.
         """
@@ -269,15 +273,12 @@ class Layer(nnx.Module):
 
 
 def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    """Causal attention within documents and the window, by whom the configuration names."""
+    """Return causal attention within documents and the window, by whom the configuration names, [B, T, N, H]."""
     window = None if config.window is None else (config.window, 0)
     if config.attention == "jax.nn":  # knows no segments: they cost a mask of T x T
-        # B 1 T T
-        same = (
-            None
-            if segment_ids is None
-            else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        )
+        same = None
+        if segment_ids is not None:
+            same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # B 1 T T
         return jax.nn.dot_product_attention(
             q, k, v, mask=same, is_causal=True, local_window_size=window
         )
@@ -301,7 +302,7 @@ def attend_cached(config: Config, q: Array, cache: memeff.KVCache, counts: Array
 
 
 def rotation(config: Config, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines of positions * base^(-2h/H), each [B, T, 1, H/2]; once for all layers."""
+    """Return cosines and sines of positions * base^(-2h/H), each [B, T, 1, H/2]; once for all layers."""
     half = config.width // config.heads // 2
     angle = positions[:, :, None, None] * ROTARY_BASE ** (-jnp.arange(half) / half)
     return jnp.cos(angle), jnp.sin(angle)
@@ -314,10 +315,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def positions_in_document(segment_ids: Array) -> Array:
-    """0, 1, 2, ... from each place where `segment_ids` [B, T] changes."""
-    at = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
+    """Return positions [B, T] that count from 0 at each place where `segment_ids` [B, T] changes."""
+    column = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
     starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-    return at - lax.cummax(jnp.where(starts, at, 0), axis=1)
+    return column - lax.cummax(jnp.where(starts, column, 0), axis=1)
 
 
 def norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -259,6 +259,11 @@ def nonzero(tangents: Sequence[Any]) -> tuple[int, ...]:
     return tuple(n for n, x in enumerate(tangents) if type(x) is not ad.Zero)
 
 
+def or_zeros(x: Array, dx: Array | None) -> Array:
+    """Return the tangent `dx` of `x`, as zeros if it is None."""
+    return jnp.zeros_like(x) if dx is None else dx
+
+
 def pick(values: Sequence[Any], indices: Iterable[int]) -> tuple[Any, ...]:
     """Return the values at `indices`."""
     return tuple(values[n] for n in indices)

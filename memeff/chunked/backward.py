@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
-from memeff.chunked.export import has_symbolic_lengths, pad_axis, pad_lengths
+from memeff.chunked.export import pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
 from memeff.chunked.loop import Fold, run_by_blocks, visit_tiles
@@ -67,7 +67,7 @@ def backward(
     `out` and `dout` are [B, K, G, T, D], `lse` and `dlse` [B, K, G, T]. If nothing depends on lse,
     `dlse` is None.
     """
-    if has_symbolic_lengths(operands):
+    if not operands.shape.lengths_known:
         t, _ = schedule.chunk_size
         rows = jax.tree.map(lambda x: pad_axis(x, 3, t), (out, lse, dout, dlse))
         padded_operands = pad_lengths(schedule.chunk_size, operands)

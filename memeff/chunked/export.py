@@ -9,11 +9,6 @@ from jax import Array
 from memeff.problem import Operands, map_operands
 
 
-def has_symbolic_lengths(operands: Operands) -> bool:
-    """Return True if `jax.export` leaves T or S symbolic."""
-    return not (isinstance(operands.query.shape[1], int) and isinstance(operands.key.shape[1], int))
-
-
 def pad_lengths(chunk_size: tuple[int, int], operands: Operands) -> Operands:
     """Pad symbolic lengths by one tile, and bound the lengths of all batch entries by T and S."""
     B, T = operands.query.shape[:2]

@@ -50,8 +50,14 @@ def split_length(shape: CallShape) -> int | None:
 
 def reads_in_place(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return whether this forward runs: enabled, and keys are not in pages and not transformed."""
-    in_pages = isinstance(operands.key, StoredKeys) and operands.key.table is not None
-    return schedule.split_keys is not None and not in_pages and problem.qk_transform is None
+    if schedule.split_keys is None or problem.qk_transform is not None:
+        return False
+    return not _in_pages(operands)
+
+
+def _in_pages(operands: Operands) -> bool:
+    """Return whether keys lie in pages."""
+    return isinstance(operands.key, StoredKeys) and operands.key.table is not None
 
 
 def for_loop(schedule: Schedule, operands: Operands) -> Schedule:
@@ -62,8 +68,7 @@ def for_loop(schedule: Schedule, operands: Operands) -> Schedule:
     if schedule.split_keys is None:
         return schedule
     rows, _ = schedule.chunk_size
-    in_pages = isinstance(operands.key, StoredKeys) and operands.key.table is not None
-    cols = schedule.split_keys if in_pages else LEAST_SPLIT
+    cols = schedule.split_keys if _in_pages(operands) else LEAST_SPLIT
     return dataclasses.replace(schedule, chunk_size=(rows, cols))
 
 
@@ -83,8 +88,9 @@ def read_by_gathers(operands: Operands) -> Operands:
 def few_queries_forward(problem: Problem, schedule: Schedule, operands: Operands) -> RowSums:
     """Return the sums of all rows; those that are not finite may be wrong."""
     assert schedule.split_keys is not None
-    B, T, S, K, G = (getattr(operands.shape, x) for x in ("B", "T", "S", "K", "G"))
-    H, D = operands.key.shape[3], operands.value.shape[3]
+    shape = operands.shape
+    B, G = shape.B, shape.G
+    _, T, S, _, K, H, D = shape
     n = S // schedule.split_keys
     dtype = accumulator_dtype(operands)
     sources = TileSources(operands, (), (), (T, S))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.chunked.eligible import fixed_max_applies, in_blocks, one_tile_with_bias
-from memeff.chunked.export import has_symbolic_lengths, pad_lengths
+from memeff.chunked.export import pad_lengths
 from memeff.chunked.few_queries import (
     few_queries_forward,
     finite_rows,
@@ -46,7 +46,7 @@ def forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
 ) -> tuple[Array, Lse]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T]."""
-    if has_symbolic_lengths(operands):
+    if not operands.shape.lengths_known:
         padded_operands = pad_lengths(schedule.chunk_size, operands)
         sums = online_forward(problem, schedule, padded_operands)
         padded = divide_sums(schedule, operands, sums, log_sum_exp)

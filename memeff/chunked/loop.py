@@ -132,6 +132,7 @@ def visit_tiles(
                 sources = slice_shared(sources, size, starts)
             return functools.partial(cut_tile, problem, sources, size, masked, first)
 
+        side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
         folds = []
         for (masked, t, c), starts in groups:
             size = TileSize(b, k, t, c)
@@ -139,11 +140,11 @@ def visit_tiles(
             if prefetch is not None:
                 rows_ahead, make = prefetch
                 cut_ahead = cutter(rows_ahead, masked, size, starts)
-                side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
-                fold_two_ahead = functools.partial(_fold_two_ahead, last_apart=not mask_ahead)
-                folds.append(fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make))
+                last_outside = not mask_ahead
+                folds.append(
+                    _fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make, last_outside)
+                )
             elif prefetch_rows:
-                side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
                 folds.append(_fold_one_ahead(side_inputs, cut, step, starts))
             else:
                 folds.append(_fold_in_order(cut, step, starts))
@@ -241,12 +242,12 @@ def _fold_two_ahead(
     starts: np.ndarray,
     cut_ahead: CutTile,
     make: Callable[[Tile], Array],
-    last_apart: bool = False,
+    last_outside: bool,
 ) -> Fold:
-    """Return a fold that also computes `make(tile)` in the step before, for `Tile.ahead`.
+    """Return a fold that also computes `make(tile)` in the step before, for `Tile.prefetched`.
 
     `make` has inputs beside a product of its own. So these are computed two steps before. With
-    `last_apart` the last tile is no step of the loop, which would make the last tile again.
+    `last_outside` the last tile is no step of the loop, which would make the last tile again.
     """
 
     def body(state, start):
@@ -270,7 +271,7 @@ def _fold_two_ahead(
     def fold(carry):
         state = carry, prepared, prepared_ahead, make(first_tile)
         tiles = starts, later, _shifted(starts, 2)
-        if not last_apart:
+        if not last_outside:
             return lax.scan(body, state, tiles)[0][0]
         (carry, side, _, made), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
         return step(carry, _cut_with(cut, starts[-1], side)._replace(prefetched=made))

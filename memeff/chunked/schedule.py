@@ -11,7 +11,6 @@ import math
 import numpy as np
 
 from memeff.autodiff.tile_sum import TileGrid
-from memeff.chunked.export import has_symbolic_lengths
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, check_sizes_known
 
@@ -20,10 +19,9 @@ def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_a
     """Return ((masked, rows, columns), starts [n, 2]) of each group of tiles, masked ones last.
 
     Where `schedule.max_merged_logits` allows, whole tiles that form a larger square become one
-    tile, because each step costs launches and slices of what it reads and adds to. `long_axis` (0:
-    rows,
-    1: columns) is the longer axis of such a tile. It also asks for two tiles at least in a group,
-    because XLA unrolls a loop of one step.
+    tile, because each step costs launches and slices of what it reads and adds to. `long_axis`
+    (0: rows, 1: columns) is the longer axis of such a tile. It also asks for two tiles at least in
+    a group, because XLA unrolls a loop of one step.
 
     Groups are few, because each makes its first probabilities on its own. So whole tiles that are
     left over join the masked ones where those are as many.
@@ -138,16 +136,16 @@ def tile_spans(
 
 
 def tiles_by_mask(
-    problem: Problem, chunk_size: tuple[int, int], operands: Operands, skip: bool = True
+    problem: Problem, chunk_size: tuple[int, int], operands: Operands
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return indices (i, j) [n, 2] of the tiles that need no mask, and of those that need one.
 
-    A tile needs none if it has full size and each of its queries sees each of its keys. `skip`
-    leaves out tiles in which no query sees any key; otherwise they come last.
+    A tile needs none if it has full size and each of its queries sees each of its keys. Tiles in
+    which no query sees any key are left out.
     """
     shape = operands.shape
     elementwise = has_elementwise_mask(problem, operands)
-    return _tiles_by_mask(problem, chunk_size, (shape.T, shape.S), elementwise, skip)
+    return _tiles_by_mask(problem, chunk_size, (shape.T, shape.S), elementwise)
 
 
 def has_elementwise_mask(problem: Problem, operands: Operands) -> bool:
@@ -162,7 +160,6 @@ def _tiles_by_mask(
     chunk_size: tuple[int, int],
     lengths: tuple[int, int],
     elementwise: bool,
-    skip: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `tiles_by_mask` does, from lengths (T, S)."""
     T, S = lengths
@@ -180,8 +177,6 @@ def _tiles_by_mask(
     full[T // t :] = False  # the last row of tiles overhangs
     whole = np.argwhere(full)
     edge = np.argwhere(seen & ~full)
-    if not skip:
-        edge = np.concatenate([edge, np.argwhere(~seen)])
     return whole.astype(np.int32), edge.astype(np.int32)
 
 
@@ -224,9 +219,9 @@ def count_tiles(
     The first is None where lengths or offsets are arrays; the second is 0 where a length is
     symbolic.
     """
-    if has_symbolic_lengths(operands):
-        return None, 0
     shape = operands.shape
+    if not shape.lengths_known:
+        return None, 0
     t, c = chunk_size
     down = -(-shape.T // t)
     across = -(-shape.S // c)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.autodiff.primitives import or_zeros
 from memeff.autodiff.tile_sum import DimNames, TileLocation, fold, tile_sum
 from memeff.chunked import row_sums
 from memeff.chunked.forward import online_softmax_step
@@ -233,15 +234,15 @@ class TileTangent(TileFunction):
             return logits_from_dots(problem, raw, terms, tile.keep, tile.indices)
 
         q, k, dq, dk = here.query, here.key, tangents.query, tangents.key
-        dterms = jax.tree.map(_or_zeros, here.logit_params, tangents.logit_params)
+        dterms = jax.tree.map(or_zeros, here.logit_params, tangents.logit_params)
         if problem.qk_transform is not None:
 
             def transform(q, k, terms):
                 operands = here._replace(query=q, key=k, logit_params=terms)
                 return transform_query_key(problem, operands, *tile.positions)
 
-            dq = _or_zeros(q, dq)
-            dk = _or_zeros(k, dk)
+            dq = or_zeros(q, dq)
+            dk = or_zeros(k, dk)
             (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))
         q = zero_nonfinite(q, masked)
         k = zero_nonfinite(k, masked)
@@ -263,8 +264,3 @@ class TileTangent(TileFunction):
             with_dv = tile._replace(operands=tile.operands._replace(value=tangents.value))
             n += weighted_values(self.problem, with_dv, p, w.dtype)
         return n, r
-
-
-def _or_zeros(x: Array, dx: Array | None) -> Array:
-    """Return the tangent `dx` of `x`, as zeros if it is None."""
-    return jnp.zeros_like(x) if dx is None else dx

@@ -12,11 +12,10 @@ from jax.sharding import AxisType
 
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
-from memeff.call import prepare, run_attention, to_public_rows
+from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.problem import Operands
-from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.stored import StoredKeys
 
@@ -74,10 +73,7 @@ def _attend_stored(
         )
     want_lse = bool(arguments.return_residual)
     out, lse = _forward(call.chosen, want_lse, vary_together(operands))
-    out = unfold(call.shape, out)
-    if lse is None:
-        return out
-    return out, to_public_rows(call.shape, lse)
+    return to_public(call.shape, out, lse)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -164,9 +164,9 @@ def audit(
       >>> audit("xla", x, x, x, is_causal=True, samples=8).ok
       True
     """
-    # `backward` and `memory_limit` say how to compute, which the truth does not need.
     if isinstance(samples, bool) or not isinstance(samples, numbers.Integral) or samples < 1:
         raise ValueError(f"samples={samples!r}: it must be an int of at least 1.")
+    # `backward` and `memory_limit` say how to compute, which the truth does not need.
     exact_kwargs = dict(kwargs)
     exact_kwargs.pop("backward", None)
     exact_kwargs.pop("memory_limit", None)

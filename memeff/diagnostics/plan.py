@@ -72,9 +72,8 @@ class Plan:
 
     implementation: str
     platform: str  # "cpu", "gpu", "tpu"
-    chunk_size: tuple[
-        int, int
-    ]  # rows and columns of a tile; `how` names larger tiles of a forward on GPUs
+    # rows and columns of a tile; `how` names larger tiles of a forward on GPUs
+    chunk_size: tuple[int, int]
     forward_bytes: int
     gradient_bytes: int  # of forward and gradient in one call
     compiled: bool  # True: XLA reported the two; False: they are estimates
@@ -255,7 +254,6 @@ def _longest(
 def _resize(operands: Operands, T: int) -> Operands:
     """Return the shapes of the same call at T query tokens, with S in proportion."""
     S = max(1, T * operands.key.shape[1] // operands.query.shape[1])
-
     lengths = {"t": T, "s": S}
 
     def resize(x: Any, dims: str) -> jax.ShapeDtypeStruct:

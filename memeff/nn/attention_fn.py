@@ -87,7 +87,7 @@ def attention_fn(
                 f"{name} is not supported, because memeff computes its products tile by tile. Omit "
                 "it."
             )
-    inputs.check_choice("deterministic", deterministic)
+    inputs.check_bool("deterministic", deterministic)
     dropout_rate = validate_options.check_dropout_rate(dropout_rate)
     return dot_product_attention(
         query,

@@ -13,10 +13,7 @@ import jax.numpy as jnp
 from memeff import validate, validate_options
 from memeff.block_mask import BlockMask
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options, lies_on_mesh
-from memeff.shape import CallShape
 from memeff.user_functions import Score, Transform, check_result, trace_function
-
-_ANY_SHAPE = CallShape((), 1, 1, 1, 1, 1, 1)  # for checks that look at values alone
 
 
 def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
@@ -65,8 +62,8 @@ def check_options(
 ) -> None:
     """Refuse, when the module is made, values that the attention would refuse when it is called."""
     validate.check_window(local_window_size, is_causal)
-    params = validate.check_logit_params(_ANY_SHAPE, None, None, logits_soft_cap)[0]
-    if params.soft_cap is not None:
+    _, cap_array = validate.check_soft_cap(logits_soft_cap)
+    if cap_array is not None:
         raise TypeError(
             "logits_soft_cap must be a number in a module, got an array: give float(...), or, for "
             "a gradient, call memeff.dot_product_attention yourself."

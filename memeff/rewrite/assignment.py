@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 from memeff.rewrite.axes import Element, Letter, NoMatch
 from memeff.rewrite.element import Builder, Roles
-from memeff.rewrite.pairs import Pairs, conjuncts, formula_letters, query_letters
+from memeff.rewrite.pairs import Pairs, conjuncts, formula_letters, query_letters, tighter
 from memeff.rewrite.reader import letters_of
 from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import Formula, Leaf, Not, SameIds
@@ -56,8 +55,8 @@ class Assignment:
             letters = formula_letters(part)
             if bounds is not None:
                 least, most = bounds
-                condition.low = _tighter(max, condition.low, least)
-                condition.high = _tighter(min, condition.high, most)
+                condition.low = tighter(max, condition.low, least)
+                condition.high = tighter(min, condition.high, most)
             elif not (set(letters) & set(self.query) and set(letters) & set(self.match.keys)):
                 condition.small.append(part)
             elif condition.segments is None and self._are_segments(part):
@@ -143,13 +142,6 @@ class Assignment:
                 if cost < least:
                     best, least = roles, cost
         return best
-
-
-def _tighter(choose: Any, bound: int | None, other: int | None) -> int | None:
-    """Return the bound that hides more; None is no bound."""
-    if bound is None or other is None:
-        return other if bound is None else bound
-    return choose(bound, other)
 
 
 def _window(low: int | None, high: int | None) -> tuple[int, tuple[int | None, int | None]]:

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from memeff.rewrite.axes import Index, Letter, NoMatch
-from memeff.rewrite.reader import letters_of
+from memeff.rewrite.reader import letters_of, position_along
 from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import (
-    Affine,
     And,
     AtLeastZero,
     Formula,
@@ -22,6 +21,8 @@ from memeff.rewrite.symbols import (
     SameIds,
 )
 
+ONE_QUERY = "one query only, so the logits are no larger than the keys"
+
 
 class Pairs:
     """The positions of queries and keys, and what a formula says of them."""
@@ -32,7 +33,7 @@ class Pairs:
         self.T = math.prod(x.size for x in self.query)
         self.S = math.prod(x.size for x in self.keys)
         # T - S
-        difference = _positions(self.query).plus(_positions(self.keys), -1)
+        difference = position_along(self.query).plus(position_along(self.keys), -1)
         self._difference = dict(difference.coefficients)
 
     def bounds(self, formula: Formula) -> tuple[int | None, int | None] | None:
@@ -70,21 +71,11 @@ def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
     )
 
 
-def _positions(letters: tuple[Letter, ...]) -> Affine:
-    """Return the position that letters count together."""
-    terms = []
-    stride = 1
-    for letter in reversed(letters):
-        terms.append((letter, stride))
-        stride *= letter.size
-    return Affine(tuple(terms), 0)
-
-
 def query_letters(match: Match) -> tuple[Letter, ...]:
     """Return the letters of T: of those that only the query has, the longest."""
     candidates = match.query_only
     if not candidates:
-        raise NoMatch("one query only, so the logits are no larger than the keys")
+        raise NoMatch(ONE_QUERY)
     longest = max(x.size for x in candidates)
     last = [x for x in candidates if x.size == longest][-1]
     return (last,)
@@ -112,6 +103,13 @@ def conjuncts(formula: Formula) -> tuple[Formula, ...]:
     return () if formula == Known(True) else (formula,)
 
 
+def tighter(choose: Any, bound: int | None, other: int | None) -> int | None:
+    """Return the bound that hides more, by `choose` = max or min; None is no bound."""
+    if bound is None or other is None:
+        return other if bound is None else bound
+    return choose(bound, other)
+
+
 def no_row_is_empty(match: Match, condition: Formula) -> bool:
     """Return True if it is proved that each query sees some key."""
     pairs = Pairs(match)
@@ -126,10 +124,8 @@ def no_row_is_empty(match: Match, condition: Formula) -> bool:
             shows_diagonal &= pairs.same_ids_on_diagonal(part)
             continue
         least, most = bounds
-        if least is not None:
-            low = least if low is None else max(low, least)
-        if most is not None:
-            high = most if high is None else min(high, most)
+        low = tighter(max, low, least)
+        high = tighter(min, high, most)
     if shows_diagonal and (low or 0) <= 0 <= (0 if high is None else high):
         return True
     first_fits = high is None or high >= 0  # row 0 sees key 0 or a later one

@@ -59,7 +59,7 @@ class Reader:
         if equation is None:
             return opaque
         if value.op == "iota":
-            position = self._position(index[equation.params["dimension"]])
+            position = position_along(index[equation.params["dimension"]])
             return position if is_exact(position, value.dtype) else opaque
         if value.op == "cumsum":
             return self._running_count(equation, index) or opaque
@@ -80,7 +80,7 @@ class Reader:
         if number is None or not np.isfinite(number) or number != int(number):
             return None
         axis = equation.params["axis"]
-        position = self._position(index[axis]).plus(Affine((), 1))
+        position = position_along(index[axis]).plus(Affine((), 1))
         if equation.params["reverse"]:
             position = Affine((), summed.shape[axis] + 1).plus(position, -1)
         total = position.times(int(number))
@@ -104,7 +104,7 @@ class Reader:
         if not ((array == yes) | (array == no)).all():
             return None
         inner = [x.inner if isinstance(x, Slice) else x for x in (index[d] for d in dims)]
-        rows, columns = (self._position(x) for x in inner)
+        rows, columns = (position_along(x) for x in inner)
         for visible, first, second in ((array == yes, yes, no), (array == no, no, yes)):
             band = _band_of(visible)
             if band is None:
@@ -116,16 +116,17 @@ class Reader:
             return Choice(both(decide(above), decide(below)), first, second)
         return None
 
-    def _position(self, dim: Any) -> Affine:
-        """Return the position along a dim."""
-        if isinstance(dim, Slice):
-            return self._position(dim.inner).times(dim.stride).plus(Affine((), dim.start))
-        terms = []
-        stride = 1
-        for letter in reversed(expand(dim)):
-            terms.append((letter, stride))
-            stride *= letter.size
-        return Affine(tuple(terms), 0)
+
+def position_along(dim: Any) -> Affine:
+    """Return the position along a dim, which its letters count together."""
+    if isinstance(dim, Slice):
+        return position_along(dim.inner).times(dim.stride).plus(Affine((), dim.start))
+    terms = []
+    stride = 1
+    for letter in reversed(expand(dim)):
+        terms.append((letter, stride))
+        stride *= letter.size
+    return Affine(tuple(terms), 0)
 
 
 def _band_of(visible: np.ndarray) -> tuple[int, int] | None:

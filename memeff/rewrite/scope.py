@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_in
 from memeff.rewrite.graph import Call, Equation, Graph, Value
+from memeff.rewrite.pairs import ONE_QUERY
 from memeff.rewrite.recognise import Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
@@ -244,7 +245,7 @@ def _check_gain(found: Match, min_logits: int) -> None:
         with_keys = set(letters_in(found.value.index)) | set(found.keys)
         if any(x.size > 1 for x in found.letters if x not in with_keys):
             raise NoMatch("the keys of the first product differ from query to query")
-        raise NoMatch("one query only, so the logits are no larger than the keys")
+        raise NoMatch(ONE_QUERY)
     if T * S < min_logits:
         raise NoMatch(
             f"T x S = {T} x {S} is less than min_logits={min_logits}, so there is little to gain"

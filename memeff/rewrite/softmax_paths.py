@@ -49,9 +49,8 @@ class _Marks:
     sum: bool = False
     # Probabilities that were repeated along an axis, perhaps to be multiplied with values there.
     repeated: bool = False
-    passed: frozenset[str] = (
-        frozenset()
-    )  # equations since the first product that the search stops at
+    # equations since the first product that the search stops at
+    passed: frozenset[str] = frozenset()
     of_products: frozenset[int] = frozenset()  # products of exponentials, not yet divided
 
     def __bool__(self) -> bool:

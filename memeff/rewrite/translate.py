@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memeff.rewrite.arrange import arrange, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
-from memeff.rewrite.axes import Letter, NoMatch, chain, expand, expand_all, letters_in
+from memeff.rewrite.axes import NoMatch, chain, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
@@ -205,7 +205,7 @@ class _Translation:
         groups = tuple(x for x in roles.heads if x in match.query_only)
         heads = tuple(x for x in roles.heads if x not in groups)
         lead = tuple((x,) for x in roles.batch)
-        hidden = tuple(x for x in letters_in(match.key.index) if x not in _known(match))
+        hidden = tuple(x for x in letters_in(match.key.index) if x not in match.letters)
         out = match.result.dtype
         operands = []
         for operand in (match.query, match.key, match.value):
@@ -307,7 +307,8 @@ class _Translation:
         core = inner if isinstance(inner, Core) else None
         if core is None and not self.biases:
             return None, dense, None
-        return self._of_biases(core or _plain(self.match), self.biases), dense, None
+        core = core or Core(self.match.dots, 1.0)
+        return self._of_biases(core, self.biases), dense, None
 
     def _are_small(self, biases: list[BiasTerm]) -> bool:
         """Return True if there is a bias, and none has an element for each pair."""
@@ -345,13 +346,3 @@ class _Translation:
         for value in builder.of_pairs:
             self.inputs.add_pairs("mask" if value.dtype == bool else "bias", value)
         return PairFunction(function, tuple(self._number(x) for x in builder.leaves))
-
-
-def _plain(match: Match) -> Core:
-    """Return the product itself."""
-    return Core(match.dots, 1.0)
-
-
-def _known(match: Match) -> set[Letter]:
-    """Return the letters of the probabilities."""
-    return set(match.letters)

@@ -26,10 +26,10 @@ from memeff.problem import (
 )
 from memeff.sequence.batch_and_heads import BatchAndHeads, Parts, count_in_whole_call
 from memeff.sequence.choose import (
-    STRATEGIES,
     Plan,
     Sizes,
     check_lengths,
+    check_strategy,
     choose_strategy,
     sizes_of,
     why_not,
@@ -99,11 +99,9 @@ def make_plan(
         validate_options.check_chunk_size(arguments.chunk_size),
     )
     strategy = arguments.context_parallel
+    check_strategy(strategy)
     if strategy is None:
         strategy = choose_strategy(layout, sizes, problem, operands, request)
-    elif strategy not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
     reason = why_not(strategy, layout, sizes, problem, operands, request)
     if reason is not None:
         raise NotImplementedError(
@@ -176,7 +174,7 @@ def _mesh_of(x: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def enter_shard_map(
     plan: Plan,
-    others: BatchAndHeads,
+    other_axes: BatchAndHeads,
     mesh: Any,
     problem: Problem,
     want_lse: bool,
@@ -184,17 +182,17 @@ def enter_shard_map(
 ) -> tuple[Array, Array | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call.
 
-    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and `others`
-    do, and XLA partitions batch and heads over the rest.
+    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and
+    `other_axes` do, and XLA partitions batch and heads over the rest.
     """
     shape = operands.shape
     sharding: Any = jax.typeof(operands.query).sharding
     is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    batch = others.batch or None
-    heads = others.heads or None
+    batch = other_axes.batch or None
+    heads = other_axes.heads or None
     of_key_heads = None if shape.K == 1 else heads
-    along = plan.axes[0] if len(plan.axes) == 1 else plan.axes
-    axes = {"b": batch, "n": heads, "k": of_key_heads, "t": along, "s": along}
+    sequence = plan.axes[0] if len(plan.axes) == 1 else plan.axes
+    axes = {"b": batch, "n": heads, "k": of_key_heads, "t": sequence, "s": sequence}
 
     def spec(x: Array, dims: str) -> PartitionSpec:
         """Return how x is sharded: not along the columns of a mask or a bias."""
@@ -216,12 +214,12 @@ def enter_shard_map(
     specs = map_operands(spec, operands)
     specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
     of_group = heads if of_key_heads is None else None
-    rows = PartitionSpec(batch, of_key_heads, of_group, along)
+    rows = PartitionSpec(batch, of_key_heads, of_group, sequence)
 
     def run(operands: Operands) -> tuple[Array, Array | None]:
-        return attend_here(plan, problem, want_lse, count_in_whole_call(others, operands))
+        return attend_here(plan, problem, want_lse, count_in_whole_call(other_axes, operands))
 
-    manual = {*plan.axes, *others.batch, *others.heads}
+    manual = {*plan.axes, *other_axes.batch, *other_axes.heads}
     sharded = jax.shard_map(
         run,
         mesh=mesh,

@@ -27,6 +27,13 @@ KERNEL_FLOPS = 650e12
 OTHER_FLOPS = 60e12
 
 
+def check_strategy(strategy: Any) -> None:
+    """Refuse an unknown strategy; None leaves the choice to memeff."""
+    if strategy is not None and strategy not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
+
+
 class Plan(NamedTuple):
     """The static choices of how a call runs on the devices of a sharded sequence."""
 

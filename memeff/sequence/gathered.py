@@ -50,10 +50,10 @@ def gathered_walk(
             distance = first if isinstance(first, int) else None
             part = Part(problem, chunk, Chunk(), first, 0, distance)
             here = cut_part(part, operands, whole_keys, size)
-            along = None
+            tangents_here = None
             if tangents is not None and whole_tangents is not None:
-                along = cut_part(part, tangents, whole_tangents, size)
-            state, of_keys = visit(state, (part,), here, along, rows)
+                tangents_here = cut_part(part, tangents, whole_tangents, size)
+            state, of_keys = visit(state, (part,), here, tangents_here, rows)
             if of_keys is not None:
                 found.append(Term((Chunk(),), of_keys))
         return state, sum_terms(found, 1) if found else None

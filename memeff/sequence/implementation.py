@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType
 
 from memeff import dispatch
 from memeff.arguments import Strategy
@@ -47,6 +46,7 @@ from memeff.sequence.terms import (
     merge_values,
     sum_terms,
 )
+from memeff.sharding import all_axes_manual
 from memeff.softmax import Lse, LseFor, lse_with_sinks
 
 # The operands that `join_parts` can give to a call of several parts
@@ -77,7 +77,7 @@ class Sharded:
             lse_for = "caller"
             operands = operands._replace(logit_params=params._replace(sinks=None))
 
-        def visit(terms, parts: tuple[Part, ...], here: Operands, _along, _rows):
+        def visit(terms, parts: tuple[Part, ...], here: Operands, _tangents, _rows):
             chosen, here = self.choose(parts, here)
             found = _forward(chosen, lse_for, here)
             term = Term(tuple(part.rows for part in parts), found)
@@ -107,7 +107,7 @@ class Sharded:
         """
         stops_left = iter(reversed(range(self.shards.devices)))
 
-        def visit(carried, parts: tuple[Part, ...], here: Operands, _along, _rows):
+        def visit(carried, parts: tuple[Part, ...], here: Operands, _tangents, _rows):
             chosen, here = self.choose(parts, here)
             is_partial = next(stops_left) > 0 or partial_out
             schedule = dataclasses.replace(chosen.schedule, partial_out=is_partial)
@@ -142,7 +142,7 @@ class Sharded:
         keys_first = home is not None and not home.schedule.fused_backward
         stops_left = iter(reversed(range(self.shards.devices)))
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, _along, rows):
+        def visit(state, parts: tuple[Part, ...], here: Operands, _tangents, rows):
             dqueries, dparams = state
             chosen, here = self.choose(parts, here)
             if keys_first and next(stops_left) == 0 and parts[1:]:
@@ -191,14 +191,14 @@ class Sharded:
         del schedule
         dtype = accumulator_dtype(operands)
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, along: Operands, _rows):
+        def visit(state, parts: tuple[Part, ...], here: Operands, tangents_here: Operands, _rows):
             (part,) = parts
             chosen, here = self.choose(parts, here)
             out_rows, lse_rows = jax.tree.map(
                 lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse)
             )
             found = chunked_tangent.tangent(
-                chosen.problem, chosen.schedule, here, out_rows, lse_rows, along, narrow
+                chosen.problem, chosen.schedule, here, out_rows, lse_rows, tangents_here, narrow
             )
             return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, found), None
 
@@ -219,7 +219,7 @@ class Sharded:
             return None
         if operands.key.shape != operands.value.shape or operands.key.dtype != operands.value.dtype:
             return None
-        if set(jax.sharding.get_abstract_mesh().axis_types) != {AxisType.Manual}:
+        if not all_axes_manual():
             return None
         _, parts = ring_stops(shards, problem, operands, splits_home=False)[0]
         chosen, here = self.choose(parts, join(parts, operands, stack_keys(keys_of(operands))))
@@ -248,12 +248,21 @@ class Sharded:
     ) -> tuple[Any, Any]:
         """Fold `visit` over the parts, as `ring_walk` and `gathered_walk` describe it."""
         if self.strategy == "ring":
-            how = tangents, rows, not narrow, join, splits_home
-            return ring_walk(self.shards, problem, operands, state, visit, *how)
+            return ring_walk(
+                self.shards,
+                problem,
+                operands,
+                state,
+                visit,
+                tangents,
+                rows,
+                differentiable=not narrow,
+                join=join,
+                splits_home=splits_home,
+            )
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
-        how = tangents, rows, branches
-        return gathered_walk(self.shards, problem, operands, state, visit, *how)
+        return gathered_walk(self.shards, problem, operands, state, visit, tangents, rows, branches)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

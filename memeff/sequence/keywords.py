@@ -8,7 +8,7 @@ from jax.core import Tracer
 from memeff import sharding
 from memeff.arguments import Strategy
 from memeff.sequence.batch_and_heads import batch_and_heads_of
-from memeff.sequence.choose import STRATEGIES
+from memeff.sequence.choose import check_strategy
 from memeff.sequence.layout import Layout, check_layout_name
 
 
@@ -32,10 +32,7 @@ def check_sequence_options(options: SequenceOptions) -> None:
     sharding.sequence_axes(options.sequence_axis, None)
     batch_and_heads_of(options)
     check_layout_name(options.sequence_layout)
-    strategy = options.context_parallel
-    if strategy is not None and strategy not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
+    check_strategy(options.context_parallel)
 
 
 def lies_on_mesh(options: SequenceOptions, query: Any) -> bool:

@@ -6,7 +6,7 @@ one, and chunk 2 P - 1 - r, the late one, so that in causal order all devices ha
 (Llama 3, arXiv:2407.21783, section 3.3.2).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = get_args(Layout)
 
 
 def chunks_of_device(layout: Layout) -> int:

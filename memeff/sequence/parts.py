@@ -160,13 +160,11 @@ def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Opera
 
     of_queries = entries([part.rows for part in parts])
     of_keys = entries([part.cols for part in parts])
-    segments = operands.q_segments, keys.kv_segments
-    if operands.q_segments is not None and keys.kv_segments is not None:
-        segments = (
-            split(operands.q_segments)[of_queries],
-            split(keys.kv_segments)[of_keys],
-        )
-    q_segments, kv_segments = segments
+    q_segments = operands.q_segments
+    kv_segments = keys.kv_segments
+    if q_segments is not None and kv_segments is not None:
+        q_segments = split(q_segments)[of_queries]
+        kv_segments = split(kv_segments)[of_keys]
     both = split(keys.key)
     return operands._replace(
         query=split(operands.query),
@@ -188,15 +186,17 @@ def join_rows(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operan
     B, T = operands.query.shape[:2]
     count = len(parts)
     entries = jnp.repeat(jnp.arange(B, dtype=jnp.int32), count)
-    segments = operands.q_segments, keys.kv_segments
-    if operands.q_segments is not None and keys.kv_segments is not None:
-        segments = split_tokens(operands.q_segments, count), keys.kv_segments[entries]
+    q_segments = operands.q_segments
+    kv_segments = keys.kv_segments
+    if q_segments is not None and kv_segments is not None:
+        q_segments = split_tokens(q_segments, count)
+        kv_segments = kv_segments[entries]
     return operands._replace(
         query=split_tokens(operands.query, count),
         key=keys.key,
         value=keys.key,
-        q_segments=segments[0],
-        kv_segments=segments[1],
+        q_segments=q_segments,
+        kv_segments=kv_segments,
         entries=Entries(jnp.arange(count * B, dtype=jnp.int32), entries, entries + B),
     )
 

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType
 
 from memeff.order import hold
 from memeff.problem import Operands, Problem
@@ -41,6 +40,7 @@ from memeff.sequence.parts import (
     stack_keys,
 )
 from memeff.sequence.terms import Term, shorten, sum_terms
+from memeff.sharding import all_axes_manual
 
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
@@ -157,7 +157,7 @@ def ring_walk(
     own = own_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
-    all_manual = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
+    all_manual = all_axes_manual()
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not join or all_manual and tangents is None
     stops = ring_stops(shards, problem, operands, splits_home)
@@ -177,12 +177,12 @@ def ring_walk(
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
         found = []
-        for group in (parts,) if join else zip(parts):
+        for group in [parts] if join else [(part,) for part in parts]:
             here = (join or _cut)(group, operands, keys)
-            along = None
+            tangents_here = None
             if tangents is not None and key_tangents is not None:
-                along = _cut(group, tangents, key_tangents)
-            state, of_keys = visit(state, group, here, along, rows)
+                tangents_here = _cut(group, tangents, key_tangents)
+            state, of_keys = visit(state, group, here, tangents_here, rows)
             if of_keys is not None:
                 chunks = tuple(part.cols for part in group)
                 (found if s else kept).append(Term(chunks, of_keys))

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from memeff.attention_ad import RESIDUAL_NAMES, tangent_of
-from memeff.autodiff.primitives import call
+from memeff.autodiff.primitives import call, or_zeros
 from memeff.autodiff.tile_sum import DimNames, TileGrid, TileLocation, tile_sum
 from memeff.problem import sum_dtype
 from memeff.softmax import Lse
@@ -192,7 +192,7 @@ class TileTangent:
         def logits_of(raw, terms):
             return logits(settings, raw, terms, keep)
 
-        dterms = jax.tree.map(_or_zeros, words.terms, tuple(tangents[2:]))
+        dterms = jax.tree.map(or_zeros, words.terms, tuple(tangents[2:]))
         s, ds = jax.jvp(logits_of, (raw, words.terms), (d_raw, dterms))  # (2)
         p = probabilities(s, Lse(high, low), keep)  # (4)
         sums = [(p * ds).sum(1), only_labels(tokens, words, ds).sum(1)]
@@ -206,8 +206,3 @@ class TileTangent:
         if self.narrow:
             return inputs
         return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), inputs)
-
-
-def _or_zeros(x: Array, dx: Array | None) -> Array:
-    """Return the tangent `dx` of `x`, as zeros if it is None."""
-    return jnp.zeros_like(x) if dx is None else dx

@@ -109,7 +109,6 @@ class Objective(Function):
     def in_batch(self, size, axes, inputs, labels, weights):
         """Return the sums under vmap from the losses of tokens, whose gradient is not batched."""
         input_axes, label_axis, _ = axes
-
         call_losses: Any = self.losses
         if any(axis is not None for axis in (*input_axes, label_axis)):
             call_losses = jax.vmap(call_losses, (input_axes, label_axis), axis_size=size)
@@ -164,7 +163,6 @@ class InnerProduct:
 
     def jvp(self, primals, tangents):
         """Return the sum, and its tangent."""
-
         return call(self, *primals), tangent_of(self, primals, tangents)
 
     def transposed(self, args, cotangents):

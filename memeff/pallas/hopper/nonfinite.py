@@ -1,5 +1,6 @@
 """Keep NaN and Inf of values that a row does not see out of its result: 0 times NaN is NaN."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from memeff.pallas.hopper.mosaic import (
     Ref,
     any_of,
     broadcast_vector,
-    full_tile,
     plgpu,
     sync,
 )
@@ -28,7 +28,8 @@ from memeff.pallas.hopper.threads import mark_columns
 class _Patches(NamedTuple):
     """Patches of 64 x 64 in a tile of values [c, D] in shared memory.
 
-    Loops over patches compile in less time than code for each patch.
+    A loop over patches compiles in less time than code for each patch, but takes registers from
+    other loops. So `clean` alone loops.
     """
 
     values: Ref
@@ -50,13 +51,9 @@ class _Patches(NamedTuple):
 
     def find_bad_keys(self, bad_keys_s: Ref) -> None:
         """Set `bad_keys_s` [c] to 1 for each row that has a bad number, and else to 0."""
-
-        @pl.loop(0, self.rows)
-        def _row(row):
-            def find(col, bad_keys):
-                return jnp.maximum(bad_keys, _is_bad(self.load(row, col)).max(axis=1))
-
-            bad_keys_s[_part(row)] = lax.fori_loop(0, self.cols, find, full_tile((ROWS,), 0.0))
+        for row in range(self.rows):
+            bad = [_is_bad(self.load(row, col)).max(axis=1) for col in range(self.cols)]
+            bad_keys_s[_part(row)] = functools.reduce(jnp.maximum, bad)
 
     def clean(self, bad_columns_s: Ref, commit: Callable[[], None]) -> None:
         """Replace each bad number by 0, and `commit` that.
@@ -85,7 +82,8 @@ def _is_bad(x):
 
 def _part(n):
     """Return the positions of part n of 64."""
-    return pl.ds(pl.multiple_of(n * ROWS, ROWS), ROWS)
+    first = n * ROWS
+    return pl.ds(first if isinstance(first, int) else pl.multiple_of(first, ROWS), ROWS)
 
 
 def _queries_seeing(bad_keys_s: Ref, tile: ScoreTile, sums_s: Ref | None = None):

@@ -105,6 +105,23 @@ def test_words_sharded_over_devices(devices, axis_type):
     assert all("all-reduce" in line for line in collectives(program.as_text()))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_over_the_axis_of_words_alone(axis_type):
+    """Tokens are sharded over the other axis of the mesh, and gradients are taken inside."""
+    mesh = mesh_of(axis_type, d=2, v=4)
+    over_words = jax.tree.map(lambda spec: P(*(x if x == "v" else None for x in spec)), SPECS)
+    dx, dkernel, dbias = GRADIENT_SPECS
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            functools.partial(of_devices, "v"),
+            in_specs=over_words,
+            out_specs=(P(), P(), P(), dkernel, dbias),
+            axis_names={"v"},
+        )
+        results = jax.jit(run)(*placed(mesh, SPECS, sharded_args()))
+    assert_near(results, one_device(of_devices), 2e-6)
+
+
 def test_second_order_with_words_sharded_over_devices():
     mesh = mesh_of(AxisType.Auto, d=2, v=4)
     run = jax.shard_map(

@@ -140,7 +140,8 @@ def _with_auto_axes(
     """Return f(*static, *arrays), traced within `mesh`, with results that have this `spec`."""
     with jax.sharding.use_abstract_mesh(mesh):
         f = functools.partial(f, *static)
-        axes = tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit)
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, axis_type in types if axis_type == AxisType.Explicit)
         return jax.sharding.auto_axes(f, axes=axes, out_sharding=NamedSharding(mesh, spec))(*arrays)
 
 

@@ -110,7 +110,7 @@ def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
 def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:
     """Return s [t, c], (2), from raw and (bias, soft cap); -inf where `keep` is False."""
     bias, cap = terms
-    s = raw if bias is None else raw + bias.astype(raw.dtype)[None]
+    s = raw if bias is None else raw + jnp.broadcast_to(bias.astype(raw.dtype), raw.shape)
     cap = settings.soft_cap if cap is None else cap.astype(raw.dtype)
     if cap is not None:
         s = cap * jnp.tanh(s / cap)

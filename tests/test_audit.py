@@ -1,6 +1,7 @@
 """Check `memeff.audit`: it passes exact attention, and finds each planted defect."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,16 @@ def test_audit_knows_how_far_large_logits_are_rounded():
         report = memeff.audit(implementation, 1e6 * q, k, v, is_causal=True, samples=64)
         assert report.ok, str(report)
     assert not memeff.audit(groups_reversed, 1e6 * q, k, v, is_causal=True, samples=64).ok
+
+
+def test_a_wrong_lse_of_a_row_excuses_no_other_row(monkeypatch):
+    def attend(*args, **kwargs):
+        out, lse = memeff.dot_product_attention(*args, **kwargs)
+        return 1.01 * out, lse.at[:, -1].add(1e9)
+
+    module = importlib.import_module("memeff.diagnostics.audit")
+    monkeypatch.setattr(module, "dot_product_attention", attend)
+    assert not memeff.audit(None, *_inputs("float32", 150, 150), samples=4).ok
 
 
 def test_audit_knows_gradients_that_cancel():

@@ -109,9 +109,8 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
     function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
     shape = operands.shape
     keys = jnp.zeros_like(operands.key[..., 0].swapaxes(1, 2))[:, :, None]  # B K 1 S
-    keys = keys + jnp.zeros(
-        (1, 1, shape.G, 1), operands.key.dtype
-    )  # B K G S, sharded as the keys are
+    # B K G S, sharded as the keys are
+    keys = keys + jnp.zeros((1, 1, shape.G, 1), operands.key.dtype)
     dims = DimNames("bns", len(inputs))
     (mass,) = tile_sum(
         _KeySumsOfTile(**vars(function)),

@@ -72,7 +72,7 @@ def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
 
 
 def _recompute(remat: Callable, f: Callable, prevent_cse: bool) -> Callable:
-    """Return f as the backward computes it again, and the gradient of a gradient, too.
+    """Return f, which a gradient computes again, and so does a gradient of that gradient.
 
     Each gradient of a loop uses up one remat of its body.
     """

@@ -215,6 +215,8 @@ def test_samples_share_a_prompt_until_they_write():
     one = np.ones((2, 1, K, H), f32)
     with pytest.raises(ValueError, match="sequence 0 would write into page 1, which another"):
         cache.append(one, one[..., :D])
+    with pytest.raises(ValueError, match="sequence 0 would write into page 1, which another"):
+        cache.keep_drafts(2, [[1], [1]], [1, 1])
     for step in range(4):
         if step == 2:
             allocator.fork("b", "c", tokens=7)
@@ -327,6 +329,7 @@ WRONG_CACHES = [
     (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
     (lambda: CACHE.attend(QUERY), "query has 1 tokens of sequence 0, and the cache has 0"),
     (lambda: CACHE.keep_drafts(1, [0], [1]), r"path must have shape \[B, n\] with B=2; got"),
+    (lambda: CACHE.attend(QUERY[0]), r"query must have shape \[B, T, N, H\]; got"),
     (lambda: CACHE.truncate([0, 0, 0]), r"lengths must have shape \(B=2,\); got \(3,\)"),
     (lambda: CACHE.copy_pages([-1], [2]), "copy_pages got -1 to copy over 2"),
     (lambda: CACHE.copy_pages([0, 1], [2, 5]), "1 to copy over 5, and the cache has pages 0 to 4"),

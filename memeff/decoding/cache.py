@@ -26,6 +26,7 @@ from memeff.decoding.storage import (
     check_size,
     check_tokens,
     keep_drafts,
+    query_length,
     stored_form,
     write_all,
 )
@@ -267,9 +268,7 @@ class KVCache:
             return_residual=return_residual,
             **options,
         )
-        if jnp.ndim(query) != 4:
-            raise ValueError(f"query must have shape [B, T, N, H]; got {jnp.shape(query)}.")
-        T = jnp.shape(query)[1]
+        T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
         if counts is not None:

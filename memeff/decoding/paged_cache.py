@@ -24,6 +24,7 @@ from memeff.decoding.storage import (
     check_size,
     check_tokens,
     keep_drafts,
+    query_length,
     stored_form,
     write_all,
 )
@@ -231,7 +232,7 @@ class PagedKVCache:
         for name in OWN:
             if name in options:
                 raise ValueError(f"{name} comes from the cache: omit it.")
-        T = jnp.shape(query)[1] if jnp.ndim(query) == 4 else 0
+        T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
         call: dict[str, Any] = dict(
@@ -256,7 +257,9 @@ class PagedKVCache:
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
         """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
-        return keep_drafts(self, T, path, counts)
+        kept = keep_drafts(self, T, path, counts)
+        dataclasses.replace(self, lengths=self.lengths - T)._check_writes(kept.lengths)
+        return kept
 
     def _check_writes(self, lengths: Array) -> None:
         """Refuse to write tokens up to `lengths` [B] into a page that another sequence has, too."""

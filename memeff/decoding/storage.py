@@ -81,6 +81,13 @@ def check_per_sequence(name: str, x: Array, batch: int) -> None:
         raise ValueError(f"{name} must have shape (B={batch},); got {x.shape}.")
 
 
+def query_length(query: ArrayLike) -> int:
+    """Return T of a query [B, T, N, H]."""
+    if jnp.ndim(query) != 4:
+        raise ValueError(f"query must have shape [B, T, N, H]; got {jnp.shape(query)}.")
+    return jnp.shape(query)[1]
+
+
 def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
     """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all."""
     if counts is None:

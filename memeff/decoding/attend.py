@@ -26,6 +26,7 @@ class _Static:
 
     structure: Any
     leaves: tuple[Any, ...]  # None in the places of arrays
+    kinds: tuple[type, ...]  # of leaves, because 1 == True == 1.0
     device: Device
 
 
@@ -46,8 +47,9 @@ def attend_stored(
     arguments = arguments._replace(key=0, value=0)
     leaves, structure = jax.tree.flatten(arguments)
     arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
-    static = [None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
-    return _attend_stored(_Static(structure, tuple(static), device), arrays, key, value)
+    rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
+    static = _Static(structure, rest, tuple(map(type, rest)), device)
+    return _attend_stored(static, arrays, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,5 +1,6 @@
 """Keys in pages: `paged_attention` has the bits of the contiguous call; `PagedKVCache`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -349,6 +350,19 @@ def test_wrong_calls_of_the_cache(i):
     call, pattern = WRONG_CACHES[i]
     with pytest.raises(ValueError, match=pattern):
         call()
+
+
+def test_a_batch_over_an_explicit_mesh_is_refused_in_words():
+    mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
+    x = jax.device_put(jnp.ones((2, 1, 2, 8)), jax.NamedSharding(mesh, jax.P("batch")))
+    with jax.set_mesh(mesh):
+        cache = PagedKVCache.zeros(4, 4, 2, 8, batch=2, pages_per_sequence=2)
+        cache = cache.with_sequences([[0, 1], [2, 3]], [1, 1])
+        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
+            cache.append(x, x)
+        lengths = jax.device_put(cache.lengths, jax.NamedSharding(mesh, jax.P("batch")))
+        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
+            dataclasses.replace(cache, lengths=lengths).keep_drafts(1, [[0], [0]], [1, 1])
 
 
 # ---- the allocator

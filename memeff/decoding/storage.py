@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from memeff.inputs import kind_of, to_array
+from memeff.sharding import explicit_devices
 from memeff.validate import check_integers, known_values
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
@@ -206,6 +207,8 @@ def write(x: Array, places: Places, new: Array) -> Array:
 
     options: Any = dict(mode="drop", unique_indices=True)
     has_slots = len(places) == 1
+    if not has_slots:
+        _check_whole_batch(new, *places)
 
     def write_tokens(x: Array, places: Any, new: Array) -> Array:
         return x.at[places].set(new, **options)
@@ -249,9 +252,20 @@ def read(x: Array, places: Places) -> Array:
     def read_scales(x: Array, slots: Array) -> Array:
         return x.at[:, slots].get(mode="clip").T
 
+    if len(places) == 2:
+        _check_whole_batch(*places)
     if x.ndim == 3 and len(places) == 2:
         pages, token = places
         return x.at[pages, :, token].get(mode="clip")
     if len(places) == 1:
         return jax.vmap(read_scales if x.ndim == 3 else read_tokens)(x, *places)
     return read_tokens(x, places)
+
+
+def _check_whole_batch(*arrays: Array) -> None:
+    """Refuse pages of sequences [B, ...] that are sharded over an Explicit mesh."""
+    if any(explicit_devices(x, 0) > 1 for x in arrays):
+        raise NotImplementedError(
+            "A PagedKVCache does not support a batch that is sharded over an Explicit mesh. Use "
+            "jax.shard_map, with a pool of pages for each device, or an Auto mesh."
+        )

@@ -248,6 +248,19 @@ class TracedTransform:
         return mapped(x, position)
 
 
+def check_pair_function(name: str, fn: Any, params: Any, sizes: dict[str, Any]) -> Any:
+    """Return a `score_fn` or `mask_fn` as a Score or Mask, checked as by `trace_function`.
+
+    Return None if there is none.
+    """
+    fn, params = _unwrap(name, fn, params, Score | Mask)
+    if fn is None:
+        return None
+    check_sizes(name, fn, params, sizes)
+    check_result(name, fn, params)
+    return Score(fn, params) if name == "score_fn" else Mask(fn, params)
+
+
 def trace_function(
     name: str,
     fn: Any,
@@ -321,6 +334,8 @@ def _is_one(results: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> bool:
 def _unwrap(name: str, fn: Any, params: Any, kinds: Any) -> tuple[Any, Any]:
     """Return the function and the params of a Score, Mask or Transform; others unchanged."""
     if not isinstance(fn, kinds):
+        if fn is None and params is not None:
+            raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
         return fn, params
     if params is not None:
         raise ValueError(

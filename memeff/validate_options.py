@@ -17,9 +17,7 @@ from memeff.user_functions import trace_function, trace_transform
 
 def check_function(shape: CallShape, name: str, fn, params, dtype):
     """Return the traced function, or None, and the leaves of its params: floats, and others."""
-    if fn is None:
-        if params is not None:
-            raise ValueError(f"{name.removesuffix('_fn')}_params came without {name}: pass both.")
+    if fn is None and params is None:
         return None, (), ()
     sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "S": shape.S}
     return trace_function(name, fn, params, dtype, sizes)
@@ -57,8 +55,6 @@ def check_transform(fn, params, query):
     """Return the traced qk_transform, or None, and the leaves of its params: floats, and others."""
     if fn is None and params is None:
         return None, (), ()
-    if fn is None:
-        raise ValueError("qk_transform_params came without qk_transform: pass both.")
     return trace_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
 
 

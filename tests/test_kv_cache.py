@@ -269,6 +269,74 @@ def test_a_ring_that_gives_up_tokens_twice():
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("from_arrays", [False, True])
+def test_a_ring_in_any_history_is_right_or_refuses(from_arrays):
+    """Appended tokens, truncations and kept drafts; the text of the sequence is kept beside it."""
+    rng = np.random.default_rng(6)
+    capacity, window = 6, 3
+    refusals = []
+    for _ in range(3):
+        ring = KVCache.zeros(1, capacity, 1, H, value_size=D, window=window)
+        if from_arrays:
+            ring = KVCache(ring.key, ring.value, ring.lengths, window=window)
+        text = np.zeros((0, H + D), f32)
+        for action in rng.choice(["append", "append", "truncate", "keep_drafts"], 20):
+            T = int(rng.integers(1, capacity - window + 1))
+            if action == "append":
+                new = rng.standard_normal((T, H + D)).astype(f32)
+                text = np.concatenate([text, new])
+                ring = ring.append(new[None, :, None, :H], new[None, :, None, H:])
+                q = rng.standard_normal((1, T, 1, H)).astype(f32)
+                expected, _ = oracle.attention(
+                    *(q, text[None, :, None, :H], text[None, :, None, H:]),
+                    is_causal=True,
+                    local_window_size=(window, 0),
+                    q_offset=len(text) - T,
+                )
+                np.testing.assert_allclose(ring.attend(q), expected, atol=3e-6)
+                continue
+            T = min(T + 1, len(text))
+            path = rng.permutation(T)[: rng.integers(T + 1)]
+            rows = np.arange(len(text) - T)
+            try:
+                if action == "truncate":
+                    ring = ring.truncate([len(rows)])
+                elif T:
+                    padded = np.pad(path, (0, T - len(path)))
+                    ring = ring.keep_drafts(T, padded[None], [len(path)])
+                    rows = np.concatenate([rows, rows.size + path])
+            except ValueError as error:
+                assert "gave up more than capacity - window = 3 tokens" in str(error)
+                refusals.append(action)
+            else:
+                text = text[rows]
+    assert set(refusals) == {"truncate", "keep_drafts"}
+
+
+def test_a_ring_checks_functions_as_every_call_does():
+    _, k, v = tokens(2, 1)
+    q = k[:, :, :1]
+    options = [
+        dict(score_fn=scores.alibi(jnp.ones(3))),
+        dict(mask_fn=masks.causal() | masks.prefix([1, 2, 3])),
+        dict(score_fn=scores.alibi(jnp.ones(1)), score_params=1.0),
+        dict(mask_fn=masks.causal(), mask_params=1.0),
+        dict(score_params=1.0),
+        dict(mask_params=1.0),
+        dict(score_fn=lambda score, batch, head, q_pos, k_pos: score),
+        dict(mask_fn=3),
+        dict(batch_axis="x"),
+    ]
+    for option in options:
+        messages = []
+        for window in (None, 3):
+            cache = KVCache.zeros(2, 6, K, H, value_size=D, window=window).append(k, v)
+            with pytest.raises((TypeError, ValueError)) as error:
+                cache.attend(jnp.repeat(q, K, axis=2), **option)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_lengths_to_keep_that_are_no_lengths(paged):
     """Negative ones are refused where they are known, and unsigned ones do not wrap."""
@@ -375,6 +443,33 @@ def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kin
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
 
 
+def test_a_ring_counts_batch_entries_and_heads_of_the_whole_call():
+    """Under shard_map with the names of its axes; the sequences went round differently often."""
+    mesh = jax.make_mesh(
+        (2, 2), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    q, k, v = tokens(4, 13)
+    lengths = np.array([3, 12, 8, 13])
+    cache = KVCache.zeros(4, 6, K, H, value_size=D, window=4)
+    for t in range(13):
+        cache = cache.append(k[:, t : t + 1], v[:, t : t + 1], lengths > t)
+    options = dict(
+        score_fn=scores.alibi(jnp.arange(K * G) / 3),
+        mask_fn=masks.prefix([2, 3, 4, 11]) | masks.dilated(2),
+    )
+    spec = jax.tree.map(
+        lambda x: PartitionSpec(*(("batch",) if x.ndim == 1 else ("batch", None, "heads"))), cache
+    )
+    attend = jax.shard_map(
+        lambda cache, q: cache.attend(q, batch_axis="batch", head_axis="heads", **options),
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec("batch", None, "heads")),
+        out_specs=PartitionSpec("batch", None, "heads"),
+    )
+    expected = cache.attend(q[:, :1], **options)
+    np.testing.assert_allclose(jax.jit(attend)(cache, q[:, :1]), expected, atol=2e-6)
+
+
 def shard(mesh, x):
     """Lay out an array [B] or [B, T, heads, H] over batch and heads."""
     spec = ("batch",) if x.ndim == 1 else ("batch", None, "heads")
@@ -382,6 +477,15 @@ def shard(mesh, x):
 
 
 # ---- 8 bits
+
+
+def test_a_cache_of_8_bits_checks_each_call_anew():
+    """Although 1 == True, so that the two calls would be one for a table of earlier calls."""
+    q, k, v = tokens(2, 1)
+    cache = KVCache.zeros(2, 6, K, H, jnp.int8, value_size=D).append(k, v)
+    cache.attend(q, is_causal=True)
+    with pytest.raises(TypeError, match="is_causal must be True or False .* got int 1"):
+        cache.attend(q, is_causal=1)
 
 
 @pytest.mark.parametrize(

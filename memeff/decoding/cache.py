@@ -15,7 +15,7 @@ from memeff.arguments import Arguments, CachedOptions
 from memeff.attention import dot_product_attention
 from memeff.block_mask import BlockMask
 from memeff.decoding.attend import attend_stored
-from memeff.decoding.ring import ring_mask, ring_score
+from memeff.decoding.ring import lengths_of_whole, ring_mask, ring_score
 from memeff.decoding.storage import (
     Places,
     check_appended,
@@ -30,8 +30,9 @@ from memeff.decoding.storage import (
     stored_form,
     write_all,
 )
+from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
-from memeff.user_functions import Mask, Score
+from memeff.user_functions import check_pair_function
 from memeff.validate import known_values
 
 LOST = -(2**30)  # the length of a sequence whose ring does not hold what is asked of it
@@ -297,14 +298,7 @@ class KVCache:
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
         kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
-        if self.window is not None:
-            most_read = self.lengths if self.most_read is None else self.most_read
-            given_up = most_read - kept
-            lost = (most_read > self.capacity) & (given_up > self.capacity - self.window)
-            kept = jnp.where(lost, LOST, kept)
-        cache = dataclasses.replace(self, lengths=kept)
-        cache.check()
-        return cache
+        return self._without_lost(dataclasses.replace(self, lengths=kept), kept)
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> KVCache:
         """Return the cache with some of the T newest tokens, in the order of `path`, and no others.
@@ -314,10 +308,11 @@ class KVCache:
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid.
 
-        Under jit a sequence that `overflowed` keeps all its tokens, and stays so.
+        Under jit a sequence that `overflowed` keeps all its tokens, and stays so. A ring cannot
+        give up more tokens than in `truncate`.
 
-        Raises: ValueError if shapes or known values disagree, or the cache is known to have
-          overflowed.
+        Raises: ValueError if shapes or known values disagree, the cache is known to have
+          overflowed, or a ring would have to give up too many.
 
         Example:
           >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
@@ -326,7 +321,21 @@ class KVCache:
           >>> kept.lengths.tolist(), kept.key[0, :3, 0, 0].tolist()
           ([3], [0.0, 1.0, 3.0])
         """
-        return keep_drafts(self, T, path, counts)
+        return self._without_lost(keep_drafts(self, T, path, counts), self.lengths - T)
+
+    def _without_lost(self, shorter: KVCache, first: Array) -> KVCache:
+        """Return a `shorter` cache, in which sequences of a ring have lost what was replaced.
+
+        They need the window before their next token, and had to read tokens from `first` [B] on.
+        """
+        if self.window is not None:
+            most_read = self.lengths if self.most_read is None else self.most_read
+            needed = jnp.minimum(first, shorter.lengths - self.window)
+            lost = most_read - jnp.maximum(needed, 0) > self.capacity
+            lengths = jnp.where(lost, LOST, shorter.lengths)
+            shorter = dataclasses.replace(shorter, lengths=lengths, most_read=most_read)
+        shorter.check()
+        return shorter
 
     def _on_ring(self, arguments: Arguments, T: int) -> Arguments:
         """Return the arguments of a call whose keys lie in the slots of a ring."""
@@ -346,21 +355,22 @@ class KVCache:
                 )
         if not arguments.is_causal:
             raise NotImplementedError("is_causal=False does not support a ring. Omit it.")
-        rest = arguments.mask_fn
+        rest: Any = arguments.mask_fn
         if isinstance(rest, BlockMask):
             rest = rest.mask
-        if rest is not None and not isinstance(rest, Mask):
-            rest = Mask(rest, arguments.mask_params)  # pyright: ignore[reportArgumentType]
-        score = arguments.score_fn
-        if score is not None:
-            if not isinstance(score, Score):
-                score = Score(score, arguments.score_params)
-            score = ring_score(score, self.lengths, self.capacity)
+        axes = batch_and_heads_of(arguments)
+        parts = check_inside(axes)
+        N = jnp.shape(arguments.query)[2]
+        # S is left out, because positions go on behind the last slot.
+        sizes = {"B": parts.batch * len(self.lengths), "N": parts.heads * N, "T": T}
+        mask = check_pair_function("mask_fn", rest, arguments.mask_params, sizes)
+        score = check_pair_function("score_fn", arguments.score_fn, arguments.score_params, sizes)
+        lengths = lengths_of_whole(self.lengths, axes.batch, parts.batch)
         return arguments._replace(
             is_causal=False,
-            mask_fn=ring_mask(self.lengths, self.capacity, window, rest),
+            mask_fn=ring_mask(lengths, self.capacity, window, mask),
             mask_params=None,
-            score_fn=score,
+            score_fn=None if score is None else ring_score(score, lengths, self.capacity),
             score_params=None,
         )
 

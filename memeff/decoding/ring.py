@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from memeff.user_functions import Mask, Score
 
@@ -13,6 +14,18 @@ def position_in_slot(slot: Any, length: Any, capacity: int) -> Any:
     """Return the position of the newest of `length` tokens in `slot`; negative if it holds none."""
     newest = length - 1
     return newest - (newest - slot) % capacity
+
+
+def lengths_of_whole(lengths: Array, axes: tuple[str, ...], devices: int) -> Array:
+    """Return an array by batch index that has a device's `lengths` [B] at its own indices.
+
+    `axes` are those of shard_map over whose `devices` the batch is sharded; () is none.
+    """
+    if not axes:
+        return lengths
+    B = len(lengths)
+    whole = jnp.zeros(devices * B, lengths.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, lengths, lax.axis_index(axes) * B, axis=0)
 
 
 def ring_mask(lengths: Array, capacity: int, left: int, rest: Mask | None) -> Mask:

@@ -34,7 +34,7 @@ from sharded import (
     specs_of,
 )
 
-from memeff import dot_product_attention
+from memeff import dot_product_attention, explain, plan
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +225,9 @@ def test_sequence_sharded_needs_sequence_axis_where_the_query_does_not_tell(whic
     for is_set in (True, False):
         with mesh_context(mesh, is_set), pytest.raises(NotImplementedError, match=words):
             call(*args)
+    for tell in () if jit else (explain, plan):  # they promise what the call does
+        with pytest.raises(NotImplementedError, match=words):
+            tell(*args, is_causal=True)
 
 
 @pytest.mark.parametrize("which", ["query", "key and value", "all"])

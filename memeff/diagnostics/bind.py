@@ -54,7 +54,13 @@ def prepare_shapes(name: str, arguments: Arguments) -> Call:
     def prepare_call(arguments: Arguments) -> Call:
         return prepare(arguments, run_attention, warn=False)
 
-    return _with_shapes(prepare_call, arguments)
+    call = _with_shapes(prepare_call, arguments)
+    arrays: Any = (arguments.query, arguments.key, arguments.value)
+    if all(
+        isinstance(x, jax.Array) for x in arrays
+    ):  # shapes do not tell on which devices they lie
+        sharding.check_layout(*arrays, sequence=False)
+    return call
 
 
 def prepare_sharded_shapes(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:

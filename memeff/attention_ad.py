@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from memeff.autodiff.primitives import call, or_zeros, pick, put_at
 from memeff.chunked.tangent import forward_with_tangent
 from memeff.implementations import Chosen
-from memeff.problem import Gradients, Operands
-from memeff.sharding import vary_together
+from memeff.problem import Gradients, Operands, accumulator_dtype
+from memeff.sharding import vary_like, vary_together, varying_axes
 from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots, spread_sinks
 
 # for jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
@@ -35,7 +35,7 @@ def attend(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array, A
     """
     forward = Forward(chosen, "caller" if want_lse else None)
     if hasattr(chosen.module, "backward"):
-        out, lse = call(forward, vary_together(operands))
+        out, lse = call(forward, operands)
     else:
         out, lse = forward(operands)
     return out, lse and lse.high
@@ -54,7 +54,7 @@ def _calls_at_once(chosen: Chosen, axes: Operands) -> int | None:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(chosen, lse_for, operands):
     """Return out and lse of `operands`."""
-    operands = _tie_to_query(operands)
+    operands = _tie_to_query(vary_together(operands))
     out, lse = chosen.module.forward(chosen.problem, chosen.schedule, operands, lse_for)
     return out, lse if lse_for else None
 
@@ -148,6 +148,7 @@ class OnePassJvp:
 @functools.partial(jax.jit, static_argnums=0)
 def _one_pass_jvp(chosen, operands, tangents):
     """Return out and lse, and the tangents of both."""
+    operands, tangents = vary_together((operands, tangents))
     operands = _tie_to_query(operands)
     return forward_with_tangent(chosen.problem, chosen.schedule, operands, tangents)
 
@@ -179,6 +180,7 @@ class Tangent:
         `narrow`: multiply 16-bit operands in 16 bits. Otherwise JAX can differentiate the result.
         """
         operands, out, lse = known
+        operands, tangents = vary_together((operands, tangents), out)
         operands = _tie_to_query(operands)
         problem, schedule, module = self.chosen
         return module.tangent(problem, schedule, operands, out, lse, tangents, narrow)
@@ -229,9 +231,14 @@ def _is_none(x) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The function from out, lse and their cotangents to gradients like the operands."""
+    """The function from out, lse and their cotangents to gradients like the operands.
+
+    Under shard_map, the gradient of an operand that all devices share is summed over them before it
+    is rounded.
+    """
 
     chosen: Chosen
+    sums_over_devices = True
 
     def __call__(self, operands, out, lse, dout, dlse):
         return _backward(self.chosen, operands, out, lse, dout, dlse)
@@ -267,7 +274,8 @@ def _differentiable(operands: Operands) -> Gradients:
 @functools.partial(jax.jit, static_argnums=0)
 def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
     """Return the gradients in the dtypes and layouts of the operands."""
-    operands = _tie_to_query(operands)
+    wanted = _differentiable(operands)
+    operands = _tie_to_query(vary_together(operands, dout))
     sinks, bare = _without_sinks(operands)
     backward = functools.partial(chosen.module.backward, chosen.problem, chosen.schedule)
     if sinks is None:
@@ -283,7 +291,19 @@ def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
         dsinks = -jnp.where(p == 0, 0, p * row_dots(out, dout, p.dtype)).sum((0, 3))  # k g
         dparams = gradients.logit_params._replace(sinks=dsinks.reshape(sinks.shape))
         gradients = gradients._replace(logit_params=dparams)
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, _differentiable(operands))
+    gradients = vary_like(gradients, (operands, dout))
+    return jax.tree.map(functools.partial(_finish, accumulator_dtype(operands)), gradients, wanted)
+
+
+def _finish(dtype, gradient: Array, like: Array) -> Array:
+    """Return a device's gradient in the dtype of `like`, summed in `dtype` over devices.
+
+    These are the devices that have the same `like`.
+    """
+    axes = tuple(varying_axes(gradient) - varying_axes(like))
+    if axes:
+        gradient = lax.psum(gradient.astype(dtype), axes)
+    return gradient.astype(like.dtype)
 
 
 def tangent_of(f, primals, tangents):

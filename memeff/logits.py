@@ -62,6 +62,20 @@ def logits_from_dots(
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
 
 
+def wide_terms(terms: LogitParams, dtype: Any) -> LogitParams:
+    """Return the terms with scale, soft cap and bias in `dtype`, that of the logits.
+
+    Their cotangents are sums of many, so these are not rounded to 16 bits before they are added up.
+    """
+
+    def widen(x: Array | None) -> Array | None:
+        return None if x is None else x.astype(dtype)
+
+    return terms._replace(
+        scale=widen(terms.scale), soft_cap=widen(terms.soft_cap), bias=widen(terms.bias)
+    )
+
+
 def with_ratio(problem: Problem, terms: LogitParams) -> LogitParams:
     """Return the scale and the soft cap, where they are arrays, in the form that kernels read.
 

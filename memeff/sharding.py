@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
@@ -197,7 +198,11 @@ def vary_like(arrays: Any, like: Any) -> Any:
 
     def cast(x):
         missing = tuple(axes - varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
+        if not missing:
+            return x
+        is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        long = x.astype(jnp.float32) if is_short else x  # JAX sums gradients in this dtype
+        return lax.pcast(long, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(cast, arrays)
 

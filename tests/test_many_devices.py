@@ -145,6 +145,11 @@ def test_all_gather_gives_the_bits_of_one_device(kind, devices, layout, dtype):
     np.testing.assert_array_equal(found["out"], expected["out"])
 
 
+def rms_error(x, true) -> float:
+    """Return the root of the mean square error."""
+    return np.sqrt(np.mean((np.float64(x) - np.float64(true)) ** 2))
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_error_in_bfloat16_does_not_grow_with_devices(layout):
     call = make_call("causal", 8, dtype=ml_dtypes.bfloat16)
@@ -152,11 +157,66 @@ def test_error_in_bfloat16_does_not_grow_with_devices(layout):
     true, _ = true_attention(**wide, is_causal=True)
     found = run_sharded(call, forward, 8, layout, "ring")
     one = run_whole(call, forward)
+    assert rms_error(found["out"], true) <= 1.05 * rms_error(one["out"], true)
 
-    def error(x):
-        return np.sqrt(np.mean((x.astype(np.float64) - true) ** 2))
 
-    assert error(found["out"]) <= 1.05 * error(one["out"])
+@pytest.mark.parametrize(
+    "kind, layout, strategy",
+    [
+        pytest.param("causal, key bias, sinks", "zigzag", "ring", marks=slow),
+        pytest.param("full, row bias, arrays", "contiguous", "ring", marks=slow),
+        pytest.param("causal, key bias, sinks", "zigzag", "all_gather", marks=slow),
+        pytest.param("full, row bias, arrays", "contiguous", "all_to_all", marks=slow),
+    ],
+)
+def test_errors_of_gradients_in_bfloat16_do_not_grow_with_devices(kind, layout, strategy):
+    """Also those of operands that all devices share, whose gradients are sums over devices."""
+    heads = dict(N=16, K=8) if strategy == "all_to_all" else {}
+    call = make_call(kind, 192, **heads, dtype=ml_dtypes.bfloat16)
+    found = run_sharded(call, gradients, 8, layout, strategy)
+    one = run_whole(call, gradients)
+    attend = functools.partial(dot_product_attention, **call.static, return_residual=True)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (call.arrays, *draw_directions(call)))
+        true = jax.jit(functools.partial(gradients, attend))(*wide)
+        true = jax.tree.map(np.asarray, true)
+
+    for name, x in true.items():
+        if name == "lse":  # float32
+            continue
+        rounding = 2.0**-8 * np.abs(x).max() if x.size < 100 else 0  # few numbers have luck
+        assert rms_error(found[name], x) <= 1.05 * max(rms_error(one[name], x), rounding), name
+
+
+def test_sum_over_devices_is_in_float32():
+    """The gradient in 16 bits of what all devices share, here a bias and the kernel of a loss."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+    q, bias = normal(8, 16, 2, 8), normal(1, 2, 1, 16)
+    x, kernel = normal(64, 8), normal(8, 100)
+    labels = rng.integers(0, 100, 64)
+
+    def attend(bias, q):
+        return dot_product_attention(q, q, q, bias).astype(bias.dtype).sum()
+
+    def loss(kernel, x):
+        x, labels = x
+        return memeff.linear_cross_entropy(x, kernel, labels, reduction="sum")
+
+    def widen(x):
+        return x.astype(np.float64) if x.dtype == ml_dtypes.bfloat16 else x
+
+    # each device rounds what it adds to the gradient of the kernel
+    for f, *arrays, bound in ((attend, bias, q, 1.05), (loss, kernel, (x, labels), 1.5)):
+        gradient = jax.grad(f)
+        run = jax.shard_map(gradient, mesh=mesh_of(8), in_specs=(P(), P("seq")), out_specs=P())
+        found, one = jax.jit(run)(*arrays), jax.jit(gradient)(*arrays)
+        with jax.enable_x64(True):
+            true = np.asarray(jax.jit(gradient)(*jax.tree.map(widen, arrays)))
+        assert rms_error(found, true) <= bound * rms_error(one, true)
 
 
 # ---- from outside of shard_map

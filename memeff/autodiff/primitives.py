@@ -13,6 +13,8 @@ and optionally
                                    the arguments with 0 for each mapped array, None for each other
   f.in_batch(size, axes, *args)    results under a vmap over an axis of that size, each with it as
                                    its first dim, in a way that only f knows; None: in no such way
+  f.sums_over_devices              there if some results are the same on devices of a shard_map on
+                                   which arguments differ
   f.two_pass                       for a function that computes in one pass what JAX may want at
                                    different times (a result, and its tangent): the same in two
                                    passes. The first half of its results does not depend on the
@@ -68,8 +70,11 @@ class FlatFunction:
     def run(self, *arrays):
         """Return the results of f."""
         if not self.vmaps:
+            results = self.f(*self.arguments(arrays))
+            if hasattr(self.f, "sums_over_devices"):
+                return results
             # jnp.where forgets over which devices an array without numbers varies
-            return vary_like(self.f(*self.arguments(arrays)), arrays)
+            return vary_like(results, arrays)
         *inner, vmap = self.vmaps
         run = dataclasses.replace(self, vmaps=tuple(inner)).run
         limit = self._calls_at_once()

@@ -38,7 +38,7 @@ from memeff.chunked.tile import (
     transform_back,
     zero_nonfinite,
 )
-from memeff.logits import logits_from_dots, transform_query_key
+from memeff.logits import logits_from_dots, transform_query_key, wide_terms
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -329,7 +329,7 @@ def _fused_loop_with_bias(
         def logits(terms):
             return logits_from_dots(problem, jnp.zeros_like(ds_by_p), terms, None)
 
-        _, transpose_logits = jax.vjp(logits, tile.operands.logit_params)
+        _, transpose_logits = jax.vjp(logits, wide_terms(tile.operands.logit_params, dtype))
         (d_params,) = transpose_logits(ds.astype(dtype))
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.dropout import dropout_keep_mask
-from memeff.logits import logits_from_dots, logits_increasing, transform_query_key
+from memeff.logits import (
+    logits_from_dots,
+    logits_increasing,
+    transform_query_key,
+    wide_terms,
+)
 from memeff.masking import query_positions
 from memeff.problem import LogitParams, Operands, Problem, accumulator_dtype
 from memeff.sharding import sharding_of_sum
@@ -52,7 +57,7 @@ def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
     def logits(raw: Array, terms: LogitParams) -> Array:
         return logits_from_dots(problem, raw, terms, tile.keep, tile.indices)
 
-    s, pull = jax.vjp(logits, raw, tile.operands.logit_params)  # (2)
+    s, pull = jax.vjp(logits, raw, wide_terms(tile.operands.logit_params, raw.dtype))  # (2)
     return raw, s, pull
 
 

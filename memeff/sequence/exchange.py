@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.problem import Operands, map_operands
+from memeff.problem import Operands, accumulator_dtype, map_operands
 from memeff.sequence.layout import layout_order, natural_order
 from memeff.sequence.parts import Shards
 
@@ -55,13 +55,18 @@ def exchange(shards: Shards, attend: Attend, operands: Operands) -> tuple[Array,
     def in_order(x: Array, dim: int) -> Array:
         return natural_order(x, shards.layout, P, dim)
 
+    def repeat_heads(x: Array) -> Array:
+        if copies == 1:
+            return x
+        wide = x.astype(accumulator_dtype(operands))  # JAX sums gradients of copies in this dtype
+        return jnp.repeat(wide, copies, axis=2).astype(x.dtype)
+
     def convert(x: Array, dims: str) -> Array:
         match dims:
             case "btnh":
                 return in_order(swap(x, 2, 1), 1)
             case "bskh" | "bskd":
-                x = x if copies == 1 else jnp.repeat(x, copies, axis=2)
-                return in_order(swap(x, 2, 1), 1)
+                return in_order(swap(repeat_heads(x), 2, 1), 1)
             case "bt" | "bs":
                 return in_order(all_tokens(x, 1), 1)
             case "n":

@@ -230,16 +230,16 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
 def transpose_logits(
     settings: Settings, tokens: Tokens, words: Words, raw: Array, lse: Lse, dsums: Sums
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """Return d_raw [t, c] and the tile's (dbias, dcap)."""
+    """Return d_raw [t, c] and the tile's (dbias, dcap), in the dtype of the logits."""
     keep = visible_pairs(tokens, words)
 
     def logits_of(raw, terms):
         return logits(settings, raw, terms, keep)
 
-    s, pull = jax.vjp(logits_of, raw, words.terms)  # (2)
+    terms = jax.tree.map(lambda x: x.astype(raw.dtype), words.terms)
+    s, pull = jax.vjp(logits_of, raw, terms)  # (2)
     ds = probabilities(s, lse, keep) * dsums.lse[:, None]  # (4) (5)
     ds = ds + only_labels(tokens, words, dsums.hit[:, None])
     if dsums.total is not None:
         ds = ds + dsums.total[:, None]
-    d_raw, dterms = pull(ds)
-    return d_raw, jax.tree.map(lambda x: x.astype(raw.dtype), dterms)
+    return pull(ds)

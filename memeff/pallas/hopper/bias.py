@@ -109,7 +109,7 @@ def merge_bias_gradient(x: Array, bias: Array, shape: CallShape) -> Array:
     if is_of_pairs(bias):
         gradient = lax.collapse(x, 1, 3)
     else:
-        _, pull = jax.vjp(lambda b: spread_vector(b.astype(x.dtype), shape), bias)
+        _, pull = jax.vjp(lambda b: spread_vector(b, shape), bias.astype(x.dtype))
         (gradient,) = pull(x)
     sharding = sharding_of_sum(bias)
     return gradient if sharding is None else reshard(gradient, sharding)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import reshard
 
-from memeff.logits import with_ratio
+from memeff.logits import wide_terms, with_ratio
 from memeff.pallas.user_functions import calls
 from memeff.problem import LogitParams, Operands, Problem
 from memeff.sharding import sharding_of_sum
@@ -30,7 +31,7 @@ def gradients_of_terms(
     cotangents that the kernels do not sum. XLA drops that pass if nobody reads them.
     """
     params = operands.logit_params
-    arrays = LogitParams(scale=params.scale, soft_cap=params.soft_cap)
+    arrays = wide_terms(LogitParams(scale=params.scale, soft_cap=params.soft_cap), jnp.float32)
     read, pull = jax.vjp(functools.partial(with_ratio, problem), arrays)
     numbers, structure = jax.tree.flatten(read)
     count = len(numbers)

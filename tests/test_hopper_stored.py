@@ -166,6 +166,12 @@ STORED = {
         dict(mask=np.arange(328)[None, None, None] % 7 < np.reshape([3, 5], (2, 1, 1, 1))),
         "float8_e4m3fn",
     ),
+    "int8, 12 rows": (
+        Sizes(B=1, T=4, S=328, K=2, G=3, H=128, D=128),
+        [328],
+        {},
+        "int8",
+    ),
     "int8, 40 rows": (
         Sizes(B=1, T=8, S=328, K=1, G=5, H=64, D=64),
         [300],
@@ -204,6 +210,27 @@ def assert_8_bits_are_right(name: str) -> None:
 def test_8_bits(name):
     with interpreted():
         assert_8_bits_are_right(name)
+
+
+def test_query_in_integers():
+    """Rows are given back to 2^-16 of their largest number, and NaN where one is not finite."""
+    from memeff.pallas.hopper.decode_work import split_query
+
+    rows = np.random.default_rng(0).standard_normal((8, 64)).astype(f32)
+    rows[1] *= 1e-30
+    rows[2] = 0
+    rows[3, 5] = np.inf
+    rows[4, 6] = np.nan
+    rows[5, 7] = -1e30
+    digits, scales = jax.jit(split_query)(rows)
+    assert digits.dtype == jnp.int8
+    high, low = np.asarray(digits, np.float64)
+    with np.errstate(invalid="ignore"):
+        found = (256 * high + low) * np.float64(scales)[:, None]
+    np.testing.assert_array_equal(np.isnan(found).all(1), ~np.isfinite(rows).all(1))
+    good = np.isfinite(rows).all(1)
+    error = np.abs(found - rows)[good]
+    assert (error <= 2.0**-15.9 * np.abs(rows[good]).max(1, keepdims=True)).all()
 
 
 def assert_pages_of_8_bits_have_the_bits_of_arrays(dtype: str) -> None:

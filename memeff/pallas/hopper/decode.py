@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.decode_compute import (
@@ -68,7 +69,7 @@ from memeff.problem import Problem
 REGISTERS = 192, 72, 56
 REGISTERS_OF_KEYS_FIRST = 184, 80, 64
 REGISTERS_OF_PAGES = 200, 64, 48
-REGISTERS_OF_8_BITS = 208, 56, 40
+REGISTERS_OF_8_BITS = 208, 64, 32
 FIRST_REGISTERS = 128
 
 
@@ -77,7 +78,8 @@ class Consumer(NamedTuple):
 
     problem: Problem
     sizes: DecodeSizes
-    query_ref: Ref  # [B, K, R', H]
+    query_ref: Ref  # [B, K, R', H], or [B, K, 2, R', H] of integers
+    row_scales_ref: Ref  # [B, K, R'], or None
     scratch: DecodeScratch
     partials: Partials
     counters: Ref  # [B * K]
@@ -115,8 +117,16 @@ class Consumer(NamedTuple):
         copy_token_vectors(scalars.by_query, rows, scratch.query_vectors, self.number, ready)
         for n, k in enumerate(visits_of(self.sizes, item, self.number).heads):
             slot = self.number * self.sizes.heads_of_consumer + n
-            queries = self.query_ref.at[item.b, k, pl.ds(item.row, self.sizes.rows_of_item)]
-            plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], ready)
+            places = pl.ds(item.row, self.sizes.rows_of_item)
+            if self.row_scales_ref is None:
+                queries = self.query_ref.at[item.b, k, places]
+                plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[slot], ready)
+            else:
+                for digit in range(2):
+                    queries = self.query_ref.at[item.b, k, digit, places]
+                    plgpu.copy_gmem_to_smem(queries, scratch.q_s.at[2 * slot + digit], ready)
+                scales = self.row_scales_ref.at[item.b, k, rows]
+                plgpu.copy_gmem_to_smem(scales, scratch.row_scales_s.at[slot], ready)
             for ref, shared in zip(scalars.head_numbers, scratch.head_numbers, strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[k, rows], shared.at[slot], ready)
 
@@ -229,21 +239,23 @@ class DecodeKernel(NamedTuple):
     sizes: DecodeSizes
     cache: Cache  # arrays
     scalars: Scalars  # arrays
+    row_scales: Array | None  # [B, K, R''], where the query is split into integers
+    dtype: DTypeLike  # of the query, and of p in products
     want_lse: bool
 
     def run(self, query: Array, out_dtype) -> tuple[Array, Array | None]:
         """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
 
-        The query is [B, K, R', H]. H and D are multiples of 64, and S and R' of 8. R' is R, the
-        rows of `sizes`, or more.
+        The query is [B, K, R', H], or with `row_scales` what `split_query` returned. H and D are
+        multiples of 64, and S and R' of 8. R' is R, the rows of `sizes`, or more.
         """
         D = self.sizes.own_dims(self.cache.value.shape[-1])
         partials = self._partial_types(D)
         results = self._result_types(D, out_dtype)
         scalars = jax.tree.leaves(self.scalars)
-        inputs = (query, *jax.tree.leaves(self.cache), *scalars)
+        inputs = (query, *jax.tree.leaves((self.row_scales, self.cache)), *scalars)
         blocks = persistent_blocks(max(self.sizes.most_items, self.sizes.merges))
-        scratch = decode_scratch(self.scalars, self.sizes, self.cache, query.dtype)
+        scratch = decode_scratch(self.scalars, self.sizes, self.cache, self.dtype)
         compile_kernel = functools.partial(
             warp_specialized_kernel, blocks=blocks, approx_math=allow_approx_math(self.problem)
         )
@@ -295,7 +307,7 @@ class DecodeKernel(NamedTuple):
         """Run one warpgroup of the kernel on a GPU."""
         results = len(self._result_types(1, jnp.float32))
         scalars = len(jax.tree.leaves(self.scalars))
-        inputs = 1 + len(jax.tree.leaves(self.cache)) + scalars
+        inputs = 1 + len(jax.tree.leaves((self.row_scales, self.cache))) + scalars
         input_refs = refs[:inputs]
         result_refs = refs[inputs : inputs + results]
         partial_refs = refs[inputs + results :]
@@ -313,6 +325,7 @@ class DecodeKernel(NamedTuple):
         """Run a consumer or the producer."""
         remaining_refs = iter(refs)
         query_ref = next(remaining_refs)
+        row_scales_ref = None if self.row_scales is None else next(remaining_refs)
         cache = jax.tree.map(lambda _: next(remaining_refs), self.cache)
         scalars = self.scalars.like(remaining_refs)
         partials = Partials(*remaining_refs)
@@ -326,7 +339,14 @@ class DecodeKernel(NamedTuple):
         def _consume():
             set_registers(self._registers[0], FIRST_REGISTERS)
             consumer = Consumer(
-                self.problem, self.sizes, query_ref, scratch, partials, counters, warpgroup
+                self.problem,
+                self.sizes,
+                query_ref,
+                row_scales_ref,
+                scratch,
+                partials,
+                counters,
+                warpgroup,
             )
             for_items(consumer.do, (zero, jnp.bool_(True)))
 

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.pallas.hopper.decode import DecodeKernel
-from memeff.pallas.hopper.decode_work import ROWS, Cache, DecodeSizes, Pages, keys_of_split
+from memeff.pallas.hopper.decode_work import (
+    ROWS,
+    Cache,
+    DecodeSizes,
+    Pages,
+    keys_of_split,
+    split_query,
+)
 from memeff.pallas.hopper.fragments import permute_dims
 from memeff.pallas.hopper.layout import (
     DIMS,
@@ -32,8 +39,7 @@ def tile_shape(operands: Operands) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
     shape = operands.shape
     call = CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G)
-    has_scales = _cache_of(operands)[0].has_scales
-    sizes = DecodeSizes.of(call, shape.H, shape.D, has_scales=has_scales)
+    sizes = DecodeSizes.of(call, shape.H, shape.D, None, _cache_of(operands)[0].key.dtype)
     return ROWS, sizes.tile
 
 
@@ -76,17 +82,23 @@ def forward(
         if table is not None:
             pages = Pages(*cache.key.shape[:2])
             S = scalars.page_table.shape[1] * pages.size
-        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.has_scales)
+        sizes = DecodeSizes.of(CallSizes(B, T, S, K, G), H, D, pages, cache.key.dtype)
         K, G = sizes.call.K, sizes.call.G
         cache = cache.with_heads(K)
         scalars = _with_heads(scalars, K)
         rows = query.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
         rows = rows.reshape(B, K, G * T, H)  # b k r h
         rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
-        if cache.has_scales:
-            rows = permute_dims(rows)
         row_scalars = _scalars_of_rows(scalars, T, G)
-        kernel = DecodeKernel(on_tiles, sizes, cache, row_scalars, lse_for is not None)
+        row_scales = None
+        if sizes.splits_query:
+            rows, scales = split_query(rows)
+            row_scales = _pad_rows(scales)
+        elif cache.has_scales:
+            rows = permute_dims(rows)
+        kernel = DecodeKernel(
+            on_tiles, sizes, cache, row_scalars, row_scales, query.dtype, lse_for is not None
+        )
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
         out = out.reshape(B, *heads, T, D)
         return (out,) if lse is None else (out, lse.reshape(B, *heads, T))
@@ -119,22 +131,24 @@ def _scalars_of_rows(scalars: Scalars, T: int, G: int) -> Scalars:
     [B, R], those of heads [B, K, G] become [B, K, R], and sinks [B, N].
     """
 
-    def pad(x: Array) -> Array:
-        padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % ROWS_MULTIPLE)]
-        return jnp.pad(x, padding, mode="edge")
-
     def of_query(x: Array) -> Array:
-        return pad(jnp.tile(x, (1, G)))
+        return _pad_rows(jnp.tile(x, (1, G)))
 
     def of_head(x: Array) -> Array:
-        return pad(jnp.repeat(x, T, axis=2))
+        return _pad_rows(jnp.repeat(x, T, axis=2))
 
     q_segments, kv_segments, sinks = scalars.q_segments, scalars.kv_segments, scalars.sinks
     return scalars._replace(
         q_segments=None if q_segments is None else of_query(q_segments),
-        kv_segments=None if kv_segments is None else pad(kv_segments),
+        kv_segments=None if kv_segments is None else _pad_rows(kv_segments),
         head_numbers=tuple(map(of_head, scalars.head_numbers)),
         query_numbers=tuple(map(of_query, scalars.query_numbers)),
-        key_numbers=tuple(map(pad, scalars.key_numbers)),
+        key_numbers=tuple(map(_pad_rows, scalars.key_numbers)),
         sinks=None if sinks is None else lax.collapse(sinks, 1, 3),
     )
+
+
+def _pad_rows(x: Array) -> Array:
+    """Pad the last dim, of rows or keys, to whole copies."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % ROWS_MULTIPLE)]
+    return jnp.pad(x, padding, mode="edge")

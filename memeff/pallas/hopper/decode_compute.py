@@ -59,7 +59,7 @@ COLUMNS_SUMMED_AT_ONCE = 32  # at most, with keys as first factors
 class DecodeScratch(NamedTuple):
     """Shared memory of a thread block. Each consumer has a ring of slots of its own."""
 
-    q_s: Ref  # [consumers * heads, 64, H], heads of a consumer
+    q_s: Ref  # [consumers * heads, 64, H], heads of a consumer; twice as many of integers
     q_ready: Barrier  # for queries and their vectors
     query_vectors: tuple[Ref, ...]  # [consumers, 64]
     head_numbers: tuple[Ref, ...]  # [consumers * heads, 64], for each row the number of its head
@@ -71,6 +71,7 @@ class DecodeScratch(NamedTuple):
     bad_keys_s: Ref  # [consumers, c] above 0 where a row of a tile of values is not finite
     bad_columns_s: Ref  # [consumers, D] above 0 where a column of it is not
     # With keys as first factors:
+    row_scales_s: Ref = None  # of queries in integers, [consumers * heads, 64]
     scales_s: tuple[Ref, ...] = ()  # of numbers of 8 bits, [consumers * stages * heads, c]
     p_s: Ref = None  # [consumers, rows, c]
     sums_s: Ref = None  # [consumers, X], for sums and maxima along the keys of a tile
@@ -96,6 +97,8 @@ def decode_scratch(
     heads = sizes.heads_of_consumer
     copies = (4 if cache.has_scales else 2) * heads * sizes.copies
     rest = interpreter_staging(consumers, ROWS, sizes.tile, dtype)
+    split = sizes.splits_query
+    copies_of_query = 3 if split else 1  # two digits and the scales
     if sizes.keys_first:
         rest = keys_first_scratch(sizes, slots if cache.has_scales else 0, (H, D), dtype)
     query_numbers, key_numbers = barrier_arrivals(scalars)
@@ -103,9 +106,12 @@ def decode_scratch(
     query_vectors, key_vectors = vectors["token_vectors"]
     head_numbers = scalars.head_numbers
     return DecodeScratch(
-        q_s=tile_ref(consumers * heads, rows, sizes.own_dims(H), dtype),
+        q_s=tile_ref(
+            consumers * heads * (1 + split), rows, sizes.own_dims(H), jnp.int8 if split else dtype
+        ),
         q_ready=plgpu.Barrier(
-            num_arrivals=heads * (1 + len(head_numbers)) + query_numbers, num_barriers=consumers
+            num_arrivals=heads * (copies_of_query + len(head_numbers)) + query_numbers,
+            num_barriers=consumers,
         ),
         query_vectors=tuple(query_vectors),
         head_numbers=tuple(plgpu.SMEM((consumers * heads, ROWS), x.dtype) for x in head_numbers),
@@ -116,6 +122,7 @@ def decode_scratch(
         key_vectors=tuple(key_vectors),
         bad_keys_s=plgpu.SMEM((consumers, sizes.tile), jnp.float32),
         bad_columns_s=plgpu.SMEM((consumers, D), jnp.float32),
+        row_scales_s=plgpu.SMEM((consumers * heads, ROWS), jnp.float32) if split else None,
         **rest,
     )
 

@@ -3,8 +3,10 @@
 A first factor of a product has 64 rows. With queries as first factors, most of these are padding
 where there are few. So keys and values are first factors here, and queries and probabilities second
 ones, and a tile has as many columns as there are rows, in eights. Numbers of 8 bits become numbers
-of 16 in registers, and there they can only be first factors. With tiles [c, rows], and scales f of
-keys and g of values (1 for numbers of 16 bits), the steps of decode.py are:
+of 16 in registers, and there they can only be first factors. Keys in int8 stay as they are where
+rows are few: a query is then nearly u (256 n_0 + n_1), with integers n of 8 bits (`split_query`),
+and (1) is u f_j (256 k_j n_0' + k_j n_1'), whose sums are exact in int32. With tiles [c, rows], and
+scales f of keys and g of values (1 for numbers of 16 bits), the steps of decode.py are:
   (1) raw = k_j q_i' * f_j               (3) m' = max(m, colmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) p = 2^(s - m');  l = a l + p;  o = a o + v_j' (g_j p)
 Here l is a tile, which is summed along the keys once, at the end, and o is [D, rows].
@@ -29,6 +31,7 @@ from memeff.pallas.hopper.fragments import (
     store_transposed,
 )
 from memeff.pallas.hopper.mosaic import (
+    COL,
     ROW,
     Ref,
     accumulators,
@@ -83,13 +86,15 @@ class KeysFirstLoop(SplitLoop):
         """Return m, l and o of one key head after the n-th tile, in `slot`."""
         m, l, o = rows
         scratch = self.scratch
-        dtype = scratch.q_s.dtype
-        q = scratch.q_s.at[self.consumer * self.sizes.heads_of_consumer + head]
+        dtype = scratch.p_s.dtype
+        query_place = self.consumer * self.sizes.heads_of_consumer + head
+        q = scratch.q_s.at[query_place]
         place = slot * self.sizes.heads_of_consumer + head
         keys_ref, values_ref = scratch.k_s.at[place], scratch.v_s.at[place]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
-        keys = load_keys(keys_ref, dtype) if self.has_scales else keys_ref
+        converts = self.has_scales and not self.sizes.splits_query
+        keys = load_keys(keys_ref, dtype) if converts else keys_ref
 
         def dot_products(raw, of_second=None):
             if of_second is not None:  # each of two joined heads has half of the dims
@@ -104,7 +109,24 @@ class KeysFirstLoop(SplitLoop):
             loaded = (load_values(values_ref, dtype),) if self.has_scales else ()
             return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
 
-        raw, loaded = accumulators(dot_products, *(self.tile_shape,) * (1 + self.sizes.joined))
+        def integer_products(high, low):
+            for total, digit in ((high, 0), (low, 1)):
+                plgpu.wgmma(total, keys_ref, scratch.q_s.at[2 * query_place + digit].T)  # (1)
+            loaded = (load_values(values_ref, dtype),)
+            low = plgpu.wgmma_accumulator_load(low, wait_n=0)
+            high = plgpu.wgmma_accumulator_load(high, wait_n=0)
+            scales = plgpu.load(
+                scratch.row_scales_s.at[query_place, pl.ds(0, self.tile_shape[1])], layout=COL
+            )
+            raw = (high * 256 + low).astype(jnp.float32)
+            return raw * broadcast_vector(scales, self.tile_shape, 1), loaded
+
+        if self.sizes.splits_query:
+            shapes = (self.tile_shape,) * 2
+            raw, loaded = accumulators(integer_products, *shapes, dtype=jnp.int32)
+        else:
+            shapes = (self.tile_shape,) * (1 + self.sizes.joined)
+            raw, loaded = accumulators(dot_products, *shapes)
         if self.has_scales:
             raw = raw * self._scales(0, place)
 

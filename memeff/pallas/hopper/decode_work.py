@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from memeff.masking import MaskInputs
 from memeff.pallas.hopper.scalars import Scalars
@@ -25,6 +26,24 @@ CONSUMERS = 2
 TILE_BYTES = 16384  # of keys, or of values, for one consumer
 LARGEST_WIDTH = 128  # of heads
 MOST_ROWS_OF_KEYS_FIRST = 32  # of keys of 16 bits: with 64, shared memory is too small
+# Of keys in int8, because registers spill with more (and there shared memory is too small):
+MOST_ROWS_OF_INTEGERS = 16  # of a query that is split into integers
+ROWS_WITH_LONG_TILES = 8  # tiles have twice as many keys as those of 16 bits
+
+
+def split_query(x: Array) -> tuple[Array, Array]:
+    """Return rows x [..., R, H] as integers of 8 bits [..., 2, R, H], and scales [..., R].
+
+    x is nearly scale (256 n_0 + n_1), to 2^-16 of the largest number of its row. A row that is not
+    finite has integers of 0 and a scale that is not finite, so that products are NaN.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.abs(x).max(-1) * (1 / (127 * 256))
+    steps = jnp.where((scales > 0) & (scales < jnp.inf), scales, jnp.inf)
+    whole = jnp.nan_to_num(jnp.round(x / steps[..., None])).astype(jnp.int32)
+    high = (whole + 128) >> 8
+    digits = jnp.stack([high, whole - (high << 8)], -3)
+    return digits.astype(jnp.int8), scales
 
 
 def keys_of_split(S: int) -> int:
@@ -74,10 +93,11 @@ class DecodeSizes(NamedTuple):
     pages: Pages | None = None  # None: all keys of a sequence are neighbours in memory
     keys_first: bool = False  # keys and values are first factors of products, queries are second
     joined: bool = False  # two key heads of 64 are one of 128 here, whose group is twice as large
+    splits_query: bool = False  # into integers (`split_query`), as keys are integers of 8 bits
 
     @staticmethod
     def of(
-        call: CallSizes, H: int, D: int, pages: Pages | None = None, has_scales: bool = False
+        call: CallSizes, H: int, D: int, pages: Pages | None, key_dtype: DTypeLike
     ) -> "DecodeSizes":
         """Return the fastest sizes for these head dims; keys of 8 bits have scales.
 
@@ -86,19 +106,23 @@ class DecodeSizes(NamedTuple):
         item, 4.2 with two), and each copy reads 256 neighbouring bytes (H100, 8 heads of 64: 2.97
         TB/s where two are joined, 2.8 where they are not).
         """
-        rows = 2 * call.G * call.T
+        rows = call.G * call.T
+        has_scales = jnp.dtype(key_dtype).itemsize == 1
+        has_integers = key_dtype == jnp.int8
         joined = H == D == 64 and not has_scales and call.K % 2 == 0
-        joined = joined and rows <= MOST_ROWS_OF_KEYS_FIRST
+        joined = joined and 2 * rows <= MOST_ROWS_OF_KEYS_FIRST
         if joined:
             call = call._replace(K=call.K // 2, G=2 * call.G)
         width = LARGEST_WIDTH if joined else max(H, D)
         heads = CONSUMERS * (LARGEST_WIDTH // width)
         while call.K % heads:
             heads //= 2
-        tile = TILE_BYTES // (2 * width * max(1, heads // CONSUMERS))
+        bytes_of_number = 1 if has_integers and rows <= ROWS_WITH_LONG_TILES else 2
+        tile = TILE_BYTES // (bytes_of_number * width * max(1, heads // CONSUMERS))
         few_rows = call.G * call.T <= MOST_ROWS_OF_KEYS_FIRST
         keys_first = has_scales or (few_rows and width == LARGEST_WIDTH)  # else registers spill
-        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first, joined)
+        splits_query = has_integers and rows <= MOST_ROWS_OF_INTEGERS
+        return DecodeSizes(call, tile, CONSUMERS, heads, pages, keys_first, joined, splits_query)
 
     @property
     def keys_of_copy(self) -> int:

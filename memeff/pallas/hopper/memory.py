@@ -85,13 +85,15 @@ def decode_bytes(operands: Operands) -> int:
 
     shape = operands.shape
     B, H, D = shape.B, shape.H, shape.D
-    has_scales = getattr(operands.key, "scales", None) is not None
+    key: Any = operands.key
+    dtype = key.dtype if getattr(key, "scales", None) is None else key.values.dtype
     call = CallSizes(B, shape.T, shape.S, shape.K, shape.G)
-    sizes = DecodeSizes.of(call, H, D, has_scales=has_scales)
+    sizes = DecodeSizes.of(call, H, D, None, dtype)
     rows = sizes.row_tiles * ROWS
     parts = sizes.parts * (sizes.rows_stored * D + 2 * rows)
     lse = sizes.rows * D
     queries = _round_up(sizes.rows, 8) * H * operands.query.dtype.itemsize
+    queries += 4 * rows if sizes.splits_query else 0
     return B * sizes.call.K * (4 * parts + 4 * lse + queries)
 
 

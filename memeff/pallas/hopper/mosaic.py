@@ -148,9 +148,9 @@ def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:
     return {"stage": tile_ref(count, rows, cols, dtype)} if interpreting() else {}
 
 
-def accumulators(body: Callable, *shapes: tuple[int, int]) -> Any:
-    """Return `body(*accumulators)`, where the accumulators are float32 and start at zero."""
-    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+def accumulators(body: Callable, *shapes: tuple[int, int], dtype=jnp.float32) -> Any:
+    """Return `body(*accumulators)`, where the accumulators start at zero."""
+    return pl.run_scoped(body, *(plgpu.ACC(shape, dtype) for shape in shapes))
 
 
 def multiply(total, x, y, stage=None) -> None:

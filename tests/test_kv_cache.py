@@ -575,6 +575,34 @@ def test_drafts_that_found_no_room_are_not_kept(paged):
         full.keep_drafts(3, [[2], [2]], [1, 1])
 
 
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind):
+    """Three drafts of two tokens, drafts that do not exist, and three queries of two tokens."""
+    q, k, v = tokens(2, 5)
+    cache = KVCache.zeros(2, 8, K, H, value_size=D, window=3 if kind == "ring" else None)
+    if kind == "paged":
+        cache = memeff.PagedKVCache.zeros(4, 4, K, H, value_size=D, batch=2, pages_per_sequence=2)
+        cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    cache = cache.append(k, v, [2, 5])
+    keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
+    attend = jax.jit(lambda cache, q: cache.append(k[:, :1], v[:, :1]).attend(q))
+    kept = keep(cache, np.array([[2], [2]]), np.array([0, 1]))
+    assert kept.overflowed.tolist() == [True, False]
+    out = attend(kept, q[:, :1])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    with pytest.raises(ValueError, match="sequence 0 gave up .*drafts that it did not have"):
+        kept.check()
+
+    longer = cache.append(k, v, [3, 0])
+    for path, count, lost in ((3, 1, True), (-1, 1, True), (-1, 0, False)):
+        kept = keep(longer, np.array([[path], [0]]), np.array([count, 1]))
+        assert kept.overflowed.tolist() == [lost, False]
+        assert kept.lengths[1] == 3
+
+    out = jax.jit(lambda cache, q: cache.attend(q))(cache, q[:, :3])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
 # ---- wrong calls
 
 X = np.ones((2, 3, K, H), f32)

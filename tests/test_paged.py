@@ -257,8 +257,19 @@ def test_a_sequence_without_a_page_for_its_token():
     assert np.asarray(after.key_pages[..., 0, 0]).tolist() == [[1, 1], [0, 0], [1, 1], [1, 0]]
     out = jax.jit(lambda cache, q: cache.attend(q))(after, np.ones((2, 1, 4, H), f32))
     assert np.isnan(out[0]).all() and (np.asarray(out[1]) == 2).all()
-    with pytest.raises(ValueError, match="the cache is full"):
+    with pytest.raises(ValueError, match="the cache is full.*truncate it to its room"):
         after.check()
+
+
+@pytest.mark.parametrize("dtype", [f32, jnp.int8, jnp.float8_e4m3fn])
+def test_a_page_that_is_not_there_is_copied_as_nan_under_jit(dtype):
+    cache = PagedKVCache.zeros(3, 2, K, H, dtype, batch=3, pages_per_sequence=1)
+    cache = cache.with_sequences([[0], [1], [2]], [0, 0, 0])
+    x = np.ones((3, 2, K, H), f32)
+    cache = cache.append(x, x)
+    copy = jax.jit(lambda cache, sources: cache.copy_pages(sources, jnp.array([1, 2, -1])))
+    out = copy(cache, jnp.array([-1, 3, -1])).attend(np.ones((3, 1, 4, H), f32))
+    assert np.isnan(out[1:]).all() and np.isfinite(out[0]).all()
 
 
 def test_append_to_pages_is_in_place():

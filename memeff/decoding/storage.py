@@ -18,6 +18,7 @@ from memeff.validate import check_integers, known_values
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
 Places = tuple[Array] | tuple[Array, Array]
 EIGHT_BITS = ("int8", "float8_e4m3fn")
+LOST = -(2**30)  # the length of a sequence that no longer has what was asked of it under jit
 
 
 def check_size(name: str, size: Any, least: int = 1) -> int:
@@ -123,6 +124,16 @@ def check_room(lengths: Array, capacity: ArrayLike, cure: str) -> None:
         )
 
 
+def check_not_lost(lengths: Array, other: str = "") -> None:
+    """Raise an error if a sequence is known to be `LOST`; `other` is what it also may have lost."""
+    known = known_values(lengths)
+    if known is not None and known.min() < 0:
+        raise ValueError(
+            f"sequence {known.argmin()} gave up {other}drafts that it did not have (by T or path "
+            "of keep_drafts). Read the sequence again."
+        )
+
+
 def check_appended(lengths: Array, counts: Array) -> None:
     """Raise an error if more queries than cached tokens came, where both are known."""
     known = known_values(lengths)
@@ -169,12 +180,16 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     path, counts = check_drafts(T, path, counts, cache.lengths)
     stays = cache.overflowed  # some of its drafts found no room
     first = (cache.lengths - T)[:, None]
-    old = cache._places(first + path, path >= 0)
     token = jnp.arange(path.shape[1])[None]
-    new = cache._places(first + token, (token < counts[:, None]) & ~stays[:, None])
+    kept = token < counts[:, None]
+    is_draft = (first >= 0) & (path >= 0) & (path < T)
+    lost = (first[:, 0] < 0) | (kept & ~is_draft).any(axis=1)
+    old = cache._places(first + path, is_draft)
+    new = cache._places(first + token, kept & ~(stays | lost)[:, None])
     arrays = cache._arrays()
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
-    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, first[:, 0] + counts))
+    lengths = jnp.where(lost, LOST, first[:, 0] + counts)
+    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
 
 def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:

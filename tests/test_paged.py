@@ -133,6 +133,21 @@ def test_gradients_of_pages_are_those_of_their_tokens():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
+def test_missing_pages_raise_no_alarm_of_debug_nans():
+    q = np.ones((2, 1, 4, H), f32)
+    pages = np.ones((3, 4, K, H), f32)
+    table = np.array([[0, 2], [1, -1]])
+
+    def total(q, pages):
+        return paged_attention(q, pages, pages, table, [5, 2], is_causal=True).sum()
+
+    strict = jax.numpy_dtype_promotion("strict")
+    with strict, jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        gradients = jax.grad(total, (0, 1))(q, pages)
+    seen = [gradients[1][page, token, 0, 0] != 0 for page in range(3) for token in range(4)]
+    assert seen == [True] * 4 + [True, True, False, False] + [True] + [False] * 3
+
+
 @slow
 def test_pages_under_vmap():
     q, k, v = contiguous()

@@ -93,8 +93,11 @@ def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) ->
     def read_all(operands: Operands) -> tuple[Array, Array | None]:
         key: Any = operands.key
         value: Any = operands.value
-        # Rows that no sequence has are hidden, and must be finite for the gradient of scatters.
-        plain = operands._replace(key=key.whole(), value=value.whole())
-        return attend(chosen, want_lse, plain)
+        assert operands.kv_lengths is not None
+        # Tokens behind the end are hidden. Those without a page are NaN, and jax.debug_nans would
+        # find them in what the forward keeps for the gradient.
+        exists = jnp.arange(key.shape[1])[None] < operands.kv_lengths[:, None]
+        key, value = (jnp.where(exists[..., None, None], x.whole(), 0) for x in (key, value))
+        return attend(chosen, want_lse, operands._replace(key=key, value=value))
 
     return jax.jvp(read_all, primals, tangents)

@@ -443,6 +443,18 @@ def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kin
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
 
 
+def test_batches_that_an_explicit_mesh_shards_differently_are_refused_in_words():
+    mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
+    whole = KVCache.zeros(2, 9, K, H).append(X, X)
+    spec = jax.NamedSharding(mesh, PartitionSpec("batch"))
+    cache, x = jax.device_put((whole, X), spec)
+    path = x[:, :1, 0, 0].astype(int)
+    assert cache.append(x, x).keep_drafts(2, path, [1, 1]).lengths.tolist() == [5, 5]
+    for call in (lambda: whole.append(x, x), lambda: cache.append(X, X)):
+        with pytest.raises(ValueError, match="over 1 and 2 devices of an Explicit mesh"):
+            call()
+
+
 def test_a_ring_counts_batch_entries_and_heads_of_the_whole_call():
     """Under shard_map with the names of its axes; the sequences went round differently often."""
     mesh = jax.make_mesh(

@@ -1,6 +1,5 @@
 """Keys in pages: `paged_attention` has the bits of the contiguous call; `PagedKVCache`."""
 
-import dataclasses
 import functools
 
 import jax
@@ -378,17 +377,33 @@ def test_wrong_calls_of_the_cache(i):
         call()
 
 
-def test_a_batch_over_an_explicit_mesh_is_refused_in_words():
+def test_a_batch_or_pages_over_an_explicit_mesh_are_refused_in_words():
     mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
-    x = jax.device_put(jnp.ones((2, 1, 2, 8)), jax.NamedSharding(mesh, jax.P("batch")))
-    with jax.set_mesh(mesh):
-        cache = PagedKVCache.zeros(4, 4, 2, 8, batch=2, pages_per_sequence=2)
-        cache = cache.with_sequences([[0, 1], [2, 3]], [1, 1])
-        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
-            cache.append(x, x)
-        lengths = jax.device_put(cache.lengths, jax.NamedSharding(mesh, jax.P("batch")))
-        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
-            dataclasses.replace(cache, lengths=lengths).keep_drafts(1, [[0], [0]], [1, 1])
+    spec = jax.NamedSharding(mesh, jax.P("batch"))
+    x = np.ones((2, 1, 2, 8), f32)
+    cache = PagedKVCache.zeros(4, 4, 2, 8, batch=2, pages_per_sequence=2)
+    cache = cache.with_sequences([[0, 1], [2, 3]], [1, 1])
+    calls = {
+        "append": lambda cache, x, ones, ids: cache.append(x, x, ones),
+        "attend": lambda cache, x, ones, ids: cache.attend(x, counts=ones),
+        "keep_drafts": lambda cache, x, ones, ids: cache.keep_drafts(1, ids[:, None] * 0, ones),
+        "copy_pages": lambda cache, x, ones, ids: cache.copy_pages(ids, ids),
+    }
+    inputs = cache, jnp.asarray(x), jnp.ones(2, int), jnp.arange(2)
+    leaves, structure = jax.tree.flatten(inputs)
+    reads = {
+        "append": ("key_pages", "page_table", "lengths", "x", "ones"),
+        "attend": ("key_pages", "page_table", "lengths", "x", "ones"),
+        "keep_drafts": ("key_pages", "page_table", "lengths", "ones", "ids"),
+        "copy_pages": ("key_pages", "ids"),
+    }
+    names = ("key_pages", "value_pages", "page_table", "lengths", "x", "ones", "ids")
+    for call, f in calls.items():
+        for name in reads[call]:
+            n = names.index(name)
+            sharded = [*leaves[:n], jax.device_put(leaves[n], spec), *leaves[n + 1 :]]
+            with pytest.raises(NotImplementedError, match="Use jax.shard_map.* or an Auto mesh"):
+                f(*jax.tree.unflatten(structure, sharded))
 
 
 # ---- the allocator

@@ -16,8 +16,13 @@ from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.problem import Operands
-from memeff.sharding import vary_together
+from memeff.sharding import explicit_devices, vary_together
 from memeff.stored import StoredKeys
+
+ON_EXPLICIT_MESH = (
+    "is on an Explicit mesh, which does not support keys that are stored in pages or in 8 bits. "
+    "Use jax.shard_map or an Auto mesh."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,10 @@ def attend_stored(
             "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "
             "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
         )
+    others = arguments._replace(query=0), key, value
+    for x in jax.tree.leaves(others):
+        if isinstance(x, jax.Array) and any(explicit_devices(x, n) > 1 for n in range(x.ndim)):
+            raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
     device = current_device(arguments.query)
     arguments = arguments._replace(key=0, value=0)
     leaves, structure = jax.tree.flatten(arguments)
@@ -69,10 +78,7 @@ def _attend_stored(
     operands = call.operands
     mesh = jax.typeof(operands.query).sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
-        raise NotImplementedError(
-            "query is on an Explicit mesh, which does not support keys that are stored in pages or "
-            "in 8 bits. Use jax.shard_map or an Auto mesh."
-        )
+        raise NotImplementedError(f"query {ON_EXPLICIT_MESH}")
     want_lse = bool(arguments.return_residual)
     out, lse = _forward(call.chosen, want_lse, vary_together(operands))
     return to_public(call.shape, out, lse)

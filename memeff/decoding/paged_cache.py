@@ -24,6 +24,7 @@ from memeff.decoding.storage import (
     check_room,
     check_size,
     check_tokens,
+    check_whole_pool,
     keep_drafts,
     query_length,
     stored_form,
@@ -194,6 +195,7 @@ class PagedKVCache:
                         f"0 to {pages - 1}."
                     )
         sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
+        check_whole_pool(sources, targets, self.key_pages, self.value_pages)
 
         def copy(x: Array | None) -> Array | None:
             if x is None:

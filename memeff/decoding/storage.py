@@ -222,8 +222,10 @@ def write(x: Array, places: Places, new: Array) -> Array:
 
     options: Any = dict(mode="drop", unique_indices=True)
     has_slots = len(places) == 1
-    if not has_slots:
-        _check_whole_batch(new, *places)
+    if has_slots:
+        _check_same_batch(x, new, *places)
+    else:
+        check_whole_pool(x, new, *places)
 
     def write_tokens(x: Array, places: Any, new: Array) -> Array:
         return x.at[places].set(new, **options)
@@ -268,7 +270,9 @@ def read(x: Array, places: Places) -> Array:
         return x.at[:, slots].get(mode="clip").T
 
     if len(places) == 2:
-        _check_whole_batch(*places)
+        check_whole_pool(x, *places)
+    else:
+        _check_same_batch(x, *places)
     if x.ndim == 3 and len(places) == 2:
         pages, token = places
         return x.at[pages, :, token].get(mode="clip")
@@ -277,10 +281,21 @@ def read(x: Array, places: Places) -> Array:
     return read_tokens(x, places)
 
 
-def _check_whole_batch(*arrays: Array) -> None:
-    """Refuse pages of sequences [B, ...] that are sharded over an Explicit mesh."""
+def check_whole_pool(*arrays: Array) -> None:
+    """Refuse pages, or arrays by sequence or by page, whose first dim an Explicit mesh shards."""
     if any(explicit_devices(x, 0) > 1 for x in arrays):
         raise NotImplementedError(
-            "A PagedKVCache does not support a batch that is sharded over an Explicit mesh. Use "
-            "jax.shard_map, with a pool of pages for each device, or an Auto mesh."
+            "A PagedKVCache does not support a batch or pages that are sharded over an Explicit "
+            "mesh. Use jax.shard_map, with a pool of pages for each device, or an Auto mesh."
+        )
+
+
+def _check_same_batch(*arrays: Array) -> None:
+    """Refuse arrays [B, ...] whose batch an Explicit mesh shards in different ways."""
+    devices = {explicit_devices(x, 0) for x in arrays}
+    if len(devices) > 1:
+        raise ValueError(
+            "The batches of a cache, its lengths and what it is given are sharded over "
+            f"{min(devices)} and {max(devices)} devices of an Explicit mesh: shard them alike, "
+            "with jax.sharding.reshard."
         )

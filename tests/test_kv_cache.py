@@ -615,6 +615,29 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+def test_a_mask_with_ids_for_fewer_tokens_is_refused_or_gives_nan(kind):
+    """JAX reads the last id behind the last one, also of a ring, whose positions have no end."""
+    q, k, v = tokens(2, 6)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D, window=2 if kind == "ring" else None)
+    if kind == "paged":
+        cache = memeff.PagedKVCache.zeros(4, 3, K, H, value_size=D, batch=2, pages_per_sequence=2)
+        cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    cache = cache.append(k, v, [6, 4])
+    ids = jnp.arange(6) // 2
+    short = [masks.documents(ids[:5], ids) & masks.causal()]
+    if kind == "ring":
+        short += [masks.documents(ids, ids[:5]), memeff.block_mask(masks.documents(ids[:5]), 1, 5)]
+    for mask in short:
+        with pytest.raises(ValueError, match="params for 5 positions, and sequence 0 has 6 tokens"):
+            cache.attend(q[:, :1], mask_fn=mask)
+        out = jax.jit(lambda cache, q, mask=mask: cache.attend(q, mask_fn=mask))(cache, q[:, :1])
+        assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    out = cache.attend(q[:, :1], mask_fn=masks.documents(ids))
+    expected, _ = oracle.attention(q[:1, :1], k[:1, 4:], v[:1, 4:])
+    np.testing.assert_allclose(out[:1], expected, atol=3e-6)
+
+
 # ---- wrong calls
 
 X = np.ones((2, 3, K, H), f32)

@@ -28,6 +28,7 @@ from memeff.decoding.storage import (
     check_size,
     check_tokens,
     keep_drafts,
+    lacks_positions,
     query_length,
     stored_form,
     write_all,
@@ -248,7 +249,8 @@ class KVCache:
 
         Returns:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
-          Under jit NaN for a sequence that overflowed, or has fewer tokens than the query.
+          Under jit NaN for a sequence that overflowed, or has fewer tokens than the query, or more
+          than a ready-made mask has ids for.
 
         Raises:
           ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
@@ -276,6 +278,7 @@ class KVCache:
             q_offset=self.lengths - valid,
             key_value_seq_lengths=jnp.minimum(self.lengths, self.capacity),
         )
+        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
         if self.window is not None:
             arguments = self._on_ring(arguments, T)
         if self.key_scale is None:
@@ -283,7 +286,7 @@ class KVCache:
             results = dot_product_attention(**call)
         else:
             results = attend_stored(arguments, *self._stored(jnp.result_type(query)))
-        return nan_where(self.overflowed | (self.lengths < valid), results)
+        return nan_where(self.overflowed | lacking, results)
 
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.

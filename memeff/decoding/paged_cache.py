@@ -26,6 +26,7 @@ from memeff.decoding.storage import (
     check_tokens,
     check_whole_pool,
     keep_drafts,
+    lacks_positions,
     query_length,
     stored_form,
     write_all,
@@ -243,6 +244,7 @@ class PagedKVCache:
         T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
+        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,
@@ -256,7 +258,7 @@ class PagedKVCache:
         results = paged_attention(
             query, self.key_pages, self.value_pages, self.page_table, lengths, **call
         )
-        return nan_where(self.overflowed | (self.lengths < valid), results)
+        return nan_where(self.overflowed | lacking, results)
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""

@@ -11,8 +11,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from memeff.block_mask import BlockMask
 from memeff.inputs import kind_of, to_array
 from memeff.sharding import explicit_devices
+from memeff.user_functions import positions_held
 from memeff.validate import check_integers, known_values
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
@@ -147,6 +149,26 @@ def check_appended(lengths: Array, counts: Array) -> None:
             f"query has {queries[b]} tokens of sequence {b}, and the cache has {known[b]}: append "
             "their keys and values first."
         )
+
+
+def lacks_positions(options: dict[str, Any], lengths: Array) -> Array:
+    """Return which sequences [B] are longer than the params that a mask reads by position.
+
+    JAX would read the last number of these. Refuse such sequences where lengths are known.
+    """
+    mask = options.get("mask_fn")
+    if isinstance(mask, BlockMask):
+        mask = mask.mask
+    most = positions_held(mask, options.get("mask_params"))
+    if most is None:
+        return jnp.zeros(lengths.shape, bool)
+    known = known_values(lengths)
+    if known is not None and known.max() > most:
+        raise ValueError(
+            f"mask_fn has params for {most} positions, and sequence {known.argmax()} has "
+            f"{known.max()} tokens: give it params for as many."
+        )
+    return lengths > most
 
 
 def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> tuple[Array, Array]:

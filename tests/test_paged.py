@@ -1,5 +1,6 @@
 """Keys in pages: `paged_attention` has the bits of the contiguous call; `PagedKVCache`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -273,6 +274,33 @@ def test_a_sequence_without_a_page_for_its_token():
     assert np.isnan(out[0]).all() and (np.asarray(out[1]) == 2).all()
     with pytest.raises(ValueError, match="the cache is full.*truncate it to its room"):
         after.check()
+
+
+def test_pages_are_copied_in_the_order_of_the_pairs():
+    """A fork of a sequence that was extended, and a page that was freed and given again."""
+    allocator = PageAllocator(5, 2)
+    allocator.add("a")
+    allocator.extend("a", 1)
+    allocator.fork("a", "b")
+    pairs = allocator.extend("b", 1)
+    allocator.fork("b", "c", 1)
+    pairs += allocator.extend("c", 1)
+    assert pairs == [(0, 1), (1, 2)]
+    cache = PagedKVCache.zeros(5, 2, K, H, batch=1, pages_per_sequence=1)
+    cache = dataclasses.replace(
+        cache, key_pages=cache.key_pages + jnp.arange(5.0)[:, None, None, None]
+    )
+    rng = np.random.default_rng(7)
+    jitted = jax.jit(lambda cache, sources, targets: cache.copy_pages(sources, targets))
+    for _ in range(30):
+        texts = list(range(5))
+        pairs = rng.integers(-1, 5, (6, 2))
+        pairs[pairs.min(axis=1) < 0] = -1
+        for source, target in pairs:
+            if target >= 0:
+                texts[target] = texts[source]
+        for copied in (cache.copy_pages(*pairs.T), jitted(cache, *pairs.T)):
+            assert copied.key_pages[:, 0, 0, 0].tolist() == texts
 
 
 @pytest.mark.parametrize("dtype", [f32, jnp.int8, jnp.float8_e4m3fn])

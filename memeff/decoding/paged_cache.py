@@ -173,7 +173,8 @@ class PagedKVCache:
         """Return the cache with pages `sources` [n] copied over pages `targets` [n].
 
         `PageAllocator.extend` says which, before a sequence writes into a page that it shares.
-        A pair of -1 copies nothing, so that jit can have as many pairs in each step.
+        Pairs count in their order, as if one were copied after the other. A pair of -1 copies
+        nothing, so that jit can have as many pairs in each step.
 
         Raises: ValueError if shapes disagree, or a pair is known to name a page that is not there;
           under jit a target then becomes NaN.
@@ -195,8 +196,9 @@ class PagedKVCache:
                         f"copy_pages got {pair[0]} to copy over {pair[1]}, and the cache has pages "
                         f"0 to {pages - 1}."
                     )
-        sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
         check_whole_pool(sources, targets, self.key_pages, self.value_pages)
+        sources, targets = _at_once(sources.astype(jnp.int32), targets.astype(jnp.int32))
+        sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
 
         def copy(x: Array | None) -> Array | None:
             if x is None:
@@ -305,3 +307,17 @@ class PagedKVCache:
         """Return the cache with other arrays."""
         key, value, key_scales, value_scales = arrays
         return PagedKVCache(key, value, self.page_table, lengths, key_scales, value_scales)
+
+
+def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:
+    """Return pairs [n] of pages that, copied at once, do what the given ones do in their order."""
+    n = len(sources)
+    pair = jnp.arange(n)
+    earlier = pair[None] < pair[:, None]  # [n, n]: row i has the pairs before pair i
+    writes = (sources[:, None] == targets[None]) & (targets[None] >= 0) & earlier
+    origin = jnp.where(writes, pair[None], -1).max(axis=1, initial=-1)  # the last that wrote it
+    origin = jnp.where(origin < 0, pair, origin)
+    for _ in range(n.bit_length()):
+        origin = origin[origin]
+    overwritten = ((targets[:, None] == targets[None]) & earlier.T).any(axis=1)
+    return sources[origin], jnp.where(overwritten, -1, targets)

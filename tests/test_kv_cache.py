@@ -597,7 +597,7 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
         cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
     cache = cache.append(k, v, [2, 5])
     keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
-    attend = jax.jit(lambda cache, q: cache.append(k[:, :1], v[:, :1]).attend(q))
+    attend = jax.jit(lambda cache, q: cache.append(k[:, :2], v[:, :2]).attend(q))
     kept = keep(cache, np.array([[2], [2]]), np.array([0, 1]))
     assert kept.overflowed.tolist() == [True, False]
     out = attend(kept, q[:, :1])

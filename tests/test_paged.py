@@ -14,6 +14,7 @@ from memeff import (
     PageAllocator,
     PagedKVCache,
     dot_product_attention,
+    masks,
     paged_attention,
     scores,
 )
@@ -369,6 +370,7 @@ WRONG = [
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
     (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
+    (dict(mask_fn=masks.documents(np.ones(7), np.ones(8))), ValueError, "params for 7 positions"),
     (
         dict(backward="fused"),
         NotImplementedError,

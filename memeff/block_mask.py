@@ -159,7 +159,7 @@ def block_mask(
             "block_mask: params are traced, and the tiles to skip must be known before: "
             "call it outside jit, or with NumPy arrays."
         )
-    sizes = {"B": batch, "N": heads, "T": T, "S": S}
+    sizes = {"B": batch, "N": heads, "T": T, "Q": T, "S": S}
     function, *leaves = trace_function("mask_fn", fn, params, jnp.float32, sizes)
     uses_batch, uses_head, *_ = function.uses
     b = batch if uses_batch else 1

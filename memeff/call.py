@@ -184,12 +184,17 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
         shape, a.query_segment_ids, a.key_value_segment_ids
     )
     float_dtype = sum_dtype(query.dtype)
+    q_lengths = validate.check_lengths(
+        shape, "query_seq_lengths", a.query_seq_lengths, "T", whole.T
+    )
+    offset = static_q_offset if q_offset is None else q_offset
+    end = validate.end_of_queries(whole.T, offset, q_lengths)
     score_fn, score_floats, score_nonfloat_params = validate_options.check_function(
-        whole, "score_fn", a.score_fn, a.score_params, float_dtype
+        whole, "score_fn", a.score_fn, a.score_params, float_dtype, end
     )
     blocks, mask_fn = validate_options.check_blocks(whole, a.mask_fn, a.q_offset)
     mask_fn, *mask_params = validate_options.check_function(
-        whole, "mask_fn", mask_fn, a.mask_params, float_dtype
+        whole, "mask_fn", mask_fn, a.mask_params, float_dtype, end
     )
     transform, transform_floats, transform_nonfloat_params = validate_options.check_transform(
         a.qk_transform, a.qk_transform_params, query
@@ -217,9 +222,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
             score=score_floats, transform=transform_floats, sinks=sinks
         ),
         mask=validate.check_mask(pairs, a.mask),
-        q_lengths=validate.check_lengths(
-            shape, "query_seq_lengths", a.query_seq_lengths, "T", whole.T
-        ),
+        q_lengths=q_lengths,
         kv_lengths=validate.check_lengths(
             shape, "key_value_seq_lengths", a.key_value_seq_lengths, "S", whole.S
         ),

@@ -84,7 +84,8 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
       key_ids: [S] or [B, S], by position; `query_ids` if omitted.
 
     With `q_offset`, a query's id is read at its position among the keys: `query_ids` needs an id
-    for each of these positions.
+    for each of these positions. Fewer are refused where the positions are known. Under jit the
+    caches give NaN for a sequence that is longer, and other calls read the last id.
     """
     query_ids = _array(query_ids)
     key_ids = query_ids if key_ids is None else _array(key_ids)
@@ -94,7 +95,7 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
 def _documents_sizes(ids):
     query_ids, key_ids = ids
     batch = _batch_size("documents", query_ids=(query_ids, 1), key_ids=(key_ids, 1))
-    return {"T": query_ids.shape[-1], "S": key_ids.shape[-1]} | batch
+    return {"Q": query_ids.shape[-1], "S": key_ids.shape[-1]} | batch
 
 
 @with_sizes(_documents_sizes)

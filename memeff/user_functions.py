@@ -7,7 +7,7 @@ which it depends, so that a mask of positions alone is computed once for all hea
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,13 @@ ARGUMENTS = {
     "mask_fn": ("batch", "head", "q_pos", "k_pos", "params"),
     "qk_transform": ("x", "position", "which", "params"),
 }
-COUNTED = {"B": "batch entries", "N": "heads", "T": "query positions", "S": "key positions"}
+COUNTED = {
+    "B": "batch entries",
+    "N": "heads",
+    "T": "query positions",
+    "Q": "query positions (q_offset + T)",
+    "S": "key positions",
+}
 
 
 class PairIndices(NamedTuple):
@@ -353,6 +359,7 @@ def _describe(results: Sequence[Any]) -> str:
 def with_sizes(sizes: Callable[[Any], dict[str, int]]) -> Callable[[Callable], Callable]:
     """Mark a function with the sizes (B, N, T, S) that its params are made for.
 
+    Q is the size of params that are read at the positions of queries, which begin at q_offset.
     `check_sizes` compares them with the call's, because JAX reads the last entry of an array where
     an index lies beyond its end.
     """
@@ -366,24 +373,34 @@ def with_sizes(sizes: Callable[[Any], dict[str, int]]) -> Callable[[Callable], C
 
 def check_sizes(name: str, fn: Any, params: Any, sizes: dict[str, Any]) -> None:
     """Refuse params for other heads or batch entries than the call's, or for fewer positions."""
-    if isinstance(fn, _Then | _Both):
-        for part, part_params in zip((fn.first, fn.second), params, strict=True):
-            check_sizes(name, part, part_params, sizes)
-    elif isinstance(fn, _Not):
-        check_sizes(name, fn.fn, params, sizes)
-    sizes_of_params = getattr(fn, "sizes", None)
-    if sizes_of_params is None:
-        return
-    for letter, size in sizes_of_params(params).items():
+    for letter, size in _sizes_of_params(fn, params):
         expected = sizes.get(letter)
         if not isinstance(expected, int):
             continue  # symbolic, or not known yet
-        fits = size >= expected if letter in "TS" else size == expected
+        fits = size >= expected if letter in "TQS" else size == expected
         if not fits:
             raise ValueError(
                 f"{name} has params for {letter}={size} {COUNTED[letter]}, "
                 f"but this call has {letter}={expected}."
             )
+
+
+def positions_held(fn: Any, params: Any) -> int | None:
+    """Return for how many positions the params of a ready-made function are, or None for any."""
+    if isinstance(fn, Score | Mask):
+        fn, params = fn.fn, fn.params
+    return min((n for letter, n in _sizes_of_params(fn, params) if letter in "QS"), default=None)
+
+
+def _sizes_of_params(fn: Any, params: Any) -> Iterator[tuple[str, int]]:
+    """Yield the sizes that the params of a function, and of its parts, are made for."""
+    if isinstance(fn, _Then | _Both):
+        for part, part_params in zip((fn.first, fn.second), params, strict=True):
+            yield from _sizes_of_params(part, part_params)
+    elif isinstance(fn, _Not):
+        yield from _sizes_of_params(fn.fn, params)
+    elif hasattr(fn, "sizes"):
+        yield from fn.sizes(params).items()
 
 
 def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any, tuple[bool, ...]]:

@@ -15,11 +15,14 @@ from memeff.shape import CallShape
 from memeff.user_functions import trace_function, trace_transform
 
 
-def check_function(shape: CallShape, name: str, fn, params, dtype):
-    """Return the traced function, or None, and the leaves of its params: floats, and others."""
+def check_function(shape: CallShape, name: str, fn, params, dtype, end: int):
+    """Return the traced function, or None, and the leaves of its params: floats, and others.
+
+    `end` is that of the positions of queries, as far as they are known.
+    """
     if fn is None and params is None:
         return None, (), ()
-    sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "S": shape.S}
+    sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "Q": end, "S": shape.S}
     return trace_function(name, fn, params, dtype, sizes)
 
 

@@ -182,11 +182,12 @@ def test_prompts_of_different_lengths_in_one_call(make, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [linen_decoder, nnx_decoder])
-def test_a_sequence_that_outgrows_the_cache_gives_nan_under_jit(make):
+def test_a_sequence_outside_the_cache_gives_nan_under_jit(make):
     decode, _ = make()
     decode(X)
-    out = decode(X[:, :2], [T - 1, T - 2])
-    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    for first in (T - 1, -1):
+        out = decode(X[:, :2], [first, T - 2])
+        assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
 def test_wrong_indices_are_refused():
@@ -194,6 +195,9 @@ def test_wrong_indices_are_refused():
     module.init_cache(X.shape)
     module.cache_index = flax_nnx.Cache(jnp.array([T, 0]))
     with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came"):
+        module(X[:, :1])
+    module.cache_index = flax_nnx.Cache(jnp.array([0, -1]))
+    with pytest.raises(ValueError, match="cache_index is -1: it must be at least 0"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=r"cache_index has shape \(3,\): it must be one number"):

@@ -126,6 +126,11 @@ WRONG = [  # keyword arguments, error, its words
         r"mask_fn has params for S=6 key positions, but this call has S=7",
     ),
     (
+        dict(mask_fn=masks.documents(np.zeros(7, int)), q_offset=np.array([0, 3])),
+        ValueError,
+        r"params for Q=7 query positions \(q_offset \+ T\), but this call has Q=8",
+    ),
+    (
         dict(mask_fn=_one_batch_entry),
         ValueError,
         r"made with batch=1, and this call has B=2",

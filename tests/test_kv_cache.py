@@ -443,6 +443,18 @@ def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kin
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
 
 
+def test_batches_that_an_explicit_mesh_shards_differently_are_refused_in_words():
+    mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
+    whole = KVCache.zeros(2, 9, K, H).append(X, X)
+    spec = jax.NamedSharding(mesh, PartitionSpec("batch"))
+    cache, x = jax.device_put((whole, X), spec)
+    path = x[:, :1, 0, 0].astype(int)
+    assert cache.append(x, x).keep_drafts(2, path, [1, 1]).lengths.tolist() == [5, 5]
+    for call in (lambda: whole.append(x, x), lambda: cache.append(X, X)):
+        with pytest.raises(ValueError, match="over 1 and 2 devices of an Explicit mesh"):
+            call()
+
+
 def test_a_ring_counts_batch_entries_and_heads_of_the_whole_call():
     """Under shard_map with the names of its axes; the sequences went round differently often."""
     mesh = jax.make_mesh(
@@ -573,6 +585,57 @@ def test_drafts_that_found_no_room_are_not_kept(paged):
     np.testing.assert_array_equal(after[1, 3:5], k[1, [6, 4]])
     with pytest.raises(ValueError, match="the cache is full: sequence 0 has 7 tokens"):
         full.keep_drafts(3, [[2], [2]], [1, 1])
+
+
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind):
+    """Three drafts of two tokens, drafts that do not exist, and three queries of two tokens."""
+    q, k, v = tokens(2, 5)
+    cache = KVCache.zeros(2, 8, K, H, value_size=D, window=3 if kind == "ring" else None)
+    if kind == "paged":
+        cache = memeff.PagedKVCache.zeros(4, 4, K, H, value_size=D, batch=2, pages_per_sequence=2)
+        cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    cache = cache.append(k, v, [2, 5])
+    keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
+    attend = jax.jit(lambda cache, q: cache.append(k[:, :2], v[:, :2]).attend(q))
+    kept = keep(cache, np.array([[2], [2]]), np.array([0, 1]))
+    assert kept.overflowed.tolist() == [True, False]
+    out = attend(kept, q[:, :1])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    with pytest.raises(ValueError, match="sequence 0 gave up .*drafts that it did not have"):
+        kept.check()
+
+    longer = cache.append(k, v, [3, 0])
+    for path, count, lost in ((3, 1, True), (-1, 1, True), (-1, 0, False)):
+        kept = keep(longer, np.array([[path], [0]]), np.array([count, 1]))
+        assert kept.overflowed.tolist() == [lost, False]
+        assert kept.lengths[1] == 3
+
+    out = jax.jit(lambda cache, q: cache.attend(q))(cache, q[:, :3])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+def test_a_mask_with_ids_for_fewer_tokens_is_refused_or_gives_nan(kind):
+    """JAX reads the last id behind the last one, also of a ring, whose positions have no end."""
+    q, k, v = tokens(2, 6)
+    cache = KVCache.zeros(2, 6, K, H, value_size=D, window=2 if kind == "ring" else None)
+    if kind == "paged":
+        cache = memeff.PagedKVCache.zeros(4, 3, K, H, value_size=D, batch=2, pages_per_sequence=2)
+        cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    cache = cache.append(k, v, [6, 4])
+    ids = jnp.arange(6) // 2
+    short = [masks.documents(ids[:5], ids) & masks.causal()]
+    if kind == "ring":
+        short += [masks.documents(ids, ids[:5]), memeff.block_mask(masks.documents(ids[:5]), 1, 5)]
+    for mask in short:
+        with pytest.raises(ValueError, match="params for 5 positions, and sequence 0 has 6 tokens"):
+            cache.attend(q[:, :1], mask_fn=mask)
+        out = jax.jit(lambda cache, q, mask=mask: cache.attend(q, mask_fn=mask))(cache, q[:, :1])
+        assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    out = cache.attend(q[:, :1], mask_fn=masks.documents(ids))
+    expected, _ = oracle.attention(q[:1, :1], k[:1, 4:], v[:1, 4:])
+    np.testing.assert_allclose(out[:1], expected, atol=3e-6)
 
 
 # ---- wrong calls

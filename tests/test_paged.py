@@ -14,6 +14,7 @@ from memeff import (
     PageAllocator,
     PagedKVCache,
     dot_product_attention,
+    masks,
     paged_attention,
     scores,
 )
@@ -131,6 +132,21 @@ def test_gradients_of_pages_are_those_of_their_tokens():
         results.append((out, *pull(dout), tangent))
     for x, y in zip(*results, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_missing_pages_raise_no_alarm_of_debug_nans():
+    q = np.ones((2, 1, 4, H), f32)
+    pages = np.ones((3, 4, K, H), f32)
+    table = np.array([[0, 2], [1, -1]])
+
+    def total(q, pages):
+        return paged_attention(q, pages, pages, table, [5, 2], is_causal=True).sum()
+
+    strict = jax.numpy_dtype_promotion("strict")
+    with strict, jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        gradients = jax.grad(total, (0, 1))(q, pages)
+    seen = [gradients[1][page, token, 0, 0] != 0 for page in range(3) for token in range(4)]
+    assert seen == [True] * 4 + [True, True, False, False] + [True] + [False] * 3
 
 
 @slow
@@ -257,8 +273,46 @@ def test_a_sequence_without_a_page_for_its_token():
     assert np.asarray(after.key_pages[..., 0, 0]).tolist() == [[1, 1], [0, 0], [1, 1], [1, 0]]
     out = jax.jit(lambda cache, q: cache.attend(q))(after, np.ones((2, 1, 4, H), f32))
     assert np.isnan(out[0]).all() and (np.asarray(out[1]) == 2).all()
-    with pytest.raises(ValueError, match="the cache is full"):
+    with pytest.raises(ValueError, match="the cache is full.*truncate it to its room"):
         after.check()
+
+
+def test_pages_are_copied_in_the_order_of_the_pairs():
+    """A fork of a sequence that was extended, and a page that was freed and given again."""
+    allocator = PageAllocator(5, 2)
+    allocator.add("a")
+    allocator.extend("a", 1)
+    allocator.fork("a", "b")
+    pairs = allocator.extend("b", 1)
+    allocator.fork("b", "c", 1)
+    pairs += allocator.extend("c", 1)
+    assert pairs == [(0, 1), (1, 2)]
+    cache = PagedKVCache.zeros(5, 2, K, H, batch=1, pages_per_sequence=1)
+    cache = dataclasses.replace(
+        cache, key_pages=cache.key_pages + jnp.arange(5.0)[:, None, None, None]
+    )
+    rng = np.random.default_rng(7)
+    jitted = jax.jit(lambda cache, sources, targets: cache.copy_pages(sources, targets))
+    for _ in range(30):
+        texts = list(range(5))
+        pairs = rng.integers(-1, 5, (6, 2))
+        pairs[pairs.min(axis=1) < 0] = -1
+        for source, target in pairs:
+            if target >= 0:
+                texts[target] = texts[source]
+        for copied in (cache.copy_pages(*pairs.T), jitted(cache, *pairs.T)):
+            assert copied.key_pages[:, 0, 0, 0].tolist() == texts
+
+
+@pytest.mark.parametrize("dtype", [f32, jnp.int8, jnp.float8_e4m3fn])
+def test_a_page_that_is_not_there_is_copied_as_nan_under_jit(dtype):
+    cache = PagedKVCache.zeros(3, 2, K, H, dtype, batch=3, pages_per_sequence=1)
+    cache = cache.with_sequences([[0], [1], [2]], [0, 0, 0])
+    x = np.ones((3, 2, K, H), f32)
+    cache = cache.append(x, x)
+    copy = jax.jit(lambda cache, sources: cache.copy_pages(sources, jnp.array([1, 2, -1])))
+    out = copy(cache, jnp.array([-1, 3, -1])).attend(np.ones((3, 1, 4, H), f32))
+    assert np.isnan(out[1:]).all() and np.isfinite(out[0]).all()
 
 
 def test_append_to_pages_is_in_place():
@@ -316,6 +370,7 @@ WRONG = [
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
     (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
+    (dict(mask_fn=masks.documents(np.ones(7), np.ones(8))), ValueError, "params for 7 positions"),
     (
         dict(backward="fused"),
         NotImplementedError,
@@ -352,17 +407,33 @@ def test_wrong_calls_of_the_cache(i):
         call()
 
 
-def test_a_batch_over_an_explicit_mesh_is_refused_in_words():
+def test_a_batch_or_pages_over_an_explicit_mesh_are_refused_in_words():
     mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
-    x = jax.device_put(jnp.ones((2, 1, 2, 8)), jax.NamedSharding(mesh, jax.P("batch")))
-    with jax.set_mesh(mesh):
-        cache = PagedKVCache.zeros(4, 4, 2, 8, batch=2, pages_per_sequence=2)
-        cache = cache.with_sequences([[0, 1], [2, 3]], [1, 1])
-        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
-            cache.append(x, x)
-        lengths = jax.device_put(cache.lengths, jax.NamedSharding(mesh, jax.P("batch")))
-        with pytest.raises(NotImplementedError, match="Use jax.shard_map, .* or an Auto mesh"):
-            dataclasses.replace(cache, lengths=lengths).keep_drafts(1, [[0], [0]], [1, 1])
+    spec = jax.NamedSharding(mesh, jax.P("batch"))
+    x = np.ones((2, 1, 2, 8), f32)
+    cache = PagedKVCache.zeros(4, 4, 2, 8, batch=2, pages_per_sequence=2)
+    cache = cache.with_sequences([[0, 1], [2, 3]], [1, 1])
+    calls = {
+        "append": lambda cache, x, ones, ids: cache.append(x, x, ones),
+        "attend": lambda cache, x, ones, ids: cache.attend(x, counts=ones),
+        "keep_drafts": lambda cache, x, ones, ids: cache.keep_drafts(1, ids[:, None] * 0, ones),
+        "copy_pages": lambda cache, x, ones, ids: cache.copy_pages(ids, ids),
+    }
+    inputs = cache, jnp.asarray(x), jnp.ones(2, int), jnp.arange(2)
+    leaves, structure = jax.tree.flatten(inputs)
+    reads = {
+        "append": ("key_pages", "page_table", "lengths", "x", "ones"),
+        "attend": ("key_pages", "page_table", "lengths", "x", "ones"),
+        "keep_drafts": ("key_pages", "page_table", "lengths", "ones", "ids"),
+        "copy_pages": ("key_pages", "ids"),
+    }
+    names = ("key_pages", "value_pages", "page_table", "lengths", "x", "ones", "ids")
+    for call, f in calls.items():
+        for name in reads[call]:
+            n = names.index(name)
+            sharded = [*leaves[:n], jax.device_put(leaves[n], spec), *leaves[n + 1 :]]
+            with pytest.raises(NotImplementedError, match="Use jax.shard_map.* or an Auto mesh"):
+                f(*jax.tree.unflatten(structure, sharded))
 
 
 # ---- the allocator

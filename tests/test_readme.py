@@ -208,6 +208,22 @@ def test_every_page_is_in_the_menu():
     assert sorted(listed) == sorted(["index.md", *pages, *notebooks])
 
 
+def test_the_api_shows_every_public_name_and_no_module_in_its_place():
+    """MkDocs reads files: the module memeff/merge.py hides the function memeff.merge from it."""
+    modules = {module.name for module in pkgutil.walk_packages(memeff.__path__, "memeff.")}
+    entry = r"^::: (\S+)\n(?:    options:\n(?:      heading: (.*)\n)?)?(?:      members: \[(.*)])?"
+    shown = set()
+    for name, heading, members in re.findall(entry, PAGES["docs/api.md"], re.M):
+        title = heading or name
+        read = pkgutil.resolve_name(name if name in modules else ":".join(name.rsplit(".", 1)))
+        assert read is pkgutil.resolve_name(title.replace(".", ":", 1)), name
+        shown.add(title)
+        for member in members.split(", "):
+            assert f"{name}.{member}" not in modules
+    names = {f"memeff.{name}" for name in memeff.__all__}
+    assert names - shown == {"memeff.RESIDUAL_NAMES", "memeff.__version__"}
+
+
 def test_nothing_in_the_readme_needs_the_repository_to_show():
     """Pictures have absolute addresses, because PyPI shows no relative ones and no data: URLs."""
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)|<img[^>]*src=.([^\"' >]*)", README)

@@ -45,7 +45,13 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure
-from memeff.bench.results import ResultsError, description_to_keep, measurement, save_results
+from memeff.bench.results import (
+    ResultsError,
+    description_to_keep,
+    measurement,
+    save_results,
+    shortened,
+)
 from memeff.bench.speed import speed_table
 from memeff.bench.tables import memory_markdown, speed_markdown
 
@@ -96,7 +102,7 @@ def run_table(options: argparse.Namespace, command: str) -> None:
     print(machine_text(), f"`{command}`:")
     print(sizes_text(options) + "\n")
     to_markdown = memory_markdown if options.table == "memory" else speed_markdown
-    print(to_markdown(rows))
+    print(to_markdown([shortened(row) for row in rows]))
     if options.save:
         save_results(Path(options.save), description, records)
     if options.plot:

@@ -36,7 +36,7 @@ import memeff
 from memeff.bench.cases import Row
 from memeff.bench.losses import ProgramRun, without_save
 from memeff.bench.options import size
-from memeff.bench.results import description_to_keep, measurement, save_results
+from memeff.bench.results import description_to_keep, measurement, save_results, shortened
 from memeff.bench.speed import measure
 from memeff.bench.tables import DEVICE_MODES, devices_markdown
 from memeff.device import set_copied_messages
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.save:
         path = Path(options.save)
         save_results(path, description_to_keep(path, "devices"), records)
-    print(devices_markdown(records))
+    print(devices_markdown([shortened(record) for record in records]))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

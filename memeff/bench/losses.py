@@ -30,7 +30,7 @@ from jax import Array
 
 import memeff
 from memeff.bench.cases import Row
-from memeff.bench.results import description_to_keep, measurement, save_results
+from memeff.bench.results import description_to_keep, measurement, save_results, shortened
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
 
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.save:
         path = Path(options.save)
         save_results(path, description_to_keep(path, "losses"), records)
-    print(losses_markdown(records))
+    print(losses_markdown([shortened(record) for record in records]))
 
 
 def without_save(arguments: Sequence[str]) -> list[str]:

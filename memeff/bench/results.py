@@ -84,7 +84,7 @@ def save_results(path: Path, description: dict[str, Any], rows: Iterable[Row]) -
 
 
 def shortened(row: Row) -> Row:
-    """Return a row without derived figures, and with rounded ones."""
+    """Return a row as it is saved and printed: without derived figures, and with rounded ones."""
     record = {}
     for field, value in row.items():
         if field in DERIVED_FIGURES:

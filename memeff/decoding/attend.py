@@ -16,8 +16,13 @@ from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.problem import Operands
-from memeff.sharding import vary_together
+from memeff.sharding import explicit_devices, vary_together
 from memeff.stored import StoredKeys
+
+ON_EXPLICIT_MESH = (
+    "is on an Explicit mesh, which does not support keys that are stored in pages or in 8 bits. "
+    "Use jax.shard_map or an Auto mesh."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,10 @@ def attend_stored(
             "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "
             "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
         )
+    others = arguments._replace(query=0), key, value
+    for x in jax.tree.leaves(others):
+        if isinstance(x, jax.Array) and any(explicit_devices(x, n) > 1 for n in range(x.ndim)):
+            raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
     device = current_device(arguments.query)
     arguments = arguments._replace(key=0, value=0)
     leaves, structure = jax.tree.flatten(arguments)
@@ -69,10 +78,7 @@ def _attend_stored(
     operands = call.operands
     mesh = jax.typeof(operands.query).sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
-        raise NotImplementedError(
-            "query is on an Explicit mesh, which does not support keys that are stored in pages or "
-            "in 8 bits. Use jax.shard_map or an Auto mesh."
-        )
+        raise NotImplementedError(f"query {ON_EXPLICIT_MESH}")
     want_lse = bool(arguments.return_residual)
     out, lse = _forward(call.chosen, want_lse, vary_together(operands))
     return to_public(call.shape, out, lse)
@@ -93,8 +99,11 @@ def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) ->
     def read_all(operands: Operands) -> tuple[Array, Array | None]:
         key: Any = operands.key
         value: Any = operands.value
-        # Rows that no sequence has are hidden, and must be finite for the gradient of scatters.
-        plain = operands._replace(key=key.whole(), value=value.whole())
-        return attend(chosen, want_lse, plain)
+        assert operands.kv_lengths is not None
+        # Tokens behind the end are hidden. Those without a page are NaN, and jax.debug_nans would
+        # find them in what the forward keeps for the gradient.
+        exists = jnp.arange(key.shape[1])[None] < operands.kv_lengths[:, None]
+        key, value = (jnp.where(exists[..., None, None], x.whole(), 0) for x in (key, value))
+        return attend(chosen, want_lse, operands._replace(key=key, value=value))
 
     return jax.jvp(read_all, primals, tangents)

@@ -17,15 +17,18 @@ from memeff.block_mask import BlockMask
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.ring import lengths_of_whole, ring_mask, ring_score
 from memeff.decoding.storage import (
+    LOST,
     Places,
     check_appended,
     check_counts,
     check_dtype,
     check_kept,
+    check_not_lost,
     check_room,
     check_size,
     check_tokens,
     keep_drafts,
+    lacks_positions,
     query_length,
     stored_form,
     write_all,
@@ -33,9 +36,7 @@ from memeff.decoding.storage import (
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
 from memeff.user_functions import check_pair_function
-from memeff.validate import known_values
 
-LOST = -(2**30)  # the length of a sequence whose ring does not hold what is asked of it
 # arguments of dot_product_attention that the cache itself gives
 OWN = ("q_offset", "key_value_seq_lengths", "query_seq_lengths")
 # those that name keys by their slots, so that a ring would read them at wrong positions
@@ -156,26 +157,24 @@ class KVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Return which sequences [B] brought more tokens than fit.
+        """Return which sequences [B] brought more tokens than fit, or gave up more than they had.
 
-        Of a ring these are sequences that gave up more tokens than it can (see `truncate`).
+        A ring has room for any number, and can give up the newest only (see `truncate`).
         """
-        if self.window is not None:
-            return self.lengths < 0
-        return self.lengths > self.capacity
+        lost = self.lengths < 0
+        return lost if self.window is not None else lost | (self.lengths > self.capacity)
 
     def check(self) -> None:
         """Raise a ValueError if a sequence has `overflowed`; it sees nothing inside jit."""
         if self.window is None:
+            check_not_lost(self.lengths)
             check_room(self.lengths, self.capacity, CURE)
             return
-        known = known_values(self.lengths)
-        if known is not None and known.min() < 0:
-            raise ValueError(
-                f"sequence {known.argmin()} gave up more than capacity - window = "
-                f"{self.capacity - self.window} tokens of a ring, which newer ones had replaced. "
-                "Give it a larger capacity, or read the sequence again."
-            )
+        check_not_lost(
+            self.lengths,
+            f"more than capacity - window = {self.capacity - self.window} tokens of a ring, which "
+            "newer ones had replaced (a larger capacity keeps more), or ",
+        )
 
     def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> KVCache:
         """Return the cache with T more tokens of each sequence.
@@ -185,7 +184,7 @@ class KVCache:
           value: [B, T, K, D].
           counts: [B], integers from 0 to T: how many of the T tokens of each sequence are valid,
             counted from the first, such as of prompts of different lengths. Booleans say which
-            sequences go on. Default: all.
+            sequences go on. Default: all. Traced ones count as at least 0 and at most T.
 
         Raises:
           ValueError: if shapes disagree, or the cache is full and lengths are known.
@@ -250,7 +249,8 @@ class KVCache:
 
         Returns:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
-          NaN for a sequence that overflowed.
+          Under jit NaN for a sequence that overflowed, or has fewer tokens than the query, or more
+          than a ready-made mask has ids for.
 
         Raises:
           ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
@@ -278,6 +278,7 @@ class KVCache:
             q_offset=self.lengths - valid,
             key_value_seq_lengths=jnp.minimum(self.lengths, self.capacity),
         )
+        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
         if self.window is not None:
             arguments = self._on_ring(arguments, T)
         if self.key_scale is None:
@@ -285,7 +286,7 @@ class KVCache:
             results = dot_product_attention(**call)
         else:
             results = attend_stored(arguments, *self._stored(jnp.result_type(query)))
-        return nan_where(self.overflowed, results)
+        return nan_where(self.overflowed | lacking, results)
 
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
@@ -308,8 +309,9 @@ class KVCache:
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid.
 
-        Under jit a sequence that `overflowed` keeps all its tokens, and stays so. A ring cannot
-        give up more tokens than in `truncate`.
+        Under jit a sequence that `overflowed` keeps all its tokens, and stays so. One that has
+        fewer than T tokens, or is to keep a draft outside 0 to T - 1, counts as overflowed
+        from then on. A ring cannot give up more tokens than in `truncate`.
 
         Raises: ValueError if shapes or known values disagree, the cache is known to have
           overflowed, or a ring would have to give up too many.

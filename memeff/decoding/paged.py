@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from memeff.arguments import Arguments, CachedOptions
 from memeff.decoding.attend import attend_stored
-from memeff.decoding.storage import EIGHT_BITS, check_room
+from memeff.decoding.storage import EIGHT_BITS, check_room, lacks_positions
 from memeff.inputs import to_array
 from memeff.stored import StoredKeys
 from memeff.validate import check_integers, known_values
@@ -125,6 +125,8 @@ def paged_attention(
     if lengths.shape != query.shape[:1]:
         raise ValueError(f"lengths must have shape (B={len(query)},); got {lengths.shape}.")
     _check_pages(key, lengths)
+    if q_offset is None:
+        lacks_positions(options, lengths)  # refuses them where lengths are known
     arguments = Arguments(
         query=query,
         key=None,  # pyright: ignore[reportArgumentType]

@@ -20,10 +20,13 @@ from memeff.decoding.storage import (
     check_counts,
     check_dtype,
     check_kept,
+    check_not_lost,
     check_room,
     check_size,
     check_tokens,
+    check_whole_pool,
     keep_drafts,
+    lacks_positions,
     query_length,
     stored_form,
     write_all,
@@ -32,6 +35,7 @@ from memeff.stored import page_places
 from memeff.validate import check_integers, known_values
 
 NO_PAGE = "Give it more pages (memeff.PageAllocator.extend), and pass the new page_table."
+DROPPED = "Those without room were dropped: truncate it to its room, then append them again."
 
 
 @functools.partial(
@@ -135,12 +139,13 @@ class PagedKVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Return which sequences [B] brought tokens for which they have no page."""
-        return self.lengths > self.room
+        """Return which sequences [B] lack a page for a token, or gave up more than they had."""
+        return (self.lengths < 0) | (self.lengths > self.room)
 
     def check(self) -> None:
-        """Raise a ValueError if a sequence brought more tokens than fit; not inside jit."""
-        check_room(self.lengths, self.room, NO_PAGE)
+        """Raise a ValueError if a sequence has `overflowed`; it sees nothing inside jit."""
+        check_not_lost(self.lengths)
+        check_room(self.lengths, self.room, DROPPED)
 
     def with_sequences(self, page_table: ArrayLike, lengths: ArrayLike) -> PagedKVCache:
         """Return the same pages with other sequences: their table [B, n] and their lengths [B].
@@ -161,16 +166,18 @@ class PagedKVCache:
                 f"page_table names page {known.max()}, and the cache has {len(self.key_pages)}."
             )
         cache = dataclasses.replace(self, page_table=table, lengths=lengths)
-        cache.check()
+        check_room(lengths, cache.room, NO_PAGE)
         return cache
 
     def copy_pages(self, sources: ArrayLike, targets: ArrayLike) -> PagedKVCache:
         """Return the cache with pages `sources` [n] copied over pages `targets` [n].
 
         `PageAllocator.extend` says which, before a sequence writes into a page that it shares.
-        A pair of -1 copies nothing, so that jit can have as many pairs in each step.
+        Pairs count in their order, as if one were copied after the other. A pair of -1 copies
+        nothing, so that jit can have as many pairs in each step.
 
-        Raises: ValueError if shapes disagree, or a pair is known to name a page that is not there.
+        Raises: ValueError if shapes disagree, or a pair is known to name a page that is not there;
+          under jit a target then becomes NaN.
         """
         sources = check_integers("sources", sources)
         targets = check_integers("targets", targets)
@@ -189,10 +196,14 @@ class PagedKVCache:
                         f"copy_pages got {pair[0]} to copy over {pair[1]}, and the cache has pages "
                         f"0 to {pages - 1}."
                     )
-        targets = jnp.where(targets < 0, pages, targets)
+        check_whole_pool(sources, targets, self.key_pages, self.value_pages)
+        sources, targets = _at_once(sources.astype(jnp.int32), targets.astype(jnp.int32))
+        sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
 
         def copy(x: Array | None) -> Array | None:
-            return None if x is None else x.at[targets].set(x[sources], mode="drop")
+            if x is None:
+                return None
+            return x.at[targets].set(x.at[sources].get(mode="fill"), mode="drop")
 
         return self._replace_arrays([copy(x) for x in self._arrays()], self.lengths)
 
@@ -235,6 +246,7 @@ class PagedKVCache:
         T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
+        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,
@@ -248,7 +260,7 @@ class PagedKVCache:
         results = paged_attention(
             query, self.key_pages, self.value_pages, self.page_table, lengths, **call
         )
-        return nan_where(self.overflowed, results)
+        return nan_where(self.overflowed | lacking, results)
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
@@ -295,3 +307,17 @@ class PagedKVCache:
         """Return the cache with other arrays."""
         key, value, key_scales, value_scales = arrays
         return PagedKVCache(key, value, self.page_table, lengths, key_scales, value_scales)
+
+
+def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:
+    """Return pairs [n] of pages that, copied at once, do what the given ones do in their order."""
+    n = len(sources)
+    pair = jnp.arange(n)
+    earlier = pair[None] < pair[:, None]  # [n, n]: row i has the pairs before pair i
+    writes = (sources[:, None] == targets[None]) & (targets[None] >= 0) & earlier
+    origin = jnp.where(writes, pair[None], -1).max(axis=1, initial=-1)  # the last that wrote it
+    origin = jnp.where(origin < 0, pair, origin)
+    for _ in range(n.bit_length()):
+        origin = origin[origin]
+    overwritten = ((targets[:, None] == targets[None]) & earlier.T).any(axis=1)
+    return sources[origin], jnp.where(overwritten, -1, targets)

@@ -11,13 +11,16 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from memeff.block_mask import BlockMask
 from memeff.inputs import kind_of, to_array
 from memeff.sharding import explicit_devices
+from memeff.user_functions import positions_held
 from memeff.validate import check_integers, known_values
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
 Places = tuple[Array] | tuple[Array, Array]
 EIGHT_BITS = ("int8", "float8_e4m3fn")
+LOST = -(2**30)  # the length of a sequence that no longer has what was asked of it under jit
 
 
 def check_size(name: str, size: Any, least: int = 1) -> int:
@@ -123,6 +126,16 @@ def check_room(lengths: Array, capacity: ArrayLike, cure: str) -> None:
         )
 
 
+def check_not_lost(lengths: Array, other: str = "") -> None:
+    """Raise an error if a sequence is known to be `LOST`; `other` is what it also may have lost."""
+    known = known_values(lengths)
+    if known is not None and known.min() < 0:
+        raise ValueError(
+            f"sequence {known.argmin()} gave up {other}drafts that it did not have (by T or path "
+            "of keep_drafts). Read the sequence again."
+        )
+
+
 def check_appended(lengths: Array, counts: Array) -> None:
     """Raise an error if more queries than cached tokens came, where both are known."""
     known = known_values(lengths)
@@ -136,6 +149,26 @@ def check_appended(lengths: Array, counts: Array) -> None:
             f"query has {queries[b]} tokens of sequence {b}, and the cache has {known[b]}: append "
             "their keys and values first."
         )
+
+
+def lacks_positions(options: dict[str, Any], lengths: Array) -> Array:
+    """Return which sequences [B] are longer than the params that a mask reads by position.
+
+    JAX would read the last number of these. Refuse such sequences where lengths are known.
+    """
+    mask = options.get("mask_fn")
+    if isinstance(mask, BlockMask):
+        mask = mask.mask
+    most = positions_held(mask, options.get("mask_params"))
+    if most is None:
+        return jnp.zeros(lengths.shape, bool)
+    known = known_values(lengths)
+    if known is not None and known.max() > most:
+        raise ValueError(
+            f"mask_fn has params for {most} positions, and sequence {known.argmax()} has "
+            f"{known.max()} tokens: give it params for as many."
+        )
+    return lengths > most
 
 
 def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> tuple[Array, Array]:
@@ -169,12 +202,16 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     path, counts = check_drafts(T, path, counts, cache.lengths)
     stays = cache.overflowed  # some of its drafts found no room
     first = (cache.lengths - T)[:, None]
-    old = cache._places(first + path, path >= 0)
     token = jnp.arange(path.shape[1])[None]
-    new = cache._places(first + token, (token < counts[:, None]) & ~stays[:, None])
+    kept = token < counts[:, None]
+    is_draft = (first >= 0) & (path >= 0) & (path < T)
+    lost = (first[:, 0] < 0) | (kept & ~is_draft).any(axis=1)
+    old = cache._places(first + path, is_draft)
+    new = cache._places(first + token, kept & ~(stays | lost)[:, None])
     arrays = cache._arrays()
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
-    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, first[:, 0] + counts))
+    lengths = jnp.where(lost, LOST, first[:, 0] + counts)
+    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
 
 def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
@@ -207,8 +244,10 @@ def write(x: Array, places: Places, new: Array) -> Array:
 
     options: Any = dict(mode="drop", unique_indices=True)
     has_slots = len(places) == 1
-    if not has_slots:
-        _check_whole_batch(new, *places)
+    if has_slots:
+        _check_same_batch(x, new, *places)
+    else:
+        check_whole_pool(x, new, *places)
 
     def write_tokens(x: Array, places: Any, new: Array) -> Array:
         return x.at[places].set(new, **options)
@@ -253,7 +292,9 @@ def read(x: Array, places: Places) -> Array:
         return x.at[:, slots].get(mode="clip").T
 
     if len(places) == 2:
-        _check_whole_batch(*places)
+        check_whole_pool(x, *places)
+    else:
+        _check_same_batch(x, *places)
     if x.ndim == 3 and len(places) == 2:
         pages, token = places
         return x.at[pages, :, token].get(mode="clip")
@@ -262,10 +303,21 @@ def read(x: Array, places: Places) -> Array:
     return read_tokens(x, places)
 
 
-def _check_whole_batch(*arrays: Array) -> None:
-    """Refuse pages of sequences [B, ...] that are sharded over an Explicit mesh."""
+def check_whole_pool(*arrays: Array) -> None:
+    """Refuse pages, or arrays by sequence or by page, whose first dim an Explicit mesh shards."""
     if any(explicit_devices(x, 0) > 1 for x in arrays):
         raise NotImplementedError(
-            "A PagedKVCache does not support a batch that is sharded over an Explicit mesh. Use "
-            "jax.shard_map, with a pool of pages for each device, or an Auto mesh."
+            "A PagedKVCache does not support a batch or pages that are sharded over an Explicit "
+            "mesh. Use jax.shard_map, with a pool of pages for each device, or an Auto mesh."
+        )
+
+
+def _check_same_batch(*arrays: Array) -> None:
+    """Refuse arrays [B, ...] whose batch an Explicit mesh shards in different ways."""
+    devices = {explicit_devices(x, 0) for x in arrays}
+    if len(devices) > 1:
+        raise ValueError(
+            "The batches of a cache, its lengths and what it is given are sharded over "
+            f"{min(devices)} and {max(devices)} devices of an Explicit mesh: shard them alike, "
+            "with jax.sharding.reshard."
         )

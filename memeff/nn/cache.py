@@ -17,7 +17,7 @@ def append(
     overwrite the last ones, as in Flax. If it is [*B], such tokens are left out (see
     `nan_where_full`).
 
-    Raises: ValueError if shapes disagree, or the cache is known to be full.
+    Raises: ValueError if shapes disagree, or a token is known to lie outside the cache.
     """
     keys, values = cached
     key, value = new
@@ -39,19 +39,21 @@ def append(
 
 
 def nan_where_full(out: Array, start: Array, capacity: int) -> Array:
-    """Return out [*B, T, N, D] with NaN for sequences whose tokens went beyond the cache.
+    """Return out [*B, T, N, D] with NaN for sequences whose tokens went outside the cache.
 
     One number as `start` is left to Flax's rule.
     """
     if start.ndim == 0:
         return out
-    full = start + out.shape[-3] > capacity
-    return jnp.where(full[..., None, None, None], jnp.nan, out)
+    outside = (start < 0) | (start + out.shape[-3] > capacity)
+    return jnp.where(outside[..., None, None, None], jnp.nan, out)
 
 
 def _check_room(start: Array, T: int, S: int) -> None:
-    """Refuse tokens beyond the cache where the index is known."""
+    """Refuse tokens outside the cache where the index is known."""
     known = None if isinstance(start, Tracer) else known_values(start)
+    if known is not None and known.min() < 0:
+        raise ValueError(f"decode: cache_index is {known.min()}: it must be at least 0.")
     if known is not None and known.max() + T > S:
         raise ValueError(
             f"decode: the cache of {S} tokens holds {known.max()} and {T} came: init with longer "

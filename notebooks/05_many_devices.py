@@ -169,11 +169,11 @@ for name, operand, gradient, x in zip("qkv", (q, k, v), gradients, expected, str
     check(f"d{name}, sharded as {name}", memeff.from_zigzag(gradient, DEVICES), x)
 
 # %% [markdown]
-# **The stops of a ring.** Keys and values go from device to device. At stop `s` device `r` has
+# **The steps of a ring.** Keys and values go from device to device. At step `s` device `r` has
 # those of device `r - s`, and works on them while the next ones travel. Here four devices have
 # eight chunks of the sequence. A square is a chunk of queries (down) with a chunk of keys (across),
 # in the colour of the device that computes it; paler ones are causal inside. A contiguous layout
-# leaves more devices idle at each stop. In a zigzag every device has two squares at each stop.
+# leaves more devices idle at each step. In a zigzag every device has two squares at each step.
 
 # %%
 RING = 4
@@ -182,12 +182,12 @@ drawing, panels = plt.subplots(2, RING, figsize=(10, 5.4), layout="constrained")
 for row, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
     owned = memeff.sequence_positions(chunks, RING, layout).reshape(RING, 2)
     visits = np.zeros((chunks, chunks), int)
-    for stop, panel in enumerate(row):
+    for step, panel in enumerate(row):
         squares = np.ones((chunks, chunks, 4))  # white
         work = np.zeros(RING, int)
         for device in range(RING):
             for query_chunk in owned[device]:
-                for key_chunk in owned[device - stop]:
+                for key_chunk in owned[device - step]:
                     if key_chunk > query_chunk:
                         continue  # later keys are hidden
                     opacity = 0.45 if key_chunk == query_chunk else 1
@@ -199,9 +199,9 @@ for row, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
         panel.set_yticks(np.arange(chunks + 1) - 0.5, [])
         panel.grid(color="lightgray", linewidth=0.6)
         panel.tick_params(length=0)
-        panel.set_title(f"stop {stop}: {(work > 0).sum()} of {RING} work", fontsize=10)
+        panel.set_title(f"step {step}: {(work > 0).sum()} of {RING} work", fontsize=10)
         panel.set_xlabel(f"squares: {', '.join(map(str, work))}", fontsize=9)
-        if layout == "zigzag" and stop > 0:
+        if layout == "zigzag" and step > 0:
             assert (work == 2).all()
     assert (visits == np.tri(chunks)).all()  # each causal pair once
     row[0].set_ylabel(layout)
@@ -266,7 +266,7 @@ for strategy in ("all_to_all", "ring"):
 # **The same as a picture.** Arguments and gradients fall as one over the number of devices. What
 # `"all_to_all"` holds beside them falls, too, from two devices on. (One device needs no copies to
 # send and receive.) The ring's temporary memory hardly falls *here*: XLA's compiler for CPUs runs
-# the stops in an order of its own, and holds arrays of several of them. So this is no measure of a
+# the steps in an order of its own, and holds arrays of several of them. So this is no measure of a
 # ring on GPUs.
 
 # %%

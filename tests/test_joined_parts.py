@@ -117,7 +117,7 @@ def test_numbers_of_one_device(kind, devices, kernels):
     assert kernels.calls == 0 and D != H
     found = run_sharded(call, compute, devices, "zigzag", "ring", chunk_size=CHUNK)
     assert_near(found, expected, devices)
-    assert kernels.calls >= 4  # stops of one part and of two, forward and backward
+    assert kernels.calls >= 4  # steps of one part and of two, forward and backward
 
 
 def test_values_of_another_size_run_in_parts(kernels):

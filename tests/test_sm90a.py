@@ -120,7 +120,7 @@ def test_bytes_that_xla_moves_in_a_ring(ring_programs):
     # The gradient also packs dk and dv. Then dq, dk and dv are written from two arrays each, for
     # which XLA counts entries that it does not read.
     assert ring_programs["gradient", 2].moved <= 20 * 32 * MIB
-    # With more devices each stop adds dk and dv to sums in float32 that came in a message, and
+    # With more devices each step adds dk and dv to sums in float32 that came in a message, and
     # writes these over in it, for which XLA copies them.
     assert ring_programs["gradient", 8].moved - ring_programs["gradient", 4].moved <= 96 * 32 * MIB
 

@@ -37,7 +37,7 @@ from memeff.sequence.parts import (
     place_part,
     stack_keys,
 )
-from memeff.sequence.ring import is_balanced, ring_stops, ring_walk
+from memeff.sequence.ring import is_balanced, ring_steps, ring_walk
 from memeff.sequence.terms import (
     Term,
     add_term,
@@ -101,15 +101,15 @@ class Sharded:
     def carry(
         self, problem: Problem, operands: Operands, partial_out: bool
     ) -> tuple[tuple[Array, ...], Lse]:
-        """Return arrays whose sum is out, and lse; the kernels of a stop add to what they get.
+        """Return arrays whose sum is out, and lse; the kernels of a step add to what they get.
 
         There is one array, in the query's dtype, unless `partial_out`.
         """
-        stops_left = iter(reversed(range(self.shards.devices)))
+        steps_left = iter(reversed(range(self.shards.devices)))
 
         def visit(carried, parts: tuple[Part, ...], here: Operands, _tangents, _rows):
             chosen, here = self.choose(parts, here)
-            is_partial = next(stops_left) > 0 or partial_out
+            is_partial = next(steps_left) > 0 or partial_out
             schedule = dataclasses.replace(chosen.schedule, partial_out=is_partial)
             if carried is not None:
                 here = here._replace(kv_lengths=count_keys_seen(parts, here))
@@ -138,14 +138,14 @@ class Sharded:
         dtype = accumulator_dtype(operands)
         home = self.joins(problem, operands, join_parts)
         joins = home is not None
-        # The last gradients of keys travel beside dq of the same stop, or beside work at home.
+        # The last gradients of keys travel beside dq of the same step, or beside work at home.
         keys_first = home is not None and not home.schedule.fused_backward
-        stops_left = iter(reversed(range(self.shards.devices)))
+        steps_left = iter(reversed(range(self.shards.devices)))
 
         def visit(state, parts: tuple[Part, ...], here: Operands, _tangents, rows):
             dqueries, dparams = state
             chosen, here = self.choose(parts, here)
-            if keys_first and next(stops_left) == 0 and parts[1:]:
+            if keys_first and next(steps_left) == 0 and parts[1:]:
                 schedule = dataclasses.replace(
                     chosen.schedule, fused_backward=False, keys_first=True
                 )
@@ -209,7 +209,7 @@ class Sharded:
     def joins(
         self, problem: Problem, operands: Operands, join: Callable[..., Operands]
     ) -> Chosen | None:
-        """Return what runs the work at home if `join` can make one call of all parts of a stop."""
+        """Return what runs the work at home if `join` can make one call of all parts of a step."""
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
             return None
@@ -221,7 +221,7 @@ class Sharded:
             return None
         if not all_axes_manual():
             return None
-        _, parts = ring_stops(shards, problem, operands, splits_home=False)[0]
+        _, parts = ring_steps(shards, problem, operands, splits_home=False)[0]
         chosen, here = self.choose(parts, join(parts, operands, stack_keys(keys_of(operands))))
         if chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here):
             return chosen

@@ -177,7 +177,7 @@ def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Opera
 
 
 def join_rows(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:
-    """Return the operands of all parts of a causal zigzag's stop as a call of all rows and keys.
+    """Return the operands of all parts of a causal zigzag's step as a call of all rows and keys.
 
     A batch entry of the call is one chunk of queries, early or late, against all keys that have
     come; `count_keys_seen` says how many of these it sees. The work at home, one part, has whole

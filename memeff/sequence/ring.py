@@ -1,14 +1,14 @@
 """Send keys and values round a ring of devices.
 
-With P devices, at stop s device r has the keys of device r - s. Gradients of keys travel one stop
+With P devices, at step s device r has the keys of device r - s. Gradients of keys travel one step
 behind their keys, and at the end go home (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889, section 3).
-Their sums are float32; what one stop found travels as it is.
+Their sums are float32; what one step found travels as it is.
 
-Every device sends at every stop, also what nobody needs, and no collective stands in a branch. One
-message a stop carries keys and gradients, and it is sent before the work of its stop, so that it
+Every device sends at every step, also what nobody needs, and no collective stands in a branch. One
+message a step carries keys and gradients, and it is sent before the work of its step, so that it
 travels beside that work. Without a barrier XLA:GPU would send everything first and wait for it.
 
-In causal order a zigzag shows, at stop s > 0, two of the four pairs of chunks, both wholly:
+In causal order a zigzag shows, at step s > 0, two of the four pairs of chunks, both wholly:
 late queries x early keys, and early x early where r >= s, late x late elsewhere. The work at home
 comes first, beside the first message. It is a causal call of all tokens, or it has two halves: late
 x early, which is seen wholly, and the two others, which are causal. The backward has halves unless
@@ -47,16 +47,16 @@ LATE = Chunk(1, 2)
 WHOLE = Chunk()
 
 
-class Stop(NamedTuple):
+class Step(NamedTuple):
     """The work between two messages, on the keys of the device that is `distance` before."""
 
     distance: int  # 0: the keys of this device
     parts: tuple[Part, ...]
 
 
-def ring_stops(
+def ring_steps(
     shards: Shards, problem: Problem, operands: Operands, splits_home: bool
-) -> list[Stop]:
+) -> list[Step]:
     """Return the work of this device, in order.
 
     With `splits_home`, a causal zigzag ends with half of the work at home.
@@ -84,27 +84,27 @@ def ring_stops(
         free = dataclasses.replace(problem, left=None, right=None)
         splits_home = splits_home or problem.names_positions or lengths
         home = part(free, LATE, EARLY, 0) if splits_home else part(problem, WHOLE, WHOLE, 0)
-        stops = [Stop(0, (home,))]
+        steps = [Step(0, (home,))]
         for s in range(1, P):
             same = Chunk((s > r).astype(jnp.int32), 2)
-            stops.append(Stop(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
+            steps.append(Step(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
         if splits_home:
             diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
-            stops.append(Stop(0, diagonal))
-        return stops
+            steps.append(Step(0, diagonal))
+        return steps
     pairs = [(WHOLE, WHOLE)]
     if problem.has_window or problem.names_positions or lengths:
         if chunks_of_device(shards.layout) == 2:
             pairs = [(rows, cols) for rows in (EARLY, LATE) for cols in (EARLY, LATE)]
-    stops = []
+    steps = []
     for s in ring_distances(shards, problem, operands):
         parts = [part(problem, rows, cols, s) for rows, cols in pairs]
-        stops.append(Stop(s, tuple(parts)))
-    return stops
+        steps.append(Step(s, tuple(parts)))
+    return steps
 
 
 def is_balanced(shards: Shards, problem: Problem, operands: Operands) -> bool:
-    """Return True if each stop shows every device two pairs of chunks: in causal zigzag."""
+    """Return True if each step shows every device two pairs of chunks: in causal zigzag."""
     causal = (problem.left, problem.right, problem.q_offset) == (None, 0, 0)
     square = operands.shape.T == operands.shape.S and operands.q_offset is None
     return shards.layout == "zigzag" and causal and square
@@ -150,8 +150,8 @@ def ring_walk(
     In a backward, `rows` are out, lse and their cotangents. Then `visit` returns the new state and
     the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
     these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
-    this does. `join(parts, operands, keys)` makes a call of all parts of a stop; without it, a
-    visit has one part. `splits_home` is that of `ring_stops`.
+    this does. `join(parts, operands, keys)` makes a call of all parts of a step; without it, a
+    visit has one part. `splits_home` is that of `ring_steps`.
     """
     own_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
     own = own_keys, None if tangents is None else keys_of(tangents)
@@ -160,20 +160,20 @@ def ring_walk(
     all_manual = all_axes_manual()
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not join or all_manual and tangents is None
-    stops = ring_stops(shards, problem, operands, splits_home)
+    steps = ring_steps(shards, problem, operands, splits_home)
     coming = own
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
     previous = 0  # the distance at which `behind` was found
     sent = None
-    for n, (s, parts) in enumerate(stops):
+    for n, (s, parts) in enumerate(steps):
         keys, key_tangents = arrived = coming if s else own
-        ahead = stops[n + 1].distance if n + 1 < len(stops) else 0
-        outgoing, step = _next_keys(s, ahead, arrived, own)
+        ahead = steps[n + 1].distance if n + 1 < len(steps) else 0
+        outgoing, hops = _next_keys(s, ahead, arrived, own)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
         terms = shorten(behind, 1), (target - previous) % P
-        sent, outgoing = send((outgoing, step % P), terms, came)
+        sent, outgoing = send((outgoing, hops % P), terms, came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
         found = []
@@ -188,9 +188,9 @@ def ring_walk(
                 (found if s else kept).append(Term(chunks, of_keys))
         previous = s
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
-        # the last stop it would only keep XLA from one pass over what was found.
-        if not differentiable and n + 1 < len(stops):
-            # queries and rows too, or XLA would cut the chunks of all stops before the first
+        # the last step it would only keep XLA from one pass over what was found.
+        if not differentiable and n + 1 < len(steps):
+            # queries and rows too, or XLA would cut the chunks of all steps before the first
             results = state, found, kept
             held = sent, operands, rows
             (state, found, kept), (sent, operands, rows) = hold(held, results)
@@ -224,14 +224,14 @@ def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None)
     arrives from other devices, for `open_parcels`, and the keys as they lie in the message. `came`
     is what brought the keys.
     """
-    keys, step = ahead
+    keys, hops = ahead
     terms, back = behind
-    if step == back or not terms or keys is None:
-        step = step if keys is not None else back
+    if hops == back or not terms or keys is None:
+        hops = hops if keys is not None else back
         renewed = len(jax.tree.leaves(terms))
-        sent, (_, keys) = _pass_on(shards, pack, (terms, keys), step, came, renewed)
+        sent, (_, keys) = _pass_on(shards, pack, (terms, keys), hops, came, renewed)
         return sent, keys
-    sent, keys = _pass_on(shards, pack, keys, step)
+    sent, keys = _pass_on(shards, pack, keys, hops)
     return (_pass_on(shards, pack, terms, back)[0], sent), keys
 
 
@@ -274,18 +274,18 @@ def open_parcels(tree: Any) -> Any:
 
 
 def _pass_on(
-    shards: Shards, pack: bool, tree: Any, step: int, came: Any = None, renewed: int = 0
+    shards: Shards, pack: bool, tree: Any, hops: int, came: Any = None, renewed: int = 0
 ) -> tuple[Any, Any]:
-    """Send a pytree of arrays `step` devices ahead; with `pack`, several arrays as a parcel.
+    """Send a pytree of arrays `hops` devices ahead; with `pack`, several arrays as a parcel.
 
     Return what arrives, and the pytree as it lies in what is sent. If `came` is a parcel of a like
     pytree, of which only the first `renewed` arrays are others now, these are written over in it.
     """
     arrays, structure = jax.tree.flatten(tree)
     P = shards.devices
-    if not arrays or step == 0:
+    if not arrays or hops == 0:
         return tree, tree
-    route = [(i, (i + step) % P) for i in range(P)]
+    route = [(i, (i + hops) % P) for i in range(P)]
     send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
     if len(arrays) == 1 or not pack:  # bits have no derivative
         return jax.tree.unflatten(structure, [send(x) for x in arrays]), tree

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES
@@ -66,3 +67,32 @@ def test_negative_scale_of_large_logits(scale):
     result = run_call(args, kwargs)
     assert result.lse.max() > 150
     assert_truth(result, "negative scale", args, kwargs)
+
+
+def test_gradients_in_16_bits_are_rounded_once():
+    """That of a scale, of a soft cap and of a bias of keys is a sum over 256 tiles, in float32."""
+    rng = np.random.default_rng(3)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+    arrays = [normal(2, 128, 2, 8) for _ in range(3)]
+    terms = normal(1, 2, 1, 128), np.array([0.3, 2], ml_dtypes.bfloat16)
+
+    def weighted(terms, query, key, value, chunk_size):
+        bias, (scale, cap) = terms
+        more = dict(scale=scale, logits_soft_cap=cap, chunk_size=chunk_size)
+        return (dot_product_attention(query, key, value, bias, **more) * value).sum()
+
+    gradient = jax.jit(jax.grad(weighted), static_argnums=4)
+    found = gradient(terms, *arrays, (8, 8))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (terms, *arrays))
+        true = jax.tree.map(np.asarray, gradient(*wide, None))
+
+    def error(x, truth):
+        return np.sqrt(np.mean((np.asarray(x, np.float64) - truth) ** 2))
+
+    for x, truth in zip(found, true, strict=True):
+        half = 2.0**-8 * np.abs(truth).max() if x.size == 2 else 0  # of the last place
+        assert error(x, truth) <= 1.05 * max(error(truth.astype(ml_dtypes.bfloat16), truth), half)

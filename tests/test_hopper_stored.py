@@ -214,7 +214,7 @@ def test_8_bits(name):
 
 def test_query_in_integers():
     """Rows are given back to 2^-16 of their largest number, and NaN where one is not finite."""
-    from memeff.pallas.hopper.decode_work import split_query
+    from memeff.pallas.hopper.fragments import split_query
 
     rows = np.random.default_rng(0).standard_normal((8, 64)).astype(f32)
     rows[1] *= 1e-30

@@ -249,8 +249,9 @@ class KVCache:
 
         Returns:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
-          Under jit NaN for a sequence that overflowed, or has fewer tokens than the query, or more
-          than a ready-made mask has ids for.
+          Under jit NaN for a sequence that overflowed, or has more tokens than a ready-made mask
+          has ids for. If one has fewer than T tokens, its last row is its newest, and the first
+          rows are 0.
 
         Raises:
           ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
@@ -278,7 +279,7 @@ class KVCache:
             q_offset=self.lengths - valid,
             key_value_seq_lengths=jnp.minimum(self.lengths, self.capacity),
         )
-        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
+        lacking = lacks_positions(options, self.lengths)
         if self.window is not None:
             arguments = self._on_ring(arguments, T)
         if self.key_scale is None:

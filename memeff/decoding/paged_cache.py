@@ -246,7 +246,7 @@ class PagedKVCache:
         T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
-        lacking = lacks_positions(options, self.lengths) | (self.lengths < valid)
+        lacking = lacks_positions(options, self.lengths)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,

@@ -5,15 +5,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.pallas.hopper.decode import DecodeKernel
-from memeff.pallas.hopper.decode_work import (
-    ROWS,
-    Cache,
-    DecodeSizes,
-    Pages,
-    keys_of_split,
-    split_query,
-)
-from memeff.pallas.hopper.fragments import permute_dims
+from memeff.pallas.hopper.decode_work import ROWS, Cache, DecodeSizes, Pages, keys_of_split
+from memeff.pallas.hopper.fragments import permute_dims, split_query
 from memeff.pallas.hopper.layout import (
     DIMS,
     ROWS_MULTIPLE,

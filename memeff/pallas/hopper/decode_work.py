@@ -31,21 +31,6 @@ MOST_ROWS_OF_INTEGERS = 16  # of a query that is split into integers
 ROWS_WITH_LONG_TILES = 8  # tiles have twice as many keys as those of 16 bits
 
 
-def split_query(x: Array) -> tuple[Array, Array]:
-    """Return rows x [..., R, H] as integers of 8 bits [..., 2, R, H], and scales [..., R].
-
-    x is nearly scale (256 n_0 + n_1), to 2^-16 of the largest number of its row. A row that is not
-    finite has integers of 0 and a scale that is not finite, so that products are NaN.
-    """
-    x = x.astype(jnp.float32)
-    scales = jnp.abs(x).max(-1) * (1 / (127 * 256))
-    steps = jnp.where((scales > 0) & (scales < jnp.inf), scales, jnp.inf)
-    whole = jnp.nan_to_num(jnp.round(x / steps[..., None])).astype(jnp.int32)
-    high = (whole + 128) >> 8
-    digits = jnp.stack([high, whole - (high << 8)], -3)
-    return digits.astype(jnp.int8), scales
-
-
 def keys_of_split(S: int) -> int:
     """Return the keys of a split for a cache of S keys.
 

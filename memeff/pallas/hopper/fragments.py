@@ -7,6 +7,8 @@ a first factor's columns or rows come in another order than they are stored:
 - those of keys [c, H] have their columns permuted as `permute_dims` permutes the queries';
 - those of transposed values [D, c] have their rows permuted as `permute_rows` says.
 
+Keys in int8 may stay as they are: `split_query` makes integers of queries.
+
 The other functions serve products whose rows are keys: maxima and sums along them, a second factor
 from registers, and the store of a transposed result. The interpreter computes the same from whole
 arrays.
@@ -45,6 +47,21 @@ def permute_dims(x: Array) -> Array:
     shape = x.shape
     x = x.reshape(*shape[:-1], shape[-1] // STEP, 4, 2, 2)
     return x.swapaxes(-2, -3).reshape(shape)
+
+
+def split_query(x: Array) -> tuple[Array, Array]:
+    """Return rows x [..., R, H] as integers of 8 bits [..., 2, R, H], and scales [..., R].
+
+    x is nearly scale (256 n_0 + n_1), to 2^-16 of the largest number of its row. A row that is not
+    finite has integers of 0 and a scale that is not finite, so that products are NaN.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.abs(x).max(-1) * (1 / (127 * 256))
+    steps = jnp.where((scales > 0) & (scales < jnp.inf), scales, jnp.inf)
+    whole = jnp.nan_to_num(jnp.round(x / steps[..., None])).astype(jnp.int32)
+    high = (whole + 128) >> 8
+    digits = jnp.stack([high, whole - (high << 8)], -3)
+    return digits.astype(jnp.int8), scales
 
 
 def permute_rows(x: Array) -> Array:

@@ -151,7 +151,7 @@ def mesh_of(devices: int, kind=AxisType.Auto) -> Mesh:
 
 def dims_of(name: str) -> str:
     """Return the letters of the dims of an argument, of its gradient, or of a result."""
-    return DIMS.get(name.removeprefix("d "), "")
+    return DIMS.get(name.removeprefix("d ").partition(" by ")[0], "")
 
 
 def specs_of(arrays: Arrays) -> dict[str, P]:

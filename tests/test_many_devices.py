@@ -120,6 +120,38 @@ def test_second_order(kind, layout, strategy):
     assert_near(found, run_whole(call, second_order, chunk_size=CHUNK), 2, 5e-6)
 
 
+def tangents_one_by_one(attend, arrays, cotangents, tangents):
+    """The tangents of out along each array alone, and of its gradient along that array."""
+    found = {}
+    for name in ("query", "bias"):
+        dx = tangents[name]
+
+        def of_one(x, name=name):
+            return attend(**arrays | {name: x})[0]
+
+        def gradient(x, of_one=of_one):
+            _, pull = jax.vjp(of_one, x)
+            return pull(cotangents["out"])[0]
+
+        _, found[f"tangent of out by {name}"] = jax.jvp(of_one, (arrays[name],), (dx,))
+        _, found[f"d {name}"] = jax.jvp(gradient, (arrays[name],), (dx,))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout, strategy",
+    [
+        ("contiguous", "ring"),
+        pytest.param("zigzag", "ring", marks=slow),
+        pytest.param("contiguous", "all_gather", marks=slow),
+    ],
+)
+def test_derivatives_by_one_array(layout, strategy):
+    call = make_call("causal, key bias, sinks", 2)
+    found = run_sharded(call, tangents_one_by_one, 2, layout, strategy, chunk_size=CHUNK)
+    assert_near(found, run_whole(call, tangents_one_by_one, chunk_size=CHUNK), 2, 5e-6)
+
+
 @pytest.mark.parametrize(
     "kind, devices, layout",
     [

@@ -181,7 +181,7 @@ def ring_walk(
             here = (join or _cut)(group, operands, keys)
             tangents_here = None
             if tangents is not None and key_tangents is not None:
-                tangents_here = _cut(group, tangents, key_tangents)
+                tangents_here = _cut(group, tangents, key_tangents, keys)
             state, of_keys = visit(state, group, here, tangents_here, rows)
             if of_keys is not None:
                 chunks = tuple(part.cols for part in group)
@@ -211,10 +211,11 @@ def _next_keys(s: int, ahead: int, arrived: Any, own: Any) -> tuple[Any, int]:
     return (arrived, ahead - s) if goes_on else (own, ahead)
 
 
-def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any) -> Operands:
-    """Return the operands, or their tangents, of one part."""
+def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, primals: Any = None) -> Operands:
+    """Return the operands of one part, or their tangents; keys may lack these, not `primals`."""
     (part,) = parts
-    return cut_part(part, operands, keys, keys.key.shape[1] // part.cols.count)
+    size = (primals or keys).key.shape[1] // part.cols.count
+    return cut_part(part, operands, keys, size)
 
 
 def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None) -> tuple[Any, Any]:

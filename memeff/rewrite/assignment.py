@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 
+from memeff.rewrite.arrange import smallest
 from memeff.rewrite.axes import Element, Letter, NoMatch
 from memeff.rewrite.element import Builder, Roles
 from memeff.rewrite.pairs import Pairs, conjuncts, formula_letters, query_letters, tighter
@@ -38,6 +39,7 @@ class Assignment:
     def __init__(self, match: Match, logits: Logits, roles: Roles | None):
         self.match = match
         self.query = query_letters(match)
+        self.default = self._roles_without_choice()
         self.condition = self._sort(logits.condition)
         self.biases = list(logits.biases)
         self.dense_bias = self._take_dense_bias()
@@ -57,7 +59,7 @@ class Assignment:
                 least, most = bounds
                 condition.low = tighter(max, condition.low, least)
                 condition.high = tighter(min, condition.high, most)
-            elif not (set(letters) & set(self.query) and set(letters) & set(self.match.keys)):
+            elif not self.default.over_pairs(letters):
                 condition.small.append(part)
             elif condition.segments is None and self._are_segments(part):
                 assert isinstance(part, SameIds)
@@ -81,7 +83,7 @@ class Assignment:
         """Return True for ids of queries that are compared with ids of keys."""
         if not isinstance(part, SameIds):
             return False
-        heads = set(self._roles_without_choice().heads)
+        heads = set(self.default.heads)
         sides = [set(letters_of(x.value, x.index)) for x in (part.first, part.second)]
         if any(heads & side for side in sides):
             return False
@@ -94,20 +96,23 @@ class Assignment:
         leaf = part.part if isinstance(part, Not) else part
         if not isinstance(leaf, Leaf):
             return False
-        return self._reads_pairs((leaf.element.value, leaf.element.index))
+        return self._is_array_of_pairs((leaf.element.value, leaf.element.index))
 
-    def _reads_pairs(self, element: Element) -> bool:
-        """Return True if an element is computed from an array with an element for each pair."""
-        builder = Builder(self._roles_without_choice())
+    def _is_array_of_pairs(self, element: Element) -> bool:
+        """Return True for an element of an array that must exist, with an element for each pair.
+
+        One that is larger than the arrays of pairs from which it is computed need not exist.
+        """
+        builder = Builder(self.default)
         builder.element(*element)
-        return bool(builder.of_pairs)
+        read = sum(math.prod(x.shape) for x in builder.of_pairs)
+        return 0 < math.prod(smallest(element)[0].shape) <= read
 
     def _take_dense_bias(self) -> BiasTerm | None:
         """Take the first bias that is an array with an element for each pair."""
         for bias in self.biases:
-            letters = letters_of(*bias.element)
-            over_pairs = set(letters) & set(self.query) and set(letters) & set(self.match.keys)
-            if over_pairs and self._reads_pairs(bias.element):
+            is_over_pairs = self.default.over_pairs(letters_of(*bias.element))
+            if is_over_pairs and self._is_array_of_pairs(bias.element):
                 self.biases.remove(bias)
                 return bias
         return None
@@ -122,7 +127,7 @@ class Assignment:
 
     def _roles(self) -> Roles:
         """Choose the letters of heads so that arrays of T x S stay broadcast where possible."""
-        default = self._roles_without_choice()
+        default = self.default
         groups = tuple(x for x in default.heads if x in self.match.query_only)
         batch = tuple(x for x in (*default.batch, *default.heads) if x not in groups)
         dense = []

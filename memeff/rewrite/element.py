@@ -71,6 +71,11 @@ class Roles:
         B, N, T, S = (math.prod(x.size for x in group) for group in self.groups)
         return B, N, T, S
 
+    def over_pairs(self, letters: Iterable[Letter]) -> bool:
+        """Return True if letters of queries and of keys are among `letters`."""
+        letters = set(letters)
+        return not letters.isdisjoint(self.query) and not letters.isdisjoint(self.keys)
+
 
 Step = tuple[Any, ...]
 
@@ -311,9 +316,7 @@ class Builder:
 
     def _over_pairs(self, index: Index) -> bool:
         """Return True if an index has letters of queries and of keys."""
-        letters = letters_in(index)
-        _, _, query, keys = self.roles.groups
-        return any(x in letters for x in query) and any(x in letters for x in keys)
+        return self.roles.over_pairs(letters_in(index))
 
     def leaf(self, value: Value, index: Index) -> int:
         """Return the step that reads an element of an array."""

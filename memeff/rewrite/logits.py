@@ -181,9 +181,10 @@ class _Walk:
             else:
                 inner_factor = -inner_factor
         for part, sign in self._parts(other):
-            term = self._term(part, sign * factor)
+            bias = BiasTerm(part, sign * factor, other)
+            term = self._term(bias)
             if term is not None:
-                self.found.append(Layer(term, outside, BiasTerm(part, sign * factor)))
+                self.found.append(Layer(term, outside, bias))
         return self._enter(inner, inner_factor)
 
     def _parts(self, element: Element) -> list[tuple[Element, int]]:
@@ -207,13 +208,14 @@ class _Walk:
                 parts.append((part, outer_sign * sign))
         return parts
 
-    def _term(self, element: Element, factor: float) -> MaskTerm | BiasTerm | None:
+    def _term(self, bias: BiasTerm) -> MaskTerm | BiasTerm | None:
         """Return a term that is added as a mask or a bias; None if it changes nothing."""
+        element, factor = bias.element, bias.factor
         symbol = self.reader.read(*element)
         if isinstance(symbol, Number):
             if abs(float(symbol.value) * factor) <= LARGEST_SHIFT:
                 return None
-            return BiasTerm(element, factor)
+            return bias
         if isinstance(symbol, Choice):
             yes = float(symbol.yes) * factor
             no = float(symbol.no) * factor
@@ -221,7 +223,7 @@ class _Walk:
                 return MaskTerm(symbol.condition, self._after_casts(no), True)
             if no == 0 and self._hides(yes, element[0]):
                 return MaskTerm(negate(symbol.condition), self._after_casts(yes), True)
-        return BiasTerm(element, factor)
+        return bias
 
     def _scaling(self, core: Core) -> Scaling | None:
         """Return the scale and soft cap if nothing else is left of the logits."""

@@ -32,6 +32,7 @@ class BiasTerm:
 
     element: Element
     factor: float
+    whole: Element  # what the program adds at once: a sum of which `element` is a term
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memeff.rewrite.arrange import arrange, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
-from memeff.rewrite.axes import NoMatch, chain, expand, expand_all, letters_in
+from memeff.rewrite.axes import Element, NoMatch, chain, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
@@ -311,25 +311,27 @@ class _Translation:
         return self._of_biases(core, self.biases), dense, None
 
     def _are_small(self, biases: list[BiasTerm]) -> bool:
-        """Return True if there is a bias, and none has an element for each pair."""
-        keys = set(self.match.keys)
-        for bias in biases:
-            letters = letters_of(*bias.element)
-            if letters & keys and letters & set(self.query):
-                return False
-        return bool(biases)
+        """Return True if there is a bias, and their sum has no element for each pair."""
+        letters = set().union(*(letters_of(*x.element) for x in biases))
+        return bool(biases) and not self.roles.over_pairs(letters)
 
     def _of_biases(self, core: Core | None, biases: list[BiasTerm]) -> PairFunction:
         """Return the function of a core and of biases; without a core, of the biases alone."""
         builder = Builder(self.roles, self.q_offset if core is not None else 0)
-        terms = []
+        steps = []
         if core is not None:
             builder.dots, builder.dots_index = self.match.dots
             builder.depends = self.depends
-            terms.append((core.element, core.factor))
-        # the innermost first, as the program adds them: beside -1e9 each order rounds differently
-        terms.extend((x.element, x.factor) for x in reversed(biases))
-        steps = [builder.scaled(builder.element(*x), factor) for x, factor in terms]
+            steps.append(builder.scaled(builder.element(*core.element), core.factor))
+        # the innermost first, as the program adds them: beside -1e9 each order rounds differently,
+        # and a difference of large sums is exact only if it is taken before it is added
+        by_whole: dict[Element, list[int]] = {}
+        for x in reversed(biases):
+            step = builder.scaled(builder.element(*x.element), x.factor)
+            by_whole.setdefault(x.whole, []).insert(0, step)
+        steps.extend(
+            x[0] if len(x) == 1 else builder.add("sum", tuple(x)) for x in by_whole.values()
+        )
         builder.add("sum", tuple(steps))
         return self._pair_function(builder, "score" if core is not None else "bias")
 

@@ -723,6 +723,100 @@ def test_padding_of_queries_and_keys_makes_no_array_of_pairs():
     np.testing.assert_allclose(replaced(x, ids), expected, atol=1e-5)
 
 
+def gates(s, x):
+    return s + x["rows"] + x["columns"]
+
+
+def difference_of_sums(s, x):
+    return s + ((1e4 + x["rows"]) - (1e4 + x["columns"]))
+
+
+def causal_gates(s, x):
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s + x["rows"] - x["columns"], -1e9)
+
+
+def gate_and_padding(s, x):
+    return s + x["rows"] + jnp.where(x["columns"] < 1, 0, -1e9)
+
+
+def pairs_and_padding(s, x):
+    return s + jnp.where(x["columns"][:, :1] < 1, x["pairs"], -1e9)
+
+
+def pairs_and_factor(s, x):
+    return s + x["pairs"] * x["rows"][:, :1]
+
+
+def pairs_and_segments(s, x):
+    ids = x["ids"]
+    visible = (ids[:, :, None] == ids[:, None])[:, None] & jnp.tril(jnp.ones(s.shape[-2:], bool))
+    return jnp.where(visible, s + x["pairs"], -1e9)
+
+
+def compared_pairs(s, x):
+    return jnp.where(x["pairs"] > x["columns"][:, :1], s, -1e9)
+
+
+OTHER_DIMS = (
+    gates,
+    difference_of_sums,
+    causal_gates,
+    gate_and_padding,
+    pairs_and_padding,
+    pairs_and_factor,
+    pairs_and_segments,
+    compared_pairs,
+)
+
+
+def test_terms_of_other_dims_are_not_added_up_in_an_array_of_all():
+    """Terms of [B, N, T, 1], [B, N, 1, S] and [1, N, T, S] stay apart."""
+    B, N, H = 2, 3, 4
+
+    def attend(arrays, ids):  # of each function
+        results = {}
+        for logits in OTHER_DIMS:
+            x = {**arrays[logits.__name__], "ids": ids}
+            weights = jax.nn.softmax(logits(jnp.einsum("btnh,bsnh->bnts", x["q"], x["k"]), x))
+            results[logits.__name__] = jnp.einsum("bnts,bsnh->btnh", weights, x["v"])
+        return results
+
+    def shapes(T):
+        tokens = {name: (B, T, N, H) for name in "qkv"}
+        return {**tokens, "rows": (B, N, T, 1), "columns": (B, N, 1, T), "pairs": (1, N, T, T)}
+
+    def of_each(x):
+        return {logits.__name__: x for logits in OTHER_DIMS}
+
+    def with_gradients(f):
+        def run(arrays, ids):
+            results, pull = jax.vjp(lambda arrays: f(arrays, ids), arrays)
+            return results, pull(jax.tree.map(jnp.cos, results))[0]
+
+        return jax.jit(run)
+
+    rng = np.random.default_rng(0)
+    x = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes(12).items()}
+    ids = jnp.asarray(rng.integers(0, 3, (B, 12)), jnp.int32)
+    assert len(find(attend, of_each(x), ids).replaced) == len(OTHER_DIMS)
+    results, gradients = with_gradients(replace(attend, strict=True))(of_each(x), ids)
+    expected, expected_gradients = with_gradients(attend)(of_each(x), ids)
+    for name, y in expected.items():
+        np.testing.assert_allclose(results[name], y, atol=2e-6, err_msg=name)
+        for key, gradient in expected_gradients[name].items():
+            limit = 2e-6 * max(1, np.abs(gradient).max())
+            text = f"{name}: {key}"
+            np.testing.assert_allclose(gradients[name][key], gradient, atol=limit, err_msg=text)
+
+    T = 2048  # more than a tile
+    x = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes(T).items()}
+    loss = lambda *arrays: sum(map(jnp.sum, replace(attend)(*arrays).values()))
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    text = str(jax.make_jaxpr(jax.grad(loss))(of_each(x), ids))
+    assert f"[1,{N},{T},{T}]" in text
+    assert f"[{B},{N},{T},{T}]" not in text
+
+
 def zeros_among_exponentials(s, visible):
     e = jnp.where(visible, jnp.exp(s - s.max(-1, keepdims=True)), 0)
     return e / e.sum(-1, keepdims=True)

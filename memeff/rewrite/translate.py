@@ -14,7 +14,7 @@ from memeff.rewrite.axes import Element, NoMatch, chain, expand, expand_all, let
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
-from memeff.rewrite.pairs import conjuncts, no_row_is_empty
+from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
@@ -49,7 +49,7 @@ def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     if logits.exact is not None:
         has_only_bias = recipe.bias is not None and recipe.score_fn is None
         bias_decides = has_only_bias and no_row_is_empty(match, logits.condition)
-        if bias_decides and logits.low is not None:
+        if bias_decides and logits.low is not None and translation.bias_has_all_dims():
             exact = translation.filled_recipe(recipe, logits.low)
         else:
             roles = translation.roles  # both calls return [*leads, T, N, D]
@@ -160,6 +160,11 @@ class _Translation:
             out=self._out(),
             out_dtype=str(match.result.dtype),
         )
+
+    def bias_has_all_dims(self) -> bool:
+        """Return True if the bias keeps its size where hidden logits replace parts of it."""
+        assert self.dense_bias is not None
+        return formula_letters(self.logits.condition) <= letters_of(*self.dense_bias.element)
 
     def filled_recipe(self, recipe: Recipe, low: float) -> Recipe:
         """Return the recipe with `low` for hidden logits, without a mask."""

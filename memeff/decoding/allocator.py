@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from memeff.decoding.storage import check_size
+from memeff.inputs import check_size
 
 
 class PageAllocator:

@@ -20,12 +20,11 @@ from memeff.decoding.storage import (
     LOST,
     Places,
     check_appended,
+    check_cached_dtype,
     check_counts,
-    check_dtype,
     check_kept,
     check_not_lost,
     check_room,
-    check_size,
     check_tokens,
     keep_drafts,
     lacks_positions,
@@ -33,6 +32,7 @@ from memeff.decoding.storage import (
     stored_form,
     write_all,
 )
+from memeff.inputs import check_size
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
 from memeff.user_functions import check_pair_function
@@ -132,7 +132,7 @@ class KVCache:
         K = check_size("key_heads", key_heads)
         H = check_size("head_size", head_size)
         D = H if value_size is None else check_size("value_size", value_size)
-        dtype = check_dtype(dtype)
+        dtype = check_cached_dtype(dtype)
         if window is not None and capacity <= check_size("window", window, 0):
             raise ValueError(
                 f"capacity={capacity} and window={window}: a ring needs room for the window and "

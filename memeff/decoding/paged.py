@@ -12,9 +12,8 @@ from jax.typing import ArrayLike
 from memeff.arguments import Arguments, CachedOptions
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.storage import EIGHT_BITS, check_room, lacks_positions
-from memeff.inputs import to_array
+from memeff.inputs import check_integers, known_values, to_array, to_int32
 from memeff.stored import StoredKeys
-from memeff.validate import check_integers, known_values
 
 MOST_TOKENS = 256  # of a page
 
@@ -143,7 +142,7 @@ def paged_attention(
 
 def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKeys, StoredKeys]:
     """Return checked keys and values."""
-    table = check_integers("page_table", table)
+    table = to_int32(check_integers("page_table", table))
     if table.ndim != 2 or table.shape[0] != query.shape[0]:
         raise ValueError(
             f"page_table must have shape (B={query.shape[0]}, pages of a sequence); got "
@@ -182,7 +181,7 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
                     f"{name}_scales must have shape {(pages, K, page)}, [pages, K, page]; got "
                     f"{factors.shape}."
                 )
-        both.append(StoredKeys(x, factors, table.astype(jnp.int32), query.dtype.name))
+        both.append(StoredKeys(x, factors, table, query.dtype.name))
     return both[0], both[1]
 
 

@@ -239,7 +239,7 @@ class PagedKVCache:
     ) -> Array | tuple[Array, Array]:
         """Attend from the T newest tokens to all that are cached, as `memeff.KVCache.attend`."""
         self.check()
-        for name in OWN:
+        for name in (*OWN, *(field.name for field in dataclasses.fields(self))):
             if name in options:
                 raise ValueError(f"{name} comes from the cache: omit it.")
         T = query_length(query)

@@ -6,7 +6,6 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 from jax.core import Tracer
@@ -76,7 +75,13 @@ def attention_fn(
       (1, 7, 8)
     """
     del force_fp32_for_softmax
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    if dtype is not None:
+        dtype = inputs.check_dtype("dtype", dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype must be that of floats, got {dtype.name}.")
+    named = {"query": query, "key": key, "value": value}
+    arrays = [inputs.to_array(name, x) for name, x in named.items()]
+    query, key, value = promote_dtype(*arrays, dtype=dtype)
     _refuse_weights(query, key, module)
     for name, hook in (
         ("qk_attn_weights_einsum", qk_attn_weights_einsum),
@@ -121,7 +126,7 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
     """Convert Flax's mask to a boolean one: nonzero = may attend."""
     if mask is None:
         return None
-    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+    mask = inputs.to_array("mask", mask)
     dtype = jnp.result_type(mask)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         return mask  # boolean, or of a dtype that dot_product_attention refuses

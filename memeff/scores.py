@@ -139,12 +139,12 @@ def _relative(score, batch, head, q_pos, k_pos, table):
 
 def soft_cap(cap: ArrayLike) -> Score:
     """Return cap * tanh(score / cap), with one cap, or one for each head [N]."""
-    cap = to_array("cap", cap)
-    cap = _numbers("cap", cap, *["N"] * bool(cap.ndim))
-    known = known_values(cap)
+    array = to_array("cap", cap)
+    array = _numbers("cap", array, *["N"] * bool(array.ndim))
+    known = known_values(cap)  # of what came: under jit, `array` is traced
     if known is not None and not (known > 0).all():
         raise ValueError(f"cap must be > 0; got {known.min():g}.")
-    return Score(_soft_cap, cap)
+    return Score(_soft_cap, array)
 
 
 def _soft_cap_sizes(cap):

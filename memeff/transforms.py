@@ -79,12 +79,13 @@ class _RmsNorm:
     epsilon: float
 
     def __call__(self, x, position, which, params):
-        if params[which].shape != x.shape:
+        scale = params[which]
+        if scale.shape != x.shape:
             raise ValueError(
-                f"transforms.rms_norm has {which}_scale for H={len(params[which])}, but this call "
-                f"has H={len(x)}."
+                f"transforms.rms_norm has {which}_scale for H={len(scale)}, but this call has "
+                f"H={len(x)}."
             )
         wide = x.astype(sum_dtype(x.dtype))
         normalised = wide * lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
-        scaled = normalised * params[which].astype(wide.dtype)
+        scaled = normalised * scale.astype(wide.dtype)
         return scaled.astype(x.dtype)

@@ -107,10 +107,10 @@ def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
     if soft_cap is None:
         return None, None
     cap, cap_array = _number("logits_soft_cap", soft_cap)
-    known = cap if cap_array is None else known_values(cap_array)
+    known = known_values(soft_cap)  # of the array as it came: under jit, JAX's own is traced
     if known is not None and not known > 0:
         raise ValueError(
-            f"logits_soft_cap={float(known):g}: a cap must be > 0; use None for no cap."
+            f"logits_soft_cap={known.item():g}: a cap must be > 0; use None for no cap."
         )
     return cap, cap_array
 
@@ -124,6 +124,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         if not math.isfinite(x):
             raise ValueError(f"{name}={x}: it must be finite.")
         return float(x), None
+    known = known_values(x)
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
@@ -134,7 +135,6 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         x = x.astype(jnp.float32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got an array of {x.dtype}. Cast it.")
-    known = known_values(x)
     if known is not None and not math.isfinite(known.item()):
         raise ValueError(f"{name}={known.item()}: it must be finite.")
     return 1.0, x.reshape(())

@@ -130,6 +130,9 @@ def test_dtypes_of_attention_fn_are_flaxes():
 
 
 WRONG_HOOKS = [
+    ({"dtype": 3}, TypeError, "dtype must be a dtype such as jnp.float32, got int 3"),
+    ({"dtype": "int32"}, TypeError, "dtype must be that of floats, got int32"),
+    ({"mask": "causal"}, TypeError, "mask must be an array, got str 'causal'"),
     ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
     ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),
     ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 came without dropout_rng"),

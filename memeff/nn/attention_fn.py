@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 from jax.core import Tracer
@@ -126,7 +127,8 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
     """Convert Flax's mask to a boolean one: nonzero = may attend."""
     if mask is None:
         return None
-    mask = inputs.to_array("mask", mask)
+    inputs.to_array("mask", mask)  # refuses what is none; known values are read below
+    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
     dtype = jnp.result_type(mask)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
         return mask  # boolean, or of a dtype that dot_product_attention refuses

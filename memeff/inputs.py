@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import operator
 from typing import Any
 
 import jax
@@ -25,11 +26,12 @@ def check_size(name: str, size: Any, least: int = 1) -> int:
     """Return a size as an int of at least `least`."""
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {kind_of(size)}.")
+    size = operator.index(size)
     if size < least:
         raise ValueError(f"{name}={size}: it must be at least {least}.")
     if size > INT32_MAX:
         raise ValueError(f"{name}={size}: it must fit in 32 bits.")
-    return int(size)
+    return size
 
 
 def check_number(name: str, x: Any, end: float = math.inf) -> float:

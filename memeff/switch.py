@@ -124,7 +124,7 @@ def switch_jax_nn(
     """
     global _inside, _replaced, _replacement
     check_bool("strict", strict)
-    implementation = check_implementation(implementation)
+    check_implementation(implementation)
     if implementation not in (None, *implementations.IMPLEMENTATIONS):
         known = ", ".join(map(repr, implementations.IMPLEMENTATIONS))
         raise ValueError(

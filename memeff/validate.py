@@ -107,7 +107,7 @@ def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
     if soft_cap is None:
         return None, None
     cap, cap_array = _number("logits_soft_cap", soft_cap)
-    known = known_values(soft_cap)  # of the array as it came: under jit, JAX's own is traced
+    known = known_values(soft_cap)
     if known is not None and not known > 0:
         raise ValueError(
             f"logits_soft_cap={known.item():g}: a cap must be > 0; use None for no cap."
@@ -124,7 +124,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         if not math.isfinite(x):
             raise ValueError(f"{name}={x}: it must be finite.")
         return float(x), None
-    known = known_values(x)
+    given = x
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
@@ -135,6 +135,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         x = x.astype(jnp.float32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got an array of {x.dtype}. Cast it.")
+    known = known_values(given)  # of what came, because under jit JAX's own array is traced
     if known is not None and not math.isfinite(known.item()):
         raise ValueError(f"{name}={known.item()}: it must be finite.")
     return 1.0, x.reshape(())

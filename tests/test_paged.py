@@ -527,6 +527,7 @@ def test_an_allocator_says_in_words_what_cannot_be_done():
     for call, pattern in (
         (lambda: allocator.table(["a"], 2.0), "pages_per_sequence must be an int, got float"),
         (lambda: allocator.table("a", 2), "names must be a list of names of sequences, got str"),
+        (lambda: allocator.lengths(np.array(3)), "names must be a list of names .* got ndarray"),
         (lambda: allocator.lengths(3), "names must be a list of names of sequences, got int"),
         (lambda: allocator.add(["a"]), "the name of a sequence must be hashable, got list"),
         (lambda: allocator.free({}), "the name of a sequence must be hashable, got dict"),

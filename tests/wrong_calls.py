@@ -181,6 +181,7 @@ WRONG = [
         r"query_seq_lengths has integers that do not fit in int32",
     ),
     # scale and soft cap
+    ({"scale": KEYS[0]}, TypeError, r"scale must be floating point, got an array of key<fry>"),
     ({"scale": jnp.float32(np.nan)}, ValueError, r"scale=nan: it must be finite"),
     ({"logits_soft_cap": jnp.float32(-5)}, ValueError, r"logits_soft_cap=-5: a cap must be > 0"),
     ({"logits_soft_cap": np.zeros(1)}, ValueError, r"logits_soft_cap=0: a cap must be > 0"),

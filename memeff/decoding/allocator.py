@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,9 @@ def _check_name(name: Any) -> None:
 
 def _names(names: Any) -> list[Any]:
     """Return the names of sequences as a list."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"names must be a list of names of sequences, got {kind_of(names)}.")
-    return list(names)
+    try:
+        if not isinstance(names, str):
+            return list(names)
+    except TypeError:
+        pass
+    raise TypeError(f"names must be a list of names of sequences, got {kind_of(names)}.")

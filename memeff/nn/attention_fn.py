@@ -77,11 +77,14 @@ def attention_fn(
     """
     del force_fp32_for_softmax
     if dtype is not None:
-        dtype = inputs.check_dtype("dtype", dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype must be that of floats, got {dtype.name}.")
+        given = inputs.check_dtype("dtype", dtype)
+        if not jnp.issubdtype(given, jnp.floating):
+            raise TypeError(f"dtype must be that of floats, got {given.name}.")
     named = {"query": query, "key": key, "value": value}
     arrays = [inputs.to_array(name, x) for name, x in named.items()]
+    for name, x in zip(named, arrays, strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random have no promotion
+            inputs.check_floats(name, x)
     query, key, value = promote_dtype(*arrays, dtype=dtype)
     _refuse_weights(query, key, module)
     for name, hook in (

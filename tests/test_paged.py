@@ -380,8 +380,16 @@ WRONG = [
         NotImplementedError,
         'backward="fused" cannot run this call: the Hopper',
     ),
-    ({"query_seq_lengths": [9, 9]}, ValueError, "query_seq_lengths must lie between 0 and T="),
-    ({"q_offset": [2**29, 0]}, ValueError, "q_offset=536870912: positions must lie between"),
+    (
+        {"query_seq_lengths": np.array([9, 9])},
+        ValueError,
+        "query_seq_lengths must lie between 0 and T=",
+    ),
+    (
+        {"q_offset": np.array([2**29, 0])},
+        ValueError,
+        "q_offset=536870912: positions must lie between",
+    ),
     ({"lengths": np.full(2, 2**32)}, ValueError, "lengths has integers that do not fit in int32"),
     ({"page_table": np.full((2, 2), 2**32)}, ValueError, "page_table has integers that do not"),
     ({"logits_soft_cap": jnp.float32(0)}, ValueError, "logits_soft_cap=0: a cap must be > 0"),

@@ -102,3 +102,12 @@ class Arguments(NamedTuple):
     context_parallel: Strategy | None = None
     batch_axis: str | tuple[str, ...] | None = None
     head_axis: str | tuple[str, ...] | None = None
+
+
+def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
+    """Return the arguments of a call, for the public function `name`; refuse other keywords."""
+    unknown = kwargs.keys() - set(Arguments._fields)
+    if unknown:
+        words = ", ".join(sorted(unknown))
+        raise TypeError(f"memeff.{name} got an unexpected keyword argument: {words}.")
+    return Arguments(*arrays, **kwargs)

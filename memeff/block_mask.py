@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from memeff.inputs import check_size
 from memeff.user_functions import Mask, PairIndices, TracedFunction, trace_function
 
 PAIRS_AT_A_TIME = 2**24  # evaluated in one jitted step
@@ -148,8 +149,11 @@ def block_mask(
       >>> print(block_mask(masks.sliding_window(100), 512, block_size=128).sparsity)
       0.5625
     """
-    T = query_length
-    S = query_length if key_length is None else key_length
+    T = check_size("query_length", query_length, 0)
+    S = T if key_length is None else check_size("key_length", key_length, 0)
+    batch = check_size("batch", batch, 0)
+    heads = check_size("heads", heads, 0)
+    block_size = check_size("block_size", block_size)
     fn: Any = mask_fn
     if isinstance(mask_fn, Mask) and params is None:
         fn = mask_fn.fn

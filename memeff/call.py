@@ -37,6 +37,7 @@ from memeff.sequence.call import (
     stride_in,
 )
 from memeff.sequence.choose import Plan, Sizes
+from memeff.sequence.layout import check_layout_name
 from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
@@ -126,6 +127,7 @@ def prepare(
     because XLA then reports its bytes. With `warn`, warn once where kernels would be faster but do
     not support the call. Key and value of `arguments` stand for the `StoredKeys` in `stored`.
     """
+    check_layout_name(arguments.sequence_layout)
     if arguments.sequence_layout != "contiguous" or arguments.context_parallel is not None:
         raise ValueError(
             "sequence_layout and context_parallel are for a sequence that is sharded over devices: "

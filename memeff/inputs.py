@@ -1,10 +1,17 @@
-"""Convert one argument to an array, and name the kind of what came."""
+"""Check one argument: an array, a number, a size, a flag or a dtype. Name the kind of what came."""
+
+import math
+import numbers
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+
+INT32_MAX = 2**31 - 1
 
 
 def check_bool(name: str, flag) -> None:
@@ -15,16 +22,96 @@ def check_bool(name: str, flag) -> None:
         )
 
 
+def check_size(name: str, size: Any, least: int = 1) -> int:
+    """Return a size as an int of at least `least`."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {kind_of(size)}.")
+    size = operator.index(size)
+    if size < least:
+        raise ValueError(f"{name}={size}: it must be at least {least}.")
+    if size > INT32_MAX:
+        raise ValueError(f"{name}={size}: it must fit in 32 bits.")
+    return size
+
+
+def check_number(name: str, x: Any, end: float = math.inf) -> float:
+    """Return x as a float if it is a number from 0 to below `end`."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
+        raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
+    number = float(x)
+    if not 0 <= number < end:
+        raise ValueError(f"{name}={number:g}: it must lie in [0, {end:g}).")
+    return number
+
+
+def check_dtype(name: str, dtype: Any) -> Any:
+    """Return `dtype` as a dtype."""
+    try:
+        if dtype is not None:  # NumPy's None is float64
+            return jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{name} must be a dtype such as jnp.float32, got {kind_of(dtype)}.")
+
+
 def to_array(name: str, x) -> Array:
-    """Return `x` as an array; `name` names it in an error."""
+    """Return `x` as an array; `name` names it in an error.
+
+    Integers that do not fit are refused, because JAX wraps those of NumPy silently.
+    """
     if isinstance(x, jax.Array):
         return x
     if x is None or isinstance(x, str | dict | set) or callable(x):
         raise TypeError(f"{name} must be an array, got {kind_of(x)}.")
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
+    except OverflowError as e:
+        raise ValueError(_does_not_fit(name, jax.dtypes.canonicalize_dtype(np.int64))) from e
     except (TypeError, ValueError) as e:
         raise TypeError(f"{name} must be an array, got {kind_of(x)}.") from e
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.size:
+        limits = np.iinfo(array.dtype)
+        if int(x.min()) < limits.min or int(x.max()) > limits.max:
+            raise ValueError(_does_not_fit(name, array.dtype))
+    return array
+
+
+def _does_not_fit(name: str, dtype: Any) -> str:
+    return (
+        f"{name} has integers that do not fit in {dtype}: make them smaller, or enable "
+        "jax_enable_x64."
+    )
+
+
+def check_floats(name: str, x) -> Array:
+    """Return `x` as an array of floats."""
+    x = to_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
+    return x
+
+
+def check_integers(name: str, x) -> Array:
+    """Return `x` as an array of integers."""
+    x = to_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {x.dtype}.")
+    return x
+
+
+def to_int32(x: Array, least: int = -INT32_MAX - 1, most: int = INT32_MAX) -> Array:
+    """Return integers as int32, clipped to `least` and `most` before, because others wrap."""
+    limits = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max))).astype(jnp.int32)
+
+
+def known_values(x) -> np.ndarray | None:
+    """Return the values, or None if there are none, or they are traced or on another machine."""
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
+            return None
+    values = np.asarray(x)
+    return values if values.size else None
 
 
 def kind_of(x) -> str:

@@ -17,7 +17,16 @@ from jax.typing import ArrayLike
 from memeff import pallas
 from memeff.autodiff.primitives import call
 from memeff.device import current_device
-from memeff.inputs import check_bool, kind_of, to_array
+from memeff.inputs import (
+    INT32_MAX,
+    check_bool,
+    check_floats,
+    check_integers,
+    check_number,
+    kind_of,
+    known_values,
+    to_int32,
+)
 from memeff.problem import sum_dtype
 from memeff.sharding import (
     may_be_sharded,
@@ -27,7 +36,7 @@ from memeff.sharding import (
     varying_axes,
     with_auto_axes,
 )
-from memeff.validate import check_integers, check_soft_cap, known_values
+from memeff.validate import check_soft_cap
 from memeff.validate_options import check_chunk_size, check_precision
 from memeff.vocabulary.derivatives import Forward
 from memeff.vocabulary.loops import choose_tile, lse_of_sums
@@ -39,8 +48,6 @@ from memeff.vocabulary.loss import (
 )
 from memeff.vocabulary.objective import Objective, one_pass_is_faster
 from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
-
-INT32_MAX = 2**31 - 1
 
 
 @overload
@@ -170,7 +177,7 @@ def linear_cross_entropy(
     token_weights = _check_weights(reduction, weights, inputs.x)
     cap, cap_array = check_soft_cap(logits_soft_cap)
     inputs = inputs._replace(soft_cap=cap_array)
-    smoothing = _check_number("label_smoothing", label_smoothing, 1)
+    smoothing = check_number("label_smoothing", label_smoothing, 1)
     V = inputs.kernel.shape[1]
     sides = check_chunk_size(chunk_size, "(tokens, words)", "tokens and words")
     tile, calls_at_once = choose_tile(sides, labels.size, V)
@@ -186,7 +193,7 @@ def linear_cross_entropy(
     )
     options = Options(
         ignore_label=_check_ignore_label(ignore_label),
-        terms=LossTerms(smoothing, _check_number("z_loss", z_loss, math.inf)),
+        terms=LossTerms(smoothing, check_number("z_loss", z_loss)),
         vocab_axis=vocab_axis,
         devices=1 if vocab_axis is None else _check_vocab_axis(vocab_axis, inputs.kernel),
         settings=settings,
@@ -242,7 +249,7 @@ def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array
 
 def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, Array]:
     """Return each label's word of this device, and whether it is ignored, and valid; all [*B]."""
-    word = _to_int32(labels)
+    word = to_int32(labels, -INT32_MAX)
     ignored = jnp.zeros_like(word, bool)
     if options.ignore_label is not None:
         ignored = word == options.ignore_label
@@ -279,7 +286,7 @@ def _objective(
 def _normalized(options: Options, reduction: str | None, labels: Array, weights: Array) -> Array:
     """Return the factor of each token's loss, [*B]."""
     if options.ignore_label is not None:
-        weights = jnp.where(_to_int32(labels) == options.ignore_label, 0, weights)
+        weights = jnp.where(to_int32(labels, -INT32_MAX) == options.ignore_label, 0, weights)
     if reduction == "sum":
         return weights
     total = weights.sum()
@@ -297,9 +304,7 @@ def _check_weights(reduction: Any, weights: Any, x: Array) -> Array | None:
     dtype = sum_dtype(x.dtype)
     if weights is None:
         return jnp.ones(x.shape[:-1], dtype)
-    weights = to_array("weights", weights)
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"weights must be a floating-point array, got {weights.dtype}. Cast it.")
+    weights = check_floats("weights", weights)
     if weights.shape != x.shape[:-1]:
         raise ValueError(
             f"weights must have shape {x.shape[:-1]}, the leading dims of x; got {weights.shape}."
@@ -309,13 +314,10 @@ def _check_weights(reduction: Any, weights: Any, x: Array) -> Array | None:
 
 def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
     """Return x [*B, H], kernel [H, V] and bias [V] as inputs, and labels [*B]."""
-    floats = {"x": to_array("x", x), "kernel": to_array("kernel", kernel)}
+    x = check_floats("x", x)
+    kernel = check_floats("kernel", kernel)
     if bias is not None:
-        floats["bias"] = to_array("bias", bias)
-    for name, array in floats.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating-point array, got {array.dtype}. Cast it.")
-    x, kernel = floats["x"], floats["kernel"]
+        bias = check_floats("bias", bias)
     if x.dtype != kernel.dtype:
         raise TypeError(
             f"kernel is {kernel.dtype} and x is {x.dtype}: they must have one dtype. Cast one of "
@@ -339,26 +341,16 @@ def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
             cure = " Transpose it: kernel.T."
         raise ValueError(f"kernel must have shape (H={H}, V); got {kernel.shape}.{cure}")
     V = kernel.shape[1]
-    if bias is not None and floats["bias"].shape != (V,):
+    if bias is not None and bias.shape != (V,):
         raise ValueError(
-            f"bias must have shape (V={V},), one number for each word; got {floats['bias'].shape}."
+            f"bias must have shape (V={V},), one number for each word; got {bias.shape}."
         )
     labels = check_integers("labels", labels)
     if labels.shape != x.shape[:-1]:
         raise ValueError(
             f"labels must have shape {x.shape[:-1]}, the leading dims of x; got {labels.shape}."
         )
-    return Inputs(x, kernel, floats.get("bias"), None), labels
-
-
-def _check_number(name: str, x: Any, end: float) -> float:
-    """Return x as a float if it is a number from 0 to below `end`."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
-        raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
-    number = float(x)
-    if not 0 <= number < end:
-        raise ValueError(f"{name}={number:g}: it must lie in [0, {end:g}).")
-    return number
+    return Inputs(x, kernel, bias, None), labels
 
 
 def _check_vocab_axis(axis: Any, kernel: Array) -> int:
@@ -409,13 +401,6 @@ def _check_labels(options: Options, labels: Array, words: int) -> None:
         raise ValueError(
             f"labels must lie between 0 and V - 1 = {words - 1}; got {wrong.flat[0]}.{cure}"
         )
-
-
-def _to_int32(labels: Array) -> Array:
-    """Return labels as int32; numbers that do not fit become the nearest that do."""
-    limits = jnp.iinfo(labels.dtype)
-    labels = jnp.clip(labels, max(-INT32_MAX, int(limits.min)), min(INT32_MAX, int(limits.max)))
-    return labels.astype(jnp.int32)
 
 
 def _sum_over_devices(sums: Sums, axis: str) -> Sums:

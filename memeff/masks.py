@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from memeff.inputs import check_integers, check_size, known_values, to_int32
 from memeff.user_functions import Mask, with_sizes
-from memeff.validate import known_values
+from memeff.validate import check_window
 
 
 def causal() -> Mask:
@@ -42,7 +43,7 @@ def _causal(batch, head, q_pos, k_pos, params):
 
 def sliding_window(left: int | None, right: int | None = 0) -> Mask:
     """Show the keys from q_pos - left to q_pos + right, both included; None is no bound."""
-    return Mask(_Window(left, right))
+    return Mask(_Window(*check_window((left, right), name="(left, right)")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def prefix(length: ArrayLike) -> Mask:
 
     `causal() | prefix(n)` is the mask of a prefix language model.
     """
-    return Mask(_prefix, _positions(length))
+    return Mask(_prefix, _positions("length", length))
 
 
 def _prefix_sizes(length):
@@ -87,8 +88,10 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
     for each of these positions. Fewer are refused where the positions are known. Under jit the
     caches give NaN for a sequence that is longer, and other calls read the last id.
     """
-    query_ids = _array(query_ids)
-    key_ids = query_ids if key_ids is None else _array(key_ids)
+    query_ids = _integers("query_ids", query_ids, "[T] or [B, T]", (1, 2))
+    if key_ids is None:
+        key_ids = query_ids
+    key_ids = _integers("key_ids", key_ids, "[S] or [B, S]", (1, 2))
     return Mask(_documents, (query_ids, key_ids))
 
 
@@ -108,7 +111,7 @@ def _documents(batch, head, q_pos, k_pos, ids):
 
 def dilated(step: int) -> Mask:
     """Show every `step`-th key, counted from the query's position."""
-    return Mask(_Dilated(step))
+    return Mask(_Dilated(check_size("step", step)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ class _Dilated:
 
 def block_causal(size: int) -> Mask:
     """Show the keys of the query's own block of `size` tokens and of earlier blocks."""
-    return Mask(_BlockCausal(size))
+    return Mask(_BlockCausal(check_size("size", size)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,17 +153,8 @@ def tree(ancestors: ArrayLike, start: ArrayLike) -> Mask:
     >>> memeff.dot_product_attention(x[:, :4], x, x, q_offset=2, mask_fn=mask).shape
     (1, 4, 1, 2)
     """
-    bits = _array(ancestors)
-    if not jnp.issubdtype(bits.dtype, jnp.integer) or bits.ndim not in (1, 2):
-        raise TypeError(
-            f"masks.tree: ancestors must be integers [B, T] or [T], got {bits.dtype}{bits.shape}."
-        )
-    if bits.shape[-1] > MOST_DRAFTS:
-        raise ValueError(
-            f"masks.tree: ancestors has {bits.shape[-1]} drafts, and a number has a bit for "
-            f"{MOST_DRAFTS}."
-        )
-    return Mask(_tree, (bits.astype(jnp.uint32), _positions(start)))
+    bits = _drafts("ancestors", ancestors)
+    return Mask(_tree, (bits.astype(jnp.uint32), _positions("start", start)))
 
 
 MOST_DRAFTS = 32
@@ -196,11 +190,15 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
     >>> ancestors_of([[-1, 0, 0, 1]]).tolist()
     [[0, 1, 1, 3]]
     """
-    parents = _array(parents)
+    parents = _drafts("parents", parents)
     known = known_values(parents)
     T = parents.shape[-1]
     if known is not None and (known >= np.arange(T)).any():
         raise ValueError("ancestors_of: a draft comes before its parent. Order them by depth.")
+    if known is not None and known.min() < -1:
+        raise ValueError(
+            f"parents must name drafts from 0 on, or be -1 where there is none; got {known.min()}."
+        )
     columns = []
     for i in range(T):
         parent = parents[..., i]
@@ -220,19 +218,27 @@ def _batch_size(name: str, **arrays: tuple[jax.Array, int]) -> dict[str, int]:
     return {"B": batches.pop()} if batches else {}
 
 
-def _array(x: ArrayLike) -> jax.Array:
-    """Return x as an array whose values stay known inside jit, because `block_mask` reads them."""
+def _integers(name: str, x: ArrayLike, shape: str, ndims: tuple[int, ...]) -> jax.Array:
+    """Return integers whose values stay known inside jit, because `block_mask` reads them."""
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(x)
+        x = check_integers(name, x)
+    if x.ndim not in ndims:
+        raise ValueError(f"{name} must have shape {shape}; got {x.shape}.")
+    return x
 
 
-def _positions(x: ArrayLike) -> jax.Array:
-    """Return integers as int32, the dtype of positions; clipped, because int64 and uint32 wrap."""
-    x = _array(x)
-    if x.dtype == jnp.int32 or not jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    kept = jnp.iinfo(x.dtype)
-    limits = jnp.iinfo(jnp.int32)
+def _positions(name: str, x: ArrayLike) -> jax.Array:
+    """Return a number or [B] as int32, the dtype of positions."""
+    x = _integers(name, x, "() or [B]", (0, 1))
     with jax.ensure_compile_time_eval():
-        x = jnp.clip(x, max(limits.min, int(kept.min)), min(limits.max, int(kept.max)))
-        return x.astype(jnp.int32)
+        return x if x.dtype == jnp.int32 else to_int32(x)
+
+
+def _drafts(name: str, x: ArrayLike) -> jax.Array:
+    """Return a number of each of up to 32 drafts."""
+    x = _integers(name, x, "[B, T] or [T]", (1, 2))
+    if x.shape[-1] > MOST_DRAFTS:
+        raise ValueError(
+            f"{name} has {x.shape[-1]} drafts, and a number has a bit for {MOST_DRAFTS} of them."
+        )
+    return x

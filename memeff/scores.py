@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from memeff.inputs import check_bool, check_size, known_values, to_array
 from memeff.user_functions import Score, with_sizes
 
 
@@ -24,7 +25,17 @@ def alibi(slopes: ArrayLike) -> Score:
 
     Source: Press, Smith & Lewis 2022 (arXiv:2108.12409). `alibi_slopes` gives the paper's slopes.
     """
-    return Score(_alibi, jnp.asarray(slopes))
+    return Score(_alibi, _numbers("slopes", slopes, "N"))
+
+
+def _numbers(name: str, x: ArrayLike, *dims: str) -> Array:
+    """Return real numbers with these dims."""
+    x = to_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be real numbers, got {x.dtype}.")
+    if x.ndim != len(dims):
+        raise ValueError(f"{name} must have shape [{', '.join(dims)}]; got {x.shape}.")
+    return x
 
 
 def _one_per_head(params):
@@ -44,6 +55,7 @@ def alibi_slopes(heads: int) -> Array:
     Otherwise the slopes of the next lower power of 2 come first, and then every other slope of the
     next higher one.
     """
+    heads = check_size("heads", heads)
     lower = 2 ** int(math.log2(heads))
 
     def geometric(n):
@@ -60,8 +72,18 @@ def t5(table: ArrayLike, *, bidirectional: bool = True, max_distance: int = 128)
     `max_distance` tokens.
     Source: Raffel et al. 2020 (arXiv:1910.10683), section 2.1.
     """
-    table = jnp.asarray(table)
-    return Score(_T5(table.shape[0], bidirectional, max_distance), table)
+    table = _numbers("table", table, "buckets", "N")
+    check_bool("bidirectional", bidirectional)
+    score = _T5(table.shape[0], bool(bidirectional), check_size("max_distance", max_distance))
+    if score.exact < 1:
+        least = 4 if bidirectional else 2
+        raise ValueError(f"table has {score.buckets} buckets: it must have at least {least}.")
+    if score.max_distance <= score.exact:
+        raise ValueError(
+            f"max_distance={max_distance}: distances up to {score.exact} have buckets of their "
+            "own, so it must be larger."
+        )
+    return Score(score, table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +95,11 @@ class _T5:
     def sizes(self, table):
         return {"N": table.shape[1]}
 
+    @property
+    def exact(self) -> int:
+        """Return how many buckets of each direction are one token wide."""
+        return (self.buckets // 2 if self.bidirectional else self.buckets) // 2
+
     def __call__(self, score, batch, head, q_pos, k_pos, table):
         away = k_pos - q_pos
         buckets = self.buckets
@@ -83,7 +110,7 @@ class _T5:
             away = jnp.abs(away)
         else:
             away = jnp.maximum(-away, 0)
-        exact = buckets // 2
+        exact = self.exact
         ratio = jnp.maximum(away, 1).astype(jnp.float32) / exact
         part = jnp.log(ratio) / math.log(self.max_distance / exact)  # 0 at exact, 1 at max_distance
         far = exact + (part * (buckets - exact)).astype(jnp.int32)
@@ -97,7 +124,10 @@ def relative(table: ArrayLike) -> Score:
     Distances beyond L count as L. Source: Shaw, Uszkoreit & Vaswani 2018 (arXiv:1803.02155), with
     numbers instead of vectors.
     """
-    return Score(_relative, jnp.asarray(table))
+    table = _numbers("table", table, "N", "2 L + 1")
+    if table.shape[1] % 2 == 0:
+        raise ValueError(f"table must have shape [N, 2 L + 1], an odd number; got {table.shape}.")
+    return Score(_relative, table)
 
 
 @with_sizes(_one_per_head)
@@ -109,7 +139,12 @@ def _relative(score, batch, head, q_pos, k_pos, table):
 
 def soft_cap(cap: ArrayLike) -> Score:
     """Return cap * tanh(score / cap), with one cap, or one for each head [N]."""
-    return Score(_soft_cap, jnp.asarray(cap))
+    array = to_array("cap", cap)
+    array = _numbers("cap", array, *["N"] * bool(array.ndim))
+    known = known_values(cap)  # of what came: under jit, `array` is traced
+    if known is not None and not (known > 0).all():
+        raise ValueError(f"cap must be > 0; got {known.min():g}.")
+    return Score(_soft_cap, array)
 
 
 def _soft_cap_sizes(cap):
@@ -126,7 +161,7 @@ def _soft_cap(score, batch, head, q_pos, k_pos, cap):
 
 def head_temperature(scale: ArrayLike) -> Score:
     """Return the score times scale[head], with scale [N]."""
-    return Score(_head_temperature, jnp.asarray(scale))
+    return Score(_head_temperature, _numbers("scale", scale, "N"))
 
 
 @with_sizes(_one_per_head)

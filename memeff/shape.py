@@ -19,8 +19,8 @@ class CallShape(NamedTuple):
     D: int
 
     @staticmethod
-    def of(query: Array, key: Array, value: Array) -> "CallShape":
-        """Return the sizes of a call with these arrays."""
+    def of(query: Array, key: Any, value: Any) -> "CallShape":
+        """Return the sizes of a call with these arrays; key and value may be `StoredKeys`."""
         *leads, T, N, H = query.shape
         return CallShape(tuple(leads), T, key.shape[-3], N, key.shape[-2], H, value.shape[-1])
 

@@ -23,9 +23,11 @@ from jax.typing import ArrayLike
 from memeff import implementations, sharding
 from memeff.arguments import Implementation, Strategy
 from memeff.attention import dot_product_attention
+from memeff.inputs import check_bool, to_array
 from memeff.sequence.call import find_axes
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
+from memeff.validate_options import check_implementation
 
 
 class Choice(NamedTuple):
@@ -121,6 +123,8 @@ def switch_jax_nn(
       [(2, 7, 4, 8)]
     """
     global _inside, _replaced, _replacement
+    check_bool("strict", strict)
+    check_implementation(implementation)
     if implementation not in (None, *implementations.IMPLEMENTATIONS):
         known = ", ".join(map(repr, implementations.IMPLEMENTATIONS))
         raise ValueError(
@@ -205,9 +209,11 @@ def _as_jax_nn(
     for switch in _switches.stack:
         switch.called = True
     choice: Choice = _choice.value
-    shape = jnp.asarray(query).shape
-    query, key, value = (_at_least_3d(x) for x in (query, key, value))
-    if bias is not None and jnp.asarray(bias).dtype == bool:  # JAX adds it, as 0 and 1
+    shape = to_array("query", query).shape
+    query = _at_least_3d("query", query)
+    key = _at_least_3d("key", key)
+    value = _at_least_3d("value", value)
+    if bias is not None and to_array("bias", bias).dtype == bool:  # JAX adds it, as 0 and 1
         bias = jnp.asarray(bias, jnp.float32)
     shards = _shards_inside(choice.sequence, (query, key, value))
     run = functools.partial(
@@ -248,9 +254,9 @@ def _shards_inside(options: SequenceOptions, arrays: tuple[Array, Array, Array])
     return math.prod(place.devices) if place.inside else 1
 
 
-def _at_least_3d(x: ArrayLike) -> Array:
+def _at_least_3d(name: str, x: ArrayLike) -> Array:
     """Return x with leading dims of size 1, so that it has at least 3 dims."""
-    x = jnp.asarray(x)
+    x = to_array(name, x)
     return x.reshape((1,) * (3 - x.ndim) + x.shape)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from memeff.inputs import check_floats, check_number
 from memeff.problem import sum_dtype
 from memeff.user_functions import Transform
 
@@ -27,6 +28,9 @@ def rotary(base: float = 10000.0) -> Transform:
 
     Source: Su et al. 2021 (arXiv:2104.09864), section 3.2, whose pairs are neighbours instead.
     """
+    base = check_number("base", base)
+    if base == 0:
+        raise ValueError("base=0: it must be > 0.")
     return Transform(_Rotary(base))
 
 
@@ -60,8 +64,14 @@ def rms_norm(query_scale: ArrayLike, key_scale: ArrayLike, epsilon: float = 1e-6
     Source: Zhang & Sennrich 2019 (arXiv:1910.07467); for queries and keys, Henry et al. 2020
     (arXiv:2010.04245).
     """
-    scales = {"query": jnp.asarray(query_scale), "key": jnp.asarray(key_scale)}
-    return Transform(_RmsNorm(epsilon), scales)
+    scales = {
+        "query": check_floats("query_scale", query_scale),
+        "key": check_floats("key_scale", key_scale),
+    }
+    for which, scale in scales.items():
+        if scale.ndim != 1:
+            raise ValueError(f"{which}_scale must have shape [H]; got {scale.shape}.")
+    return Transform(_RmsNorm(check_number("epsilon", epsilon)), scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +79,13 @@ class _RmsNorm:
     epsilon: float
 
     def __call__(self, x, position, which, params):
+        scale = params[which]
+        if scale.shape != x.shape:
+            raise ValueError(
+                f"transforms.rms_norm has {which}_scale for H={len(scale)}, but this call has "
+                f"H={len(x)}."
+            )
         wide = x.astype(sum_dtype(x.dtype))
         normalised = wide * lax.rsqrt(jnp.square(wide).mean() + self.epsilon)
-        scaled = normalised * params[which].astype(wide.dtype)
+        scaled = normalised * scale.astype(wide.dtype)
         return scaled.astype(x.dtype)

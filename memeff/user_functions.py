@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from memeff.inputs import to_array
+from memeff.inputs import kind_of, to_array
 
 ARGUMENTS = {
     "score_fn": ("score", "batch", "head", "q_pos", "k_pos", "params"),
@@ -58,6 +58,15 @@ class _WithParams:
     def tree_unflatten(cls, fn, children):
         return cls(fn, *children)
 
+    def _check_same_kind(self, other: Any) -> None:
+        """Refuse to combine with what is of another kind."""
+        kind = type(self).__name__
+        if not isinstance(other, type(self)):
+            raise TypeError(
+                f"a memeff.{kind} combines with another memeff.{kind}, got {kind_of(other)}. Wrap "
+                f"a function: memeff.{kind}(fn)."
+            )
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class Score(_WithParams):
@@ -65,6 +74,7 @@ class Score(_WithParams):
 
     def then(self, other: "Score") -> "Score":
         """Return the score that applies `other` to the result of this one."""
+        self._check_same_kind(other)
         return Score(_Then(self.fn, other.fn), (self.params, other.params))
 
 
@@ -74,6 +84,7 @@ class Transform(_WithParams):
 
     def then(self, other: "Transform") -> "Transform":
         """Return the transform that applies `other` to the result of this one."""
+        self._check_same_kind(other)
         return Transform(_Then(self.fn, other.fn), (self.params, other.params))
 
 
@@ -85,9 +96,11 @@ class Mask(_WithParams):
     """
 
     def __and__(self, other: "Mask") -> "Mask":
+        self._check_same_kind(other)
         return Mask(_Both(self.fn, other.fn), (self.params, other.params))
 
     def __or__(self, other: "Mask") -> "Mask":
+        self._check_same_kind(other)
         return Mask(_Either(self.fn, other.fn), (self.params, other.params))
 
     def __invert__(self) -> "Mask":

@@ -11,9 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
-from memeff.inputs import check_bool, kind_of, to_array
+from memeff.inputs import (
+    check_bool,
+    check_floats,
+    check_integers,
+    kind_of,
+    known_values,
+    to_array,
+    to_int32,
+)
 from memeff.problem import LogitParams
 from memeff.shape import CallShape, fold_leads
 from memeff.warn import warn_once
@@ -32,8 +39,7 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
             raise ValueError(
                 f"{name} must have shape {letters} with at least 3 dims; got {x.shape}."
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
+        check_floats(name, x)
     query, key, value = arrays.values()
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -101,8 +107,11 @@ def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
     if soft_cap is None:
         return None, None
     cap, cap_array = _number("logits_soft_cap", soft_cap)
-    if cap_array is None and not cap > 0:
-        raise ValueError(f"logits_soft_cap={cap:g}: a cap must be > 0; use None for no cap.")
+    known = known_values(soft_cap)
+    if known is not None and not known > 0:
+        raise ValueError(
+            f"logits_soft_cap={known.item():g}: a cap must be > 0; use None for no cap."
+        )
     return cap, cap_array
 
 
@@ -115,6 +124,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         if not math.isfinite(x):
             raise ValueError(f"{name}={x}: it must be finite.")
         return float(x), None
+    given = x
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
@@ -125,6 +135,9 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         x = x.astype(jnp.float32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got an array of {x.dtype}. Cast it.")
+    known = known_values(given)  # of what came, because under jit JAX's own array is traced
+    if known is not None and not math.isfinite(known.item()):
+        raise ValueError(f"{name}={known.item()}: it must be finite.")
     return 1.0, x.reshape(())
 
 
@@ -171,16 +184,16 @@ def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
     return x.reshape(*leads, N, T, S)
 
 
-def check_window(window, is_causal) -> tuple[int | None, int | None]:
+def check_window(
+    window, is_causal=False, name: str = "local_window_size"
+) -> tuple[int | None, int | None]:
     """Return (left, right) in tokens, None for no bound; causal is right = 0."""
     check_bool("is_causal", is_causal)
     if window is None:
         sides = (None, None)
     elif isinstance(window, tuple | list):
         if len(window) != 2:
-            raise ValueError(
-                f"local_window_size={window!r}: give (left, right), or one int for both sides."
-            )
+            raise ValueError(f"{name}={window!r}: give (left, right), or one int for both sides.")
         sides = tuple(window)
     else:
         sides = (window, window)
@@ -189,13 +202,12 @@ def check_window(window, is_causal) -> tuple[int | None, int | None]:
             continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"local_window_size={window!r}: sides are ints (tokens) or None, got "
-                f"{kind_of(side)}."
+                f"{name}={window!r}: sides are ints (tokens) or None, got {kind_of(side)}."
             )
         if side < 0:
             raise ValueError(
-                f"local_window_size={window!r}: sides count tokens and must be >= 0; use None for "
-                "an unbounded side."
+                f"{name}={window!r}: sides count tokens and must be >= 0; use None for an "
+                "unbounded side."
             )
     # A side beyond any position is no bound.
     left, right = (
@@ -299,9 +311,7 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
 
     `x` are integers that broadcast to the leading dims.
     """
-    x = check_integers(name, x)
-    limits = jnp.iinfo(x.dtype)  # clipped before the cast, because int64 and uint32 wrap
-    x = jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max)))
+    x = to_int32(check_integers(name, x), least, most)
     given_shape = x.shape
     x = _same_rank(x, len(shape.leads))
     if not _broadcasts(x.shape, shape.leads):
@@ -309,8 +319,8 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
             f"{name} must have the leading dims of query, {shape.leads}; got shape {given_shape}."
         )
     if x.size == 1:
-        return x.reshape(1).astype(jnp.int32)
-    return jnp.broadcast_to(x, shape.leads).reshape(shape.B).astype(jnp.int32)
+        return x.reshape(1)
+    return jnp.broadcast_to(x, shape.leads).reshape(shape.B)
 
 
 def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
@@ -324,23 +334,6 @@ def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:
             f"{sinks.dtype}{sinks.shape}."
         )
     return sinks.astype(dtype)
-
-
-def known_values(x) -> np.ndarray | None:
-    """Return the values, or None if there are none, or they are traced or on another machine."""
-    for leaf in jax.tree.leaves(x):
-        if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
-            return None
-    values = np.asarray(x)
-    return values if values.size else None
-
-
-def check_integers(name: str, x) -> Array:
-    """Return `x` as an array of integers."""
-    x = to_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}.")
-    return x
 
 
 def _same_rank(x: Array, ndim: int) -> Array:

@@ -16,8 +16,9 @@ import jax
 
 import memeff
 from memeff import implementations, pallas
+from memeff.arguments import bind_arguments
 from memeff.device import Device, current_device, pretend_device
-from memeff.diagnostics.bind import bind_arguments, prepare_shapes
+from memeff.diagnostics.bind import prepare_shapes
 from memeff.implementations import Request
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "kernels.md"

@@ -147,9 +147,16 @@ def test_statistics_and_audit_refuse():
     refusal = "attention_statistics does not take return_residual, sinks"
     with pytest.raises(TypeError, match=refusal):
         memeff.attention_statistics(x, x, x, sinks=jnp.ones(1), return_residual=True)
-    for samples in (0, 1.5, True):
-        with pytest.raises(ValueError, match=f"samples={samples}: it must be an int"):
+    with pytest.raises(ValueError, match="samples=0: it must be at least 1"):
+        memeff.audit(None, x, x, x, samples=0)
+    for samples in (1.5, True):
+        with pytest.raises(TypeError, match=f"samples must be an int, got .* {samples}"):
             memeff.audit(None, x, x, x, samples=samples)
+    for rng in (3, "key", np.ones(2), jax.random.split(jax.random.key(0), 2)):
+        with pytest.raises(TypeError, match=r"rng must be one key of jax\.random\.key or PRNGKey"):
+            memeff.audit(None, x, x, x, rng=rng)
+    with pytest.raises(ValueError, match="key must have shape"):
+        memeff.key_mass(x, 1.0)
     with pytest.raises(TypeError, match="memeff.audit runs outside jit"):
         jax.jit(lambda x: memeff.audit(None, x, x, x).samples)(x)
     for B, T, S, K, D in np.where(np.eye(5, dtype=bool), 0, (2, 5, 6, 1, 3)).tolist():

@@ -130,6 +130,14 @@ def test_dtypes_of_attention_fn_are_flaxes():
 
 
 WRONG_HOOKS = [
+    ({"dtype": 3}, TypeError, "dtype must be a dtype such as jnp.float32, got int 3"),
+    (
+        {"query": jax.random.split(jax.random.key(0), 8).reshape(1, 2, 2, 2)},
+        TypeError,
+        "query must be a floating-point array, got key<fry>",
+    ),
+    ({"dtype": "int32"}, TypeError, "dtype must be that of floats, got int32"),
+    ({"mask": "causal"}, TypeError, "mask must be an array, got str 'causal'"),
     ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
     ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),
     ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 came without dropout_rng"),
@@ -169,7 +177,7 @@ def test_hooks_of_attention_fn():
     assert_equal(nn.attention_fn(*QKV, local_window_size=1), window)
     for kwargs, kind, message in WRONG_HOOKS:
         with pytest.raises(kind, match=message):
-            nn.attention_fn(*QKV, **kwargs)
+            nn.attention_fn(**dict(zip(("query", "key", "value"), QKV, strict=True)) | kwargs)
 
 
 CURE = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import memeff
-from memeff import dot_product_attention, masks, scores
+from memeff import dot_product_attention, masks, scores, transforms
 
 f32 = np.float32
 
@@ -201,6 +201,152 @@ def test_wrong_functions_are_refused_in_a_sentence(i):
     v = np.ones((2, 7, 2, 6), f32)
     with pytest.raises(error, match=words):
         dot_product_attention(q, k, v, **kwargs)
+
+
+# ---- arguments of ready-made functions
+
+X = np.ones((1, 5, 2, 8), f32)
+TABLE = np.ones((8, 2), f32)
+NO_INTS = ["3", 2.0, True, None, 1j, np.array([1, 2])]  # where a size belongs
+NO_ARRAYS = ["3", None, {"a": 1}, masks.causal]
+KEY = jax.random.key(0)
+SIZES = {
+    "step": masks.dilated,
+    "size": masks.block_causal,
+    "heads": scores.alibi_slopes,
+    "max_distance": lambda x: scores.t5(TABLE, max_distance=x),
+    "query_length": lambda x: memeff.block_mask(masks.causal(), x),
+    "batch": lambda x: memeff.block_mask(masks.causal(), 5, batch=x),
+    "block_size": lambda x: memeff.block_mask(masks.causal(), 5, block_size=x),
+}
+ARRAYS = {
+    "length": masks.prefix,
+    "query_ids": masks.documents,
+    "ancestors": lambda x: masks.tree(x, 0),
+    "start": lambda x: masks.tree(np.zeros(5, int), x),
+    "parents": masks.ancestors_of,
+    "slopes": scores.alibi,
+    "table": scores.relative,
+    "cap": scores.soft_cap,
+    "scale": scores.head_temperature,
+    "query_scale": lambda x: transforms.rms_norm(x, np.ones(8)),
+    "key_scale": lambda x: transforms.rms_norm(np.ones(8), x),
+}
+WRONG_ARGUMENTS = [
+    (lambda: masks.sliding_window(-1), ValueError, r"\(left, right\)=\(-1, 0\): sides count tok"),
+    (lambda: masks.sliding_window(1.0), TypeError, r"sides are ints \(tokens\) or None, got float"),
+    (lambda: masks.sliding_window(1, True), TypeError, "sides are ints .* got bool True"),
+    (lambda: masks.prefix(1.5), TypeError, "length must be integers, got float"),
+    (
+        lambda: masks.prefix([[1]]),
+        ValueError,
+        r"length must have shape \(\) or \[B\]; got \(1, 1\)",
+    ),
+    (lambda: masks.prefix(np.int64(2**40)), ValueError, "length has integers that do not fit"),
+    (lambda: masks.documents(3), ValueError, r"query_ids must have shape \[T\] or \[B, T\]"),
+    (lambda: masks.documents(np.ones(5)), TypeError, "query_ids must be integers, got float"),
+    (lambda: masks.documents([0, 1], [[[0]]]), ValueError, "key_ids must have shape"),
+    (lambda: masks.documents(np.array([2**32, 0])), ValueError, "query_ids has integers that do"),
+    (lambda: masks.tree(np.zeros(5, int), 0.5), TypeError, "start must be integers"),
+    (lambda: masks.tree(np.zeros(33, int), 0), ValueError, "ancestors has 33 drafts"),
+    (lambda: masks.ancestors_of(-1), ValueError, r"parents must have shape \[B, T\] or \[T\]"),
+    (lambda: masks.ancestors_of(np.full(33, -1)), ValueError, "parents has 33 drafts"),
+    (lambda: masks.ancestors_of([-1, -2]), ValueError, "or be -1 where there is none; got -2"),
+    (lambda: masks.causal() & 3, TypeError, "memeff.Mask combines with another .* got int 3"),
+    (
+        lambda: masks.causal() | scores.alibi([1.0]),
+        TypeError,
+        r"Wrap a function: memeff.Mask",
+    ),
+    (lambda: scores.alibi([1.0]).then(None), TypeError, "memeff.Score combines with another"),
+    (lambda: transforms.rotary().then(2), TypeError, "memeff.Transform combines with another"),
+    (lambda: scores.alibi(1.0), ValueError, r"slopes must have shape \[N\]; got \(\)"),
+    (lambda: scores.relative(np.ones(3)), ValueError, r"table must have shape \[N, 2 L \+ 1\]"),
+    (lambda: scores.relative(np.ones((2, 4))), ValueError, "an odd number; got"),
+    (lambda: scores.t5(np.ones(8)), ValueError, r"table must have shape \[buckets, N\]"),
+    (lambda: scores.t5(TABLE[:3]), ValueError, "table has 3 buckets: it must have at least 4"),
+    (lambda: scores.t5(TABLE, max_distance=2), ValueError, "max_distance=2: .* must be larger"),
+    (lambda: scores.t5(TABLE, bidirectional=1), TypeError, "bidirectional must be True or False"),
+    (lambda: scores.soft_cap(-1), ValueError, "cap must be > 0; got -1"),
+    (lambda: scores.soft_cap(jnp.zeros(2)), ValueError, "cap must be > 0; got 0"),
+    (lambda: scores.soft_cap(np.ones((1, 2))), ValueError, r"cap must have shape \[N\]"),
+    (lambda: transforms.rotary(0), ValueError, "base=0: it must be > 0"),
+    (lambda: transforms.rotary("a"), TypeError, "base must be a number"),
+    (lambda: transforms.rms_norm(1.0, 1.0), ValueError, r"query_scale must have shape \[H\]"),
+    (
+        lambda: transforms.rms_norm(X[0, 0, 0], X[0, 0, 0], -1),
+        ValueError,
+        "epsilon=-1: it must",
+    ),
+    (
+        lambda: dot_product_attention(
+            X, X, X, qk_transform=transforms.rms_norm(np.ones(8), np.ones(2))
+        ),
+        ValueError,
+        "transforms.rms_norm has key_scale for H=2, but this call has H=8",
+    ),
+    (lambda: memeff.block_mask(masks.causal(), -1), ValueError, "query_length=-1: it must be at"),
+    (lambda: memeff.block_mask(masks.causal(), 5, 5.0), TypeError, "key_length must be an int"),
+    (lambda: memeff.block_mask(masks.causal(), 5, heads=-1), ValueError, "heads=-1: it must be at"),
+    (lambda: memeff.replace_attention(abs, strict=1), TypeError, "strict must be True or False"),
+    (lambda: memeff.replace_attention(abs, check="y"), TypeError, "check must be True or False"),
+    (lambda: memeff.replace_attention(abs, min_logits=True), TypeError, "min_logits must be a num"),
+    (lambda: memeff.switch_jax_nn(strict=1).__enter__(), TypeError, "strict must be True or False"),
+    (
+        lambda: memeff.switch_jax_nn(np.ones(2)).__enter__(),
+        TypeError,
+        "implementation must be a name or None",
+    ),
+    (
+        lambda: memeff.switch_jax_nn(context_parallel=np.ones(2)).__enter__(),
+        ValueError,
+        "context_parallel=.* is not known",
+    ),
+]
+
+
+@pytest.mark.parametrize("i", range(len(WRONG_ARGUMENTS)))
+def test_wrong_arguments_of_ready_made_functions(i):
+    call, error, pattern = WRONG_ARGUMENTS[i]
+    with pytest.raises(error, match=pattern) as raised:
+        call()
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_ints(name):
+    for size in NO_INTS:
+        with pytest.raises(TypeError, match=f"{name} must be an int, got "):
+            SIZES[name](size)
+    with pytest.raises(ValueError, match=f"{name}=-1: it must be at least"):
+        SIZES[name](-1)
+    with pytest.raises(ValueError, match=f"{name}=1099511627776: it must fit in 32 bits"):
+        SIZES[name](2**40)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_params_of_ready_made_functions_are_arrays_of_numbers(name):
+    for x in NO_ARRAYS:
+        with pytest.raises(TypeError, match=f"{name} must be an array, got "):
+            ARRAYS[name](x)
+    for x in (KEY, np.ones(8, np.complex64), np.ones(8, bool)):
+        with pytest.raises(TypeError, match=rf"{name} must be .*, got (key<fry>|complex64|bool)\."):
+            ARRAYS[name](x)
+
+
+def test_values_known_inside_jit_are_checked_there():
+    """JAX's own form of a NumPy array is traced inside jit, so what came is read."""
+
+    @jax.jit
+    def attend(x, cap):
+        return dot_product_attention(x, x, x, logits_soft_cap=cap)
+
+    wrong = np.array(-5.0, f32)
+    with pytest.raises(ValueError, match="logits_soft_cap=-5: a cap must be > 0"):
+        jax.jit(lambda x: dot_product_attention(x, x, x, logits_soft_cap=wrong))(X)
+    with pytest.raises(ValueError, match="cap must be > 0; got -5"):
+        jax.jit(lambda: scores.soft_cap(wrong).params)()
+    assert attend(X, wrong).shape == X.shape  # traced: not known
 
 
 # ---- tracing

@@ -658,6 +658,38 @@ WRONG = [
     (lambda: CACHE.append(X, X, [1, 4]), ValueError, "counts must lie between 0 and T=3"),
     (lambda: CACHE.append(X, X, [1.0, 2]), TypeError, "counts must be integers"),
     (lambda: CACHE.append(X, X, [1, 2, 3]), ValueError, r"counts must have shape \(B=2,\)"),
+    (lambda: CACHE.append(X, X, [1]), ValueError, r"counts must have shape \(B=2,\); got \(1,\)"),
+    (lambda: CACHE.append(X, X).truncate([1]), ValueError, r"lengths must have shape \(B=2,\)"),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(1, [[0], [0]], [1]),
+        ValueError,
+        r"counts must have shape \(B=2,\)",
+    ),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(1, [[0], [0]], None),
+        TypeError,
+        "counts must be an array, got None",
+    ),
+    (lambda: CACHE.append(X, X, np.array([2**32, 1])), ValueError, "counts has integers that do"),
+    (lambda: CACHE.append(X, X).truncate(np.array([2**32, 1])), ValueError, "lengths has integers"),
+    (lambda: KVCache.zeros(2, 4, K, H, None), TypeError, "dtype must be a dtype .*, got None"),
+    (lambda: KVCache.zeros(2, 4, K, H, "f99"), TypeError, "dtype must be a dtype .*, got str"),
+    (lambda: KVCache.zeros(2, 2**31, K, H), ValueError, "capacity=.*: it must fit in 32 bits"),
+    (lambda: CACHE.attend(QUERY, key=X), ValueError, "key comes from the cache: omit it"),
+    (
+        lambda: CACHE.attend(QUERY, windw=3),
+        TypeError,
+        "memeff.KVCache.attend got an unexpected keyword argument: windw",
+    ),
+    (
+        lambda: (
+            KVCache.zeros(2, 4, K, H, jnp.int8)
+            .append(X, X)
+            .attend(QUERY, logits_soft_cap=np.float32(-1) * np.ones(1))
+        ),
+        ValueError,
+        "logits_soft_cap=-1: a cap must be > 0",
+    ),
     (lambda: CACHE.append(None, X), TypeError, "key must be an array, got None"),
     (lambda: CACHE.attend(QUERY, q_offset=3), ValueError, "q_offset comes from the cache: omit"),
     (lambda: RING.append(*(np.ones((2, 7, K, H), f32),) * 2), ValueError, "at most 3 at a time"),
@@ -704,6 +736,11 @@ def test_wrong_calls_are_cured_by_their_message(i):
     call, error, pattern = WRONG[i]
     with pytest.raises(error, match=pattern):
         call()
+
+
+def test_booleans_say_which_sequences_go_on_with_all_tokens():
+    assert CACHE.append(X, X, np.array([True, False])).lengths.tolist() == [3, 0]
+    assert CACHE.append(X, X, 2).lengths.tolist() == [2, 2]
 
 
 def test_importing_memeff_names_the_caches():

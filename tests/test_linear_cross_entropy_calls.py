@@ -363,6 +363,12 @@ WRONG = [
     ({"reduction": "none"}, ValueError, r'reduction=\'none\': it must be "mean", "sum" or None'),
     ({"reduction": True}, ValueError, r'reduction=True: it must be "mean", "sum" or None'),
     ({"return_lse": 1}, TypeError, r"return_lse must be True or False .*, got int 1"),
+    (
+        {"labels": np.full((2, 5), 2**32)},
+        ValueError,
+        r"labels has integers that do not fit in int32: .*jax_enable_x64",
+    ),
+    ({"logits_soft_cap": jnp.float32(-5)}, ValueError, r"logits_soft_cap=-5: a cap must be > 0"),
     ({"precision": "exact"}, ValueError, r"precision='exact' must be None, \"default\""),
 ]
 

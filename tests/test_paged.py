@@ -370,12 +370,31 @@ WRONG = [
     (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
     (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
     (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
-    (dict(mask_fn=masks.documents(np.ones(7), np.ones(8))), ValueError, "params for 7 positions"),
+    (
+        dict(mask_fn=masks.documents(np.ones(7, int), np.ones(8, int))),
+        ValueError,
+        "params for 7 positions",
+    ),
     (
         dict(backward="fused"),
         NotImplementedError,
         'backward="fused" cannot run this call: the Hopper',
     ),
+    (
+        {"query_seq_lengths": np.array([9, 9])},
+        ValueError,
+        "query_seq_lengths must lie between 0 and T=",
+    ),
+    (
+        {"q_offset": np.array([2**29, 0])},
+        ValueError,
+        "q_offset=536870912: positions must lie between",
+    ),
+    ({"lengths": np.full(2, 2**32)}, ValueError, "lengths has integers that do not fit in int32"),
+    ({"page_table": np.full((2, 2), 2**32)}, ValueError, "page_table has integers that do not"),
+    ({"logits_soft_cap": jnp.float32(0)}, ValueError, "logits_soft_cap=0: a cap must be > 0"),
+    ({"key": 1}, ValueError, "key is the argument `key_pages` here: omit it"),
+    ({"windw": 1}, TypeError, "memeff.paged_attention got an unexpected keyword argument: windw"),
 ]
 WRONG_CACHES = [
     (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),
@@ -383,6 +402,9 @@ WRONG_CACHES = [
     (lambda: CACHE.with_sequences([[0, 1]], [9]), "sequence 0 has 9 tokens"),
     (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
     (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
+    (lambda: CACHE.attend(QUERY, page_table=[[0]]), "page_table comes from the cache"),
+    (lambda: CACHE.with_sequences(np.full((2, 2), 2**32), [0, 0]), "page_table has integers that"),
+    (lambda: CACHE.copy_pages(np.array([2**32]), [1]), "sources has integers that do not fit"),
     (lambda: CACHE.attend(QUERY), "query has 1 tokens of sequence 0, and the cache has 0"),
     (lambda: CACHE.keep_drafts(1, [0], [1]), r"path must have shape \[B, n\] with B=2; got"),
     (lambda: CACHE.attend(QUERY[0]), r"query must have shape \[B, T, N, H\]; got"),
@@ -504,8 +526,21 @@ def test_an_allocator_says_in_words_what_cannot_be_done():
         (lambda: allocator.truncate("a", 6), "tokens=6: sequence 'a' has 5"),
         (lambda: allocator.table(["a"], 1), "sequence 'a' has 2 pages, and pages_per_sequence=1"),
         (lambda: PageAllocator(0, 4), "pages=0: it must be at least 1"),
+        (lambda: allocator.owners(2), "page=2: the pool has pages 0 to 1"),
+        (lambda: allocator.owners(-1), "page=-1: it must be at least 0"),
+        (lambda: allocator.table(["a"], -1), "pages_per_sequence=-1: it must be at least 1"),
     ):
         with pytest.raises(ValueError, match=pattern):
+            call()
+    for call, pattern in (
+        (lambda: allocator.table(["a"], 2.0), "pages_per_sequence must be an int, got float"),
+        (lambda: allocator.table("a", 2), "names must be a list of names of sequences, got str"),
+        (lambda: allocator.lengths(np.array(3)), "names must be a list of names .* got ndarray"),
+        (lambda: allocator.lengths(3), "names must be a list of names of sequences, got int"),
+        (lambda: allocator.add(["a"]), "the name of a sequence must be hashable, got list"),
+        (lambda: allocator.free({}), "the name of a sequence must be hashable, got dict"),
+    ):
+        with pytest.raises(TypeError, match=pattern):
             call()
     allocator.fork("a", "b")
     with pytest.raises(MemoryError, match="need 1 pages .* and 0 of 2 are free"):

@@ -19,8 +19,9 @@ from tpu_calls import inputs, kernels, run_kernels
 
 import memeff
 from memeff import implementations
+from memeff.arguments import bind_arguments
 from memeff.device import Device, pretend_device
-from memeff.diagnostics.bind import bind_arguments, prepare_shapes
+from memeff.diagnostics.bind import prepare_shapes
 from memeff.pallas.tpu import implementation, splash
 from memeff.pallas.tpu.tables import Visits
 from memeff.problem import Problem

@@ -6,6 +6,7 @@ import numpy as np
 
 RNG_KEY = np.array([0, 1], np.uint32)
 RATE = {"dropout_rate": 0.5}
+KEYS = jax.random.split(jax.random.key(0), 320)
 
 
 def ones(*shape, dtype=np.float32):
@@ -150,7 +151,41 @@ WRONG = [
         r"mask must be boolean .*, got int32\. .*mask != 0",
     ),
     ({"mask": "causal"}, TypeError, r"mask must be an array, got str 'causal'"),
+    # numbers that are none, or do not fit
+    (
+        {"query": KEYS.reshape(2, 5, 4, 8)},
+        TypeError,
+        r"query must be a floating-point array, got key<fry>",
+    ),
+    (
+        {"bias": KEYS.reshape(2, 4, 5, 8)[..., :7]},
+        TypeError,
+        r"bias must be floating point .*, got key<fry>",
+    ),
+    (
+        {
+            "query_segment_ids": np.full((2, 5), 2**32),
+            "key_value_segment_ids": np.full((2, 7), 2**32),
+        },
+        ValueError,
+        r"query_segment_ids has integers that do not fit in int32: .*jax_enable_x64",
+    ),
+    (
+        {"key_value_seq_lengths": np.array([2**63, 1], np.uint64)},
+        ValueError,
+        r"key_value_seq_lengths has integers that do not fit in uint32",
+    ),
+    (
+        {"query_seq_lengths": [2**40, 1]},
+        ValueError,
+        r"query_seq_lengths has integers that do not fit in int32",
+    ),
     # scale and soft cap
+    ({"scale": KEYS[0]}, TypeError, r"scale must be floating point, got an array of key<fry>"),
+    ({"scale": jnp.float32(np.nan)}, ValueError, r"scale=nan: it must be finite"),
+    ({"logits_soft_cap": jnp.float32(-5)}, ValueError, r"logits_soft_cap=-5: a cap must be > 0"),
+    ({"logits_soft_cap": np.zeros(1)}, ValueError, r"logits_soft_cap=0: a cap must be > 0"),
+    ({"logits_soft_cap": np.array(np.inf)}, ValueError, r"logits_soft_cap=inf: it must be finite"),
     ({"scale": "big"}, TypeError, r"scale must be a number or a scalar array, got str 'big'"),
     ({"scale": True}, TypeError, r"scale must be a number or a scalar array, got bool True"),
     ({"scale": float("nan")}, ValueError, r"scale=nan: it must be finite"),
@@ -459,6 +494,7 @@ WRONG = [
     ),
     ({"batch_axis": 3}, TypeError, r"batch_axis must be the name of a mesh axis, or a tuple"),
     ({"batch_axis": "x", "head_axis": "x"}, ValueError, r"mesh axis 'x' is named twice"),
+    ({"sequence_layout": np.ones(2)}, ValueError, r"sequence_layout=.* is not known"),
     ({"sequence_layout": "zigzag"}, ValueError, r"sequence_layout.* pass sequence_axis"),
     ({"context_parallel": "ring"}, ValueError, r"context_parallel are for .* pass sequence_axis"),
 ]

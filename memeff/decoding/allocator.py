@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
-from memeff.decoding.storage import check_size
+from memeff.inputs import check_size, kind_of
 
 
 class PageAllocator:
@@ -56,6 +57,8 @@ class PageAllocator:
 
     def owners(self, page: int) -> int:
         """Return how many sequences own `page`."""
+        if check_size("page", page, 0) >= self.pages:
+            raise ValueError(f"page={page}: the pool has pages 0 to {self.pages - 1}.")
         return self._owners[page]
 
     def length(self, name: Hashable) -> int:
@@ -157,21 +160,23 @@ class PageAllocator:
 
         Raises: ValueError if a sequence is not known or has more pages.
         """
-        table = np.full((len(names), pages_per_sequence), -1, np.int32)
+        names = _names(names)
+        n = check_size("pages_per_sequence", pages_per_sequence)
+        table = np.full((len(names), n), -1, np.int32)
         for row, name in zip(table, names, strict=True):
             self._check_known(name)
             own = self._pages[name]
-            if len(own) > pages_per_sequence:
+            if len(own) > n:
                 raise ValueError(
                     f"sequence {name!r} has {len(own)} pages, and "
-                    f"pages_per_sequence={pages_per_sequence}: make the table wider."
+                    f"pages_per_sequence={n}: make the table wider."
                 )
             row[: len(own)] = own
         return table
 
     def lengths(self, names: Sequence[Hashable]) -> np.ndarray:
         """Return the tokens [B], int32, for which the sequences `names` were extended."""
-        return np.array([self.length(name) for name in names], np.int32)
+        return np.array([self.length(name) for name in _names(names)], np.int32)
 
     def _take(self) -> int:
         """Return a free page, which then has one owner."""
@@ -187,9 +192,26 @@ class PageAllocator:
                 self._free.append(page)
 
     def _check_known(self, name: Hashable) -> None:
+        _check_name(name)
         if name not in self._pages:
             raise ValueError(f"there is no sequence {name!r}: add it first.")
 
     def _check_new(self, name: Hashable) -> None:
+        _check_name(name)
         if name in self._pages:
             raise ValueError(f"there is a sequence {name!r} already: free it first.")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, Hashable):
+        raise TypeError(f"the name of a sequence must be hashable, got {kind_of(name)}.")
+
+
+def _names(names: Any) -> list[Any]:
+    """Return the names of sequences as a list."""
+    try:
+        if not isinstance(names, str):
+            return list(names)
+    except TypeError:
+        pass
+    raise TypeError(f"names must be a list of names of sequences, got {kind_of(names)}.")

@@ -15,9 +15,12 @@ from memeff.attention_ad import attend
 from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
+from memeff.inputs import to_array
 from memeff.problem import Operands
+from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
 from memeff.stored import StoredKeys
+from memeff.validate import check_logit_params, check_segments
 
 ON_EXPLICIT_MESH = (
     "is on an Explicit mesh, which does not support keys that are stored in pages or in 8 bits. "
@@ -52,10 +55,15 @@ def attend_stored(
     for x in jax.tree.leaves(others):
         if isinstance(x, jax.Array) and any(explicit_devices(x, n) > 1 for n in range(x.ndim)):
             raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
+    # here, because values are known that `_attend_stored` only traces
+    shape = CallShape.of(jnp.asarray(arguments.query), key, value)
+    check_segments(shape, arguments.query_segment_ids, arguments.key_value_segment_ids)
+    check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap)
     device = current_device(arguments.query)
     arguments = arguments._replace(key=0, value=0)
     leaves, structure = jax.tree.flatten(arguments)
     arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
+    arrays = [None if x is None else to_array("an array of the call", x) for x in arrays]
     rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
     static = _Static(structure, rest, tuple(map(type, rest)), device)
     return _attend_stored(static, arrays, key, value)

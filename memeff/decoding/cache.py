@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.arguments import Arguments, CachedOptions
+from memeff.arguments import Arguments, CachedOptions, bind_arguments
 from memeff.attention import dot_product_attention
 from memeff.block_mask import BlockMask
 from memeff.decoding.attend import attend_stored
@@ -20,12 +20,11 @@ from memeff.decoding.storage import (
     LOST,
     Places,
     check_appended,
+    check_cached_dtype,
     check_counts,
-    check_dtype,
     check_kept,
     check_not_lost,
     check_room,
-    check_size,
     check_tokens,
     keep_drafts,
     lacks_positions,
@@ -33,12 +32,13 @@ from memeff.decoding.storage import (
     stored_form,
     write_all,
 )
+from memeff.inputs import check_size
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
 from memeff.user_functions import check_pair_function
 
 # arguments of dot_product_attention that the cache itself gives
-OWN = ("q_offset", "key_value_seq_lengths", "query_seq_lengths")
+OWN = ("key", "value", "q_offset", "key_value_seq_lengths", "query_seq_lengths")
 # those that name keys by their slots, so that a ring would read them at wrong positions
 BY_SLOT = (
     *("bias", "mask", "query_segment_ids", "key_value_segment_ids"),
@@ -132,7 +132,7 @@ class KVCache:
         K = check_size("key_heads", key_heads)
         H = check_size("head_size", head_size)
         D = H if value_size is None else check_size("value_size", value_size)
-        dtype = check_dtype(dtype)
+        dtype = check_cached_dtype(dtype)
         if window is not None and capacity <= check_size("window", window, 0):
             raise ValueError(
                 f"capacity={capacity} and window={window}: a ring needs room for the window and "
@@ -183,8 +183,9 @@ class KVCache:
           key: [B, T, K, H], in the dtype of the cache (any float if that has 8 bits).
           value: [B, T, K, D].
           counts: [B], integers from 0 to T: how many of the T tokens of each sequence are valid,
-            counted from the first, such as of prompts of different lengths. Booleans say which
-            sequences go on. Default: all. Traced ones count as at least 0 and at most T.
+            counted from the first, such as of prompts of different lengths, or one number for all.
+            Booleans say which sequences go on, with all T. Default: all. Traced ones count as at
+            least 0 and at most T.
 
         Raises:
           ValueError: if shapes disagree, or the cache is full and lengths are known.
@@ -262,10 +263,11 @@ class KVCache:
         for name in OWN:
             if name in options:
                 raise ValueError(f"{name} comes from the cache: omit it.")
-        arguments = Arguments(
-            query=query,
-            key=self.key,
-            value=self.value,
+        arguments = bind_arguments(
+            "KVCache.attend",
+            query,
+            self.key,
+            self.value,
             is_causal=is_causal,
             return_residual=return_residual,
             **options,
@@ -292,6 +294,7 @@ class KVCache:
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
 
+        One number holds for all sequences.
         A ring that went round cannot bring back the tokens that newer ones have replaced. So it
         gives up at most the newest capacity - window tokens that it ever read. More are refused
         where lengths are known; under jit the sequence counts as overflowed from then on, and
@@ -308,7 +311,7 @@ class KVCache:
         Args:
           T: drafts that were appended at last.
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
-          counts: [B]: how many of the n entries of `path` are valid.
+          counts: [B]: how many of the n entries of `path` are valid, or one number for all.
 
         Under jit a sequence that `overflowed` keeps all its tokens, and stays so. One that has
         fewer than T tokens, or is to keep a draft outside 0 to T - 1, counts as overflowed

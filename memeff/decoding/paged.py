@@ -9,12 +9,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.arguments import Arguments, CachedOptions
+from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.storage import EIGHT_BITS, check_room, lacks_positions
-from memeff.inputs import to_array
+from memeff.inputs import check_integers, known_values, to_array, to_int32
+from memeff.shape import CallShape
 from memeff.stored import StoredKeys
-from memeff.validate import check_integers, known_values
+from memeff.validate import check_lengths, check_offset
 
 MOST_TOKENS = 256  # of a page
 
@@ -119,6 +120,9 @@ def paged_attention(
         raise ValueError(f"query must have shape [B, T, N, H]; got {query.shape}.")
     if "key_value_seq_lengths" in options:
         raise ValueError("key_value_seq_lengths is the argument `lengths` here: omit it.")
+    for name in ("key", "value"):
+        if name in options:
+            raise ValueError(f"{name} is the argument `{name}_pages` here: omit it.")
     scales = key_scales, value_scales
     key, value = _stored(query, (key_pages, value_pages), scales, page_table)
     lengths = check_integers("lengths", lengths)
@@ -127,10 +131,15 @@ def paged_attention(
     _check_pages(key, lengths)
     if q_offset is None:
         lacks_positions(options, lengths)  # refuses them where lengths are known
-    arguments = Arguments(
-        query=query,
-        key=None,  # pyright: ignore[reportArgumentType]
-        value=None,  # pyright: ignore[reportArgumentType]
+    shape = CallShape.of(query, key, value)
+    check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
+    if q_offset is not None:
+        check_offset(shape, q_offset)
+    arguments = bind_arguments(
+        "paged_attention",
+        query,
+        None,
+        None,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=lengths,
@@ -143,7 +152,7 @@ def paged_attention(
 
 def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKeys, StoredKeys]:
     """Return checked keys and values."""
-    table = check_integers("page_table", table)
+    table = to_int32(check_integers("page_table", table))
     if table.ndim != 2 or table.shape[0] != query.shape[0]:
         raise ValueError(
             f"page_table must have shape (B={query.shape[0]}, pages of a sequence); got "
@@ -182,7 +191,7 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
                     f"{name}_scales must have shape {(pages, K, page)}, [pages, K, page]; got "
                     f"{factors.shape}."
                 )
-        both.append(StoredKeys(x, factors, table.astype(jnp.int32), query.dtype.name))
+        both.append(StoredKeys(x, factors, table, query.dtype.name))
     return both[0], both[1]
 
 

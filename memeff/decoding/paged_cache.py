@@ -17,12 +17,11 @@ from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
     Places,
     check_appended,
+    check_cached_dtype,
     check_counts,
-    check_dtype,
     check_kept,
     check_not_lost,
     check_room,
-    check_size,
     check_tokens,
     check_whole_pool,
     keep_drafts,
@@ -31,8 +30,8 @@ from memeff.decoding.storage import (
     stored_form,
     write_all,
 )
+from memeff.inputs import check_integers, check_size, known_values, to_int32
 from memeff.stored import page_places
-from memeff.validate import check_integers, known_values
 
 NO_PAGE = "Give it more pages (memeff.PageAllocator.extend), and pass the new page_table."
 DROPPED = "Those without room were dropped: truncate it to its room, then append them again."
@@ -115,7 +114,7 @@ class PagedKVCache:
         D = H if value_size is None else check_size("value_size", value_size)
         B = check_size("batch", batch, 0)
         n = check_size("pages_per_sequence", pages_per_sequence)
-        dtype = check_dtype(dtype)
+        dtype = check_cached_dtype(dtype)
         scales = [None, None]
         if dtype.itemsize == 1:
             scales = [jnp.zeros((pages, K, page), jnp.float32) for _ in range(2)]
@@ -152,7 +151,7 @@ class PagedKVCache:
 
         So sequences come, go, fork and change places without a copy.
         """
-        table = check_integers("page_table", page_table).astype(jnp.int32)
+        table = to_int32(check_integers("page_table", page_table))
         lengths = check_integers("lengths", lengths)
         if table.ndim != 2 or lengths.shape != table.shape[:1]:
             raise ValueError(
@@ -197,7 +196,7 @@ class PagedKVCache:
                         f"0 to {pages - 1}."
                     )
         check_whole_pool(sources, targets, self.key_pages, self.value_pages)
-        sources, targets = _at_once(sources.astype(jnp.int32), targets.astype(jnp.int32))
+        sources, targets = _at_once(to_int32(sources), to_int32(targets))
         sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
 
         def copy(x: Array | None) -> Array | None:
@@ -240,7 +239,7 @@ class PagedKVCache:
     ) -> Array | tuple[Array, Array]:
         """Attend from the T newest tokens to all that are cached, as `memeff.KVCache.attend`."""
         self.check()
-        for name in OWN:
+        for name in (*OWN, *(field.name for field in dataclasses.fields(self))):
             if name in options:
                 raise ValueError(f"{name} comes from the cache: omit it.")
         T = query_length(query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
@@ -12,10 +11,17 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import kind_of, to_array
+from memeff.inputs import (
+    check_dtype,
+    check_floats,
+    check_integers,
+    check_size,
+    known_values,
+    to_array,
+    to_int32,
+)
 from memeff.sharding import explicit_devices
 from memeff.user_functions import positions_held
-from memeff.validate import check_integers, known_values
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
 Places = tuple[Array] | tuple[Array, Array]
@@ -23,18 +29,9 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 LOST = -(2**30)  # the length of a sequence that no longer has what was asked of it under jit
 
 
-def check_size(name: str, size: Any, least: int = 1) -> int:
-    """Return a size as an int of at least `least`."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"{name} must be an int, got {kind_of(size)}.")
-    if size < least:
-        raise ValueError(f"{name}={size}: it must be at least {least}.")
-    return int(size)
-
-
-def check_dtype(dtype: Any) -> Any:
+def check_cached_dtype(dtype: Any) -> Any:
     """Return the dtype of a cache: a float that attention computes in, or one of 8 bits."""
-    dtype = jnp.dtype(dtype)
+    dtype = check_dtype("dtype", dtype)
     wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
     if not wide and dtype.name not in EIGHT_BITS:
         raise TypeError(
@@ -58,9 +55,7 @@ def check_tokens(
             )
         if like.dtype.itemsize > 1 and x.dtype != like.dtype:
             raise TypeError(f"{name} is {x.dtype} and the cache is {like.dtype}: cast one of them.")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
-        arrays.append(x)
+        arrays.append(check_floats(name, x))
     T, T_of_value = (x.shape[1] for x in arrays)
     if T != T_of_value:
         raise ValueError(f"key brings T={T} tokens and value {T_of_value}: they must be as many.")
@@ -74,14 +69,12 @@ def check_kept(lengths: ArrayLike, batch: int) -> Array:
     known = known_values(lengths)
     if known is not None and known.min() < 0:
         raise ValueError(f"lengths must be at least 0; got {known.min()}.")
-    limits = jnp.iinfo(lengths.dtype)  # clipped before the cast, because uint32 and int64 wrap
-    most = min(int(limits.max), jnp.iinfo(jnp.int32).max)
-    return jnp.clip(lengths, 0, most).astype(jnp.int32)
+    return to_int32(lengths, least=0)
 
 
 def check_per_sequence(name: str, x: Array, batch: int) -> None:
-    """Refuse an array that has neither one number for each sequence nor one for all."""
-    if x.shape not in ((), (1,), (batch,)):
+    """Refuse an array that has neither one number for each sequence nor is one for all."""
+    if x.shape not in ((), (batch,)):
         raise ValueError(f"{name} must have shape (B={batch},); got {x.shape}.")
 
 
@@ -98,7 +91,7 @@ def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
         return jnp.full((batch,), T, jnp.int32)
     counts = to_array("counts", counts)
     if counts.dtype == bool:  # which sequences go on
-        counts = counts.astype(jnp.int32)
+        counts = jnp.where(counts, T, 0)
     counts = check_integers("counts", counts)
     check_per_sequence("counts", counts, batch)
     known = known_values(counts)
@@ -107,7 +100,7 @@ def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
             f"counts must lie between 0 and T={T}, the tokens that came; got {known.min()} to "
             f"{known.max()}."
         )
-    return jnp.broadcast_to(jnp.clip(counts, 0, T).astype(jnp.int32), (batch,))
+    return jnp.broadcast_to(to_int32(counts, 0, T), (batch,))
 
 
 def check_room(lengths: Array, capacity: ArrayLike, cure: str) -> None:
@@ -193,7 +186,7 @@ def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> 
             f"T={T} drafts: sequence {known.argmin()} has {known.min()} tokens. Append its drafts "
             "first."
         )
-    return path.astype(jnp.int32), check_counts(counts, B, path.shape[1])
+    return to_int32(path), check_counts(to_array("counts", counts), B, path.shape[1])
 
 
 def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:

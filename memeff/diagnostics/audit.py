@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from memeff.call import prepare, prepare_sharded, run_attention
 from memeff.diagnostics import float64
 from memeff.diagnostics.bind import exact_arguments
 from memeff.diagnostics.float64 import Inputs, Place
+from memeff.inputs import check_size, kind_of
 from memeff.problem import Operands, Problem, sum_dtype
 from memeff.sequence.layout import sequence_positions
 from memeff.shape import CallShape, fold_leads
@@ -164,8 +164,7 @@ def audit(
       >>> audit("xla", x, x, x, is_causal=True, samples=8).ok
       True
     """
-    if isinstance(samples, bool) or not isinstance(samples, numbers.Integral) or samples < 1:
-        raise ValueError(f"samples={samples!r}: it must be an int of at least 1.")
+    samples = check_size("samples", samples)
     # `backward` and `memory_limit` say how to compute, which the truth does not need.
     exact_kwargs = dict(kwargs)
     exact_kwargs.pop("backward", None)
@@ -178,7 +177,11 @@ def audit(
         raise ValueError(f"memeff.audit has nothing to sample: {words} must be at least 1.")
     if rng is None:
         rng = jax.random.key(0)
-    run_key, *sample_keys = jax.random.split(rng, 3)
+    try:
+        run_key, *sample_keys = jax.random.split(rng, 3)
+    except (TypeError, ValueError) as e:
+        message = f"rng must be one key of jax.random.key or PRNGKey, got {kind_of(rng)}."
+        raise TypeError(message) from e
     dout = _draw_cotangent(run_key, call)
     arrays = call.arrays
     ours = functools.partial(dot_product_attention, bias=bias, mask=mask, return_residual=True)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from memeff import compiling, sharding
-from memeff.arguments import Arguments
+from memeff.arguments import Arguments, bind_arguments
 from memeff.call import Call, ShardedCall, prepare, prepare_sharded, run_attention
 
 
@@ -32,15 +32,6 @@ def exact_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
     if refused:
         raise TypeError(f"memeff.{name} does not take {', '.join(sorted(refused))}. Omit it.")
     return bind_arguments(name, *arrays, implementation="xla", **kwargs)
-
-
-def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
-    """Return the arguments of a call, for the public function `name`; refuse other keywords."""
-    unknown = kwargs.keys() - set(Arguments._fields)
-    if unknown:
-        words = ", ".join(sorted(unknown))
-        raise TypeError(f"memeff.{name} got an unexpected keyword argument: {words}.")
-    return Arguments(*arrays, **kwargs)
 
 
 def prepare_shapes(name: str, arguments: Arguments) -> Call:

@@ -28,6 +28,7 @@ from memeff.chunked.tangent import TileFunction, tile_sum_inputs
 from memeff.chunked.tile import Tile, distances, probabilities, tile_logits
 from memeff.diagnostics.bind import chunked_arguments
 from memeff.implementations import Chosen
+from memeff.inputs import to_array
 from memeff.problem import Operands, Problem, split_axis
 from memeff.shape import unfold
 from memeff.sharding import vary_together
@@ -226,7 +227,8 @@ def key_mass(
       >>> print(key_mass(x, x)[0, :, 0])
       [1. 1. 1. 1.]
     """
-    value = jnp.asarray(key)[..., :1]  # its size does not matter
+    key = to_array("key", key)
+    value = key[..., :1] if key.ndim else key  # its size does not matter
     return _run_key_mass(chunked_arguments("key_mass", query, key, value, bias, mask, **kwargs))
 
 

@@ -76,7 +76,16 @@ def attention_fn(
       (1, 7, 8)
     """
     del force_fp32_for_softmax
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    if dtype is not None:
+        given = inputs.check_dtype("dtype", dtype)
+        if not jnp.issubdtype(given, jnp.floating):
+            raise TypeError(f"dtype must be that of floats, got {given.name}.")
+    named = {"query": query, "key": key, "value": value}
+    arrays = [inputs.to_array(name, x) for name, x in named.items()]
+    for name, x in zip(named, arrays, strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random have no promotion
+            inputs.check_floats(name, x)
+    query, key, value = promote_dtype(*arrays, dtype=dtype)
     _refuse_weights(query, key, module)
     for name, hook in (
         ("qk_attn_weights_einsum", qk_attn_weights_einsum),
@@ -121,6 +130,7 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
     """Convert Flax's mask to a boolean one: nonzero = may attend."""
     if mask is None:
         return None
+    inputs.to_array("mask", mask)  # refuses what is none; known values are read below
     mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
     dtype = jnp.result_type(mask)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):

@@ -5,7 +5,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from memeff.decoding.storage import write
-from memeff.validate import known_values
+from memeff.inputs import known_values
 
 
 def append(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from memeff.inputs import check_bool
 from memeff.rewrite.check import Recorder
 from memeff.rewrite.evaluate import evaluate
 from memeff.rewrite.report import Report, make_report
@@ -86,6 +87,8 @@ def replace_attention(
     Source: the attention is that of `dot_product_attention`; the search is memeff's own.
     """
     _check_arguments("replace_attention", f, min_logits)
+    check_bool("strict", strict)
+    check_bool("check", check)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(static: _Static, arrays: list[Any]) -> Any:
@@ -147,7 +150,7 @@ def find_attention(
 def _check_arguments(name: str, f: Any, min_logits: Any) -> None:
     if not callable(f):
         raise TypeError(f"{name} takes a function, got {type(f).__name__}.")
-    if not isinstance(min_logits, numbers.Real):
+    if isinstance(min_logits, bool) or not isinstance(min_logits, numbers.Real):
         raise TypeError(f"min_logits must be a number of pairs (T x S), got {min_logits!r}.")
 
 

@@ -29,7 +29,8 @@ OTHER_FLOPS = 60e12
 
 def check_strategy(strategy: Any) -> None:
     """Refuse an unknown strategy; None leaves the choice to memeff."""
-    if strategy is not None and strategy not in STRATEGIES:
+    is_name = isinstance(strategy, str) and strategy in STRATEGIES
+    if strategy is not None and not is_name:
         known = ", ".join(map(repr, STRATEGIES))
         raise ValueError(f"context_parallel={strategy!r} is not known: use None or one of {known}.")
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from memeff.inputs import check_size, kind_of, to_array
+
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS = get_args(Layout)
 
@@ -60,7 +62,8 @@ def sequence_positions(length: int, devices: int, layout: Layout = "zigzag") -> 
       >>> sequence_positions(8, 2).tolist()
       [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    check_layout_name(layout)
+    check_layout_name(layout, "layout")
+    length = check_size("length", length, 0)
     check_length("length", length, devices, layout)
     tokens = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
@@ -115,10 +118,12 @@ def from_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
 
 def _reorder(tree: Any, devices: int, axis: int, order) -> Any:
     """Reorder the 2 * devices chunks along `axis` of each array of a pytree."""
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(f"axis must be an int, got {kind_of(axis)}.")
 
     def reorder(path, x):
         xp = np if isinstance(x, np.ndarray) else jnp
-        x = xp.asarray(x)
+        x = x if xp is np else to_array(f"tree{jax.tree_util.keystr(path)}", x)
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
                 f"tree{jax.tree_util.keystr(path)} has shape {x.shape} and no axis {axis}."
@@ -170,17 +175,16 @@ def _rearrange(x: Array, layout: Layout, devices: int, axis: int, into_layout: b
     return jnp.swapaxes(stripes, axis, axis + 1).reshape(shape)
 
 
-def check_layout_name(layout: Any) -> None:
+def check_layout_name(layout: Any, name: str = "sequence_layout") -> None:
     """Refuse an unknown layout."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         known = ", ".join(map(repr, LAYOUTS))
-        raise ValueError(f"sequence_layout={layout!r} is not known: use one of {known}.")
+        raise ValueError(f"{name}={layout!r} is not known: use one of {known}.")
 
 
 def check_length(name: str, length: int, devices: int, layout: Layout) -> None:
     """Refuse a number of tokens that the devices cannot share equally."""
-    if isinstance(devices, bool) or not isinstance(devices, int | np.integer) or devices < 1:
-        raise ValueError(f"devices={devices!r} must be an int of at least 1.")
+    devices = check_size("devices", devices)
     parts = chunks_of_device(layout) * devices
     if length % parts:
         raise ValueError(

@@ -14,7 +14,7 @@ SIZES = ["--tokens", "16", "--heads", "8", "--kv-heads", "4", "--head-dim", "8"]
 @pytest.mark.slow
 def test_all_ways_agree_and_fill_a_table(tmp_path):
     path = tmp_path / "small.jsonl"
-    names = ["ring", "all_gather", "all_to_all", "jax.nn:all_gather", "nothing"]
+    names = ["ring", "all_gather", "all_to_all", "two_axes", "jax.nn:all_gather", "nothing"]
     arguments = [*SIZES, "--dtype", "float32", "--rounds", "1", "--save", str(path)]
     devices.main([*arguments, "--implementation", *names])
     description, *rows = map(json.loads, path.read_text().splitlines())

@@ -1,6 +1,6 @@
 """`python -m memeff.bench devices`: measure causal attention whose sequence lies on many devices.
 
-Every device of the machine has --tokens tokens of the sequence. A row compares with one device that
+Each of --devices devices has --tokens tokens of the sequence. A row compares with one device that
 has the whole sequence, in the same run: its share is that device's time, divided by the number of
 devices, over the time of the row. The error is the largest difference of out and of all gradients
 from those of one device, over the largest number of each. Unless XLA_FLAGS sets it otherwise, copy
@@ -9,12 +9,14 @@ engines carry the messages of GPUs (--xla_gpu_collective_permute_mode=peer).
   one                 memeff on one device
   ring, all_gather, all_to_all
                       memeff with this context_parallel, in a zigzag
+  two_axes            memeff with all-to-all in pairs of devices, and a ring of two or more pairs
   jax.nn:all_gather   jax.nn with cuDNN (on a CPU, XLA) on gathered keys. The causal order of a part
                       is a dense mask there, for jax.nn has no offset
   jla:ring            context_parallel_attention of jax-linear-attention, which makes the zigzag
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import itertools
@@ -30,7 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 import memeff
 from memeff.bench.cases import Row
@@ -43,8 +52,8 @@ from memeff.device import set_copied_messages
 
 SECONDS_PER_SAMPLE = 0.1
 AXIS = "seq"
-SPEC = PartitionSpec(None, AXIS)
-STRATEGIES = ("ring", "all_gather", "all_to_all")
+PAIRS = ("ring", "heads")  # the axes of two_axes: a ring of pairs of devices
+STRATEGIES = ("ring", "all_gather", "all_to_all", "two_axes")
 STANDARD = ("one", *STRATEGIES, "jax.nn:all_gather", "jla:ring")
 Attention = Callable[[Array, Array, Array], Array]
 
@@ -52,6 +61,7 @@ Attention = Callable[[Array, Array, Array], Array]
 class DevicesCase(NamedTuple):
     """The sizes of a call: `tokens` are those of one device, of one sequence."""
 
+    devices: int
     tokens: int
     heads: int
     kv_heads: int
@@ -61,7 +71,7 @@ class DevicesCase(NamedTuple):
     @property
     def length(self) -> int:
         """Return the tokens of the whole sequence."""
-        return self.tokens * jax.device_count()
+        return self.tokens * self.devices
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -70,30 +80,43 @@ class DevicesCase(NamedTuple):
         return [(1, self.length, n, self.head_dim) for n in heads]
 
 
-def make_mesh() -> Mesh:
-    """Return a mesh of all devices along the sequence."""
-    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+def make_mesh(name: str, count: int) -> Mesh:
+    """Return a mesh of `count` devices along the sequence, for the implementation `name`."""
+    shape, axes = ((count // 2, 2), PAIRS) if name == "two_axes" else ((count,), (AXIS,))
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:count])
 
 
-def attention(name: str, mesh: Mesh) -> Attention:
+def sharding_of(name: str, count: int) -> Sharding:
+    """Return how query, key and value lie on `count` devices, for the implementation `name`."""
+    if name == "one":
+        return SingleDeviceSharding(jax.devices()[0])
+    mesh = make_mesh(name, count)
+    return NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
+
+
+def attention(name: str, mesh: Mesh | None) -> Attention:
     """Return the causal attention called `name` of whole arrays."""
     if name == "one":
         return functools.partial(memeff.dot_product_attention, is_causal=True)
     if name == "jla:ring":
         module = importlib.import_module("jla.distributed.context_parallel_attention")
         return functools.partial(module.context_parallel_attention, mesh=mesh, axis=AXIS)
+    assert mesh is not None
     part = jax_nn_of_gathered_keys
     if name in STRATEGIES:
+        two = name == "two_axes"
         part = functools.partial(
             memeff.dot_product_attention,
             is_causal=True,
-            sequence_axis=AXIS,
+            sequence_axis=PAIRS if two else AXIS,
             sequence_layout="zigzag",
-            context_parallel=name,
+            context_parallel="all_to_all" if two else name,
         )
     elif name != "jax.nn:all_gather":
         raise ValueError(f"implementation {name!r} is not known: see --help.")
-    return jax.shard_map(part, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+    spec = PartitionSpec(None, mesh.axis_names)
+    return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
 def jax_nn_of_gathered_keys(query: Array, key: Array, value: Array) -> Array:
@@ -106,8 +129,10 @@ def jax_nn_of_gathered_keys(query: Array, key: Array, value: Array) -> Array:
     return jax.nn.dot_product_attention(query, *keys, mask=mask[None, None], implementation=library)
 
 
-def compiled(name: str, case: DevicesCase, mode: str, mesh: Mesh) -> jax.stages.Compiled:
+def compiled(name: str, case: DevicesCase, mode: str) -> jax.stages.Compiled:
     """Compile a call from its shapes."""
+    sharding = sharding_of(name, case.devices)
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     attend = attention(name, mesh)
 
     def run(query, key, value, dout):
@@ -116,14 +141,9 @@ def compiled(name: str, case: DevicesCase, mode: str, mesh: Mesh) -> jax.stages.
         out, pull = jax.vjp(attend, query, key, value)
         return out, *pull(dout)
 
-    sharding = NamedSharding(mesh, SPEC)
-    if name == "one":
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = [jax.ShapeDtypeStruct(x, case.dtype, sharding=sharding) for x in case.shapes]
     jitted = jax.jit(run, out_shardings=sharding)
-    if name == "one":
-        return jitted.lower(*shapes).compile()
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return jitted.lower(*shapes).compile()
 
 
@@ -134,12 +154,12 @@ def draw(case: DevicesCase) -> list[Array]:
     return [normal(key, x, jnp.dtype(case.dtype)) for key, x in zip(keys, case.shapes, strict=True)]
 
 
-def in_order_of(name: str, x: Array, back: bool = False) -> Array:
-    """Return tokens in the order in which a call has them, or `back` in their own."""
+def in_order_of(name: str, count: int, x: Array, back: bool = False) -> Array:
+    """Return tokens in the order of a call on `count` devices, or from that `back` in their own."""
     if name not in STRATEGIES:
         return x
     reorder = memeff.from_zigzag if back else memeff.to_zigzag
-    return reorder(x, jax.device_count(), axis=1)
+    return reorder(x, make_mesh(name, count).devices.shape[0], axis=1)
 
 
 def largest_error(found: Sequence[Array], expected: Sequence[np.ndarray]) -> float:
@@ -155,35 +175,37 @@ def devices_rows(
     cases: Sequence[DevicesCase], names: Sequence[str], rounds: int, jobs: int
 ) -> Iterator[Row]:
     """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
-    mesh = make_mesh()
-    calls = list(itertools.product(names, cases, DEVICE_MODES))
+
+    def names_for(case):
+        pairs = case.devices % 2 == 0 and case.devices > 2
+        return [name for name in names if pairs or name != "two_axes"]
+
+    calls = [
+        (name, case, mode)
+        for case in cases
+        for name, mode in itertools.product(names_for(case), DEVICE_MODES)
+    ]
 
     def attempt(call):
-        name, case, mode = call
         try:
-            return compiled(name, case, mode, mesh)
+            return compiled(*call)
         except Exception as error:  # noqa: BLE001
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
     with ThreadPoolExecutor(jobs) as pool:
         programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
     for case in cases:
-        yield from _rows_of_case(case, names, programs, NamedSharding(mesh, SPEC), rounds)
+        yield from _rows_of_case(case, names_for(case), programs, rounds)
 
 
 def _rows_of_case(
-    case: DevicesCase,
-    names: Sequence[str],
-    programs: dict[Any, Any],
-    sharding: NamedSharding,
-    rounds: int,
+    case: DevicesCase, names: Sequence[str], programs: dict[Any, Any], rounds: int
 ) -> list[Row]:
     """Return a row for each implementation, whose programs are timed in turns."""
     arrays = draw(case)
-    count = jax.device_count()
     rows: dict[str, Row] = {}
     for name in names:
-        rows[name] = {"implementation": name, "devices": count, **case._asdict()}
+        rows[name] = {"implementation": name, **case._asdict()}
     expected: Sequence[np.ndarray] = ()
     for mode in reversed(DEVICE_MODES):
         runs = {}
@@ -193,12 +215,11 @@ def _rows_of_case(
                 rows[name]["note"] = program
                 continue
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            placed = arrays
-            if name != "one":
-                placed = [jax.device_put(in_order_of(name, x), sharding) for x in arrays]
-            run = ProgramRun(program, placed)
+            sharding = sharding_of(name, case.devices)
+            ordered = functools.partial(in_order_of, name, case.devices)
+            run = ProgramRun(program, [jax.device_put(ordered(x), sharding) for x in arrays])
             try:
-                results = [in_order_of(name, x, back=True) for x in run.call()]
+                results = [ordered(x, back=True) for x in run.call()]
             except jax.errors.JaxRuntimeError as error:
                 rows[name]["note"] = str(error).splitlines()[0][:200]
                 continue
@@ -213,7 +234,7 @@ def _rows_of_case(
             rows[name][f"{mode}: seconds"] = statistics.median(seconds)
             if name != "one" and "one" in samples:
                 turns = zip(samples["one"], seconds, strict=True)
-                shares = [one / count / other for one, other in turns]
+                shares = [one / case.devices / other for one, other in turns]
                 rows[name][f"{mode}: share"] = statistics.median(shares)
     return list(rows.values())
 
@@ -224,7 +245,8 @@ def main(arguments: Sequence[str]) -> None:
     set_copied_messages()
     command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
     sizes = options.heads, options.kv_heads or options.heads, options.head_dim, options.dtype
-    cases = [DevicesCase(length, *sizes) for length in options.tokens]
+    counts = options.devices or [jax.device_count()]
+    cases = [DevicesCase(*call, *sizes) for call in itertools.product(counts, options.tokens)]
     records = []
     names = ["one", *(name for name in options.implementation if name != "one")]
     for row in devices_rows(cases, names, options.rounds, options.jobs):
@@ -244,6 +266,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--devices", type=size, nargs="+", metavar="P", help="numbers (default: all devices)")
     add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="of one device")
     add("--heads", type=size, default=16, metavar="N", help="query heads")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")

@@ -209,7 +209,8 @@ def device_temporary(row: Row) -> str:
 
 
 DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "tokens of a device": lambda row: tokens(row["tokens"]),
+    "devices": lambda row: str(row["devices"]),
+    "tokens of each": lambda row: tokens(row["tokens"]),
     "heads": lambda row: f"{row['heads']}:{row['kv_heads']} of {row['head_dim']}",
     "call": lambda row: row["implementation"],
     "ms": loss_milliseconds,

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from memeff.device import current_platform
 from memeff.sharding import may_be_sharded
@@ -42,6 +43,16 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
         return jnp.where(never, jnp.ones_like(x), x)  # not 0, for x may be a constant 0
 
     return results, jax.tree.map(held, tree)
+
+
+def zero_after(x: Array, dtype: DTypeLike) -> Array:
+    """Return a scalar 0 that XLA cannot compute before x is there.
+
+    Sums that begin with it take memory from then on. XLA:CPU would make the zeros of all loops of a
+    program before the first.
+    """
+    _, zero = hold(jnp.zeros((), dtype), x)
+    return zero
 
 
 def _some_bits(x: Array) -> Array:

@@ -65,6 +65,29 @@ def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
     return axes
 
 
+def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
+    """Return the sharding of x if it is known and `devices` devices share `dim`, or else None.
+
+    It is known outside jit, and by its type on a mesh with Explicit axes alone.
+    """
+    if devices == 1 or _devices(x, dim) != devices:
+        return None
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+    if isinstance(x, Tracer) and set(sharding.mesh.axis_types) != {AxisType.Explicit}:
+        return None
+    return sharding
+
+
+def with_whole_dim(function: Callable[[Array], Array], x: Array, dim: int) -> Array:
+    """Return function(x), computed with `dim` of x and of the result whole on an Explicit mesh."""
+    if not _explicit(x) or _devices(x, dim) == 1:
+        return function(x)
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+    spec = sharding.spec
+    whole = PartitionSpec(*spec[:dim], None, *spec[dim + 1 :])
+    return reshard(function(reshard(x, NamedSharding(sharding.mesh, whole))), sharding)
+
+
 def may_be_sharded() -> bool:
     """Return True if arrays may be laid out over several devices.
 

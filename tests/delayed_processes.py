@@ -1,7 +1,7 @@
-"""One process of two, with a GPU each: a ring's steps under random delays. It has no test.
+"""One process of several, with a GPU each: a ring's steps under random delays. It has no test.
 
-`python delayed_processes.py PORT NUMBER SECONDS` takes steps for SECONDS, and prints how many had
-other bits than the first. tests/test_gpu_processes.py starts both processes.
+`python delayed_processes.py PORT COUNT NUMBER SECONDS` takes steps for SECONDS, and prints how many
+had other bits than the first. tests/test_gpu_processes.py starts all processes.
 """
 
 import functools
@@ -41,15 +41,15 @@ def count_of_other_bits(results, first):
     return sum((bits(x) != bits(y)).sum(dtype=jnp.int32) for x, y in pairs)
 
 
-def main(port: int, number: int, seconds: float) -> None:
-    """Take steps until both processes have done so for `seconds`."""
+def main(port: int, count: int, number: int, seconds: float) -> None:
+    """Take steps until all processes have done so for `seconds`."""
     address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(address, 2, number, local_device_ids=[number])
+    jax.distributed.initialize(address, count, number, local_device_ids=[number])
     mesh = Mesh(np.array(jax.devices()), ("seq",))
     rng = np.random.default_rng(number)
 
     def shard(mine, spec):
-        shape = tuple(2 * n if axis else n for n, axis in zip(mine.shape, spec, strict=True))
+        shape = tuple(count * n if axis else n for n, axis in zip(mine.shape, spec, strict=True))
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_process_local_data(sharding, mine, shape)
 
@@ -64,8 +64,8 @@ def main(port: int, number: int, seconds: float) -> None:
     with jax.set_mesh(mesh):
         run = jax.jit(step)
         first = run(*arrays)
-        # The sum is the same in both, so that both take the same number of steps.
-        while total(shard(np.array([time.monotonic() < end], np.int32), P("seq"))) == 2:
+        # The sum is the same in all, so that all take the same number of steps.
+        while total(shard(np.array([time.monotonic() < end], np.int32), P("seq"))) == count:
             results = []
             for _ in range(8):
                 time.sleep(rng.uniform(0, rng.choice(DELAYS, p=[0.5, 0.4, 0.1])))
@@ -77,4 +77,4 @@ def main(port: int, number: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(*map(int, sys.argv[1:4]), float(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""A ring over the GPUs of two processes never deadlocks under delays, and its bits repeat."""
+"""A ring over GPUs, each of its own process, never deadlocks under delays, and its bits repeat."""
 
 import os
 import re
@@ -24,11 +24,11 @@ def test_delays():
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     script = str(TESTS / "delayed_processes.py")
-    port = str(free_port())
+    port, count = str(free_port()), jax.device_count()
     processes = []
     try:
-        for number in "01":
-            command = [sys.executable, script, port, number, str(SECONDS)]
+        for number in range(count):
+            command = [sys.executable, script, port, str(count), str(number), str(SECONDS)]
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
             processes.append(process)
         for process in processes:

@@ -1,8 +1,13 @@
 """Orders of tokens over devices: to_zigzag, from_zigzag, sequence_positions."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memeff
 from memeff.sequence.layout import LAYOUTS, chunk_start, layout_order, natural_order, stride_of
@@ -32,6 +37,53 @@ def test_there_and_back(devices):
     for xp in (np, jnp):  # no sequence, and sequences without tokens
         assert memeff.to_zigzag(xp.ones((0, T)), devices).shape == (0, T)
         assert memeff.from_zigzag(xp.ones((2, 0)), devices).shape == (2, 0)
+
+
+def sharded(array, devices, kind):
+    """Return an array whose dim 1 so many devices share."""
+    mesh = jax.make_mesh((devices,), ("seq",), axis_types=(kind,), devices=jax.devices()[:devices])
+    return jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_a_sharded_array_stays_sharded(devices, kind):
+    tokens = np.arange(2 * 48 * 3).reshape(2, 48, 3).astype(np.float32)
+    array = sharded(tokens, devices, kind)
+    for move in (memeff.to_zigzag, memeff.from_zigzag):
+        functions = [functools.partial(move, devices=devices)]
+        if kind == AxisType.Explicit:  # the type tells under jit, too
+            functions.append(jax.jit(functions[0]))
+        for function in functions:
+            moved = function(array)
+            np.testing.assert_array_equal(moved, move(tokens, devices))
+            assert moved.sharding.shard_shape(moved.shape) == (2, 48 // devices, 3)
+        with jax.set_mesh(array.sharding.mesh):
+            gradient = jax.grad(lambda x, move=move: jnp.sum(move(x, devices) ** 2) / 2)(array)
+        np.testing.assert_array_equal(gradient, tokens)
+
+
+def test_a_sharded_array_is_not_gathered():
+    array = sharded(np.ones((1, 1 << 16, 1), np.float32), 8, AxisType.Explicit)
+    for move in (memeff.to_zigzag, memeff.from_zigzag):
+        program = jax.jit(functools.partial(move, devices=8)).lower(array).compile()
+        text = program.as_text()
+        assert text.count("collective-permute(") == 2
+        assert "all-gather" not in text and "all-reduce" not in text
+        assert program.memory_analysis().temp_size_in_bytes < 3 * array.nbytes / 8
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_array_on_more_devices_than_the_zigzag_has(kind):
+    mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=(kind,) * 2)
+    tokens = np.arange(2 * 48 * 3).reshape(2, 48, 3)
+    array = jax.device_put(tokens, NamedSharding(mesh, P(None, ("ring", "heads"))))
+    for move in (memeff.to_zigzag, memeff.from_zigzag):
+        for devices in (2, 8):
+            moved = move(array, devices)
+            np.testing.assert_array_equal(moved, move(tokens, devices))
+            if kind == AxisType.Explicit or devices == 8:
+                assert moved.sharding.shard_shape(moved.shape) == (2, 6, 3)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])

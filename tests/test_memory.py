@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from cases import Sizes
 from conftest import few
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from memeff import dot_product_attention
 
@@ -142,6 +144,28 @@ def test_memory_at_32k():
     assert forward <= 230 * MIB, f"forward {mib(forward)}"
     assert grad <= 320 * MIB, f"gradient {mib(grad)}"
     assert one_head <= 35 * MIB, f"gradient of one head {mib(one_head)}"
+
+
+@pytest.mark.once
+def test_several_calls_of_a_program_need_the_memory_of_one():
+    """XLA:CPU makes zeros for the sums of a loop early, unless they depend on what comes before.
+
+    They do on one device, which the tests have inside shard_map alone.
+    """
+    mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+    def chain(calls):
+        def run(q, k, v):
+            for _ in range(calls):
+                q = dot_product_attention(q, k, v, is_causal=True, chunk_size=64)
+            return q
+
+        shape = jax.ShapeDtypeStruct((1, 1024, 2, 32), f32)
+        on_one_device = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+        return temp_bytes(on_one_device, [shape] * 3)
+
+    two, eight = chain(2), chain(8)
+    assert eight < 1.1 * two, f"{mib(two)} for two calls, {mib(eight)} for eight"
 
 
 def test_heads_and_batch_share_one_tile():

@@ -39,6 +39,7 @@ from memeff.chunked.tile import (
     zero_nonfinite,
 )
 from memeff.logits import logits_from_dots, transform_query_key, wide_terms
+from memeff.order import zero_after
 from memeff.problem import (
     Gradients,
     LogitParams,
@@ -95,7 +96,7 @@ def logit_param_gradients(
     """Return the gradients of `logit_params` alone: two products a tile instead of five."""
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
     visit = _general_loop(problem, schedule, operands, lse, delta, dout, only_terms=True)
-    return visit(_zeros(operands.logit_params, _zero_after(delta)))
+    return visit(_zeros(operands.logit_params, zero_after(delta, delta.dtype)))
 
 
 def _backward(
@@ -109,7 +110,7 @@ def _backward(
 ) -> Gradients:
     """Run steps (5) to (7) in the loop that suits the call."""
     lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
-    zero = _zero_after(delta)
+    zero = zero_after(delta, delta.dtype)
 
     def general() -> Gradients:
         visit = _general_loop(problem, schedule, operands, lse, delta, dout)
@@ -139,7 +140,7 @@ def _backward_with_bias(
     """
     assert lse.low is not None
     low = lse.low
-    zero = _zero_after(delta)
+    zero = zero_after(delta, delta.dtype)
     bias = _start_of_bias(problem, schedule, operands, zero)
     if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
         fused = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
@@ -374,7 +375,7 @@ def _fused_loop(
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
     rows = _fused_rows(delta, scales, query.dtype)
-    zero = _zero_after(delta)
+    zero = zero_after(delta, delta.dtype)
     params = operands.logit_params
 
     def probabilities_ahead(tile):  # (5)
@@ -487,15 +488,6 @@ def _add_tile(
         add_slice(gradients.value, parts.value, (*tile.head_start, 0, tile.col_start)),
         add_logit_params(gradients.logit_params, parts.logit_params, tile, write_bias),
     )
-
-
-def _zero_after(delta: Array) -> Array:
-    """Return a scalar 0 that depends on delta.
-
-    Without that XLA:CPU makes zeros for the sums before the forward, and keeps them through it.
-    """
-    zero, _ = lax.optimization_barrier((jnp.zeros((), delta.dtype), delta))
-    return zero
 
 
 def _zeros(arrays: Any, zero: Array) -> Any:

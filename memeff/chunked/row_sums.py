@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from memeff.chunked.tile import Tile
+from memeff.order import orders_by_condition, zero_after
 from memeff.problem import Operands, Schedule, accumulator_dtype, out_dtype, split_axis
 from memeff.slicing import add_slice, slice_dims, write_slice
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, sink_weights
@@ -52,7 +53,10 @@ def empty_rows(operands: Operands) -> tuple[Array, Array]:
     shape = operands.shape
     query = split_axis(operands.query[..., 0], 2, shape.K)  # b t k g
     query = query.transpose(0, 2, 3, 1)  # b k g t
-    l = jnp.zeros_like(query, accumulator_dtype(operands))
+    dtype = accumulator_dtype(operands)
+    l = jnp.zeros_like(query, dtype)
+    if orders_by_condition():
+        l = l + zero_after(query, dtype)
     o = l[..., None] + jnp.zeros((1, 1, 1, 1, shape.D), l.dtype)
     return o, l
 

@@ -6,14 +6,17 @@ one, and chunk 2 P - 1 - r, the late one, so that in causal order all devices ha
 (Llama 3, arXiv:2407.21783, section 3.3.2).
 """
 
+import functools
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from memeff.inputs import check_size, kind_of, to_array
+from memeff.sharding import shared_by, with_whole_dim
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS = get_args(Layout)
@@ -85,7 +88,9 @@ def to_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
       devices: number of devices P along the sequence.
       axis: the dim of tokens, the same in all arrays.
 
-    Returns: the pytree with reordered arrays. `from_zigzag` undoes it.
+    Returns: the pytree with reordered arrays. An array that `devices` devices share along `axis`
+      stays so: each sends and receives two chunks. (jit hides this on an Auto mesh, and XLA may
+      gather the array there.) `from_zigzag` undoes it.
 
     Raises: ValueError if T is no multiple of 2 * devices.
 
@@ -93,7 +98,7 @@ def to_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
       >>> to_zigzag(jnp.arange(8), 2, axis=0).tolist()
       [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    return _reorder(tree, devices, axis, _zigzag_chunks)
+    return _reorder(tree, devices, axis, True)
 
 
 def from_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
@@ -109,14 +114,10 @@ def from_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
       >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0).tolist()
       [0, 1, 2, 3, 4, 5, 6, 7]
     """
-
-    def order(devices: int) -> np.ndarray:
-        return np.argsort(_zigzag_chunks(devices))
-
-    return _reorder(tree, devices, axis, order)
+    return _reorder(tree, devices, axis, False)
 
 
-def _reorder(tree: Any, devices: int, axis: int, order) -> Any:
+def _reorder(tree: Any, devices: int, axis: int, into_zigzag: bool) -> Any:
     """Reorder the 2 * devices chunks along `axis` of each array of a pytree."""
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise TypeError(f"axis must be an int, got {kind_of(axis)}.")
@@ -131,10 +132,56 @@ def _reorder(tree: Any, devices: int, axis: int, order) -> Any:
         dim = axis % x.ndim
         name = f"dim {dim} of tree{jax.tree_util.keystr(path)}"
         check_length(name, x.shape[dim], devices, "zigzag")
-        chunks = _cut_chunks(x, devices, dim)
-        return xp.take(chunks, order(devices), axis=dim).reshape(x.shape)
+        order = _zigzag_chunks(devices)
+        if not into_zigzag:
+            order = np.argsort(order)
+
+        def take(x):
+            return xp.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
+
+        if xp is np:
+            return take(x)
+        if devices == 1 or x.size == 0:
+            return x
+        sharding = shared_by(x, dim, devices)
+        if sharding is not None:
+            return _send_chunks(x, sharding, dim, into_zigzag)
+        return with_whole_dim(take, x, dim)
 
     return jax.tree.map_with_path(reorder, tree)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _send_chunks(x: Array, sharding: NamedSharding, dim: int, into_zigzag: bool) -> Array:
+    """Reorder the chunks of an array where it lies, on P devices along `dim`.
+
+    A device has one even and one odd chunk in either order, so even and odd chunks can travel in
+    one message each.
+    """
+    axes = sharding.spec[dim]
+    devices = x.shape[dim] // sharding.shard_shape(x.shape)[dim]
+    in_order = np.arange(2 * devices)  # the device of each chunk
+    in_zigzag = np.minimum(in_order, in_order[::-1])
+    start, end = in_order // 2, in_zigzag
+    if not into_zigzag:
+        start, end = end, start
+
+    def move(part: Array) -> Array:
+        swaps = lax.axis_index(axes) % 2 == 1  # in zigzag, the early chunk of such a device is odd
+        even, odd = jnp.split(part, 2, axis=dim)
+        if not into_zigzag:
+            even, odd = jnp.where(swaps, odd, even), jnp.where(swaps, even, odd)
+        chunks = []
+        for parity, chunk in enumerate((even, odd)):
+            pairs = zip(start[parity::2], end[parity::2], strict=True)
+            chunks.append(lax.ppermute(chunk, axes, [(int(a), int(b)) for a, b in pairs]))
+        even, odd = chunks
+        if into_zigzag:
+            even, odd = jnp.where(swaps, odd, even), jnp.where(swaps, even, odd)
+        return jnp.concatenate([even, odd], axis=dim)
+
+    spec = sharding.spec
+    return jax.shard_map(move, mesh=sharding.mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def _cut_chunks(x: Any, devices: int, axis: int) -> Any:

@@ -1,8 +1,9 @@
 """Compile a ring for H200s, without a GPU, and print how its messages stand beside its work.
 
 test_sm90a.py runs this file. A line: mode, devices, temporary bytes of a device, bytes that XLA's
-own passes read and write, whether an array as long as the sequence exists, and the schedule: S (a
-message starts), D (it is there), W (a kernel), P (a message that nothing hides).
+own passes read and write, whether an array as long as the sequence exists, how many slices a kernel
+reads in place, how many of them begin where kernels refuse it, and the schedule: S (a message
+starts), D (it is there), W (a kernel), P (a message that nothing hides).
 """
 
 import math
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff.device import pretend_device  # noqa: E402
+from memeff.sequence.ring import ALIGNMENT  # noqa: E402
 
 L = 8192  # tokens of a device
 
@@ -100,16 +102,34 @@ def bytes_outside_kernels(text: str) -> int:
     return total
 
 
+def slices_in_kernels(text: str) -> list[int]:
+    """Return at which byte of its array each slice begins that a kernel reads in place."""
+    starts = []
+    for fusion in re.findall(r"^%dynamic-slice-fusion.*?^\}", text, re.M | re.S):
+        shapes = {}
+        for name, dtype, dims in re.findall(r"%(\S+) = (\w+)\[([\d,]*)\]", fusion):
+            shapes[name] = dtype, [int(size) for size in dims.split(",") if size]
+        for name, bounds in re.findall(r" slice\(%([\w.-]+)\), slice=\{(.*?)\}", fusion):
+            dtype, dims = shapes[name]
+            first = [int(start) for start in re.findall(r"\[(\d+):", bounds)]
+            words = sum(n * math.prod(dims[dim + 1 :]) for dim, n in enumerate(first))
+            starts.append(words * BYTES[dtype])
+    return starts
+
+
 if __name__ == "__main__":
     for devices, gradient in ((2, False), (2, True), (4, False), (4, True), (8, True)):
         program = compiled(devices, gradient)
         text = program.as_text()
+        starts = slices_in_kernels(text)
         print(
             "gradient" if gradient else "forward",
             devices,
             program.memory_analysis().temp_size_in_bytes,
             bytes_outside_kernels(text),
             f"[1,{devices * L},16,128]" in text,
+            len(starts),
+            sum(start % ALIGNMENT > 0 for start in starts),
             schedule(text),
             flush=True,
         )

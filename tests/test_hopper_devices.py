@@ -60,6 +60,25 @@ def test_a_block_mask_lowers_for_cuda():
     assert kernels(lowered(call, x, x, x)) == 1
 
 
+@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("H", few((24, 32, 64, 128), (32,)))
+def test_a_ring_lowers_for_cuda(H, dtype):
+    """The gradient of the last step computes delta by a kernel of its own."""
+    mesh = jax.make_mesh((3,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    tokens = P(None, "seq")
+    x = jax.ShapeDtypeStruct((1, 768, 2, H), dtype)
+    ring = dict(sequence_axis="seq", sequence_layout="zigzag", context_parallel="ring")
+
+    def run(query, key, value, dout):
+        attend = functools.partial(dot_product_attention, is_causal=True, **ring)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(dout)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    text = lowered(run, x, x, x, x)
+    assert kernels(text) == 10 and text.count("memeff_delta") >= 1
+
+
 @pytest.mark.slow
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)

@@ -12,6 +12,9 @@ from hopper_cases import bf16, f32, interpreted, needs_kernels
 from hopper_stand_ins import accept_all_calls
 
 from memeff.pallas.hopper import implementation
+from memeff.pallas.hopper.fused import row_deltas
+from memeff.pallas.hopper.layout import pad_operand
+from memeff.pallas.hopper.parts import count_parts
 from memeff.problem import Entries, Operands, Problem, Schedule
 from memeff.softmax import Lse
 
@@ -84,10 +87,26 @@ def test_entries_are_those_of_a_copy(fused):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [32, 40, 64, 128])
 def test_entries_on_a_gpu(H, fused):
     skip_without_kernels()
     assert_same(*both_ways(1000, 1500, H, fused), fused)
+
+
+@pytest.mark.parametrize("D, dtype", [(24, bf16), (64, bf16), (40, f32), (128, f32)])
+def test_deltas_of_rows(D, dtype):
+    """Heads below 64 are read in place, and numbers in float32 have two parts."""
+    T = 72
+    out, dout = (arrays_of(2, T, 3, seed, dtype, D) for seed in (0, 1))
+    dlse = arrays_of(2, T, 3, 2, f32)[..., 0].swapaxes(1, 2)
+    width = -(-D // 64) * 64
+    padded = jnp.pad(dlse, [(0, 0), (0, 0), (0, 128 - T)])
+    with interpreted():
+        arrays = pad_operand(out, width), pad_operand(dout, width)
+        found = row_deltas((T, T), *arrays, padded, count_parts(dtype))
+    products = np.asarray(out, np.float64) * np.asarray(dout, np.float64)
+    expected = dlse - products.sum(axis=-1).swapaxes(1, 2)
+    np.testing.assert_allclose(found[..., :T], expected, atol=2e-4)
 
 
 def copy_first(problem, lengths, arrays, scalars, want_lse, tiling, carried):

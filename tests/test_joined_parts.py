@@ -7,6 +7,7 @@ The chunked path stands in for the kernels, on copies of what they would read.
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from sequences import (
 from memeff.chunked import implementation as chunked
 from memeff.sequence.implementation import Sharded
 from memeff.sequence.parts import Chunk, Shards
-from memeff.sequence.ring import Parcel, _pass_on, open_parcels
+from memeff.sequence.ring import ALIGNMENT, Parcel, _pass_on, open_parcels
 from memeff.sequence.terms import Term, shorten
 from memeff.softmax import Lse, merge_partial
 
@@ -158,6 +159,21 @@ def test_a_parcel_keeps_all_bits():
         expected = tree, moved[0], sent_on, moved[1]
         for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             assert np.asarray(y).tobytes() == np.asarray(x).tobytes()
+
+
+def test_arrays_of_a_parcel_are_where_kernels_can_read_them():
+    """XLA lets kernels read their part of a message in place, but they refuse some addresses."""
+    arrays = np.ones((3, 5), bfloat16), np.int32([[1], [2], [3]]), np.ones((3, 2, 64), bfloat16)
+
+    def send(tree):
+        parcel, _ = _pass_on(Shards("seq", "contiguous"), True, tree, 1)
+        return open_parcels(parcel)
+
+    run = jax.shard_map(send, mesh=mesh_of(3), in_specs=P("seq"), out_specs=P("seq"))
+    text = jax.jit(run).lower(arrays).as_text()
+    starts = [int(x) for x in re.findall(r"stablehlo.slice %\S+ \[(\d+):\d+\]", text)]
+    assert len(starts) >= len(arrays) and any(starts)
+    assert all(2 * start % ALIGNMENT == 0 for start in starts), starts
 
 
 def test_terms_with_the_fewest_bytes():

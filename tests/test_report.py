@@ -249,7 +249,7 @@ def rows_of_losses(seconds):
 
 
 def rows_of_devices(seconds):
-    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 8}
+    sizes = {"devices": 2, "heads": 2, "kv_heads": 2, "head_dim": 8}
     for row, x in zip(rows_of_losses(seconds), seconds, strict=True):
         shares = {f"{mode}: share": x for mode in tables.DEVICE_MODES}
         yield row | sizes | shares

@@ -82,6 +82,8 @@ class RingProgram(NamedTuple):
     temporary: int
     moved: int  # by XLA's own passes
     has_all_keys: bool
+    slices: int  # that kernels read in place
+    refused_slices: int  # of these
     schedule: str
 
 
@@ -91,10 +93,13 @@ def ring_programs() -> dict[tuple[str, int], RingProgram]:
     script = pathlib.Path(__file__).with_name("sm90a_ring.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
-    line = r"^(forward|gradient) (\d+) (\d+) (\d+) (\w+) (\w+)$"
+    line = r"^(forward|gradient) (\d+) (\d+) (\d+) (\w+) (\d+) (\d+) (\w+)$"
     programs = {}
-    for mode, devices, temporary, moved, keys, schedule in re.findall(line, run.stdout, re.M):
-        program = RingProgram(int(temporary), int(moved), keys == "True", schedule)
+    for mode, devices, *more in re.findall(line, run.stdout, re.M):
+        temporary, moved, keys, slices, refused, schedule = more
+        program = RingProgram(
+            int(temporary), int(moved), keys == "True", int(slices), int(refused), schedule
+        )
         programs[mode, int(devices)] = program
     assert len(programs) == 5
     return programs
@@ -110,6 +115,14 @@ def test_messages_of_a_ring_travel_beside_its_work(ring_programs):
             messages += devices if devices > 2 else 1
         assert program.schedule.count("S") == messages
         assert re.fullmatch(r"W*(SW+DW*)+", program.schedule), program.schedule
+
+
+@needs_plugin
+def test_kernels_of_a_ring_read_no_array_where_they_refuse_it(ring_programs):
+    """Kernels refuse an address that is no multiple of 256 bytes, which nothing checks before."""
+    assert ring_programs["gradient", 4].slices > 0
+    for program in ring_programs.values():
+        assert program.refused_slices == 0
 
 
 @needs_plugin

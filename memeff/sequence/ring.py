@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from memeff.order import hold
@@ -45,6 +44,8 @@ from memeff.sharding import all_axes_manual
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
 WHOLE = Chunk()
+
+ALIGNMENT = 256  # bytes; the kernels for GPUs refuse an array that begins elsewhere
 
 
 class Step(NamedTuple):
@@ -239,7 +240,10 @@ def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A pytree of arrays in one message; taken out of it late, they are not copied before."""
+    """A pytree of arrays in one message; taken out of it late, they are not copied before.
+
+    Each array begins at a multiple of ALIGNMENT bytes, so that a kernel can read it in place.
+    """
 
     message: Array
     shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
@@ -248,10 +252,12 @@ class Parcel:
     def open(self) -> Any:
         """Return the pytree."""
         word = self.message.dtype.itemsize
-        ends = np.cumsum([x.size * x.dtype.itemsize // word for x in self.shapes])
-        parts = jnp.split(self.message, ends[:-1])
         arrays = []
-        for part, x in zip(parts, self.shapes, strict=True):
+        start = 0
+        for x in self.shapes:
+            count = x.size * x.dtype.itemsize // word
+            part = lax.slice_in_dim(self.message, start, start + count)
+            start += count + _gap(count, word)
             if part.dtype != x.dtype:
                 part = lax.bitcast_convert_type(_in_rows(part, 8 * x.dtype.itemsize), x.dtype)
             arrays.append(part.reshape(x.shape))
@@ -296,6 +302,7 @@ def _pass_on(
         bits = word_bits(flat)
         words = [lax.bitcast_convert_type(_in_rows(x, bits), f"uint{bits}") for x in flat]
         words = [x.ravel() for x in words]
+    words = [_fill(x) for x in words]
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     if isinstance(came, Parcel) and (came.shapes, came.structure) == (shapes, structure):
         parcel = came.replace_start(words[:renewed])
@@ -303,6 +310,19 @@ def _pass_on(
         parcel = Parcel(jnp.concatenate(words), shapes, structure)
     parcel = lax.optimization_barrier(parcel)  # else XLA reads what the message is made of
     return dataclasses.replace(parcel, message=send(parcel.message)), parcel.open()
+
+
+def _gap(count: int, word: int) -> int:
+    """Return how many words of so many bytes lie between `count` words and the next array."""
+    return -count % (ALIGNMENT // word)
+
+
+def _fill(words: Array) -> Array:
+    """Return the words of an array with zeros up to where the next array begins."""
+    gap = _gap(words.size, words.dtype.itemsize)
+    if not gap:
+        return words
+    return jnp.concatenate([words, jnp.zeros_like(words, shape=(gap,))])
 
 
 def word_bits(arrays: list[Array]) -> int:

@@ -364,7 +364,7 @@ def _split_gradient(
         return backward_key.key_value_gradient(key_functions, lengths, arrays, scalars, tilings[1])
 
     if keys_first:
-        dk, dv = of_keys(_row_deltas(lengths, inputs, scalars))
+        dk, dv = of_keys(_row_deltas(lengths, inputs, scalars, tilings[1].parts))
         query, dk, dv = lax.optimization_barrier((query, dk, dv))
         dq, delta, *sums = of_query(query)
     else:
@@ -373,9 +373,11 @@ def _split_gradient(
     return dq, delta, dk, dv, *sums
 
 
-def _row_deltas(lengths: tuple[int, int], inputs: _GradientInputs, scalars: Scalars) -> Array:
+def _row_deltas(
+    lengths: tuple[int, int], inputs: _GradientInputs, scalars: Scalars, parts: int
+) -> Array:
     """Return delta [B, N, T'] of the batch entries of the call, from a kernel of its own."""
-    delta = row_deltas(lengths, inputs.out, inputs.dout, inputs.dlse)
+    delta = row_deltas(lengths, inputs.out, inputs.dout, inputs.dlse, parts)
     return delta if scalars.query_entries is None else delta[scalars.query_entries]
 
 
@@ -406,7 +408,7 @@ def _fused_gradient(
 ) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, _, dout, lse, _ = inputs
-    delta = _row_deltas(lengths, inputs, scalars)
+    delta = _row_deltas(lengths, inputs, scalars, tiling.parts)
     dq, dk, dv, nan_if_bad = fused_gradients(
         problem, lengths, (query, key, value, dout, lse, delta), scalars, tiling
     )

@@ -36,6 +36,7 @@ from memeff.pallas.hopper.mosaic import (
     accumulators,
     add_to,
     broadcast_vector,
+    head_rows,
     hide_from_cse,
     init_accumulator,
     interpreter_staging,
@@ -46,6 +47,7 @@ from memeff.pallas.hopper.mosaic import (
     take_registers,
     tile_ref,
     warp_specialized_kernel,
+    whole_width,
 )
 from memeff.pallas.hopper.persistent import ROWS, drain
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -405,11 +407,13 @@ class DeltaScratch(NamedTuple):
     ready: Any
 
 
-def row_deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None) -> Array:
+def row_deltas(
+    lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | None, parts: int
+) -> Array:
     """Return dlse - rowsum(dout * out), [B, N, T'].
 
-    `out` and `dout` are [B, T, N, D], padded as in `forward.attend`. T' is the next multiple of
-    128.
+    `out` and `dout` are [B, T, N, D], padded as in `forward.attend`, of numbers with so many
+    `parts`. T' is the next multiple of 128.
     """
     B, _, N, D = out.shape
     own = GROUPS * ROWS
@@ -425,12 +429,12 @@ def row_deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | 
         rows = pl.ds(tile * own + group * ROWS, ROWS)
         out_s, do_s, delta_s = (x.at[group] for x in (scratch.out_s, scratch.do_s, scratch.delta_s))
         ready = scratch.ready.at[group]
-        plgpu.copy_gmem_to_smem(out_ref.at[b, rows, n], out_s, ready)
-        plgpu.copy_gmem_to_smem(dout_ref.at[b, rows, n], do_s, ready)
+        plgpu.copy_gmem_to_smem(head_rows(out_ref, b, rows, n), out_s, ready)
+        plgpu.copy_gmem_to_smem(head_rows(dout_ref, b, rows, n), do_s, ready)
         if dlse is not None:
             plgpu.copy_gmem_to_smem(refs[0].at[b, n, rows], delta_s, ready)
         plgpu.barrier_wait(ready)
-        delta = -row_sums(out_s, do_s)
+        delta = -row_sums(out_s, do_s, parts)
         if dlse is not None:
             delta = delta + plgpu.load(delta_s, layout=ROW)
         delta_s[...] = delta
@@ -441,8 +445,8 @@ def row_deltas(lengths: tuple[int, int], out: Array, dout: Array, dlse: Array | 
     operands = jax.tree.leaves((out, dout, dlse))
     scratch = DeltaScratch(
         delta_s=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-        do_s=tile_ref(GROUPS, ROWS, D, out.dtype),
-        out_s=tile_ref(GROUPS, ROWS, D, out.dtype),
+        do_s=tile_ref(GROUPS, ROWS, whole_width(D), out.dtype),
+        out_s=tile_ref(GROUPS, ROWS, whole_width(D), out.dtype),
         ready=plgpu.Barrier(num_arrivals=len(operands), num_barriers=GROUPS),
     )
     types = [jax.ShapeDtypeStruct((B, N, tiles * own), jnp.float32)]

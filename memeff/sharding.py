@@ -70,22 +70,26 @@ def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
 
     It is known outside jit, and by its type on a mesh with Explicit axes alone.
     """
-    if devices == 1 or _devices(x, dim) != devices:
+    sharding = _sharding_of(x)
+    if devices == 1 or _devices(x, dim) != devices or not isinstance(sharding, NamedSharding):
         return None
-    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
-    if isinstance(x, Tracer) and set(sharding.mesh.axis_types) != {AxisType.Explicit}:
-        return None
-    return sharding
+    known = not isinstance(x, Tracer) or set(sharding.mesh.axis_types) == {AxisType.Explicit}
+    return sharding if known else None
 
 
 def with_whole_dim(function: Callable[[Array], Array], x: Array, dim: int) -> Array:
     """Return function(x), computed with `dim` of x and of the result whole on an Explicit mesh."""
-    if not _explicit(x) or _devices(x, dim) == 1:
+    sharding = _sharding_of(x)
+    if not _explicit(x) or _devices(x, dim) == 1 or not isinstance(sharding, NamedSharding):
         return function(x)
-    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
     spec = sharding.spec
     whole = PartitionSpec(*spec[:dim], None, *spec[dim + 1 :])
     return reshard(function(reshard(x, NamedSharding(sharding.mesh, whole))), sharding)
+
+
+def _sharding_of(x: Array) -> Any:
+    """Return the sharding of an array, or of its type under jit."""
+    return jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
 
 
 def may_be_sharded() -> bool:

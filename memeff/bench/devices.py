@@ -87,12 +87,12 @@ def make_mesh(name: str, count: int) -> Mesh:
     return jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:count])
 
 
-def sharding_of(name: str, count: int) -> Sharding:
-    """Return how query, key and value lie on `count` devices, for the implementation `name`."""
+def mesh_and_sharding(name: str, count: int) -> tuple[Mesh | None, Sharding]:
+    """Return the mesh of an implementation, and how query, key and value lie on it."""
     if name == "one":
-        return SingleDeviceSharding(jax.devices()[0])
+        return None, SingleDeviceSharding(jax.devices()[0])
     mesh = make_mesh(name, count)
-    return NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
+    return mesh, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
 
 
 def attention(name: str, mesh: Mesh | None) -> Attention:
@@ -131,8 +131,7 @@ def jax_nn_of_gathered_keys(query: Array, key: Array, value: Array) -> Array:
 
 def compiled(name: str, case: DevicesCase, mode: str) -> jax.stages.Compiled:
     """Compile a call from its shapes."""
-    sharding = sharding_of(name, case.devices)
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    mesh, sharding = mesh_and_sharding(name, case.devices)
     attend = attention(name, mesh)
 
     def run(query, key, value, dout):
@@ -215,7 +214,7 @@ def _rows_of_case(
                 rows[name]["note"] = program
                 continue
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            sharding = sharding_of(name, case.devices)
+            _, sharding = mesh_and_sharding(name, case.devices)
             ordered = functools.partial(in_order_of, name, case.devices)
             run = ProgramRun(program, [jax.device_put(ordered(x), sharding) for x in arrays])
             try:
@@ -244,9 +243,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     set_copied_messages()
     command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
-    sizes = options.heads, options.kv_heads or options.heads, options.head_dim, options.dtype
     counts = options.devices or [jax.device_count()]
-    cases = [DevicesCase(*call, *sizes) for call in itertools.product(counts, options.tokens)]
+    cases = []
+    for count, length in itertools.product(counts, options.tokens):
+        heads = options.heads, options.kv_heads or options.heads
+        cases.append(DevicesCase(count, length, *heads, options.head_dim, options.dtype))
     records = []
     names = ["one", *(name for name in options.implementation if name != "one")]
     for row in devices_rows(cases, names, options.rounds, options.jobs):

@@ -123,29 +123,27 @@ def _reorder(tree: Any, devices: int, axis: int, into_zigzag: bool) -> Any:
         raise TypeError(f"axis must be an int, got {kind_of(axis)}.")
 
     def reorder(path, x):
-        xp = np if isinstance(x, np.ndarray) else jnp
-        x = x if xp is np else to_array(f"tree{jax.tree_util.keystr(path)}", x)
+        name = f"tree{jax.tree_util.keystr(path)}"
+        if not isinstance(x, np.ndarray):
+            x = to_array(name, x)
         if not -x.ndim <= axis < x.ndim:
-            raise ValueError(
-                f"tree{jax.tree_util.keystr(path)} has shape {x.shape} and no axis {axis}."
-            )
+            raise ValueError(f"{name} has shape {x.shape} and no axis {axis}.")
         dim = axis % x.ndim
-        name = f"dim {dim} of tree{jax.tree_util.keystr(path)}"
-        check_length(name, x.shape[dim], devices, "zigzag")
+        check_length(f"dim {dim} of {name}", x.shape[dim], devices, "zigzag")
         order = _zigzag_chunks(devices)
         if not into_zigzag:
             order = np.argsort(order)
-
-        def take(x):
-            return xp.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
-
-        if xp is np:
-            return take(x)
+        if isinstance(x, np.ndarray):
+            return np.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
         if devices == 1 or x.size == 0:
             return x
         sharding = shared_by(x, dim, devices)
         if sharding is not None:
             return _send_chunks(x, sharding, dim, into_zigzag)
+
+        def take(x: Array) -> Array:
+            return jnp.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
+
         return with_whole_dim(take, x, dim)
 
     return jax.tree.map_with_path(reorder, tree)

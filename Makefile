@@ -19,6 +19,7 @@ help:
 	@echo "make docs       builds the documentation site into site/ (MkDocs, into .venv-docs)"
 	@echo "make sm90a      compiles the GPU kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
 	@echo "make tpu        compiles the TPU kernels, without a TPU (Python 3.12; 250 MB into .venv-tpu)"
+	@echo "                (both: a part in a third of the time with MARKS='not slow')"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
 
@@ -68,8 +69,9 @@ docs:
 
 # JAX's CUDA plugin and ptxas without the libraries that a GPU would need; apart, for JAX looks for those when it starts.
 SM90A = .venv-sm90a/bin/python
+MARKS ?= slow or not slow
 sm90a: .venv-sm90a/.stamp
-	$(SM90A) -m pytest --noconftest -q tests/test_sm90a.py tests/test_ampere_chips.py
+	$(SM90A) -m pytest --noconftest -q -m '$(MARKS)' tests/test_sm90a.py tests/test_ampere_chips.py
 
 .venv-sm90a/.stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-sm90a
@@ -81,7 +83,7 @@ sm90a: .venv-sm90a/.stamp
 # XLA's compiler for TPUs, which needs no TPU.
 TPU = .venv-tpu/bin/python
 tpu: .venv-tpu/.stamp
-	$(TPU) -m pytest --noconftest -q tests/test_tpu_chips.py
+	$(TPU) -m pytest --noconftest -q -m '$(MARKS)' tests/test_tpu_chips.py
 
 .venv-tpu/.stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-tpu

@@ -30,14 +30,22 @@ SPILLED_WITH_ARRAYS = {"memeff_ampere_dq": 820, "memeff_ampere_dkdv": 1230}  # 1
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
 
+FAST = {"causal", "bias, tails"}  # the other cases are slow
+NAMES = [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CASES]
+
+
 @pytest.fixture(scope="module")
-def ptxas_output():
-    """Compile every case for every chip, and return what was printed of each."""
+def ptxas_output(request):
+    """Compile the cases of all selected tests, and return what was printed of each."""
     script = pathlib.Path(__file__).with_name("ampere_chips.py")
+    names = {chip: [] for chip in CHIPS}
+    for test in request.session.items:
+        if "ptxas_output" in test.fixturenames and test.path.samefile(__file__):
+            names[test.callspec.params["chip"]].append(test.callspec.params["name"])
     texts = {}
-    for chip in CHIPS:
+    for chip in filter(names.get, CHIPS):
         run = subprocess.run(
-            [sys.executable, script, chip],
+            [sys.executable, script, chip, *names[chip]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,7 +58,7 @@ def ptxas_output():
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles(ptxas_output, chip, name):
     """The kernels run, for that chip. Beside them, memory is needed for lse and delta alone."""

@@ -58,12 +58,28 @@ SERIAL = re.compile(r"\(C75(?:07|12|14|20)\)[^\n]*")
 SERIAL_IN_FLOAT32 = re.compile(r"\(C75(?:07|12|13|14|17|20)\)[^\n]*")
 
 
+# One case of each kernel and of what its code is for; the others are slow.
+FAST = {
+    *("causal", "fused 64", "tails", "float32 64", "jvp, soft cap", "documents, alibi"),
+    *("bias 64", "dropout", "decode, drafts", "decode, int8 in pages", "loss, mean"),
+}
+
+
+def few_fast(names):
+    """Return names as parameters, of which all but FAST are slow."""
+    return [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in names]
+
+
 @pytest.fixture(scope="module")
-def ptxas_output():
-    """Compile every case, and return what was printed of each."""
+def ptxas_output(request):
+    """Compile the cases of all selected tests, and return what was printed of each."""
     script = pathlib.Path(__file__).with_name("sm90a.py")
+    names = []
+    for test in request.session.items:
+        if "ptxas_output" in test.fixturenames and test.path.samefile(__file__):
+            names.append(test.callspec.params["name"])
     run = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, *names],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -147,6 +163,7 @@ def test_memory_of_a_ring_does_not_grow_with_the_devices(ring_programs):
 
 
 @needs_plugin
+@pytest.mark.slow
 def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
     """Temporary memory is that of logits, and no array of keys is made, however it is laid out."""
     script = pathlib.Path(__file__).with_name("sm90a_decode.py")
@@ -161,6 +178,7 @@ def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
 
 
 @needs_plugin
+@pytest.mark.slow
 def test_memory_of_the_chunked_path_is_estimated_and_limited():
     script = pathlib.Path(__file__).with_name("sm90a_memory.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
@@ -209,7 +227,7 @@ def expected_kernels(name: str) -> set[str]:
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", DECODE_CASES)
+@pytest.mark.parametrize("name", few_fast(DECODE_CASES))
 def test_decoding_compiles(ptxas_output, name):
     """One kernel runs, which spills nothing, and beside partial results nothing needs memory."""
     text = ptxas_output[name]
@@ -234,7 +252,7 @@ def test_decoding_compiles(ptxas_output, name):
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few_fast(CASES))
 def test_compiles(ptxas_output, name):
     text = ptxas_output[name]
     spilled = re.findall(
@@ -291,7 +309,7 @@ MIB = 2**20
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", few_fast(LOSSES))
 def test_loss_compiles(ptxas_output, name):
     """The kernels of the loss spill nothing, and the logits are not stored."""
     text = ptxas_output[name]

@@ -33,3 +33,6 @@ def test_all_ways_agree_and_fill_a_table(tmp_path):
     page = rewrite_page("<!-- table: small -->\n<!-- end -->", tmp_path)
     assert page.problems == []
     assert "8:4 of 8" in page.text
+    plot = tmp_path / "small.svg"
+    devices.main(["--results", str(path), "--plot", str(plot)])
+    assert b"<svg" in plot.read_bytes()

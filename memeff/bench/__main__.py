@@ -44,7 +44,7 @@ from memeff.bench.cases import Case, Row
 from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
-from memeff.bench.plots import chart, figure
+from memeff.bench.plots import chart, figure, save_figure
 from memeff.bench.results import (
     ResultsError,
     description_to_keep,
@@ -172,12 +172,8 @@ def draw(rows: Sequence[Row], options: argparse.Namespace) -> None:
     if options.plot.endswith(".txt"):
         Path(options.plot).write_text(chart(rows) + "\n")
         return
-    import matplotlib
-
     field = "temp_bytes" if options.table == "memory" else "flops_per_second"
-    no_date = {"Date": None} if options.plot.endswith(".svg") else None
-    with matplotlib.rc_context({"svg.hashsalt": "memeff"}):
-        figure(rows, field).savefig(options.plot, metadata=no_date)
+    save_figure(figure(rows, field), options.plot)
 
 
 if __name__ == "__main__":

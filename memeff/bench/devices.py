@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import (
     AxisType,
@@ -45,7 +44,14 @@ import memeff
 from memeff.bench.cases import Row
 from memeff.bench.losses import ProgramRun, without_save
 from memeff.bench.options import size
-from memeff.bench.results import description_to_keep, measurement, save_results, shortened
+from memeff.bench.plots import devices_figure, save_figure
+from memeff.bench.results import (
+    description_to_keep,
+    measurement,
+    read_results,
+    save_results,
+    shortened,
+)
 from memeff.bench.speed import measure
 from memeff.bench.tables import DEVICE_MODES, devices_markdown
 from memeff.device import set_copied_messages
@@ -161,13 +167,17 @@ def in_order_of(name: str, count: int, x: Array, back: bool = False) -> Array:
     return reorder(x, make_mesh(name, count).devices.shape[0], axis=1)
 
 
-def largest_error(found: Sequence[Array], expected: Sequence[np.ndarray]) -> float:
+def largest_error(found: Sequence[Array], expected: Sequence[Array]) -> float:
     """Return the largest difference of any result, over the largest number of that result."""
-    errors = []
-    for x, y in zip(found, expected, strict=True):
-        x = np.asarray(x, np.float32)
-        errors.append(np.abs(x - y).max() / np.abs(y).max())
-    return float(max(errors))
+
+    @jax.jit
+    def relative(x, y):
+        x, y = (z.astype(jnp.float32) for z in (x, y))
+        return jnp.abs(x - y).max() / jnp.abs(y).max()
+
+    device = jax.devices()[0]
+    pairs = zip(jax.device_put(found, device), expected, strict=True)
+    return max(float(relative(x, y)) for x, y in pairs)
 
 
 def devices_rows(
@@ -205,7 +215,7 @@ def _rows_of_case(
     rows: dict[str, Row] = {}
     for name in names:
         rows[name] = {"implementation": name, **case._asdict()}
-    expected: Sequence[np.ndarray] = ()
+    expected: Sequence[Array] = ()
     for mode in reversed(DEVICE_MODES):
         runs = {}
         for name in names:
@@ -224,7 +234,7 @@ def _rows_of_case(
                 continue
             if mode == DEVICE_MODES[1]:
                 if name == "one":
-                    expected = [np.asarray(x, np.float32) for x in results]
+                    expected = results
                 if expected:
                     rows[name]["error"] = largest_error(results, expected)
             runs[name] = run
@@ -241,6 +251,10 @@ def _rows_of_case(
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
     options = parse(arguments)
+    if options.results:
+        path = Path(options.results)
+        show(read_results(path.parent, path.stem).rows, options.plot)
+        return
     set_copied_messages()
     command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
     counts = options.devices or [jax.device_count()]
@@ -256,7 +270,14 @@ def main(arguments: Sequence[str]) -> None:
     if options.save:
         path = Path(options.save)
         save_results(path, description_to_keep(path, "devices"), records)
-    print(devices_markdown([shortened(record) for record in records]))
+    show([shortened(record) for record in records], options.plot)
+
+
+def show(rows: Sequence[Row], plot: str | None) -> None:
+    """Print a table of rows, and draw them where a file is named."""
+    print(devices_markdown(rows))
+    if plot:
+        save_figure(devices_figure(rows), plot)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -277,4 +298,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=size, default=5, metavar="N", help="samples of each time")
     add("--jobs", type=size, default=1, metavar="N", help="programs compiled at a time")
     add("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    add("--results", metavar="FILE", help="show results that were saved; nothing is measured")
+    add("--plot", metavar="FILE", help="draw the shares against the number of devices")
     return parser.parse_args(arguments)

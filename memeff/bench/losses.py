@@ -243,11 +243,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def without_save(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without the file that results are saved to."""
+    """Return the arguments without the files that results are saved to or drawn in."""
     kept = list(arguments)
-    if "--save" in kept:
-        place = kept.index("--save")
-        del kept[place : place + 2]
+    for option in ("--save", "--plot"):
+        if option in kept:
+            place = kept.index(option)
+            del kept[place : place + 2]
     return kept
 
 

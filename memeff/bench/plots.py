@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from memeff.bench.calls import ran_out
 from memeff.bench.cases import Row, call_title
 from memeff.bench.formatting import BYTES, COUNTS, human, tokens
-from memeff.bench.tables import temp_memory, unique
+from memeff.bench.tables import DEVICE_MODES, temp_memory, unique
 
 # The label of the y axis, its units, and the base of their powers.
 AXES = {
@@ -39,6 +39,49 @@ def figure(rows: Sequence[Row], field: str):
     label, _, _ = AXES[field]
     drawing.axes[0].set_ylabel(label)
     return drawing
+
+
+def devices_figure(rows: Sequence[Row]):
+    """Return a matplotlib figure of shares of one device's rate against the number of devices.
+
+    There is a column for each number of heads and of tokens, and a line of panels for each mode.
+    """
+    from matplotlib.figure import Figure
+
+    calls = unique((row["heads"], row["kv_heads"], row["tokens"]) for row in rows)
+    drawing = Figure(figsize=(1 + 3.2 * len(calls), 6.5), layout="constrained")
+    grid = drawing.subplots(len(DEVICE_MODES), len(calls), sharex=True, sharey=True, squeeze=False)
+    for panels, mode in zip(grid, DEVICE_MODES, strict=True):
+        for panel, call in zip(panels, calls, strict=True):
+            heads, kv_heads, length = call
+            shares: dict[str, dict[int, float]] = {}
+            for row in rows:
+                share = row.get(f"{mode}: share")
+                if share and (row["heads"], row["kv_heads"], row["tokens"]) == call:
+                    shares.setdefault(row["implementation"], {1: 1.0})[row["devices"]] = share
+            for name, points in shares.items():
+                counts, values = zip(*sorted(points.items()), strict=True)
+                panel.plot(counts, [100 * x for x in values], "o-", label=name)
+            title = f"{mode}, {tokens(length)} tokens of each\n{heads}:{kv_heads} heads"
+            panel.set_title(title, fontsize="medium")
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda count, _: f"{count:.0f}")
+            panel.set_ylim(0, 108)
+            panel.grid(alpha=0.3)
+        panels[0].set_ylabel("% of one device's rate")
+    for panel in grid[-1]:
+        panel.set_xlabel("devices")
+    grid[0][-1].legend(fontsize="small")
+    return drawing
+
+
+def save_figure(drawing, path: str) -> None:
+    """Write a figure; the same figure gives the same file."""
+    import matplotlib
+
+    no_date = {"Date": None} if path.endswith(".svg") else None
+    with matplotlib.rc_context({"svg.hashsalt": "memeff"}):
+        drawing.savefig(path, metadata=no_date)
 
 
 def draw_lines(panel, rows: Sequence[Row], field: str) -> None:

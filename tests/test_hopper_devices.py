@@ -79,6 +79,22 @@ def test_a_ring_lowers_for_cuda(H, dtype):
     assert kernels(text) == 10 and text.count("memeff_delta") >= 1
 
 
+@pytest.mark.parametrize("tokens", [16, 64, 66])
+def test_a_ring_of_few_tokens_traces(tokens):
+    """Kernels may run the work at home, and another implementation its halves."""
+    mesh = jax.make_mesh((3,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    x = jax.ShapeDtypeStruct((1, 3 * tokens, 2, 64), bf16)
+    ring = dict(sequence_axis="seq", sequence_layout="zigzag", context_parallel="ring")
+
+    def run(query, key, value):
+        attend = functools.partial(dot_product_attention, is_causal=True, **ring)
+        return jax.vjp(attend, query, key, value)[1](query)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    with pretend_device("gpu", "9.0"):
+        assert [y.shape for y in jax.eval_shape(run, x, x, x)] == [x.shape] * 3
+
+
 @pytest.mark.slow
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)

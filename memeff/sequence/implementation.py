@@ -221,11 +221,14 @@ class Sharded:
             return None
         if not all_axes_manual():
             return None
-        _, parts = ring_steps(shards, problem, operands, splits_home=False)[0]
-        chosen, here = self.choose(parts, join(parts, operands, stack_keys(keys_of(operands))))
-        if chosen.name == "pallas" and chosen.module.reads_entries(chosen.problem, here):
-            return chosen
-        return None
+        keys = stack_keys(keys_of(operands))
+        steps = ring_steps(shards, problem, operands, splits_home=False)
+        # the work at home, and a step: all others have the shape of that
+        calls = [self.choose(x.parts, join(x.parts, operands, keys)) for x in steps[:2]]
+        for chosen, here in calls:
+            if chosen.name != "pallas" or not chosen.module.reads_entries(chosen.problem, here):
+                return None
+        return calls[0][0]
 
     def choose(self, parts: tuple[Part, ...], here: Operands) -> tuple[Chosen, Operands]:
         """Return what runs parts, and their operands at their place."""

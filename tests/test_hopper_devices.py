@@ -95,6 +95,50 @@ def test_a_ring_of_few_tokens_traces(tokens):
         assert [y.shape for y in jax.eval_shape(run, x, x, x)] == [x.shape] * 3
 
 
+OPTIONS = {
+    "plain": dict(),
+    "sinks": dict(sinks=np.ones(4, f32)),
+    "soft cap": dict(logits_soft_cap=5.0),
+    "window": dict(local_window_size=(100, 0)),
+    "fastest": dict(backward="fastest"),
+    "lengths": dict(key_value_seq_lengths=i32([2])),
+}
+
+
+@pytest.mark.parametrize("seed", few(range(60), range(6)))
+def test_random_calls_of_many_devices_trace(seed):
+    """Whatever kernel a part of the work takes, a call runs or is refused in words."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *values: values[rng.integers(len(values))]
+    count = pick(2, 3, 4)
+    layout = pick("contiguous", "zigzag", "zigzag", "striped")
+    options = OPTIONS[pick(*OPTIONS)] | {
+        "is_causal": bool(rng.random() < 0.8),
+        "sequence_axis": "seq",
+        "sequence_layout": layout,
+        "context_parallel": pick("ring", "ring", "all_gather", "all_to_all", None),
+    }
+    B, L, H, K = 1, pick(2, 16, 64, 66, 200), pick(8, 24, 32, 64, 96, 128, 192), pick(1, 2, 4)
+    x = jax.ShapeDtypeStruct((B, count * L, 4, H), pick(bf16, f32, np.float16))
+    key = x.update(shape=(B, count * L, K, H))
+    attend = functools.partial(dot_product_attention, **options)
+
+    def run(query, key, value):
+        if seed % 3 == 0:
+            return jax.jvp(attend, (query, key, value), (query, key, value))[1]
+        return jax.vjp(attend, query, key, value)[1](query)[0]
+
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("seq",), axis_types=(AxisType.Auto,), devices=devices)
+    if seed % 2:
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    with pretend_device("gpu", "9.0"), jax.set_mesh(mesh):
+        try:
+            assert jax.eval_shape(run, x, key, key).shape == x.shape
+        except NotImplementedError as error:
+            assert "cannot run this call" in str(error)
+
+
 @pytest.mark.slow
 def test_transformations_lower_for_cuda():
     x = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), bf16)

@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 
 help:
 	@echo "make demo       two minutes: memory table, a language model trained on real text, a plot, a few lines by the model"
-	@echo "make test       the fast tests (seven to nine minutes on two cores)"
+	@echo "make test       the fast tests (eight to nine minutes on two cores)"
 	@echo "make numbers    those of them that compare numbers, as on a CPU without AVX-512 (ISA=AVX512: as on one with it)"
 	@echo "make slow       the slow tests: full grids, planted bugs, longer training (a part: TESTS=tests/test_notebooks.py)"
 	@echo "make clients    models of Keras, Equinox, Haiku, ... with memeff (4.3 GB of packages into .venv-clients)"
@@ -26,8 +26,11 @@ help:
 demo: $(VENV)/.models
 	$(BIN)/python -m models.demo
 
+# Two processes take file after file. Xdist would begin with those of many tests, and end with long ones.
+TWO = -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(TWO)
 
 # What is compared with the oracle, on a CPU without AVX-512 (XLA adds in another order there), or with ISA=AVX512.
 # Below AVX2 XLA compiles nothing in float16.
@@ -35,10 +38,10 @@ ISA ?= AVX2
 NUMBERS = numbers sizes scale dropout realistic_inputs hard_inputs masks broadcast hidden_values sinks \
   fixed_max halves fused_tiles functions block_masks statistics audit orders
 numbers: $(VENV)/.dev
-	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(XLA_FLAGS)" $(BIN)/python -m pytest -n 2 --dist loadfile $(NUMBERS:%=tests/test_%.py)
+	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(XLA_FLAGS)" $(BIN)/python -m pytest $(TWO) $(NUMBERS:%=tests/test_%.py)
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(TESTS)
+	$(BIN)/python -m pytest $(TWO) -m slow $(TESTS)
 
 # gemma requires kauldron, whose xmanager pip cannot resolve; gemma's models need neither it nor the rest.
 GEMMA = 'gemma>=3.3,<3.4' 'kauldron>=1.4.2,<1.5'

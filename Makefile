@@ -19,7 +19,7 @@ help:
 	@echo "make docs       builds the documentation site into site/ (MkDocs, into .venv-docs)"
 	@echo "make sm90a      compiles the GPU kernels, without a GPU (Python 3.12; 250 MB into .venv-sm90a)"
 	@echo "make tpu        compiles the TPU kernels, without a TPU (Python 3.12; 250 MB into .venv-tpu)"
-	@echo "                (both: a part in a third of the time with MARKS='not slow')"
+	@echo "                (both: a few of them with MARKS='not slow')"
 	@echo "make clean      removes what these made"
 	@echo "Everything is installed into $(VENV). Another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12"
 

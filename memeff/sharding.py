@@ -68,7 +68,7 @@ def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
 def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
     """Return the sharding of x if it is known and `devices` devices share `dim`, or else None.
 
-    It is known outside jit, and by its type on a mesh with Explicit axes alone.
+    It is known outside jit. Under jit the type tells it where all axes of the mesh are Explicit.
     """
     sharding = _sharding_of(x)
     if devices == 1 or _devices(x, dim) != devices or not isinstance(sharding, NamedSharding):

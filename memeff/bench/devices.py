@@ -160,7 +160,7 @@ def draw(case: DevicesCase) -> list[Array]:
 
 
 def in_order_of(name: str, count: int, x: Array, back: bool = False) -> Array:
-    """Return tokens in the order of a call on `count` devices, or from that `back` in their own."""
+    """Return tokens in the order of a call on `count` devices; with `back`, undo that."""
     if name not in STRATEGIES:
         return x
     reorder = memeff.from_zigzag if back else memeff.to_zigzag

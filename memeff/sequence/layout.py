@@ -130,20 +130,14 @@ def _reorder(tree: Any, devices: int, axis: int, into_zigzag: bool) -> Any:
             raise ValueError(f"{name} has shape {x.shape} and no axis {axis}.")
         dim = axis % x.ndim
         check_length(f"dim {dim} of {name}", x.shape[dim], devices, "zigzag")
-        order = _zigzag_chunks(devices)
-        if not into_zigzag:
-            order = np.argsort(order)
+        take = functools.partial(_take_chunks, devices=devices, axis=dim, into_zigzag=into_zigzag)
         if isinstance(x, np.ndarray):
-            return np.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
+            return take(x)
         if devices == 1 or x.size == 0:
             return x
         sharding = shared_by(x, dim, devices)
         if sharding is not None:
             return _send_chunks(x, sharding, dim, into_zigzag)
-
-        def take(x: Array) -> Array:
-            return jnp.take(_cut_chunks(x, devices, dim), order, axis=dim).reshape(x.shape)
-
         return with_whole_dim(take, x, dim)
 
     return jax.tree.map_with_path(reorder, tree)
@@ -182,10 +176,14 @@ def _send_chunks(x: Array, sharding: NamedSharding, dim: int, into_zigzag: bool)
     return jax.shard_map(move, mesh=sharding.mesh, in_specs=spec, out_specs=spec)(x)
 
 
-def _cut_chunks(x: Any, devices: int, axis: int) -> Any:
-    """Return x with its `axis` as 2 * devices chunks; numbers of any dim may be 0."""
+def _take_chunks(x: Any, devices: int, axis: int, into_zigzag: bool) -> Any:
+    """Reorder the 2 * devices chunks along `axis` of a NumPy or JAX array; any dim may be 0."""
+    order = _zigzag_chunks(devices)
+    if not into_zigzag:
+        order = np.argsort(order)
     count = 2 * devices
-    return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    chunks = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    return chunks.take(order, axis=axis).reshape(x.shape)
 
 
 def _zigzag_chunks(devices: int) -> np.ndarray:
@@ -210,10 +208,7 @@ def _rearrange(x: Array, layout: Layout, devices: int, axis: int, into_layout: b
         return x
     shape = x.shape
     if layout == "zigzag":
-        order = _zigzag_chunks(devices)
-        order = order if into_layout else np.argsort(order)
-        chunks = _cut_chunks(x, devices, axis)
-        return jnp.take(chunks, order, axis=axis).reshape(shape)
+        return _take_chunks(x, devices, axis, into_layout)
     each = shape[axis] // devices
     sizes = (each, devices) if into_layout else (devices, each)
     stripes = x.reshape(*shape[:axis], *sizes, *shape[axis + 1 :])

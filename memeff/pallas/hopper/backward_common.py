@@ -289,7 +289,7 @@ def scale_sums(q_s, dq: Array, parts: int) -> Array:
     return jnp.where(dq == 0.0, 0.0, q * dq).sum(axis=1)
 
 
-def row_sums(x_s, y_s, parts: int = 1) -> Array:
+def row_sums(x_s, y_s, parts: int) -> Array:
     """Return the sum of x y for each row of two tiles in shared memory."""
     return (load_tile(x_s, parts) * load_tile(y_s, parts)).sum(axis=1)
 

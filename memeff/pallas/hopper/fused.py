@@ -412,8 +412,8 @@ def row_deltas(
 ) -> Array:
     """Return dlse - rowsum(dout * out), [B, N, T'].
 
-    `out` and `dout` are [B, T, N, D], padded as in `forward.attend`, of numbers with so many
-    `parts`. T' is the next multiple of 128.
+    `out` and `dout` are [B, T, N, D], padded as in `forward.attend`. Each of their numbers has
+    `parts` parts (parts.py). T' is the next multiple of 128.
     """
     B, _, N, D = out.shape
     own = GROUPS * ROWS

@@ -49,10 +49,22 @@ DIMS = {
 }
 
 
-def make_call(kind: str, devices: int, N: int = 4, K: int = 2, dtype=f32) -> Call:
-    """Return a call whose lengths `devices` can share, in every layout."""
+def make_call(
+    kind: str,
+    devices: int,
+    N: int = 4,
+    K: int = 2,
+    dtype=f32,
+    tokens: int = 6,
+    head_dims: tuple[int, int] = (H, D),
+) -> Call:
+    """Return a call whose lengths `devices` can share, in every layout.
+
+    Each device has `tokens` queries, an even number.
+    """
     rng = np.random.default_rng(len(kind))
-    T = S = 6 * devices
+    H, D = head_dims
+    T = S = tokens * devices
     static: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
 
@@ -70,7 +82,7 @@ def make_call(kind: str, devices: int, N: int = 4, K: int = 2, dtype=f32) -> Cal
             case "wide window":
                 static["local_window_size"] = (4 * devices, 7)
             case "cross":
-                S = 10 * devices
+                S = (tokens + 4) * devices
             case "lengths":
                 arrays["query_seq_lengths"] = np.array([T - 5, T // 2], np.int32)
                 arrays["key_value_seq_lengths"] = np.array([S // 3, S - 1], np.int32)

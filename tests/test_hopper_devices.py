@@ -17,7 +17,7 @@ from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memeff import block_mask, dot_product_attention, masks
+from memeff import block_mask, dot_product_attention, masks, scores
 from memeff.device import pretend_device
 
 pytestmark = needs_kernels
@@ -137,6 +137,27 @@ def test_random_calls_of_many_devices_trace(seed):
             assert jax.eval_shape(run, x, key, key).shape == x.shape
         except NotImplementedError as error:
             assert "cannot run this call" in str(error)
+
+
+@pytest.mark.parametrize("capability", ["9.0", "8.0"])
+@pytest.mark.parametrize("dtype", [bf16, f32])
+def test_params_of_a_score_beside_a_bias_trace(capability, dtype):
+    """On a machine of several devices JAX refuses kernels that close over a param, cast or not."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
+    bias = jax.ShapeDtypeStruct((1, 1, 1, 256), bf16)
+    slopes = jax.ShapeDtypeStruct((2,), dtype)
+
+    def run(query, bias, slopes):
+        def attend(query, bias, slopes):
+            how = dict(bias=bias, score_fn=scores.alibi(slopes), implementation="pallas")
+            return dot_product_attention(query, query, query, **how)
+
+        out, pull = jax.vjp(attend, query, bias, slopes)
+        return pull(out)
+
+    with pretend_device("gpu", capability):
+        shapes = jax.eval_shape(run, x, bias, slopes)
+    assert [y.shape for y in shapes] == [x.shape, bias.shape, slopes.shape]
 
 
 @pytest.mark.slow

@@ -70,11 +70,14 @@ def both_ways(T: int, S: int, H: int, fused: bool):
 
 
 def assert_same(expected, found, fused: bool):
-    """Check that the bits are the same, but for those of dq that are added in any order."""
+    """Check that the bits are the same.
+
+    The fused backward adds dq in any order, so its numbers may round to their neighbours.
+    """
     for name, x, y in zip(RESULTS, expected, found, strict=True):
         assert np.abs(x.astype(f32)).max() > 0.01, name
         if fused and name == "dq":
-            np.testing.assert_allclose(y.astype(f32), x.astype(f32), atol=0.02)
+            np.testing.assert_allclose(y.astype(f32), x.astype(f32), rtol=2**-7, atol=1e-3)
         else:
             np.testing.assert_array_equal(y, x, err_msg=name)
 

@@ -15,6 +15,7 @@ from memeff.pallas.user_functions.partition import (
     SIDE,
     Numbers,
     PartitionedFunction,
+    dtype_in_kernels,
     partition_function,
 )
 from memeff.pallas.user_functions.tile_function import TileFunction, slope_jaxpr
@@ -80,29 +81,20 @@ def needs_extra_pass(problem: Problem, operands: Operands) -> bool:
 def _functions(
     problem: Problem, operands: Operands
 ) -> dict[str, tuple[TracedFunction, tuple[Array, ...]]]:
-    """Return {name: (function, leaves of its params)}, with floats in float32."""
+    """Return {name: (function, leaves of its params)}."""
     functions = {}
     score_fn = problem.score_fn
     if score_fn is not None:
         floats = operands.logit_params.score
         leaves = merge_leaves(score_fn.is_float, floats, operands.score_nonfloat_params)
-        functions["score_fn"] = score_fn, tuple(map(_as_float32, leaves))
+        functions["score_fn"] = score_fn, tuple(leaves)
     mask_fn = problem.mask_fn
     if mask_fn is not None:
         count = sum(mask_fn.is_float)
         floats = operands.mask_params[:count]
         leaves = merge_leaves(mask_fn.is_float, floats, operands.mask_params[count:])
-        functions["mask_fn"] = mask_fn, tuple(map(_as_float32, leaves))
+        functions["mask_fn"] = mask_fn, tuple(leaves)
     return functions
-
-
-def _as_float32(x: Any) -> Any:
-    """Cast arrays of floats, or their shapes, to float32."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return x.astype(jnp.float32)
 
 
 def _partitioned(problem: Problem, operands: Operands) -> dict[str, PartitionedFunction]:
@@ -159,6 +151,7 @@ def _evaluate_numbers(
     jaxpr = partition.jaxpr
     first_param = len(jaxpr.inputs) - len(params)
     index_inputs = jaxpr.inputs[first_param - 4 : first_param]  # batch, head, q_pos, k_pos
+    params = [x.astype(dtype_in_kernels(x)) for x in params]
     known: dict[int, Any] = dict(zip(jaxpr.inputs[first_param:], params, strict=True))
     names = partition.names_by_axis
     unused = jnp.int32(0)

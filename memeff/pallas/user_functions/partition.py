@@ -81,8 +81,11 @@ class PartitionedFunction(NamedTuple):
 def partition_function(
     name: str, function: TracedFunction, params: tuple[Array, ...]
 ) -> PartitionedFunction:
-    """Partition a function (`name`: score_fn or mask_fn); `params` are all its leaves in order."""
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params]
+    """Partition a function (`name`: score_fn or mask_fn); `params` are all its leaves in order.
+
+    Only their types are read, so kernels can call this where no other array may be closed over.
+    """
+    like = [jax.ShapeDtypeStruct(x.shape, dtype_in_kernels(x)) for x in params]
     pair = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     arguments = ARGUMENTS[1:]
     if name == "score_fn":
@@ -94,6 +97,11 @@ def partition_function(
 
     jaxpr = flatten_jaxpr(call, pair, like)
     return _partition(name, jaxpr, dict(zip(jaxpr.inputs, arguments, strict=False)))
+
+
+def dtype_in_kernels(x: Array) -> Any:
+    """Return the dtype in which kernels compute with a param: float32 for floats."""
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
 class _Facts(NamedTuple):

@@ -259,6 +259,11 @@ def explicit_devices(x: Array, dim: int) -> int:
     return _devices(x, dim) if _explicit(x) else 1
 
 
+def explicit_axes(x: Array, dim: int) -> tuple[str, ...]:
+    """Return the axes of an Explicit mesh over which `dim` is sharded; none elsewhere."""
+    return _axes(jax.typeof(x).sharding, dim) if _explicit(x) else ()
+
+
 def _devices(x: Array, dim: int) -> int:
     """Return the number of devices over which `dim` is sharded; 1 if the layout is unknown.
 
@@ -270,9 +275,14 @@ def _devices(x: Array, dim: int) -> int:
         sharding = None
     else:
         sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dim >= len(sharding.spec):
+    if not isinstance(sharding, NamedSharding):
         return 1
-    axes = sharding.spec[dim]
+    return math.prod(sharding.mesh.shape[axis] for axis in _axes(sharding, dim))
+
+
+def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
+    """Return the axes of several devices over which `dim` is sharded."""
+    axes = sharding.spec[dim] if dim < len(sharding.spec) else None
     if not isinstance(axes, tuple):
         axes = (axes,)
-    return math.prod(sharding.mesh.shape[a] for a in axes if isinstance(a, str))
+    return tuple(x for x in axes if isinstance(x, str) and sharding.mesh.shape[x] > 1)

@@ -443,16 +443,55 @@ def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kin
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
 
 
-def test_batches_that_an_explicit_mesh_shards_differently_are_refused_in_words():
-    mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])  # axes are Explicit
-    whole = KVCache.zeros(2, 9, K, H).append(X, X)
-    spec = jax.NamedSharding(mesh, PartitionSpec("batch"))
-    cache, x = jax.device_put((whole, X), spec)
-    path = x[:, :1, 0, 0].astype(int)
-    assert cache.append(x, x).keep_drafts(2, path, [1, 1]).lengths.tolist() == [5, 5]
-    for call in (lambda: whole.append(x, x), lambda: cache.append(X, X)):
-        with pytest.raises(ValueError, match="over 1 and 2 devices of an Explicit mesh"):
-            call()
+def on_explicit_mesh(cache: KVCache, *dims: str | None) -> KVCache:
+    """Return a cache whose dims [batch, token, head, head dim] lie on axes of an Explicit mesh."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])  # axes are Explicit
+    batch, token, head, head_dim = (*dims, None, None, None, None)[:4]
+    specs = {
+        1: PartitionSpec(batch),
+        3: PartitionSpec(batch, head, token),  # scales
+        4: PartitionSpec(batch, token, head, head_dim),
+    }
+    return jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(mesh, specs[x.ndim])), cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    "dims, given",
+    [
+        (("x",), ("x",)),
+        (("x", None, "y"), ("x", None, "y")),
+        ((None, None, "y"), ()),
+        ((), ("x",)),
+        (("x",), ()),
+        (("x",), ("y",)),
+        ((), (None, None, "y")),
+        ((None, None, "x"), (None, None, "y")),
+        ((), (None, None, None, "y")),
+    ],
+)
+def test_a_cache_on_an_explicit_mesh(dtype, dims, given):
+    """Tokens that are sharded as the cache is are written to it, others refused in words."""
+    x = np.random.default_rng(0).normal(size=(2, 2, 4, 8)).astype(np.float32)
+    whole = KVCache.zeros(2, 9, 4, 8, dtype).append(x, x)
+    cache = on_explicit_mesh(whole, *dims)
+    new = on_explicit_mesh(x, *given)
+    if dims == given or not given and dims[0] is None:
+        found = cache.append(new, new).keep_drafts(1, cache.lengths[:, None] * 0, cache.lengths - 1)
+        expected = whole.append(x, x).keep_drafts(1, np.zeros((2, 1), int), [1, 1])
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        return
+    one, other = ("".join(filter(None, x)) or "no axis" for x in (dims, given))
+    with pytest.raises(ValueError, match=f"sharded over {one}, .* over {other}: shard them alike"):
+        cache.append(new, new)
+
+
+@pytest.mark.parametrize("dims, given", [((None, "x"), ()), ((), (None, "x"))])
+def test_tokens_on_an_explicit_mesh_are_refused_in_words(dims, given):
+    cache = on_explicit_mesh(KVCache.zeros(2, 8, K, H), *dims)
+    new = on_explicit_mesh(X[:, :2], *given)
+    with pytest.raises(NotImplementedError, match="tokens that are sharded over an Explicit mesh"):
+        cache.append(new, new)
 
 
 def test_a_ring_counts_batch_entries_and_heads_of_the_whole_call():

@@ -20,7 +20,7 @@ from memeff.inputs import (
     to_array,
     to_int32,
 )
-from memeff.sharding import explicit_devices
+from memeff.sharding import explicit_axes, explicit_devices
 from memeff.user_functions import positions_held
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
@@ -238,7 +238,7 @@ def write(x: Array, places: Places, new: Array) -> Array:
     options: Any = dict(mode="drop", unique_indices=True)
     has_slots = len(places) == 1
     if has_slots:
-        _check_same_batch(x, new, *places)
+        _check_sharded_alike(x, *places, new)
     else:
         check_whole_pool(x, new, *places)
 
@@ -287,7 +287,7 @@ def read(x: Array, places: Places) -> Array:
     if len(places) == 2:
         check_whole_pool(x, *places)
     else:
-        _check_same_batch(x, *places)
+        _check_sharded_alike(x, *places)
     if x.ndim == 3 and len(places) == 2:
         pages, token = places
         return x.at[pages, :, token].get(mode="clip")
@@ -305,12 +305,34 @@ def check_whole_pool(*arrays: Array) -> None:
         )
 
 
-def _check_same_batch(*arrays: Array) -> None:
-    """Refuse arrays [B, ...] whose batch an Explicit mesh shards in different ways."""
-    devices = {explicit_devices(x, 0) for x in arrays}
-    if len(devices) > 1:
-        raise ValueError(
-            "The batches of a cache, its lengths and what it is given are sharded over "
-            f"{min(devices)} and {max(devices)} devices of an Explicit mesh: shard them alike, "
-            "with jax.sharding.reshard."
+def _check_sharded_alike(x: Array, slots: Array, new: Array | None = None) -> None:
+    """Refuse what an Explicit mesh shards in another way than a cache, and sharded tokens.
+
+    x is [B, P, K, H], or scales [B, K, P]; new is [B, T, K, H] or [B, T, K], slots [B, T]. Heads
+    that are not sharded suit any cache.
+    """
+    heads, tokens = (1, 2) if x.ndim == 3 else (2, 1)
+    is_token_sharded = bool(explicit_axes(x, tokens))
+    pairs = [("batch", explicit_axes(x, 0), explicit_axes(slots, 0))]
+    if new is not None:
+        is_token_sharded |= bool(explicit_axes(new, 1))
+        pairs.append(("batch", explicit_axes(x, 0), explicit_axes(new, 0)))
+        pairs.append(("heads", explicit_axes(x, heads), explicit_axes(new, 2)))
+        if x.ndim == 4:
+            pairs.append(("head dim", explicit_axes(x, 3), explicit_axes(new, 3)))
+    for what, axes, given in pairs:
+        if given != axes and (given or what == "batch"):
+            raise ValueError(
+                f"On an Explicit mesh a cache has its {what} sharded over {_named(axes)}, and its "
+                f"lengths or what it is given over {_named(given)}: shard them alike, with "
+                "jax.sharding.reshard."
+            )
+    if is_token_sharded:
+        raise NotImplementedError(
+            "A cache does not support tokens that are sharded over an Explicit mesh. Give each "
+            "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
         )
+
+
+def _named(axes: tuple[str, ...]) -> str:
+    return ", ".join(axes) or "no axis"

@@ -34,7 +34,7 @@ CHOICES = {
     "low": (-math.inf, -1e4, -1e9, -1e30, "min"),
     "bias": ("none", "alibi", "dense", "heads", "keys", "both"),
     "softmax": ("jax", "plain", "lse", "log_softmax", "exp2", "no_max", "late", "reciprocal"),
-    "after": ("none", "head_factor", "head_einsum", "zeros"),
+    "after": ("none", "head_factor", "head_einsum", "zeros", "nan_to_num", "nan_and_zeros"),
     "nesting": ("none", "jit", "remat", "scan", "cond", "loop", "vmap", "scan_mask"),
 }
 DECOYS = ("wrong_axis", "twice", "returned", "other_sum", "values", "transposed", "zeros_after")
@@ -195,7 +195,11 @@ class Program:
             p = p * arrays["slopes"][:, None, None]
         if self.after == "head_einsum":
             p = jnp.einsum("bnts,n->bnts", p, arrays["slopes"])
-        if self.after == "zeros" and visible is not None:
+        if self.after == "nan_to_num":
+            p = jnp.nan_to_num(p)
+        if self.after == "nan_and_zeros":
+            p = jnp.where(jnp.isnan(p), 0, p)
+        if self.after in ("zeros", "nan_and_zeros") and visible is not None:
             p = jnp.where(visible, p, 0)
         if self.decoy == "zeros_after":
             p = jnp.where(arrays["dense"], p, 0)

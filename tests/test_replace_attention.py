@@ -65,6 +65,9 @@ FOUND = {
     Program(after="head_factor"): "scale 0.5",
     Program(after="head_einsum", mask="counted"): "causal",
     Program(after="zeros", mask="padding"): "mask of queries or keys",
+    Program(after="nan_to_num", mask="empty_row", low=-np.inf): "mask of queries or keys",
+    Program(after="nan_to_num", mask="dense_empty", bias="both", low=-np.inf): "an array as mask",
+    Program(after="nan_and_zeros", mask="empty_row", low=-np.inf): "mask of queries or keys",
     Program(nesting="scan_mask", mask="causal_padding"): "causal, mask of queries or keys",
     Program(nesting="remat", mask="tril"): "causal",
     Program(nesting="cond", mask="tril"): "causal",
@@ -851,6 +854,19 @@ def test_rows_of_zeros_are_zero_or_nan_as_in_the_program(probabilities, length):
     assert length or jnp.isnan(expected).all() == (probabilities is zeros_among_exponentials)
     out = replace(attend, strict=True)(*arrays, jnp.int32(length))
     np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("low", [-1e9, -np.inf])
+def test_rows_of_nan_are_zero_where_the_program_makes_0_of_nan(low):
+    def attend(q, k, v):
+        logits = jnp.where(jnp.arange(len(k)) < 5, q @ k.T, low)
+        return jnp.nan_to_num(jax.nn.softmax(logits)) @ v
+
+    q, k, v = (x[0, :, 0] for x in qkv())
+    q = q.at[3].set(jnp.nan)
+    out = replace(attend, strict=True)(q, k, v)
+    assert not out[3].any()
+    np.testing.assert_allclose(out, attend(q, k, v), atol=1e-6)
 
 
 def test_zeros_by_multiplication_after_nan_are_left():

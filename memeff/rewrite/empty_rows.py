@@ -5,6 +5,7 @@ A mask may be named only if rows that see no key keep their meaning:
 - Some key is proved to be visible in each row (causal order, windows, a segment's own token).
 - All masks replace hidden logits by the same number, so that such a row of the program gives the
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
+  (Where the program makes 0 of NaN, they are 0, as in memeff.)
 
 Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
 not computes all logits as numbers. So it is where a bias or a score function stands within a mask:
@@ -106,9 +107,9 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     outside = match.softmax.outside
     selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
     is_nan = bool(summed) or lows == {-math.inf}
-    is_zero = after <= selected or not summed and -math.inf not in lows
+    is_zero = outside.nan_is_zero or after <= selected or not summed and -math.inf not in lows
     is_multiplied = not all(is_random(x) for x in outside.multiplied)
-    if before <= after and is_nan and not selected and not is_multiplied:
+    if before <= after and is_nan and not (selected or is_multiplied or outside.nan_is_zero):
         return Logits(condition, NAN, biases, inner)
     if before <= after and is_zero and not may_be_low:
         return Logits(condition, None, biases, inner)

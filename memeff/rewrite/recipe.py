@@ -89,7 +89,8 @@ class Recipe:
     bias: Argument | None
     bias_table: PairFunction | None  # a small bias that is computed once
     score_fn: PairFunction | None
-    empty_rows: str | None  # "mean" of all values, or "nan"; None: no row is empty
+    empty_rows: str | None  # "mean" of all values, or "nan"; None: 0, or no row is empty
+    nan_is_zero: bool  # a row with a NaN among its logits gives 0
     # what to run if some row sees no key with a logit above `lowest`
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     lowest: float = dataclasses.field(default=-math.inf, kw_only=True)
@@ -230,15 +231,28 @@ def attend(recipe: Recipe, inputs: list[Array], bias: Array | None = None) -> Ar
         return lax.cond(
             (bias <= recipe.lowest).any(),
             lambda: attend(exact, inputs, shared),
-            lambda: dot_product_attention(query, key, value, **keywords),
+            lambda: _call(recipe, query, key, value, keywords)[0],
         )
-    if recipe.empty_rows is None and exact is None:
-        return dot_product_attention(query, key, value, **keywords)
-    out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
+    out, lse = _call(recipe, query, key, value, keywords)
     if exact is not None:
         is_empty = (lse <= recipe.lowest).any()
         return lax.cond(is_empty, lambda: attend(exact, inputs), lambda: out)
+    if recipe.empty_rows is None:
+        return out
     return jnp.where(jnp.isneginf(lse)[..., None], _of_empty_rows(recipe, value), out)
+
+
+def _call(
+    recipe: Recipe, query: Array, key: Array, value: Array, keywords: dict[str, Any]
+) -> tuple[Array, Any]:
+    """Return out and lse of the call; lse is None if the recipe does not need it."""
+    needs_lse = recipe.empty_rows or recipe.nan_is_zero or recipe.if_some_row_is_empty
+    if not needs_lse:
+        return dot_product_attention(query, key, value, **keywords), None
+    out, lse = dot_product_attention(query, key, value, return_residual=True, **keywords)
+    if recipe.nan_is_zero:
+        out = jnp.where(jnp.isnan(lse)[..., None], 0, out)
+    return out, lse
 
 
 def _of_empty_rows(recipe: Recipe, value: Array) -> Array:

@@ -58,6 +58,8 @@ def compute_rows(
         if equations.summed is not None:
             total = jnp.where(each_pair(equations.summed, b, n, position, columns), e, 0)
         p = e / total.sum()
+        if recipe.nan_is_zero:
+            p = jnp.where(jnp.isnan(p), 0, p)
         if equations.shown is not None:
             p = jnp.where(each_pair(equations.shown, b, n, position, columns), p, 0)
         return p @ value[b, :, n // group]

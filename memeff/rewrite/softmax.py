@@ -35,6 +35,7 @@ from memeff.rewrite.softmax_sums import (
     reciprocal,
     shown_in_sum,
     sums_keys,
+    unguarded,
     zeroed,
     zeroed_product,
 )
@@ -68,6 +69,7 @@ class Outside:
     number: float = 1.0  # by which probabilities are multiplied
     selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
     multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
+    nan_is_zero: bool = False  # probabilities that are NaN are set to 0
 
     def times(self, operation: str, element: Element) -> Outside:
         """Return this with one more factor."""
@@ -138,6 +140,11 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
             (value, index), formula, number = zeroed_product(first, second)
             outside = outside.multiplying(formula, number)
         elif value.op == "select_n":
+            inner = unguarded(value, index)
+            if inner is not None:
+                (value, index), is_nan = inner
+                outside = dataclasses.replace(outside, nan_is_zero=outside.nan_is_zero or is_nan)
+                continue
             (value, index), formula, _ = zeroed(value, index)
             outside = outside.selecting(formula)
         else:
@@ -182,6 +189,8 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     logits, shifts = _shifts(power, keys)
     logs = [x for x, _ in shifts if x[0].op == "log"]
     if not logs:
+        if outside.nan_is_zero:
+            raise NoMatch("NaN becomes 0 among exponentials, and not in their sum")
         softmax = _of_terms(terms, keys, outside)
         return dataclasses.replace(softmax, unnormalised=terms)
     if base != 1 or len(logs) != 1:

@@ -94,6 +94,26 @@ def zeroed(value: Value, index: Index) -> tuple[Element, Formula, float]:
     raise NoAttention("a selection")
 
 
+def unguarded(value: Value, index: Index) -> tuple[Element, bool] | None:
+    """Return x of a selection that replaces NaN by 0, or infinity by a number, and which of both.
+
+    True: NaN. A probability is never infinite, so a selection of the other kind is x. Return None
+    for other selections.
+    """
+    which, *cases = operands_of(value, index)
+    if len(cases) != 2 or which[0].op not in ("ne", "eq"):
+        return None
+    kept, replaced = cases
+    first, second = (x for x, _ in operands_of(*which))
+    if kept[0] is not first:
+        return None
+    if which[0].op == "ne" and first is second and known_number(replaced[0]) == 0:
+        return kept, True
+    number = known_number(second)
+    is_infinite = which[0].op == "eq" and number is not None and math.isinf(number)
+    return (kept, False) if is_infinite else None
+
+
 def zeroed_product(first: Element, second: Element) -> tuple[Element, Formula, float]:
     """Return x, the condition and the number of x * (condition ? number : 0)."""
     for factor, other in ((first, second), (second, first)):

@@ -132,6 +132,9 @@ class _Translation:
         empty_rows = self.logits.empty_rows
         if empty_rows is None and may_be_empty:
             empty_rows = NAN  # of a bias or a score that is -inf for all visible keys
+        nan_is_zero = match.softmax.outside.nan_is_zero
+        if empty_rows == NAN and nan_is_zero:
+            empty_rows = None
         return Recipe(
             query=query,
             key=key,
@@ -153,6 +156,7 @@ class _Translation:
             bias_table=bias_table,
             score_fn=score_fn,
             empty_rows=empty_rows,
+            nan_is_zero=nan_is_zero,
             factors=self._factors(),
             factor=self._factor(),
             dropout=self._dropout(),

@@ -33,7 +33,20 @@ CHOICES = {
     "hiding": ("where", "where_not", "added", "multiplied"),
     "low": (-math.inf, -1e4, -1e9, -1e30, "min"),
     "bias": ("none", "alibi", "dense", "heads", "keys", "both"),
-    "softmax": ("jax", "plain", "lse", "log_softmax", "exp2", "no_max", "late", "reciprocal"),
+    "softmax": (
+        "jax",
+        "plain",
+        "lse",
+        "log_softmax",
+        "exp2",
+        "no_max",
+        "late",
+        "reciprocal",
+        "sink",
+        "sink_first",
+        "sink_added",
+        "one_added",
+    ),
     "after": ("none", "head_factor", "head_einsum", "zeros", "nan_to_num", "nan_and_zeros"),
     "nesting": ("none", "jit", "remat", "scan", "cond", "loop", "vmap", "scan_mask"),
 }
@@ -175,6 +188,21 @@ class Program:
         late = None
         if self.softmax == "jax":
             p = jax.nn.softmax(s, axis=axis)
+        elif self.softmax == "sink":
+            sink = jnp.broadcast_to(arrays["slopes"][:, None, None], (*s.shape[:-1], 1))
+            p = jax.nn.softmax(jnp.concatenate([s, sink], -1), axis=axis)[..., :-1]
+        elif self.softmax == "sink_first":
+            s = jnp.pad(s, [(0, 0)] * 3 + [(1, 0)])
+            e = jnp.exp(s - s.max(axis, keepdims=True))
+            p = (e / e.sum(axis, keepdims=True))[..., 1:]
+        elif self.softmax == "sink_added":
+            sink = arrays["slopes"][:, None, None]
+            highest = jnp.maximum(s.max(axis, keepdims=True), sink)
+            e = jnp.exp(s - highest)
+            p = e / (jnp.exp(sink - highest) + e.sum(axis, keepdims=True))
+        elif self.softmax == "one_added":
+            e = jnp.exp(s)
+            p = e / (1 + e.sum(axis, keepdims=True))
         elif self.softmax == "lse":
             p = jnp.exp(s - jax.nn.logsumexp(s, axis=axis, keepdims=True))
         elif self.softmax == "log_softmax":

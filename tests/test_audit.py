@@ -116,6 +116,23 @@ def test_audit_finds_what_is_planted(dtype):
         assert "NOT ok" in str(report), words
 
 
+def sinks_lost(q, k, v, *, sinks, **options):
+    return memeff.dot_product_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_audit_of_sinks(dtype):
+    """One sink takes nearly all, one a part, one nothing; the first 20 rows see no key."""
+    q, k, v = _inputs(dtype, 150, 150)
+    N = q.shape[2]
+    options = dict(is_causal=True, q_offset=-20, sinks=jnp.linspace(9, -2, N), samples=150)
+    options["sinks"] = options["sinks"].at[-1].set(-jnp.inf)
+    for implementation in (None, memeff.dot_product_attention):
+        report = memeff.audit(implementation, q, k, v, **options)
+        assert report.ok, str(report)
+    assert not memeff.audit(sinks_lost, q, k, v, **options).ok
+
+
 def test_audit_knows_how_far_large_logits_are_rounded():
     q, k, v = _inputs("float32", 150, 150)
     for implementation in (None, jax_attention):

@@ -62,6 +62,11 @@ FOUND = {
     Program(softmax="no_max"): "scale 0.5",
     Program(softmax="late"): "scale 0.5",
     Program(softmax="reciprocal"): "scale 0.5",
+    Program(softmax="sink", mask="causal_padding", heads="grouped"): "causal, mask of queries",
+    Program(softmax="sink", mask="empty_row", hiding="added", bias="both"): "an array as bias",
+    Program(softmax="sink_first", mask="dense_empty", cap="tanh", low=-np.inf): "sinks, soft cap 3",
+    Program(softmax="sink_added", mask="padding"): "mask of queries or keys, sinks",
+    Program(softmax="one_added", mask="tril"): "causal, sinks",
     Program(after="head_factor"): "scale 0.5",
     Program(after="head_einsum", mask="counted"): "causal",
     Program(after="zeros", mask="padding"): "mask of queries or keys",
@@ -175,6 +180,7 @@ FAST = (
     Program(order="tbnh", mask="dense", bias="both", softmax="late", after="head_einsum"),
     Program(mask="empty_row", hiding="added", low="min", softmax="exp2", nesting="remat"),
     Program(mask="tril", bias="both", nesting="vmap"),
+    Program(softmax="sink", mask="empty_row", nesting="scan"),
 )
 
 
@@ -854,6 +860,30 @@ def test_rows_of_zeros_are_zero_or_nan_as_in_the_program(probabilities, length):
     assert length or jnp.isnan(expected).all() == (probabilities is zeros_among_exponentials)
     out = replace(attend, strict=True)(*arrays, jnp.int32(length))
     np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_sinks_of_other_bases():
+    """exp2 of logits and of their sink, in a column and in a sum, and 2 in a sum."""
+
+    def joined(q, k, v, sink):
+        s = jnp.concatenate([q @ k.T, jnp.broadcast_to(sink, (len(q), 1))], -1)
+        e = jnp.exp2(s - s.max(-1, keepdims=True))
+        return (e / e.sum(-1, keepdims=True))[:, :-1] @ v
+
+    def added(q, k, v, sink):
+        s = q @ k.T
+        highest = jnp.maximum(s.max(-1, keepdims=True), sink)
+        e = jnp.exp2(s - highest)
+        return (e / (e.sum(-1, keepdims=True) + jnp.exp2(sink - highest))) @ v
+
+    def number(q, k, v, sink):
+        e = jnp.exp2(q @ k.T)
+        return (e / (2 + e.sum(-1, keepdims=True))) @ v
+
+    arrays = [*(x[0, :, 0] for x in qkv()), jnp.float32(1.5)]
+    for attend in (joined, added, number):
+        out = replace(attend, strict=True, check=True)(*arrays)
+        np.testing.assert_allclose(out, attend(*arrays), atol=1e-6)
 
 
 @pytest.mark.parametrize("low", [-1e9, -np.inf])

@@ -252,8 +252,24 @@ def largest(q, k, v, mask):
     return jnp.einsum("tk,tkd->td", p, v[keys])
 
 
-def sink(q, k, v, mask):
+def two_columns(q, k, v, mask):
+    s = jnp.concatenate([q @ k.T, jnp.zeros((T, 2))], -1)
+    return jax.nn.softmax(s)[:, :-2] @ v
+
+
+def sink_of_a_query(q, k, v, mask):
+    s = jnp.concatenate([q @ k.T, q[:, :1]], -1)
+    return jax.nn.softmax(s)[:, :-1] @ v
+
+
+def mask_of_a_column(q, k, v, mask):
     s = jnp.concatenate([q @ k.T, jnp.zeros((T, 1))], -1)
+    return jax.nn.softmax(s + 1)[:, :-1] @ v
+
+
+def columns_between(q, k, v, mask):
+    s = q @ k.T
+    s = jnp.concatenate([s[:, :3], jnp.zeros((T, 1)), s[:, 4:], jnp.ones((T, 1))], -1)
     return jax.nn.softmax(s)[:, :-1] @ v
 
 
@@ -334,7 +350,10 @@ LEFT = {
     first_by_sum: f"{NO_PRODUCT}.*stops at `reduce_sum`",
     sorted_probabilities: f"{UNKNOWN}.*between them stands `sort`",
     largest: f"{UNKNOWN}.*between them stands `top_k`",
-    sink: f"{NO_PRODUCT}.*stops at `concatenate`",
+    two_columns: f"{NO_PRODUCT}.*stops at `concatenate`",
+    sink_of_a_query: "a sink that differs from query to query",
+    mask_of_a_column: "a column of the probabilities is left out, and is not joined to the logits",
+    columns_between: "joined of other parts than those of the keys and one column",
     padded_keys: f"{NO_PRODUCT}.*stops at `pad`",
     keys_in_two_parts: f"{NO_PRODUCT}.*stops at `concatenate`",
     talking_heads: "divided by something that depends on the keys",

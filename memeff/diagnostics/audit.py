@@ -150,14 +150,14 @@ def audit(
       samples: the number of rows, and of columns; with grouped heads, of all heads of a group. It
         is rounded up so that all devices of a sharded sequence have the same number of samples.
       rng: a key of `jax.random` for the samples and the cotangent. Default: `jax.random.key(0)`.
-      kwargs: more arguments of `dot_product_attention`, also `backward`, without dropout and sinks.
+      kwargs: more arguments of `dot_product_attention`, also `backward`, without dropout.
         A function gets them, too, also those of a sharded sequence.
 
     Returns: `memeff.Audit`: `ok`, `findings` (the largest error of each result, and where) and
       `bad_devices`. Print it for a table.
 
-    Raises: as the call itself does; TypeError inside jit, for dropout, and for sinks;
-      ValueError for arrays without queries, keys or values.
+    Raises: as the call itself does; TypeError inside jit, and for dropout; ValueError for arrays
+      without queries, keys or values.
 
     Example:
       >>> x = jax.random.normal(jax.random.key(1), (1, 100, 2, 8))

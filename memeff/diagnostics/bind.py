@@ -15,9 +15,12 @@ from memeff import compiling, sharding
 from memeff.arguments import Arguments, bind_arguments
 from memeff.call import Call, ShardedCall, prepare, prepare_sharded, run_attention
 
+_DECIDED = {"implementation", "backward", "return_residual"}  # by the diagnostic function
+
 
 def chunked_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
-    """Return the arguments of a call of the chunked path on one device, as `exact_arguments`."""
+    """Return the arguments of a call of the chunked path on one device, without sinks."""
+    _refuse(name, kwargs, {*_DECIDED, "sinks"})
     arguments = exact_arguments(name, *arrays, **kwargs)
     refuse_sharded(name, arguments)
     return arguments
@@ -28,10 +31,15 @@ def exact_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
 
     Refuse arguments that it does not take.
     """
-    refused = {"implementation", "backward", "return_residual", "sinks"} & kwargs.keys()
+    _refuse(name, kwargs, _DECIDED)
+    return bind_arguments(name, *arrays, implementation="xla", **kwargs)
+
+
+def _refuse(name: str, kwargs: dict[str, Any], names: set[str]) -> None:
+    """Refuse arguments of these names."""
+    refused = names & kwargs.keys()
     if refused:
         raise TypeError(f"memeff.{name} does not take {', '.join(sorted(refused))}. Omit it.")
-    return bind_arguments(name, *arrays, implementation="xla", **kwargs)
 
 
 def prepare_shapes(name: str, arguments: Arguments) -> Call:

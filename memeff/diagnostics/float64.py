@@ -4,6 +4,7 @@ The logits of a sampled row give its lse, out and dq. A sampled column j needs l
 rows, as the call gave them:
   p_i  = exp(s_ij - lse_i)                dv = sum p_i dout_i
   ds_i = p_i (dout_i v_j - dout_i out_i)  dk = sum d_raw_i q_i, with d_raw from ds
+With a sink, p_i is exp(s_ij - lse_i) / (1 + exp(sink - lse_i)), because lse is over the keys.
 
 Where the sequence is sharded over devices, all devices work on the same sample. Each computes with
 the keys, or the queries, that it holds, and they exchange one row and sums of a row. So no device
@@ -196,7 +197,8 @@ def one_row(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     m = lax.pmax(s.max(-1, keepdims=True), axes.tokens)
     m = jnp.where(m == -jnp.inf, 0, m)  # a row that sees no key
     l = lax.psum(jnp.exp(s - m).sum(-1, keepdims=True), axes.tokens)
-    p = jnp.exp(s - m) / jnp.where(l == 0, 1, l)
+    lse = m + jnp.log(l)
+    p = jnp.exp(s - m) / jnp.where(l == 0, 1, l) * _share_of_keys(tile, lse)
     v = tile.operands.value[0, 0]
     do = tile.row_vectors[0][0, 0]  # g 1 d
     out = lax.psum(p @ v, axes.tokens)
@@ -205,7 +207,6 @@ def one_row(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dq, _ = pull(p * (dp - delta))
     dq_size, _ = pull(_size_of_terms(p, do, v, out))
     dq, dq_size = lax.psum((dq, dq_size), axes.tokens)
-    lse = m + jnp.log(l)
     truth = Row(lse[:, 0, 0], out[:, 0], dq[0, 0, :, 0])
     given = Row(*(cut.of(inputs, name)[0, 0] for name in ("lse", "out", "dquery")))
     return cut.share((given, truth, dq_size[0, 0, :, 0]))
@@ -218,7 +219,7 @@ def one_column(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     s, pull = _logits(problem, tile)  # g t 1
     do, o = (x[0, 0] for x in tile.row_vectors)  # g t d
     row_lse = tile.row_scalars[0][0, 0, :, :, None]  # g t 1
-    p = jnp.where(row_lse == -jnp.inf, 0, jnp.exp(s - row_lse))
+    p = jnp.where(row_lse == -jnp.inf, 0, jnp.exp(s - row_lse)) * _share_of_keys(tile, row_lse)
     v = tile.operands.value[0, 0]
     dp = do @ v.T
     delta = (do * o).sum(-1, keepdims=True)
@@ -228,6 +229,15 @@ def one_column(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dk, dv, dk_size = lax.psum((dk[0, 0, 0], dv, dk_size[0, 0, 0]), axes.tokens)
     given = Column(*(cut.of(inputs, name)[0, 0, 0] for name in ("dkey", "dvalue")))
     return cut.share((given, Column(dk, dv), dk_size))
+
+
+def _share_of_keys(tile: Tile, lse: Array) -> Array | float:
+    """Return the probability of all keys of rows, G t 1, whose lse is over the keys: 1, or less."""
+    sinks = tile.operands.logit_params.sinks
+    if sinks is None:
+        return 1.0
+    share = jax.nn.sigmoid(lse - sinks.reshape(-1, 1, 1))
+    return jnp.where(lse == -jnp.inf, 0, share)
 
 
 def _size_of_terms(p: Array, do: Array, v: Array, out: Array) -> Array:

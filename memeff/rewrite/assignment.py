@@ -125,6 +125,16 @@ class Assignment:
         batch = tuple(x for x in self.match.letters if x not in (*query_only, *self.match.keys))
         return Roles(batch[:-1], (*batch[-1:], *groups), self.query, self.match.keys)
 
+    def _letters_of_sink(
+        self, batch: tuple[Letter, ...], groups: tuple[Letter, ...]
+    ) -> set[Letter]:
+        """Return the letters of the sink, which must be those of heads."""
+        element = self.match.softmax.sink
+        letters = set() if element is None else set(letters_of(*element))
+        if not letters <= {*batch, *groups}:
+            raise NoMatch("a sink that differs from query to query")
+        return letters
+
     def _roles(self) -> Roles:
         """Choose the letters of heads so that arrays of T x S stay broadcast where possible."""
         default = self.default
@@ -135,10 +145,13 @@ class Assignment:
             dense.append(set(letters_of(*self.dense_bias.element)))
         if self.condition.dense is not None:
             dense.append(set(formula_letters(self.condition.dense)))
+        sink = self._letters_of_sink(batch, groups)
         best = default
         least = math.inf
         for count in range(len(batch) + 1):
             for heads in itertools.combinations(batch, count):
+                if not sink <= {*heads, *groups}:
+                    continue
                 leads = tuple(x for x in batch if x not in heads)
                 roles = Roles(leads, (*heads, *groups), self.query, self.match.keys)
                 copies = sum(_copies(roles, letters) for letters in dense)

@@ -116,6 +116,16 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
 
 
+def with_sink(layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
+    """Return the logits beside a sink, which leaves 0 to rows that see no key, as in memeff."""
+    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    condition = both(*(x.condition for x in masks))
+    if not set(conjuncts(shown)) <= set(conjuncts(condition)):
+        raise NoMatch("a mask after the softmax hides other keys than the mask before it")
+    return Logits(condition, None, biases, inner)
+
+
 def _without_masks(layers: list[Layer], inner: Scaling | Core) -> Logits:
     """Return the logits with added masks as biases.
 

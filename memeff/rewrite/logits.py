@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from memeff.rewrite.axes import MOVES, Element, NoMatch, is_cast, known_number, sources
-from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_zeros
+from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_sink, with_zeros
 from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.random_bits import is_random
 from memeff.rewrite.reader import Reader, letters_of
@@ -69,7 +69,9 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     shown = [x for x in softmax.outside.shown if x not in dropout]
     if len(dropout) > 1:
         raise NoMatch("dropout of the probabilities, twice")
-    if shown or softmax.shown_in_sum:
+    if softmax.sink is not None:
+        logits = with_sink(layers, inner, both(*shown))
+    elif shown or softmax.shown_in_sum:
         logits = with_zeros(match, layers, inner, both(*shown))
     else:
         logits = with_meaning_of_empty_rows(match, layers, inner)

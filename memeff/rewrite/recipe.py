@@ -91,6 +91,7 @@ class Recipe:
     score_fn: PairFunction | None
     empty_rows: str | None  # "mean" of all values, or "nan"; None: 0, or no row is empty
     nan_is_zero: bool  # a row with a NaN among its logits gives 0
+    sink: Argument | None  # [N]
     # what to run if some row sees no key with a logit above `lowest`
     if_some_row_is_empty: Recipe | None = dataclasses.field(default=None, kw_only=True)
     lowest: float = dataclasses.field(default=-math.inf, kw_only=True)
@@ -132,6 +133,8 @@ class Recipe:
         mask = self._mask(inputs)
         if mask is not None:
             keywords["mask"] = mask
+        if self.sink is not None:
+            keywords["sinks"] = self.array(self.sink, inputs) * self.sink.factor
         bias = self._bias(inputs) if bias is None else bias
         if bias is not None:
             keywords["bias"] = bias

@@ -149,6 +149,7 @@ def _words(recipe: Recipe) -> list[str]:
         "bias": "an array as bias",
         "bias_table": "bias of queries or keys",
         "score_fn": "score_fn",
+        "sink": "sinks",
         "dropout": "dropout",
         "if_some_row_is_empty": "all logits as numbers if some row sees no key",
     }

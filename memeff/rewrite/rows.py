@@ -41,6 +41,7 @@ def compute_rows(
     value = value.reshape(B, S, -1, value.shape[-1])
     group = N // key.shape[2]
     columns = jnp.arange(S)
+    sinks = recipe.keywords(inputs).get("sinks")
 
     def each_pair(function: PairFunction, *arguments) -> Array:
         """Return the results of a function for the keys of one row, [S]."""
@@ -53,11 +54,16 @@ def compute_rows(
         dots = key[b, :, n // group] @ query[b, t, n]
         position = t + recipe.q_offset  # the functions subtract it, as those of a recipe do
         s = each_pair(equations.logits, dots, b, n, position, columns)
-        e = jnp.exp(s - s.max())
+        highest = s.max()
+        rest = 0.0
+        if sinks is not None:
+            highest = jnp.maximum(highest, sinks[n])
+            rest = jnp.exp(sinks[n] - highest)
+        e = jnp.exp(s - highest)
         total = e
         if equations.summed is not None:
             total = jnp.where(each_pair(equations.summed, b, n, position, columns), e, 0)
-        p = e / total.sum()
+        p = e / (total.sum() + rest)
         if recipe.nan_is_zero:
             p = jnp.where(jnp.isnan(p), 0, p)
         if equations.shown is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 
 from memeff.rewrite.axes import (
@@ -26,6 +27,7 @@ from memeff.rewrite.axes import (
     regroup,
 )
 from memeff.rewrite.graph import Graph, Value
+from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
     depends,
     exponent,
@@ -58,6 +60,7 @@ class Softmax:
     # The logarithm of the sum is added to the maximum. Beside a maximum of -1e9 it is lost, so a
     # row that sees no key gives the sum of the values instead of their mean.
     loses_log: bool = False
+    sink: Element | None = None  # a logit beside those of the keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +167,47 @@ def _of_quotient(
             break
         outside = outside.showing(formula, number)
         forms.extend(chain(*terms))
+    column = find_column(forms[-1][1], keys)
+    if column is not None:
+        return _with_column(forms[-1][0], denominator, column, outside)
     shown = shown_in_sum(denominator, forms, keys)
     if shown is None:
-        return None
+        return _with_added_sink(forms[-1], denominator, keys, outside)
     if exponent(forms[-1]) is None:
         raise NoAttention("a quotient by a sum")
     return dataclasses.replace(_of_terms(forms[-1], keys, outside), shown_in_sum=shown)
+
+
+def _with_column(
+    terms: Value, denominator: Element, column: Column, outside: Outside
+) -> Softmax | None:
+    """Return the softmax of keys and a sink whose exponentials are `terms`; None if it is none."""
+    whole = terms, column.index
+    if exponent(whole) is None or shown_in_sum(denominator, [whole], (column.letter,)) != ():
+        return None
+    softmax = _of_terms(whole, (column.letter,), outside)
+    logits, sink = split_column(softmax.logits, column)
+    return dataclasses.replace(softmax, logits=logits, sink=sink)
+
+
+def _with_added_sink(
+    terms: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
+) -> Softmax | None:
+    """Return the softmax of a quotient by a sum and exp(sink); None if it is none."""
+    total, index = chain(*denominator)[-1]
+    found = exponent(terms)
+    if total.op != "add" or found is None:
+        return None
+    for part, extra in itertools.permutations(operands_of(total, index)):
+        if shown_in_sum(part, [terms], keys) != ():
+            continue
+        logits, shifts = _shifts(found[0], keys)
+        softmax = _of_terms(terms, keys, outside)
+        if chain(*softmax.logits)[-1] != logits or softmax.base != found[1] or len(shifts) > 1:
+            return None
+        sink = sink_of(extra, found[1], shifts[0][0] if shifts else None)
+        return None if sink is None else dataclasses.replace(softmax, sink=sink)
+    return None
 
 
 def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:

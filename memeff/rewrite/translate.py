@@ -130,7 +130,8 @@ class _Translation:
         has_mask = self.logits.condition != Known(True)
         may_be_empty = bias is not None or bias_table is not None or score_fn and has_mask
         empty_rows = self.logits.empty_rows
-        if empty_rows is None and may_be_empty:
+        sink = self._sink()
+        if empty_rows is None and may_be_empty and sink is None:
             empty_rows = NAN  # of a bias or a score that is -inf for all visible keys
         nan_is_zero = match.softmax.outside.nan_is_zero
         if empty_rows == NAN and nan_is_zero:
@@ -157,6 +158,7 @@ class _Translation:
             score_fn=score_fn,
             empty_rows=empty_rows,
             nan_is_zero=nan_is_zero,
+            sink=sink,
             factors=self._factors(),
             factor=self._factor(),
             dropout=self._dropout(),
@@ -247,6 +249,15 @@ class _Translation:
             arrangement = arrange(index, form, is_full=False)
             factors.append((operation, Argument(self._number(value), arrangement)))
         return tuple(factors)
+
+    def _sink(self) -> Argument | None:
+        """Return the sinks [N], to be multiplied as the logits are."""
+        softmax = self.match.softmax
+        if softmax.sink is None:
+            return None
+        value, index = smallest(softmax.sink)
+        arrangement = arrange(index, (self.roles.heads,), is_full=True)
+        return Argument(self._number(value), arrangement, softmax.base)
 
     def _bernoulli(self) -> Bernoulli | None:
         formula = self.logits.dropout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxp
 from memeff.rewrite.graph import Call, Equation, Value
 from memeff.rewrite.recipe import run_recipe
 from memeff.rewrite.scope import Scope
+from memeff.rewrite.translate import Replacement
 from memeff.rewrite.versions import scan_counts
 
 Reading = Callable[[Value], Any]
@@ -82,15 +85,18 @@ class _Evaluation:
         """Compute an equation that is replaced, or in whose bodies something is."""
         scope = self.scope
         if equation in scope.replaced:
-            replacement = scope.replaced[equation]
-            inputs = [self.read(x) for x in replacement.inputs]
-            if scope.record is not None:
-                scope.record(replacement, inputs)
-            self.arrays[replacement.match.result] = run_recipe(replacement.recipe, inputs)
+            terms = [self._run_replacement(x) for x in scope.replaced[equation]]
+            self.arrays[equation.outputs[0]] = functools.reduce(operator.add, terms)
         else:
             inputs = [self.read(x) for x in equation.inputs]
             results = _run_bodies(equation.eqn, scope.inner[equation], inputs, self.read)
             self.arrays.update(zip(equation.outputs, results, strict=True))
+
+    def _run_replacement(self, replacement: Replacement) -> Any:
+        inputs = [self.read(x) for x in replacement.inputs]
+        if self.scope.record is not None:
+            self.scope.record(replacement, inputs)
+        return run_recipe(replacement.recipe, inputs)
 
     def _bind(self, items: list[Equation | Call]) -> None:
         """Compute the outputs of equations of one jaxpr as the program wrote them."""

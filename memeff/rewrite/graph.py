@@ -51,6 +51,7 @@ class Equation:
     graph: Graph
     number: int  # its place in the order of the graph
     calls: tuple[Call, ...] = ()  # the inlined calls in which it stands, the outermost first
+    in_program: bool = True  # False: of one term of a sum, see distribute.py
 
     @property
     def params(self) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def first_equal(value: Value, depth: int = 0) -> Value:
     """Return the first value of its graph that is computed in the same way from the same values."""
     maker = value.maker
     if maker is None or len(maker.outputs) != 1 or maker.eqn.effects or depth > DEEPEST:
+        return value
+    if not maker.in_program:
         return value
     inputs = []
     for x in maker.inputs:

@@ -95,7 +95,7 @@ def make_report(scope: Scope) -> Report:
     places = []
     known: dict[Any, Place] = {}
     for part in scope.scopes:
-        for replacement in part.replaced.values():
+        for replacement in part.replacements:
             source = source_line(replacement.match.second.eqn)
             key = source, replacement.recipe
             if key not in known:

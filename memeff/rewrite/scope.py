@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType
 
 from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_in
+from memeff.rewrite.distribute import Term, match_terms
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.pairs import ONE_QUERY
 from memeff.rewrite.recognise import Match, match
@@ -83,7 +84,8 @@ class Scope:
         self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
         self.graph = Graph(jaxpr, outer)
         self.left: list[Left] = []
-        self.replaced: dict[Equation, Replacement] = {}
+        # by the equation whose result is the sum of what replaces it, one for each term
+        self.replaced: dict[Equation, tuple[Replacement, ...]] = {}
         self.inner: dict[Equation, list[Scope]] = {}
         search.visited += len(self.graph.equations)
         for equation in self.graph.equations:
@@ -98,6 +100,12 @@ class Scope:
         for inner in self.inner.values():
             for scope in inner:
                 yield from scope.scopes
+
+    @property
+    def replacements(self) -> Iterator[Replacement]:
+        """Visit the replacements of this scope."""
+        for terms in self.replaced.values():
+            yield from terms
 
     @property
     def is_changed(self) -> bool:
@@ -142,41 +150,56 @@ class Scope:
         shapes = [x.shape for x in (*second.inputs, *second.outputs)]
         if not all(isinstance(size, int) and size for shape in shapes for size in shape):
             return unknown and NO_SIZES
-        is_named = False
+        reasons = []
         for side in (0, 1):
             try:
-                found = match(self.graph, second, side)
+                if unknown is None:  # no sum of softmaxes
+                    terms = [Term(1, match(self.graph, second, side))]
+                else:
+                    terms = match_terms(self.graph, second, side)
                 if in_derivative:
                     self.left.append(Left(second.eqn, IN_DERIVATIVE, has_derivative=True))
                     return None
-                _check_gain(found, search.min_logits)
-                _check_sharding(found)
-                replacement = translate(found, with_equations=self.record is not None)
+                replacements = tuple(self._replacement(x, search.min_logits) for x in terms)
             except NoAttention as reason:
                 if unknown == UNKNOWN and str(reason) != NO_SOFTMAX:
                     unknown = f"{UNKNOWN}: {reason}"
             except NoMatch as reason:
-                is_named = True
-                if not in_derivative:
-                    self.left.append(Left(second.eqn, str(reason)))
+                reasons.append(str(reason))
             else:
-                assert found.result.maker is not None
-                self.replaced[found.result.maker] = replacement
+                replaced = terms[0].match.result.maker  # of one term: perhaps a division after it
+                assert replaced is not None
+                self.replaced[replaced if replaced.in_program else second] = replacements
                 return None
-        return None if is_named else unknown
+        if not in_derivative:
+            self.left.extend(Left(second.eqn, reason) for reason in reasons)
+        return None if reasons else unknown
+
+    def _replacement(self, term: Term, min_logits: int) -> Replacement:
+        """Return what replaces a term."""
+        _check_gain(term.match, min_logits)
+        _check_sharding(term.match)
+        replacement = translate(term.match, with_equations=self.record is not None)
+        if any(x.maker is not None and not x.maker.in_program for x in replacement.inputs):
+            raise NoMatch("a mask or a factor is made of the probabilities")
+        recipe = dataclasses.replace(
+            replacement.recipe, factor=term.sign * replacement.recipe.factor
+        )
+        return dataclasses.replace(replacement, recipe=recipe)
 
     def _drop_useless(self) -> set[Value]:
         """Undo replacements whose logits something else needs; return the values it needs."""
         by_product: dict[Value, list[Equation]] = {}
-        for equation, replacement in self.replaced.items():
-            by_product.setdefault(replacement.match.dots[0], []).append(equation)
+        for equation, terms in self.replaced.items():
+            for product in dict.fromkeys(x.match.dots[0] for x in terms):
+                by_product.setdefault(product, []).append(equation)
         for equations in by_product.values():
             if len(equations) > 1:
                 for equation in equations:
                     self._leave(equation, "the same probabilities are multiplied with two arrays")
         while True:
             live = self._live_values()
-            useless = [x for x, r in self.replaced.items() if r.match.dots[0] in live]
+            useless = [x for x, terms in self.replaced.items() if _are_needed(terms, live)]
             if not useless:
                 return live
             users = [_user_of(self, x, live) for x in useless]
@@ -184,8 +207,9 @@ class Scope:
                 self._leave(equation, f"the logits or probabilities are {user}")
 
     def _leave(self, equation: Equation, reason: str) -> None:
-        replacement = self.replaced.pop(equation)
-        self.left.append(Left(replacement.match.second.eqn, reason))
+        """Undo a replacement, unless it is undone already."""
+        terms = self.replaced.pop(equation, ())
+        self.left.extend(Left(x.match.second.eqn, reason) for x in terms[:1])
 
     def _live_values(self) -> set[Value]:
         """Return the values that the results need when all replacements are made."""
@@ -194,7 +218,7 @@ class Scope:
             if not equation.eqn.effects and live.isdisjoint(equation.outputs):
                 continue
             if equation in self.replaced:
-                live.update(self.replaced[equation].inputs)
+                live.update(*(x.inputs for x in self.replaced[equation]))
             else:
                 live.update(equation.inputs)
             for scope in self.inner.get(equation, ()):
@@ -205,7 +229,7 @@ class Scope:
     def outer_values(self) -> set[Value]:
         """Return the values of enclosing scopes that replacements read."""
         values: set[Value] = set()
-        for replacement in self.replaced.values():
+        for replacement in self.replacements:
             values.update(replacement.inputs)
         for scopes in self.inner.values():
             values.update(*(x.outer_values for x in scopes))
@@ -223,13 +247,18 @@ class Scope:
         for equation in self.graph.equations:
             if equation in self.replaced or self.changes(equation):
                 touched.update(equation.calls)
-        for replacement in self.replaced.values():
+        for replacement in self.replacements:
             for value in replacement.inputs:
                 calls: tuple[Call, ...] = ()
                 if value.maker is not None and value.maker.graph is self.graph:
                     calls = value.maker.calls
                 touched.update(x for x in calls if value not in x.outputs)
         return touched
+
+
+def _are_needed(terms: Sequence[Replacement], live: set[Value]) -> bool:
+    """Return True if the logits of a term are among the values that something else needs."""
+    return any(x.match.dots[0] in live for x in terms)
 
 
 def _check_gain(found: Match, min_logits: int) -> None:
@@ -262,7 +291,8 @@ def _check_sharding(found: Match) -> None:
 
 def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
     """Return in words what else uses the logits or the probabilities of a replaced equation."""
-    found = scope.replaced[equation].match
+    terms = [x.match for x in scope.replaced[equation]]
+    found = next(x for x in terms if x.dots[0] in live)
     inside = {found.dots[0]}
     between = []
     for x in scope.graph.equations[found.first.number : found.second.number]:

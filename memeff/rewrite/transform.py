@@ -33,8 +33,9 @@ def replace_attention(
     f may call any library. It is traced, as `jax.jit` does. Where a product of two arrays meets
     only element-wise operations and a softmax before a second product, one call of memeff takes
     their place, in any order of axes and at any depth: in `jit`, `vmap`, `scan`, loops, branches,
-    `remat` and `shard_map`. Scale, soft cap, causal order, windows, segments, masks, biases, sinks
-    and dropout become arguments of the call, and what they do not cover becomes a `score_fn` or a
+    `remat` and `shard_map`. A sum or difference of softmaxes, as in differential attention, becomes
+    a call for each. Scale, soft cap, causal order, windows, segments, masks, biases, sinks and
+    dropout become arguments of the call, and what they do not cover becomes a `score_fn` or a
     `mask_fn`.
 
     The result is the same function up to rounding, with derivatives of every order. What cannot be

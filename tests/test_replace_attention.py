@@ -1031,6 +1031,14 @@ def mixture(q, k, v, x):
     return average(gate * jax.nn.softmax(s) + (1 - gate) * jax.nn.softmax(near), v)
 
 
+def differential_of_one_softmax(q, k, v, x):
+    """Subtract every second head of one softmax from the head before it."""
+    bias = x[:2, None, None] * distances(q, k)
+    p = jax.nn.softmax(jnp.where(distances(q, k) >= 0, logits_of(q, k) + bias, -jnp.inf))
+    p = p.reshape(1, 1, 2, *p.shape[2:])
+    return average(p[:, :, 0] - x[3] * p[:, :, 1], v[:, :, :1])
+
+
 def nested_sum(q, k, v, x):
     """Add three softmaxes in vmap, with signs and factors outside."""
 
@@ -1052,6 +1060,7 @@ SUMS = {
     differential: 2,
     differential_layers: 2,
     mixture: 2,
+    differential_of_one_softmax: 2,
     nested_sum: 3,
 }
 
@@ -1078,6 +1087,54 @@ def test_sums_of_softmaxes(program):
         for x, y in zip(before, after, strict=True):
             assert x.dtype == y.dtype
             np.testing.assert_allclose(y, x, rtol=0, atol=1e-12 * max(1, abs(x).max()))
+
+
+def some_heads(p, v):
+    return average(p[:, 1:], v[:, :, 1:])
+
+
+def heads_of_pairs(p, v):
+    """Take the second head of each pair."""
+    p = p.reshape(1, 2, 2, *p.shape[2:])[:, :, 1]
+    return average(p, v[:, :, 1::2])
+
+
+def last_pair_of_heads(p, v):
+    p = p.reshape(1, 2, 2, *p.shape[2:])[:, 1]
+    return average(p, v[:, :, 2:])
+
+
+def some_queries(p, v):
+    return average(p[:, :, 1:12:3], v)
+
+
+def some_keys(p, v):
+    return average(p[..., :9], v[:, :9])
+
+
+SLICES = {
+    some_heads: "causal",
+    heads_of_pairs: "causal",
+    last_pair_of_heads: "causal",
+    some_queries: "mask_fn",
+    some_keys: "a slice of the keys is used",
+}
+
+
+@pytest.mark.parametrize("program", SLICES, ids=lambda f: f.__name__)
+def test_slices_of_probabilities(program):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 4, 4)), jnp.float32) for _ in range(3))
+
+    def attend(q, k, v):
+        return program(jax.nn.softmax(logits_of(q, k, distances(q, k) >= 0)), v)
+
+    (place,) = find(attend, q, k, v).places
+    assert SLICES[program] in str(place)
+    before = result_and_gradients(attend, (q, k, v))
+    after = result_and_gradients(replace(attend), (q, k, v))
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_allclose(y, x, rtol=0, atol=1e-5)
 
 
 def test_a_sum_of_softmaxes_is_checked_and_differentiated_forward():

@@ -125,12 +125,25 @@ def regroup(index: Index, shape: Sequence[int]) -> Index:
         if len(dim) == 1 and isinstance(dim[0], Slice):
             dims.append(dim[0])
         elif any(isinstance(item, Slice) for item in dim):
-            raise NoMatch("a reshape mixes a slice with other axes")
+            dims.append(_merged(dim))
         else:
             dims.append(tuple(dim))
     if rest:
         raise NoMatch("a reshape mixes axes")
     return tuple(dims)
+
+
+def _merged(dim: list[Any]) -> Slice:
+    """Return the positions along an axis that a reshape merges from one position and letters."""
+    positions = [x for x in dim if isinstance(x, Slice)]
+    letters = tuple(x for x in dim if isinstance(x, Letter))
+    one = positions[0]
+    if len(positions) != 1 or one.inner != () or one not in (dim[0], dim[-1]):
+        raise NoMatch("a reshape mixes a slice with other axes")
+    count = math.prod(x.size for x in letters)
+    if one is dim[0]:  # the slowest
+        return Slice(one.start * count, 1, letters, one.size * count)
+    return Slice(one.start, one.size, letters, one.size * count)
 
 
 def fit(index: Index, value: Value) -> Index:

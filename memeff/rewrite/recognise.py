@@ -177,8 +177,9 @@ def _operands_of_first(
 ) -> tuple[Operand, Operand]:
     """Return query and key of the first product, whose result is read at `index`."""
     contracted, batch = first.params["dimension_numbers"]
-    if any(isinstance(dim, Slice) for dim in index):
-        raise NoMatch("a slice of the logits is used")
+    slices = [dim for dim in index if isinstance(dim, Slice)]
+    if set(letters_in(slices)) & set(keys):
+        raise NoMatch("a slice of the keys is used")
     if not all(is_float(x.dtype) for x in (*first.inputs, first.outputs[0])):
         raise NoMatch(f"a product of {first.inputs[0].dtype} and {first.inputs[1].dtype}")
     index = expand_all(index)
@@ -199,7 +200,7 @@ def _operands_of_first(
         for d, dim in enumerate(dims):
             if dim is None:
                 dims[d] = index[position]
-                own.extend(index[position])
+                own.extend(letters_in([index[position]]))
                 position += 1
         operands.append(Operand(value, tuple(dims)))
         free.append(own)

@@ -195,7 +195,7 @@ def _zeros_within(value: Value, index: Index) -> list[Element]:
 
 def sums_keys(term: Index, axes: Any, total: Index, keys: tuple[Letter, ...]) -> bool:
     """Return True if a sum over `axes` of terms at an index is over all keys, and nothing else."""
-    if any(isinstance(dim, Slice) for dim in term):
+    if any(isinstance(term[d], Slice) for d in axes):
         return False
     over = letters_in(term[d] for d in axes)
     kept = tuple(dim for d, dim in enumerate(term) if d not in axes)

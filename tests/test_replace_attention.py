@@ -486,6 +486,14 @@ def test_dropout_has_the_same_bits():
 
     assert "is not one jax.random.bernoulli" in find(inverse, key, *qkv()).left[0].reason
 
+    def of_float32(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(key, jnp.float32(0.7), weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
+
+    with jax.enable_x64(True):
+        assert "where JAX has float64" in find(of_float32, key, *qkv()).left[0].reason
+
 
 def test_custom_derivatives_are_left():
     @jax.custom_vjp

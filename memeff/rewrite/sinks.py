@@ -23,6 +23,7 @@ from memeff.rewrite.axes import (
     expand,
     is_float,
     known_number,
+    letters_in,
     maker_of,
     operands_of,
 )
@@ -42,11 +43,14 @@ class Column:
 
 def find_column(index: Index, keys: tuple[Letter, ...]) -> Column | None:
     """Return the column that `index` leaves out of an array; None if it does not leave out one."""
-    slices = [(d, dim) for d, dim in enumerate(index) if isinstance(dim, Slice)]
-    if len(slices) != 1:
+    of_keys = [d for d, dim in enumerate(index) if set(letters_in([dim])) & set(keys)]
+    if len(of_keys) != 1:
         return None
-    ((d, cut),) = slices
-    if isinstance(cut.inner, Slice) or cut.stride != 1 or expand(cut.inner) != keys:
+    (d,) = of_keys
+    cut = index[d]
+    if not isinstance(cut, Slice) or isinstance(cut.inner, Slice):
+        return None
+    if cut.stride != 1 or expand(cut.inner) != keys:
         return None
     if cut.start > 1 or cut.size != math.prod(x.size for x in keys) + 1:
         return None

@@ -8,7 +8,7 @@ fails:
 
 The truth is the chunked path of one device in float32. A result may err by 1.6 times what one
 device errs in the dtype of the call, because partial gradients in 16 bits are rounded once more.
-Results of few numbers may err by more, up to 6 times for one number.
+Results of few numbers may err by more, up to 6.4 times for one number.
 
 Several of these run side by side on the same GPUs with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
@@ -126,11 +126,14 @@ def compare(name: str, found, alone, exact, dtype: np.dtype) -> None:
         return
     eps = float(ml_dtypes.finfo(dtype).eps)
     if dtype == np.float32 and jax.default_backend() == "gpu":
-        eps = 2.0**-10  # of TF32, in which JAX multiplies
+        eps = 2.0**-8  # the chunked path multiplies in TF32, and each factor errs by 2^-11
     unit = eps * rms(exact)
-    factor = 1.6 * (1 + 3 / np.sqrt(found.size))
-    for what, of, floor in (("rms", rms, unit / 4), ("largest", largest, 4 * unit)):
-        allowed = factor * of(alone - exact) + max(floor, 2e-6 * of(exact))
+    few = 1 + 3 / np.sqrt(found.size)
+    for what, of, factor, floor in (
+        ("rms", rms, 1.6, unit / 4),
+        ("largest", largest, 2.0, 4 * unit),
+    ):
+        allowed = factor * few * of(alone - exact) + max(floor, 2e-6 * of(exact))
         error = of(found - exact)
         if not error <= allowed:
             raise AssertionError(f"{name}: {what} error {error:.2e}, allowed {allowed:.2e}")

@@ -267,6 +267,29 @@ def mask_of_a_column(q, k, v, mask):
     return jax.nn.softmax(s + 1)[:, :-1] @ v
 
 
+def shift_of_another_row(q, k, v, mask):
+    s = q @ k.T
+    highest = s.max(-1)
+    e = jnp.exp(s - highest[:, None])
+    return (e / (e.sum(-1) + jnp.exp(-highest[::-1]))[:, None]) @ v
+
+
+def shift_of_another_axis(q, k, v, mask):
+    x = q[:, None] * q
+    s = jnp.einsum("bth,bsh->bts", x, x)
+    highest = s.max(-1)
+    e = jnp.exp(s - highest[..., None])
+    return (e / (e.sum(-1) + jnp.exp(-highest.T))[..., None]) @ x
+
+
+def logarithm_beside_another_axis(q, k, v, mask):
+    x = q[:, None] * q
+    s = jnp.einsum("bth,bsh->bts", x, x)
+    highest = s.max(-1)
+    total = jnp.exp(s - highest[..., None]).sum(-1)
+    return jnp.exp(s - (highest.T + jnp.log(total))[..., None]) @ x
+
+
 def columns_between(q, k, v, mask):
     s = q @ k.T
     s = jnp.concatenate([s[:, :3], jnp.zeros((T, 1)), s[:, 4:], jnp.ones((T, 1))], -1)
@@ -353,6 +376,9 @@ LEFT = {
     two_columns: f"{NO_PRODUCT}.*stops at `concatenate`",
     sink_of_a_query: "a sink that differs from query to query",
     mask_of_a_column: "a column of the probabilities is left out, and is not joined to the logits",
+    shift_of_another_row: "not divided by their sum over the keys, and nothing else",
+    shift_of_another_axis: "not divided by their sum over the keys, and nothing else",
+    logarithm_beside_another_axis: "is not the logarithm of the sum of exp.s. over the keys",
     columns_between: "joined of other parts than those of the keys and one column",
     padded_keys: f"{NO_PRODUCT}.*stops at `pad`",
     keys_in_two_parts: f"{NO_PRODUCT}.*stops at `concatenate`",

@@ -21,6 +21,7 @@ from memeff.rewrite.axes import (
     Slice,
     chain,
     expand,
+    expand_all,
     is_float,
     known_number,
     letters_in,
@@ -66,6 +67,10 @@ def split_column(logits: Element, column: Column) -> tuple[Element, Element]:
         raise NoMatch("a column of the probabilities is left out, and is not joined to the logits")
     d = index.index((column.letter,))
     equation = maker_of(value)
+
+    def at(dim: Dim) -> Index:
+        return (*index[:d], dim, *index[d + 1 :])
+
     if value.op == "pad":
         before = int(column.is_first)
         wanted = [(0, 0, 0)] * len(index)
@@ -73,15 +78,12 @@ def split_column(logits: Element, column: Column) -> tuple[Element, Element]:
         if [*equation.params["padding_config"]] != wanted:
             raise NoMatch("the logits are padded with more than one column")
         inner, sink = equation.inputs
-        return (inner, (*index[:d], column.keys, *index[d + 1 :])), (sink, ())
+        return (inner, at(column.keys)), (sink, ())
     parts = equation.inputs[::-1] if column.is_first else equation.inputs
     if len(parts) != 2 or equation.params["dimension"] != d or parts[1].shape[d] != 1:
         raise NoMatch("the logits are joined of other parts than those of the keys and one column")
     inner, sink = parts
-    return (inner, (*index[:d], column.keys, *index[d + 1 :])), (
-        sink,
-        (*index[:d], (), *index[d + 1 :]),
-    )
+    return (inner, at(column.keys)), (sink, at(()))
 
 
 def sink_of(extra: Element, base: float, shift: Element | None) -> Element | None:
@@ -114,6 +116,6 @@ def _constant(number: float, like: Value) -> Value:
 
 
 def _is_same(first: Element, second: Element) -> bool:
-    """Return True for elements of one array, but for moves."""
-    one, other = (first_equal(chain(*x)[-1][0]) for x in (first, second))
-    return one is other
+    """Return True for one element of one array, but for moves."""
+    (one, index), (other, other_index) = (chain(*x)[-1] for x in (first, second))
+    return first_equal(one) is first_equal(other) and expand_all(index) == expand_all(other_index)

@@ -19,6 +19,7 @@ from memeff.rewrite.axes import (
     NoAttention,
     NoMatch,
     chain,
+    expand_all,
     fit,
     is_cast,
     known_number,
@@ -233,7 +234,7 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
         return dataclasses.replace(softmax, unnormalised=terms)
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")
-    others = [x[0] for x, _ in shifts if x[0] is not logs[0][0]]
+    others = [x for x, _ in shifts if x[0] is not logs[0][0]]
     (is_added,) = [flag for x, flag in shifts if x is logs[0]]
     if not _is_log_of_sum(logs[0], logits, others, keys):
         raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
@@ -266,7 +267,7 @@ def _shifts(
 
 
 def _is_log_of_sum(
-    log: Element, logits: Element, others: list[Value], keys: tuple[Letter, ...]
+    log: Element, logits: Element, others: list[Element], keys: tuple[Letter, ...]
 ) -> bool:
     """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `others` are a."""
     value, index = chain(*operands_of(*log)[0])[-1]
@@ -284,13 +285,12 @@ def _is_log_of_sum(
     shifts = []
     while term is not logits[0] and (is_cast(term) or term.op == "sub"):
         if term.op == "sub":
-            shift = maker_of(term).inputs[1]
-            while shift.op in ("broadcast_in_dim", "reshape"):
-                shift = maker_of(shift).inputs[0]
-            shifts.append(shift)
+            shifts.append(chain(*operands_of(term, logits[1])[1])[-1])
         term = maker_of(term).inputs[0]
-    same_shifts = sorted(map(id, shifts)) == sorted(map(id, others))
-    return term is logits[0] and same_shifts and sums_keys(logits[1], axes, index, keys)
+    if term is not logits[0] or not sums_keys(logits[1], axes, index, keys):
+        return False
+    counts = [collections.Counter((x, expand_all(at)) for x, at in y) for y in (shifts, others)]
+    return counts[0] == counts[1]
 
 
 def division_after(

@@ -30,6 +30,8 @@ import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 import sequences  # noqa: E402
 
+import memeff  # noqa: E402
+
 DTYPES = ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float16, np.float32
 # of each row one feature or none is drawn
 FEATURES = (
@@ -98,7 +100,8 @@ def judge(drawn: Drawn, devices: int) -> str | None:
     try:
         found = sequences.run_sharded(call, drawn.compute, *where, inside=drawn.inside)
     except (NotImplementedError, ValueError) as error:
-        if not traceback.extract_tb(error.__traceback__)[-1].filename.count("memeff"):
+        where_raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if Path(memeff.__file__).parent not in where_raised.parents:
             raise
         return str(error)
     alone = sequences.run_whole(call, drawn.compute)

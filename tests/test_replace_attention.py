@@ -492,7 +492,7 @@ def test_dropout_has_the_same_bits():
         return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
 
     with jax.enable_x64(True):
-        assert "where JAX has float64" in find(of_float32, key, *qkv()).left[0].reason
+        assert "with the bits of float32 under x64" in find(of_float32, key, *qkv()).left[0].reason
 
 
 def test_custom_derivatives_are_left():

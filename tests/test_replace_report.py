@@ -290,6 +290,15 @@ def logarithm_beside_another_axis(q, k, v, mask):
     return jnp.exp(s - (highest.T + jnp.log(total))[..., None]) @ x
 
 
+def column_that_hides(q, k, v, mask):
+    s = jnp.pad(jnp.where(mask, q @ k.T, -1e9), ((0, 0), (0, 1)), constant_values=-1e9)
+    return jax.nn.softmax(s)[:, :-1] @ v
+
+
+def nan_of_a_factor(q, k, v, mask):
+    return jnp.nan_to_num(jax.nn.softmax(q @ k.T) * q[:, :1]) @ v
+
+
 def columns_between(q, k, v, mask):
     s = q @ k.T
     s = jnp.concatenate([s[:, :3], jnp.zeros((T, 1)), s[:, 4:], jnp.ones((T, 1))], -1)
@@ -379,6 +388,8 @@ LEFT = {
     shift_of_another_row: "not divided by their sum over the keys, and nothing else",
     shift_of_another_axis: "not divided by their sum over the keys, and nothing else",
     logarithm_beside_another_axis: "is not the logarithm of the sum of exp.s. over the keys",
+    column_that_hides: "a column of -1e[+]09 beside the logits is no sink",
+    nan_of_a_factor: "NaN or infinity is replaced after a factor that may make it",
     columns_between: "joined of other parts than those of the keys and one column",
     padded_keys: f"{NO_PRODUCT}.*stops at `pad`",
     keys_in_two_parts: f"{NO_PRODUCT}.*stops at `concatenate`",

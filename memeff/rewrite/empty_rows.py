@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 
-from memeff.rewrite.axes import NoMatch
+from memeff.rewrite.axes import NoMatch, known_number
 from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
 from memeff.rewrite.random_bits import is_random
 from memeff.rewrite.reader import Reader
 from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import Choice, Formula, Known, Number, both
 from memeff.rewrite.terms import (
+    HIDDEN,
     LARGEST_SHIFT,
     MEAN,
     NAN,
@@ -116,8 +117,12 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
 
 
-def with_sink(layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
+def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
     """Return the logits beside a sink, which leaves 0 to rows that see no key, as in memeff."""
+    assert match.softmax.sink is not None
+    number = known_number(match.softmax.sink[0])
+    if number is not None and not number * match.softmax.base > HIDDEN:
+        raise NoMatch(f"a column of {number:g} beside the logits is no sink, because it hides")
     masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
     biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
     condition = both(*(x.condition for x in masks))

@@ -70,7 +70,7 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     if len(dropout) > 1:
         raise NoMatch("dropout of the probabilities, twice")
     if softmax.sink is not None:
-        logits = with_sink(layers, inner, both(*shown))
+        logits = with_sink(match, layers, inner, both(*shown))
     elif shown or softmax.shown_in_sum:
         logits = with_zeros(match, layers, inner, both(*shown))
     else:

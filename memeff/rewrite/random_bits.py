@@ -81,7 +81,9 @@ def find_bernoulli(formula: Formula) -> Bernoulli:
         raise refuse
     (key,) = uniform.maker.inputs
     if jax.dtypes.canonicalize_dtype(float) == np.float64:
-        raise NoMatch("dropout of float32 bits where JAX has float64, with which memeff draws")
+        raise NoMatch(
+            "dropout with the bits of float32 under x64, where memeff draws those of float64"
+        )
     if key.shape != () or "fry" not in str(key.dtype) or uniform.maker.params["bit_width"] != 32:
         raise NoMatch("dropout with several keys, or with a key that is not threefry's")
     return Bernoulli(key, float(np.float32(keep_rate)), value.shape)

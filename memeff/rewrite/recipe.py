@@ -134,7 +134,7 @@ class Recipe:
         if mask is not None:
             keywords["mask"] = mask
         if self.sink is not None:
-            keywords["sinks"] = self.array(self.sink, inputs) * self.sink.factor
+            keywords["sinks"] = self.sinks(inputs)
         bias = self._bias(inputs) if bias is None else bias
         if bias is not None:
             keywords["bias"] = bias
@@ -153,6 +153,12 @@ class Recipe:
         """Return query, key and value as the call takes them."""
         arguments = (self.query, self.key, self.value)
         return [self.array(x, inputs).astype(self.dtype) for x in arguments]
+
+    def sinks(self, inputs: list[Array]) -> Array:
+        """Return the sinks [N]; without a sink, -inf."""
+        if self.sink is None:
+            return jnp.full(self.sizes[1], -jnp.inf)
+        return self.array(self.sink, inputs) * self.sink.factor
 
     def array(self, argument: Argument, inputs: list[Array]) -> Array:
         return argument.arrangement(inputs[argument.number])

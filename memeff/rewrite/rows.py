@@ -41,7 +41,7 @@ def compute_rows(
     value = value.reshape(B, S, -1, value.shape[-1])
     group = N // key.shape[2]
     columns = jnp.arange(S)
-    sinks = recipe.keywords(inputs).get("sinks")
+    sinks = recipe.sinks(inputs)
 
     def each_pair(function: PairFunction, *arguments) -> Array:
         """Return the results of a function for the keys of one row, [S]."""
@@ -54,11 +54,8 @@ def compute_rows(
         dots = key[b, :, n // group] @ query[b, t, n]
         position = t + recipe.q_offset  # the functions subtract it, as those of a recipe do
         s = each_pair(equations.logits, dots, b, n, position, columns)
-        highest = s.max()
-        rest = 0.0
-        if sinks is not None:
-            highest = jnp.maximum(highest, sinks[n])
-            rest = jnp.exp(sinks[n] - highest)
+        highest = jnp.maximum(s.max(), sinks[n])
+        rest = jnp.exp(sinks[n] - highest)
         e = jnp.exp(s - highest)
         total = e
         if equations.summed is not None:

@@ -34,7 +34,7 @@ from memeff.rewrite.softmax_sums import exponent
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """An array that has the keys and one more column, at a dim of an index."""
+    """A dim that holds the keys and one more column."""
 
     keys: Dim
     is_first: bool  # the column is the first one, or the last

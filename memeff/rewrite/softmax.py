@@ -74,9 +74,13 @@ class Outside:
     selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
     multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
     nan_is_zero: bool = False  # probabilities that are NaN are set to 0
+    is_guarded: bool = False  # those that are NaN or infinite are replaced
 
     def times(self, operation: str, element: Element) -> Outside:
         """Return this with one more factor."""
+        number = known_number(element[0])
+        if self.is_guarded and (number is None or not math.isfinite(number) or number == 0):
+            raise NoMatch("NaN or infinity is replaced after a factor that may make it")
         return dataclasses.replace(self, factors=(*self.factors, (operation, element)))
 
     def showing(self, formula: Formula, number: float) -> Outside:
@@ -147,7 +151,9 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
             inner = unguarded(value, index)
             if inner is not None:
                 (value, index), is_nan = inner
-                outside = dataclasses.replace(outside, nan_is_zero=outside.nan_is_zero or is_nan)
+                outside = dataclasses.replace(
+                    outside, nan_is_zero=outside.nan_is_zero or is_nan, is_guarded=True
+                )
                 continue
             (value, index), formula, _ = zeroed(value, index)
             outside = outside.selecting(formula)

@@ -95,10 +95,9 @@ def zeroed(value: Value, index: Index) -> tuple[Element, Formula, float]:
 
 
 def unguarded(value: Value, index: Index) -> tuple[Element, bool] | None:
-    """Return x of a selection that replaces NaN by 0, or infinity by a number, and which of both.
+    """Return x and True of a selection that replaces NaN in x by 0, and None of other selections.
 
-    True: NaN. A probability is never infinite, so a selection of the other kind is x. Return None
-    for other selections.
+    Return x and False of a selection that replaces infinity: no probability is infinite.
     """
     which, *cases = operands_of(value, index)
     if len(cases) != 2 or which[0].op not in ("ne", "eq"):

@@ -109,6 +109,10 @@ DECODE_CASES = {
     "decode, int8, two tiles of rows": dict(H=128, K=2, T=16, stored="int8"),
     "decode, float8, drafts": dict(H=128, K=4, T=16, stored="float8_e4m3fn"),
     "decode, int8 in pages": dict(H=128, K=4, T=4, stored="int8", page=64),
+    "decode, short, drafts": dict(H=128, K=4, T=8, S=2048, sinks=SINKS),  # four rows merged at once
+    "decode, short, drafts 64": dict(H=64, K=4, T=8, S=2048),
+    "decode, short, pages": dict(H=64, K=4, T=8, S=2048, page=16),
+    "decode, short, int8": dict(H=128, K=4, S=2048, stored="int8"),
 }
 
 

@@ -360,5 +360,6 @@ def test_the_length_of_a_split_depends_on_the_capacity_alone():
     from memeff.pallas.hopper.decode_work import keys_of_split
 
     assert SPLIT == keys_of_split(1) == keys_of_split(16384)
-    assert keys_of_split(32768) == 1024
+    assert keys_of_split(16392) == keys_of_split(32768) == 1024
+    assert keys_of_split(32776) == keys_of_split(65536) == 2048
     assert keys_of_split(131072) == 4096

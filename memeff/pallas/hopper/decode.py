@@ -20,6 +20,7 @@ Where rows are few, and with numbers of 8 bits, keys and values are first factor
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ from memeff.pallas.hopper.decode_compute import (
     Partials,
     SplitLoop,
     decode_scratch,
-    merge_row,
+    merge_rows,
 )
 from memeff.pallas.hopper.decode_keys_first import KeysFirstLoop
 from memeff.pallas.hopper.decode_work import (
@@ -212,24 +213,32 @@ class Merger(NamedTuple):
     partials: Partials
     counters: Ref  # [B * K]
 
-    def merge(self, index):
-        """Wait for the partial results of row `index` of all key heads, and merge them.
+    def merge(self, index, store: Callable[[tuple[Array, Array, Array], Array, Array], None]):
+        """Wait for the partial results of some rows of a key head, merge and `store` them.
 
-        Return the batch entry, the key head, the row of these, and its out and lse [D].
+        `index` is the number of the merge. `store` takes the batch entry, the key head and the row,
+        and its out and lse [D].
         """
         sizes = self.sizes
         call = sizes.call
-        head = lax.div(index, jnp.int32(sizes.rows))
-        row = lax.rem(index, jnp.int32(sizes.rows))
+        head = lax.div(index, jnp.int32(sizes.merges_of_head))
+        first = lax.rem(index, jnp.int32(sizes.merges_of_head)) * sizes.rows_merged
         b = lax.div(head, jnp.int32(call.K))
         k = lax.rem(head, jnp.int32(call.K))
+        # The last rows of a head may be merged twice.
+        rows = [jnp.minimum(first + n, sizes.rows - 1) for n in range(sizes.rows_merged)]
         keys = find_keys(self.problem, sizes, self.scalars, b)
         wait_for_count(self.counters, head, keys.split_count * (sizes.turns * sizes.row_tiles))
-        sink = None
-        if keys.scalars.sinks is not None:
-            sink = keys.scalars.sinks[k * call.G + lax.div(row, jnp.int32(call.T))]
-        out, lse = merge_row(sizes, self.partials.of(b, k), keys, row, sink)
-        return b, k, row, out, lse
+        sinks = [self._sink_of(keys.scalars.sinks, k, row) for row in rows]
+        results = merge_rows(sizes, self.partials.of(b, k), keys, rows, sinks)
+        for row, (out, lse) in zip(rows, results, strict=True):
+            store((b, k, row), out, lse)
+
+    def _sink_of(self, sinks: Ref | None, k, row) -> Array | None:
+        """Return the sink of a row of key head k, or None if there are no `sinks` [N]."""
+        if sinks is None:
+            return None
+        return sinks[k * self.sizes.call.G + lax.div(row, jnp.int32(self.sizes.call.T))]
 
 
 class DecodeKernel(NamedTuple):
@@ -357,7 +366,7 @@ class DecodeKernel(NamedTuple):
             producer.drain(for_items(producer.do, (zero,) * self.sizes.consumers))
 
     def _merge_warpgroup(self, blocks: int, *refs, counters=None):
-        """Merge the partial results of every `blocks`-th row."""
+        """Do every `blocks`-th merge of partial results."""
         remaining_refs = iter(refs)
         partials = Partials(*itertools.islice(remaining_refs, 3))
         scalars = self.scalars.like(remaining_refs)
@@ -366,9 +375,11 @@ class DecodeKernel(NamedTuple):
         block = lax.axis_index("block")
         count = lax.div(self.sizes.merges - block + (blocks - 1), jnp.int32(blocks))
 
+        def store(place, out, lse):
+            store_vector(out_ref.at[place], out.astype(out_ref.dtype))
+            for lse_ref in lse_refs:
+                lse_ref[place] = lse
+
         @pl.loop(0, count)
         def _merge(n):
-            b, k, row, out, lse = merger.merge(block + n * blocks)
-            store_vector(out_ref.at[b, k, row], out.astype(out_ref.dtype))
-            for lse_ref in lse_refs:
-                lse_ref[b, k, row] = lse
+            merger.merge(block + n * blocks, store)

@@ -4,6 +4,7 @@ decode.py has the algorithm, whose steps are numbered here as well.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -321,12 +322,16 @@ class SplitLoop(NamedTuple):
         )
 
 
-def merge_row(
-    sizes: DecodeSizes, partials: Partials, keys: KeysOfSequence, row, sink
-) -> tuple[Array, Array]:
-    """Return out and lse of one row from its partial results, in the order of the keys (5).
+def merge_rows(
+    sizes: DecodeSizes,
+    partials: Partials,
+    keys: KeysOfSequence,
+    rows: Sequence[Array],
+    sinks: Sequence[Array | None],
+) -> list[tuple[Array, Array]]:
+    """Return out and lse of each row from its partial results, in the order of the keys (5).
 
-    Both are vectors [D]; lse is everywhere the same.
+    Both are vectors [D]; lse is everywhere the same. `sinks` are those of the rows.
     """
     D = partials.o.shape[-1]
     at_once = sizes.merged_at_once
@@ -335,14 +340,11 @@ def merge_row(
     end_part = keys.end_split * sizes.turns
     ends = lax.div(end_part + (at_once - 1), jnp.int32(at_once))
 
-    def step(n, carry):
+    def add_parts(first, loaded, carry):
         m, l, o = carry
-        first = n * at_once
+        m_parts, l_parts, o_parts = loaded
         part = positions(first, shape, 1)
         is_filled = (part >= first_part) & (part < end_part)
-        m_parts = load_columns(partials.m, first, row, shape)
-        l_parts = load_columns(partials.l, first, row, shape)
-        o_parts = load_columns(partials.o, first, row, shape)
         m_parts = jnp.where(is_filled, m_parts, -jnp.inf)
         m_new = jnp.maximum(m, m_parts.max(axis=1))
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -352,15 +354,33 @@ def merge_row(
         o = a * o + jnp.where(is_filled, w * o_parts, 0.0).sum(axis=1)
         return m_new, l, o
 
-    m = full_tile((D,), -jnp.inf)
+    def step(n, carries):
+        first = n * at_once
+        # All loads come first: each takes longer than the sums.
+        loaded = [
+            [
+                load_columns(ref, first, end_part, row, shape)
+                for ref in (partials.m, partials.l, partials.o)
+            ]
+            for row in rows
+        ]
+        return [add_parts(first, *x) for x in zip(loaded, carries, strict=True)]
+
     zeros = full_tile((D,), 0.0)
+    carries = [(full_tile((D,), -jnp.inf), zeros, zeros) for _ in rows]
     start = lax.div(first_part, jnp.int32(at_once))
-    m, l, o = lax.fori_loop(start, ends, step, (m, zeros, zeros))
+    carries = lax.fori_loop(start, ends, step, carries)
 
     @pl.loop(start, ends)
     def _drop(n):
-        drop_parts(partials.o, n * at_once, row, at_once)
+        for row in rows:
+            drop_parts(partials.o, n * at_once, end_part, row, at_once)
 
+    return [_finish_row(m, l, o, sink) for (m, l, o), sink in zip(carries, sinks, strict=True)]
+
+
+def _finish_row(m: Array, l: Array, o: Array, sink: Array | None) -> tuple[Array, Array]:
+    """Return out and lse [D] of a row from its merged m, l and o."""
     sees_nothing = l == 0
     lse = jnp.where(sees_nothing, LSE_OF_EMPTY_ROW, (m + jnp.log2(l)) * (1 / LOG2_E))
     l = jnp.where(sees_nothing, 1.0, l)

@@ -35,11 +35,10 @@ def keys_of_split(S: int) -> int:
     """Return the keys of a split for a cache of S keys.
 
     A split should be long, because each writes a partial result, and so short that one sequence
-    fills all multiprocessors (H200, 8 key heads, 32k or 128k keys: 128 items of 1024 or 4096 keys).
+    fills all multiprocessors: 17 to 32 splits, and with two key heads an item some 128 items of 8
+    key heads. From 128k keys on, 4096 keys are enough to hide what a split costs.
     """
-    if S > 65536:
-        return 4096
-    return 1024 if S > 16384 else 512
+    return min(4096, max(512, 2 ** ((S - 1).bit_length() - 5)))
 
 
 class Pages(NamedTuple):
@@ -185,9 +184,19 @@ class DecodeSizes(NamedTuple):
         return self.call.B * self.items_of_split * self.splits
 
     @property
+    def rows_merged(self) -> int:
+        """Return the rows of a key head that are merged together: several if splits are few."""
+        return min(self.rows, MERGED_AT_ONCE // self.merged_at_once)
+
+    @property
+    def merges_of_head(self) -> int:
+        """Return the number of merges for the rows of a key head."""
+        return -(-self.rows // self.rows_merged)
+
+    @property
     def merges(self) -> int:
-        """Return the number of rows of all key heads."""
-        return self.call.B * self.call.K * self.rows
+        """Return the number of merges of all key heads."""
+        return self.call.B * self.call.K * self.merges_of_head
 
 
 class KeysOfSequence(NamedTuple):

@@ -149,10 +149,11 @@ def store_vector(ref: Ref, x: Array) -> None:
     store(ref, broadcast_vector(x, (x.shape[0], NARROWEST)))
 
 
-def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
+def load_columns(ref: Ref, first, end, place, shape: tuple[int, int]) -> Array:
     """Return a tile [rows, cols] of `ref` [P, R, rows]: its column j is ref[first + j, place].
 
-    All rows are the same if `ref` is [P, R]. `ref` is float32, in global memory.
+    From `end` on, columns are any numbers of other columns. All rows are the same if `ref` is
+    [P, R]. `ref` is float32, in global memory.
     """
     if interpreting():
         rows = ref[pl.ds(first, shape[1])]  # [cols, R, rows] or [cols, R]
@@ -161,8 +162,8 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA)
     by_row = len(ref.shape) == 3
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA), return_type=result)
-    def load(_, ref, first, place):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA, WGMMA), return_type=result)
+    def load(_, ref, first, last, place):
         mgpu, ir, arith, memref, vector, _scf = mlir_modules()
         layout = mgpu.WGMMA_LAYOUT
         index = ir.IndexType.get()
@@ -172,6 +173,7 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
 
         place = arith.index_cast(index, place.registers.item())
         first = arith.index_cast(index, first.registers.item())
+        last = arith.index_cast(index, last.registers.item())
         entries = entries_of(layout, shape)
         start = arith.addi(first, entries.col)
         registers = np.empty(layout.registers_shape(shape), object)
@@ -181,7 +183,7 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
             for col in (col_offset, col_offset + 1):
                 key = row_offset if by_row else 0, col
                 if key not in loaded:
-                    part = arith.addi(start, constant(col))
+                    part = arith.minsi(arith.addi(start, constant(col)), last)
                     where = [part, place]
                     if by_row:
                         where.append(arith.addi(entries.row, constant(row_offset)))
@@ -190,20 +192,21 @@ def load_columns(ref: Ref, first, place, shape: tuple[int, int]) -> Array:
             registers[register] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return load(ref, first, place)
+    return load(ref, first, end - 1, place)
 
 
-def drop_parts(ref: Ref, first, place, count: int) -> None:
+def drop_parts(ref: Ref, first, end, place, count: int) -> None:
     """Drop ref[first : first + count, place] from the L2 cache, unwritten; they may be anything.
 
-    `ref` [P, R, D] is float32, in global memory. All threads of the warpgroup have read them.
+    Only those before `end` are there. `ref` [P, R, D] is float32, in global memory. All threads of
+    the warpgroup have read them.
     """
     if interpreting():
         return
     lines = ref.shape[2] // LINE
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
-    def drop(_, ref, first, place):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA, WGMMA))
+    def drop(_, ref, first, end, place):
         mgpu, ir, arith, _memref, _vector, scf = mlir_modules()
         index = ir.IndexType.get()
 
@@ -216,17 +219,21 @@ def drop_parts(ref: Ref, first, place, count: int) -> None:
         part = arith.divui(thread, constant(lines))
         number = arith.muli(arith.remui(thread, constant(lines)), constant(LINE))
         first = arith.index_cast(index, first.registers.item())
+        end = arith.index_cast(index, end.registers.item())
         place = arith.index_cast(index, place.registers.item())
         kept = KeptStores(ref)
         for start in range(0, count, WARPGROUP // lines):
             own = arith.addi(part, constant(start))
-            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, own, constant(count)))
+            is_inside = arith.cmpi(arith.CmpIPredicate.ult, own, constant(count))
+            own = arith.addi(first, own)
+            is_there = arith.cmpi(arith.CmpIPredicate.ult, own, end)
+            branch = scf.IfOp(arith.andi(is_inside, is_there))
             with ir.InsertionPoint(branch.then_block):
-                pointer = kept.pointer([arith.addi(first, own), place, number])
+                pointer = kept.pointer([own, place, number])
                 mgpu.utils.inline_ptx("discard.global.L2 [$0], 128;", pointer)
                 scf.yield_([])
 
-    drop(ref, first, place)
+    drop(ref, first, end, place)
 
 
 def mark_columns(ref: Ref, tile: Array) -> None:

@@ -894,6 +894,23 @@ def test_sinks_of_other_bases():
         np.testing.assert_allclose(out, attend(*arrays), atol=1e-6)
 
 
+def test_a_number_added_to_the_logits_counts_beside_a_sink():
+    """Without a sink, a number that is added to all logits changes nothing."""
+
+    def joined(q, k, v, sink):
+        s = jnp.concatenate([q @ k.T + 3, jnp.broadcast_to(sink, (len(q), 1))], -1)
+        return jax.nn.softmax(s)[:, :-1] @ v
+
+    def number(q, k, v, sink):
+        e = jnp.exp(q @ k.T + sink + 3)
+        return (e / (1 + e.sum(-1, keepdims=True))) @ v
+
+    arrays = [*(x[0, :, 0] for x in qkv()), jnp.float32(1.5)]
+    for attend in (joined, number):
+        out = replace(attend, strict=True, check=True)(*arrays)
+        np.testing.assert_allclose(out, attend(*arrays), atol=1e-6)
+
+
 @pytest.mark.parametrize("low", [-1e9, -np.inf])
 def test_rows_of_nan_are_zero_where_the_program_makes_0_of_nan(low):
     def attend(q, k, v):

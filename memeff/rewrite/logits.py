@@ -215,9 +215,9 @@ class _Walk:
         element, factor = bias.element, bias.factor
         symbol = self.reader.read(*element)
         if isinstance(symbol, Number):
-            if abs(float(symbol.value) * factor) <= LARGEST_SHIFT:
-                return None
-            return bias
+            # A sink is no part of the logits, so a number that is added to these counts beside it.
+            largest = LARGEST_SHIFT if self.match.softmax.sink is None else 0
+            return None if abs(float(symbol.value) * factor) <= largest else bias
         if isinstance(symbol, Choice):
             yes = float(symbol.yes) * factor
             no = float(symbol.no) * factor

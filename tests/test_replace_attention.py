@@ -894,6 +894,25 @@ def test_sinks_of_other_bases():
         np.testing.assert_allclose(out, attend(*arrays), atol=1e-6)
 
 
+def test_rows_and_columns_of_images_merged_behind_the_product():
+    """Logits of [rows, columns, rows, columns] get biases of rows and of columns, as in SAM."""
+    q = jax.random.normal(jax.random.key(0), (2, 4, 5, 6))
+    k, v = (jax.random.normal(jax.random.key(n), (2, 4, 5, 6)) for n in (1, 2))
+    of_rows = jax.random.normal(jax.random.key(3), (4, 5, 4, 1))
+
+    def attend(q, k, v, of_rows):
+        s = jnp.einsum("bxyh,buwh->bxyuw", q, k) + of_rows
+        return jax.nn.softmax(s.reshape(2, 20, 20)) @ v.reshape(2, 20, 6)
+
+    replaced = replace(attend, strict=True)
+    np.testing.assert_allclose(replaced(q, k, v, of_rows), attend(q, k, v, of_rows), atol=1e-6)
+    gradients = []
+    for function in (replaced, attend):
+        loss = lambda *args, function=function: jnp.sin(function(*args)).sum()
+        gradients.append(jax.grad(loss, (0, 1, 2, 3))(q, k, v, of_rows))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), *gradients)
+
+
 def test_a_number_added_to_the_logits_counts_beside_a_sink():
     """Without a sink, a number that is added to all logits changes nothing."""
 

@@ -101,15 +101,26 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
         raise NoAttention(NO_SOFTMAX)
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
-        keys = tuple(letters_in(index[d] for d in contracted[side]))
-        softmax = find_softmax(probabilities, before, keys)
-        value, columns = _value_operand(second, side, index)
-        dots = _find_product(softmax.logits, keys, value)
-        result = second.outputs[0], _result_index(second, side, index, value)
-        if softmax.unnormalised is not None:
-            result = division_after(graph, result, softmax.unnormalised, keys)
-        if expand_all(index) == before:
-            break
+        try:
+            found = _match_letters(graph, second, side, before)
+        except NoMatch:
+            if expand_all(index) == before:
+                raise
+        else:
+            if expand_all(index) == before:
+                return found
+
+
+def _match_letters(graph: Graph, second: Equation, side: int, index: Index) -> Match:
+    """Return the attention of probabilities at an index, whose letters reshapes may split."""
+    (contracted, _) = second.params["dimension_numbers"]
+    keys = tuple(letters_in(index[d] for d in contracted[side]))
+    softmax = find_softmax(second.inputs[side], index, keys)
+    value, columns = _value_operand(second, side, index)
+    dots = _find_product(softmax.logits, keys, value)
+    result = second.outputs[0], _result_index(second, side, index, value)
+    if softmax.unnormalised is not None:
+        result = division_after(graph, result, softmax.unnormalised, keys)
     first = maker_of(dots[0])
     if _precision(first) != _precision(second):
         raise NoMatch("the two products have different precisions")

@@ -168,8 +168,8 @@ class Tangent:
         total, p = lse_with_sinks(lse, sinks)
         dout, _ = self._over_keys((operands, out, total), tangents, narrow)
         if dsinks is not None:
-            from_sinks = (p * spread_sinks(dsinks, p))[..., None] * out
-            dout = (dout - from_sinks).astype(out.dtype)
+            from_sinks = (p * spread_sinks(dsinks, p))[..., None] * out.astype(p.dtype)
+            dout = (dout.astype(p.dtype) - from_sinks).astype(out.dtype)
         # XLA drops either pass if its result is unused
         _, dlse = self._over_keys((operands, out, lse), tangents, narrow)
         return dout, dlse

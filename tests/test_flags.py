@@ -126,8 +126,25 @@ def _tangents_with_sinks(x):
     return jax.jvp(gradient, (sinks,), (sinks,))
 
 
+def _statistics_and_tangents(x):
+    def call(x, sinks):
+        out, _ = dot_product_attention(x, x, x, sinks=sinks, return_residual=True)
+        return out, memeff.attention_statistics(x, x, x), memeff.key_mass(x, x)
+
+    primals = x, jnp.ones(2)
+    return jax.jvp(call, primals, primals)
+
+
+def _merged(x):
+    def call(x):
+        part = dot_product_attention(x, x, x, return_residual=True)
+        return memeff.merge(part, part)
+
+    return jax.jvp(call, (x,), (x,))
+
+
 def _ring(x):
-    cache = memeff.KVCache.zeros(2, 9, 2, 4, window=3).append(x, x, [5, 4])
+    cache = memeff.KVCache.zeros(2, 9, 2, 4, x.dtype, window=3).append(x, x, [5, 4])
     return cache.truncate([3, 4]).attend(x[:, :1])
 
 
@@ -139,11 +156,13 @@ def _pages(x):
 
 def _loss(x):
     loss = functools.partial(memeff.linear_cross_entropy, bias=jnp.ones(8), reduction="mean")
-    return jax.grad(loss)(x, jnp.ones((4, 8)), jnp.zeros((2, 5, 2), jnp.int32))
+    return jax.grad(loss)(x, jnp.ones((4, 8), x.dtype), jnp.zeros((2, 5, 2), jnp.int32))
 
 
-RANKS = [
+FUNCTIONS = [
     _tangents_with_sinks,
+    _statistics_and_tangents,
+    _merged,
     _ring,
     _pages,
     _loss,
@@ -153,10 +172,11 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize("i", range(len(RANKS)))
-def test_no_function_promotes_ranks(i):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("i", range(len(FUNCTIONS)))
+def test_no_function_promotes(i, dtype):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(RANKS[i], jnp.ones((2, 5, 2, 4)))
+        jax.eval_shape(FUNCTIONS[i], jnp.ones((2, 5, 2, 4), dtype))
 
 
 def test_strict_promotion_keeps_refusing_what_the_user_mixes():

@@ -394,6 +394,9 @@ WRONG = [
     ({"page_table": np.full((2, 2), 2**32)}, ValueError, "page_table has integers that do not"),
     ({"logits_soft_cap": jnp.float32(0)}, ValueError, "logits_soft_cap=0: a cap must be > 0"),
     ({"key": 1}, ValueError, "key is the argument `key_pages` here: omit it"),
+    ({"is_causal": {1}}, TypeError, "is_causal must be an array or hashable .* got set {1}"),
+    ({"chunk_size": slice(2)}, TypeError, "chunk_size must be an array or hashable"),
+    ({"scale": np.array(None)}, TypeError, "scale must be an array, got ndarray"),
     ({"windw": 1}, TypeError, "memeff.paged_attention got an unexpected keyword argument: windw"),
 ]
 WRONG_CACHES = [
@@ -420,6 +423,13 @@ def test_wrong_calls_are_cured_by_their_message(i):
     arguments, error, pattern = WRONG[i]
     with pytest.raises(error, match=pattern):
         paged_attention(**CALL | arguments)
+
+
+def test_arguments_of_kinds_that_do_not_compare():
+    """NumPy compares a number with a range entry by entry, and jit asks for one boolean."""
+    paged_attention(**CALL, chunk_size=np.int32(2))
+    with pytest.raises(TypeError, match="chunk_size=range.* sides are ints"):
+        paged_attention(**CALL, chunk_size=range(3))
 
 
 @pytest.mark.parametrize("i", range(len(WRONG_CACHES)))

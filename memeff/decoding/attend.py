@@ -15,7 +15,7 @@ from memeff.attention_ad import attend
 from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
-from memeff.inputs import to_array
+from memeff.inputs import kind_of, to_array
 from memeff.problem import Operands
 from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
@@ -33,9 +33,21 @@ class _Static:
     """The arguments of a call that jit does not trace, the tree of all, and the kind of device."""
 
     structure: Any
+    # of leaves, because 1 == True == 1.0; before them, because leaves of two kinds may not compare
+    kinds: tuple[type, ...]
     leaves: tuple[Any, ...]  # None in the places of arrays
-    kinds: tuple[type, ...]  # of leaves, because 1 == True == 1.0
     device: Device
+
+
+def _check_hashable(name: str, x: Any) -> Any:
+    """Return x, which jit does not trace, if it can be the key of a compiled program."""
+    try:
+        hash(x)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an array or hashable (it is fixed while tracing), got {kind_of(x)}."
+        ) from None
+    return x
 
 
 def attend_stored(
@@ -61,11 +73,14 @@ def attend_stored(
     check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap)
     device = current_device(arguments.query)
     arguments = arguments._replace(key=0, value=0)
-    leaves, structure = jax.tree.flatten(arguments)
-    arrays = [x if isinstance(x, jax.Array | np.ndarray) else None for x in leaves]
-    arrays = [None if x is None else to_array("an array of the call", x) for x in arrays]
-    rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
-    static = _Static(structure, rest, tuple(map(type, rest)), device)
+    paths_and_leaves, structure = jax.tree.flatten_with_path(arguments)
+    arrays = []
+    rest = []
+    for path, leaf in paths_and_leaves:
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        arrays.append(to_array(path[0].name, leaf) if is_array else None)
+        rest.append(None if is_array else _check_hashable(path[0].name, leaf))
+    static = _Static(structure, tuple(map(type, rest)), tuple(rest), device)
     return _attend_stored(static, arrays, key, value)
 
 

@@ -31,7 +31,7 @@ def choose_implementation(
     """
     device = current_device(operands.query)
     fused = request.backward == "fused"
-    name = request.implementation or ("pallas" if fused else None)
+    name = "pallas" if fused and request.implementation is None else request.implementation
     if name is None:
         name = _fastest_implementation(problem, operands, request, compiled, warn)
     reason = why_not(name, problem, operands, request)

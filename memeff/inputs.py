@@ -38,10 +38,18 @@ def check_number(name: str, x: Any, end: float = math.inf) -> float:
     """Return x as a float if it is a number from 0 to below `end`."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):
         raise TypeError(f"{name} must be a number (it is fixed while tracing), got {kind_of(x)}.")
-    number = float(x)
+    number = to_float(name, x)
     if not 0 <= number < end:
         raise ValueError(f"{name}={number:g}: it must lie in [0, {end:g}).")
     return number
+
+
+def to_float(name: str, x: Any) -> float:
+    """Return a number as a float; refuse an int that is too large for one."""
+    try:
+        return float(x)
+    except OverflowError as e:
+        raise ValueError(f"{name} is an int beyond the largest float: make it smaller.") from e
 
 
 def check_dtype(name: str, dtype: Any) -> Any:

@@ -71,6 +71,11 @@ def _check_part(n: int, part) -> tuple[Array, Array]:
     for name, x in (("out", out), ("lse", lse)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} of part {n} must be floating point, got {x.dtype}.")
+        if jnp.finfo(x.dtype).bits < 16:
+            raise TypeError(
+                f"{name} of part {n} is {x.dtype}: supported are bfloat16, float16, float32 and "
+                "float64. Cast it."
+            )
     if out.ndim < 3 or lse.shape != out.shape[:-1]:
         raise ValueError(
             f"lse of part {n} must have the shape of out without its last dim, "

@@ -425,7 +425,7 @@ def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any
     try:
         hash(fn)
         inspect.signature(fn).bind(*arguments)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:  # a builtin function has no signature
         raise TypeError(f"{name} must be hashable and take ({names}): {e}.") from None
     leaf = f"each leaf of {name.removesuffix('_fn')}_params"
     params = jax.tree.map(functools.partial(to_array, leaf), params)

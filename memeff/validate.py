@@ -19,6 +19,7 @@ from memeff.inputs import (
     kind_of,
     known_values,
     to_array,
+    to_float,
     to_int32,
 )
 from memeff.problem import LogitParams
@@ -121,9 +122,10 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
     if isinstance(x, bool | np.bool_ | str) or not is_number:
         raise TypeError(f"{name} must be a number or a scalar array, got {kind_of(x)}.")
     if isinstance(x, numbers.Real) and not isinstance(x, jax.Array):
-        if not math.isfinite(x):
-            raise ValueError(f"{name}={x}: it must be finite.")
-        return float(x), None
+        number = to_float(name, x)
+        if not math.isfinite(number):
+            raise ValueError(f"{name}={number}: it must be finite.")
+        return number, None
     given = x
     x = to_array(name, x)
     if x.size != 1:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_bool, kind_of, to_array
+from memeff.inputs import check_bool, kind_of, to_array, to_float
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import trace_function, trace_transform
@@ -125,7 +125,7 @@ def check_dropout_rate(rate) -> float:
         raise TypeError(
             f"dropout_rate must be a number (it is fixed while tracing), got {kind_of(rate)}."
         )
-    rate = float(rate)
+    rate = to_float("dropout_rate", rate)
     if not 0 <= rate < 1:
         raise ValueError(
             f"dropout_rate={rate:g}: the chance to drop a probability must lie in [0, 1)."

@@ -171,6 +171,11 @@ WRONG = [  # keyword arguments, error, its words
         r"qk_transform must be hashable and take \(x, position, which, params\)",
     ),
     (
+        dict(score_fn=max),  # Python does not know the signatures of all that is built in
+        TypeError,
+        r"score_fn must be hashable and take \(score, .*: no signature found",
+    ),
+    (
         dict(qk_transform_params=1),
         ValueError,
         r"qk_transform_params came without qk_transform: pass both",

@@ -756,6 +756,7 @@ WRONG = [
     ),
     (lambda: CACHE.append(X, X).truncate([1, 2, 3]), ValueError, r"lengths must have shape \(B=2,"),
     (lambda: CACHE.attend(QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got"),
+    (lambda: CACHE.attend([[1.0], [1.0, 2.0]]), TypeError, r"query must be an array, got list"),
     (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), NotImplementedError, "bias does not"),
     (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
     (

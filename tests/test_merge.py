@@ -124,6 +124,11 @@ def test_dtypes_under_strict_promotion(dtype):
         (((np.ones((1, 2, 3, 4)), np.ones((1, 2))),), ValueError, "without its last dim"),
         (((np.ones((1, 2, 3, 4), int), np.ones((1, 2, 3))),), TypeError, "must be floating"),
         (
+            ((jnp.ones((1, 2, 3, 4), jnp.float8_e4m3fn), np.ones((1, 2, 3), np.float32)),),
+            TypeError,
+            "out of part 0 is float8_e4m3fn: supported are bfloat16, .* Cast it",
+        ),
+        (
             (
                 (np.ones((1, 2, 3, 4)), np.ones((1, 2, 3))),
                 (np.ones((1, 5, 3, 4)), np.ones((1, 5, 3))),

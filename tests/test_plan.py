@@ -406,6 +406,7 @@ def test_kernels_keep_to_a_memory_limit():
             "memeff.plan tells what memeff would choose. Omit `implementation`",
         ),
         (dict(is_causal=3), TypeError, "is_causal must be True or False"),
+        (dict(compile="no"), TypeError, "compile must be True or False"),
     ],
 )
 def test_wrong_plans(how, error, words):

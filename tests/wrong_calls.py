@@ -189,6 +189,7 @@ WRONG = [
     ({"scale": "big"}, TypeError, r"scale must be a number or a scalar array, got str 'big'"),
     ({"scale": True}, TypeError, r"scale must be a number or a scalar array, got bool True"),
     ({"scale": float("nan")}, ValueError, r"scale=nan: it must be finite"),
+    ({"scale": 10**400}, ValueError, r"scale is an int beyond the largest float: make it smaller"),
     (
         {"scale": ones(4)},
         ValueError,
@@ -378,6 +379,7 @@ WRONG = [
         TypeError,
         r"each leaf of qk_transform_params must be an array, got str 'base'",
     ),
+    ({"implementation": ""}, ValueError, r"implementation='' is not known: use None or one of"),
     (
         {"implementation": "flash"},
         ValueError,
@@ -415,6 +417,7 @@ WRONG = [
         ValueError,
         r"dropout_rate=0\.5 came without dropout_rng: pass a key, or omit dropout_rate",
     ),
+    ({"dropout_rate": 10**400}, ValueError, r"dropout_rate is an int beyond the largest float"),
     (
         {"dropout_rate": 1.0, "dropout_rng": RNG_KEY},
         ValueError,

@@ -80,9 +80,10 @@ def check_per_sequence(name: str, x: Array, batch: int) -> None:
 
 def query_length(query: ArrayLike) -> int:
     """Return T of a query [B, T, N, H]."""
-    if jnp.ndim(query) != 4:
-        raise ValueError(f"query must have shape [B, T, N, H]; got {jnp.shape(query)}.")
-    return jnp.shape(query)[1]
+    shape = to_array("query", query).shape
+    if len(shape) != 4:
+        raise ValueError(f"query must have shape [B, T, N, H]; got {shape}.")
+    return shape[1]
 
 
 def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:

@@ -30,6 +30,7 @@ from memeff.diagnostics.bind import (
     refuse_sharded,
 )
 from memeff.implementations import Chosen, Request, module_for
+from memeff.inputs import check_bool
 from memeff.problem import Operands, map_operands
 from memeff.sequence.choose import explain_plan
 from memeff.units import format_bytes, parse_bytes
@@ -339,6 +340,7 @@ def plan(
       >>> plan(x, x, x, is_causal=True, device="cpu").tiles_visited
       36
     """
+    check_bool("compile", compile)
     planned_device, device_bytes = check_device(device, query)
     arguments = bind_arguments("plan", query, key, value, bias, mask, **kwargs)
     refuse_sharded("plan", arguments)

@@ -93,13 +93,14 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     r"""Compute exact attention, `softmax(cap(scale * query key^T) + bias) value`, in linear memory.
 
-    A superset of `jax.nn.dot_product_attention`. Flax's modules take `memeff.nn.attention_fn`.
+    It takes all arguments of `jax.nn.dot_product_attention`, and more. Give
+    `memeff.nn.attention_fn` to modules of Flax instead.
 
     Memory: O(T + S) beyond inputs and outputs, for the forward and for the gradient. A `bias` or a
     dense `mask` costs its own size.
 
-    Derivatives: in both modes, of every order, in linear memory. They are with respect to query,
-    key, value, sinks, the float params of functions, and bias, scale and logits_soft_cap as arrays.
+    Derivatives: in both modes, of every order, in linear memory, with respect to query, key, value,
+    sinks, the float params of functions, and bias, scale and logits_soft_cap as arrays.
 
     Args:
       query: [*B, T, N, H], float, with any number of leading dims.
@@ -110,13 +111,14 @@ def dot_product_attention(
         the bias is -inf or the lowest finite number of its dtype.
       mask: broadcastable to [*B, N, T, S], boolean; True = may attend.
       scale: the factor of the dot products, a number or a scalar array. Default: 1 / sqrt(H).
-      is_causal: hide keys behind position i + q_offset from query row i (top-left aligned, as
+      is_causal: hide the keys after position i + q_offset from query row i (top-left aligned, as
         jax.nn).
       query_seq_lengths: [*B], integers, in tokens. Rows from this length on give 0.
       key_value_seq_lengths: [*B], integers, in tokens. Keys from this length on are hidden. Lengths
         that jit traces cannot be checked, and count as at most S.
-      local_window_size: (left, right) in tokens, both included; None is no bound, and an int stands
-        for both sides. With `is_causal` the smaller right holds.
+      local_window_size: (left, right), tokens that a query sees before and after its own position,
+        both included. None is no bound, and an int stands for both sides. With `is_causal` the
+        smaller right holds.
       implementation: "xla" (chunked, any device), "reference" (quadratic memory) or "pallas"
         (kernels for GPUs and TPUs). Default: memeff chooses, and `memeff.explain` says why.
       backward: how kernels compute the gradient. "split" (default) runs one kernel for the query's
@@ -131,16 +133,16 @@ def dot_product_attention(
       q_offset: the position of query row 0 among the keys, for `is_causal` and windows: an int, or
         integers [*B].
       score_fn: (score, batch, head, q_pos, k_pos, params) -> score, a function of scalars in JAX.
-        It gets the logit of one pair after scale and soft cap, and int32 numbers: the entry of all
-        leading dims together, the query head, and positions as in windows. Or a `memeff.Score`,
-        such as those of `memeff.scores`.
+        It gets the logit of one pair after scale and soft cap, and four int32 numbers: the batch
+        entry (all leading dims are counted together), the query head, and the positions of query
+        and key, as for windows. Or a `memeff.Score`, such as those of `memeff.scores`.
       score_params: a pytree of arrays, the params of `score_fn`. Floats have gradients.
       mask_fn: (batch, head, q_pos, k_pos, params) -> bool, True = may attend. Or a `memeff.Mask`,
         such as those of `memeff.masks`; `&`, `|` and `~` combine them. Or a `memeff.block_mask` of
         such a mask, whose hidden blocks are skipped.
       mask_params: a pytree of arrays, the params of `mask_fn`. They have no gradients.
-      sinks: [N], float, in nats: for each head one more logit in the softmax, of a key whose value
-        is 0. lse does not include it. -inf is no sink.
+      sinks: [N], float, in nats: for each head one more logit in the softmax, like that of a key
+        whose value is 0. lse does not include it. A sink of -inf has no effect.
       qk_transform: (x, position, which, params) -> x, applied to each row x [H] of query and key,
         such as rotary embeddings. `which` is "query" or "key". Each tile computes it again, also in
         the backward, so no transformed copy is stored. Or a `memeff.Transform`, such as those of
@@ -155,27 +157,29 @@ def dot_product_attention(
       sequence_axis: the axis of a mesh over which the sequence is sharded: query along T, key and
         value along S. Inside `jax.shard_map` over that axis the arrays are those of one device,
         but lengths, positions and the columns of a bias or mask are those of the whole sequence.
-        Elsewhere the arrays are whole, and memeff enters shard_map. Two axes: all-to-all over the
-        second, by ring over the first. Default: that of the query's type on an Explicit mesh.
+        Elsewhere the arrays are whole, and memeff enters shard_map. Of two axes the first is a
+        ring, and the second all-to-all. Default: on an Explicit mesh the axis in the type of
+        `query`, else none.
       sequence_layout: the order of the tokens over the devices: "contiguous", "zigzag" (see
         `memeff.to_zigzag`; causal attention then gives all devices the same work) or "striped".
         Rows and columns of a bias or mask have that order too; positions and lengths do not.
-      context_parallel: "ring" (keys travel; least memory), "all_gather" (all keys on every
-        device; one device's bits) or "all_to_all" (each device computes some of the heads).
+      context_parallel: "ring" (devices send keys to each other; least memory), "all_gather" (all
+        keys on every device; the bits of one device) or "all_to_all" (each device computes some of
+        the heads).
         Default: memeff chooses, and `memeff.explain` says why.
       batch_axis, head_axis: the mesh axes over which the first leading dim and the heads are
-        sharded, one name or several. Inside `jax.shard_map` over them, functions and dropout then
-        count batch entries and heads in the whole call. With `sequence_axis` outside of shard_map,
-        memeff enters shard_map over them too. Elsewhere the arrays are whole and need neither.
+        sharded, one name or several. Inside `jax.shard_map` over these axes, functions and dropout
+        then count batch entries and heads in the whole call. With `sequence_axis` outside of
+        shard_map, memeff enters shard_map over these axes too. In other calls omit both.
       precision: of the products, as in `jax.lax.dot_general`.
       dropout_rng: a key of `jax.random`, required if dropout_rate > 0. The same key gives the same
         mask for any chunk_size.
       dropout_rate: the chance, in [0, 1), that a probability is dropped. The others are divided by
         1 - dropout_rate.
       broadcast_dropout: use one mask for all batch entries and heads, as Flax does by default.
-      dropout_bits: the generator. "threefry" draws Flax's mask for the same key. "mix32" takes a
-        tenth of its instructions, and GPU kernels support it alone. Both count by batch
-        entry, head, query and key.
+      dropout_bits: the generator. "threefry" draws Flax's mask for the same key. "mix32" draws
+        another mask with a tenth of the instructions, and is the only one that GPU kernels support.
+        Both compute the bits of a pair from its batch entry, head, query and key alone.
       deterministic, dtype, module: must be None. Flax's modules pass them, and need
         `memeff.nn.attention_fn`.
 

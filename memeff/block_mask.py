@@ -79,7 +79,7 @@ class BlockMask:
 
     @property
     def sparsity(self) -> float:
-        """Return the hidden part of all blocks, from 0 to 1."""
+        """Return the share of blocks that are wholly hidden, from 0 to 1."""
         return 1 - float(self.blocks.any_visible.mean()) if self.blocks.any_visible.size else 0.0
 
     def __str__(self) -> str:
@@ -129,16 +129,17 @@ def block_mask(
 ) -> BlockMask:
     """Evaluate a mask once, so that attention skips the tiles that it hides.
 
-    Pass the result as `mask_fn`. A tile is skipped if no pair in it is visible in any batch entry
-    and head. It needs no mask if all of its pairs are visible in all of them.
+    Pass the result as `mask_fn`. A tile is skipped if no pair in it is visible, in any batch entry
+    and head. The mask is not applied to a tile whose pairs are all visible in all of them.
 
     Args:
       mask_fn: a `memeff.Mask`, or a function (batch, head, q_pos, k_pos, params) -> bool.
       query_length, key_length: T and S in tokens; S is T if omitted. Positions begin at 0.
-      params: params of the function. They must be known numbers, because the tiles to skip are
-        fixed while tracing.
+      params: params of `mask_fn`. They must be known numbers, not traced, because the tiles to skip
+        are fixed while tracing.
       batch, heads: B and N, if the mask depends on them.
-      block_size: side of a block in tokens. Smaller blocks are more exact and take longer here.
+      block_size: side of a block in tokens. With smaller blocks more can be skipped, and this
+        function takes longer.
 
     Returns: a `BlockMask` for calls with these T and S.
 

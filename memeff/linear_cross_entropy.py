@@ -110,11 +110,10 @@ def linear_cross_entropy(
     r"""Compute the exact loss -log softmax(x kernel + bias)[label] without storing the logits.
 
     Memory: O(tokens * H) beyond inputs and outputs, for the forward and for the gradient. One tile
-    of logits exists at a time. With `reduction` the gradient takes less time and more memory, see
-    there.
+    of logits exists at a time. With `reduction` the gradient takes less time and more memory.
 
-    Derivatives: in both modes, of every order, in linear memory. They are with respect to x,
-    kernel, bias, and logits_soft_cap as an array.
+    Derivatives: in both modes, of every order, in linear memory, with respect to x, kernel, bias,
+    and logits_soft_cap as an array.
 
     Args:
       x: [*B, H], float, with any number of leading dims; one row is one token.
@@ -130,24 +129,25 @@ def linear_cross_entropy(
         -log p over all words that are not hidden.
       z_loss: the factor of lse^2, which is added to the loss.
       logits_soft_cap: c > 0. Logits become c * tanh(logits / c), after the bias.
-      chunk_size: tokens and words of the tile of logits that exists at a time, at most; an int
-        stands for both. Default: the fastest measured (memeff/vocabulary/loops.py). Without it
-        kernels run on a Hopper GPU where they can (docs/limits.md), and choose their own tiles.
+      chunk_size: the largest numbers of tokens and words in the tile of logits that exists at a
+        time; an int stands for both. Default: the fastest measured (memeff/vocabulary/loops.py). If
+        it is omitted, kernels run on a Hopper GPU where they support the call (docs/limits.md), and
+        choose their own tiles.
       vocab_axis: the axis of `jax.shard_map` along which the words of `kernel` and `bias` are
         sharded in equal parts. V is then the number of words of all devices together, and `labels`
         count all words. `x` and `labels` are the same on the devices of that axis.
       return_lse: also return lse.
-      reduction: "sum" returns the sum of weight * loss over all tokens, and "mean" divides it by
-        the sum of the weights of tokens that are not ignored (0 if that is 0). As the weight of
-        each loss is then known, the gradient is made on a GPU together with the loss, in three
-        products instead of four. That takes O(H * V) memory: a gradient of the kernel in float32,
-        and a block of logits for all words, of about 2 GiB (docs/losses.md); and the gradients of x
-        and kernel are kept, in their dtypes, from the forward until the backward multiplies them by
-        the cotangent. The gradient is made as without `reduction`, in the least memory, on other
-        devices, under vmap, where arrays may be sharded, and if `chunk_size`, `vocab_axis` or
-        `return_lse` is present.
-      weights: [*B], float, the weight of each token; it needs `reduction`. A token of weight 0
-        adds nothing, also if its loss is inf. Default: 1.
+      reduction: "sum" returns the sum of weight * loss over all tokens. "mean" divides it by the
+        sum of the weights of tokens that are not ignored (0 if that sum is 0). The weight of each
+        loss is then known in the forward, so a GPU makes the gradient together with the loss, in
+        three products instead of four. That takes O(H * V) memory: a gradient of the kernel in
+        float32, and a block of logits for all words, of about 2 GiB (docs/losses.md). The gradients
+        of x and kernel are kept, in their dtypes, until the backward multiplies them by the
+        cotangent. The gradient is made as without `reduction`, in the least memory, on other
+        devices, under vmap, where arrays may be sharded, and with `chunk_size`, `vocab_axis` or
+        `return_lse`.
+      weights: [*B], float, the weight of each token, for use with `reduction`. A token of weight 0
+        adds nothing, even if its loss is inf. Default: 1.
       precision: of the products, as in `jax.lax.dot_general`.
 
     Returns:

@@ -84,9 +84,9 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
       query_ids: [T] or [B, T], by position.
       key_ids: [S] or [B, S], by position; `query_ids` if omitted.
 
-    With `q_offset`, a query's id is read at its position among the keys: `query_ids` needs an id
-    for each of these positions. Fewer are refused where the positions are known. Under jit the
-    caches give NaN for a sequence that is longer, and other calls read the last id.
+    With `q_offset`, a query's id is read at its position among the keys, so `query_ids` needs an id
+    for each of these positions. Too few ids are refused where the positions are known. Under jit,
+    caches give NaN for a sequence with more positions than ids, and other calls read the last id.
     """
     query_ids = _integers("query_ids", query_ids, "[T] or [B, T]", (1, 2))
     if key_ids is None:
@@ -139,7 +139,7 @@ def tree(ancestors: ArrayLike, start: ArrayLike) -> Mask:
     """Show each of up to 32 drafts all keys before the drafts, its ancestors, and itself.
 
     Speculative decoding with a tree of drafts appends all of them and verifies them in one call.
-    Drafts lie in any order in which none comes before its parent.
+    Drafts may be in any order in which each comes after its parent.
 
     Args:
       ancestors: [B, T] or [T], integers: bit j is set where draft j is an ancestor of the draft.

@@ -1,6 +1,6 @@
-"""Ready-made scores: biases by position and scales by head, with params that can be learned.
+"""Ready-made scores: biases by position and scales by head, with params that can learn.
 
-Each is a `memeff.Score`, a pytree of its arrays: differentiate by the score itself.
+Each is a `memeff.Score`, a pytree of its arrays: `jax.grad` can differentiate with respect to it.
 
 >>> import memeff
 >>> x = jnp.ones((1, 5, 2, 4))
@@ -52,8 +52,8 @@ def _alibi(score, batch, head, q_pos, k_pos, slopes):
 def alibi_slopes(heads: int) -> Array:
     """Return the ALiBi paper's slopes [N]: 2^(-8 n / N) for n = 1 to N, if N is a power of 2.
 
-    Otherwise the slopes of the next lower power of 2 come first, and then every other slope of the
-    next higher one.
+    For other N they are the slopes of the next lower power of 2, followed by every other slope of
+    the next higher one.
     """
     heads = check_size("heads", heads)
     lower = 2 ** int(math.log2(heads))
@@ -121,8 +121,9 @@ class _T5:
 def relative(table: ArrayLike) -> Score:
     """Return the score plus table[head, k_pos - q_pos + L], with table [N, 2 L + 1].
 
-    Distances beyond L count as L. Source: Shaw, Uszkoreit & Vaswani 2018 (arXiv:1803.02155), with
-    numbers instead of vectors.
+    Distances beyond L count as L.
+    Source: Shaw, Uszkoreit & Vaswani 2018 (arXiv:1803.02155), with one number for each distance and
+    head instead of a vector.
     """
     table = _numbers("table", table, "N", "2 L + 1")
     if table.shape[1] % 2 == 0:

@@ -88,22 +88,22 @@ def switch_jax_nn(
     The switch reaches every call by the full name, for example by Keras, and needs no Flax. It does
     not reach:
 
-    * Code that has said `from jax.nn import dot_product_attention`.
+    * Code that imports the function itself, `from jax.nn import dot_product_attention`.
     * Flax NNX's attention with dropout; `memeff.nn.switch_nnx` reaches it.
     * `equinox.nn.MultiheadAttention` and `haiku.MultiHeadAttention`, because they write their
       attention out. `docs/adopting.md` has subclasses of both that call memeff.
 
-    The switch holds for this thread. The name is replaced for the whole process, and calls from
-    other threads reach JAX's function as before. Switches may be nested. The last to leave restores
-    the name, also after an exception. Functions jitted earlier are traced again inside.
+    The switch holds for this thread: calls from other threads reach JAX's function as before. (The
+    name is replaced for the whole process, and restored when the last switch is left, also by an
+    exception.) Switches may be nested. Functions that were jitted earlier are traced again inside.
 
     Args:
       implementation: as in `memeff.dot_product_attention`: None (memeff chooses), "xla",
         "reference" or "pallas".
       strict: raise an error, instead of a warning, if memeff ran no call.
       sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
-        `memeff.dot_product_attention`. With sequence_axis, all calls inside have a sequence
-        that is sharded over devices.
+        `memeff.dot_product_attention`. With sequence_axis, the sequence of all calls inside is
+        sharded over devices.
 
     Returns:
       A list of the shapes of `query` in the calls that memeff ran, filled as they are traced. Calls
@@ -111,9 +111,9 @@ def switch_jax_nn(
       switch is not traced again, and its calls are not listed.
 
     Raises:
-      ValueError: a choice is not known; or, with `strict`, memeff ran no call. If an
-        earlier switch of this process ran calls, JAX's cache may hold them. Then there is neither
-        an error nor a warning.
+      ValueError: a choice is not known; or, with `strict`, memeff ran no call. If an earlier switch
+        of this process ran calls, JAX's cache may still hold them, so there is neither an error nor
+        a warning.
 
     Example:
       >>> x = jax.numpy.ones((2, 7, 4, 8))

@@ -24,7 +24,7 @@ memory_limit_of_program = jax.make_user_context(None)
 
 
 def memory_limit(limit: int | str | None):
-    """Return a context in which each `dot_product_attention` keeps within `limit`.
+    """Return a context in which each call of `dot_product_attention` keeps within `limit`.
 
     A call's own `memory_limit` takes precedence.
 
@@ -32,7 +32,7 @@ def memory_limit(limit: int | str | None):
       limit: bytes, or a text such as "512MiB" or "2GB", of the temporary memory of one call,
         forward and gradient, beyond its inputs and outputs. None: no limit.
 
-    Raises: TypeError or ValueError if `limit` is neither.
+    Raises: TypeError or ValueError if `limit` is none of these.
 
     Example:
       >>> x = jnp.ones((1, 2048, 8, 64))

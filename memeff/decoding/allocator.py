@@ -12,7 +12,7 @@ from memeff.inputs import check_size, kind_of
 
 
 class PageAllocator:
-    """Who owns which page of a pool, counted by references; plain Python, without devices.
+    """A record of which sequences own which pages of a pool: plain Python, on the host.
 
     A server adds a sequence, extends it before each step, and frees it at its end:
 
@@ -32,8 +32,8 @@ class PageAllocator:
     >>> allocator.free_pages
     2
 
-    A call that cannot be done changes nothing. Pages are handed out in the order of their numbers,
-    and freed pages again at last, so that equal calls give equal tables.
+    A call that raises an error changes nothing. Pages are handed out in the order of their numbers,
+    and freed pages after all others, so that equal calls give equal tables.
     """
 
     def __init__(self, pages: int, page_size: int):
@@ -47,22 +47,22 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Return how many pages nobody owns."""
+        """Return the number of pages that no sequence owns."""
         return len(self._free)
 
     @property
     def sequences(self) -> list[Hashable]:
-        """Return the names of all sequences, in the order in which they came."""
+        """Return the names of all sequences, in the order in which they were added."""
         return list(self._pages)
 
     def owners(self, page: int) -> int:
-        """Return how many sequences own `page`."""
+        """Return the number of sequences that own `page`."""
         if check_size("page", page, 0) >= self.pages:
             raise ValueError(f"page={page}: the pool has pages 0 to {self.pages - 1}.")
         return self._owners[page]
 
     def length(self, name: Hashable) -> int:
-        """Return the tokens for which sequence `name` was extended."""
+        """Return the number of tokens for which sequence `name` was extended."""
         self._check_known(name)
         return self._lengths[name]
 
@@ -76,10 +76,10 @@ class PageAllocator:
         self._lengths[name] = 0
 
     def fork(self, name: Hashable, child: Hashable, tokens: int | None = None) -> None:
-        """Add sequence `child` that shares the first `tokens` of `name`; None: all of them.
+        """Add sequence `child`, which shares the first `tokens` tokens of `name` (None: all).
 
-        Beams and samples share a prompt in this way, and requests a prefix. Nothing is copied until
-        one of them writes into a page that it shares.
+        In this way beams and samples share a prompt, and requests share a prefix. Nothing is copied
+        until one of them writes into a shared page.
 
         Raises: ValueError if there is no `name`, or a `child` already, or `tokens` is too large.
         """
@@ -96,7 +96,7 @@ class PageAllocator:
         self._lengths[child] = tokens
 
     def extend(self, name: Hashable, tokens: int) -> list[tuple[int, int]]:
-        """Make room for so many further tokens of sequence `name`.
+        """Make room for `tokens` more tokens of sequence `name`.
 
         Returns:
           pairs (source, target) of pages that must be copied before the tokens are written, because
@@ -132,7 +132,7 @@ class PageAllocator:
         return pairs
 
     def truncate(self, name: Hashable, tokens: int) -> None:
-        """Keep the first `tokens` of sequence `name`, and give back the pages behind them.
+        """Keep the first `tokens` tokens of sequence `name`, and free the pages after them.
 
         Raises: ValueError if there is no such sequence, or it is shorter.
         """
@@ -147,7 +147,7 @@ class PageAllocator:
         self._lengths[name] = tokens
 
     def free(self, name: Hashable) -> None:
-        """Remove sequence `name`, and give back the pages that nobody else owns.
+        """Remove sequence `name`, and free the pages that no other sequence owns.
 
         Raises: ValueError if there is no such sequence.
         """
@@ -175,7 +175,7 @@ class PageAllocator:
         return table
 
     def lengths(self, names: Sequence[Hashable]) -> np.ndarray:
-        """Return the tokens [B], int32, for which the sequences `names` were extended."""
+        """Return the numbers of tokens [B], int32, for which sequences `names` were extended."""
         return np.array([self.length(name) for name in _names(names)], np.int32)
 
     def _take(self) -> int:

@@ -65,25 +65,24 @@ class KVCache:
     >>> cache.attend(x).shape, cache.lengths.tolist()
     ((2, 3, 4, 8), [3, 3])
 
-    `attend` is `dot_product_attention(query, cache.key, cache.value, is_causal=True,
-    q_offset=cache.lengths - T, key_value_seq_lengths=cache.lengths)`, which can be called as well.
+    `attend` calls `dot_product_attention(query, cache.key, cache.value, is_causal=True,
+    q_offset=cache.lengths - T, key_value_seq_lengths=cache.lengths)`.
 
     With a `window` the cache is a ring: token n lies in slot n % capacity, and new tokens replace
     those that no query sees any more.
 
-    **A full cache.** `append` raises an error if lengths are known. Under jit they are not: then
-    tokens beyond the capacity are dropped, nothing is overwritten, `lengths` still counts them,
-    `overflowed` is True, and `attend` gives NaN for that sequence. `check` raises the error when
-    the program returned.
+    **A full cache.** `append` raises an error if lengths are known. Under jit they are not known.
+    Then tokens beyond the capacity are dropped, and nothing is overwritten. `lengths` still counts
+    these tokens, `overflowed` is True, and `attend` gives NaN for the sequence. Call `check`
+    outside jit to raise the error.
 
     Attributes:
       key, value: [B, capacity, K, H] and [B, capacity, K, D].
       lengths: [B], int32, tokens that each sequence has read.
-      key_scale, value_scale: [B, K, capacity], float32, where key and value are int8 or
-        float8_e4m3fn; else None.
-      window: tokens that a query sees before its own position, of a ring; None: no ring.
-      most_read: [B], int32, of a ring the largest lengths so far, also before `truncate`; None:
-        lengths never shrank.
+      key_scale, value_scale: [B, K, capacity], float32, if key and value are int8 or float8_e4m3fn;
+        else None.
+      window: of a ring, the number of tokens before its own that a query sees; None: no ring.
+      most_read: of a ring, the largest `lengths` [B] so far, int32; None if they never shrank.
     """
 
     key: Array
@@ -110,7 +109,7 @@ class KVCache:
 
         Args:
           batch: sequences, B.
-          capacity: tokens that there is room for in each sequence.
+          capacity: the number of tokens that each sequence can hold.
           key_heads: key and value heads, K.
           head_size: of keys, H.
           dtype: of key and value. int8 and float8_e4m3fn take half the memory of bfloat16; each
@@ -152,20 +151,20 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Return the tokens that there is room for in each sequence."""
+        """Return the number of tokens that each sequence can hold."""
         return self.key.shape[-3]
 
     @property
     def overflowed(self) -> Array:
         """Return which sequences [B] brought more tokens than fit, or gave up more than they had.
 
-        A ring has room for any number, and can give up the newest only (see `truncate`).
+        A ring takes any number of tokens, and can give up only the newest ones (see `truncate`).
         """
         lost = self.lengths < 0
         return lost if self.window is not None else lost | (self.lengths > self.capacity)
 
     def check(self) -> None:
-        """Raise a ValueError if a sequence has `overflowed`; it sees nothing inside jit."""
+        """Raise a ValueError if a sequence has `overflowed`. Inside jit this does nothing."""
         if self.window is None:
             check_not_lost(self.lengths)
             check_room(self.lengths, self.capacity, CURE)
@@ -182,10 +181,9 @@ class KVCache:
         Args:
           key: [B, T, K, H], in the dtype of the cache (any float if that has 8 bits).
           value: [B, T, K, D].
-          counts: [B], integers from 0 to T: how many of the T tokens of each sequence are valid,
-            counted from the first, such as of prompts of different lengths, or one number for all.
-            Booleans say which sequences go on, with all T. Default: all. Traced ones count as at
-            least 0 and at most T.
+          counts: [B], integers from 0 to T, or one for all: each sequence gets the first counts[b]
+            of its T tokens, as for prompts of different lengths. Booleans: each sequence gets all T
+            tokens or none. Default: all. Traced numbers below 0 count as 0, and above T as T.
 
         Raises:
           ValueError: if shapes disagree, or the cache is full and lengths are known.
@@ -237,12 +235,11 @@ class KVCache:
         return_residual: bool = False,
         **options: Any,
     ) -> Array | tuple[Array, Array]:
-        """Attend from the T newest tokens, which were appended before, to all that are cached.
+        """Attend from the T newest tokens to all cached tokens. Append these T before.
 
         Args:
           query: [B, T, N, H]. Row i of sequence b is token lengths[b] - counts[b] + i.
-          counts: [B], as `append` got them: rows from counts[b] on give 0. Default: all T are
-            valid.
+          counts: [B], the `counts` of `append`: rows from counts[b] on give 0. Default: T.
           is_causal: hide keys behind each row's own token. False shows all cached tokens.
           return_residual: also return lse.
           options: other keywords of `dot_product_attention`. q_offset and lengths are the cache's.
@@ -250,9 +247,9 @@ class KVCache:
 
         Returns:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
-          Under jit NaN for a sequence that overflowed, or has more tokens than a ready-made mask
-          has ids for. If one has fewer than T tokens, its last row is its newest, and the first
-          rows are 0.
+          Under jit out is NaN for a sequence that overflowed, or that has more tokens than a
+          ready-made mask has ids for. If a sequence has fewer than T tokens, its last row is that
+          of its newest token, and its first rows are 0.
 
         Raises:
           ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
@@ -294,11 +291,10 @@ class KVCache:
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
 
-        One number holds for all sequences.
-        A ring that went round cannot bring back the tokens that newer ones have replaced. So it
-        gives up at most the newest capacity - window tokens that it ever read. More are refused
-        where lengths are known; under jit the sequence counts as overflowed from then on, and
-        `attend` gives NaN for it.
+        One number holds for all sequences. A ring that has wrapped around cannot bring back tokens
+        that newer ones replaced. So it gives up at most the newest capacity - window of the tokens
+        that it ever read. To give up more is refused where lengths are known. Under jit the
+        sequence then counts as overflowed, and `attend` gives NaN for it.
 
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
@@ -309,13 +305,14 @@ class KVCache:
         """Return the cache with some of the T newest tokens, in the order of `path`, and no others.
 
         Args:
-          T: drafts that were appended at last.
+          T: number of drafts, the tokens that were appended last.
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid, or one number for all.
 
-        Under jit a sequence that `overflowed` keeps all its tokens, and stays so. One that has
-        fewer than T tokens, or is to keep a draft outside 0 to T - 1, counts as overflowed
-        from then on. A ring cannot give up more tokens than in `truncate`.
+        Under jit a sequence that had `overflowed` keeps all its tokens, and still counts as
+        overflowed. A sequence counts as overflowed from then on if it has fewer than T tokens, or
+        if `path` names a draft outside 0 to T - 1. A ring cannot give up more tokens than in
+        `truncate`.
 
         Raises: ValueError if shapes or known values disagree, the cache is known to have
           overflowed, or a ring would have to give up too many.

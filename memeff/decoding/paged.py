@@ -73,9 +73,9 @@ def paged_attention(
 ) -> Array | tuple[Array, Array]:
     """Compute `dot_product_attention` of keys and values that lie in pages.
 
-    The result has the bits of the call with the same keys and values in arrays [B, n * page, K, H]
-    that runs in the same way, in the decode kernel or on the chunked path. Pages may lie in any
-    order, and sequences may share them.
+    Pages may lie in any order, and sequences may share them. The result has the same bits as the
+    call with these keys and values in arrays [B, n * page, K, H], if both run in the decode kernel,
+    or both on the chunked path.
 
     Memory: that of one tile beyond inputs and outputs. A derivative reads the pages of all
     sequences into arrays [B, n * page, K, H] first.

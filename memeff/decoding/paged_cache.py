@@ -46,8 +46,8 @@ DROPPED = "Those without room were dropped: truncate it to its room, then append
 class PagedKVCache:
     """Keys and values of sequences that own pages of one pool; a pytree.
 
-    `append` and `attend` are those of `memeff.KVCache`. `memeff.PageAllocator`, on the host, says
-    who owns which page:
+    `append` and `attend` work as in `memeff.KVCache`. `memeff.PageAllocator`, on the host, records
+    which sequence owns which page:
 
     >>> allocator = memeff.PageAllocator(pages=8, page_size=4)
     >>> cache = PagedKVCache.zeros(8, 4, 2, 16, batch=1, pages_per_sequence=3)
@@ -59,8 +59,8 @@ class PagedKVCache:
     >>> cache.attend(x).shape
     (1, 5, 2, 16)
 
-    **A full cache** is one whose page_table has no page for a new token; else as in
-    `memeff.KVCache`: an error where it is known, and NaN under jit.
+    **A full cache** is one whose page_table has no page for a new token. As in `memeff.KVCache`,
+    that is an error where it is known, and gives NaN under jit.
 
     Attributes:
       key_pages, value_pages: [pages, page, K, H] and [pages, page, K, D].
@@ -92,7 +92,7 @@ class PagedKVCache:
         """Return a cache of empty pages that nobody owns yet.
 
         Args:
-          pages: in the pool that all sequences share.
+          pages: the number of pages in the pool that all sequences share.
           page_size: tokens of a page, 1 to 256.
           key_heads: key and value heads, K.
           head_size: of keys, H.
@@ -128,12 +128,12 @@ class PagedKVCache:
 
     @property
     def page_size(self) -> int:
-        """Return the tokens of a page."""
+        """Return the number of tokens in a page."""
         return self.key_pages.shape[-3]
 
     @property
     def room(self) -> Array:
-        """Return the tokens [B] for which each sequence has pages."""
+        """Return the number of tokens [B] for which each sequence has pages."""
         return self.page_size * leading_pages(self.page_table)
 
     @property
@@ -142,14 +142,14 @@ class PagedKVCache:
         return (self.lengths < 0) | (self.lengths > self.room)
 
     def check(self) -> None:
-        """Raise a ValueError if a sequence has `overflowed`; it sees nothing inside jit."""
+        """Raise a ValueError if a sequence has `overflowed`. Inside jit this does nothing."""
         check_not_lost(self.lengths)
         check_room(self.lengths, self.room, DROPPED)
 
     def with_sequences(self, page_table: ArrayLike, lengths: ArrayLike) -> PagedKVCache:
-        """Return the same pages with other sequences: their table [B, n] and their lengths [B].
+        """Return a cache of the same pages with another page_table [B, n] and lengths [B].
 
-        So sequences come, go, fork and change places without a copy.
+        In this way sequences are added, removed, forked and moved in the batch without a copy.
         """
         table = to_int32(check_integers("page_table", page_table))
         lengths = check_integers("lengths", lengths)
@@ -171,9 +171,9 @@ class PagedKVCache:
     def copy_pages(self, sources: ArrayLike, targets: ArrayLike) -> PagedKVCache:
         """Return the cache with pages `sources` [n] copied over pages `targets` [n].
 
-        `PageAllocator.extend` says which, before a sequence writes into a page that it shares.
-        Pairs count in their order, as if one were copied after the other. A pair of -1 copies
-        nothing, so that jit can have as many pairs in each step.
+        `PageAllocator.extend` returns the pairs to copy before a sequence writes into a page that
+        it shares. The result is as if they were copied one after the other. A pair of -1 copies
+        nothing, so that the number of pairs can be the same in each step of a jitted function.
 
         Raises: ValueError if shapes disagree, or a pair is known to name a page that is not there;
           under jit a target then becomes NaN.

@@ -131,11 +131,11 @@ def audit(
     rng: ArrayLike | None = None,
     **kwargs: Any,
 ) -> Audit:
-    """Check an attention where it stands: sampled rows of out and dq, sampled columns of dk and dv.
+    """Check an attention on your arrays: sampled rows of out and dq, and columns of dk and dv.
 
     Run the attention once, forward and gradient, for a random cotangent of out. Then compute the
-    samples again in float64, in O(samples (T + S)): cheap enough for a training loop now and then,
-    and at a million tokens. Not inside jit.
+    samples again in float64. This takes O(samples (T + S)), so it works at a million tokens, and
+    now and then in a training loop. It does not run inside jit.
 
     A sequence that is sharded over devices is checked on each of them, and stays sharded: pass
     whole arrays, outside of shard_map. The result then names the devices with bad rows or columns,
@@ -151,7 +151,7 @@ def audit(
         is rounded up so that all devices of a sharded sequence have the same number of samples.
       rng: a key of `jax.random` for the samples and the cotangent. Default: `jax.random.key(0)`.
       kwargs: more arguments of `dot_product_attention`, also `backward`, without dropout.
-        A function gets them, too, also those of a sharded sequence.
+        An `implementation` that is a function gets them too, also those of a sharded sequence.
 
     Returns: `memeff.Audit`: `ok`, `findings` (the largest error of each result, and where) and
       `bad_devices`. Print it for a table.

@@ -63,12 +63,13 @@ EXACT = "memeff's bytes are those of the compiled call; the others and the lengt
 class Plan:
     """The cost of a call, as `memeff.plan` returns it. Its `str` is a table.
 
-    Bytes are temporary: beyond inputs and outputs, at the highest point of the call. The outputs of
-    a gradient are the results of the forward and the gradients of every float; its inputs are the
-    arguments and the cotangents. Bytes are those that XLA reports where `compiled`, else estimates;
-    those of plain attention, and `longest`, are always estimates. Floating point operations count
-    the products of one forward, and of one gradient without the forward, on the visited tiles.
-    `tiles_visited` is None, and all tiles count, where bounds are only known at run time.
+    Bytes are temporary memory at the peak of the call, beyond inputs and outputs. The inputs of a
+    gradient are the arguments and the cotangents; its outputs are the results of the forward and
+    the gradients of every float. If `compiled`, bytes are those that XLA reports, else estimates;
+    those of plain attention, and `longest`, are always estimates. `flops` are the floating point
+    operations of the products of one forward on the visited tiles, and `gradient_flops` those of
+    one gradient without the forward. If bounds are only known at run time, `tiles_visited` is None,
+    and all tiles count.
     """
 
     implementation: str
@@ -273,10 +274,10 @@ def explain(
     mask: Any = None,
     **kwargs: Unpack[AttentionKwargs],
 ) -> str:
-    """Say which implementation runs this call, how, and why each other one does not.
+    """Explain which implementation runs this call and how, and why each other one does not.
 
-    Nothing is computed. For attention that a program writes out, `memeff.find_attention` says what
-    `memeff.replace_attention` would make of it.
+    Nothing is computed. For a program that computes products and softmax itself,
+    `memeff.find_attention` says what `memeff.replace_attention` would replace.
 
     Args: those of `dot_product_attention` without `implementation`. An array may be a
       `jax.ShapeDtypeStruct`.

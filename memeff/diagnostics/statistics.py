@@ -36,9 +36,9 @@ from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
 
 class Statistics(NamedTuple):
-    """Measures of each query by `memeff.attention_statistics`, [*B, T, N].
+    """The result of `memeff.attention_statistics`: out, and measures [*B, T, N] of each query.
 
-    They are in float32, or in float64 for float64 operands. A query that sees no key has lse and
+    The measures are float32, or float64 for float64 operands. A query that sees no key has lse and
     max_logit -inf, and entropy and mean_distance 0.
     """
 
@@ -176,9 +176,9 @@ def attention_statistics(
 ) -> Statistics:
     """Return out and lse, and each row's entropy, largest logit and mean distance.
 
-    One pass over the logits in linear memory, by the chunked path; differentiable in every order.
-    The probabilities are those before dropout. The gradient of the largest logit is shared by the
-    logits that equal it to rounding.
+    The chunked path computes all of them in one pass over the logits, in linear memory. They are
+    differentiable in every order. Entropy and distance use the probabilities before dropout. If
+    several logits equal the largest one up to rounding, they share its gradient.
 
     Args: those of `dot_product_attention` without implementation, backward, return_residual and
       sinks.
@@ -212,10 +212,10 @@ def key_mass(
     mask: ArrayLike | None = None,
     **kwargs: Unpack[AttentionKwargs],
 ) -> Array:
-    """Return the sum of each key's probabilities over all queries, [*B, S, N] in float32 (float64).
+    """Return the sum of each key's probabilities over all queries, [*B, S, N].
 
-    Linear memory, by the chunked path: one pass for lse and one for the sums; differentiable in
-    every order.
+    The result is float32 (float64 for float64), and differentiable in every order. The chunked path
+    computes it in linear memory, in one pass for lse and one for the sums.
 
     Args: those of `dot_product_attention` without value, implementation, backward, return_residual
       and sinks.

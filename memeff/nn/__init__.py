@@ -10,7 +10,7 @@ parameters, initial values, checkpoints and decode cache. They add:
 * `sequence_axis`, `sequence_layout` and `context_parallel`, for a sequence that is sharded over
   devices. The switches below take them too.
 
-Two lines switch a model that exists already:
+One line switches a model that exists already:
 
   `with switch_linen():`    Linen's attention modules called inside compute with memeff
   `switch_nnx(model)`       NNX's attention modules in `model` compute with memeff from now on
@@ -22,8 +22,8 @@ Flax's own modules also take `attention_fn=memeff.nn.attention_fn`, which is
 `memeff.dot_product_attention` with Flax's hooks.
 
 `blockwise(f, x, chunk_size)` applies a feed-forward network, or any module or function that treats
-each token by itself, to one chunk of tokens after the other. Its hidden activations then exist for
-one chunk at a time, also in the gradient.
+each token by itself, to one chunk of tokens after the other. The hidden activations of only one
+chunk then exist at a time, also in the gradient.
 
 Differences from Flax: a query that sees no key gives 0, where Flax gives the mean of the values.
 `sow_weights=True` is refused, because memeff never stores the weights. The softmax is always in

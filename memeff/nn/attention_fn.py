@@ -45,12 +45,12 @@ def attention_fn(
     Args:
       query, key, value, bias: as in `memeff.dot_product_attention`; dtypes that differ are
         promoted.
-      mask: broadcastable to [*B, N, T, S]. Nonzero = may attend. An additive mask (0 and -1e9)
-        would mean the inverse, so known values that are negative or not whole numbers are refused.
-        Under jit they are not known, and mean what they mean to Flax. Additive terms go into
-        `bias`.
+      mask: broadcastable to [*B, N, T, S]. Nonzero = may attend, as in Flax. An additive mask (0
+        and -1e9) would mean the opposite, so values that are negative or not whole numbers are
+        refused where they are known. Under jit they are not known, and mean what they mean to Flax.
+        Pass additive terms as `bias`.
       dropout_rng, dropout_rate, broadcast_dropout: as in Flax, with Flax's mask for the same key.
-      deterministic: drop nothing.
+      deterministic: if True, drop nothing.
       dtype: cast query, key and value to it first.
       precision: of the products, as `jax.lax.dot_general` takes it.
       module: Flax's request to sow the attention weights. Refused, because they are never stored.

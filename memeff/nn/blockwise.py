@@ -22,13 +22,13 @@ from memeff.nn.chunk_loops import Loop, make_loop
 
 
 def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2) -> Any:
-    """Return f(x) of a token-wise function or module `f`, computed by `chunk_size` tokens.
+    """Return f(x) of a token-wise function or module `f`, `chunk_size` tokens at a time.
 
-    A feed-forward network holds its hidden activations, [*B, T, hidden], until the backward.
-    Here they exist for one chunk of tokens, in the forward and in the gradient. The backward
-    computes `f` again, as under `jax.checkpoint`. Inputs, outputs and their gradients are held
-    whole, and copied where there is more than one sequence. Gradients of weights are added up in
-    the dtype of the weights.
+    A feed-forward network keeps its hidden activations, [*B, T, hidden], until the backward. With
+    `blockwise` they exist for one chunk of tokens at a time, in the forward and in the gradient.
+    The backward computes `f` again, as under `jax.checkpoint`. Inputs, outputs and their gradients
+    are held whole, and copied where there is more than one sequence. Gradients of weights are added
+    up in the dtype of the weights.
 
     The result equals f(x) up to rounding, because products of other sizes may add in another order.
     It works under jit, vmap, scan, remat and derivatives of every order.
@@ -39,8 +39,9 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
         Linen module that belongs to the module that calls `blockwise`, an NNX module, a method of
         either, or a function. `functools.partial` of these fixes further arguments.
       x: array, or tree of arrays, with T tokens along `axis`.
-      chunk_size: tokens at a time, c. Any T works: the rest is one more, smaller call. T tokens or
-        more make it one call, which the backward computes again too.
+      chunk_size: tokens at a time, c. Any T works: the tokens that remain are one more, smaller
+        chunk. If chunk_size is T or more, there is one chunk, which the backward computes again
+        too.
       axis: dim of the tokens in each array of x. The results have their tokens at the same place,
         counted from the first dim.
 

@@ -59,10 +59,10 @@ def switch_linen(
     Args:
       strict: raise an error, instead of a warning, if no module was switched.
       sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
-        `memeff.dot_product_attention`. With sequence_axis, all attention modules inside have
-        a sequence that is sharded over devices, also those that compute with memeff already, unless
-        they have a sequence_axis of their own. `init` needs no mesh: outside of one it makes the
-        parameters on one device.
+        `memeff.dot_product_attention`. With sequence_axis, the sequence of all attention modules
+        inside is sharded over devices. This includes modules that compute with memeff already,
+        unless they have a sequence_axis of their own. `init` needs no mesh: outside of one it makes
+        the parameters on one device.
 
     Returns:
       A list of the paths of the modules that were switched, filled as they are traced. A function
@@ -70,8 +70,8 @@ def switch_linen(
 
     Raises:
       ValueError: with `strict`, no module was switched, and none computes with memeff already. If
-        an earlier switch of this process switched modules, JAX's cache may hold their programs.
-        Then there is no error, and a warning only if other modules of Linen were called.
+        an earlier switch of this process switched modules, JAX's cache may still hold their
+        programs. Then there is no error, and a warning only if other modules of Linen were called.
       NotImplementedError: a module has decode=True, and sequence_axis is given.
 
     Example:
@@ -176,8 +176,8 @@ def switch_nnx(
     Args:
       model: a module that holds `nnx.MultiHeadAttention`, at any depth, or is one.
       sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
-        `memeff.dot_product_attention`. With sequence_axis, all attention modules of the model
-        have a sequence that is sharded over devices, also those that compute with memeff already,
+        `memeff.dot_product_attention`. With sequence_axis, the sequence of all attention modules of
+        the model is sharded over devices. This includes modules that compute with memeff already,
         unless they have a sequence_axis of their own.
 
     Returns:

@@ -30,48 +30,47 @@ def replace_attention(
 ) -> Callable[..., Any]:
     """Return f with the attention that it writes out computed by `memeff.dot_product_attention`.
 
-    f may call any library. It is traced, as `jax.jit` does. Where a product of two arrays meets
-    only element-wise operations and a softmax before a second product, one call of memeff takes
-    their place, in any order of axes and at any depth: in `jit`, `vmap`, `scan`, loops, branches,
-    `remat` and `shard_map`. A sum or difference of softmaxes, as in differential attention, becomes
-    a call for each. Scale, soft cap, causal order, windows, segments, masks, biases, sinks and
-    dropout become arguments of the call, and what they do not cover becomes a `score_fn` or a
-    `mask_fn`.
+    f may call any library. It is traced as by `jax.jit`. If only element-wise operations and a
+    softmax lie between two products, one call of memeff takes their place. That works for any order
+    of axes and at any depth: in `jit`, `vmap`, `scan`, loops, branches, `remat` and `shard_map`. A
+    sum or difference of softmaxes, as in differential attention, becomes one call for each softmax.
+    Scale, soft cap, causal order, windows, segments, masks, biases, sinks and dropout become
+    arguments of the call. Other operations become a `score_fn` or a `mask_fn`.
 
     The result is the same function up to rounding, with derivatives of every order. What cannot be
     proved equal is left as it is; `memeff.find_attention` says where and why. In particular:
 
     * A row that sees no key keeps its meaning. A mask that replaces logits by a finite number gives
       the mean of all values there.
-    * A number of -6e8 or less is taken to hide a key beside others that are visible, because exp of
-      its distance to any logit of a model is 0.
-    * Where exp of the program overflows or underflows, because it subtracts no maximum, memeff does
-      not. NaN and Inf in what nobody sees do not reach the result.
+    * A logit of -6e8 or less (float16: -6e4) is taken to hide its key, if the row sees other keys:
+      its exp is 0 beside any logit of a model.
+    * If the program subtracts no maximum, and its exp overflows or underflows, memeff's does not.
+      NaN and Inf that no query sees do not reach the result.
 
-    Memory: O(T + S) for each attention that is replaced, forward and gradient. Arrays of T x S that
-    the program makes for a mask or a bias stay, unless they are made of positions or of smaller
-    arrays element by element.
+    Memory: O(T + S) for each attention that is replaced, forward and gradient. T x S arrays that
+    the program makes for a mask or a bias stay, unless it makes them, element by element, of
+    positions or of smaller arrays.
 
     Differentiate the new function: `jax.grad(replace_attention(f))`. A gradient inside f needs the
     probabilities, so `replace_attention(jax.grad(f))` raises an error.
 
     Args:
-      f: a function of pytrees. Arrays are traced. Other leaves, such as Python's numbers, bools and
-        texts, are passed as they are, and f is traced again for new ones.
+      f: a function of pytrees. Arrays are traced. Other leaves, such as numbers, bools and strings
+        of Python, are passed as they are, and f is traced again for new ones.
       strict: raise an error if nothing is replaced.
-      check: at each call, outside jit, run the new function once more and check each place on the
-        arrays of its first run. `memeff.audit` compares sampled rows and columns of the call,
-        forward and gradient, with float64, and sampled rows of the output are compared with the
-        program's equations. It takes O(T + S) for each sample, so it works where the original
-        cannot run. Dropout is left out of the comparison.
-      min_logits: leave attention alone whose T x S is smaller, because there is little to gain.
+      check: at each call of the new function, run it once more and check the numbers of each place
+        (in a loop, of its first run). `memeff.audit` compares sampled rows and columns, forward and
+        gradient, with float64. Sampled rows of the output are also compared with the program's own
+        equations. Each sample takes O(T + S), so the check works where the original cannot run.
+        Dropout is left out of the comparison. The check does not run inside jit.
+      min_logits: leave attention with a smaller T x S as it is, because there is little to gain.
 
     Returns:
       A function of the same arguments. It is jitted.
 
     Raises:
-      ValueError: with `strict`, nothing was replaced. Or f takes a derivative of all attention that
-        was found.
+      ValueError: with `strict`, nothing was replaced. Or f itself takes a derivative of all the
+        attention that was found.
       TypeError: `check` inside jit or grad. Or an argument is neither an array nor hashable.
       AssertionError: `check` found a difference. The error names the place.
 
@@ -128,9 +127,8 @@ def find_attention(
       min_logits: as in `replace_attention`.
 
     Returns:
-      A report. Its `str` is a table: each place with file and line, what was found there and
-      temporary bytes before and after as `memeff.plan` estimates them, or the reason why it is
-      left.
+      A report. Its `str` is a table of places with file and line. It says what was found, with the
+      temporary bytes before and after that `memeff.plan` estimates; or why the place is left.
 
     Raises:
       TypeError: an argument is neither an array nor hashable.

@@ -1,4 +1,4 @@
-"""Define where the tokens of a sequence lie that is sharded over devices.
+"""Define which tokens of a sharded sequence each device holds.
 
 Of a sequence of T tokens each of P devices has L = T / P. "contiguous": device r has tokens r L to
 (r + 1) L. "striped": it has r, r + P, r + 2 P ... "zigzag": of 2 P chunks it has chunk r, the early
@@ -49,11 +49,11 @@ def stride_of(layout: Layout, devices: int) -> int:
 def sequence_positions(length: int, devices: int, layout: Layout = "zigzag") -> np.ndarray:
     """Return the positions of the tokens [T] in the order in which devices hold them.
 
-    `x[:, positions]` of tokens in their own order is what a mesh axis of `devices` then shards.
-    Rotary embeddings outside of attention take these positions.
+    For tokens x in their own order, `x[:, positions]` is the order to shard over a mesh axis of
+    `devices`. Pass the positions to rotary embeddings outside of attention.
 
     Args:
-      length: T in tokens, a multiple of `devices`, for "zigzag" of twice that.
+      length: T in tokens, a multiple of `devices` (for "zigzag", of 2 * devices).
       devices: number of devices P along the sequence.
       layout: "contiguous", "zigzag" or "striped".
 
@@ -77,20 +77,20 @@ def sequence_positions(length: int, devices: int, layout: Layout = "zigzag") -> 
 
 
 def to_zigzag(tree: Any, devices: int, axis: int = 1) -> Any:
-    """Reorder tokens so that a mesh axis of `devices` shards them in zigzag.
+    """Reorder tokens to the zigzag layout, for a mesh axis of `devices` that shards them.
 
     Each device then has one chunk from the front and one from the back, so that causal attention
-    gives all devices the same work. Do it once, where data is loaded, with all that has one entry
-    for each token: tokens, labels, positions, segment ids.
+    gives all devices the same work. Call it once, where data is loaded, with all arrays that have
+    one entry for each token: tokens, labels, positions, segment ids.
 
     Args:
       tree: a pytree of arrays with T tokens along `axis`; T is a multiple of 2 * devices.
       devices: number of devices P along the sequence.
       axis: the dim of tokens, the same in all arrays.
 
-    Returns: the pytree with reordered arrays. An array that `devices` devices share along `axis`
-      stays so: each sends and receives two chunks. (jit hides this on an Auto mesh, and XLA may
-      gather the array there.) `from_zigzag` undoes it.
+    Returns: the pytree with reordered arrays. An array that is sharded over `devices` devices along
+      `axis` stays sharded: each device sends and receives two chunks. (Under jit on an Auto mesh
+      the sharding is not known, and XLA may gather the array.) `from_zigzag` undoes it.
 
     Raises: ValueError if T is no multiple of 2 * devices.
 

@@ -31,9 +31,9 @@ def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None
         devices = _devices(x, dim)
         if devices > 1 and not sequence:
             raise NotImplementedError(
-                f"{name} is sharded along the sequence (dim {dim}) over {devices} devices, which "
-                "memeff computes where it lies with sequence_axis, the name of the mesh axis. Pass "
-                "that, or gather the sequence first with jax.device_put or jax.sharding.reshard."
+                f"{name} is sharded along the sequence (dim {dim}) over {devices} devices. Pass "
+                "sequence_axis, the name of the mesh axis, to keep it sharded. Or gather the "
+                "sequence first with jax.device_put or jax.sharding.reshard."
             )
     devices = _devices(query, query.ndim - 2)
     K = key.shape[-2]

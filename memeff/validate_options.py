@@ -34,22 +34,22 @@ def check_blocks(shape: CallShape, mask_fn, q_offset):
     if blocks.lengths != (shape.T, shape.S):
         raise ValueError(
             f"mask_fn is a block mask of T, S = {blocks.lengths}, and this call has "
-            f"{(shape.T, shape.S)}: make one of those lengths."
+            f"{(shape.T, shape.S)}: make a block mask of these lengths."
         )
     if blocks.batch not in (None, shape.B):
         raise ValueError(
             f"mask_fn is a block mask made with batch={blocks.batch}, and this call has "
-            f"B={shape.B}: make one with that."
+            f"B={shape.B}: make one with batch={shape.B}."
         )
     if blocks.heads not in (None, shape.N):
         raise ValueError(
             f"mask_fn is a block mask made with heads={blocks.heads}, and this call has "
-            f"N={shape.N}: make one with that."
+            f"N={shape.N}: make one with heads={shape.N}."
         )
     if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
         raise ValueError(
-            "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass its "
-            "mask alone."
+            "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass the "
+            "memeff.Mask itself."
         )
     return blocks, mask_fn.mask
 

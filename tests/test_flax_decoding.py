@@ -84,10 +84,12 @@ def test_decoding_equals_the_full_forward_linen(name):
     assert_equal(empty, flaxes.init(jax.random.key(0), X)["cache"])
     flax_result = decode(linen_step(flaxes, params), empty, one_by_one)
     assert_close((cache, out), flax_result)
-    message = "the cache of 7 tokens holds 7 and 1 came: init with longer inputs"
+    message = (
+        "the cache has room for 7 tokens and holds 7, and 1 more came: init with longer inputs"
+    )
     with pytest.raises(ValueError, match=message):
         module.apply({**params, "cache": cache}, X[:, :1], mutable=["cache"])
-    message = r"keys \(1, 1, 4, 2\), and the cache holds \(2, 7, 4, 2\)"
+    message = r"keys of shape \(1, 1, 4, 2\), and the cache has \(2, 7, 4, 2\)"
     with pytest.raises(ValueError, match=message):
         module.apply({**params, "cache": empty}, X[:1, :1], mutable=["cache"])
 
@@ -194,7 +196,7 @@ def test_wrong_indices_are_refused():
     module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
     module.init_cache(X.shape)
     module.cache_index = flax_nnx.Cache(jnp.array([T, 0]))
-    with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came"):
+    with pytest.raises(ValueError, match="holds 7, and 1 more came"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.array([0, -1]))
     with pytest.raises(ValueError, match="cache_index is -1: it must be at least 0"):
@@ -203,7 +205,7 @@ def test_wrong_indices_are_refused():
     with pytest.raises(ValueError, match=r"cache_index has shape \(3,\): it must be one number"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.int32(0))
-    with pytest.raises(ValueError, match="they must bring 1 to 7 tokens"):
+    with pytest.raises(ValueError, match="pass inputs with 1 to 7 tokens"):
         module(np.concatenate([X, X], 1))
     module.attention_fn = flax_nnx.dot_product_attention
     with pytest.raises(ValueError, match="does not take q_offset, which is needed here"):

@@ -692,7 +692,7 @@ WRONG = [
     (lambda: KVCache.zeros(2, 4, K, H, window=4), ValueError, "capacity=4 and window=4: a ring"),
     (lambda: CACHE.append(X[:1], X[:1]), ValueError, r"key must have shape \(B=2, T, K=2, 8\)"),
     (lambda: CACHE.append(X, X[..., :2]), ValueError, "value must have shape"),
-    (lambda: CACHE.append(X, X[:, :1]), ValueError, "key brings T=3 tokens and value 1"),
+    (lambda: CACHE.append(X, X[:, :1]), ValueError, "key has T=3 tokens and value 1: pass as many"),
     (lambda: CACHE.append(X, X.astype(np.float16)), TypeError, "value is float16 and the cache"),
     (lambda: CACHE.append(X, X, [1, 4]), ValueError, "counts must lie between 0 and T=3"),
     (lambda: CACHE.append(X, X, [1.0, 2]), TypeError, "counts must be integers"),

@@ -403,7 +403,7 @@ def test_kernels_keep_to_a_memory_limit():
         (
             dict(implementation="xla"),
             TypeError,
-            "memeff.plan tells what memeff would choose. Omit `implementation`",
+            "memeff.plan says what memeff would choose. Omit `implementation`",
         ),
         (dict(is_causal=3), TypeError, "is_causal must be True or False"),
         (dict(compile="no"), TypeError, "compile must be True or False"),

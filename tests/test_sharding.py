@@ -220,7 +220,7 @@ def test_sequence_sharded_needs_sequence_axis_where_the_query_does_not_tell(whic
         wanted = np.asarray(causal(*map(np.asarray, args)))
         assert_near([(jax.jit(causal) if jit else causal)(*args)], [wanted])
         return
-    words = r"(query|key) is sharded along the sequence .*Pass that, or gather"
+    words = r"(query|key) is sharded along the sequence .*Pass sequence_axis, .*Or gather"
     call = jax.jit(causal) if jit else causal
     for is_set in (True, False):
         with mesh_context(mesh, is_set), pytest.raises(NotImplementedError, match=words):

@@ -58,7 +58,7 @@ def check_tokens(
         arrays.append(check_floats(name, x))
     T, T_of_value = (x.shape[1] for x in arrays)
     if T != T_of_value:
-        raise ValueError(f"key brings T={T} tokens and value {T_of_value}: they must be as many.")
+        raise ValueError(f"key has T={T} tokens and value {T_of_value}: pass as many of both.")
     return arrays[0], arrays[1]
 
 
@@ -125,7 +125,7 @@ def check_not_lost(lengths: Array, other: str = "") -> None:
     known = known_values(lengths)
     if known is not None and known.min() < 0:
         raise ValueError(
-            f"sequence {known.argmin()} gave up {other}drafts that it did not have (by T or path "
+            f"sequence {known.argmin()} gave up {other}drafts that it did not have (see T and path "
             "of keep_drafts). Read the sequence again."
         )
 
@@ -325,7 +325,7 @@ def _check_sharded_alike(x: Array, slots: Array, new: Array | None = None) -> No
         if given != axes and (given or what == "batch"):
             raise ValueError(
                 f"On an Explicit mesh a cache has its {what} sharded over {_named(axes)}, and its "
-                f"lengths or what it is given over {_named(given)}: shard them alike, with "
+                f"lengths or new arrays over {_named(given)}: shard them alike, with "
                 "jax.sharding.reshard."
             )
     if is_token_sharded:

@@ -48,7 +48,7 @@ def prepare_shapes(name: str, arguments: Arguments) -> Call:
     Nothing is computed.
     """
     if arguments.implementation is not None:
-        raise TypeError(f"memeff.{name} tells what memeff would choose. Omit `implementation`.")
+        raise TypeError(f"memeff.{name} says what memeff would choose. Omit `implementation`.")
 
     def prepare_call(arguments: Arguments) -> Call:
         return prepare(arguments, run_attention, warn=False)

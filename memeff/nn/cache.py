@@ -25,9 +25,9 @@ def append(
     *cached_batch, S, _, _ = keys.shape
     if keys.shape != (*batch, S, K, H) or T > S:
         raise ValueError(
-            f"decode: inputs give keys {key.shape}, and the cache holds {keys.shape}: they must "
-            f"bring 1 to {S} tokens, for the leading dims {tuple(cached_batch)} that it was made "
-            "for."
+            f"decode: the inputs give keys of shape {key.shape}, and the cache has {keys.shape}: "
+            f"pass inputs with 1 to {S} tokens and with leading dims {tuple(cached_batch)}, for "
+            "which the cache was made."
         )
     if start.ndim and start.shape != tuple(batch):
         raise ValueError(
@@ -56,8 +56,8 @@ def _check_room(start: Array, T: int, S: int) -> None:
         raise ValueError(f"decode: cache_index is {known.min()}: it must be at least 0.")
     if known is not None and known.max() + T > S:
         raise ValueError(
-            f"decode: the cache of {S} tokens holds {known.max()} and {T} came: init with longer "
-            "inputs."
+            f"decode: the cache has room for {S} tokens and holds {known.max()}, and {T} more "
+            "came: init with longer inputs."
         )
 
 

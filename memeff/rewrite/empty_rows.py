@@ -102,7 +102,9 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     lows = {x.low for x in masks}
     may_be_low = _may_be_low(biases, inner)
     if may_be_low and any(math.isfinite(x) for x in lows):
-        raise NoMatch("a mask after the softmax, where a bias or a score may be as low as the mask")
+        raise NoMatch(
+            "a mask after the softmax, and a bias or a score that may be as low as the mask"
+        )
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
     outside = match.softmax.outside
@@ -114,7 +116,9 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
         return Logits(condition, NAN, biases, inner)
     if before <= after and is_zero and not may_be_low:
         return Logits(condition, None, biases, inner)
-    raise NoMatch("rows that see no key are 0, or are not, by masks before and after the softmax")
+    raise NoMatch(
+        "masks before and after the softmax give different results to rows that see no key"
+    )
 
 
 def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:

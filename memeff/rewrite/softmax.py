@@ -235,7 +235,7 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     logs = [x for x, _ in shifts if x[0].op == "log"]
     if not logs:
         if outside.nan_is_zero:
-            raise NoMatch("NaN becomes 0 among exponentials, and not in their sum")
+            raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
         softmax = _of_terms(terms, keys, outside)
         return dataclasses.replace(softmax, unnormalised=terms)
     if base != 1 or len(logs) != 1:
@@ -333,7 +333,7 @@ def division_after(
             break
         else:
             break
-    raise NoMatch("exponentials are not divided by their sum over the keys, and nothing else")
+    raise NoMatch("exponentials are not divided by their sum over the keys, or not by that alone")
 
 
 def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, float]:

@@ -78,9 +78,7 @@ def why_not(
     """Return None if a strategy can run this call, or else the reason in words."""
     if len(sizes.devices) == 2:
         if strategy != "all_to_all":
-            return (
-                "two axes of sequence_axis are all-to-all over the second, by ring over the first"
-            )
+            return "of two axes in sequence_axis the first is a ring, and the second all-to-all"
     elif strategy == "all_gather" and layout == "striped":
         return 'gathered keys need sequence_layout="contiguous" or "zigzag"'
     elif strategy == "all_gather" and sizes.S == 0:

@@ -96,7 +96,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     if reason := unsupported_bias(operands):
         return f"the Ampere kernels support {reason}"
     if operands.origin is not None:
-        return "the Ampere kernels do not support functions on a part of a whole call"
+        return "the Ampere kernels do not support functions in parts of a sharded call"
     if problem.qk_transform is not None:
         return "the Ampere kernels do not support `qk_transform`"
     return None

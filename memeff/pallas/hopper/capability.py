@@ -130,7 +130,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
             "Flax's own bits"
         )
     if operands.origin is not None:
-        return "the Hopper kernels do not support functions on a part of a whole call"
+        return "the Hopper kernels do not support functions in parts of a sharded call"
     if reason := unsupported_bias(operands):
         return f"the Hopper kernels support {reason}"
     if problem.qk_transform is not None:

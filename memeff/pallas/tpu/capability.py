@@ -98,7 +98,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
     if varies(operands):  # they do not type their results
         return "the TPU kernels inside jax.shard_map need its check_vma=False"
     if operands.origin is not None:
-        return "the TPU kernels do not support functions on a part of a whole call"
+        return "the TPU kernels do not support functions in parts of a sharded call"
     if problem.precision not in (None, lax.Precision.DEFAULT):
         return "the TPU kernels multiply at the default precision and support no `precision`"
     return None

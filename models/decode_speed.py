@@ -2,8 +2,9 @@
 
 python -m models.decode_speed --context 32768 --batch 1 32 --json generate.jsonl
 
-Parameters and caches are random, because their values change no time. The limit is the time in which the device's memory
-reads all parameters and all cached keys and values once (--bandwidth, in bytes per second, which a copy reaches).
+Parameters and caches are random, because the time does not depend on their values. The limit is the time in which the
+device's memory reads all parameters and all cached keys and values once, at --bandwidth bytes per second, the rate of a
+copy.
 """
 
 import argparse

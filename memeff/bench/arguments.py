@@ -1,7 +1,8 @@
 """`python -m memeff.bench arguments`: time calls with a bias, a dense mask, dropout and others.
 
-Forward / forward + gradient in milliseconds, of the bias too where there is one, and the temporary
-bytes of the latter, which XLA reports. Times are medians of samples taken in turns.
+The table has milliseconds of the forward / forward + gradient, and the temporary bytes of the
+latter, as XLA reports them. The gradient includes that of the bias, if there is one. Times are
+medians of samples taken in turns.
 
   memeff         dot_product_attention; dropout with dropout_bits="mix32"
   memeff:xla     the same with implementation="xla", the chunked path

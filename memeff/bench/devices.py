@@ -1,17 +1,17 @@
-"""`python -m memeff.bench devices`: measure causal attention whose sequence lies on many devices.
+"""`python -m memeff.bench devices`: measure causal attention over a sharded sequence.
 
-Each of --devices devices has --tokens tokens of the sequence. A row compares with one device that
-has the whole sequence, in the same run: its share is that device's time, divided by the number of
-devices, over the time of the row. The error is the largest difference of out and of all gradients
-from those of one device, over the largest number of each. Unless XLA_FLAGS sets it otherwise, copy
-engines carry the messages of GPUs (--xla_gpu_collective_permute_mode=peer).
+Each of --devices devices has --tokens tokens of the sequence. Each row is compared with one device
+that has the whole sequence, in the same run. The share of a row is the time of that device, divided
+by the number of devices and by the time of the row. The error is the largest difference of out and
+of all gradients from those of one device, over the largest number of each. Unless XLA_FLAGS sets it
+otherwise, copy engines carry the messages of GPUs (--xla_gpu_collective_permute_mode=peer).
 
   one                 memeff on one device
   ring, all_gather, all_to_all
                       memeff with this context_parallel, in a zigzag
   two_axes            memeff with all-to-all in pairs of devices, and a ring of two or more pairs
   jax.nn:all_gather   jax.nn with cuDNN (on a CPU, XLA) on gathered keys. The causal order of a part
-                      is a dense mask there, for jax.nn has no offset
+                      is a dense mask there, because jax.nn has no offset
   jla:ring            context_parallel_attention of jax-linear-attention, which makes the zigzag
 """
 
@@ -288,8 +288,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--devices", type=size, nargs="+", metavar="P", help="numbers (default: all devices)")
-    add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="of one device")
+    add("--devices", type=size, nargs="+", metavar="P", help="how many devices (default: all)")
+    add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="tokens of one device")
     add("--heads", type=size, default=16, metavar="N", help="query heads")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
     add("--head-dim", type=size, default=128, metavar="H")

@@ -1,10 +1,11 @@
 """`python -m memeff.bench hard`: memeff's errors on hard inputs, over those of plain attention.
 
-Truth is float64. Plain attention is the quadratic computation in the call's own dtype on the same
-device, step for step as `jax.nn` has it: logits and softmax in float32, probabilities rounded for
-their product, gradients by JAX. A cell is the largest error of memeff over the largest error of
-plain attention, of all entries of that array; nothing is added to either. Where plain attention
-errs nowhere, a cell is memeff's error in roundings of the largest entry ("0.5 ulp").
+A cell is the largest error of memeff in an array, divided by the largest error of plain attention
+in that array. Nothing is added to either. Where plain attention errs nowhere, a cell is memeff's
+error in roundings of the largest entry ("0.5 ulp"). Errors are those against float64. Plain
+attention is the quadratic computation in the call's own dtype on the same device, step for step as
+`jax.nn` has it: logits and softmax in float32, probabilities rounded for their product, gradients
+by JAX.
 
 Where a cell is more than is allowed, a second ratio follows in brackets. It compares memeff with
 plain attention whose gradient starts from out and lse as stored, because every gradient in linear

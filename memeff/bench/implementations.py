@@ -22,7 +22,7 @@ STANDARD = ("memeff", "jax.nn:cudnn", "tokamax:xla_chunked", "torch", "jax.nn")
 NAMES = (
     "memeff[:CHUNK|:IMPLEMENTATION|:fused|:fastest][@MEMORY], "
     "memeff:cache, memeff:pagesN, memeff:int8, memeff:fp8 (caches, for --decode), jax.nn[:cudnn], "
-    "jax.pallas (decodes alone), reference, torch[:cudnn], tokamax[:IMPLEMENTATION]"
+    "jax.pallas (for --decode alone), reference, torch[:cudnn], tokamax[:IMPLEMENTATION]"
 )
 MEMEFF_NAME = re.compile(
     r"memeff(?::(?:(?P<chunk>\d+)|(?P<implementation>xla|pallas)|(?P<backward>fused|fastest)))?"

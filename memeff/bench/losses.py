@@ -1,8 +1,8 @@
 """`python -m memeff.bench losses`: measure the loss of a large vocabulary beside other packages.
 
-A call is the mean of the losses of all tokens, and that with its gradient by the hidden states and
-the kernel. Times are medians of samples taken in turns; the temporary bytes are those that XLA
-reports. A call that does not fit into the device's memory has a note.
+Two calls are measured: the mean of the losses of all tokens, and that mean with its gradient with
+respect to the hidden states and the kernel. Times are medians of samples taken in turns. Temporary
+bytes are those that XLA reports. A call that does not fit into the device's memory has a note.
 
   memeff             the losses of tokens, averaged: the least memory
   memeff:chunked     the same without kernels
@@ -259,9 +259,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], metavar="T")
-    parser.add_argument("--features", type=int, nargs="+", default=[1024], metavar="H")
-    parser.add_argument("--words", type=int, default=131_072, metavar="V")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192], metavar="T", help="default: 8192"
+    )
+    parser.add_argument(
+        "--features",
+        type=int,
+        nargs="+",
+        default=[1024],
+        metavar="H",
+        help="size of a hidden state (default: 1024)",
+    )
+    parser.add_argument(
+        "--words",
+        type=int,
+        default=131_072,
+        metavar="V",
+        help="size of the vocabulary (default: 131072)",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")

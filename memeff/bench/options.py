@@ -29,7 +29,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("table", nargs="?", default="speed", help="speed (the default) or memory")
+    add("table", nargs="?", default="speed", help="speed (default) or memory")
     add(
         "--doctor",
         action="store_true",
@@ -51,20 +51,20 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add(
         "--decode",
         action="store_true",
-        help="--mode forward --mask causal, and --query-length 1 if none is given",
+        help="short for --mode forward --mask causal, with --query-length 1 by default",
     )
-    add("--batch", type=size, default=1, metavar="B")
-    add("--heads", type=size, default=8, metavar="N", help="query heads")
+    add("--batch", type=size, default=1, metavar="B", help="sequences (default: 1)")
+    add("--heads", type=size, default=8, metavar="N", help="query heads (default: 8)")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
-    add("--head-dim", type=size, default=64, metavar="H")
+    add("--head-dim", type=size, default=64, metavar="H", help="head size (default: 64)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--mask", nargs="+", choices=MASKS, help="speed: both; memory: causal")
+    add("--mask", nargs="+", choices=MASKS, help="default: both for speed, causal for memory")
     add(
         "--mode",
         nargs="+",
         choices=MODES + HIGHER_MODES,
-        help="the first two; gradient is forward + gradient, hvp forward over reverse, "
-        "directions are the arrays themselves",
+        help="default: forward and gradient. gradient is forward + gradient; hvp is a "
+        "Hessian-vector product, forward over reverse. Tangents are the arrays themselves",
     )
     add(
         "--with",
@@ -72,10 +72,10 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         nargs="+",
         choices=EXTRA_NAMES,
         default=("plain",),
-        help="a score or a mask",
+        help="scores and masks that are added to the calls (default: plain, none)",
     )
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
-    add("--rounds", type=size, default=7, help="samples of each time")
+    add("--rounds", type=size, default=7, help="samples of each time (default: 7)")
     add("--json", metavar="FILE", help="append a JSON line for each row")
     add(
         "--save",
@@ -85,7 +85,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add(
         "--plot",
         metavar="FILE",
-        help="draw against length: memory, or FLOP/s; FILE.txt: bars of text, of memory",
+        help="draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Measures tokens per second of `models.generate` at a long context, beside the same model with jax.nn.
+"""Measure tokens per second of `models.generate` at a long context, beside the same model with jax.nn.
 
 python -m models.decode_speed --context 32768 --batch 1 32 --json generate.jsonl
 

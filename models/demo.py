@@ -1,7 +1,7 @@
-"""What memeff is for, in about two minutes on two CPU cores: `python -m models.demo`, or `make demo`.
+"""Show what memeff is for, in about two minutes on two CPU cores: `python -m models.demo`, or `make demo`.
 
-A table of the memory that attention needs, a language model trained on real text at 4,096 bytes of context, a plot, and
-a few lines that the model writes. Everything lands in runs/demo, which is made anew each time.
+The demo prints a table of the memory that attention needs, trains a language model on real text at 4,096 bytes of context,
+draws the table, and lets the model write a few lines. All files are in runs/demo, which is made anew each time.
 """
 
 import json

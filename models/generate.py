@@ -1,9 +1,10 @@
-"""Writes text with a trained model: reads prompts in chunks into a cache, then goes on token by token.
+"""Write text with a trained model: read prompts in chunks into a cache, then generate token by token.
 
 python -m models.generate --checkpoint runs/train --prompt "def main(" --length 200 --temperature 0.8 --top-p 0.95
 
-Several --prompt make a batch. Each text is what the model would write if it had that prompt alone: the draws of text n
-come from the seed and n, and rows of a batch do not see each other. One prompt is printed as it is written.
+Several --prompt make a batch. Each text is what the model would write for that prompt alone, because the random numbers
+of text n depend on the seed and n only, and rows of a batch do not see each other. The text of a single prompt is printed
+while it is written.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class State(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m models.generate", description="Writes text with a trained model."
+        prog="python -m models.generate", description="Write text with a trained model."
     )
     parser.add_argument(
         "--checkpoint", default="runs/train", help="folder of the run, the --out of models.train"

@@ -1,16 +1,17 @@
-r"""Trains the byte-level language model of `models.transformer`; the same command again resumes an interrupted run.
+r"""Train the byte-level language model of `models.transformer`. The same command resumes an interrupted run.
 
     python -m models.train                          # Python's own library, 4,096 bytes of context, CPU or GPU
     python -m models.train --text book.txt folder/  # any text
-    python -m models.train --attention jax.nn --out runs/other   # the same data, attention by somebody else
+    python -m models.train --attention jax.nn --out runs/other   # the same data, with the attention of jax.nn
     python -m models.train --task listops --context 2048         # a long-range task: nested MIN, MAX, MED, SM
-    python -m models.train --devices 8 --context 1048576         # eight devices share each row, in the same loss
+    python -m models.train --devices 8 --context 1048576         # eight devices share each row; the loss is the same
 
-The first, on two CPU cores: 4,900 tokens/s; evaluation loss near 2.40 nats per byte after 50 steps (50 s), 2.24 after 200.
+On two CPU cores the first command trains at 4,900 tokens/s. The evaluation loss is near 2.40 nats per byte after 50 steps
+(50 s), and 2.24 after 200.
 
-Everything lands in --out: metrics.jsonl (one line per step), checkpoints/, run.json (the settings).
-A crash or a full disk at any moment costs the steps since the last checkpoint and nothing else.
-A checkpoint that cannot be read costs those since the checkpoint before it.
+A run writes into --out: metrics.jsonl (one line per step), checkpoints/ and run.json (the settings). A crash or a full disk
+at any moment costs the steps since the last checkpoint and nothing else. If that checkpoint cannot be read, the run resumes
+from the one before it.
 """
 
 import argparse
@@ -45,27 +46,27 @@ from models.transformer import Config, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Config):
-    """All that a run is made of. `python -m models.train --help` is this list."""
+    """All settings of a run. `python -m models.train --help` lists them."""
 
     out: Annotated[str, "folder of the run"] = "runs/train"
-    task: Annotated[Literal["text", "listops"], "what is learnt"] = "text"
+    task: Annotated[Literal["text", "listops"], "what the model learns"] = "text"
     text: Annotated[tuple[str, ...], "text files or folders (default: Python's own library)"] = ()
     context: Annotated[int, "tokens in a row"] = 4096
     batch: Annotated[int, "rows in a step"] = 1
-    accumulate: Annotated[
-        int, "pieces that a step's rows are worked off in, one after the other"
-    ] = 1
+    accumulate: Annotated[int, "parts of a step's rows that are computed one after the other"] = 1
     steps: Annotated[int, "steps of the whole run"] = 200
-    learning_rate: Annotated[float, "at the top of the schedule"] = 3e-3
-    warmup: Annotated[int, "steps from 0 to the top; from there a cosine down to a tenth"] = 20
-    weight_decay: Annotated[float, "of AdamW, on matrices"] = 0.1
+    learning_rate: Annotated[float, "the highest of the schedule"] = 3e-3
+    warmup: Annotated[
+        int, "steps in which the rate rises from 0; then a cosine down to a tenth"
+    ] = 20
+    weight_decay: Annotated[float, "weight decay of AdamW, on matrices"] = 0.1
     clip: Annotated[float, "largest global norm of the gradient"] = 1.0
     eval_every: Annotated[int, "steps between evaluations"] = 50
     eval_batches: Annotated[int, "batches in an evaluation"] = 4
     save_every: Annotated[int, "steps between checkpoints"] = 50
     log_every: Annotated[int, "steps between printed lines"] = 10
-    minutes: Annotated[float | None, "save and stop after so long, as if interrupted"] = None
-    seed: Annotated[int, "of parameters and data"] = 0
+    minutes: Annotated[float | None, "save and stop after this time, as if interrupted"] = None
+    seed: Annotated[int, "seed of parameters and data"] = 0
 
     def __post_init__(self):
         super().__post_init__()

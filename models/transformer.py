@@ -1,13 +1,14 @@
-"""A decoder-only language model for long context; reads in the order that data flows: tokens, layers, logits.
+"""A decoder-only language model for long context. The file follows the data: tokens, layers, logits.
 
 Pre-norm (RMSNorm), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped heads (Ainslie et al. 2023,
-arXiv:2305.13245), gated feed-forward (Shazeer 2020, arXiv:2002.05202). Flax NNX rather than Linen: the model is a plain
-object with its parameters as attributes, and what happens to them (stacking, scan, remat) is JAX that can be read here.
+arXiv:2305.13245), gated feed-forward (Shazeer 2020, arXiv:2002.05202). It uses Flax NNX rather than Linen, because the
+model is then a plain object with its parameters as attributes, and stacking, scan and remat are plain JAX in this file.
 
-Parameters are float32 and stacked over layers whatever the options say, so that one checkpoint serves all of them.
+Parameters are float32 and stacked over layers, whatever the options say, so that one checkpoint serves all of them.
 
-Packed documents: tokens see their own document only, and positions start again at 0 in each. Rotary attention depends on
-distances alone, so this changes no meaning; it keeps the angles small and a packed document equal to the document by itself.
+Documents may be packed: tokens see their own document only, and positions start again at 0 in each document. Rotary
+attention depends on distances alone, so the result is the same. But the angles stay small, and a packed document has
+the numbers of the document by itself.
 """
 
 import dataclasses
@@ -35,23 +36,26 @@ class Config:
     """The model's settings; `models.train` makes its flags of them."""
 
     layers: Annotated[int, "number of layers"] = 4
-    width: Annotated[int, "numbers per token between layers"] = 128
-    heads: Annotated[int, "query heads; a head has width / heads numbers"] = 4
+    width: Annotated[int, "size of a token's vector between layers"] = 128
+    heads: Annotated[int, "query heads; the head size is width / heads"] = 4
     kv_heads: Annotated[int, "key/value heads, shared by heads / kv_heads query heads each"] = 2
-    feed_forward: Annotated[int, "width inside the feed-forward part"] = 384
+    feed_forward: Annotated[int, "hidden width of the feed-forward part"] = 384
     window: Annotated[
         int | None, "see this many tokens back at most (default: the whole document)"
     ] = None
-    attention: Annotated[Literal["memeff", "jax.nn", "reference"], "who computes attention"] = (
+    attention: Annotated[Literal["memeff", "jax.nn", "reference"], "which attention to use"] = (
         "memeff"
     )
     dtype: Annotated[
-        Literal["float32", "bfloat16"], "what is computed in; parameters are float32"
+        Literal["float32", "bfloat16"], "dtype of the computation; parameters are float32"
     ] = "float32"
     remat: Annotated[
-        bool, "recompute a layer in its backward pass, all but attention, instead of keeping it"
+        bool,
+        "recompute each layer in the backward, except attention, instead of keeping its arrays",
     ] = False
-    scan_layers: Annotated[bool, "compile one layer and loop over it, instead of all"] = True
+    scan_layers: Annotated[
+        bool, "compile one layer and loop over the layers, instead of compiling all"
+    ] = True
     feed_forward_chunk: Annotated[
         int | None, "tokens of the feed-forward part that exist at a time (default: all)"
     ] = None

@@ -17,6 +17,9 @@ from models.data import Refused
 @contextlib.contextmanager
 def one_sentence(script: str) -> Iterator[None]:
     """End the script with one sentence, not a traceback, where the user or the system is at fault."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it
+            setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     try:

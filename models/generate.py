@@ -146,15 +146,14 @@ def stream(
     memory_limit: int | str | None = None,
 ) -> Iterator[list[str]]:
     """Yield what is written after each of `prompts`, a few bytes at a time, until all end or have `length` bytes."""
-    check_choices(length, temperature, top_k, top_p)
+    check_choices(length, temperature, top_k, top_p, seed)
+    limit = check_limit(memory_limit)
     starts = [tokens_of(prompt) for prompt in prompts]
     sampling = Sampling(temperature, min(top_k or VOCABULARY, VOCABULARY), top_p)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
         jnp.arange(len(prompts))
     )
-    state = read_prompts(
-        graphdef, params, starts, length, parse_bytes("memory_limit", memory_limit)
-    )
+    state = read_prompts(graphdef, params, starts, length, limit)
     decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
     ended = [False] * len(prompts)
     for first in range(0, length, BLOCK):
@@ -172,11 +171,13 @@ def stream(
             return
 
 
-def check_choices(length: int, temperature: float, top_k: int | None, top_p: float) -> None:
+def check_choices(
+    length: int, temperature: float, top_k: int | None, top_p: float, seed: int
+) -> None:
     """Refuse what means nothing."""
     if length < 1:
         raise Refused(f"length={length}: it must be at least 1 byte.")
-    if temperature < 0:
+    if not temperature >= 0:
         raise Refused(
             f"temperature={temperature}: it must be >= 0; 0 takes the likeliest byte each time."
         )
@@ -186,6 +187,16 @@ def check_choices(length: int, temperature: float, top_k: int | None, top_p: flo
         )
     if not 0 < top_p <= 1:
         raise Refused(f"top_p={top_p}: it must be above 0 and at most 1, which means all bytes.")
+    if not -(2**63) <= seed < 2**63:
+        raise Refused(f"seed={seed}: it must fit in 64 bits.")
+
+
+def check_limit(memory_limit: int | str | None) -> int | None:
+    """Return a memory limit in bytes."""
+    try:
+        return parse_bytes("memory_limit", memory_limit)
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 def tokens_of(prompt: str) -> np.ndarray:
@@ -208,6 +219,8 @@ def read_prompts(
     room = longest + -(-length // BLOCK) * BLOCK
     if room > ROUND:
         room = -(-room // ROUND) * ROUND
+    if room >= 2**31:
+        raise Refused(f"length={length}: with the prompt it must be below 2**31 bytes.")
     chunk = min(CHUNK, longest)
     while True:
         state, pieces = first_state(graphdef, params, starts, room, chunk)

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -76,6 +77,15 @@ class Settings(Config):
             raise Refused(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}.")
         if not 0 <= self.warmup < self.steps:
             raise Refused(f"warmup={self.warmup} must be >= 0 and less than steps={self.steps}.")
+        for name in ("learning_rate", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise Refused(f"{name}={getattr(self, name)}: it must be >= 0 and finite.")
+        if not self.clip > 0:
+            raise Refused(f"clip={self.clip}: it must be above 0; inf clips nothing.")
+        if self.minutes is not None and not self.minutes >= 0:
+            raise Refused(f"minutes={self.minutes}: it must be >= 0; leave it out for no limit.")
+        if not 0 <= self.seed < 2**63:
+            raise Refused(f"seed={self.seed}: it must be >= 0 and fit in 64 bits.")
         layout = self.sequence_keywords().get("sequence_layout")
         parts = 2 * self.devices if layout == "zigzag" else self.devices
         if self.context % parts:

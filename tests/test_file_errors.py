@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,3 +183,17 @@ def test_output_that_cannot_be_written(text, flush):
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout == text.replace("\ufffd", "?") + "\n"
+
+
+def test_streams_that_the_shell_closed():
+    """Python has no sys.stdout or sys.stderr then: a script runs, and what it prints is lost."""
+    code = (
+        "import sys\n"
+        "from models.files import one_sentence, warn\n"
+        "with one_sentence('script'): print('output'); warn('a'); sys.stderr.isatty()"
+    )
+    for closed, kept in ((">&-", ""), ("2>&-", "output\n")):
+        command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+        process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == 0
+        assert process.stdout == kept

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import random
 
 import numpy as np
@@ -86,6 +87,14 @@ REFUSED_SETTINGS = [
     ({"steps": 0}, "steps=0: it must be at least 1."),
     ({"batch": 4, "accumulate": 3}, "batch=4 must be a multiple of accumulate=3."),
     ({"warmup": 200}, "warmup=200 must be >= 0 and less than steps=200."),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0: it must be >= 0 and finite."),
+    ({"learning_rate": math.nan}, "learning_rate=nan: it must be >= 0 and finite."),
+    ({"weight_decay": math.inf}, "weight_decay=inf: it must be >= 0 and finite."),
+    ({"clip": 0.0}, "clip=0.0: it must be above 0; inf clips nothing."),
+    ({"clip": math.nan}, "clip=nan: it must be above 0; inf clips nothing."),
+    ({"minutes": math.nan}, "minutes=nan: it must be >= 0; leave it out for no limit."),
+    ({"seed": -1}, "seed=-1: it must be >= 0 and fit in 64 bits."),
+    ({"seed": 2**63}, "seed=9223372036854775808: it must be >= 0 and fit in 64 bits."),
     ({"devices": 0}, "devices=0: it must be at least 1."),
     (
         {"devices": 2, "attention": "jax.nn"},

@@ -6,6 +6,7 @@ Runs have the same curve whichever function computes attention.
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -283,6 +284,13 @@ def test_generates_from_a_checkpoint(full_run, capsys):
             {"top_p": 0.0},
             "top_p=0.0: it must be above 0 and at most 1, which means all bytes.",
         ),
+        (
+            {"temperature": math.nan},
+            "temperature=nan: it must be >= 0; 0 takes the likeliest byte each time.",
+        ),
+        ({"seed": 2**63}, "seed=9223372036854775808: it must fit in 64 bits."),
+        ({"length": 2**31 - 9}, "length=2147483639: with the prompt it must be below 2**31 bytes."),
+        ({"memory_limit": "0"}, "memory_limit=0: bytes must be > 0; use None for no limit."),
         (
             {"prompt": "\ud800"},
             "prompt='\\ud800' is not UTF-8: give it in UTF-8.",

@@ -210,3 +210,37 @@ def test_wrong_indices_are_refused():
     module.attention_fn = flax_nnx.dot_product_attention
     with pytest.raises(ValueError, match="does not take q_offset, which is needed here"):
         module(X[:, :2])
+
+
+def test_a_cache_may_have_another_dtype_than_its_tokens():
+    module = NNX[0](N, F, decode=True, kernel_init=uniform, rngs=flax_nnx.Rngs(0))
+    full = module(X, decode=False, is_causal=True)
+    for lengths in ([1] * T, [T - 1, 1]):
+        module.init_cache(X.shape, jnp.bfloat16)
+        pieces = np.split(X, np.cumsum(lengths)[:-1], axis=1)
+        out = np.concatenate([module(piece) for piece in pieces], 1)
+        np.testing.assert_allclose(out, full, atol=0.02)
+        assert module.cached_key.dtype == jnp.bfloat16
+
+
+def test_a_full_cache_refuses_one_more_token():
+    module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
+    module.init_cache(X.shape)
+    module(X)
+    with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came"):
+        module(X[:, :1])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(2, 1), (1, 2), (2, 3)])
+def test_queries_and_keys_of_different_lengths_are_refused(queries, keys):
+    """The cache has one position for both."""
+    module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
+    module.init_cache(X.shape)
+    message = r"decode: inputs give queries .* and keys .*: both must bring the same tokens"
+    with pytest.raises(ValueError, match=message):
+        module(X[:, :queries], X[:, :keys])
+    assert module.cache_index[...] == 0
+    linen = LINEN[0](N, decode=True)
+    variables = linen.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=message):
+        linen.apply(variables, X[:, :queries], X[:, :keys], mutable=["cache"])

@@ -1,5 +1,7 @@
 """Give memeff's attention the hooks and the habits that Flax's attention modules expect."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -110,6 +112,13 @@ def attention_fn(
         precision=precision,
         **options,
     )
+
+
+def is_memeff(function: Callable[..., Array]) -> bool:
+    """Return whether an attention_fn is memeff's, perhaps with keywords bound."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function) is attention_fn
 
 
 def _refuse_weights(query: ArrayLike, key: ArrayLike, module: Any) -> None:

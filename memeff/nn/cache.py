@@ -9,18 +9,23 @@ from memeff.inputs import known_values
 
 
 def append(
-    cached: tuple[Array, Array], new: tuple[Array, Array], start: Array
+    cached: tuple[Array, Array], query: Array, new: tuple[Array, Array], start: Array
 ) -> tuple[Array, Array]:
     """Return the cached keys and values [*B, S, K, H] with new ones [*B, T, K, H] from `start` on.
 
-    If `start` is one number, all sequences are as long as each other. Tokens beyond S then
-    overwrite the last ones, as in Flax. If it is [*B], such tokens are left out (see
-    `nan_where_full`).
+    The query [*B, T, N, H] is that of the new tokens. If `start` is one number, all sequences are
+    as long as each other. Tokens beyond S then overwrite the last ones, as in Flax. If it is [*B],
+    such tokens are left out (see `nan_where_full`).
 
     Raises: ValueError if shapes disagree, or a token is known to lie outside the cache.
     """
     keys, values = cached
     key, value = new
+    if query.shape[:-2] != key.shape[:-2]:
+        raise ValueError(
+            f"decode: inputs give queries {query.shape} and keys {key.shape}: both must bring the "
+            "same tokens."
+        )
     *batch, T, K, H = key.shape
     *cached_batch, S, _, _ = keys.shape
     if keys.shape != (*batch, S, K, H) or T > S:

@@ -264,15 +264,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
         if not exists:
             return key, value, None
-        T = key.shape[-3]
-        if query.shape[:-2] != key.shape[:-2]:
-            raise ValueError(
-                f"decode: inputs give queries {query.shape} and keys {key.shape}: both must bring "
-                "the same tokens."
-            )
         start = index.value
-        keys.value, values.value = cache.append((keys.value, values.value), (key, value), start)
-        index.value = start + T
+        cached = keys.value, values.value
+        keys.value, values.value = cache.append(cached, query, (key, value), start)
+        index.value = start + key.shape[-3]
         return keys.value, values.value, start
 
 

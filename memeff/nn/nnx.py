@@ -12,7 +12,7 @@ from jax import Array
 from memeff.arguments import Strategy
 from memeff.block_mask import BlockMask
 from memeff.nn import cache
-from memeff.nn.attention_fn import attention_fn
+from memeff.nn.attention_fn import attention_fn, is_memeff
 from memeff.nn.options import (
     bind,
     check_functions,
@@ -225,9 +225,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
 
     def _appends_itself(self, inputs_q: Array) -> bool:
-        """Return whether Flax's cache does not do: several tokens, or an index of each sequence."""
+        """Return whether memeff appends to the cache.
+
+        Flax does it for an `attention_fn` of the user, if it can: one token, at one index.
+        """
         assert self.cache_index is not None
-        return inputs_q.shape[-2] != 1 or self.cache_index[...].ndim > 0
+        flax_can = inputs_q.shape[-2] == 1 and self.cache_index[...].ndim == 0
+        return is_memeff(self.attention_fn) or not flax_can
 
     def _attend_to_cache(
         self,
@@ -241,7 +245,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         index, keys, values = self.cache_index, self.cached_key, self.cached_value
         assert index is not None and keys is not None and values is not None
         start = index[...]
-        key, value = cache.append((keys[...], values[...]), (key, value), start)
+        key, value = cache.append((keys[...], values[...]), query, (key, value), start)
         keys[...] = key
         values[...] = value
         index[...] = start + query.shape[-3]

@@ -9,7 +9,6 @@ at the top, while no other thread uses JAX.
 import contextlib
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from flax import linen, nnx
 from jax import Array
 
 from memeff.arguments import Strategy
-from memeff.nn.attention_fn import attention_fn
+from memeff.nn.attention_fn import attention_fn, is_memeff
 from memeff.nn.options import check_no_cache, sequence_keywords
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
@@ -100,13 +99,13 @@ def switch_linen(
             return next_fun(*args, **kwargs)
         path = "/".join(module.path) or "(root)"
         if not _can_switch(module, path, options):
-            seen.computes_with_memeff |= _is_memeff(module.attention_fn)
-            seen.keeps_its_own |= not _is_memeff(module.attention_fn)
+            seen.computes_with_memeff |= is_memeff(module.attention_fn)
+            seen.keeps_its_own |= not is_memeff(module.attention_fn)
             return next_fun(*args, **kwargs)
 
         check_no_cache(options, module.decode)
         original = module.attention_fn
-        attend = original if _is_memeff(original) else attention_fn
+        attend = original if is_memeff(original) else attention_fn
 
         @functools.wraps(attention_fn)
         def record_and_attend(query, *args, **kwargs):
@@ -207,7 +206,7 @@ def switch_nnx(
         if isinstance(module, nnx.MultiHeadAttention)
     ]
     switched = [(path, module) for path, module in modules if _can_switch(module, path, options)]
-    if not switched and not any(_is_memeff(module.attention_fn) for _, module in modules):
+    if not switched and not any(is_memeff(module.attention_fn) for _, module in modules):
         kept = "none without an attention_fn of its own" if modules else "none at all"
         raise ValueError(
             f"model holds no nnx.MultiHeadAttention to switch ({kept}): give "
@@ -217,7 +216,7 @@ def switch_nnx(
     for _, module in switched:
         check_no_cache(options, module.decode)
     for _, module in switched:
-        attend = module.attention_fn if _is_memeff(module.attention_fn) else attention_fn
+        attend = module.attention_fn if is_memeff(module.attention_fn) else attention_fn
         module.attention_fn = _with_options(attend, options)
     return [path for path, _ in switched]
 
@@ -237,7 +236,7 @@ def _can_switch(module: Any, path: str, options: SequenceOptions) -> bool:
     function = module.attention_fn
     if function in (linen.dot_product_attention, nnx.dot_product_attention):
         return True
-    if _is_memeff(function):
+    if is_memeff(function):
         return bool(options.keywords()) and not _is_decided(module)
     warnings.warn(
         f"the attention module at '{path}' keeps its own attention_fn ({function}), because "
@@ -256,10 +255,3 @@ def _is_decided(module: Any) -> bool:
         function = function.func
     own_axis = getattr(module, "sequence_axis", None)
     return own_axis is not None or function is not attention_fn
-
-
-def _is_memeff(function: Callable[..., Array]) -> bool:
-    """Return whether an attention_fn is memeff's, perhaps with keywords bound."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.unwrap(function) is attention_fn

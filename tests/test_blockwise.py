@@ -491,6 +491,27 @@ def nnx_closure(network):
     return closure
 
 
+def test_transforms_inside_of_nnx_modules():
+    """Those of NNX write every variable, with the value that it has."""
+    linear = nnx.Linear(C, C, rngs=nnx.Rngs(0))
+
+    class Layer(nnx.Module):
+        def __init__(self, transform):
+            self.linear = linear
+            self.apply = transform(nnx.Linear.__call__)
+
+        def __call__(self, x):
+            return self.apply(self.linear, x)
+
+    for transform in (jax.jit, jax.checkpoint):
+        assert_near(blockwise(Layer(transform), X, 4), linear(X))
+    for transform in (nnx.jit, nnx.remat):
+        layer = Layer(transform)
+        for f in (layer, functools.partial(layer.apply, linear)):
+            with pytest.raises(ValueError, match="use jax.jit and jax.checkpoint in f"):
+                blockwise(f, X, 4)
+
+
 @pytest.mark.parametrize("chunk_size", [4, 50])
 def test_nnx_modules_that_write_are_refused(chunk_size):
     norm = nnx.BatchNorm(C, rngs=nnx.Rngs(0))
@@ -770,6 +791,11 @@ def test_errors(name):
     kind, message, args, options = WRONG[name]
     with pytest.raises(kind, match=message):
         blockwise(*args, **options)
+
+
+def test_integers_of_numpy(one_device_only):
+    y = blockwise(jnp.sin, X, np.int64(4), axis=np.int32(1))
+    assert_near(y, np.sin(X))
 
 
 def test_error_on_an_explicit_mesh_that_shards_tokens():

@@ -9,6 +9,7 @@ Source: Liu and Abbeel 2023, arXiv:2305.19370, section 3.
 
 import functools
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,8 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
       not the numbers of f(x), and they change with `chunk_size`. A function that closes over a key
       draws the same numbers in each chunk.
     * A module that writes variables is refused: the means of BatchNorm, `sow`, and Linen's
-      `capture_intermediates` without a filter. Counts of NNX's random numbers advance as in one
-      call.
+      `capture_intermediates` without a filter. `nnx.jit` and `nnx.remat` inside write all: use
+      `jax.jit` and `jax.checkpoint` there. Counts of NNX's random numbers advance as in one call.
 
     Several devices: chunks need no communication, also where tokens are sharded, if all devices
     together divide `chunk_size` and `chunk_size` divides T. Under jit, replicated weights take one
@@ -90,8 +91,8 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     """
     if not callable(f):
         raise TypeError(f"f must be a module or a function, got {kind_of(f)}.")
-    _check_int("chunk_size", chunk_size)
-    _check_int("axis", axis)
+    chunk_size = _check_int("chunk_size", chunk_size)
+    axis = _check_int("axis", axis)
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} counts tokens and must be at least 1.")
     x = jax.tree.map(functools.partial(to_array, "x"), x)
@@ -152,10 +153,11 @@ def _slice_tokens(x: Any, axis: int, start: int, stop: int) -> Any:
 # ---- checks
 
 
-def _check_int(name: str, value: Any) -> None:
-    """Refuse what is not an int."""
+def _check_int(name: str, value: Any) -> int:
+    """Return an int as Python's own. Refuse what is none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int (it is fixed while tracing), got {kind_of(value)}.")
+    return operator.index(value)
 
 
 def _find_tokens(x: Any, axis: int) -> tuple[int, int]:

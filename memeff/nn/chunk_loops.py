@@ -22,6 +22,10 @@ from jax import Array, lax
 
 from memeff.sharding import varies, vary_like
 
+_TRANSFORMS_WRITE = (
+    "nnx.jit and nnx.remat write all variables: use jax.jit and jax.checkpoint in f."
+)
+
 Loop = Callable[[Array, Any, bool], tuple[Any, Any]]
 
 
@@ -131,7 +135,7 @@ def _function_loop(run: Callable[[Any], Any]) -> Loop:
             raise ValueError(
                 f"f writes variables of a module that it closes over ({e}). Give blockwise the "
                 "module itself, or a method of it: then it may draw random numbers. Other "
-                "variables cannot be written chunk by chunk."
+                f"variables cannot be written chunk by chunk. {_TRANSFORMS_WRITE}"
             ) from e
 
     return _loop_of(call)
@@ -221,5 +225,6 @@ def _refusal(name: str) -> str:
     return (
         f"f writes a variable ({name}), which would get the value of one chunk alone. Move what "
         "writes it out of f, or keep it from writing: give BatchNorm use_running_average=True, "
-        "sow nothing, and give capture_intermediates a filter without the modules in f."
+        "sow nothing, and give capture_intermediates a filter without the modules in f. "
+        f"{_TRANSFORMS_WRITE}"
     )

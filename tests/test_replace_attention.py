@@ -491,6 +491,20 @@ def test_dropout_has_the_same_bits():
         keep = jax.random.bernoulli(key, jnp.float32(0.7), weights.shape)
         return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
 
+    def rows_cut(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(key, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0)[:, :, 1:], v)
+
+    def sink_dropped(key, q, k, v):
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+        weights = jax.nn.softmax(jnp.pad(logits, [(0, 0)] * 3 + [(0, 1)]))
+        keep = jax.random.bernoulli(key, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0)[..., :-1], v)
+
+    for f in (rows_cut, sink_dropped):
+        assert "for more rows or columns than are used" in find(f, key, *qkv()).left[0].reason
+
     with jax.enable_x64(True):
         assert "with the bits of float32 under x64" in find(of_float32, key, *qkv()).left[0].reason
 

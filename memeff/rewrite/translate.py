@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memeff.rewrite.arrange import arrange, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
-from memeff.rewrite.axes import Element, NoMatch, chain, expand, expand_all, letters_in
+from memeff.rewrite.axes import Element, NoMatch, Slice, chain, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
@@ -275,7 +275,12 @@ class _Translation:
         bernoulli = self._bernoulli()
         if bernoulli is None or not isinstance(formula, Leaf):
             return None
-        order = letters_in(formula.element.index)
+        index = formula.element.index
+        if any(isinstance(dim, Slice) for dim in index):
+            raise NoMatch(
+                "the bits of its dropout are drawn for more rows or columns than are used"
+            )
+        order = letters_in(index)
         pairs = [*self.query, *self.match.keys]
         is_shared = order == pairs
         if not is_shared and order != [*self.roles.batch, *self.roles.heads, *pairs]:

@@ -37,7 +37,12 @@ def query_positions(problem: Problem, q_offset, rows):
 def pair_positions(
     problem: Problem, operands: Operands, rows: Array, cols: Array
 ) -> tuple[Array, Array]:
-    """Return the positions, in the whole call, of queries ([t] or [B|1, t]) and keys ([c])."""
+    """Return the positions, in the whole call, of queries ([t] or [B|1, t]) and keys ([c]).
+
+    Rows and columns of -1, which `mask_pairs` hides, get the first position instead: the user's
+    functions need not be finite outside of the call.
+    """
+    rows, cols = jnp.maximum(rows, 0), jnp.maximum(cols, 0)
     origin = operands.origin
     if origin is None or problem.whole is None:
         offset = as_column(operands.q_offset)

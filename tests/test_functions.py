@@ -305,6 +305,35 @@ def test_positions_of_masks_do_not_wrap():
             assert (out == min(seen, 1)).all()
 
 
+def test_functions_see_only_positions_of_the_call():
+    """7 tokens take two tiles of 4, whose rows and columns overlap."""
+    x = jax.random.normal(jax.random.key(0), (1, 7, 2, 4))
+
+    def score(s, batch, head, q_pos, k_pos, p):
+        return s * p * jnp.log(q_pos + 1.0) + p * jnp.log(k_pos + 1.0)
+
+    def transform(x, position, which, p):
+        return x * (p + jnp.log(position + 1.0))
+
+    def loss(implementation, x, p):
+        out = dot_product_attention(
+            x,
+            x,
+            x,
+            score_fn=score,
+            score_params=p,
+            qk_transform=transform,
+            qk_transform_params=p,
+            implementation=implementation,
+            chunk_size=None if implementation == "reference" else 4,
+        )
+        return jnp.sin(out).sum()
+
+    gradients = [jax.grad(loss, (1, 2))(name, x, jnp.float32(0.7)) for name in ("xla", "reference")]
+    for actual, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 # ---- functions that bend the score, in every order, against the definition
 
 

@@ -24,6 +24,8 @@ from jax import Array
 import memeff
 from memeff.bench import machine
 from models import generate, transformer
+from models.data import Refused
+from models.files import one_sentence
 from models.transformer import Caches, Config, Transformer
 
 ROOM = 256  # tokens of the cache behind the context
@@ -44,6 +46,16 @@ def main(arguments: list[str] | None = None) -> None:
     add("--bandwidth", type=float, default=4.4e12, help="bytes per second of the device's memory")
     add("--json", metavar="FILE", help="append a JSON line for each result")
     options = parser.parse_args(arguments)
+    with one_sentence("models.decode_speed"):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Print a line for each batch and attention, and append it to --json."""
+    if min(options.context, *options.batch) < 1:
+        raise Refused("--context and --batch count tokens and sequences: each must be at least 1.")
+    if not options.bandwidth > 0:
+        raise Refused(f"--bandwidth {options.bandwidth}: it must be above 0.")
     names = ("layers", "width", "heads", "kv_heads", "feed_forward", "dtype")
     config = Config(**{name: getattr(options, name) for name in names})
     for batch in options.batch:

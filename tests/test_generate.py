@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from model_cases import TINY
 
-from models import generate
+from models import decode_speed, generate
 from models.data import Refused
 from models.transformer import Config, Transformer
 
@@ -120,3 +120,18 @@ def test_prompts_are_read_within_a_memory_limit():
         Refused, match="memory_limit=10 bytes: chunks of 1. tokens of 1 prompts need"
     ):
         generate.read_prompts(graphdef, params, starts, 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--heads", "3"), "width=4096 must be a multiple of 6, twice heads"),
+        (("--batch", "1", "0"), "--context and --batch count tokens and sequences"),
+        (("--context", "-1"), "--context and --batch count tokens and sequences"),
+        (("--bandwidth", "0"), "--bandwidth 0.0: it must be above 0."),
+    ],
+)
+def test_the_measurement_refuses_in_a_sentence(flags, message):
+    with pytest.raises(SystemExit) as exit:
+        decode_speed.main(["--kv-heads", "1", *flags])
+    assert str(exit.value).startswith(f"models.decode_speed: {message}")

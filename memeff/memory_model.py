@@ -3,7 +3,7 @@
 A call has phases: the loop of the forward, the division by l, the loop of the backward, and the
 end, when sums take the layout and dtype of the gradients. The largest phase counts. It holds arrays
 as long as the sequence (float32 sums, rows, the saved out), arrays as large as a tile of logits,
-and slices of operands. XLA:CPU lends the memory of outputs that are not yet written, one buffer
+and slices of operands. XLA:CPU reuses the memory of outputs that are not yet written, one buffer
 each.
 
 The tables below say how many tiles are live at the same time. They were read from the reports of
@@ -69,7 +69,7 @@ class CpuFit(NamedTuple):
 class GpuFit(NamedTuple):
     """Bytes per element on GPUs, for operands of one width.
 
-    They are rather too high, because copies of whole operands come and go with shapes.
+    They are rather too high, because XLA copies whole operands for some shapes and not for others.
     """
 
     forward_logits: float
@@ -195,8 +195,8 @@ def _masked(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
 def _score_fn_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> float:
     """Return the bytes that the derivative of score_fn keeps of a tile.
 
-    It keeps the indices by which score_fn read its params, and half of them again while cotangents
-    are added up. Of all floats it keeps one tile, because XLA recomputes them in each loop.
+    It keeps the indices at which score_fn read its params, and half of them again while cotangents
+    are added up. All floats together count as one tile, because XLA recomputes them in each loop.
     """
     score_fn = problem.score_fn
     if score_fn is None:

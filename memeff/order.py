@@ -1,8 +1,9 @@
 """Make XLA compute, cut and send arrays no earlier than they are needed.
 
-XLA runs what depends on nothing else at any time. It would hold the keys of all stops of a ring at
-once. `lax.optimization_barrier` prevents it on GPUs and TPUs. XLA:CPU drops barriers before it
-assigns memory, so there arrays depend on what must come before, by a condition that is never true.
+XLA may run an operation as soon as its inputs exist. In a ring it would hold the keys of all steps
+at once. `lax.optimization_barrier` prevents that on GPUs and TPUs. XLA:CPU drops barriers before it
+assigns memory. There a condition that is never true makes arrays depend on what must come before
+them.
 """
 
 import functools
@@ -21,13 +22,14 @@ from memeff.sharding import may_be_sharded
 def orders_by_condition() -> bool:
     """Return True if `hold` uses the condition: on one CPU device.
 
-    It reads a number of each result, which of a sharded array would be a message.
+    The condition reads a number of each result, and to read it from a sharded array would take a
+    message.
     """
     return current_platform() == "cpu" and not may_be_sharded()
 
 
 def hold(tree: Any, results: Any) -> tuple[Any, Any]:
-    """Return the results, and the arrays of a tree, which nothing reads before these are there."""
+    """Return the results, and the arrays of a tree, which XLA reads only after the results."""
     results, tree = lax.optimization_barrier((results, tree))
     if not orders_by_condition():
         return results, tree
@@ -40,16 +42,16 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
     def held(x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        return jnp.where(never, jnp.ones_like(x), x)  # not 0, for x may be a constant 0
+        return jnp.where(never, jnp.ones_like(x), x)  # not 0, because x may be a constant 0
 
     return results, jax.tree.map(held, tree)
 
 
 def zero_after(x: Array, dtype: DTypeLike) -> Array:
-    """Return a scalar 0 that XLA cannot compute before x is there.
+    """Return a scalar 0 that XLA cannot compute before x.
 
-    Sums that begin with it take memory from then on. XLA:CPU would make the zeros of all loops of a
-    program before the first.
+    Sums that begin with it take memory only from then on. Otherwise XLA:CPU makes the zeros of all
+    loops of a program before the first loop.
     """
     _, zero = hold(jnp.zeros((), dtype), x)
     return zero

@@ -25,7 +25,7 @@ class Dropout:
 
 
 class WholeCall(NamedTuple):
-    """The sizes of the call of which the operands hold a shard."""
+    """The sizes of a whole call, if the operands are a shard of it."""
 
     T: int
     S: int

@@ -373,8 +373,8 @@ def with_sizes(sizes: Callable[[Any], dict[str, int]]) -> Callable[[Callable], C
     """Mark a function with the sizes (B, N, T, S) that its params are made for.
 
     Q is the size of params that are read at the positions of queries, which begin at q_offset.
-    `check_sizes` compares them with the call's, because JAX reads the last entry of an array where
-    an index lies beyond its end.
+    `check_sizes` compares these sizes with those of the call, because JAX reads the last entry of
+    an array for an index beyond its end.
     """
 
     def mark(fn):

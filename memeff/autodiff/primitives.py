@@ -1,9 +1,11 @@
 """Call functions that bring their own derivatives, as primitives of JAX.
 
-`jax.custom_jvp` would do but for partial evaluation, which forgets its rule (jax 0.10: in a scan).
-Nor does JAX batch linear functions that bring their transpose. A function f is hashable and has
+Two things of JAX's own are missing for this. `jax.custom_jvp` loses its rule in partial evaluation
+(jax 0.10: in a scan), and JAX does not batch linear functions that bring their transpose.
+
+A function f is hashable and has
   f(*args)                         results
-  f.jvp(args, tangents)            results and their tangents; a tangent that is None is 0
+  f.jvp(args, tangents)            results and their tangents; None stands for a tangent of 0
 and, if it is linear in its last argument,
   f.transposed(args, cotangents)   cotangents of the last argument; its leaves are replaced by ints
 and optionally
@@ -11,14 +13,13 @@ and optionally
   f.calls_at_once(*axes)           how many calls under a vmap may run at the same time, so that
                                    their memory does not grow with its axis; None: all. `axes` are
                                    the arguments with 0 for each mapped array, None for each other
-  f.in_batch(size, axes, *args)    results under a vmap over an axis of that size, each with it as
-                                   its first dim, in a way that only f knows; None: in no such way
-  f.sums_over_devices              there if some results are the same on devices of a shard_map on
-                                   which arguments differ
-  f.two_pass                       for a function that computes in one pass what JAX may want at
-                                   different times (a result, and its tangent): the same in two
-                                   passes. The first half of its results does not depend on the
-                                   last argument
+  f.in_batch(size, axes, *args)    results under a vmap over an axis of `size`, which is the first
+                                   dim of each; None: f has no own way to compute them
+  f.sums_over_devices              present if some results are the same on devices of a shard_map
+                                   whose arguments differ
+  f.two_pass                       the same function in two passes, if f computes in one pass what
+                                   JAX may need at different times (a result, and its tangent). The
+                                   first half of its results does not depend on the last argument
 """
 
 import dataclasses

@@ -10,11 +10,11 @@ A product for each key head would do K times less work. But its keys lie K H num
 copies all of them to its layout first. On an H200 the work hides behind the reading while there are
 at most 256 rows.
 
-Of a cache in 8 bits the products read its numbers. The scales of keys are factors of raw, and those
-of values of p.
+With a cache in 8 bits the products read the 8-bit numbers. The scales of keys are factors of raw,
+and those of values are factors of p.
 
-The splits depend on S alone. A NaN or Inf that a row does not see may spoil it here (0 * NaN is
-NaN). Then the row is not finite, and forward.py redoes it.
+The splits depend on S alone. A NaN or Inf that a row does not see may make it NaN here, because 0 *
+NaN is NaN. forward.py computes such rows again.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Decide which tiles of logits are visited, in which groups, from shapes and static masks.
 
-Tiles that the window hides are never visited. The last tile of a row or column starts early so
-that it fits, because XLA clamps slices that overhang without a word. Positions that it shares with
-its neighbour are -1, which `mask_tile` hides.
+Tiles that the window hides are never visited. The last tile of a row or column starts early so that
+it fits, because XLA silently moves slices that would reach beyond an array. Positions that it
+shares with its neighbour are set to -1, which `mask_tile` hides.
 """
 
 import dataclasses

@@ -110,7 +110,7 @@ def sampled(key: Array, sizes: tuple[int, ...], samples: int, parts: int) -> np.
 
 
 def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
-    """Return where query, key and value lie, of which `axes` of a mesh shard the sequence."""
+    """Return the place of query, key and value, whose sequence is sharded over mesh `axes`."""
     meshes: list[Any] = [jax.sharding.get_mesh()]
     for x in arrays:
         if isinstance(x.sharding, NamedSharding):

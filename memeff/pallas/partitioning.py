@@ -32,10 +32,10 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     """Return `call` as a function for vmap and for any mesh.
 
     It maps arrays to a tuple of arrays. `dims_in` and `dims_out` have a letter for each dim of each
-    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides.
-    An array of which all batch entries share one has the letter SHARED_BATCH first. Under vmap it
-    stays shared if it is the same for all calls; a result with this letter is computed call by
-    call. So is every result if an array without `b` and SHARED_BATCH differs between the calls.
+    array, the batch `b` first. The first array has all dims of FREE, and its sharding decides. If
+    all batch entries share an array, its first letter is SHARED_BATCH. Under vmap it stays shared
+    if it is the same for all calls. Results are computed call by call if one of them has this
+    letter, or if an array with neither `b` nor SHARED_BATCH differs between the calls.
     """
 
     @custom_vmap

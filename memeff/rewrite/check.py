@@ -1,11 +1,12 @@
-"""Check each replaced place on the arrays that it meets, at lengths that its logits do not allow.
+"""Check each replaced place on its own arrays, even where its logits would not fit into memory.
 
-Of each place, with the arrays of its first run:
+Each place is checked with the arrays of its first run:
 
   (1) `memeff.audit` compares sampled rows and columns of the call, forward and gradient, with
       float64.
-  (2) Sampled rows of its output are compared with the program's own equations, pair by pair. So a
-      mask or a bias that was read wrongly is found, also one that the call computes correctly.
+  (2) Sampled rows of its output are compared with the program's own equations, pair by pair. This
+      finds a mask or a bias that was read wrongly, although memeff computes the wrong call
+      correctly.
 
 Both take O(T + S) for each sample.
 """
@@ -34,7 +35,7 @@ LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 
 
 class Recorder:
-    """Keep the arrays that each replaced place meets in its first run."""
+    """Keep the arrays that each replaced place gets in its first run."""
 
     def __init__(self):
         self._kept: dict[int, tuple[Replacement, list[np.ndarray]]] = {}
@@ -52,7 +53,7 @@ class Recorder:
             self._kept[id(replacement)] = replacement, [np.asarray(x) for x in inputs]
 
     def check(self) -> None:
-        """Raise an error that names the place if one of them is wrong."""
+        """Raise an error that names a place if the place is wrong."""
         jax.effects_barrier()
         for replacement, inputs in self._kept.values():
             source = source_line(replacement.match.second.eqn)

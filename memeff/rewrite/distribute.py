@@ -5,7 +5,7 @@ programs mix local with global attention. Each term of such a sum is attention o
 
   (1) From the probabilities backward, follow equations that are linear in them to a sum.
   (2) Apply these equations to each of its two terms, and the product to each result. The new
-      equations stand in no program and are never run: they are what `match` reads.
+    equations are in no program and are never run. They exist only for `match` to read.
   (3) Repeat this for terms that are sums.
 
 Every term must be attention that can be replaced. Otherwise the product is left as it is written.

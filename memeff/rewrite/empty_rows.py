@@ -1,16 +1,17 @@
 """Keep the meaning of rows that see no key when masks are named.
 
-A mask may be named only if rows that see no key keep their meaning:
+To name a mask is to pass it as an argument of memeff. That is allowed only if rows that see no key
+keep their meaning:
 
 - Some key is proved to be visible in each row (causal order, windows, a segment's own token).
 - All masks replace hidden logits by the same number, so that such a row of the program gives the
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
   (Where the program makes 0 of NaN, they are 0, as in memeff.)
 
-Otherwise masks are named for calls in which every row sees a key, and a call in which some row does
-not computes all logits as numbers. So it is where a bias or a score function stands within a mask:
-it may be lower than the number that hides, as a mask that was added before, and then the hidden
-keys are those that count.
+Otherwise two forms are compiled: masks are named for calls in which every row sees a key, and a
+call in which some row does not computes all logits as numbers. The same is done if a mask is
+applied after a bias or a score function. These may be lower than the number that hides, such as a
+mask that was added before, and then the hidden keys get the probability.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Find each product that a softmax of another product reaches, whether it can be replaced or not.
 
-The search for attention follows what it understands, from the second product backward. This one
-goes forward and misses nothing, so that the report names every such product. Each array has marks:
+The search of recognise.py goes backward from the second product, and stops at what it does not
+know. This search goes forward and finds every such product, so that the report names all of them.
+Each array has marks:
 
-  (1) PRODUCT: it is computed from a product of two arrays. A product begins anew, with this mark.
+  (1) PRODUCT: it is computed from a product of two arrays. A new product has this mark alone.
   (2) EXPONENTIAL: it is an exponential of (1), up to factors, selections, casts and moves.
   (3) SUM: exponentials (2) were summed for it.
 

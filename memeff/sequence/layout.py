@@ -1,9 +1,9 @@
 """Define which tokens of a sharded sequence each device holds.
 
-Of a sequence of T tokens each of P devices has L = T / P. "contiguous": device r has tokens r L to
-(r + 1) L. "striped": it has r, r + P, r + 2 P ... "zigzag": of 2 P chunks it has chunk r, the early
-one, and chunk 2 P - 1 - r, the late one, so that in causal order all devices have the same work
-(Llama 3, arXiv:2407.21783, section 3.3.2).
+Each of P devices has L = T / P of the T tokens of a sequence. "contiguous": device r has tokens r L
+to (r + 1) L. "striped": it has tokens r, r + P, r + 2 P ... "zigzag": the sequence has 2 P chunks,
+and device r has chunk r, the early one, and chunk 2 P - 1 - r, the late one. In causal order all
+devices then have the same work (Llama 3, arXiv:2407.21783, section 3.3.2).
 """
 
 import functools

@@ -1,20 +1,22 @@
 """Send keys and values round a ring of devices.
 
-With P devices, at step s device r has the keys of device r - s. Gradients of keys travel one step
-behind their keys, and at the end go home (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889, section 3).
-Their sums are float32; what one step found travels as it is.
+With P devices, at step s device r has the keys of device r - s. Gradients of keys are sent one step
+after their keys, and at the end to the device of the keys (Liu, Zaharia & Abbeel 2023,
+arXiv:2310.01889, section 3). Sums of several steps are sent in float32, gradients of one step in
+their own dtype.
 
-Every device sends at every step, also what nobody needs, and no collective stands in a branch. One
-message a step carries keys and gradients, and it is sent before the work of its step, so that it
-travels beside that work. Without a barrier XLA:GPU would send everything first and wait for it.
+Every device sends at every step, even if nobody needs the data, so that no collective is inside a
+branch. Each step has one message with keys and gradients. It is sent before the work of the step,
+so that it travels while the device computes. Without a barrier XLA:GPU would send all messages
+first and wait for them.
 
-In causal order a zigzag shows, at step s > 0, two of the four pairs of chunks, both wholly:
-late queries x early keys, and early x early where r >= s, late x late elsewhere. The work at home
-comes first, beside the first message. It is a causal call of all tokens, or it has two halves: late
-x early, which is seen wholly, and the two others, which are causal. The backward has halves unless
-the gradient of the keys is computed first: the second comes last, so that the last gradients also
-travel beside work. Where positions matter there are halves too, because those of all tokens are not
-consecutive.
+In a causal zigzag, two of the four pairs of chunks are visible at a step s > 0, both wholly: late
+queries with early keys, and early with early if r >= s, else late with late. The work on the
+device's own keys (s = 0) comes first, beside the first message. It is a causal call of all tokens,
+or it has two halves: late with early, which is visible wholly, and the two other pairs, which are
+causal. The backward has halves unless the gradient of the keys is computed first. The second half
+comes last, so that the last gradients are also sent beside work. There are also halves where
+positions matter, because the positions of all tokens of a device are not consecutive.
 """
 
 import dataclasses
@@ -222,9 +224,9 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, primals: Any = 
 def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None) -> tuple[Any, Any]:
     """Send (keys, by how many devices) `ahead`, and `behind` them (terms, by how many devices).
 
-    They share one message if they go the same way, because XLA:GPU keeps one in flight. Return what
-    arrives from other devices, for `open_parcels`, and the keys as they lie in the message. `came`
-    is what brought the keys.
+    Both are in one message if they go to the same device, because XLA:GPU sends one message at a
+    time. Return what arrives from other devices, for `open_parcels`, and the keys as they are
+    stored in the message. `came` is the message that brought the keys.
     """
     keys, hops = ahead
     terms, back = behind
@@ -240,7 +242,7 @@ def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A pytree of arrays in one message; taken out of it late, they are not copied before.
+    """A pytree of arrays in one message. They are taken out late, so that they are not copied.
 
     Each array begins at a multiple of ALIGNMENT bytes, so that a kernel can read it in place.
     """
@@ -272,7 +274,7 @@ class Parcel:
 
 
 def open_parcels(tree: Any) -> Any:
-    """Return a pytree with what its parcels hold in their places."""
+    """Return a pytree in which each parcel is replaced by its contents."""
 
     def is_parcel(x):
         return isinstance(x, Parcel)
@@ -285,8 +287,9 @@ def _pass_on(
 ) -> tuple[Any, Any]:
     """Send a pytree of arrays `hops` devices ahead; with `pack`, several arrays as a parcel.
 
-    Return what arrives, and the pytree as it lies in what is sent. If `came` is a parcel of a like
-    pytree, of which only the first `renewed` arrays are others now, these are written over in it.
+    Return what arrives, and the pytree as it is stored in the message. If `came` is a parcel of
+    such a pytree in which only the first `renewed` arrays have changed, only these are overwritten
+    in it.
     """
     arrays, structure = jax.tree.flatten(tree)
     P = shards.devices

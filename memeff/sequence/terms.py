@@ -1,10 +1,10 @@
-"""Keep what the parts of a device's work find, and combine it late, in few passes over memory.
+"""Keep the results of the parts of a device's work, and combine them late, in few passes.
 
-A part finds rows of out, or of a gradient, for one chunk of the device's tokens. Adding each to an
-array of all tokens at once would read and write that array for every part. So terms wait, in the
-dtypes in which they came and as the kernels wrote them. XLA then reads each of them once, in one
+A part gives rows of out, or of a gradient, for one chunk of the device's tokens: a term. To add
+each term to an array of all tokens at once would read and write that array for every part. So terms
+are kept, in their dtypes and as the kernels wrote them. Later XLA reads each of them once, in one
 pass that pads every term to all tokens, and writes their sum. Slices and joined chunks would be
-passes of their own. Terms are combined early where they would hold much memory.
+passes of their own. Terms are combined earlier if they would take much memory.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ Combine = Callable[[list[tuple[Any, Array | None]]], Any]
 
 
 def combine_terms(combine: Combine, terms: list[Term], dim: int) -> Any:
-    """Return what the terms make of all tokens, which lie along `dim` of each array.
+    """Return the terms combined to arrays of all tokens, which are along `dim` of each array.
 
     `combine` gets (value, mask) of each term, placed among zeros for the other tokens. The mask
     [tokens] is True at the term's tokens; None: at all of them.
@@ -127,7 +127,7 @@ def add_term(combine: Combine, terms: list[Term], new: Term, dim: int) -> list[T
 
 
 def shorten(terms: list[Term], dim: int) -> list[Term]:
-    """Return terms of the same sum, for a message: these, or one, whichever has fewer bytes."""
+    """Return these terms or their sum, whichever takes fewer bytes in a message."""
     if not terms:
         return terms
     total = [Term((Chunk(),), sum_terms(terms, dim))]

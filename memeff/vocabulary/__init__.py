@@ -1,7 +1,7 @@
 """Compute the log-sum-exp of a vocabulary's logits and the logits of labels, tile by tile.
 
-It is attention with a key for each word and without values. The rows of x are T tokens, the columns
-of the kernel V words, and a tile has t tokens and c words. Of one tile:
+This is attention with a key for each word and without values. The rows of x are T tokens, the
+columns of the kernel V words, and a tile has t tokens and c words. For one tile:
   (1) raw = x k                              (4) p = exp(s - lse)
   (2) s = cap(raw + bias)                    (5) ds = p dlse + [word = label] dhit + dtotal
   (3) m' = max(m, rowmax s)                      d_raw, dbias, dcap = (2) transposed at ds

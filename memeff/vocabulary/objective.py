@@ -1,11 +1,12 @@
-"""Make a weighted sum of losses and its gradient in one pass over blocks of tokens.
+"""Compute a weighted sum of losses and its gradient in one pass over blocks of tokens.
 
-The weights are known when the sum is made, so the gradient can be made with it: of a block of t
-tokens all logits exist at a time, and are not computed again. That is three products instead of
-four, for the memory of t x V logits and of the kernel's gradient in float32. Of one block:
+The weights are known when the sum is computed, so the gradient can be computed with it. All logits
+of a block of t tokens exist at a time, and are not computed again. That takes three products
+instead of four, and the memory of t x V logits and of the kernel's gradient in float32. For one
+block:
   (1) to (3) for all words, as in __init__.py; loss and its cotangents dlse, dhit, dtotal
   (4) (5) d_raw;  (6) dx_i = d_raw k';  dk += x_i' d_raw
-Other derivatives, and the gradient of many sums under vmap, come from the losses of tokens.
+Other derivatives, and the gradient of many sums under vmap, are those of the losses of tokens.
 
 Source: Hsu et al. 2024 (arXiv:2410.10989), section 3.2.
 """

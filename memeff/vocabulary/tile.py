@@ -16,7 +16,7 @@ IGNORED = -3  # the token takes part in nothing
 
 
 class Inputs(NamedTuple):
-    """The arrays that have gradients, or something of each of them."""
+    """The arrays that have gradients, or one thing for each of them, such as a tangent."""
 
     x: Any  # T H
     kernel: Any  # H V
@@ -46,7 +46,7 @@ class Settings:
 
 
 class Tokens(NamedTuple):
-    """The tokens of a tile. Those that are not visible are ignored, or in another tile too."""
+    """The tokens of a tile. Those that are not visible are ignored, or are also in another tile."""
 
     x: Array  # t h, 0 where not visible
     labels: Array  # t, `ABSENT` where not visible
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The words of a tile. Those that are not visible are hidden, or in another tile too."""
+    """The words of a tile. Those that are not visible are hidden, or are also in another tile."""
 
     kernel: Array  # h c, 0 where not visible
     bias: Array | None  # c, 0 where not visible

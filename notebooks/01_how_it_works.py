@@ -13,8 +13,8 @@
 # %% [markdown]
 # # How attention fits in memory that grows with the sequence
 #
-# Attention is taught with a matrix of T x S probabilities. This notebook derives, and checks at every step against that
-# matrix, how the same numbers and the same gradients come out of small tiles of it, none of which is kept.
+# Attention is taught with a matrix of T x S probabilities. This notebook computes the same numbers and the same gradients
+# from small tiles of that matrix, none of which is kept. It compares every step with the whole matrix.
 #
 # | letter | meaning | | letter | meaning |
 # |---|---|---|---|---|
@@ -23,7 +23,7 @@
 # | `t`, `c` | rows and columns of one tile | | `lse` | `m + log(l)`: log-sum-exp of a row |
 # | `i`, `j` | index of query tile, of key tile | | `p` | probabilities `exp(s - lse)` |
 #
-# The first cell installs memeff where it is missing, from the checkout that the notebook lies in if there is one.
+# The first cell installs memeff if it is missing, from the checkout around the notebook if there is one.
 
 # %%
 import importlib.util
@@ -74,8 +74,9 @@ out = p @ v  # T D
 print(f"q, k, v: {q.size + k.size + v.size} numbers; s: {s.size}; in float32 at T = S = 2^20: {4 * 2**40 / 2**40:.0f} TiB")
 
 # %% [markdown]
-# **A row of softmax does not change when a number is subtracted from its logits**, so the largest logit `m` is: nothing
-# overflows. Two numbers a row, or one, `lse = m + log(l)`, then hold all that a row's sum has to say: `p = exp(s - lse)`.
+# **A row of softmax does not change when a number is subtracted from its logits.** Subtract the largest logit `m`, and
+# nothing overflows. A row's sum is then known by two numbers, `m` and `l`, or by one, `lse = m + log(l)`: `p = exp(s -
+# lse)`.
 
 # %%
 m = s.max(-1)
@@ -84,8 +85,8 @@ lse = m + np.log(l)
 check("p from lse", np.exp(s - lse[:, None]), p)
 
 # %% [markdown]
-# **Two parts of the keys, each with its own `m`, `l` and `o = sum exp(s - m) v`, merge into the whole**: bring both to the
-# larger `m` by the factor `exp(m_part - m)`, add, and divide by `l` at the very end.
+# **Two parts of the keys, each with its own `m`, `l` and `o = sum exp(s - m) v`, merge into the whole**: multiply each by
+# `exp(m_part - m)`, where `m` is the larger of the two, add, and divide by `l` at the very end.
 
 
 # %%
@@ -107,9 +108,9 @@ check("out of two merged parts", o / l[:, None], out)
 check("their lse", m + np.log(l), lse)
 
 # %% [markdown]
-# **The online softmax** (Milakov & Gimelshein 2018, arXiv:1805.02867) merges one chunk of keys after the other into
-# running `m`, `l`, `o`: of `s`, only the chunk exists. It starts from `m = -inf`, whose factor `exp(-inf)` is 0, so that the
-# first step needs no special case.
+# **The online softmax** (Milakov & Gimelshein 2018, arXiv:1805.02867) merges one chunk of keys after the other into a
+# running `m`, `l` and `o`. Only one chunk of `s` exists at a time. It starts with `m = -inf`. The first factor is then
+# `exp(-inf) = 0`, so the first step needs no special case.
 
 # %%
 m, l, o = np.full(T, -np.inf), np.zeros(T), np.zeros((T, D))
@@ -153,8 +154,8 @@ for t, c in [(1, 1), (7, 13), (16, 64), (T, S)]:
     check(f"out in tiles of {t} x {c}", forward(q, k, v, t, c, everything)[0], out)
 
 # %% [markdown]
-# **With a mask**, here causal with the first three queries before every key, the tiles still give the quadratic formula's
-# numbers, and the blind rows give 0.
+# **With a mask**, here causal with the first three queries before every key, the tiles still give the numbers of the
+# quadratic formula, and rows that see no key give 0.
 
 # %%
 causal = lambda rows, cols: cols <= rows - 3
@@ -175,7 +176,7 @@ assert (out[:3] == 0).all() and (lse[:3] == -np.inf).all()
 #
 # $$dq = scale\; ds\, k \qquad dk = scale\; ds^\top q$$
 #
-# To be sure, they are compared with a small step in a random direction.
+# The next cell compares them with a small step in a random direction.
 
 # %%
 dout = rng.standard_normal((T, D))
@@ -189,20 +190,20 @@ slope = sum((g * d).sum() for g, d in zip((dq, dk, dv), direction, strict=True))
 check("slope by the formulas and by a small step", slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, 1e-6)
 
 # %% [markdown]
-# **`rowsum(p dp)` is the one term that seems to need a whole row of `p`. It does not**: put in `dp = dout v'`,
+# **`rowsum(p dp)` is the one term that seems to need a whole row of `p`. It does not**: insert `dp = dout v'`,
 #
 # $$\sum_s p_{ts} \sum_d dout_{td}\, v_{sd} = \sum_d dout_{td} \sum_s p_{ts} v_{sd} = \sum_d dout_{td}\, out_{td} = delta_t$$
 #
-# which needs only `out`. So a backward pass can rebuild any tile of `p` from `lse`, and its `ds` from `delta`, alone.
+# which needs only `out`. So a backward pass can compute any tile of `p` again from `lse`, and its `ds` from `delta`.
 
 # %%
 delta = (dout * out).sum(-1)
 check("delta = rowsum(dout * out) = rowsum(p * dp)", delta, (p * dp).sum(-1))
 
 # %% [markdown]
-# **The gradient in tiles**: the forward pass keeps `out` and one number a row, `lse`; every tile adds its share to
-# `dq`, `dk`, `dv` and is forgotten (Dao 2023, arXiv:2307.08691, algorithm 2). If `lse` itself is used in a loss, with
-# cotangent `dlse`, then `d lse / d s = p` adds `p dlse` to `ds`: it is enough to take `dlse` off `delta`.
+# **The gradient in tiles**: the forward pass keeps `out` and one number a row, `lse`; every tile adds its share to `dq`,
+# `dk`, `dv` and is dropped (Dao 2023, arXiv:2307.08691, algorithm 2). If `lse` itself is used in a loss, with cotangent
+# `dlse`, then `d lse / d s = p` adds `p dlse` to `ds`: it is enough to subtract `dlse` from `delta`.
 
 
 # %%
@@ -243,7 +244,7 @@ for name, x, exact in zip(("out", "dq", "dk", "dv"), (result, *gradients), (out,
     check(f"memeff's {name}, float32", np.asarray(x)[0, :, 0], exact, 1e-5)
 
 # %% [markdown]
-# **Who sees whom, drawn by memeff itself**: with the identity as `value`, `out` is the matrix `p`, so a `#` stands where a
+# **Who sees whom, drawn by memeff itself**: with the identity as `value`, `out` is the matrix `p`, so `#` marks where a
 # query (row) puts weight on a key (column).
 
 

@@ -14,11 +14,12 @@
 # # Memory and time of attention against length
 #
 # Plain attention keeps a number for every pair of tokens; memeff computes the same result tile by tile. This notebook
-# compiles both, and whatever else is installed, for up to a million tokens, looks at what the compiler sets aside, redoes
-# the table of the paper that started it, takes the time of what fits, and shows what an H200 did at up to 262,144 tokens.
+# compiles both, and other implementations that are installed, for up to a million tokens, and shows the memory that the
+# compiler reserves. It repeats the table of the paper that this method comes from, measures the time of the calls that
+# fit, and shows results of an H200 at up to 262,144 tokens.
 #
-# Compiling allocates nothing, so a laptop can tell what a call would need that no machine could run. The first cell installs
-# memeff where it is missing, from the checkout that the notebook lies in if there is one.
+# Compiling allocates nothing, so even a laptop can tell how much memory a call would need that no machine could run. The
+# first cell installs memeff if it is missing, from the checkout around the notebook if there is one.
 
 # %%
 import dataclasses
@@ -43,7 +44,7 @@ from IPython.display import display
 from memeff import bench
 
 # %% [markdown]
-# The machine, and what is installed on it beside memeff and `jax.nn`: all that follows is about this machine.
+# This is the machine of all results below, with the implementations that are installed on it beside memeff and `jax.nn`.
 
 # %%
 SHORT = os.environ.get("MEMEFF_NOTEBOOK_SHORT") == "1"  # the test suite's form: small sizes only
@@ -54,9 +55,9 @@ print(bench.machine())
 print("compared:", ", ".join(names))
 
 # %% [markdown]
-# **One call by hand**: causal attention with 8 heads at 16,384 tokens. The logits alone are `N T S` numbers of 4 bytes; the
-# compiler sets aside room for them twice in a forward pass of plain attention, once as logits and once as probabilities,
-# and memeff has no array of that size.
+# **One call by hand**: causal attention with 8 heads at 16,384 tokens. The logits alone are `N T S` numbers of 4 bytes;
+# in a forward pass of plain attention the compiler reserves memory for them twice, once as logits and once as
+# probabilities. memeff has no array of that size.
 
 # %%
 case = bench.Case(length=1024 if SHORT else 16384)
@@ -66,8 +67,8 @@ for name in ("jax.nn", "memeff"):
     print(f"{name:8s} {bench.human(need):>9s} beyond inputs and output: {need / logits:.4f} times the logits")
 
 # %% [markdown]
-# **Up to a million tokens**, forward and forward + gradient (`jax.vjp` with a random cotangent). Where a `~` stands, the
-# growth up to there is continued, since XLA cannot compile a softmax that large.
+# **Up to a million tokens**, forward and forward + gradient (`jax.vjp` with a random cotangent). A figure with `~` is
+# extrapolated, because XLA cannot compile a softmax that large.
 
 # %%
 lengths = [512, 1024] if SHORT else [2**n for n in range(10, 21, 2)]
@@ -77,8 +78,8 @@ rows = bench.memory_table(lengths, cases, compiled_names)
 print(bench.memory_markdown(rows))
 
 # %% [markdown]
-# **The same as a picture**, on logarithmic axes, where a power law is a straight line: plain attention rises four times for
-# every doubling, memeff two times, side by side with the inputs themselves.
+# **The same as a picture**, on logarithmic axes, where a power law is a straight line: for every doubling of the length
+# plain attention takes four times the memory, and memeff two times, as the inputs themselves do.
 
 # %%
 bench.figure(rows, "temp_bytes")
@@ -101,8 +102,8 @@ for mode in bench.MODES:
         assert SHORT or (growth < 2.15 if name == "memeff" else growth > 3.9)
 
 # %% [markdown]
-# **The longest sequence that fits** in a given memory, inputs and outputs counted too, for forward + gradient: by the last
-# line of the table and the slope. At least 16 times longer inputs, from 16 GiB on.
+# **The longest sequence that fits** in a given memory, inputs and outputs counted too, for forward + gradient, computed
+# from the last line of the table and the slope. From 16 GiB on, memeff takes inputs at least 16 times as long.
 
 # %%
 last, mode = lengths[-1], "gradient"
@@ -136,9 +137,10 @@ paper = {  # standard attention (None: out of memory), theirs
 # %% [markdown]
 # **Redone**: the same setting, one head of size 64, no mask, against standard attention (`jax.nn`) compiled for this
 # machine, in float32 on a CPU, which has no bfloat16, and in the paper's bfloat16 on a GPU. Where the paper's standard
-# attention ran out of memory, its ratio continues its standard column by the square law. memeff saves at least as much, as a
-# ratio, at every length beyond a tile (up to 1,024 tokens one is everything, and there is nothing to save). The bytes stand
-# beside it because the standards differ: compiled for a CPU, standard attention keeps twice what it kept on the paper's TPU.
+# attention ran out of memory, its column is extrapolated by the square of the length. The ratio that memeff saves is at
+# least the paper's at every length beyond one tile. (Up to 1,024 tokens one tile is everything, and there is nothing to
+# save.) The table also has bytes, because standard attention differs: compiled for a CPU, it keeps twice what it kept on
+# the paper's TPU.
 
 # %%
 single = dataclasses.replace(bench.Case(0), heads=1, kv_heads=1, mask="full", dtype=dtype)
@@ -174,8 +176,9 @@ panels[0].legend()
 plt.show()
 
 # %% [markdown]
-# **Time**, of what fits: medians of samples taken in turns. The machine may be busy with other things, so read the ratios to
-# `jax.nn`, not the milliseconds. On a GPU, `peak` is the memory that was measured beyond the inputs; a CPU does not tell it.
+# **Time** of the calls that fit: medians of samples taken in turns. The machine may be busy with other work, so read the
+# ratios to `jax.nn` and not the milliseconds. On a GPU, `peak` is the memory that was measured beyond the inputs; a CPU
+# does not report it.
 
 # %%
 if SHORT:
@@ -189,14 +192,15 @@ print(bench.speed_markdown(speed))
 assert all(row["note"] is None for row in speed if row["implementation"] == "memeff")
 
 # %% [markdown]
-# **Time against length, as a picture**: the work is quadratic for everybody, since every query meets every key.
+# **Time against length, as a picture**: the work is quadratic for all implementations, because every query meets every
+# key.
 
 # %%
 bench.figure(speed, "seconds")
 
 # %% [markdown]
-# **On an NVIDIA H200**: time, and the peak of memory that was measured beyond the inputs, outputs included. `h200.jsonl`,
-# beside this notebook, is what these commands wrote there:
+# **On an NVIDIA H200**: time, and the peak of memory that was measured beyond the inputs, outputs included. These
+# commands wrote `h200.jsonl`, which is beside this notebook:
 #
 # ```
 # alias bench="python -m memeff.bench --dtype bfloat16 --head-dim 128 --mask causal --json h200.jsonl"
@@ -207,8 +211,8 @@ bench.figure(speed, "seconds")
 # bench --length 4k 16k 64k 256k       --rounds 1 --implementation tokamax:xla_chunked
 # ```
 #
-# (`memeff`: its kernels; `memeff:xla`: its chunked path, which runs where they cannot. The second and the third ran on
-# another day than the others: cards differ by some 5 %.)
+# `memeff` are its kernels, and `memeff:xla` is its chunked path, which runs where they cannot. The second and the third
+# command ran on another day than the others; cards differ by some 5 %.
 
 # %%
 written = Path("h200.jsonl")
@@ -218,8 +222,9 @@ if h200:
     print(bench.speed_markdown(h200))
 
 # %% [markdown]
-# **The same as pictures**: the slopes of time are everybody's, and those of memory are not. A cross at the upper edge is the
-# length at which one ran out of the card's 141 GB. Below them, the longest that each ran, forward + gradient.
+# **The same as pictures**: time has the same slope for all implementations, and memory has not. A cross at the upper edge
+# is the length at which an implementation ran out of the card's 141 GB. The lines below the pictures say how long a
+# sequence each one ran, forward + gradient.
 
 # %%
 for field in ("seconds", "peak_bytes") if h200 else ():

@@ -14,11 +14,11 @@
 # # Every derivative of attention in linear memory
 #
 # A gradient is one derivative of many. Generative models are trained through a `jax.jvp` of the network, curvature needs
-# products with the Hessian, score matching the gradient of a jvp. `memeff.dot_product_attention` has all of them, exact and
-# without a T x S array: this notebook compares them with the quadratic formula, looks at their memory, and trains a small
-# one-step generator, for which both are needed.
+# products with the Hessian, score matching the gradient of a jvp. `memeff.dot_product_attention` has all of them, exact
+# and without a T x S array. This notebook compares them with the quadratic formula, measures their memory, and trains a
+# small one-step generator with a gradient of a jvp.
 #
-# The first cell installs memeff where it is missing, from the checkout that the notebook lies in if there is one.
+# The first cell installs memeff if it is missing, from the checkout around the notebook if there is one.
 
 # %%
 import functools
@@ -47,8 +47,8 @@ from memeff import bench
 
 # %% [markdown]
 # **A derivative along a direction**: `jax.jvp` gives out and its tangent in one forward pass. Here are 300 tokens in 4
-# query heads and 2 key heads, causal, in tiles of 64 x 128, beside `implementation="reference"`, which is the formula
-# itself and keeps every pair of tokens.
+# query heads and 2 key heads, causal, in tiles of 64 x 128, beside `implementation="reference"`, which computes the
+# formula with every pair of tokens at once.
 
 # %%
 SHORT = os.environ.get("MEMEFF_NOTEBOOK_SHORT") == "1"  # the test suite's form: small sizes only
@@ -72,8 +72,8 @@ check("out and its tangent", jvp(tiled), jvp(quadratic))
 
 # %% [markdown]
 # **The second order, three ways**: the product of the Hessian with a direction, as the jvp of a gradient and as the
-# gradient of a gradient, and the gradient of a jvp, which score matching asks for. One function makes all of them of any
-# attention.
+# gradient of a gradient, and the gradient of a jvp, which score matching asks for. One function computes all of them for
+# any attention.
 
 
 # %%
@@ -97,9 +97,9 @@ for name, one, other in zip(second, found, expected, strict=True):
 check("the three with one another", found[1:], found[:1] * 2)
 
 # %% [markdown]
-# **Their memory**: the bytes that the compiled call needs beyond its inputs and outputs; nothing is allocated to find them.
-# Four heads of size 32, causal, float32. Eight times the tokens cost quadratic attention 64 times the memory, whatever the
-# derivative, and memeff at most about 8 times.
+# **Their memory**: the bytes that the compiled call needs beyond its inputs and outputs; nothing is allocated to find
+# them. Four heads of size 32, causal, float32. For eight times the tokens quadratic attention needs 64 times the memory,
+# whatever the derivative, and memeff at most about 8 times.
 
 # %%
 lengths = [256] if SHORT else [512, 4096, 32768]
@@ -127,8 +127,8 @@ for kind in kinds if not SHORT else ():
     assert own < 8.8 and plain > 60
 
 # %% [markdown]
-# **The same as a picture**, on logarithmic axes: the quadratic lines are twice as steep as those of memeff, which rise only
-# where the arrays themselves outgrow a tile.
+# **The same as a picture**, on logarithmic axes: the quadratic lines are twice as steep as those of memeff, which rise
+# only once the arrays are larger than a tile.
 
 # %%
 drawing, panel = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -262,8 +262,9 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# **One step from noise to data**: `x = e - u(e, 0, 1)`. Every colour is one sequence. The distance, root mean square over
-# the points, is to the petal at the angle where the sequence's mean lies; sequences of pure noise are far from any.
+# **One step from noise to data**: `x = e - u(e, 0, 1)`. Every colour is one sequence. The distance is the root mean
+# square distance of its points to the petal at the angle of the sequence's mean. Sequences of pure noise are far from any
+# petal.
 
 
 # %%
@@ -297,9 +298,9 @@ told = ", ".join(f"{name} {bench.human(x)}" for name, x in one.items())
 print(f"{length:,} points: {told}: {one['quadratic'] / one['memeff']:.1f} times less")
 
 # %% [markdown]
-# **A score that learns**: `score_fn` changes each logit as a function of its positions, and what it learns has derivatives
-# of every order too. Here the slopes of ALiBi, and the Hessian of a loss with respect to them, which is a jvp of a gradient
-# for each slope, all under one `vmap`.
+# **A score that learns**: `score_fn` changes each logit as a function of its positions, and its params have derivatives
+# of every order too. Here the params are the slopes of ALiBi. The cell computes the Hessian of a loss with respect to
+# them: a jvp of a gradient for each slope, all under one `vmap`.
 
 # %%
 slopes = memeff.scores.alibi_slopes(N)
@@ -315,9 +316,9 @@ check("Hessian of the slopes", hessian, expected)
 print(np.array2string(np.asarray(hessian), precision=2, suppress_small=True, floatmode="fixed"))
 
 # %% [markdown]
-# **Entropy as a penalty**: `memeff.attention_statistics` gives, beside out, each row's entropy in nats, largest logit and
-# mean distance, in one pass and differentiable like out itself. Here gradient descent on the queries alone makes every row
-# look at about `exp(2)`, some 7, keys.
+# **Entropy as a penalty**: `memeff.attention_statistics` gives out, and each row's entropy in nats, largest logit and
+# mean distance, in one pass. All of them are differentiable like out itself. Here gradient descent on the queries alone
+# brings the entropy of every row to about 2 nats: it then looks at about `exp(2)`, some 7, keys.
 
 
 # %%
@@ -336,8 +337,8 @@ for n in range(61):
 assert values[-1] < 0.1 * values[0]
 
 # %% [markdown]
-# **A mask as a function**: `block_mask` finds once which tiles a mask hides, draws them, and every derivative skips them: a
-# window of 256 tokens back, with the first 128 for all.
+# **A mask as a function**: `block_mask` finds once which tiles a mask hides, and every derivative skips them. This mask
+# is a window of 256 tokens back, and the first 128 tokens are visible to all.
 
 # %%
 mask = memeff.block_mask(

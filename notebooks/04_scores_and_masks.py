@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Scores, masks and positions of your own
 #
-# A score or a mask is a function of one query and one key, written with `jax.numpy`. memeff maps it over each tile of logits
-# and differentiates it there: no T x S array is made, and what it learns has exact gradients. This notebook runs every
-# example that FlexAttention is shown with, draws their masks, measures what skipping gains, and lets a bias be learned.
+# A score or a mask is a function of one query and one key, written with `jax.numpy`. memeff maps it over each tile of
+# logits and differentiates it there: no T x S array is made, and its params have exact gradients. This notebook runs all
+# examples of FlexAttention, draws their masks, measures the time that skipping saves, and trains a bias.
 #
-# The first cell installs memeff where it is missing, from the checkout that the notebook lies in if there is one.
+# The first cell installs memeff if it is missing, from the checkout around the notebook if there is one.
 
 # %%
 import importlib.util
@@ -75,9 +75,10 @@ slopes = {"score_params": {"log_slope": -jnp.arange(1.0, N + 1)}}
 print(f"out and the slopes' gradient differ by {compared(slopes, score_fn=near_past, is_causal=True):.0e}")
 
 # %% [markdown]
-# **FlexAttention's list**: the examples of PyTorch's blog and of attention-gym, as the README writes them. `scores` and
-# `masks` have the common ones; others are a line. `&`, `|` and `~` make masks of masks, `then` scores of scores, and params
-# travel with them, so that such an object is handed to `jax.grad` as it is.
+# **FlexAttention's list**: the examples of PyTorch's blog and of attention-gym, as `docs/scores-and-masks.md` writes
+# them. `scores` and `masks` have the common ones; each of the others takes one line. `&`, `|` and `~` combine masks, and
+# `then` chains scores. These objects contain their params, so `jax.grad` differentiates with respect to the object
+# itself.
 
 # %%
 normal = lambda n, *shape: jax.random.normal(keys[n], shape)
@@ -139,9 +140,9 @@ print(f"{'causal documents with ALiBi':34s} {'yes':9s} ", end="")
 print(f"{compared({'score_fn': scores.alibi(slope)}, mask_fn=masks.documents(ids) & masks.causal()):.0e}")
 
 # %% [markdown]
-# **What masks hide**: `memeff.block_mask` finds it once, before anything runs, and `dot_product_attention` then visits no
-# tile in which nobody sees anything, and spends no mask on tiles in which everybody sees everything. Dark blocks are seen
-# by all, pale ones by some (of any batch entry and head), white ones are never visited.
+# **What masks hide**: `memeff.block_mask` finds hidden tiles once, before anything runs. `dot_product_attention` then
+# visits no tile in which all pairs are hidden, and applies no mask to tiles in which all are visible. In dark blocks all
+# pairs are visible, in pale ones some (in any batch entry or head). White ones are never visited.
 
 # %%
 blocks = {name: memeff.block_mask(mask, T, batch=B, heads=N, block_size=T // 35) for name, mask in MASKS.items()}
@@ -155,14 +156,14 @@ for panel in panels.flat[len(blocks) :]:
 plt.show()
 
 # %% [markdown]
-# The same as text, for a terminal: `#` all of a block may attend, `+` some, `.` none.
+# The same as text, for a terminal: in a block `#` all pairs are visible, in `+` some, in `.` none.
 
 # %%
 print(memeff.block_mask(masks.sliding_window(T // 20) | (masks.causal() & masks.dilated(T // 10)), T, block_size=T // 20))
 
 # %% [markdown]
-# **What skipping gains**: the time of forward and gradient of a window over ever more tokens, as a function alone, as a
-# block mask, and with plain attention that is handed the same mask as an array. Skipping makes it linear.
+# **What skipping gains**: the time of forward and gradient with a window, for more and more tokens. The window is a
+# function, a block mask, or an array for plain attention. With the block mask the time grows linearly.
 
 # %%
 lengths = [512, 1024] if SHORT else [1024, 2048, 4096, 8192]
@@ -201,8 +202,9 @@ gain = took["jax.nn, array"][-1] / took["memeff, block mask"][-1]
 print(f"at {lengths[-1]} tokens the block mask is {gain:.1f} times as fast as the array")
 
 # %% [markdown]
-# **What no array costs**: T5's bias is a table of 32 numbers a head, but its array is N x T x S, and so is the array's
-# gradient. XLA's own account of the temporary memory of forward and gradient, down to the table; nothing is allocated.
+# **What no array costs**: T5's bias is a table of 32 numbers for each head, but as an array it is N x T x S, and so is
+# the array's gradient. The cell shows the temporary memory of forward and gradient, with respect to the table, as XLA
+# reports it; nothing is allocated.
 
 # %%
 shape = lambda n: jax.ShapeDtypeStruct((1, n, 8, 64), jnp.float32)
@@ -237,8 +239,8 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# **A bias that is learned**: the task is to copy the token of seven places ago. Queries and keys are zeros, so positions
-# are all that attention has, and a T5-like table of relative positions must find them. It does.
+# **A bias that is learned**: the task is to copy the token of seven places ago. Queries and keys are zeros, so attention
+# has only the positions. A T5-like table of relative positions must learn the distance, and does.
 
 # %%
 steps, reach = (60, 12) if SHORT else (400, 12)
@@ -272,8 +274,8 @@ plt.show()
 print(f"the miss fell from {curve[0]:.2f} to {curve[-1]:.4f}; the largest entry is at {int(learned[0].argmax()) - reach}")
 
 # %% [markdown]
-# **Positions in the tile**: rotary embeddings and the normalisation of queries and keys are made for each tile and again in
-# the backward (`qk_transform`), so that no rotated copy is stored. Here beside the same, stored.
+# **Positions in the tile**: with `qk_transform`, rotary embeddings and the normalisation of queries and keys are computed
+# for each tile, and again in the backward, so no rotated copy is stored. The cell compares this with stored copies.
 
 # %%
 transform = transforms.rms_norm(jnp.ones(H), jnp.full(H, 1.5)).then(transforms.rotary())
@@ -284,8 +286,9 @@ stored = memeff.dot_product_attention(heads("query")(query), heads("key")(key), 
 print(f"differ by {float(abs(in_tiles - stored).max()):.0e}")
 
 # %% [markdown]
-# **What attention does**: entropy, largest logit and mean distance of each row come from the pass that gives out, and
-# `memeff.key_mass` is what each key receives. A key that everybody looks at shows as a peak of the mass.
+# **What attention does**: entropy, largest logit and mean distance of each row come from the pass that computes out, and
+# `memeff.key_mass` is the sum of the probabilities that each key receives. A key that all queries look at is a peak of
+# the mass.
 
 # %%
 alike, loud = query + 1, key.at[:, T // 3].set(1.5)  # what all queries have in common, one key has, too
@@ -301,8 +304,8 @@ plt.show()
 print(f"key {int(mass[0, :, 0].argmax())} of head 0 receives the most, {float(mass[0, :, 0].max()):.0f} of {T}")
 
 # %% [markdown]
-# **Is it right?** `memeff.audit` runs an attention as it stands, and makes sampled rows and columns again in float64, in
-# linear memory, of memeff or of anybody. Here it finds a defect that was planted into one.
+# **Is it right?** `memeff.audit` runs any attention, of memeff or others, and computes sampled rows and columns again in
+# float64, in linear memory. Here it finds a defect that was planted.
 
 
 # %%

@@ -13,15 +13,15 @@
 # %% [markdown]
 # # One sequence over many devices
 #
-# A sequence that outgrows one device is shared by several. Each has a part of the queries, keys and
-# values, and `memeff.dot_product_attention` gives the numbers of one device. This notebook draws
-# who has what and who does what, and checks results, gradients and a training run against one
-# device.
+# A sequence that is too long for one device can be sharded over several. Each device has a part of
+# the queries, keys and values, and `memeff.dot_product_attention` gives the numbers of one device.
+# This notebook draws which device has and computes what, and compares results, gradients and a
+# training run with one device.
 #
 # It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for
 # them before JAX starts, and for fast compiling, because that is most of the work here. It also
-# installs memeff where it is missing, from the checkout that the notebook lies in if there is one.
-# The last two cells need that checkout, because `models/` lies there.
+# installs memeff if it is missing, from the checkout around the notebook if there is one. The last
+# two cells need that checkout, because `models/` is in it.
 
 # %%
 import importlib.util
@@ -89,8 +89,8 @@ plt.show()
 
 # %% [markdown]
 # **How much work that is.** In causal order the query at position `i` sees `i + 1` keys, so late
-# tokens are dear. The slowest device sets the time, because all others wait for it. A dashed line
-# is the mean.
+# tokens take more work. The slowest device determines the time, because all others wait for it. A
+# dashed line is the mean.
 
 # %%
 length = 1024
@@ -110,7 +110,7 @@ plt.show()
 # %% [markdown]
 # **One call.** `"seq"` is the name of the mesh axis that the tokens are sharded along.
 # `memeff.to_zigzag` reorders them once; everything else is the call of one device with three more
-# words. The result is compared with that of one device.
+# arguments. The result is compared with that of one device.
 
 # %%
 B, T, N, K, H = 1, 512, 8, 4, 32
@@ -148,7 +148,7 @@ print(f"out has shape {out.shape}, and {out.sharding.shard_shape(out.shape)} on 
 
 # %% [markdown]
 # **Gradients** have the sharding of their operands. Those of keys and values are sums over the
-# queries of all devices, and memeff brings them home to the device of the keys.
+# queries of all devices, and memeff sends them to the device of the keys.
 
 # %%
 cotangent = jax.random.normal(keys[3], (B, T, N, H))
@@ -212,7 +212,8 @@ plt.show()
 # %% [markdown]
 # **What memeff chooses.** There are three ways to let queries meet all keys. `memeff.explain`
 # compares their times, estimated from bandwidths that were measured between two H200s, and computes
-# nothing. Many tokens favour the ring, because its messages hide behind its work.
+# nothing. With many tokens the ring is fastest, because its messages travel while the devices
+# compute.
 
 # %%
 for tokens_of_call in (2**13, 2**20):
@@ -282,9 +283,9 @@ panels[0].legend()
 plt.show()
 
 # %% [markdown]
-# **Merging by hand.** Devices merge what they have found in parts of the keys, and `memeff.merge`
-# is that step. Here four sequences share a prompt, whose keys exist once. All their queries meet
-# the prompt in one call, and each sequence its own keys in another.
+# **Merging by hand.** Devices merge their results for parts of the keys. `memeff.merge` is that
+# step. Here four sequences share a prompt, whose keys exist once. All their queries meet the prompt
+# in one call, and each sequence its own keys in another.
 
 # %%
 sequences, own, shared = 4, 64, 256
@@ -319,7 +320,7 @@ found = pull_back(in_two_parts, parts, weights)[3]
 check("gradient of the prompt's keys", found, pull_back(in_one_call, parts, weights)[3])
 
 # %% [markdown]
-# **Is it right?** `memeff.audit` runs a sharded call as it stands. On each device it makes sampled
+# **Is it right?** `memeff.audit` runs a sharded call unchanged. On each device it computes sampled
 # rows and columns again in float64.
 
 # %%

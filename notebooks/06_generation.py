@@ -13,14 +13,13 @@
 # %% [markdown]
 # # Generation: caches, pages, drafts
 #
-# A model that writes text asks for one query at a time against all keys so far. That takes as long
-# as reading the keys once, so what counts is to keep them in place and to read nothing else. This
-# notebook shows `memeff.KVCache` and what surrounds it, and measures the time of a token against
-# the length of its context.
+# A model that writes text computes attention from one query at a time to all keys so far. That
+# takes as long as it takes to read the keys once, so they must stay in place, and nothing else
+# should be read. This notebook shows `memeff.KVCache` and other caches, and measures the time of a
+# token against the length of its context.
 #
-# It runs on any machine. The first cell installs memeff where it is missing, from the checkout that
-# the notebook lies in if there is one. The last two cells need that checkout, because `models/`
-# lies there.
+# It runs on any machine. The first cell installs memeff if it is missing, from the checkout around
+# the notebook if there is one. The last two cells need that checkout, because `models/` is in it.
 
 # %%
 import importlib.util
@@ -79,9 +78,9 @@ print(f"{cache.lengths.tolist()} tokens cached; largest difference {difference:.
 assert difference < 1e-5
 
 # %% [markdown]
-# **Prompts of different lengths** come padded in one call, with `counts`. Each sequence then goes on
-# behind its own tokens. A full cache is refused, and under jit, where lengths are not known, it
-# gives NaN and overwrites nothing.
+# **Prompts of different lengths** are padded and appended in one call, with `counts`. The next
+# tokens of each sequence then follow its own last token. A full cache is refused, and under jit,
+# where lengths are not known, it gives NaN and overwrites nothing.
 
 # %%
 q, k, v = tokens(9)
@@ -169,7 +168,7 @@ for length, milliseconds in zip(filled, times, strict=True):
 
 # %% [markdown]
 # **A window needs a ring.** With `window` the cache has room for the window alone, and new tokens
-# replace those that nobody sees any more.
+# replace those that no query sees any more.
 
 # %%
 q, k, v = tokens(64)
@@ -184,10 +183,10 @@ print(f"{ring.lengths.tolist()} tokens went through {ring.capacity} slots; {wors
 assert worst < 1e-5
 
 # %% [markdown]
-# **Pages.** A server has sequences that come, go, and share what they have in common. Keys then lie
-# in pages of a pool, and `memeff.PageAllocator` knows who owns which. Here three samples share a
-# prompt of 22 tokens. Each got a copy of the last page when it began to write, and pages of its own
-# after that.
+# **Pages.** In a server, sequences come and go, and share prefixes. Their keys are in pages of one
+# pool, and `memeff.PageAllocator` records which sequence owns which page. Here three samples share
+# a prompt of 22 tokens. Each got a copy of the last page when it began to write, and then pages of
+# its own.
 
 # %%
 page, per_sequence = 8, 6

@@ -225,7 +225,7 @@ class Tangent:
 
 
 def _is_none(x) -> bool:
-    """Return True if x is None; None is a leaf of trees then."""
+    """Return True if x is None. As `is_leaf` of JAX's tree functions it makes None a leaf."""
     return x is None
 
 

@@ -44,7 +44,7 @@ from memeff.units import parse_bytes
 
 
 class Call(NamedTuple):
-    """A checked call: the sizes, what is computed, the arrays, and what runs it in which tiles."""
+    """A checked call: sizes, problem, arrays, and the implementation and tiles that run it."""
 
     shape: CallShape
     problem: Problem
@@ -242,7 +242,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
 
 
 def to_public(shape: CallShape, out: Array, lse: Array | None) -> Array | tuple[Array, Array]:
-    """Return out [B, K, G, T, D] as [*B, T, N, D], and with it lse, as rows, unless it is None."""
+    """Return out [B, K, G, T, D] as [*B, T, N, D], and with it lse unless that is None."""
     out = unfold(shape, out)
     return out if lse is None else (out, to_public_rows(shape, lse))
 

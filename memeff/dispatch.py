@@ -89,7 +89,7 @@ def _kernels_fit(
 
 
 def explain_choice(chosen: Chosen, operands: Operands) -> str:
-    """Return in words what runs a call, and why every other implementation does not."""
+    """Explain in words what runs a call, and why every other implementation does not."""
     problem = chosen.problem
     shape = operands.shape
     family = pallas.family_for(current_device(operands.query))

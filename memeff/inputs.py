@@ -108,13 +108,13 @@ def check_integers(name: str, x) -> Array:
 
 
 def to_int32(x: Array, least: int = -INT32_MAX - 1, most: int = INT32_MAX) -> Array:
-    """Return integers as int32, clipped to `least` and `most` before, because others wrap."""
+    """Return integers as int32, first clipped to `least` and `most`, so that none wraps."""
     limits = jnp.iinfo(x.dtype)
     return jnp.clip(x, max(least, int(limits.min)), min(most, int(limits.max))).astype(jnp.int32)
 
 
 def known_values(x) -> np.ndarray | None:
-    """Return the values, or None if there are none, or they are traced or on another machine."""
+    """Return the values of an array, or None if it is None, traced or on another machine."""
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
             return None

@@ -65,7 +65,8 @@ def logits_from_dots(
 def wide_terms(terms: LogitParams, dtype: Any) -> LogitParams:
     """Return the terms with scale, soft cap and bias in `dtype`, that of the logits.
 
-    Their cotangents are sums of many, so these are not rounded to 16 bits before they are added up.
+    Their cotangents are sums of many numbers, which then are not rounded to 16 bits before they are
+    added up.
     """
 
     def widen(x: Array | None) -> Array | None:
@@ -106,9 +107,9 @@ def logits_increasing(problem: Problem, terms: LogitParams) -> bool:
 def logits_plain(problem: Problem, operands: Operands) -> bool:
     """Return True if the logits of all visible pairs are raw times a static scale.
 
-    Sinks do not count, because they are no logits of pairs. Dropout counts, although it changes
-    probabilities only, and so do arrays that hide pairs without a rule on positions. Such logits
-    can be bounded beforehand, by |scale| |q| |k|.
+    Such logits can be bounded beforehand, by |scale| |q| |k|. A call may have sinks, because they
+    are not logits of pairs. It may not have dropout, although that changes probabilities only, or
+    arrays that hide pairs without a rule on positions.
     """
     params = operands.logit_params._replace(sinks=None)
     extras = (*problem.extras, *jax.tree.leaves(params), operands.mask, operands.q_segments)

@@ -33,9 +33,9 @@ JAX = jax.__version_info__[:2]
 class CpuFit(NamedTuple):
     """Live tiles of logits on CPUs.
 
-    A tile is "alone" if no output is large enough to lend it memory. "Exact" means that operands
-    have the dtype of the sums, "half" float16, and "old" jax before 0.11. "More" marks tiles that
-    are added to the others.
+    A tile is "alone" if no output is so large that the tile can use its memory. "Exact" means that
+    operands have the dtype of the sums, "half" float16, and "old" jax before 0.11. "More" marks
+    tiles that are added to the others.
     """
 
     forward: float = 2
@@ -159,7 +159,7 @@ def safety_margin(problem: Problem, schedule: Schedule, operands: Operands, plat
 
 
 def quadratic_bytes(operands: Operands, platform: str) -> tuple[int, int]:
-    """Return about the bytes of plain attention (`jax.nn`'s XLA path), forward and gradient.
+    """Estimate the bytes of plain attention (`jax.nn`'s XLA path), forward and gradient.
 
     It holds logits and probabilities, and in a gradient their cotangents.
     """
@@ -392,7 +392,7 @@ def _tiles(size: int, count: float) -> list[float]:
 
 
 def _unlent(buffers: Iterable[float], outputs: Sequence[float]) -> float:
-    """Return the bytes of the buffers that find no output to lend them memory, largest first."""
+    """Return the bytes of the buffers that can use no output's memory; the largest choose first."""
     free = sorted(outputs)
     total = 0.0
     for size in sorted(buffers, reverse=True):

@@ -68,7 +68,8 @@ def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
 def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
     """Return the sharding of x if it is known and `devices` devices share `dim`, or else None.
 
-    It is known outside jit. Under jit the type tells it where all axes of the mesh are Explicit.
+    It is known outside jit, and under jit if all axes of the mesh are Explicit: then the type has
+    it.
     """
     sharding = _sharding_of(x)
     if devices == 1 or _devices(x, dim) != devices or not isinstance(sharding, NamedSharding):
@@ -203,7 +204,7 @@ def on_auto_mesh(arrays: Any) -> Any:
 
 
 def vary_together(operands: Any, like: Any = None) -> Any:
-    """Type replicated operands (a shared bias, say) as varying if others vary under shard_map.
+    """Type replicated operands, such as a shared bias, as varying if others vary under shard_map.
 
     JAX then sums their gradients over the devices.
     """
@@ -267,7 +268,7 @@ def explicit_axes(x: Array, dim: int) -> tuple[str, ...]:
 def _devices(x: Array, dim: int) -> int:
     """Return the number of devices over which `dim` is sharded; 1 if the layout is unknown.
 
-    The type (Explicit) or a concrete array tells the layout.
+    The layout is in the type (Explicit) or in a concrete array.
     """
     if _explicit(x):
         sharding = jax.typeof(x).sharding

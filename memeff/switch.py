@@ -204,7 +204,7 @@ def _as_jax_nn(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Compute with memeff a call of JAX's function, and return it in JAX's shapes and dtypes."""
+    """Compute a call of JAX's function with memeff, and return JAX's shapes and dtypes."""
     del implementation  # it chooses among JAX's implementations
     for switch in _switches.stack:
         switch.called = True

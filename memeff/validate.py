@@ -86,7 +86,7 @@ def check_logit_params(
 ) -> tuple[LogitParams, tuple[float, float | None]]:
     """Return the arrays that get a gradient, and (scale, soft cap) as numbers.
 
-    The numbers stand where no array was given.
+    A number counts where no array was given.
     """
     bias = _fold_pairs(shape, "bias", bias, "local_window_size, is_causal or segment ids")
     if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):  # as jax.nn
@@ -242,7 +242,7 @@ def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
 
 
 def end_of_queries(T, offset: Array | int, lengths: Array | None):
-    """Return the position behind the last of T queries, or T where it is not known."""
+    """Return the position after the last of T queries, or T where it is not known."""
     offsets = known_values(offset)
     rows = T if lengths is None else known_values(lengths)
     if offsets is None or rows is None or not isinstance(T, int):

@@ -110,7 +110,7 @@ def check_backward(backward: Any) -> str | None:
 
 
 def check_implementation(implementation: Any) -> str | None:
-    """Return `implementation` if it is a name or None. Whether it is known is seen later."""
+    """Return `implementation` if it is a name or None. Dispatch checks if it is known."""
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(
             "implementation must be a name or None (it is fixed while tracing), got "
@@ -166,7 +166,8 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
 def check_flax_hooks(**hooks: Any) -> None:
     """Refuse Flax's hooks.
 
-    Linen passes the hooks that a signature names, so it names one that Linen always passes.
+    Linen passes the hooks that a signature names, so the signature names one that Linen always
+    passes.
     """
     for name, hook in hooks.items():
         if hook is not None:

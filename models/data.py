@@ -146,7 +146,7 @@ def find_text(name: str) -> list[Path]:
         raise Refused(f"--text {name}: the file is empty; give a file with text in it.")
     if not is_text(path):
         raise Refused(
-            f"--text {name}: the file is binary, for it has a byte 0; give a file with text in it."
+            f"--text {name}: the file is binary, because it has a byte 0. Give a file with text."
         )
     return [path]
 

@@ -23,8 +23,8 @@ def fixed_max_applies(problem: Problem, schedule: Schedule, operands: Operands) 
 def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
     """Return whether the logits of each row can be bounded before they are computed.
 
-    This takes logits without the user's functions, and a dtype with 8 bits of exponent. Either
-    every row has a key, or arrays hide pairs, which `largest_seen` reads. With a bias, logits of
+    The call must have no functions of the user, and a dtype with 8 bits of exponent. Either every
+    row must see a key, or arrays hide pairs, which `largest_seen` reads. With a bias, the logits of
     some keys take the place of a bound.
     """
     functions = problem.score_fn, problem.mask_fn, problem.qk_transform
@@ -50,7 +50,8 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
 def one_tile_with_bias(schedule: Schedule, operands: Operands) -> bool:
     """Return whether a call with a bias is one tile of the forward with a precomputed maximum.
 
-    Its true maximum is found faster than a sample, a check and the rows to be redone.
+    To compute the true maximum of one tile is faster than a sample, a check, and rows that are
+    redone.
     """
     size = schedule.fixed_max_chunk_size
     same = size == schedule.gpu_fused_chunk_size == (operands.shape.T, operands.shape.S)

@@ -49,7 +49,7 @@ def split_length(shape: CallShape) -> int | None:
 
 
 def reads_in_place(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
-    """Return whether this forward runs: enabled, and keys are not in pages and not transformed."""
+    """Return whether this forward runs: if enabled, for keys without pages and transforms."""
     if schedule.split_keys is None or problem.qk_transform is not None:
         return False
     return not _in_pages(operands)
@@ -61,9 +61,9 @@ def _in_pages(operands: Operands) -> bool:
 
 
 def for_loop(schedule: Schedule, operands: Operands) -> Schedule:
-    """Return the schedule of the loop of tiles where it runs instead, or to redo rows.
+    """Return the schedule of the loop over tiles that runs instead, or that redoes rows.
 
-    It copies the keys of a tile, so that tiles are shorter.
+    That loop copies the keys of a tile, so its tiles are shorter.
     """
     if schedule.split_keys is None:
         return schedule
@@ -126,7 +126,7 @@ def _numbers_and_scale(x: Array | StoredKeys) -> tuple[Array, Any]:
 
 
 def finite_rows(rows: RowSums) -> Array:
-    """Return which rows [B, K, G, T] are finite, so that nothing spoiled them."""
+    """Return which rows [B, K, G, T] are finite: no hidden NaN or Inf has reached them."""
     return jnp.isfinite(rows.o).all(-1) & jnp.isfinite(rows.l)
 
 

@@ -40,7 +40,7 @@ def fixed_max_forward(
 ) -> tuple[RowSums, Array]:
     """Compute the row sums with m from `max_bound` in place of a running maximum.
 
-    So XLA can put exp into the epilogue of (1), and nothing is rescaled. Also return which rows
+    XLA can then put exp into the epilogue of (1), and nothing is rescaled. Also return which rows
     [B, K, G, T] are right.
 
     On GPUs l sums p after it is rounded to 16 bits for its product, unless the caller wants lse.

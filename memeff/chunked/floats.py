@@ -6,9 +6,9 @@ from jax import Array, lax
 
 
 def round_to(x: Array, dtype) -> Array:
-    """Round x to `dtype` so that the rounding stays.
+    """Round x to `dtype` so that XLA keeps the rounding.
 
-    XLA may take back a mere astype where wider arithmetic follows (xla_allow_excess_precision).
+    XLA may undo a mere astype if wider arithmetic follows (xla_allow_excess_precision).
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)

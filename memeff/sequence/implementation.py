@@ -101,7 +101,7 @@ class Sharded:
     def carry(
         self, problem: Problem, operands: Operands, partial_out: bool
     ) -> tuple[tuple[Array, ...], Lse]:
-        """Return arrays whose sum is out, and lse; the kernels of a step add to what they get.
+        """Return arrays whose sum is out, and lse. The kernels of each step update both.
 
         There is one array, in the query's dtype, unless `partial_out`.
         """
@@ -209,7 +209,7 @@ class Sharded:
     def joins(
         self, problem: Problem, operands: Operands, join: Callable[..., Operands]
     ) -> Chosen | None:
-        """Return what runs the work at home if `join` can make one call of all parts of a step."""
+        """Return what runs the work on own keys, if `join` makes one call of a step's parts."""
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
             return None

@@ -67,7 +67,7 @@ class Chunk:
 
 
 class Part(NamedTuple):
-    """A chunk of this device's queries against a chunk of the keys that have come to it."""
+    """A chunk of this device's queries, and a chunk of the keys that it has received."""
 
     problem: Problem  # with the offset of the whole call
     rows: Chunk
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The arrays that belong to keys, which go from device to device."""
+    """The arrays that belong to keys. Devices send them to each other."""
 
     key: Array  # B S K H
     value: Any  # B S K D; None in `stack_keys`
@@ -94,7 +94,7 @@ def keys_of(operands: Operands) -> Keys:
 def cut_part(part: Part, operands: Operands, keys: Keys, size: int) -> Operands:
     """Return the operands, or their tangents, of a part of `size` keys.
 
-    `operands` are those of this device, and `keys` those that have come to it.
+    `operands` are those of this device, and `keys` are the keys that it has received.
     """
 
     def cut(x: Array, dims: str) -> Array:
@@ -179,9 +179,9 @@ def join_parts(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Opera
 def join_rows(parts: tuple[Part, ...], operands: Operands, keys: Keys) -> Operands:
     """Return the operands of all parts of a causal zigzag's step as a call of all rows and keys.
 
-    A batch entry of the call is one chunk of queries, early or late, against all keys that have
-    come; `count_keys_seen` says how many of these it sees. The work at home, one part, has whole
-    batch entries.
+    A batch entry of the call is one chunk of queries, early or late, and all keys that the device
+    has received. `count_keys_seen` says how many of these keys it sees. The work on the device's
+    own keys is one part with whole batch entries.
     """
     B, T = operands.query.shape[:2]
     count = len(parts)

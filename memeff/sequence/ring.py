@@ -107,7 +107,7 @@ def ring_steps(
 
 
 def is_balanced(shards: Shards, problem: Problem, operands: Operands) -> bool:
-    """Return True if each step shows every device two pairs of chunks: in causal zigzag."""
+    """Return True if every device sees two pairs of chunks in each step: in a causal zigzag."""
     causal = (problem.left, problem.right, problem.q_offset) == (None, 0, 0)
     square = operands.shape.T == operands.shape.S and operands.q_offset is None
     return shards.layout == "zigzag" and causal and square
@@ -329,9 +329,9 @@ def _fill(words: Array) -> Array:
 
 
 def word_bits(arrays: list[Array]) -> int:
-    """Return how many bits the words of a message have: those of most of its numbers, if it can.
+    """Return the bits of a message's words: if possible, as many as most of its numbers have.
 
-    XLA reads an array whose numbers are words out of a message within the pass that needs it.
+    If the numbers of an array are words, XLA reads it from the message in the pass that needs it.
     """
     bytes_of: dict[int, int] = {}
     for x in arrays:
@@ -342,6 +342,6 @@ def word_bits(arrays: list[Array]) -> int:
 
 
 def _in_rows(x: Array, bits: int) -> Array:
-    """Return numbers x [n] that are smaller than words of `bits` in rows of a word each."""
+    """Return numbers x [n] in rows that have one word of `bits` each."""
     count = bits // (8 * x.dtype.itemsize)
     return x.reshape(-1, count) if count > 1 else x

@@ -30,7 +30,7 @@ MOST_WAITING_BYTES = 2**30
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """What parts found, each for a chunk of the tokens of a device."""
+    """The results of parts, each for a chunk of the tokens of a device."""
 
     chunks: tuple[Chunk, ...]  # of each part, all of one size
     value: Any  # a pytree of arrays; their batch entries are those of the first part, and so on

@@ -70,8 +70,8 @@ def choose_tile(
 def tile_sides(inputs: Inputs, most: tuple[int, int]) -> tuple[int, int]:
     """Return t and c, at most `most`, for tiles of nearly the same size.
 
-    The last tile overlaps the one before, so it should need few tokens or words of that. Multiples
-    of 128, which GPUs multiply fastest, stay such.
+    The last tile overlaps the one before, so it should need few tokens or words of that. Sides that
+    are multiples of 128, which GPUs multiply fastest, stay multiples of 128.
     """
     sides = []
     for size, limit in zip((inputs.x.shape[0], inputs.kernel.shape[1]), most, strict=True):

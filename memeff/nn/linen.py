@@ -44,9 +44,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       the cache holds are refused where the index is known. Under jit, as in Flax, the last entries
       are overwritten.
     * The variable "cache_index" may be replaced by one number for each sequence, [*B], such as the
-      lengths of prompts that came padded in one call. Then each sequence goes on behind its own
-      tokens. One that would grow beyond the cache is refused where the index is known, and gives
-      NaN under jit.
+      lengths of prompts that were padded in one call. The next tokens of each sequence then follow
+      its own last token. A sequence that would grow beyond the cache is refused where the index is
+      known, and gives NaN under jit.
 
     Attributes beyond Flax's:
       num_kv_heads: number of key and value heads, K, a divisor of `num_heads`, N. None: N. Query
@@ -57,13 +57,13 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       logits_soft_cap: c > 0: logits become c * tanh(logits / c).
       score_fn, mask_fn, qk_transform: as in `memeff.dot_product_attention`: functions without
         params, or a `memeff.Score`, `Mask` (or `memeff.block_mask`) and `Transform`, whose arrays
-        are constants that do not learn. Arrays have no hash, so the module then has none: under
-        `linen.jit` close over them, or give score_init.
+        are constants that do not learn. Arrays cannot be hashed, and a module that has some cannot
+        either: under `linen.jit` close over the arrays, or pass score_init.
       score_init, qk_transform_init: functions (key) -> `memeff.Score` or `Transform`, in place of
         score_fn and qk_transform. The arrays of the result are the parameters "score_params" and
         "qk_transform_params".
-      sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: a logit for each
-        head that takes probability and gives nothing. None: no sinks.
+      sinks_init: initializer (key, shape, dtype) of the parameter "sinks" [N]: for each head a
+        logit that takes probability and adds nothing to the output. None: no sinks.
       sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
         `memeff.dot_product_attention`, for arrays that are sharded over devices. `decode=True`
         is refused with sequence_axis. `init` needs no mesh: outside of one it makes the parameters

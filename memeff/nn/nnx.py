@@ -44,9 +44,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       tokens than the cache holds are refused where the index is known. Under jit, as in Flax, the
       last entries are overwritten.
     * `cache_index` may be replaced by one number for each sequence, an `nnx.Cache` of [*B], such as
-      the lengths of prompts that came padded in one call. Then each sequence goes on behind its own
-      tokens. One that would grow beyond the cache is refused where the index is known, and gives
-      NaN under jit.
+      the lengths of prompts that were padded in one call. The next tokens of each sequence then
+      follow its own last token. A sequence that would grow beyond the cache is refused where the
+      index is known, and gives NaN under jit.
 
     Args beyond Flax's:
       is_causal: True: row i sees keys up to i. The `is_causal` of a call takes precedence.
@@ -59,8 +59,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       score_init, qk_transform_init: functions (key) -> `memeff.Score` or `Transform`, in place of
         score_fn and qk_transform. The arrays of the result are the `nnx.Param`s in
         `layer.score_fn.params` and `layer.qk_transform.params`.
-      sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: a logit for
-        each head that takes probability and gives nothing. None: no sinks.
+      sinks_init: initializer (key, shape, dtype) of the `nnx.Param` `layer.sinks` [N]: for each
+        head a logit that takes probability and adds nothing to the output. None: no sinks.
       sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis: as in
         `memeff.dot_product_attention`, for arrays that are sharded over devices. `decode=True`
         is refused with sequence_axis.

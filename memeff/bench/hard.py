@@ -40,14 +40,18 @@ ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
 
 PAGE_HEADER = f"""\
 <!-- Written by `python -m memeff.bench hard --report docs/hard_cases.jsonl docs/hard_cases.md`. -->
-Largest error of memeff over that of plain attention in the same dtype, against float64, \
-at T = {T} queries and S = {S:,}
-keys of one head of {H} where a case names no others. \
-Bold: more than {ALLOWED}, or not finite. "ulp": plain attention errs
-nowhere, and memeff by so many roundings of the largest entry. \
-"-": the truth is no number that the dtype holds. In brackets:
-over plain attention whose gradient starts from out and lse as they are stored, \
-as every gradient in linear memory does."""
+# Hard cases
+
+Each number is the largest error of memeff divided by that of plain attention in the same dtype, \
+both against float64. Calls
+have T = {T} queries and S = {S:,} keys of one head of {H}, unless the case names other sizes.
+
+- Bold: more than {ALLOWED}, or not finite.
+- In brackets: divided by the error of plain attention whose gradient starts from the stored out \
+and lse, as every gradient
+  in linear memory does.
+- "ulp": plain attention has no error, and memeff errs by so many roundings of the largest entry.
+- "-": the dtype cannot hold the true number."""
 
 
 def main(arguments: Sequence[str]) -> None:

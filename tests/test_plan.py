@@ -227,7 +227,7 @@ ROWS = (
     ("memeff, about", r"[\d.]+ MiB", r"[\d.]+ MiB"),
     ("plain attention, about", "1 GiB", r"1\.\d\d GiB"),
     ("floating point operations", r"19\.3 G", r"67\.6 G"),
-    (r"In 16 GiB fits the gradient of up to about \d+ tokens, of \d+ with plain attention\.",),
+    (r"16 GiB hold the gradient of up to about \d+ tokens; with plain attention, of \d+\.",),
     (re.escape(plan.ABOUT),),
 )
 

@@ -53,8 +53,8 @@ DEVICES = {
 # Of 72 random calls of every feature (tests/drawn.py; CPU, jax 0.10.2) XLA reported 0.36 to 2.53
 # times the estimate, of 60 of them 0.59 to 1.6 times; above a MiB at most 1.85 times.
 ABOUT = (
-    "Bytes are estimates, mostly between half and twice what is compiled; compile=True makes "
-    "memeff's exact."
+    "Bytes are estimates, mostly between half and twice what XLA reports; compile=True gives what "
+    "XLA reports for memeff."
 )
 EXACT = "memeff's bytes are those of the compiled call; the others and the lengths are estimates."
 
@@ -116,8 +116,8 @@ class Plan:
         lines += [f"{title:26}{forward:>12}{both:>22}" for title, forward, both in rows]
         if self.memory is not None:
             lines.append(
-                f"In {format_bytes(self.memory)} fits the gradient of up to about {self.longest} "
-                f"tokens, of {self.plain_longest} with plain attention."
+                f"{format_bytes(self.memory)} hold the gradient of up to about {self.longest} "
+                f"tokens; with plain attention, of {self.plain_longest}."
             )
         lines.append(EXACT if self.compiled else ABOUT)
         return "\n".join(lines)

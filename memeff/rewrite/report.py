@@ -42,11 +42,9 @@ class Place:
         lines = [f"{self.source}\n  B={B} N={N} T={T} S={S}: {', '.join(self.found)}"]
         if self.bytes_before is not None and self.bytes_after is not None:
             before = format_bytes(self.bytes_before)
-            lines.append(f"  gradient about {before} -> {format_bytes(self.bytes_after)}")
+            lines.append(f"  temporary memory about {before} -> {format_bytes(self.bytes_after)}")
         for name, size in self.pair_arrays:
-            lines.append(
-                f"  the program makes an array of T x S for it: {name}, {format_bytes(size)}"
-            )
+            lines.append(f"  a T x S array of the program stays: {name}, {format_bytes(size)}")
         return "\n".join(lines)
 
 
@@ -79,14 +77,14 @@ class Report:
 
 
 ABOUT_BYTES = (
-    "Bytes are temporary, of forward and gradient of one attention alone: memeff.plan's estimates, "
-    "mostly between half and twice what XLA allocates."
+    "Bytes are the temporary memory of forward and gradient of one attention alone: estimates by "
+    "memeff.plan, mostly between half and twice what XLA allocates."
 )
 
 
 NOTHING = (
-    "no attention found: no product of two arrays meets a softmax before a second product. "
-    "Attention that a kernel or an exported function computes is not visible."
+    "no attention found: there is no softmax between two products of arrays. Attention that a "
+    "kernel or an exported function computes is not visible."
 )
 
 

@@ -177,7 +177,7 @@ def explain_plan(
         for axis, count in zip(plan.axes, sizes.devices, strict=True)
     )
     lines = [
-        f'The sequence lies over {over}, in layout "{plan.layout}"; '
+        f'The sequence is sharded over {over}, in layout "{plan.layout}"; '
         f'context_parallel="{plan.strategy}" '
         + ("has the least estimated time." if chosen else "was asked for.")
     ]
@@ -187,11 +187,11 @@ def explain_plan(
             lines.append(f'"{strategy}": cannot run this call, because {reason}.')
             continue
         took = estimate(strategy, plan.layout, sizes, problem)
-        beside = "beside its work" if strategy == "ring" else "before and after its work"
+        beside = "while it computes" if strategy == "ring" else "before and after that"
         lines.append(
             f'"{strategy}": about {1e3 * took.seconds:.3g} ms a forward on H200s with NVLink; each '
-            f"device works {1e3 * took.work:.3g} ms and sends {format_bytes(took.bytes_sent)} in "
-            f"{1e3 * took.sending:.3g} ms, {beside}."
+            f"device computes {1e3 * took.work:.3g} ms and sends {format_bytes(took.bytes_sent)} "
+            f"in {1e3 * took.sending:.3g} ms, {beside}."
         )
     if plan.layout == "contiguous" and (problem.left, problem.right) == (None, 0):
         lines.append(
@@ -200,8 +200,9 @@ def explain_plan(
         )
     if plan.strategy == "ring" and current_platform() == "gpu" and not copies_messages():
         lines.append(
-            "NCCL's kernel takes multiprocessors from the work beside a message: with "
-            f"XLA_FLAGS={COPIED_MESSAGES}, set before JAX starts, the GPUs of a process copy it."
+            "NCCL's kernel takes multiprocessors from the attention kernels. With "
+            f"XLA_FLAGS={COPIED_MESSAGES}, set before JAX starts, the GPUs of a process copy "
+            "messages instead."
         )
     return "\n".join(lines)
 

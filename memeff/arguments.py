@@ -55,7 +55,7 @@ class AttentionOptions(CachedOptions, total=False):
 
 
 class AttentionKwargs(AttentionOptions, total=False):
-    """All keywords of `dot_product_attention` but `return_residual`."""
+    """The keywords of `dot_product_attention`, except `return_residual`."""
 
     precision: lax.PrecisionLike
     dropout_rng: ArrayLike | None

@@ -6,8 +6,8 @@
   head n of batch entry b:  (u, v) = threefry(key; 2, b N + n); 0 if all share one mask
   x = (a_i ^ u) + ((b_i ^ v) | 1) c_j;  keep if x < threshold
 in 32 bits, with x as a signed number. This is multiply-add hashing (Dietzfelbinger 1996) of random
-arguments c. As far as Threefry's words are random, any two pairs of a mask are independent, and so
-are all pairs of one row, because b is odd, and all pairs of one column, because a is added.
+arguments c. As far as Threefry's words are random, any two pairs of a mask are independent. All
+pairs of one row are independent because b is odd, and all pairs of one column because a is added.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What the model learns from, as bytes: text files packed into rows, or ListOps made on the fly.
+"""Make the bytes that the model learns from: text files packed into rows, or ListOps made on the fly.
 
 A batch is a function of (seed, step) and of nothing else, so a resumed run sees what the uninterrupted one would have seen.
 Byte 0, which text does not contain, starts a document: the model's vocabulary is the 256 bytes.

@@ -17,7 +17,7 @@ from models.transformer import SEQUENCE_AXIS, Config, positions_in_document
 
 
 class Rows(NamedTuple):
-    """What the model learns from in a step: [B, T], with the tokens in the order in which devices hold them."""
+    """The rows of a step, [B, T], with the tokens in the order in which devices hold them."""
 
     tokens: Any  # int32, that the model reads
     targets: Any  # int32, that it predicts

@@ -35,7 +35,7 @@ ROUND = 256  # room in a cache is a multiple of this, of which GPUs read splits 
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen."""
+    """The settings by which the next token is chosen."""
 
     temperature: Array | float  # 0 takes the likeliest
     top_k: Array | int = VOCABULARY  # among so many likeliest
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is known after some tokens of each row."""
+    """The state of generation after some tokens of each row."""
 
     logits: Array  # B VOCABULARY, of the token that comes next
     caches: Caches

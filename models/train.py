@@ -47,7 +47,7 @@ from models.transformer import Config, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Config):
-    """All settings of a run. `python -m models.train --help` lists them."""
+    """The settings of a run. `python -m models.train --help` lists them."""
 
     out: Annotated[str, "folder of the run"] = "runs/train"
     task: Annotated[Literal["text", "listops"], "what the model learns"] = "text"
@@ -450,7 +450,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 class Log:
-    """metrics.jsonl, and lines on the terminal: a tqdm bar where there is a terminal and tqdm, plain lines otherwise."""
+    """Write metrics.jsonl, and a tqdm bar if there is a terminal and tqdm, or else plain lines."""
 
     def __init__(self, settings: Settings):
         self.settings = settings

@@ -9,7 +9,7 @@ by JAX.
 
 Where a cell is more than is allowed, a second ratio follows in brackets. It compares memeff with
 plain attention whose gradient starts from out and lse as stored, because every gradient in linear
-memory has to: p (dp - rowsum(dout out)) feels the rounding of out where terms cancel.
+memory starts from them. Where terms of p (dp - rowsum(dout out)) cancel, the rounding of out shows.
 """
 
 import argparse

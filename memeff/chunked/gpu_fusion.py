@@ -29,7 +29,7 @@ class Fp16Scales(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """What bounds the numbers of a row in the gradient."""
+    """Bounds on the numbers of a row in the gradient."""
 
     values: tuple[Array, Array]  # B K G|1 T|1, the largest and the smallest |v| above 0 it sees
     ds_by_p: Array  # B K G T, of |ds / p|

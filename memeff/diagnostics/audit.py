@@ -297,7 +297,7 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
 
 
 class Places(NamedTuple):
-    """Where samples are, and on which device of a sharded sequence."""
+    """The positions of samples, and their device in a sharded sequence."""
 
     places: list[tuple[int, ...]]  # batch entry, token and head
     tokens: int  # of a device

@@ -71,7 +71,7 @@ class Axes(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the arrays of a sharded sequence lie."""
+    """The place of the arrays of a sharded sequence."""
 
     mesh: Mesh | None = None  # None: the sequence is not sharded
     axes: Axes = Axes()

@@ -1,11 +1,13 @@
 """List the families of kernels: one package for each kind of hardware.
 
-A family has the functions of an implementation (`describe`, `forward`, `backward`, `tangent`),
-`for_device` and `why_not`, which say in one sentence why its kernels cannot run on a device or a
-call, `slower` and `fused_is_faster`, which say what measurements found, `reads_entries`, which says
-whether its kernels choose the batch entries that they read, and `temp_bytes`. Its module
-`vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family imports no
-kernel before it runs one. To add a family, add a package and a row.
+A family has these functions:
+  describe, forward, backward, tangent   those of an implementation
+  for_device, why_not                    a sentence: why kernels cannot run on a device, a call
+  slower, fused_is_faster                what measurements found
+  reads_entries                          whether its kernels choose the batch entries that they read
+  temp_bytes                             an estimate of temporary memory
+Its module `vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family
+imports no kernel before it runs one. To add a family, add a package and a row.
 """
 
 from types import ModuleType

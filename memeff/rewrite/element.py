@@ -116,7 +116,7 @@ class ElementFunction:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What a step may read."""
+    """The values that a step may read."""
 
     done: list[Any]
     positions: Any

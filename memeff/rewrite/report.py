@@ -50,7 +50,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `memeff.find_attention` found. Its `str` is a table."""
+    """The result of `memeff.find_attention`. Its `str` is a table."""
 
     places: tuple[Place, ...]  # a place in a function that is called twice appears twice
 

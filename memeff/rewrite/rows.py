@@ -19,7 +19,7 @@ from memeff.rewrite.recipe import PairFunction, Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Equations:
-    """What the program computes of each pair."""
+    """The program's equations for one pair."""
 
     logits: PairFunction
     shown: PairFunction | None  # the probabilities of other pairs are set to 0

@@ -66,7 +66,7 @@ class Softmax:
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What stands between the softmax and the second product."""
+    """The operations between the softmax and the second product."""
 
     factors: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and what does not depend on S
     shown: tuple[Formula, ...] = ()  # other probabilities are set to 0

@@ -43,7 +43,7 @@ AS_SUM = "the product with the values is written as a multiplication and a sum: 
 
 @dataclasses.dataclass(frozen=True)
 class _Marks:
-    """What is known of an array."""
+    """The marks of an array."""
 
     product: bool = False
     exponential: bool = False

@@ -53,7 +53,7 @@ class Distance:
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
-    """An element of an array of which nothing more is known."""
+    """An element of an array that is not understood."""
 
     value: Value
     index: Index

@@ -25,7 +25,7 @@ class BatchAndHeads(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Of how many equal parts of a whole call the arrays hold one, along each of its dims."""
+    """The number of equal parts of a whole call, along each dim; the arrays hold one part."""
 
     batch: int = 1
     heads: int = 1

@@ -131,7 +131,7 @@ def locate(whole: WholeCall, problem: Problem, operands: Operands) -> tuple[Prob
 
 
 class Place(NamedTuple):
-    """Where the axes of a sequence are: inside shard_map already, or on a mesh."""
+    """The place of a sequence's axes: inside shard_map already, or on a mesh."""
 
     inside: bool
     mesh: Any  # None inside, and for the mesh of the context

@@ -123,7 +123,7 @@ def choose_strategy(
 
 
 class Estimate(NamedTuple):
-    """What one forward of a call takes on each device, about."""
+    """An estimate of what one forward takes on each device."""
 
     work: float  # seconds of products
     sending: float  # seconds of messages

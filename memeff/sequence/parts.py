@@ -19,7 +19,7 @@ from memeff.slicing import add_slice, slice_dims, write_slice
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How a sequence is sharded: over which axis of the mesh, in which layout."""
+    """The sharding of a sequence: the axis of the mesh, and the layout."""
 
     axis: str
     layout: Layout

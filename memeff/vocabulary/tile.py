@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the forward returns for each token, [T], or its tangents or cotangents."""
+    """The results of the forward for each token, [T], or their tangents or cotangents."""
 
     lse: Any  # an `Lse`, -inf where no word is visible; tangents and cotangents are arrays
     hit: Any  # logit of the label

@@ -70,14 +70,14 @@ ROWS = 64  # of a tile, but for owned queries
 
 
 class Tiling(NamedTuple):
-    """How many visited tiles are in shared memory, and how many queries a thread block owns."""
+    """The number of visited tiles in shared memory, and of queries that a thread block owns."""
 
     stages: int
     query_rows: int
 
 
 class Arrays(NamedTuple):
-    """What both kernels read. In a kernel the fields are refs."""
+    """The arrays that both kernels read. In a kernel the fields are refs."""
 
     query: Any  # [B, T, N, H]
     key: Any  # [B, S, K, H]

@@ -284,7 +284,7 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
 
 
 class Place(NamedTuple):
-    """Where keys that are copied together lie in key and value."""
+    """The place, in key and value, of keys that are copied together."""
 
     entry: Any  # along their first dim: a batch entry or a page
     first: Any  # token of that entry

@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a call has found for its queries at other keys, which its results are to include.
+    """Results for the same queries at other keys, which the results of this call include.
 
     Batch entries are those of the call, not those of the query.
     """

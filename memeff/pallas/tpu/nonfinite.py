@@ -18,7 +18,7 @@ DELTA_OF_BAD_ROW = -1e38
 
 
 class GradientArrays(NamedTuple):
-    """What the kernels of the gradient read, padded."""
+    """The arrays that the kernels of the gradient read, padded."""
 
     query: Array  # B N T' H
     key: Array  # B K S' H

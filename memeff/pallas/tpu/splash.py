@@ -128,7 +128,7 @@ class _ScaledLogits:
 
 
 class Kernels(NamedTuple):
-    """What the three kernels of one call have in common."""
+    """The settings that the three kernels of one call share."""
 
     block: tuple[int, int]  # rows and columns of a tile
     visits: Visits  # blocks of keys that each block of queries visits

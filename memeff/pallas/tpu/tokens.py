@@ -9,7 +9,7 @@ from memeff.problem import Operands
 
 
 class Tokens(NamedTuple):
-    """What hides whole queries, whole keys, or pairs of different segments; None hides nothing."""
+    """Arrays that hide queries, keys, or pairs of different segments; None hides nothing."""
 
     q_segments: Array | None = None  # B T, int32
     kv_segments: Array | None = None  # B S, int32

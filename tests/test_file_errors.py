@@ -84,7 +84,7 @@ def test_text_that_cannot_be_read():
     Path("loop").symlink_to("loop")
     flags = [*FLAGS, "--out", "run", "--text", "text.txt"]
     for name, message in (
-        ("binary", "--text binary: the file is binary, for it has a byte 0; give"),
+        ("binary", "--text binary: the file is binary, because it has a byte 0. Give"),
         ("dangling", "--text dangling: no such file or folder"),
         ("loop", "--text loop: no such file or folder"),
         ("folder/pipe", "--text folder/pipe: no such file or folder"),

@@ -42,6 +42,13 @@ from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
 
+# arguments that are arrays, without the params of functions
+ARRAYS = (
+    *("query", "key", "value", "bias", "mask", "sinks", "q_offset"),
+    *("query_seq_lengths", "key_value_seq_lengths"),
+    *("query_segment_ids", "key_value_segment_ids"),
+)
+
 
 class Call(NamedTuple):
     """A checked call: sizes, problem, arrays, and the implementation and tiles that run it."""
@@ -65,7 +72,7 @@ def run_attention(
     call = prepare(arguments, run_attention, chosen)
     static = call.chosen, bool(arguments.return_residual)
     out, lse = sharding.on_mesh_of_operands(attend, static, call.operands)
-    return to_public(call.shape, out, lse)
+    return to_public(call.shape, out, lse, arguments.query)
 
 
 class ShardedCall(NamedTuple):
@@ -110,7 +117,7 @@ def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[A
     else:
         static = plan, other_axes, place.mesh, problem, want_lse
         out, lse = sharding.on_mesh_of_operands(enter_shard_map, static, operands)
-    return to_public(shape, out, lse)
+    return to_public(shape, out, lse, arguments.query)
 
 
 def prepare(
@@ -135,7 +142,7 @@ def prepare(
         )
     other_axes = batch_and_heads_of(arguments)
     parts = check_inside(other_axes)
-    shape, problem, operands = normalise(arguments, parts)
+    shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
     if other_axes != BatchAndHeads():
         check_sharded(other_axes, operands.query)
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
@@ -241,13 +248,25 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     return shape, problem, operands
 
 
-def to_public(shape: CallShape, out: Array, lse: Array | None) -> Array | tuple[Array, Array]:
-    """Return out [B, K, G, T, D] as [*B, T, N, D], and with it lse unless that is None."""
-    out = unfold(shape, out)
-    return out if lse is None else (out, to_public_rows(shape, lse))
+def _without_idle_axes(arguments: Arguments) -> Arguments:
+    """Return the arguments with types that name no mesh axes of one device."""
+    arrays = {name: getattr(arguments, name) for name in ARRAYS}
+    return arguments._replace(**{n: sharding.without_idle_axes(x) for n, x in arrays.items()})
 
 
-def to_public_rows(shape: CallShape, rows: Array) -> Array:
+def to_public(
+    shape: CallShape, out: Array, lse: Array | None, query: Any
+) -> Array | tuple[Array, Array]:
+    """Return out [B, K, G, T, D] as [*B, T, N, D], and with it lse, as rows, unless it is None.
+
+    They have the axes of an Explicit mesh that the type of the caller's `query` names.
+    """
+    out = sharding.with_idle_axes(unfold(shape, out), query)
+    return out if lse is None else (out, to_public_rows(shape, lse, query))
+
+
+def to_public_rows(shape: CallShape, rows: Array, query: Any) -> Array:
     """Return rows [B, K, G, T], such as lse, as [*B, T, N], with -inf for rows without a key."""
     rows = unfold(shape, rows)
-    return jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)
+    rows = jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)
+    return sharding.with_idle_axes(rows, query)

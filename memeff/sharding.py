@@ -106,6 +106,38 @@ def all_axes_manual() -> bool:
     return set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
 
 
+def without_idle_axes(x: Any) -> Any:
+    """Return x without the axes of one device that its type has on an Explicit mesh.
+
+    They shard nothing, but a reshape of a dim of size 1 loses them, or moves them to another dim.
+    """
+    if not isinstance(x, jax.Array) or not _explicit(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = _spec_of_several(x)
+    return x if spec == sharding.spec else reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def with_idle_axes(x: Any, query: Any) -> Any:
+    """Return x [*B, T, N, ...], a result, with the axes of one device that `query` has there."""
+    if not isinstance(query, jax.Array) or not _explicit(query) or not _explicit(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = list(sharding.spec)
+    rows = zip(jax.typeof(query).sharding.spec, _spec_of_several(query), strict=True)
+    for n, (axes, of_several) in enumerate(list(rows)[:-1]):
+        if spec[n] == of_several:
+            spec[n] = axes
+    spec = PartitionSpec(*spec)
+    return x if spec == sharding.spec else reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def _spec_of_several(x: Array) -> PartitionSpec:
+    """Return the spec of the type of x on an Explicit mesh without axes of one device."""
+    dims = (explicit_axes(x, n) for n in range(x.ndim))
+    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in dims))
+
+
 def _like_query(operands: Operands) -> Operands:
     """Lay bias, mask and sinks out over batch, heads and rows like the query, on an Explicit mesh.
 

@@ -5,6 +5,7 @@ sharded sequence is refused, or gathered. test_shard_map.py and test_unset_mesh.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -34,7 +35,7 @@ from sharded import (
     specs_of,
 )
 
-from memeff import dot_product_attention, explain, plan
+from memeff import attention_statistics, dot_product_attention, explain, masks, plan
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,43 @@ def test_grouped_heads(axis_type, is_set):
     assert_near(results, expected("causal", 4))
     assert_sharded_as(results, args)
     assert_silent(run.as_text(), "causal")
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize(
+    "leads, key_heads, group",
+    [((2,), 1, 1), ((2,), 1, 2), ((1, 2), 2, 1), pytest.param((2, 1), 1, 2, marks=slow)],
+)
+def test_axes_of_one_device(leads, key_heads, group, is_set):
+    """A mesh on which an axis has one device runs the same program, and results keep their types.
+
+    A reshape of a dim of size 1 would lose or move the axis.
+    """
+    mesh = mesh_of(AxisType.Explicit, x=leads[0], y=1)
+    spec = P("x", *[None] * (len(leads) - 1), None, "y", None)
+    numbers = np.random.default_rng(0)
+    q, k = (
+        numbers.normal(size=(*leads, 6, heads, 4)).astype(f32)
+        for heads in (key_heads * group, key_heads)
+    )
+
+    def call(q, k):
+        bias = np.ones((key_heads * group, 6, 6), f32)
+        options = dict(bias=bias, mask_fn=masks.causal(), chunk_size=4)
+        results = dot_product_attention(q, k, k, return_residual=True, **options)
+        return results, attention_statistics(q, k, k, **options)
+
+    def call_and_gradient(q, k):
+        results, pull = jax.vjp(call, q, k)
+        return results, pull(jax.tree.map(jnp.ones_like, results))
+
+    expected = jax.jit(call_and_gradient)(q, k)
+    with mesh_context(mesh, is_set):
+        args = jax.device_put((q, k), NamedSharding(mesh, spec))
+        results = jax.jit(call_and_gradient)(*args)
+    for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
 
 
 @EACH_MESH

@@ -104,7 +104,7 @@ def _attend_stored(
         raise NotImplementedError(f"query {ON_EXPLICIT_MESH}")
     want_lse = bool(arguments.return_residual)
     out, lse = _forward(call.chosen, want_lse, vary_together(operands))
-    return to_public(call.shape, out, lse)
+    return to_public(call.shape, out, lse, arguments.query)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -201,8 +201,9 @@ def _run_statistics(arguments: Arguments, chosen: Chosen | None = None) -> Stati
     """Return the statistics of a call, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_statistics, chosen)
     out, *rows = sharding.on_mesh_of_operands(row_statistics, (call.chosen,), call.operands)
-    public_rows = [to_public_rows(call.shape, x) for x in rows]
-    return Statistics(unfold(call.shape, out), *public_rows)
+    public_rows = [to_public_rows(call.shape, x, arguments.query) for x in rows]
+    public_out = sharding.with_idle_axes(unfold(call.shape, out), arguments.query)
+    return Statistics(public_out, *public_rows)
 
 
 def key_mass(
@@ -236,4 +237,4 @@ def _run_key_mass(arguments: Arguments, chosen: Chosen | None = None) -> Array:
     """Return the mass of each key, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_key_mass, chosen)
     mass = sharding.on_mesh_of_operands(sum_probabilities_by_key, (call.chosen,), call.operands)
-    return unfold(call.shape, mass)
+    return sharding.with_idle_axes(unfold(call.shape, mass), arguments.query)

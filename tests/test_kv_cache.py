@@ -443,9 +443,9 @@ def test_batch_and_heads_over_devices_need_no_message_but_the_longest_length(kin
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), result, expected)
 
 
-def on_explicit_mesh(cache: KVCache, *dims: str | None) -> KVCache:
+def on_explicit_mesh(cache: KVCache, *dims: str | None, devices: int = 2) -> KVCache:
     """Return a cache whose dims [batch, token, head, head dim] lie on axes of an Explicit mesh."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])  # axes are Explicit
+    mesh = jax.make_mesh((devices, devices), ("x", "y"), devices=jax.devices()[: devices**2])
     batch, token, head, head_dim = (*dims, None, None, None, None)[:4]
     specs = {
         1: PartitionSpec(batch),
@@ -484,6 +484,19 @@ def test_a_cache_on_an_explicit_mesh(dtype, dims, given):
     one, other = ("".join(filter(None, x)) or "no axis" for x in (dims, given))
     with pytest.raises(ValueError, match=f"sharded over {one}, .* over {other}: shard them alike"):
         cache.append(new, new)
+
+
+@pytest.mark.parametrize("dims, given", [((), ("x", None, "y")), ((None, "x"), ("y",))])
+def test_a_cache_on_a_mesh_of_one_device(dims, given):
+    """Axes of one device need not agree, and the cache keeps its type, as a scan requires."""
+    whole = KVCache.zeros(2, 9, 1, 8)
+    x = X[:, :2, :1]
+    cache = on_explicit_mesh(whole, *dims, devices=1)
+    new = on_explicit_mesh(x, *given, devices=1)
+    found = cache.append(new, new)
+    assert jax.typeof(found.key) == jax.typeof(cache.key)
+    jax.tree.map(np.testing.assert_array_equal, found, whole.append(x, x))
+    np.testing.assert_array_equal(found.attend(new), whole.append(x, x).attend(x))
 
 
 @pytest.mark.parametrize("dims, given", [((None, "x"), ()), ((), (None, "x"))])

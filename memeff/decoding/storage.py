@@ -20,7 +20,7 @@ from memeff.inputs import (
     to_array,
     to_int32,
 )
-from memeff.sharding import explicit_axes, explicit_devices
+from memeff.sharding import explicit_axes, explicit_devices, shard_like, without_idle_axes
 from memeff.user_functions import positions_held
 
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
@@ -203,7 +203,8 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     old = cache._places(first + path, is_draft)
     new = cache._places(first + token, kept & ~(stays | lost)[:, None])
     arrays = cache._arrays()
-    moved = write_all(arrays, new, [None if x is None else read(x, old) for x in arrays])
+    bare, old = jax.tree.map(without_idle_axes, (arrays, old))
+    moved = write_all(arrays, new, [None if x is None else read(x, old) for x in bare])
     lengths = jnp.where(lost, LOST, first[:, 0] + counts)
     return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
@@ -272,7 +273,11 @@ def write_all(
     """Return `arrays` with `new` at `places`; None stays None."""
     written: list[Array | None] = []
     for x, y in zip(arrays, new, strict=True):
-        written.append(None if x is None or y is None else write(x, places, y))
+        if x is None or y is None:
+            written.append(None)
+            continue
+        bare = jax.tree.map(without_idle_axes, (x, places, y))
+        written.append(shard_like(write(*bare), x))
     return written
 
 

@@ -908,6 +908,20 @@ def test_sinks_of_other_bases():
         np.testing.assert_allclose(out, attend(*arrays), atol=1e-6)
 
 
+def test_a_number_between_two_masks_counts_in_rows_that_see_no_key():
+    """A row that sees no key attends to the keys that only the inner mask hides."""
+
+    def attend(q, k, v, length):
+        s = jnp.where(jnp.arange(len(k)) < length, q @ k.T, -1e9) + 1000
+        visible = jnp.arange(len(q))[:, None] >= jnp.arange(len(k))
+        return jax.nn.softmax(jnp.where(visible, s, -1e9)) @ v
+
+    arrays = [x[0, :, 0] for x in qkv()]
+    for length in (0, 3):
+        out = replace(attend, strict=True)(*arrays, jnp.int32(length))
+        np.testing.assert_allclose(out, attend(*arrays, jnp.int32(length)), atol=1e-4)
+
+
 def test_rows_and_columns_of_images_merged_behind_the_product():
     """Logits of [rows, columns, rows, columns] get biases of rows and of columns, as in SAM."""
     q = jax.random.normal(jax.random.key(0), (2, 4, 5, 6))

@@ -215,9 +215,13 @@ class _Walk:
         element, factor = bias.element, bias.factor
         symbol = self.reader.read(*element)
         if isinstance(symbol, Number):
+            number = float(symbol.value) * factor
             # A sink is no part of the logits, so a number that is added to these counts beside it.
             largest = LARGEST_SHIFT if self.match.softmax.sink is None else 0
-            return None if abs(float(symbol.value) * factor) <= largest else bias
+            if abs(number) > largest:
+                return bias
+            self._lower_masks(number)
+            return None
         if isinstance(symbol, Choice):
             yes = float(symbol.yes) * factor
             no = float(symbol.no) * factor
@@ -226,6 +230,14 @@ class _Walk:
             if no == 0 and self._hides(yes, element[0]):
                 return MaskTerm(negate(symbol.condition), self._after_casts(yes), True)
         return bias
+
+    def _lower_masks(self, number: float) -> None:
+        """Lower what the masks outside put in, because logits within them lack this number."""
+        for n, layer in enumerate(self.found):
+            term = layer.term
+            if isinstance(term, MaskTerm) and not term.is_added:
+                term = dataclasses.replace(term, low=term.low - number)
+                self.found[n] = dataclasses.replace(layer, term=term)
 
     def _scaling(self, core: Core) -> Scaling | None:
         """Return the scale and soft cap if nothing else is left of the logits."""

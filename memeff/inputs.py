@@ -76,12 +76,28 @@ def to_array(name: str, x) -> Array:
     except OverflowError as e:
         raise ValueError(_does_not_fit(name, jax.dtypes.canonicalize_dtype(np.int64))) from e
     except (TypeError, ValueError) as e:
-        raise TypeError(f"{name} must be an array, got {kind_of(x)}.") from e
+        raise TypeError(_not_an_array(name, x)) from e
     if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.size:
         limits = np.iinfo(array.dtype)
         if int(x.min()) < limits.min or int(x.max()) > limits.max:
             raise ValueError(_does_not_fit(name, array.dtype))
     return array
+
+
+def check_numpy(name: str, x: np.ndarray) -> None:
+    """Refuse what `to_array` refuses, without a copy of the floats."""
+    is_integer = np.issubdtype(x.dtype, np.integer)
+    to_array(name, x if is_integer else x[(slice(1),) * x.ndim])
+
+
+def _not_an_array(name: str, x: Any) -> str:
+    if isinstance(x, np.ma.MaskedArray):
+        return (
+            f"{name} is a masked array, which JAX does not support. Pass what its `filled` gives."
+        )
+    if isinstance(x, np.ndarray):
+        return f"{name} has dtype {x.dtype}, which JAX does not support. Cast it."
+    return f"{name} must be an array, got {kind_of(x)}."
 
 
 def _does_not_fit(name: str, dtype: Any) -> str:

@@ -407,6 +407,12 @@ def test_kernels_keep_to_a_memory_limit():
         ),
         (dict(is_causal=3), TypeError, "is_causal must be True or False"),
         (dict(compile="no"), TypeError, "compile must be True or False"),
+        (dict(bias=np.ones((4, 4), object)), TypeError, "bias has dtype object, which JAX does not"),
+        (
+            dict(key_value_seq_lengths=np.array([2**40])),
+            ValueError,
+            "key_value_seq_lengths has integers that do not fit in int32",
+        ),
     ],
 )
 def test_wrong_plans(how, error, words):

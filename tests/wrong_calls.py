@@ -35,6 +35,16 @@ WRONG = [
     ({"value": {"a": 1}}, TypeError, r"value must be an array, got dict"),
     ({"value": [[1.0], [1.0, 2.0]]}, TypeError, r"value must be an array, got list"),
     (
+        {"query": ones(2, 5, 4, 8, dtype=object)},
+        TypeError,
+        r"query has dtype object, which JAX.*Cast",
+    ),
+    (
+        {"bias": np.ma.array(ones(5, 7))},
+        TypeError,
+        r"bias is a masked array, .* Pass what its `filled` gives",
+    ),
+    (
         {"query": ones(2, 5, 4, 8, dtype=np.int32)},
         TypeError,
         r"query must be a floating-point array, got int32\. Cast it",

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from memeff import compiling, sharding
 from memeff.arguments import Arguments, bind_arguments
 from memeff.call import Call, ShardedCall, prepare, prepare_sharded, run_attention
+from memeff.inputs import check_numpy
 
 _DECIDED = {"implementation", "backward", "return_residual"}  # by the diagnostic function
 
@@ -78,6 +80,9 @@ def refuse_sharded(name: str, arguments: Arguments) -> None:
 
 def _with_shapes(prepare_call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
     """Return `prepare_call(arguments)` with shapes in place of its operands."""
+    for path, leaf in jax.tree.leaves_with_path(arguments._asdict()):
+        if isinstance(leaf, np.ndarray):
+            check_numpy(path[0].key, leaf)
     floats, rest, join, _ = compiling.split_arguments(arguments)
     calls = []
 

@@ -227,7 +227,7 @@ def test_a_full_cache_refuses_one_more_token():
     module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
     module.init_cache(X.shape)
     module(X)
-    with pytest.raises(ValueError, match="the cache of 7 tokens holds 7 and 1 came"):
+    with pytest.raises(ValueError, match="has room for 7 tokens and holds 7, and 1 more came"):
         module(X[:, :1])
 
 

@@ -932,6 +932,7 @@ def test_rows_and_columns_of_images_merged_behind_the_product():
         s = jnp.einsum("bxyh,buwh->bxyuw", q, k) + of_rows
         return jax.nn.softmax(s.reshape(2, 20, 20)) @ v.reshape(2, 20, 6)
 
+    assert len(find(attend, q, k, v, of_rows).replaced) == 1
     replaced = replace(attend, strict=True)
     np.testing.assert_allclose(replaced(q, k, v, of_rows), attend(q, k, v, of_rows), atol=1e-6)
     gradients = []

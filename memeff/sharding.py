@@ -81,7 +81,9 @@ def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
 def with_whole_dim(function: Callable[[Array], Array], x: Array, dim: int) -> Array:
     """Return function(x), computed with `dim` of x and of the result whole on an Explicit mesh."""
     sharding = _sharding_of(x)
-    if not _explicit(x) or _devices(x, dim) == 1 or not isinstance(sharding, NamedSharding):
+    if not _explicit(x) or not isinstance(sharding, NamedSharding):
+        return function(x)
+    if jax.typeof(x).sharding.spec[dim] is None:
         return function(x)
     spec = sharding.spec
     whole = PartitionSpec(*spec[:dim], None, *spec[dim + 1 :])

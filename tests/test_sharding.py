@@ -35,7 +35,15 @@ from sharded import (
     specs_of,
 )
 
-from memeff import attention_statistics, dot_product_attention, explain, masks, plan
+from memeff import (
+    attention_statistics,
+    dot_product_attention,
+    explain,
+    key_mass,
+    masks,
+    plan,
+    to_zigzag,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +157,24 @@ def test_axes_of_one_device(leads, key_heads, group, is_set):
     for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
         assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
+
+
+@pytest.mark.parametrize("spec", [P("x", "y", None, None), P("x", None, None, "y")])
+def test_functions_beside_attention_take_axes_of_one_device(spec):
+    """Such an axis shards no sequence, and no heads' dims, and results keep it."""
+    mesh = mesh_of(AxisType.Explicit, x=2, y=1)
+    x = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(f32)
+
+    def call(x):
+        return attention_statistics(x, x, x), key_mass(x, x), to_zigzag(x, 2)
+
+    expected = jax.jit(call)(x)
+    with mesh_context(mesh, True):
+        results = jax.jit(call)(jax.device_put(x, NamedSharding(mesh, spec)))
+    for result, right in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+        np.testing.assert_allclose(result, right, rtol=2e-5, atol=2e-5)
+        assert jax.typeof(result).sharding.spec[:3] == spec[:3]
+    assert jax.typeof(results[-1]).sharding.spec == spec
 
 
 @EACH_MESH

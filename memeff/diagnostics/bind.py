@@ -70,8 +70,9 @@ def prepare_sharded_shapes(arguments: Arguments, axes: tuple[str, ...]) -> Shard
 
 
 def refuse_sharded(name: str, arguments: Arguments) -> None:
-    """Refuse a sequence that is sharded over devices."""
-    if sharding.sequence_axes(arguments.sequence_axis, arguments.query):
+    """Refuse a sequence that is sharded over devices; a type may name an axis of one device."""
+    query = sharding.without_idle_axes(arguments.query)
+    if sharding.sequence_axes(arguments.sequence_axis, query):
         raise NotImplementedError(
             f"memeff.{name} does not support a sequence that is sharded over devices. Omit "
             "`sequence_axis`, and pass the arrays of one device."

@@ -229,7 +229,8 @@ def key_mass(
       [1. 1. 1. 1.]
     """
     key = to_array("key", key)
-    value = key[..., :1] if key.ndim else key  # its size does not matter
+    # its size does not matter
+    value = sharding.without_idle_axes(key)[..., :1] if key.ndim else key
     return _run_key_mass(chunked_arguments("key_mass", query, key, value, bias, mask, **kwargs))
 
 

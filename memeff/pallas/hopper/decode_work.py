@@ -35,8 +35,9 @@ def keys_of_split(S: int) -> int:
     """Return the keys of a split for a cache of S keys.
 
     A split should be long, because each writes a partial result, and so short that one sequence
-    fills all multiprocessors: 17 to 32 splits, and with two key heads an item some 128 items of 8
-    key heads. From 128k keys on, 4096 keys are enough to hide what a split costs.
+    fills all multiprocessors. With more than 16k keys a cache has 17 to 32 splits, so with 8 key
+    heads, two for each item, one sequence has up to 128 items. Splits of 4096 keys are long enough,
+    so caches of more than 128k keys have more splits.
     """
     return min(4096, max(512, 2 ** ((S - 1).bit_length() - 5)))
 

@@ -152,7 +152,7 @@ def store_vector(ref: Ref, x: Array) -> None:
 def load_columns(ref: Ref, first, end, place, shape: tuple[int, int]) -> Array:
     """Return a tile [rows, cols] of `ref` [P, R, rows]: its column j is ref[first + j, place].
 
-    From `end` on, columns are any numbers of other columns. All rows are the same if `ref` is
+    Columns of parts from `end` on hold numbers that mean nothing. All rows are the same if `ref` is
     [P, R]. `ref` is float32, in global memory.
     """
     if interpreting():
@@ -196,10 +196,11 @@ def load_columns(ref: Ref, first, end, place, shape: tuple[int, int]) -> Array:
 
 
 def drop_parts(ref: Ref, first, end, place, count: int) -> None:
-    """Drop ref[first : first + count, place] from the L2 cache, unwritten; they may be anything.
+    """Drop ref[first : first + count, place] from the L2 cache, before it writes them to memory.
 
-    Only those before `end` are there. `ref` [P, R, D] is float32, in global memory. All threads of
-    the warpgroup have read them.
+    Later reads find any numbers there. Parts from `end` on are not dropped, because they were not
+    written. `ref` [P, R, D] is float32, in global memory. All threads of the warpgroup have read
+    the parts.
     """
     if interpreting():
         return

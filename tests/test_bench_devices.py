@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from memeff.bench import devices
+from memeff.bench.plots import devices_figure
 from memeff.bench.report import rewrite_page
 
 SIZES = ["--tokens", "16", "--heads", "8", "--kv-heads", "4", "--head-dim", "8"]
@@ -36,3 +37,18 @@ def test_all_ways_agree_and_fill_a_table(tmp_path):
     plot = tmp_path / "small.svg"
     devices.main(["--results", str(path), "--plot", str(plot)])
     assert b"<svg" in plot.read_bytes()
+
+
+def test_a_call_has_one_colour_in_all_panels():
+    def row(name, tokens):
+        return dict(implementation=name, devices=2, tokens=tokens, heads=2, kv_heads=1) | {
+            f"{mode}: share": 0.5 for mode in ("forward", "forward + gradient")
+        }
+
+    rows = [row("one", 8), row("ring", 8), row("jla:ring", 8), row("jla:ring", 32), row("ring", 32)]
+    panels = devices_figure(rows).axes
+    assert len(panels) == 4
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in panels]
+    assert all(found == colours[0] for found in colours)
+    assert len(set(colours[0].values())) == len(colours[0]) == 2
+    assert panels[1].get_legend() is not None

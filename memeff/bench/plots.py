@@ -45,10 +45,12 @@ def devices_figure(rows: Sequence[Row]):
     """Return a matplotlib figure of shares of one device's rate against the number of devices.
 
     There is a column for each number of heads and of tokens, and a line of panels for each mode.
+    An implementation has the same colour in all panels; the legend stands in one.
     """
     from matplotlib.figure import Figure
 
     calls = unique((row["heads"], row["kv_heads"], row["tokens"]) for row in rows)
+    names = unique(row["implementation"] for row in rows if row["implementation"] != "one")
     drawing = Figure(figsize=(1 + 3.2 * len(calls), 6.5), layout="constrained")
     grid = drawing.subplots(len(DEVICE_MODES), len(calls), sharex=True, sharey=True, squeeze=False)
     for panels, mode in zip(grid, DEVICE_MODES, strict=True):
@@ -59,9 +61,10 @@ def devices_figure(rows: Sequence[Row]):
                 share = row.get(f"{mode}: share")
                 if share and (row["heads"], row["kv_heads"], row["tokens"]) == call:
                     shares.setdefault(row["implementation"], {1: 1.0})[row["devices"]] = share
-            for name, points in shares.items():
-                counts, values = zip(*sorted(points.items()), strict=True)
-                panel.plot(counts, [100 * x for x in values], "o-", label=name)
+            for color, name in enumerate(names):
+                points = sorted(shares.get(name, {}).items())
+                values = [100 * share for _, share in points]
+                panel.plot([n for n, _ in points], values, f"o-C{color}", label=name)
             title = f"{mode}, {tokens(length)} tokens of each\n{heads}:{kv_heads} heads"
             panel.set_title(title, fontsize="medium")
             panel.set_xscale("log", base=2)

@@ -20,17 +20,19 @@ def test_all_ways_agree_and_fill_a_table(tmp_path):
     devices.main([*arguments, "--implementation", *names])
     description, *rows = map(json.loads, path.read_text().splitlines())
     assert description == {"table": "devices"}
-    assert [row["implementation"] for row in rows] == ["one", *names]
+    assert [row["implementation"] for row in rows] == ["one", "own", *names]
     for row in rows:
         assert row["devices"] == jax.device_count() == 8
         if row["implementation"] == "nothing":
             assert "nothing" in row["note"]
             continue
-        assert row["error"] < 2e-6
+        alone = row["implementation"] in ("one", "own")
+        assert alone or row["error"] < 2e-6
         for mode in ("forward", "forward + gradient"):
             assert row[f"{mode}: temp_bytes"] > 0
-            share = row.get(f"{mode}: share")
-            assert share is None if row["implementation"] == "one" else share > 0
+            for field in ("share", "share of own"):
+                share = row.get(f"{mode}: {field}")
+                assert share is None if alone else share > 0
     page = rewrite_page("<!-- table: small -->\n<!-- end -->", tmp_path)
     assert page.problems == []
     assert "8:4 of 8" in page.text
@@ -45,7 +47,7 @@ def test_a_call_has_one_colour_in_all_panels():
             f"{mode}: share": 0.5 for mode in ("forward", "forward + gradient")
         }
 
-    rows = [row("one", 8), row("ring", 8), row("jla:ring", 8), row("jla:ring", 32), row("ring", 32)]
+    rows = [row("ring", 8), row("jla:ring", 8), row("jla:ring", 32), row("ring", 32)]
     panels = devices_figure(rows).axes
     assert len(panels) == 4
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in panels]

@@ -21,6 +21,7 @@ COMMANDS = (
     "python tests/replaced_results.py",
     "python tests/replaced_llama.py",
     "python -m models.decode_speed",
+    "python -m models.train",
 )
 CELLS = [{"table": "cells"}, {"shape": "8k", "TFLOP/s": "648"}, {"shape": "16k"}]
 CELLS_TABLE = "| shape | TFLOP/s |\n|---|---|\n| 8k | 648 |\n| 16k | |"

@@ -2,11 +2,14 @@
 
 Each of --devices devices has --tokens tokens of the sequence. Each row is compared with one device
 that has the whole sequence, in the same run. The share of a row is the time of that device, divided
-by the number of devices and by the time of the row. The error is the largest difference of out and
-of all gradients from those of one device, over the largest number of each. Unless XLA_FLAGS sets it
+by the number of devices and by the time of the row. The share of own is the rate of a device in the
+row, over that of a device that is alone with its own tokens: the time of `own`, times the number of
+devices, divided by the time of the row. The error is the largest difference of out and of all
+gradients from those of one device, over the largest number of each. Unless XLA_FLAGS sets it
 otherwise, copy engines carry the messages of GPUs (--xla_gpu_collective_permute_mode=peer).
 
   one                 memeff on one device
+  own                 memeff on one device, with the tokens of one device
   ring, all_gather, all_to_all
                       memeff with this context_parallel, in a zigzag
   two_axes            memeff with all-to-all in pairs of devices, and a ring of two or more pairs
@@ -60,7 +63,8 @@ SECONDS_PER_SAMPLE = 0.1
 AXIS = "seq"
 PAIRS = ("ring", "heads")  # the axes of two_axes: a ring of pairs of devices
 STRATEGIES = ("ring", "all_gather", "all_to_all", "two_axes")
-STANDARD = ("one", *STRATEGIES, "jax.nn:all_gather", "jla:ring")
+ALONE = ("one", "own")  # on one device
+STANDARD = (*ALONE, *STRATEGIES, "jax.nn:all_gather", "jla:ring")
 Attention = Callable[[Array, Array, Array], Array]
 
 
@@ -79,11 +83,11 @@ class DevicesCase(NamedTuple):
         """Return the tokens of the whole sequence."""
         return self.tokens * self.devices
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of query, key, value and the cotangent of out."""
+    def shapes(self, name: str = "one") -> list[tuple[int, ...]]:
+        """Return the shapes of query, key, value and the cotangent of out for an implementation."""
         heads = self.heads, self.kv_heads, self.kv_heads, self.heads
-        return [(1, self.length, n, self.head_dim) for n in heads]
+        length = self.tokens if name == "own" else self.length
+        return [(1, length, n, self.head_dim) for n in heads]
 
 
 def make_mesh(name: str, count: int) -> Mesh:
@@ -95,7 +99,7 @@ def make_mesh(name: str, count: int) -> Mesh:
 
 def mesh_and_sharding(name: str, count: int) -> tuple[Mesh | None, Sharding]:
     """Return the mesh of an implementation, and how query, key and value lie on it."""
-    if name == "one":
+    if name in ALONE:
         return None, SingleDeviceSharding(jax.devices()[0])
     mesh = make_mesh(name, count)
     return mesh, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names))
@@ -103,7 +107,7 @@ def mesh_and_sharding(name: str, count: int) -> tuple[Mesh | None, Sharding]:
 
 def attention(name: str, mesh: Mesh | None) -> Attention:
     """Return the causal attention called `name` of whole arrays."""
-    if name == "one":
+    if name in ALONE:
         return functools.partial(memeff.dot_product_attention, is_causal=True)
     if name == "jla:ring":
         module = importlib.import_module("jla.distributed.context_parallel_attention")
@@ -146,7 +150,7 @@ def compiled(name: str, case: DevicesCase, mode: str) -> jax.stages.Compiled:
         out, pull = jax.vjp(attend, query, key, value)
         return out, *pull(dout)
 
-    shapes = [jax.ShapeDtypeStruct(x, case.dtype, sharding=sharding) for x in case.shapes]
+    shapes = [jax.ShapeDtypeStruct(x, case.dtype, sharding=sharding) for x in case.shapes(name)]
     jitted = jax.jit(run, out_shardings=sharding)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return jitted.lower(*shapes).compile()
@@ -156,7 +160,8 @@ def draw(case: DevicesCase) -> list[Array]:
     """Return normal numbers, on one device."""
     keys = jax.random.split(jax.random.key(0), 4)
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    return [normal(key, x, jnp.dtype(case.dtype)) for key, x in zip(keys, case.shapes, strict=True)]
+    shapes = case.shapes()
+    return [normal(key, x, jnp.dtype(case.dtype)) for key, x in zip(keys, shapes, strict=True)]
 
 
 def in_order_of(name: str, count: int, x: Array, back: bool = False) -> Array:
@@ -226,7 +231,8 @@ def _rows_of_case(
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
             _, sharding = mesh_and_sharding(name, case.devices)
             ordered = functools.partial(in_order_of, name, case.devices)
-            run = ProgramRun(program, [jax.device_put(ordered(x), sharding) for x in arrays])
+            own = [x[:, : case.tokens] for x in arrays] if name == "own" else arrays
+            run = ProgramRun(program, [jax.device_put(ordered(x), sharding) for x in own])
             try:
                 results = [ordered(x, back=True) for x in run.call()]
             except jax.errors.JaxRuntimeError as error:
@@ -235,16 +241,18 @@ def _rows_of_case(
             if mode == DEVICE_MODES[1]:
                 if name == "one":
                     expected = results
-                if expected:
+                if expected and name != "own":
                     rows[name]["error"] = largest_error(results, expected)
             runs[name] = run
         samples = measure(runs, rounds, SECONDS_PER_SAMPLE)
         for name, seconds in samples.items():
             rows[name][f"{mode}: seconds"] = statistics.median(seconds)
-            if name != "one" and "one" in samples:
-                turns = zip(samples["one"], seconds, strict=True)
-                shares = [one / case.devices / other for one, other in turns]
-                rows[name][f"{mode}: share"] = statistics.median(shares)
+            scales = {"share": ("one", 1 / case.devices), "share of own": ("own", case.devices)}
+            for field, (alone, scale) in scales.items():
+                if name not in ALONE and alone in samples:
+                    turns = zip(samples[alone], seconds, strict=True)
+                    shares = [scale * x / other for x, other in turns]
+                    rows[name][f"{mode}: {field}"] = statistics.median(shares)
     return list(rows.values())
 
 
@@ -263,7 +271,7 @@ def main(arguments: Sequence[str]) -> None:
         heads = options.heads, options.kv_heads or options.heads
         cases.append(DevicesCase(count, length, *heads, options.head_dim, options.dtype))
     records = []
-    names = ["one", *(name for name in options.implementation if name != "one")]
+    names = [*ALONE, *(name for name in options.implementation if name not in ALONE)]
     for row in devices_rows(cases, names, options.rounds, options.jobs):
         records.append(measurement(row, command))
         print(json.dumps(records[-1]), flush=True)

@@ -50,7 +50,7 @@ def devices_figure(rows: Sequence[Row]):
     from matplotlib.figure import Figure
 
     calls = unique((row["heads"], row["kv_heads"], row["tokens"]) for row in rows)
-    names = unique(row["implementation"] for row in rows if row["implementation"] != "one")
+    names = unique(row["implementation"] for row in rows if f"{DEVICE_MODES[0]}: share" in row)
     drawing = Figure(figsize=(1 + 3.2 * len(calls), 6.5), layout="constrained")
     grid = drawing.subplots(len(DEVICE_MODES), len(calls), sharex=True, sharey=True, squeeze=False)
     for panels, mode in zip(grid, DEVICE_MODES, strict=True):

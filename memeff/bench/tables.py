@@ -1,5 +1,6 @@
 """Tables of memory, speed and losses in GitHub's Markdown, from the rows of one or more runs."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -194,12 +195,14 @@ def devices_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) 
     """Return a table with a line for each length and implementation, on many devices."""
     if columns is None:
         columns = list(DEVICES_COLUMNS)
+        if not any(f"{mode}: share of own" in row for row in rows for mode in DEVICE_MODES):
+            columns.remove("share of own")
     return markdown(columns, [[DEVICES_COLUMNS[name](row) for name in columns] for row in rows])
 
 
-def shares(row: Row) -> str:
+def shares(row: Row, field: str = "share") -> str:
     """Return the shares of one device's rate, in percent, of both modes."""
-    found = [row.get(f"{mode}: share") for mode in DEVICE_MODES]
+    found = [row.get(f"{mode}: {field}") for mode in DEVICE_MODES]
     return " / ".join("-" if x is None else f"{100 * x:.0f} %" for x in found)
 
 
@@ -215,6 +218,7 @@ DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
     "call": lambda row: row["implementation"],
     "ms": loss_milliseconds,
     "share of one device": shares,
+    "share of own": functools.partial(shares, field="share of own"),
     "temporary": device_temporary,
     "error": lambda row: f"{row['error']:.0e}" if "error" in row else "-",
 }

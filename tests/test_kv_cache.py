@@ -269,6 +269,30 @@ def test_a_ring_that_gives_up_tokens_twice():
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
+def test_a_ring_that_gave_up_tokens_attends_to_what_it_still_has():
+    """Of 6 slots and a window of 3: token 8 sees token 5, which token 11 replaced."""
+    q, k, v = tokens(2, 12)
+    ring = KVCache.zeros(2, 6, K, H, value_size=D, window=3)
+    for t in range(12):
+        ring = ring.append(k[:, t : t + 1], v[:, t : t + 1])
+    ring = ring.truncate([10, 9])
+    attend = jax.jit(lambda ring, q, counts: ring.attend(q, counts=counts))
+    out = ring.attend(q[:, 9:10], counts=[1, 0])
+    expected, _ = oracle.attention(q[:1, 9:10], k[:1, 6:10], v[:1, 6:10])
+    np.testing.assert_allclose(out[0], expected[0], atol=3e-6)
+    with pytest.raises(ValueError, match="tokens of sequence 1 that see tokens which the ring"):
+        ring.attend(q[:, 8:9])
+    out = attend(ring, q[:, 9:10], jnp.array([1, 1]))
+    np.testing.assert_allclose(out[0], expected[0], atol=3e-6)
+    assert np.isnan(out[1]).all()
+    ring = ring.truncate(9).append(k[:, 9:10], v[:, 9:10])
+    assert np.isfinite(ring.attend(q[:, 9:10])).all()
+    assert np.isnan(attend(ring, q[:, 8:10], jnp.array([2, 2]))).all()
+    kept = ring.keep_drafts(1, [[0], [0]], 1)
+    with pytest.raises(ValueError, match="tokens of sequence 0 that see tokens which the ring"):
+        kept.attend(q[:, 8:10])
+
+
 @pytest.mark.parametrize("from_arrays", [False, True])
 def test_a_ring_in_any_history_is_right_or_refuses(from_arrays):
     """Appended tokens, truncations and kept drafts; the text of the sequence is kept beside it."""

@@ -32,7 +32,7 @@ from memeff.decoding.storage import (
     stored_form,
     write_all,
 )
-from memeff.inputs import check_size
+from memeff.inputs import check_size, known_values
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
 from memeff.user_functions import check_pair_function
@@ -247,13 +247,14 @@ class KVCache:
 
         Returns:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
-          Under jit out is NaN for a sequence that overflowed, or that has more tokens than a
-          ready-made mask has ids for. If a sequence has fewer than T tokens, its last row is that
-          of its newest token, and its first rows are 0.
+          Under jit out is NaN for a sequence that overflowed, that has more tokens than a
+          ready-made mask has ids for, or whose queries see tokens that a ring no longer has (see
+          `truncate`). If a sequence has fewer than T tokens, its last row is that of its newest
+          token. Its first rows are then 0, unless is_causal=False.
 
         Raises:
-          ValueError: if shapes disagree, the cache is known to have overflowed, or a ring has too
-            few slots for T queries.
+          ValueError: if shapes disagree, the cache is known to have overflowed, a ring has too few
+            slots for T queries, or it is known to have replaced tokens that they see.
           NotImplementedError: if an option does not work with a ring or with 8 bits.
         """
         self.check()
@@ -281,6 +282,7 @@ class KVCache:
         lacking = lacks_positions(options, self.lengths)
         if self.window is not None:
             arguments = self._on_ring(arguments, T)
+            lacking |= self._lacks_window(valid)
         if self.key_scale is None:
             call: dict[str, Any] = arguments._asdict()
             results = dot_product_attention(**call)
@@ -293,8 +295,10 @@ class KVCache:
 
         One number holds for all sequences. A ring that has wrapped around cannot bring back tokens
         that newer ones replaced. So it gives up at most the newest capacity - window of the tokens
-        that it ever read. To give up more is refused where lengths are known. Under jit the
-        sequence then counts as overflowed, and `attend` gives NaN for it.
+        that it ever read, and then attends only from tokens whose window it still has: that of the
+        next token, and perhaps earlier ones. To ask for more is refused where lengths are known.
+        Under jit `attend` gives NaN for the sequence, and one that gave up too many counts as
+        overflowed.
 
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
@@ -332,13 +336,37 @@ class KVCache:
         They need the window before their next token, and had to read tokens from `first` [B] on.
         """
         if self.window is not None:
-            most_read = self.lengths if self.most_read is None else self.most_read
-            needed = jnp.minimum(first, shorter.lengths - self.window)
-            lost = most_read - jnp.maximum(needed, 0) > self.capacity
+            lost = self._has_replaced(jnp.minimum(first, shorter.lengths - self.window))
             lengths = jnp.where(lost, LOST, shorter.lengths)
-            shorter = dataclasses.replace(shorter, lengths=lengths, most_read=most_read)
+            shorter = dataclasses.replace(shorter, lengths=lengths, most_read=self._most_read())
         shorter.check()
         return shorter
+
+    def _most_read(self) -> Array:
+        """Return the largest lengths [B] of a ring so far."""
+        return self.lengths if self.most_read is None else self.most_read
+
+    def _has_replaced(self, positions: Array) -> Array:
+        """Return whether newer tokens replaced those at `positions` [B] of a ring."""
+        return self._most_read() - jnp.maximum(positions, 0) > self.capacity
+
+    def _lacks_window(self, counts: Array) -> Array:
+        """Return which sequences [B] of a ring lack tokens that their `counts` [B] queries see.
+
+        Newer tokens replaced these before the newer ones were removed. Refuse such sequences where
+        lengths are known.
+        """
+        assert self.window is not None
+        lacking = self._has_replaced(self.lengths - counts - self.window)
+        known = known_values(lacking)
+        if known is not None and known.any():
+            raise ValueError(
+                f"query has tokens of sequence {known.argmax()} that see tokens which the ring "
+                "replaced before truncate or keep_drafts removed the newer ones. Attend from "
+                "tokens that were appended since then, or make the ring with a larger capacity: "
+                "the window, the tokens to remove, and T."
+            )
+        return lacking
 
     def _on_ring(self, arguments: Arguments, T: int) -> Arguments:
         """Return the arguments of a call whose keys lie in the slots of a ring."""

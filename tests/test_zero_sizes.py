@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from conftest import few
 from small_calls import inputs
 
-from memeff import dot_product_attention
+from memeff import KVCache, dot_product_attention, masks
 
 ZEROS = {
     "B": dict(B=0),
@@ -22,7 +23,17 @@ ZEROS = {
     "T and S": dict(T=0, S=0),
     "a leading dim": dict(leads=(2, 0)),
 }
-EXTRAS = ["plain", "causal", "lengths", "offset", "bias", "mask", "segments", "dropout"]
+EXTRAS = [
+    "plain",
+    "causal",
+    "lengths",
+    "offset",
+    "bias",
+    "mask",
+    "segments",
+    "functions",
+    "dropout",
+]
 
 
 def extra_arguments(extra, leads, T, S, N):
@@ -48,6 +59,12 @@ def extra_arguments(extra, leads, T, S, N):
                 query_segment_ids=jnp.zeros((*leads, T), int),
                 key_value_segment_ids=jnp.zeros((*leads, S), int),
             )
+        case "functions":
+            B = math.prod(leads)
+            ids = jnp.zeros((B, T), int), jnp.zeros((B, S), int)
+            return dict(
+                mask_fn=masks.documents(*ids), score_fn=add_number, score_params=jnp.ones((B, N))
+            )
         case "dropout":
             return dict(
                 dropout_rng=jax.random.key(0),
@@ -55,6 +72,10 @@ def extra_arguments(extra, leads, T, S, N):
                 broadcast_dropout=False,
             )
     raise ValueError(extra)
+
+
+def add_number(score, batch, head, q_pos, k_pos, params):
+    return score + params[batch, head]
 
 
 def run_zero(size, extra, implementation):
@@ -139,6 +160,12 @@ FAST_EAGER = [
 @pytest.mark.parametrize("size, extra, implementation", few(EAGER, FAST_EAGER))
 def test_sizes_of_zero_outside_jit(size, extra, implementation):
     assert_zero(size, *run_zero(size, extra, implementation))
+
+
+def test_a_ring_of_no_sequences():
+    x = jnp.ones((0, 1, 2, 8))
+    ring = KVCache.zeros(0, 4, 2, 8, window=2).append(x, x)
+    assert ring.attend(x, mask_fn=masks.prefix(jnp.zeros(0, int))).shape == x.shape
 
 
 def test_head_size_zero_is_refused():

@@ -627,6 +627,19 @@ def test_gradients_and_large_and_tiny_numbers_in_8_bits():
         assert np.linalg.norm(x - y) < 0.02 * np.linalg.norm(y)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_tokens_in_8_bits_have_no_gradient(dtype):
+    """Neither through their scales nor through numbers of 8 bits."""
+
+    def decode(q, k, v):
+        return KVCache.zeros(2, 3, K, H, dtype, value_size=D).append(k, v).attend(q)
+
+    q, k, v = tokens(2, 3)
+    out, dq, dk, dv = with_gradients(jax.jit(decode), jnp.ones((2, 3, K * G, D)), q, k, v)
+    assert np.isfinite(out).all() and np.asarray(dq).any()
+    assert not np.asarray(dk).any() and not np.asarray(dv).any()
+
+
 # ---- drafts
 
 

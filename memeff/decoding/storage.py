@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from memeff.block_mask import BlockMask
@@ -262,6 +262,8 @@ def stored_form(key: Array, value: Array, dtype: Any) -> list[Array | None]:
     """Return key and value as a cache of `dtype` holds them, and their scales or None."""
     if dtype.itemsize > 1:
         return [key, value, None, None]
+    # rounded numbers have no derivative, and that of their scales alone would be wrong
+    key, value = lax.stop_gradient((key, value))
     key, key_scale = quantise(key, dtype)
     value, value_scale = quantise(value, dtype)
     return [key, value, key_scale, value_scale]

@@ -199,6 +199,8 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
         raise ValueError(
             f"parents must name drafts from 0 on, or be -1 where there is none; got {known.min()}."
         )
+    if T == 0:
+        return jnp.zeros(parents.shape, jnp.uint32)
     columns = []
     for i in range(T):
         parent = parents[..., i]

@@ -168,6 +168,12 @@ def test_a_ring_of_no_sequences():
     assert ring.attend(x, mask_fn=masks.prefix(jnp.zeros(0, int))).shape == x.shape
 
 
+def test_a_tree_of_no_drafts():
+    x = jnp.ones((2, 3, 2, 8))
+    tree = masks.tree(masks.ancestors_of(jnp.zeros((2, 0), int)), 3)
+    assert dot_product_attention(x[:, :0], x, x, mask_fn=tree, q_offset=3).shape == (2, 0, 2, 8)
+
+
 def test_head_size_zero_is_refused():
     with pytest.raises(ValueError, match="query has head size H=0"):
         dot_product_attention(*inputs(H=0))

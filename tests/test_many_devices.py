@@ -333,6 +333,9 @@ def test_two_axes():
         np.testing.assert_allclose(x, y[:, order], atol=2e-6 * np.abs(y).max())
 
 
+SLOW_MESHES = [pytest.param(x, marks=slow) for x in ("data seq model", "seq", "data", "seq model")]
+
+
 @pytest.mark.parametrize(
     "kind, layout, strategy",
     [
@@ -341,18 +344,20 @@ def test_two_axes():
         pytest.param("wide window, segments, dropout", "contiguous", "all_to_all", marks=slow),
     ],
 )
-@pytest.mark.parametrize(
-    "kind_of_axes", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)]
-)
-def test_batch_and_heads_on_axes_of_their_own(kind, layout, strategy, kind_of_axes):
-    """The numbers of one device, and messages of the ring alone: batch and heads stay apart."""
+@pytest.mark.parametrize("explicit", ["", "data model", *SLOW_MESHES])
+def test_batch_and_heads_on_axes_of_their_own(kind, layout, strategy, explicit):
+    """The numbers of one device, and messages of the ring alone: batch and heads stay apart.
+
+    Arguments name the axes that are not `explicit`.
+    """
     call = make_call(kind, 2)
     sizes = dict(data=2, seq=2, model=2)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind_of_axes,) * 3)
+    kinds = tuple(AxisType.Explicit if name in explicit else AxisType.Auto for name in sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
     axes = {"b": "data", "n": "model", "k": "model", "t": "seq", "s": "seq"}
     how = dict(sequence_layout=layout, context_parallel=strategy, chunk_size=CHUNK)
-    if kind_of_axes == AxisType.Auto:
-        how |= dict(sequence_axis="seq", batch_axis="data", head_axis="model")
+    names = dict(sequence_axis="seq", batch_axis="data", head_axis="model")
+    how |= {argument: name for argument, name in names.items() if name not in explicit}
     moved = [in_layout(call, x, 2, layout) for x in (call.arrays, *draw_directions(call))]
 
     def place(name, x):

@@ -66,18 +66,20 @@ def check_inside(axes: BatchAndHeads) -> Parts:
 def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[BatchAndHeads, Parts]:
     """Return the axes over which whole operands lie on a mesh, and over how many devices.
 
-    On an Explicit mesh the query's type tells, and the arguments may not contradict it.
+    The query's type tells Explicit axes, and the arguments may not contradict it.
     """
     query: Any = jax.typeof(operands.query)
     if AxisType.Explicit in query.sharding.mesh.axis_types:
         batch, _, heads, _ = query.sharding.spec
         typed = BatchAndHeads(_as_tuple(batch), _as_tuple(heads))
-        if axes not in (BatchAndHeads(), typed):
-            raise ValueError(
-                f"batch_axis={axes.batch} and head_axis={axes.heads} contradict the type of query, "
-                f"{typed.batch} and {typed.heads}. Omit them on a mesh with Explicit axes."
-            )
-        axes = typed
+        auto = set(query.sharding.mesh.auto_axes)
+        for named, of_type in zip(axes, typed, strict=True):
+            if named and tuple(name for name in named if name not in auto) != of_type:
+                raise ValueError(
+                    f"batch_axis={axes.batch} and head_axis={axes.heads} contradict the type of "
+                    f"query, {typed.batch} and {typed.heads}. Omit the axes that are Explicit."
+                )
+        axes = BatchAndHeads(axes.batch or typed.batch, axes.heads or typed.heads)
     for argument, name in _named(axes):
         if name not in mesh.axis_names:
             known = ", ".join(map(repr, mesh.axis_names))

@@ -203,8 +203,14 @@ def enter_shard_map(
         return PartitionSpec(*entries)
 
     def lay_out(x: Array, dims: str) -> Array:
-        """Shard x by its spec on an Explicit mesh, where shard_map's transpose does not do it."""
-        return reshard(x, NamedSharding(sharding.mesh, spec(x, dims)))
+        """Shard x by its spec over Explicit axes, where shard_map's transpose does not do it."""
+        entries = [only_explicit(entry) for entry in spec(x, dims)]
+        return reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+    def only_explicit(entry: Any) -> tuple[str, ...] | None:
+        """Return the Explicit axes of an entry of a spec; None if it has none."""
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(axis for axis in axes if axis in sharding.mesh.explicit_axes) or None
 
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec)

@@ -382,6 +382,29 @@ def test_batch_and_heads_on_axes_of_their_own(kind, layout, strategy, explicit):
         assert not moved, moved
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+def test_one_token_on_one_device(strategy):
+    """The axis of the sequence may have one device, and the sequence one token."""
+    x = jnp.arange(16, dtype=jnp.float32).reshape(2, 1, 2, 4) / 16
+    mask = jnp.ones((1, 2, 1, 1), bool)
+    attend = functools.partial(
+        dot_product_attention, mask=mask, key_value_seq_lengths=jnp.array([1, 0]), is_causal=True
+    )
+
+    def gradient(x, **how):
+        return jax.grad(lambda x: jnp.sum(attend(x, x, x, **how) * x))(x)
+
+    expected = gradient(x)
+    how = dict(sequence_axis="seq", context_parallel=strategy)
+    inside = jax.shard_map(
+        functools.partial(gradient, **how), mesh=mesh_of(1), in_specs=P(), out_specs=P()
+    )
+    with jax.set_mesh(mesh_of(1)):
+        found = jax.jit(functools.partial(gradient, **how))(x)
+    for dx in (found, jax.jit(inside)(x)):
+        np.testing.assert_allclose(dx, expected, rtol=1e-6)
+
+
 # ---- programs
 
 

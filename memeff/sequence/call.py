@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
@@ -39,6 +39,7 @@ from memeff.sequence.gathered import columns_in_order
 from memeff.sequence.implementation import Sharded
 from memeff.sequence.layout import check_layout_name, stride_of
 from memeff.sequence.parts import Shards
+from memeff.sharding import vary_like, varying_axes
 
 
 def attend_here(
@@ -48,6 +49,9 @@ def attend_here(
 
     The axes of `plan` are manual: this runs inside shard_map.
     """
+    ranks = [lax.axis_index(axis) for axis in plan.axes]
+    query, key, value = vary_like(operands[:3], ranks)  # an axis of one device may be unnamed
+    operands = operands._replace(query=query, key=key, value=value)
     *ring_axes, last = plan.axes
     if ring_axes:  # all-to-all by ring
         ring = Plan(tuple(ring_axes), plan.layout, "ring", plan.request)
@@ -182,7 +186,7 @@ def enter_shard_map(
 ) -> tuple[Array, Array | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T] or None, from operands of the whole call.
 
-    On an Explicit mesh all axes become manual. On an Auto mesh those of the sequence and
+    On a mesh with Explicit axes all axes become manual. On an Auto mesh those of the sequence and
     `other_axes` do, and XLA partitions batch and heads over the rest.
     """
     shape = operands.shape

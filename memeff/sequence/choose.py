@@ -92,7 +92,7 @@ def why_not(
         return None
     reason = why_not_exchange(sizes.devices[-1], sizes.N, sizes.K)
     pairs = operands.mask is not None or operands.logit_params.bias is not None
-    if reason is None and pairs and sizes.T == sizes.all_devices:
+    if reason is None and pairs and sizes.T == sizes.all_devices > 1:
         return "a bias or mask with one query for each device cannot be told from a broadcast one"
     return reason
 

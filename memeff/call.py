@@ -30,6 +30,7 @@ from memeff.sequence.batch_and_heads import (
 from memeff.sequence.call import (
     Place,
     attend_here,
+    check_tokens_sharded,
     enter_shard_map,
     find_axes,
     locate,
@@ -113,6 +114,7 @@ def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[A
     shape, problem, operands, place, plan, _, other_axes = prepare_sharded(arguments, axes)
     want_lse = bool(arguments.return_residual)
     if place.inside:
+        check_tokens_sharded(axes, operands)
         out, lse = attend_here(plan, problem, want_lse, operands)
     else:
         static = plan, other_axes, place.mesh, problem, want_lse

@@ -289,6 +289,17 @@ def varying_axes(x: Array) -> frozenset:
     return frozenset(jax.typeof(x).mat.varying)
 
 
+def axes_that_share(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the `axes` of shard_map on whose devices x is the same, where JAX checks that."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    shared = []
+    for axis in axes:
+        checked = axis in manual and axis in varying_axes(lax.axis_index(axis))
+        if checked and lax.axis_size(axis) > 1 and axis not in varying_axes(x):
+            shared.append(axis)
+    return tuple(shared)
+
+
 def explicit_devices(x: Array, dim: int) -> int:
     """Return the number of devices of an Explicit mesh over which `dim` is sharded; 1 elsewhere."""
     return _devices(x, dim) if _explicit(x) else 1

@@ -156,6 +156,9 @@ def test_linen_init_needs_no_mesh_and_takes_any_length():
     with jax.set_mesh(make_mesh()):  # on the mesh, `init` shards as `apply` does
         traced = str(jax.make_jaxpr(layer.init)(jax.random.key(0), X))
     assert "ppermute" in traced or "all_gather" in traced or "all_to_all" in traced
+    inside = jax.shard_map(layer.init, mesh=make_mesh(), in_specs=P(), out_specs=P())
+    traced = jax.eval_shape(inside, jax.random.key(0), X[:, :3])  # the same tokens everywhere
+    assert jax.tree.map(np.shape, traced) == jax.tree.map(np.shape, expected)
     with pytest.raises(ValueError, match="sequence_axis='seq' is no axis of a mesh here"):
         jax.eval_shape(layer.apply, expected, X)
 

@@ -507,6 +507,21 @@ def test_wrong_calls(how, error, text):
         dot_product_attention(x, x, x, **how)
 
 
+@pytest.mark.parametrize("shared", ["query", "key", "value"])
+def test_tokens_that_all_devices_share_are_refused(shared):
+    """Such keys would count once for each device."""
+    x = jnp.ones((1, 16, 2, 8))
+    specs = [P() if name == shared else P(None, "seq") for name in ("query", "key", "value")]
+    attend = functools.partial(dot_product_attention, sequence_axis="seq")
+    attend = jax.shard_map(attend, mesh=mesh_of(2), in_specs=tuple(specs), out_specs=P(None, "seq"))
+    message = f"{shared} is the same on all devices of sequence_axis='seq'"
+    shapes = [x] * 3
+    if shared != "query":  # key and value have one length
+        shapes = [x, *(jnp.ones((1, 16 if n == shared else 32, 2, 8)) for n in ("key", "value"))]
+    with pytest.raises(ValueError, match=message):
+        attend(*shapes)
+
+
 def test_lengths_that_devices_cannot_share():
     x = jnp.ones((1, 18, 2, 8))
     with jax.set_mesh(mesh_of(4)):

@@ -39,7 +39,7 @@ from memeff.sequence.gathered import columns_in_order
 from memeff.sequence.implementation import Sharded
 from memeff.sequence.layout import check_layout_name, stride_of
 from memeff.sequence.parts import Shards
-from memeff.sharding import vary_like, varying_axes
+from memeff.sharding import axes_that_share, vary_like
 
 
 def attend_here(
@@ -72,6 +72,16 @@ def attend_here(
         operands = columns_in_order(shards, operands)
     module: Any = Sharded(plan.strategy, shards, plan.request)
     return attend(Chosen(problem, Schedule(), module), want_lse, operands)
+
+
+def check_tokens_sharded(axes: tuple[str, ...], operands: Operands) -> None:
+    """Refuse tokens that all devices of an axis of shard_map share, where JAX checks that."""
+    for name in ("query", "key", "value"):
+        for axis in axes_that_share(getattr(operands, name), axes):
+            raise ValueError(
+                f"{name} is the same on all devices of sequence_axis={axis!r}. Shard its tokens "
+                "over them by in_specs, or omit sequence_axis."
+            )
 
 
 def make_plan(

@@ -36,8 +36,13 @@ def check_sequence_options(options: SequenceOptions) -> None:
 
 
 def lies_on_mesh(options: SequenceOptions, query: Any) -> bool:
-    """Return True if the sequence's axes are those of the context's mesh or of the query's."""
+    """Return True if the sequence's axes are those of the context's mesh or of the query's.
+
+    Inside shard_map the query's tokens must lie on different devices.
+    """
     axes = sharding.sequence_axes(options.sequence_axis, query)
+    if sharding.axes_that_share(query, axes):
+        return False
     names = {*jax.sharding.get_abstract_mesh().axis_names}
     names.update(jax.typeof(query).sharding.mesh.axis_names)
     if not isinstance(query, Tracer):

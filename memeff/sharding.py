@@ -35,10 +35,10 @@ def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None
                 "sequence_axis, the name of the mesh axis, to keep it sharded. Or gather the "
                 "sequence first with jax.device_put or jax.sharding.reshard."
             )
-    devices = _devices(query, query.ndim - 2)
+    devices = explicit_devices(query, query.ndim - 2)
     K = key.shape[-2]
     N = query.shape[-2]
-    if _explicit(query) and K not in (1, N) and K % devices:
+    if K not in (1, N) and K % devices:
         raise ValueError(
             f"query heads are sharded over {devices} devices of an Explicit mesh and key has {K} "
             f"heads, which {devices} does not divide. Use shard_map or an Auto mesh, or repeat the "
@@ -80,19 +80,19 @@ def shared_by(x: Array, dim: int, devices: int) -> NamedSharding | None:
 
 def with_whole_dim(function: Callable[[Array], Array], x: Array, dim: int) -> Array:
     """Return function(x), computed with `dim` of x and of the result whole on an Explicit mesh."""
-    sharding = _sharding_of(x)
-    if not _explicit(x) or not isinstance(sharding, NamedSharding):
-        return function(x)
-    if jax.typeof(x).sharding.spec[dim] is None:
-        return function(x)
+    sharding: Any = jax.typeof(x).sharding
     spec = sharding.spec
+    if not _explicit(x) or spec[dim] is None:
+        return function(x)
     whole = PartitionSpec(*spec[:dim], None, *spec[dim + 1 :])
     return reshard(function(reshard(x, NamedSharding(sharding.mesh, whole))), sharding)
 
 
-def _sharding_of(x: Array) -> Any:
-    """Return the sharding of an array, or of its type under jit."""
-    return jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+def _sharding_of(x: Any) -> Any:
+    """Return the sharding of an array, or of its type under jit; None without one."""
+    if isinstance(x, Tracer):
+        return jax.typeof(x).sharding
+    return getattr(x, "sharding", None)
 
 
 def may_be_sharded() -> bool:
@@ -302,7 +302,8 @@ def axes_that_share(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def explicit_devices(x: Array, dim: int) -> int:
     """Return the number of devices of an Explicit mesh over which `dim` is sharded; 1 elsewhere."""
-    return _devices(x, dim) if _explicit(x) else 1
+    sizes = jax.typeof(x).sharding.mesh.shape
+    return math.prod(sizes[axis] for axis in explicit_axes(x, dim))
 
 
 def explicit_axes(x: Array, dim: int) -> tuple[str, ...]:
@@ -313,14 +314,9 @@ def explicit_axes(x: Array, dim: int) -> tuple[str, ...]:
 def _devices(x: Array, dim: int) -> int:
     """Return the number of devices over which `dim` is sharded; 1 if the layout is unknown.
 
-    The layout is in the type (Explicit) or in a concrete array.
+    The layout is in a concrete array, or else in the type (Explicit).
     """
-    if _explicit(x):
-        sharding = jax.typeof(x).sharding
-    elif isinstance(x, Tracer):
-        sharding = None
-    else:
-        sharding = getattr(x, "sharding", None)
+    sharding = _sharding_of(x)
     if not isinstance(sharding, NamedSharding):
         return 1
     return math.prod(sharding.mesh.shape[axis] for axis in _axes(sharding, dim))

@@ -1,6 +1,7 @@
 """Orders of tokens over devices: to_zigzag, from_zigzag, sequence_positions."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -73,16 +74,20 @@ def test_a_sharded_array_is_not_gathered():
         assert program.memory_analysis().temp_size_in_bytes < 3 * array.nbytes / 8
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_an_array_on_more_devices_than_the_zigzag_has(kind):
-    mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=(kind,) * 2)
+BOTH_KINDS = list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2))
+
+
+@pytest.mark.parametrize("kinds", BOTH_KINDS)
+def test_an_array_on_more_devices_than_the_zigzag_has(kinds):
+    """The type of an array on a mesh with axes of both kinds names only some of its axes."""
+    mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=kinds)
     tokens = np.arange(2 * 48 * 3).reshape(2, 48, 3)
     array = jax.device_put(tokens, NamedSharding(mesh, P(None, ("ring", "heads"))))
     for move in (memeff.to_zigzag, memeff.from_zigzag):
         for devices in (2, 8):
             moved = move(array, devices)
             np.testing.assert_array_equal(moved, move(tokens, devices))
-            if kind == AxisType.Explicit or devices == 8:
+            if set(kinds) == {AxisType.Explicit} or devices == 8:
                 assert moved.sharding.shard_shape(moved.shape) == (2, 6, 3)
 
 

@@ -161,8 +161,9 @@ def dot_product_attention(
         ring, and the second all-to-all. Default: on an Explicit mesh the axis in the type of
         `query`, else none.
       sequence_layout: the order of the tokens over the devices: "contiguous", "zigzag" (see
-        `memeff.to_zigzag`; causal attention then gives all devices the same work) or "striped".
-        Rows and columns of a bias or mask have that order too; positions and lengths do not.
+        `memeff.to_zigzag`; causal attention then gives all devices the same work) or "striped". Of
+        two axes it is the order over the devices of the first. Rows and columns of a bias or mask
+        have that order too; positions and lengths do not.
       context_parallel: "ring" (devices send keys to each other; least memory), "all_gather" (all
         keys on every device; the bits of one device) or "all_to_all" (each device computes some of
         the heads).

@@ -507,6 +507,15 @@ def test_wrong_calls(how, error, text):
         dot_product_attention(x, x, x, **how)
 
 
+@pytest.mark.parametrize("how", [dict(batch_axis="model"), dict(head_axis="data")])
+def test_names_that_contradict_the_type_of_the_query(how):
+    types = (AxisType.Explicit, AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"), axis_types=types)
+    x = jax.device_put(np.ones((2, 8, 2, 4), np.float32), NamedSharding(mesh, P("data", "seq")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="contradict the type of query"):
+        dot_product_attention(x, x, x, **how)
+
+
 @pytest.mark.parametrize("shared", ["query", "key", "value"])
 def test_tokens_that_all_devices_share_are_refused(shared):
     """Such keys would count once for each device."""

@@ -77,7 +77,7 @@ def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[Ba
             if named and tuple(name for name in named if name not in auto) != of_type:
                 raise ValueError(
                     f"batch_axis={axes.batch} and head_axis={axes.heads} contradict the type of "
-                    f"query, {typed.batch} and {typed.heads}. Omit the axes that are Explicit."
+                    f"query, {typed.batch} and {typed.heads}. Omit them, or name all axes of a dim."
                 )
         axes = BatchAndHeads(axes.batch or typed.batch, axes.heads or typed.heads)
     for argument, name in _named(axes):

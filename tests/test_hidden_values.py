@@ -3,6 +3,7 @@
 import itertools
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import oracle
 import pytest
@@ -236,6 +237,46 @@ def _expected_nan(what: str, rows: np.ndarray, seen: np.ndarray) -> dict[str, np
         "bias": pairs,
         "sinks": rows.any((0, 1)),
     }
+
+
+def _jvp(f, primals, tangents):
+    return jax.jit(lambda x, dx: jax.jvp(f, x, dx))(primals, tangents)
+
+
+def _linearize(f, primals, tangents):
+    results, tangent = jax.linearize(f, *primals)
+    return results, tangent(*tangents)
+
+
+@pytest.mark.parametrize("forward_mode", [_jvp, _linearize])
+@pytest.mark.parametrize("name", ["causal", "mask"])
+def test_forward_mode_sees_nan_and_infinite_logits(name, forward_mode):
+    """A visible NaN stays in forward mode, and a logit of -inf hides the pair from tangents."""
+    (query, key, value), _ = CASES["plain"].inputs()
+    tangents = tuple(np.random.default_rng(3).standard_normal(x.shape, f32) for x in (query, key))
+    query[..., 1] = abs(query[..., 1])
+    j = 16
+
+    def run(x, **kwargs):
+        def f(query, key):
+            return dot_product_attention(
+                query, key, value, return_residual=True, chunk_size=(16, 24), **kwargs
+            )
+
+        results = forward_mode(f, (query, x), tangents)
+        return [np.asarray(y) for y in jax.tree.leaves(results)]  # out, lse, and their tangents
+
+    seen = oracle.seen_by(query, key, **SEEN[name])  # b n t s
+    dirty = key.copy()
+    dirty[:, j, :, 1] = np.nan
+    sees = seen[..., j].swapaxes(1, 2)  # b t n
+    for x in run(dirty, **SEEN[name]):
+        is_nan = np.isnan(x) if x.ndim == 3 else np.isnan(x).all(-1)
+        np.testing.assert_array_equal(is_nan, sees)
+    dirty[:, j, :, 1] = -np.inf
+    seen[..., j] = False
+    for x, expected in zip(run(dirty, **SEEN[name]), run(key, mask=seen), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- causality, in bits

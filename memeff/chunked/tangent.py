@@ -244,14 +244,26 @@ class TileTangent(TileFunction):
             dq = or_zeros(q, dq)
             dk = or_zeros(k, dk)
             (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))
-        q = zero_nonfinite(q, masked)
-        k = zero_nonfinite(k, masked)
-        raw = product(q, k)  # (1)
-        factors = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
-        d_raw = jnp.zeros_like(raw)
-        if factors:  # (3), as one product
-            left, right = zip(*factors, strict=True)
-            d_raw = product(jnp.concatenate(left, -1), jnp.concatenate(right, -1))
+
+        def tangent_of_product(q, k, dq, dk):
+            q = zero_nonfinite(q, masked)
+            k = zero_nonfinite(k, masked)
+            factors = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
+            if not factors:
+                return None
+            left, right = zip(*factors, strict=True)  # as one product
+            return product(jnp.concatenate(left, -1), jnp.concatenate(right, -1))
+
+        @jax.custom_jvp
+        def product_with_nan(q, k):  # NaN and Inf of visible pairs reach the logits
+            return product(q, k)
+
+        @product_with_nan.defjvp
+        def _(primals, tangents):
+            return product(*primals), tangent_of_product(*primals, *tangents)
+
+        raw = product_with_nan(q, k)  # (1)
+        d_raw = or_zeros(raw, tangent_of_product(q, k, dq, dk))  # (3)
         s, ds = jax.jvp(logits, (raw, here.logit_params), (d_raw, dterms))  # (2) (4)
         return raw, s, ds
 

@@ -61,7 +61,7 @@ def forward(
     nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0).astype(dtype))
     p = _scale_tangent(p, 1 + nan.sum(-1, keepdims=True))
     p = p.astype(value.dtype)
-    out = _weighted_values(problem, p, jnp.where(bad, 0, value), dtype) + nan  # (4)
+    out = _weighted_values(problem, p, _zero_nonfinite(value), dtype) + nan  # (4)
     out = jnp.where(empty[..., None], 0, out)  # an empty row's cotangent does not count
     return out.astype(query.dtype), lse
 
@@ -94,8 +94,19 @@ def _dots(problem: Problem, query: Array, key: Array, dtype) -> Array:
             precision=problem.precision,
         )
 
-    finite = product(*(jnp.where(jnp.isfinite(x), x, 0) for x in (query, key)))
+    finite = product(_zero_nonfinite(query), _zero_nonfinite(key))
     return finite + jax.lax.stop_gradient(product(query, key) - finite)
+
+
+@jax.custom_jvp
+def _zero_nonfinite(x: Array) -> Array:
+    """Return x with 0 for NaN and Inf, and leave its tangent."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+@_zero_nonfinite.defjvp
+def _(primals, tangents):
+    return _zero_nonfinite(*primals), tangents[0]
 
 
 @jax.custom_jvp

@@ -279,6 +279,22 @@ def test_forward_mode_sees_nan_and_infinite_logits(name, forward_mode):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_entry_that_is_nan_has_a_gradient_of_its_own(implementation):
+    """A visible NaN in query or key has the gradient NaN; in value it has that of any number."""
+    clean, _ = CASES["plain"].inputs()
+    kwargs = SEEN["window"] | {"implementation": implementation, "chunk_size": (16, 24)}
+    expected = run_call(clean, kwargs).grads["value"]
+    for what, name in enumerate(("query", "key", "value")):
+        args = [x.copy() for x in clean]
+        args[what][0, 19, 1, 2] = np.nan
+        gradient = run_call(tuple(args), kwargs).grads[name]
+        if name == "value":
+            np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert np.isnan(gradient[0, 19, 1]).all()
+
+
 # ---- causality, in bits
 
 CAUSAL = (

@@ -251,7 +251,30 @@ class TracedTransform:
     is_float: tuple[bool, ...]  # for each leaf of params: is it a float?
 
     def __call__(self, which: str, x: Array, position: Array, floats, rest) -> Array:
-        """Transform rows x [B, K, (G,) t, H] at positions [t] or [B, t]."""
+        """Transform rows x [B, K, (G,) t, H] at positions [t] or [B, t].
+
+        In derivatives NaN and Inf of x count as 0, because a hidden row must not reach gradients.
+        """
+
+        @jax.custom_jvp
+        def transform(x, floats, position, rest):
+            return self._map_rows(which, x, position, floats, rest)
+
+        @transform.defjvp
+        def _(primals, tangents):
+            x, floats, position, rest = primals
+
+            def of_floats(x, floats):
+                return self._map_rows(which, x, position, floats, rest)
+
+            finite = jnp.where(jnp.isfinite(x), x, 0)
+            _, tangent = jax.jvp(of_floats, (finite, floats), tangents[:2])
+            return transform(*primals), tangent
+
+        return transform(x, floats, position, rest)
+
+    def _map_rows(self, which: str, x: Array, position: Array, floats, rest) -> Array:
+        """Apply the function to each row of x."""
         leaves = merge_leaves(self.is_float, floats, rest)
         params = jax.tree.unflatten(self.structure, leaves)
         position = _without_batch_of_one(position)

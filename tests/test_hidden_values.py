@@ -4,6 +4,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -121,6 +122,38 @@ def test_hidden_garbage_changes_no_bit(name, implementation):
         dirty = _run_filled(hidden, kwargs, garbage)
         for what, x, y in _leaves(clean, dirty):
             np.testing.assert_array_equal(y, x, err_msg=f"{garbage} changed {what}")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_hidden_nan_reaches_no_params_of_a_transform(implementation):
+    """NaN in hidden queries and keys changes no first or second gradient of the params."""
+    (query, key, value), _ = CASES["plain"].inputs()
+    kwargs = SEEN["lengths"] | {"implementation": implementation, "chunk_size": (16, 24)}
+    scale = np.linspace(0.5, 1.5, query.shape[-1], dtype=f32)
+
+    def loss(scale, query, key):
+        out = dot_product_attention(
+            query,
+            key,
+            value,
+            qk_transform=lambda x, position, which, scale: x * jnp.sin(scale * position),
+            qk_transform_params=scale,
+            **kwargs,
+        )
+        return (out**2).sum()
+
+    @jax.jit
+    def gradients(scale, query, key):
+        first, pull = jax.vjp(jax.grad(loss), scale, query, key)
+        return first, pull(scale)
+
+    clean = gradients(scale, query, key)
+    for b in range(2):
+        query[b, kwargs["query_seq_lengths"][b] :] = np.nan
+        key[b, kwargs["key_value_seq_lengths"][b] :] = np.nan
+    dirty = gradients(scale, query, key)
+    for x, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(x, expected)
 
 
 # ---- what somebody sees, reaches who sees it

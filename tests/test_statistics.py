@@ -163,3 +163,28 @@ def test_the_gradient_of_the_largest_logit_is_shared():
     k = jnp.ones((1, 4, 1, 3)).at[:, 2].set(0)
     gradient = _gradient_of_max_logit(q, k)
     np.testing.assert_allclose(gradient[0, :, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["causal", "mask"])
+def test_what_nobody_sees_reaches_no_derivative(name):
+    """NaN in hidden queries and keys changes no gradient of the statistics and of the key mass."""
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((2, n, 2, 8), f32) for n in (40, 33, 33))
+    kwargs = {"key_value_seq_lengths": np.array([21, 30]), "query_seq_lengths": np.array([35, 11])}
+    if name == "mask":
+        kwargs["mask"] = rng.random((2, 1, 40, 33)) < 0.5
+    else:
+        kwargs["is_causal"] = True
+
+    def total(q, k):
+        rows = memeff.attention_statistics(q, k, v, chunk_size=16, **kwargs)[2:]
+        rows = sum(jnp.where(jnp.isfinite(x), x, 0).sum() for x in rows)
+        return rows + (memeff.key_mass(q, k, chunk_size=16, **kwargs) ** 2).sum()
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
+    clean = gradients(q, k)
+    for b in range(2):
+        k[b, kwargs["key_value_seq_lengths"][b] :] = np.nan
+        q[b, kwargs["query_seq_lengths"][b] :] = np.nan
+    for x, expected in zip(gradients(q, k), clean, strict=True):
+        np.testing.assert_array_equal(x, expected)

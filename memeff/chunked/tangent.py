@@ -28,10 +28,10 @@ from memeff.chunked.forward import online_softmax_step
 from memeff.chunked.schedule import tile_grid
 from memeff.chunked.tile import (
     Tile,
-    dot,
     probabilities,
+    raw_product,
+    raw_tangent,
     weighted_values,
-    zero_nonfinite,
 )
 from memeff.logits import logits_from_dots, transform_query_key
 from memeff.masking import mask_tile, pair_indices
@@ -41,7 +41,6 @@ from memeff.problem import (
     Operands,
     Problem,
     Schedule,
-    accumulator_dtype,
     map_operands,
     split_axis,
     split_heads,
@@ -225,10 +224,6 @@ class TileTangent(TileFunction):
         """Return raw, s and ds of (1) to (4), B K G t c."""
         problem = self.problem
         here = tile.operands
-        masked = tile.keep is not None
-
-        def product(x: Array, y: Array) -> Array:
-            return dot("bkgth,bkch->bkgtc", x, y, problem, accumulator_dtype(here))
 
         def logits(raw: Array, terms: LogitParams) -> Array:
             return logits_from_dots(problem, raw, terms, tile.keep, tile.indices)
@@ -244,26 +239,8 @@ class TileTangent(TileFunction):
             dq = or_zeros(q, dq)
             dk = or_zeros(k, dk)
             (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))
-
-        def tangent_of_product(q, k, dq, dk):
-            q = zero_nonfinite(q, masked)
-            k = zero_nonfinite(k, masked)
-            factors = [(x, y) for x, y in ((dq, k), (q, dk)) if x is not None and y is not None]
-            if not factors:
-                return None
-            left, right = zip(*factors, strict=True)  # as one product
-            return product(jnp.concatenate(left, -1), jnp.concatenate(right, -1))
-
-        @jax.custom_jvp
-        def product_with_nan(q, k):  # NaN and Inf of visible pairs reach the logits
-            return product(q, k)
-
-        @product_with_nan.defjvp
-        def _(primals, tangents):
-            return product(*primals), tangent_of_product(*primals, *tangents)
-
-        raw = product_with_nan(q, k)  # (1)
-        d_raw = or_zeros(raw, tangent_of_product(q, k, dq, dk))  # (3)
+        raw = raw_product(problem, tile, q, k)  # (1)
+        d_raw = raw_tangent(problem, tile, raw, q, k, dq, dk)  # (3)
         s, ds = jax.jvp(logits, (raw, here.logit_params), (d_raw, dterms))  # (2) (4)
         return raw, s, ds
 

@@ -50,7 +50,7 @@ def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
     kernel.
     """
     q, k = transform_query_key(problem, tile.operands, *tile.positions)
-    raw = dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))  # (1)
+    raw = raw_product(problem, tile, q, k)  # (1)
     if materialize_raw:
         raw = lax.optimization_barrier(raw)
 
@@ -59,6 +59,47 @@ def tile_logits(problem: Problem, tile: Tile, materialize_raw: bool = True):
 
     s, pull = jax.vjp(logits, raw, wide_terms(tile.operands.logit_params, raw.dtype))  # (2)
     return raw, s, pull
+
+
+def raw_product(problem: Problem, tile: Tile, q: Array, k: Array) -> Array:
+    """Return (1), the product of transformed queries and keys.
+
+    NaN and Inf reach it, so that rows that see them become NaN. In its derivatives they count as 0
+    in masked tiles, because 0 * NaN is NaN also for a hidden pair.
+    """
+
+    @jax.custom_jvp
+    def product(q, k):
+        return dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))
+
+    @product.defjvp
+    def _(primals, tangents):
+        raw = product(*primals)
+        return raw, raw_tangent(problem, tile, raw, *primals, *tangents)
+
+    return product(q, k)
+
+
+def raw_tangent(
+    problem: Problem,
+    tile: Tile,
+    raw: Array,
+    q: Array,
+    k: Array,
+    dq: Array | None,
+    dk: Array | None,
+) -> Array:
+    """Return the tangent of (1), as one product. A tangent that is None is 0."""
+    masked = tile.keep is not None
+    factors = []
+    if dq is not None:
+        factors.append((dq, zero_nonfinite(k, masked)))
+    if dk is not None:
+        factors.append((zero_nonfinite(q, masked), dk))
+    if not factors:
+        return jnp.zeros_like(raw)
+    left, right = (jnp.concatenate(x, -1) for x in zip(*factors, strict=True))
+    return dot("bkgth,bkch->bkgtc", left, right, problem, accumulator_dtype(tile.operands))
 
 
 def transform_back(

@@ -188,3 +188,34 @@ def test_what_nobody_sees_reaches_no_derivative(name):
         q[b, kwargs["query_seq_lengths"][b] :] = np.nan
     for x, expected in zip(gradients(q, k), clean, strict=True):
         np.testing.assert_array_equal(x, expected)
+
+
+def test_nan_reaches_the_largest_logit_of_a_row_and_its_tangent():
+    rng = np.random.default_rng(6)
+    for T, S in ((4, 4), (40, 33)):
+        q, k, v = (rng.standard_normal((1, n, 2, 3)) for n in (T, S, S))
+        q[0, 2, 1, 0] = np.nan
+
+        def largest(q, k, v):
+            return memeff.attention_statistics(q, k, v, local_window_size=(9, 9)).max_logit
+
+        with jax.enable_x64(True):
+            results = jax.jvp(largest, (q, k, v), (q * 0 + 1, k, v))
+        for x in results:
+            np.testing.assert_array_equal(np.argwhere(np.isnan(x)), [[0, 2, 1]])
+
+
+def test_the_largest_logit_has_a_gradient_where_its_terms_cancel():
+    """Without XLA's optimizations the two passes over the logits round differently."""
+    rng = np.random.default_rng(7)
+    q, k = (rng.standard_normal((1, n, 2, 8), f32) for n in (800, 40))
+    bias = 3 * rng.standard_normal((1, 2, 800, 40), f32)
+    alibi = memeff.scores.alibi(np.array([0.3, 0.1], f32))
+
+    def largest(q, k, bias):
+        kwargs = dict(score_fn=alibi, q_offset=20, chunk_size=16)
+        return memeff.attention_statistics(q, k, k, bias, **kwargs).max_logit.sum()
+
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    gradient = jax.jit(jax.grad(largest, argnums=2), compiler_options=options)(q, k, bias)
+    np.testing.assert_allclose(gradient.sum(-1), 1, rtol=1e-6)

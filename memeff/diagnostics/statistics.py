@@ -62,7 +62,8 @@ class RowStatistics:
         l = jnp.where(sums.l == 0, 1, sums.l)
         entropy = jnp.log(l) - sum_below / l
         entropy = jnp.maximum(entropy, 0)  # rounding alone would make it negative
-        return out, lse.high, entropy, sums.m, sum_distance / l
+        max_logit = jnp.where(jnp.isnan(l), jnp.nan, sums.m)  # XLA's maximum may overlook NaN
+        return out, lse.high, entropy, max_logit, sum_distance / l
 
     def jvp(self, primals, tangents):
         """Return the statistics and their tangents."""
@@ -93,7 +94,8 @@ class RowStatistics:
             lax.collapse(lax.stop_gradient(max_logit), 1, 3),
         )
         entropy, distance, sum_of_largest, count = (x.reshape(max_logit.shape) for x in sums)
-        mean_of_largest = sum_of_largest / jnp.maximum(lax.stop_gradient(count), 1)
+        count = jnp.where(jnp.isnan(max_logit), jnp.nan, jnp.maximum(count, 1))
+        mean_of_largest = sum_of_largest / lax.stop_gradient(count)
         return out, lse.high, entropy, mean_of_largest, distance
 
 
@@ -131,11 +133,16 @@ class _RowSumsOfTile(TileFunction):
 
     def __call__(self, where: TileLocation, *parts: Array) -> tuple[Array, ...]:
         tile, lse = self.tile(where, parts)
-        s, p = _logits_and_probabilities(self.problem, tile, lse)
+        raw, s, p = _logits_and_probabilities(self.problem, tile, lse)
         max_logit = parts[-1].reshape(lse.high.shape)[..., None]
-        # The same sum in another order may differ by so much.
-        close = 8 * jnp.finfo(s.dtype).eps * jnp.abs(max_logit)
-        is_largest = (s >= max_logit - close) & (lse.high != LSE_OF_EMPTY_ROW)[..., None]
+        # The same sum in another order may differ by so much, also where its terms cancel.
+        terms = tile.operands.logit_params
+        size = jnp.abs(raw * (self.problem.scale if terms.scale is None else terms.scale))
+        if terms.bias is not None:
+            size += jnp.abs(terms.bias)
+        close = 8 * jnp.finfo(s.dtype).eps * (jnp.abs(max_logit) + size)
+        is_largest = ~(s < max_logit - close)  # also NaN, which then reaches the gradient
+        is_largest &= (lse.high != LSE_OF_EMPTY_ROW)[..., None]
         if tile.keep is not None:
             is_largest = is_largest & tile.keep
         entropy = -p * (s - lse.high[..., None])
@@ -153,17 +160,20 @@ class _KeySumsOfTile(TileFunction):
 
     def __call__(self, where: TileLocation, *parts: Array) -> tuple[Array]:
         tile, lse = self.tile(where, parts)
-        _, p = _logits_and_probabilities(self.problem, tile, lse)
+        *_, p = _logits_and_probabilities(self.problem, tile, lse)
         return (lax.collapse(p.sum(3), 1, 3),)
 
 
-def _logits_and_probabilities(problem: Problem, tile: Tile, lse: Lse) -> tuple[Array, Array]:
-    """Return the logits of a tile [B, K, G, t, c], 0 for hidden pairs, and its probabilities."""
-    _, s, _ = tile_logits(problem, tile)
+def _logits_and_probabilities(problem: Problem, tile: Tile, lse: Lse) -> tuple[Array, Array, Array]:
+    """Return the products of a tile [B, K, G, t, c], its logits, and its probabilities.
+
+    Logits of hidden pairs are 0.
+    """
+    raw, s, _ = tile_logits(problem, tile)
     p = probabilities(s, lse, tile.keep)
     if tile.keep is not None:
         s = jnp.where(tile.keep, s, 0)
-    return s, p
+    return raw, s, p
 
 
 def attention_statistics(

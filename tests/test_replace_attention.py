@@ -1047,6 +1047,40 @@ def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits, of_pairs):
             np.testing.assert_allclose(x[is_finite], y[is_finite], atol=1e-5, err_msg=f"{low}")
 
 
+def keys_added(s, pairs, keys, low):
+    return s + pairs + keys
+
+
+def keys_of_bools(s, pairs, keys, low):
+    return s + jnp.where(pairs < 0, low, 0) + jnp.where(keys < 0, low, 0)
+
+
+def causal_replaced(s, pairs, keys, low):
+    return jnp.where(jnp.tril(jnp.ones(s.shape, bool)), s, low) + pairs
+
+
+@pytest.mark.parametrize("logits", [keys_added, keys_of_bools, causal_replaced])
+def test_two_masks_of_the_lowest_number_beside_each_other(logits):
+    """In a row that sees no key, keys that either mask hides have equal logits."""
+
+    def attend(q, k, v, pairs, keys, low):
+        return jax.nn.softmax(logits(q @ k.T, pairs, keys, low)) @ v
+
+    with jax.enable_x64(True):
+        arrays = [x[0, :, 0] for x in qkv(dtype="float64")]
+        T = len(arrays[0])
+        for share in (1, 0.7):  # programs also write 0.7 of the lowest number
+            low = share * float(jnp.finfo(jnp.float64).min)
+            pairs = jnp.where((jnp.arange(T)[:, None] + jnp.arange(T)) % 3 == 1, 0.0, low)
+            keys = jnp.where(jnp.arange(T) % 3 == 0, 0.0, low)
+            run = functools.partial(attend, low=low)
+            before, pull_before = jax.vjp(run, *arrays, pairs, keys)
+            after, pull_after = jax.vjp(replace(run, strict=True), *arrays, pairs, keys)
+            np.testing.assert_allclose(after, before, atol=1e-12)
+            for x, y in zip(pull_after(jnp.sin(after)), pull_before(jnp.sin(after)), strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-12)
+
+
 def test_a_bias_within_a_mask_before_zeros_is_left():
     def attend(q, k, v, bias):
         s = q @ k.T

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from memeff.problem import sum_dtype
 from memeff.rewrite.axes import (
@@ -89,7 +90,7 @@ class ElementFunction:
     ("cast", step, dtype), ("leaf", param, steps of its index, dtype), ("score", dtype),
     ("op", primitive, params, steps), ("all", steps), ("any", steps), ("not", step),
     ("equal", step, step), ("positive", step), ("zero", step), ("sum", steps),
-    ("times", step, factor), ("choice", step, number, number, dtype).
+    ("times", step, factor), ("raised", step), ("choice", step, number, number, dtype).
     """
 
     steps: tuple[Step, ...]
@@ -167,6 +168,16 @@ def _times(state, step, factor):
     return x * jnp.asarray(factor, x.dtype)
 
 
+def raised(x: jax.Array) -> jax.Array:
+    """Return x, where finite numbers near its dtype's lowest are half of that. The gradient is x's.
+
+    memeff takes a bias of the lowest number for hidden. All terms beside a bias are raised as it
+    is, because a row that sees no key compares the numbers by which different masks hide.
+    """
+    lowest = float(jnp.finfo(x.dtype).min) / 2
+    return x + lax.stop_gradient(jnp.where(jnp.isneginf(x), 0, jnp.maximum(x, lowest) - x))
+
+
 def _choice(state, step, yes, no, dtype):
     yes, no = (jnp.asarray(np.asarray(x, dtype)) for x in (yes, no))
     return jnp.where(state.done[step], yes, no)
@@ -196,6 +207,7 @@ _STEPS = {
     "op": _op,
     "sum": _sum,
     "times": _times,
+    "raised": lambda state, step: raised(state.done[step]),
     "choice": _choice,
     "all": _all,
     "any": _any,

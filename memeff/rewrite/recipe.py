@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from memeff.attention import dot_product_attention
 from memeff.problem import sum_dtype
-from memeff.rewrite.element import ElementFunction, tabulate
+from memeff.rewrite.element import ElementFunction, raised, tabulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +198,7 @@ class Recipe:
             bias = self._table(self.bias_table, inputs)
         else:
             return None
-        lowest = float(jnp.finfo(bias.dtype).min) / 2
-        raised = jnp.where(jnp.isneginf(bias), 0, jnp.maximum(bias, lowest) - bias)
-        return bias + lax.stop_gradient(raised)  # the gradient of the bias stays as it is
+        return raised(bias)
 
 
 @dataclasses.dataclass(frozen=True)

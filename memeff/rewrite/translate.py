@@ -333,15 +333,20 @@ class _Translation:
         if core is None and not self.biases:
             return None, dense, None
         core = core or Core(self.match.dots, 1.0)
-        return self._of_biases(core, self.biases), dense, None
+        return self._of_biases(core, self.biases, are_raised=dense is not None), dense, None
 
     def _are_small(self, biases: list[BiasTerm]) -> bool:
         """Return True if there is a bias, and their sum has no element for each pair."""
         letters = set().union(*(letters_of(*x.element) for x in biases))
         return bool(biases) and not self.roles.over_pairs(letters)
 
-    def _of_biases(self, core: Core | None, biases: list[BiasTerm]) -> PairFunction:
-        """Return the function of a core and of biases; without a core, of the biases alone."""
+    def _of_biases(
+        self, core: Core | None, biases: list[BiasTerm], *, are_raised: bool = False
+    ) -> PairFunction:
+        """Return the function of a core and of biases; without a core, of the biases alone.
+
+        `are_raised`: beside a bias that is an argument, each term is raised as that is.
+        """
         builder = Builder(self.roles, self.q_offset if core is not None else 0)
         steps = []
         if core is not None:
@@ -357,6 +362,8 @@ class _Translation:
         steps.extend(
             x[0] if len(x) == 1 else builder.add("sum", tuple(x)) for x in by_whole.values()
         )
+        if are_raised:
+            steps = [builder.add("raised", x) for x in steps]
         builder.add("sum", tuple(steps))
         return self._pair_function(builder, "score" if core is not None else "bias")
 

@@ -922,6 +922,22 @@ def test_a_number_between_two_masks_counts_in_rows_that_see_no_key():
         np.testing.assert_allclose(out, attend(*arrays, jnp.int32(length)), atol=1e-4)
 
 
+@pytest.mark.parametrize("T, S", [(6, 8), (9, 6), (8, 8)])
+def test_positions_shifted_by_a_reshape_that_mixes_axes(T, S):
+    """Transformer-XL shifts its term of positions: it pads a column, and reshapes T x (S + 1)."""
+
+    def attend(q, k, v, positions):
+        moved = jnp.pad(q @ positions.T, ((0, 0), (1, 0))).reshape(S + 1, T)[1:].reshape(T, S)
+        visible = jnp.tril(jnp.ones((T, S), bool), S - T)
+        return jax.nn.softmax(jnp.where(visible, q @ k.T + moved, -1e30)) @ v
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        q, k, v, positions = (jnp.asarray(rng.normal(size=(n, 4))) for n in (T, S, S, S))
+        arrays = {"q": q, "k": k, "v": v, "positions": positions}
+        assert_same(lambda arrays: attend(**arrays), arrays)
+
+
 def test_rows_and_columns_of_images_merged_behind_the_product():
     """Logits of [rows, columns, rows, columns] get biases of rows and of columns, as in SAM."""
     q = jax.random.normal(jax.random.key(0), (2, 4, 5, 6))

@@ -108,7 +108,7 @@ def regroup(index: Index, shape: Sequence[int]) -> Index:
         dim: list[Any] = []
         have = 1
         while have < size:
-            if not rest:
+            if not rest or size % have:
                 raise NoMatch("a reshape mixes axes")
             item = rest.pop(0)
             need = size // have

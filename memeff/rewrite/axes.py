@@ -26,8 +26,8 @@ ELEMENTWISE = frozenset(
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 # shard_map marks values as varying over devices, and checkpoint_name names them for a remat.
 MARKS = frozenset({"pvary", "pcast", "name"})
-MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "transpose", "slice", "dynamic_slice"}
-SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "copy", "stop_gradient"}
+MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "transpose", "slice", "dynamic_slice"}
+SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "copy", "stop_gradient"}
 MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
@@ -171,6 +171,11 @@ def sources(equation: Equation, index: Index) -> list[tuple[Value, Index]] | Non
     if name == "broadcast_in_dim" and len(equation.inputs) == 1:
         inner = tuple(index[d] for d in params["broadcast_dimensions"])
         return [(first, fit(inner, first))]
+    if name == "tile":
+        try:
+            return [(first, _tiled(index, params["reps"], first.shape))]
+        except NoMatch:
+            return None
     if name == "transpose":
         permutation = list(params["permutation"])
         return [(first, tuple(index[permutation.index(d)] for d in range(len(index))))]
@@ -227,6 +232,12 @@ def maker_of(value: Value) -> Equation:
     """Return the equation of a value that is neither an input nor a constant."""
     assert value.maker is not None
     return value.maker
+
+
+def _tiled(index: Index, reps: Sequence[int], shape: Sequence[int]) -> Index:
+    """Return the index into the operand of a tile, which repeats it along each dim."""
+    sizes = [x for pair in zip(reps, shape, strict=True) for x in pair]
+    return regroup(index, sizes)[1::2]
 
 
 def _sliced(index: Index, starts: Sequence[int], strides: Sequence[int], value: Value) -> Index:

@@ -119,7 +119,30 @@ def tiled_positions(q, k, v, mask):
     return jax.nn.softmax(jnp.where(visible, q @ k.T, -1e9)) @ v
 
 
+def scale_of_pairs(q, k, v, mask):
+    return jax.nn.softmax(q @ k.T * jnp.exp(jnp.broadcast_to(q[0, 0], (T, S)))) @ v
+
+
+def factor_of_pairs(q, k, v, mask):
+    return (jax.nn.softmax(q @ k.T) * jnp.sin(jnp.broadcast_to(q[:, :1], (T, S)))) @ v
+
+
+def sink_of_rows(q, k, v, mask):
+    sink = jnp.sin(jnp.broadcast_to(q[0, 0], (T, 1)))
+    return jax.nn.softmax(jnp.concatenate([q @ k.T, sink], -1))[:, :-1] @ v
+
+
+def segments_of_pairs(q, k, v, mask):
+    q_ids = jnp.broadcast_to(jnp.arange(T)[:, None] // mask.sum(-1, keepdims=True), (T, S)) + 1
+    k_ids = jnp.broadcast_to(jnp.arange(S) // mask[-1].sum(), (T, S)) + 1
+    return jax.nn.softmax(jnp.where(q_ids == k_ids, q @ k.T, -1e9)) @ v
+
+
 FAST = (
+    scale_of_pairs,
+    factor_of_pairs,
+    sink_of_rows,
+    segments_of_pairs,
     max_initial,
     power,
     remat_of_probabilities,

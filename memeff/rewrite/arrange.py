@@ -7,7 +7,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memeff.rewrite.axes import Element, Index, Letter, NoMatch, Slice, chain, expand, is_cast
+from memeff.rewrite.axes import (
+    Element,
+    Index,
+    Letter,
+    NoMatch,
+    Slice,
+    chain,
+    expand,
+    is_cast,
+    letters_in,
+)
 from memeff.rewrite.recipe import Arrangement
 from memeff.rewrite.recognise import Operand
 
@@ -53,6 +63,27 @@ def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangemen
         tuple(broadcast),
         tuple(merged),
     )
+
+
+def reduced(element: Element, form: tuple[Any, ...]) -> Element:
+    """Return the smallest array of an element that depends on no letter but those in `form`.
+
+    A dim of other letters is read at its first position, where a program has repeated an array and
+    computed with it since.
+    """
+    value, index = smallest(element)
+    wanted = {x for dim in form for x in expand(dim)}
+    dims = []
+    for dim, size in zip(index, value.shape, strict=True):
+        letters = letters_in([dim])
+        if letters and wanted.isdisjoint(letters):
+            dim = Slice(_first_position(dim), 1, (), size)
+        dims.append(dim)
+    return value, tuple(dims)
+
+
+def _first_position(dim: Any) -> int:
+    return dim.start + dim.stride * _first_position(dim.inner) if isinstance(dim, Slice) else 0
 
 
 def without_cast(operand: Operand, result_dtype: Any) -> Operand:

@@ -261,7 +261,7 @@ class _Walk:
         """Return the factor, the traced scalars and the element that a core multiplies."""
         value, index = core.element
         factor = core.factor
-        scales: list[tuple[str, Value]] = []
+        scales: list[tuple[str, Element]] = []
         while value is not self.match.dots[0] and value.maker is not None:
             inputs = sources(value.maker, index)
             if inputs is None:
@@ -283,7 +283,7 @@ class _Walk:
             if number is not None and np.isfinite(number) and (number or value.op == "mul"):
                 factor = factor * float(number) if value.op == "mul" else factor / float(number)
             elif not letters_of(*other):
-                scales.append((value.op, other[0]))
+                scales.append((value.op, other))
             else:
                 break
             value, index = inner[0]

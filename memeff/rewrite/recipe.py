@@ -77,7 +77,7 @@ class Recipe:
     sizes: tuple[int, int, int, int]  # B, N, T, S
     leads: tuple[int, ...]
     scale: float
-    scales: tuple[tuple[str, int], ...]  # "mul" or "div" by a scalar input
+    scales: tuple[tuple[str, Argument], ...]  # "mul" or "div" by a scalar
     soft_cap: float | None
     window: tuple[int | None, int | None]
     q_offset: int
@@ -165,8 +165,8 @@ class Recipe:
 
     def _scale(self, inputs: list[Array]) -> Any:
         scale: Any = self.scale
-        for operation, number in self.scales:
-            x = inputs[number].reshape(()).astype(sum_dtype(self.dtype))
+        for operation, argument in self.scales:
+            x = self.array(argument, inputs).astype(sum_dtype(self.dtype))
             scale = scale * x if operation == "mul" else scale / x
         return scale
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 from memeff.rewrite.axes import Element
-from memeff.rewrite.graph import Value
 from memeff.rewrite.symbols import Formula
 
 # A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
@@ -40,7 +39,7 @@ class Scaling:
     """The product becomes cap(factor * scale * product), with the traced scalars of `scales`."""
 
     factor: float
-    scales: tuple[tuple[str, Value], ...] = ()  # "mul" or "div", and a scalar
+    scales: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and one number of all pairs
     soft_cap: float | None = None
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
-from memeff.rewrite.arrange import arrange, smallest, without_cast
+from memeff.rewrite.arrange import arrange, reduced, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
-from memeff.rewrite.axes import Element, NoMatch, Slice, chain, expand, expand_all, letters_in
+from memeff.rewrite.axes import Element, NoMatch, Slice, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, take_apart
@@ -205,9 +204,9 @@ class _Translation:
             values.append(value)
         return values.index(value)
 
-    def _scalar(self, value: Value) -> int:
-        elements = chain(value, ((),) * len(value.shape))
-        return self._number(min((x for x, _ in elements), key=lambda x: math.prod(x.shape)))
+    def _scalar(self, element: Element) -> Argument:
+        value, index = reduced(element, ())
+        return Argument(self._number(value), arrange(index, (), is_full=True))
 
     def _operands(self) -> tuple[Argument, Argument, Argument, str]:
         """Return query, key and value, and the dtype of the call."""
@@ -245,7 +244,7 @@ class _Translation:
         form = (*((x,) for x in self.roles.batch), self.query, self.roles.heads, ())
         factors = []
         for operation, element in self.match.softmax.outside.factors:
-            value, index = smallest(element)
+            value, index = reduced(element, form)
             arrangement = arrange(index, form, is_full=False)
             factors.append((operation, Argument(self._number(value), arrangement)))
         return tuple(factors)
@@ -255,8 +254,9 @@ class _Translation:
         softmax = self.match.softmax
         if softmax.sink is None:
             return None
-        value, index = smallest(softmax.sink)
-        arrangement = arrange(index, (self.roles.heads,), is_full=True)
+        form = (self.roles.heads,)
+        value, index = reduced(softmax.sink, form)
+        arrangement = arrange(index, form, is_full=True)
         return Argument(self._number(value), arrangement, softmax.base)
 
     def _bernoulli(self) -> Bernoulli | None:
@@ -296,8 +296,8 @@ class _Translation:
             elements.reverse()
         arguments = []
         for element, last in zip(elements, (self.query, self.match.keys), strict=True):
-            value, index = smallest(element)
             form = (*((x,) for x in self.roles.batch), last)
+            value, index = reduced(element, form)
             arguments.append(Argument(self._number(value), arrange(index, form, is_full=True)))
         return arguments[0], arguments[1]
 

@@ -646,6 +646,21 @@ def test_numbers_among_the_results_keep_their_weak_type():
     assert number.weak_type and (number * out.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_arrays_of_weak_type_among_the_results():
+    """They are closed over: an array, and a number that an outer jit traces."""
+    array = jax.jit(lambda: lax.broadcast(2.0, (3,)))()
+    assert array.weak_type
+
+    @jax.jit
+    def run(number):
+        return replace(lambda *arrays: (plain(*arrays), array, number))(*qkv())[1:]
+
+    array_out, number_out = run(2.0)
+    assert array_out.weak_type and array_out.shape == (3,)
+    assert number_out.weak_type and number_out == 2
+
+
+
 def layers(count):
     """Return a function of count layers, written out one after the other."""
 

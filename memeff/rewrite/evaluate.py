@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -41,8 +42,8 @@ class _Evaluation:
         results = []
         for value in self.scope.graph.results:
             result = self.read(value)
-            if value.constant is not None and getattr(value.aval, "weak_type", False):
-                result = result.item()
+            if isinstance(result, np.ndarray) and getattr(value.aval, "weak_type", False):
+                result = result.item()  # a number that stands in the program
             results.append(result)
         return results
 

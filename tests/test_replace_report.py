@@ -385,6 +385,19 @@ def barrier(q, k, v, mask):
     return lax.optimization_barrier(jax.nn.softmax(q @ k.T)) @ v
 
 
+def mean_of_heads(q, k, v, mask):
+    s = jnp.einsum("th,nsh->nts", q, jnp.stack([k, 2 * k]))
+    return jax.nn.softmax(s).mean(0) @ v
+
+
+def mean_of_queries(q, k, v, mask):
+    return jax.nn.softmax(q @ k.T).mean(0) @ v
+
+
+def running_sum(q, k, v, mask):
+    return jnp.cumsum(jax.nn.softmax(q @ k.T), -1) @ v
+
+
 def integers(q, k, v, mask):
     return jax.nn.softmax(q.astype(int) @ k.astype(int).T / 2) @ v
 
@@ -440,6 +453,9 @@ LEFT = {
     square: UNKNOWN,
     stopped_probabilities: UNKNOWN,
     barrier: f"{UNKNOWN}.*between them stands `optimization_barrier`",
+    mean_of_heads: f"{UNKNOWN}.*between them stands `reduce_sum`",
+    mean_of_queries: f"{UNKNOWN}.*between them stands `reduce_sum`",
+    running_sum: f"{UNKNOWN}.*between them stands `cumsum`",
     integers: "a product of int32 and int32",
     complex_values: "a value of complex64",
     no_queries: "an axis has no known size",

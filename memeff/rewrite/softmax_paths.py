@@ -186,6 +186,8 @@ def _mapped(eqn: JaxprEqn, operands: list[_Marks], joined: _Marks) -> _Marks:
     """Return the marks of the result of an equation without bodies, which is no product."""
     name = eqn.primitive.name
     exponential = joined.exponential
+    if name in ("reduce_sum", "cumsum") and joined.is_softmax:
+        return joined.passing(name)  # perhaps over heads
     if name in SUMS:
         is_sum = joined.sum or exponential
         return dataclasses.replace(joined, sum=is_sum, exponential=False, repeated=False)
@@ -195,6 +197,8 @@ def _mapped(eqn: JaxprEqn, operands: list[_Marks], joined: _Marks) -> _Marks:
         exponential = operands[0].exponential or operands[1].product
     elif name == "div":
         exponential = operands[0].exponential
+        only_below = SUMS - operands[0].passed  # `match` names a division by a sum
+        joined = dataclasses.replace(joined, passed=joined.passed - only_below)
     elif name in TOGETHER:
         exponential = exponential and all(x.exponential or not x.product for x in operands)
     elif name in OTHERS:

@@ -398,6 +398,11 @@ def running_sum(q, k, v, mask):
     return jnp.cumsum(jax.nn.softmax(q @ k.T), -1) @ v
 
 
+def rows_of_zeros(q, k, v, mask):
+    p = jax.nn.softmax(jnp.where(mask, q @ k.T, -jnp.inf))
+    return jnp.where(mask.any(-1, keepdims=True), p, 0) @ v
+
+
 def integers(q, k, v, mask):
     return jax.nn.softmax(q.astype(int) @ k.astype(int).T / 2) @ v
 
@@ -456,6 +461,7 @@ LEFT = {
     mean_of_heads: f"{UNKNOWN}.*between them stands `reduce_sum`",
     mean_of_queries: f"{UNKNOWN}.*between them stands `reduce_sum`",
     running_sum: f"{UNKNOWN}.*between them stands `cumsum`",
+    rows_of_zeros: "whole rows of the probabilities are set to 0 by a selection",
     integers: "a product of int32 and int32",
     complex_values: "a value of complex64",
     no_queries: "an axis has no known size",

@@ -98,6 +98,8 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     after = set(conjuncts(shown))
     summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
     if before | after != before | summed:
+        if any(not formula_letters(x) & set(match.keys) for x in after - before - summed):
+            raise NoMatch("whole rows of the probabilities are set to 0 by a selection")
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
     condition = both(shown, *before)
     lows = {x.low for x in masks}

@@ -479,6 +479,13 @@ def test_dropout_has_the_same_bits():
 
     assert "another order of axes" in find(other_order, key, *qkv()).left[0].reason
 
+    def of_keys(key, q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(key, 0.7, (*weights.shape[:2], 1, weights.shape[3]))
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.7, 0), v)
+
+    assert "are shared by other axes" in find(of_keys, key, *qkv()).left[0].reason
+
     def inverse(key, q, k, v):
         weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
         drop = jax.random.bernoulli(key, 0.3, weights.shape)
@@ -658,7 +665,6 @@ def test_arrays_of_weak_type_among_the_results():
     array_out, number_out = run(2.0)
     assert array_out.weak_type and array_out.shape == (3,)
     assert number_out.weak_type and number_out == 2
-
 
 
 def layers(count):

@@ -283,7 +283,10 @@ class _Translation:
         order = letters_in(index)
         pairs = [*self.query, *self.match.keys]
         is_shared = order == pairs
-        if not is_shared and order != [*self.roles.batch, *self.roles.heads, *pairs]:
+        everything = [*self.roles.batch, *self.roles.heads, *pairs]
+        if not is_shared and set(order) < set(everything):
+            raise NoMatch("the bits of its dropout are shared by other axes than all but T and S")
+        if not is_shared and order != everything:
             raise NoMatch("the bits of its dropout are drawn in another order of axes")
         return Dropout(self._number(bernoulli.key), 1 - bernoulli.keep_rate, is_shared)
 

@@ -76,6 +76,8 @@ def _arithmetic(name: str, symbols: list[Any], dtype: Any) -> Symbol | None:
     """Return sums, products with numbers and comparisons of affine positions."""
     result: Affine | None = None
     if name == "convert_element_type":
+        if dtype == np.bool_:
+            return _compare("ne", symbols[0])
         result = symbols[0]
     elif name == "neg":
         result = symbols[0].times(-1)

@@ -81,7 +81,7 @@ def check_chunk_size(
             )
         if side < 1:
             raise ValueError(
-                f"chunk_size={chunk_size!r}: sides count {unit} and must be >= 1; use None for the "
+                f"chunk_size={chunk_size!r}: sides count {unit} and must be >= 1; omit it for the "
                 "default."
             )
     return operator.index(sides[0]), operator.index(sides[1])

@@ -398,7 +398,7 @@ WRONG = [
     (
         {"chunk_size": 0},
         ValueError,
-        r"chunk_size=0: sides count tokens and must be >= 1; use None for the default",
+        r"chunk_size=0: sides count tokens and must be >= 1; omit it for the default",
     ),
     (
         {"chunk_size": (128, -1)},

@@ -87,8 +87,9 @@ def paged_attention(
       value_pages: [pages, page, K, D].
       page_table: [B, n], integers: the pages of each sequence in the order of its tokens, and -1
         beyond its end.
-      lengths: [B], integers: the tokens of each sequence, up to n * page. A token whose page is -1
-        or does not exist is refused where that is known, and gives NaN under jit.
+      lengths: [B], integers: the tokens of each sequence, up to n * page. More are refused where
+        that is known, and count as n * page under jit. A token whose page is -1 or does not exist
+        is refused where that is known, and gives NaN under jit.
       is_causal, query_seq_lengths: as in `dot_product_attention`.
       q_offset: the position of query row 0 of each sequence, an int or [B]. Default: lengths - T,
         so that the queries are the newest tokens.

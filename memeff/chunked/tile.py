@@ -4,6 +4,7 @@ Queries are B K G t H, keys B K c H, values B K c D. Logits and all that has the
 B K G t c.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +76,9 @@ def raw_product(problem: Problem, tile: Tile, q: Array, k: Array) -> Array:
     @product.defjvp
     def _(primals, tangents):
         raw = product(*primals)
-        return raw, raw_tangent(problem, tile, raw, *primals, *tangents)
+        tangent = functools.partial(raw_tangent, problem, tile, raw, *primals)
+        dq, dk = tangents
+        return raw, tangent(dq, None) + tangent(None, dk)  # JAX transposes no product of both
 
     return product(q, k)
 

@@ -20,6 +20,7 @@ from conftest import Result, assert_result, cotangents, plain_call, run_call, tr
 
 from memeff import dot_product_attention
 from memeff.device import pretend_device
+from memeff.problem import Operands, Problem, Schedule
 
 needs_kernels = pytest.mark.skipif(
     jax.__version__.startswith("0.10."), reason="kernels need jax 0.11, and this is 0.10"
@@ -150,6 +151,28 @@ def lowered(function, *shapes, **options) -> str:
 def kernels(text: str) -> int:
     """Return the number of kernels in a lowered program."""
     return len(re.findall(r"custom_call @mosaic_gpu", text))
+
+
+def assert_partial_out_is_not_rounded(implementation, capability: str) -> None:
+    """Check that partial out differs from out by what rounding takes, half of the last place."""
+    args = draw(bf16, small(T=70, S=130))
+    operands = Operands(*map(jnp.asarray, args))
+    problem = Problem(right=0, q_offset=60, scale=args[0].shape[-1] ** -0.5)
+
+    @jax.jit
+    def both(operands):
+        run = implementation.forward
+        whole, _ = run(problem, Schedule(), operands)
+        return whole, *run(problem, Schedule(partial_out=True), operands)
+
+    with interpreted(capability=capability):
+        whole, (high, low), lse = jax.tree.map(np.asarray, both(operands))
+    np.testing.assert_array_equal(high, whole)
+    partial = high.astype(f32) + low.astype(f32)
+    assert np.isfinite(lse.high).all()
+    taken = np.abs(partial - whole.astype(f32))
+    assert (taken > 0).mean() > 0.9
+    assert (taken <= 1.01 * 2.0**-8 * np.abs(partial)).all()
 
 
 def assert_equal_bits(results, expected) -> None:

@@ -18,6 +18,7 @@ from hopper_cases import (
     CASES,
     assert_case,
     assert_equal_bits,
+    assert_partial_out_is_not_rounded,
     bf16,
     draw,
     i32,
@@ -26,6 +27,8 @@ from hopper_cases import (
     not_finite,
     small,
 )
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memeff
 from memeff import pallas
@@ -215,6 +218,36 @@ def test_number_of_kernels(scale):
     with pretend_device("gpu", "8.0"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
         assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == 3
+
+
+@needs_kernels
+def test_partial_out_is_not_rounded_to_16_bits():
+    assert_partial_out_is_not_rounded(implementation, "8.0")
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_steps_of_a_ring_run_on_kernels(layout):
+    """None falls to the chunked path, which has loops. Steps with equal sizes share a kernel."""
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 64), bf16, sharding=sharding)
+
+    def attend(query, key, value):
+        return memeff.dot_product_attention(
+            *(query, key, value),
+            is_causal=layout == "zigzag",
+            sequence_axis="seq",
+            sequence_layout=layout,
+            context_parallel="ring",
+            implementation="pallas",
+        )
+
+    with pretend_device("gpu", "8.0"), jax.set_mesh(mesh):
+        traced = jax.jit(attend).trace(shape, shape, shape)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in text
+    assert kernels(text) == (1 if layout == "contiguous" else 2)
 
 
 REASONS = {

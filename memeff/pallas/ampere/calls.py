@@ -145,15 +145,16 @@ def describe(operands: Operands) -> str:
 
 
 def forward(
-    problem: Problem, operands: Operands, lse_for: LseFor = "caller"
-) -> tuple[Array, Lse | None]:
-    """Return out [B, K, G, T, D], and lse [B, K, G, T] if wanted."""
+    problem: Problem, operands: Operands, lse_for: LseFor = "caller", partial_out: bool = False
+) -> tuple[Array | tuple[Array, ...], Lse | None]:
+    """Return out [B, K, G, T, D], if partial as two arrays to add, and lse [B, K, G, T]."""
     operands = replace_mask(operands)
     scalars = scalars_of(problem, operands)
     leaves, structure = jax.tree.flatten(scalars)
     on_tiles = calls.tile_functions(problem, operands)
     want_lse = lse_for is not None
     tiling = forward_tiling(operands)
+    out_count = 2 if partial_out else 1
 
     def call(query, key, value, *leaves):
         B, T, K, G, _ = query.shape
@@ -162,16 +163,17 @@ def forward(
         arrays = tuple(pad_tokens(x, head_dim_to_read(x.shape[-1], width)) for x in arrays)
         lengths = T, key.shape[1]
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
-        out, lse = forward_kernel.attend(
-            on_tiles, lengths, arrays, padded_scalars, want_lse, tiling
+        outs, lse = forward_kernel.attend(
+            on_tiles, lengths, arrays, padded_scalars, want_lse, tiling, out_count
         )
-        out = unfold_heads(out, (B, T, K, G), value.shape[-1])
-        return (out,) if lse is None else (out, lse[..., :T].reshape(B, K, G, T))
+        outs = tuple(unfold_heads(out, (B, T, K, G), value.shape[-1]) for out in outs)
+        return outs if lse is None else (*outs, lse[..., :T].reshape(B, K, G, T))
 
-    dims_out = ("bkgtd", "bkgt") if want_lse else ("bkgtd",)
+    dims_out = ("bkgtd",) * out_count + (("bkgt",) if want_lse else ())
     run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
-    out, *lses = run(*split_query(operands, operands.shape.K), *leaves)
-    return out, Lse(lses[0], None) if want_lse else None
+    found = run(*split_query(operands, operands.shape.K), *leaves)
+    outs = tuple(found[:out_count])
+    return outs if partial_out else outs[0], Lse(found[-1], None) if want_lse else None
 
 
 def backward(

@@ -10,6 +10,7 @@ of the multiprocessor compute while one waits. If a number of o is not finite, a
 once more, with NaN and Inf removed where nobody sees them; that changes no bit of the other rows.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ from memeff.pallas.hopper.mosaic import (
     whole_width,
 )
 from memeff.pallas.hopper.nonfinite import clean_own_values
+from memeff.pallas.hopper.parts import rounding_rest
 from memeff.pallas.hopper.persistent import any_failed
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
@@ -85,9 +87,11 @@ def attend(
     scalars: Scalars,
     want_lse: bool,
     tiling: Tiling,
-) -> tuple[Array, Array | None]:
+    out_count: int = 1,
+) -> tuple[tuple[Array, ...], Array | None]:
     """Return out [B, T, N, D] in the dtype of the query, and lse [B, N, T'].
 
+    out is the sum of `out_count` arrays; the second has what rounding took from the first.
     `arrays` are query [B, T, N, H], key [B, S, K, H] and value [B, S, K, D]; H and D are multiples
     of 8, and equal if one exceeds 64. T' is T rounded up to a multiple of `tiling.rows`; lse is
     None unless `want_lse`.
@@ -105,7 +109,7 @@ def attend(
     order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, tiling.rows)
     scalars = with_lists(problem, scalars, lengths, tiling)
-    results = [jax.ShapeDtypeStruct((B, *query.shape[1:3], D), query.dtype)]
+    results = [jax.ShapeDtypeStruct((B, *query.shape[1:3], D), query.dtype)] * out_count
     if want_lse:
         results.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
 
@@ -118,7 +122,8 @@ def attend(
         head_numbers = head_number_refs(work.scalars, work.n)
         operands = query_ref, key_ref, value_ref
         tile = QueryTile(problem, tiling, operands, scratch, work, head_numbers)
-        tile.run(*remaining_refs)
+        out_refs = tuple(itertools.islice(remaining_refs, out_count))
+        tile.run(out_refs, next(remaining_refs, None))
 
     call = kernel(
         body,
@@ -129,7 +134,7 @@ def attend(
         allow_approx_math(problem),
     )
     found = call(query, key, value, *jax.tree.leaves(scalars))
-    return found[0], found[1] if want_lse else None
+    return tuple(found[:out_count]), found[-1] if want_lse else None
 
 
 def forward_scratch(tiling: Tiling, H: int, D: int, dtype, scalars: Scalars) -> Scratch:
@@ -161,7 +166,7 @@ class QueryTile(NamedTuple):
     work: QueryWork
     head_numbers: HeadNumbers
 
-    def run(self, out_ref: Ref, lse_ref: Ref | None = None) -> None:
+    def run(self, out_refs: tuple[Ref, ...], lse_ref: Ref | None) -> None:
         """Compute and store the tile."""
         work = self.work
         scratch = self.scratch
@@ -185,7 +190,11 @@ class QueryTile(NamedTuple):
             weight = weight * (1 / (1 - self.problem.dropout.rate))
         o = o * broadcast_vector(weight, o.shape)
         q_s[...] = o.astype(q_s.dtype)
-        store_tile(q_s, out_ref, work.b, work.row, work.n)
+        store_tile(q_s, out_refs[0], work.b, work.row, work.n)
+        for rest_ref in out_refs[1:]:
+            sync_threads()  # all have stored their part of q_s
+            q_s[...] = rounding_rest(o, q_s.dtype)
+            store_tile(q_s, rest_ref, work.b, work.row, work.n)
         if lse_ref is not None:
             rows = pl.ds(work.row, self.tiling.rows)
             lse_ref[work.b, work.n, rows] = lse_of_rows(m, l)

@@ -53,17 +53,14 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 def forward(
     problem: Problem, schedule: Schedule, operands: Operands, lse_for: LseFor = "caller"
-) -> tuple[Array, Lse | None]:
+) -> tuple[Array | tuple[Array, ...], Lse | None]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T]; the kernels choose their own tiles.
 
-    The chunked path computes a partial out, in float32.
+    With `schedule.partial_out`, out is a tuple of arrays whose sum it is.
     """
-    from memeff.chunked import implementation as chunked
     from memeff.pallas.ampere import calls
 
-    if schedule.partial_out:
-        return chunked.forward(problem, schedule, operands, lse_for)
-    return calls.forward(problem, operands, lse_for)
+    return calls.forward(problem, operands, lse_for, schedule.partial_out)
 
 
 def backward(

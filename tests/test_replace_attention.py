@@ -302,6 +302,8 @@ def test_small_attention_is_left():
         lambda q, k, v: plain(q[:, :1], k, v), *qkv(2**15), min_logits=0
     )
     assert "one query only" in one_query.left[0].reason
+    one_key = memeff.find_attention(lambda q, k, v: plain(q, k[:, :1], v[:, :1]), *qkv())
+    assert "one key only" in one_key.left[0].reason
 
 
 def test_derivative_inside_is_refused():

@@ -43,6 +43,7 @@ from memeff.rewrite.softmax import (
     may_be_softmax,
 )
 
+ONE_KEY = "the product with the values has one key only, so nothing is gained"
 _DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
 # Algorithms that are the default for operands of these dtypes; jax.nn asks for them.
 _DEFAULT_OF = {
@@ -97,8 +98,10 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     (contracted, _) = second.params["dimension_numbers"]
     probabilities = second.inputs[side]
     index = new_index(probabilities.shape)
-    if not letters_in(index[d] for d in contracted[side]) or not may_be_softmax(probabilities):
+    if not may_be_softmax(probabilities):
         raise NoAttention(NO_SOFTMAX)
+    if not letters_in(index[d] for d in contracted[side]):
+        raise NoAttention(ONE_KEY)
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         try:

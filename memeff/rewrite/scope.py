@@ -17,7 +17,7 @@ from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_i
 from memeff.rewrite.distribute import Term, match_terms
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.pairs import ONE_QUERY
-from memeff.rewrite.recognise import Match, match
+from memeff.rewrite.recognise import ONE_KEY, Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
 from memeff.rewrite.translate import Replacement, translate
@@ -162,7 +162,9 @@ class Scope:
                     return None
                 replacements = tuple(self._replacement(x, search.min_logits) for x in terms)
             except NoAttention as reason:
-                if unknown == UNKNOWN and str(reason) != NO_SOFTMAX:
+                if unknown is not None and str(reason) == ONE_KEY:
+                    unknown = ONE_KEY
+                elif unknown == UNKNOWN and str(reason) != NO_SOFTMAX:
                     unknown = f"{UNKNOWN}: {reason}"
             except NoMatch as reason:
                 reasons.append(str(reason))

@@ -246,7 +246,7 @@ def test_decoys_are_left(decoy, softmax):
 
 REASONS = {
     "wrong_axis": "divided by something that depends on the keys",
-    "twice": "multiplied with two arrays",
+    "twice": "another product uses the same logits or probabilities",
     "returned": r"used by `reduce_sum` at .*attention_programs.py",
     "other_sum": "not divided by their sum over the keys",
     "values": "pass through `sort`",

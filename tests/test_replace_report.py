@@ -202,6 +202,11 @@ def test_positions_that_are_tiled_are_read():
 # ---- Left
 
 
+def two_softmaxes(q, k, v, mask):
+    s = q @ k.T
+    return jax.nn.softmax(s) @ v, jax.nn.softmax(s, axis=0).T @ q
+
+
 def sum_with_constant(q, k, v, mask):
     e = exponentials(q @ k.T) * mask
     return e / (e.sum(-1, keepdims=True) + 1e-9) @ v
@@ -467,6 +472,7 @@ LEFT = {
     stopped_probabilities: UNKNOWN,
     barrier: f"{UNKNOWN}.*between them stands `optimization_barrier`",
     mean_of_heads: f"{UNKNOWN}.*between them stands `reduce_sum`",
+    two_softmaxes: "another product uses the same logits",
     mean_of_queries: f"{UNKNOWN}.*between them stands `reduce_sum`",
     running_sum: f"{UNKNOWN}.*between them stands `cumsum`",
     rows_of_zeros: "whole rows of the probabilities are set to 0 by a selection",

@@ -198,7 +198,7 @@ class Scope:
         for equations in by_product.values():
             if len(equations) > 1:
                 for equation in equations:
-                    self._leave(equation, "the same probabilities are multiplied with two arrays")
+                    self._leave(equation, "another product uses the same logits or probabilities")
         while True:
             live = self._live_values()
             useless = [x for x, terms in self.replaced.items() if _are_needed(terms, live)]

@@ -340,7 +340,9 @@ def test_linen_modules_that_write_are_refused(writes, chunk_size):
     variables = Compact(writes).init(jax.random.key(0), X)
     variables.pop("losses", None)
     model = Compact(writes, chunk_size)
-    with pytest.raises(ValueError, match="f writes a variable .* Move what writes it out of f"):
+    with pytest.raises(
+        ValueError, match="f writes a variable or an attribute .* Move what writes it out of f"
+    ):
         model.apply(variables, X, mutable=collections)
 
 
@@ -484,6 +486,31 @@ class Counter(nnx.Module):
         return x
 
 
+class AttributeWriter(nnx.Module):
+    """A module that writes plain attributes, which are no variables."""
+
+    def __init__(self, written):
+        self.written = written
+        self.calls = 0
+        self.first = None
+        self.list = nnx.List([0])
+
+    @functools.cached_property
+    def cached(self):
+        return 1
+
+    def __call__(self, x):
+        if self.written == "calls":
+            self.calls += 1
+        elif self.written == "first":
+            self.first = x
+        elif self.written == "list.0":
+            self.list[0] = 1
+        elif self.written == "same":
+            self.calls = 0
+        return x * self.cached
+
+
 def nnx_closure(network):
     def closure(x):
         return network(x)
@@ -515,10 +542,15 @@ def test_transforms_inside_of_nnx_modules():
 @pytest.mark.parametrize("chunk_size", [4, 50])
 def test_nnx_modules_that_write_are_refused(chunk_size):
     norm = nnx.BatchNorm(C, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=re.escape("f writes a variable (mean)")):
+    with pytest.raises(ValueError, match=re.escape("f writes a variable or an attribute (mean)")):
         blockwise(norm, X, chunk_size)
-    with pytest.raises(ValueError, match=re.escape("f writes a variable (calls)")):
+    with pytest.raises(ValueError, match=re.escape("f writes a variable or an attribute (calls)")):
         blockwise(Counter(), X, chunk_size)
+    for written in ("calls", "first", "list.0"):
+        with pytest.raises(ValueError, match=re.escape(f"or an attribute ({written})")):
+            blockwise(AttributeWriter(written), X, chunk_size)
+    for kept in ("same", "cached"):
+        assert_near(blockwise(AttributeWriter(kept), X, chunk_size), X)
     norm.eval()
     assert_near(blockwise(norm, X, chunk_size), norm(X))
     network = NnxNetwork(nnx.Rngs(0), rate=0.5)

@@ -52,9 +52,10 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     * Dropout inside a module draws new numbers in each chunk, from the module's own keys. They are
       not the numbers of f(x), and they change with `chunk_size`. A function that closes over a key
       draws the same numbers in each chunk.
-    * A module that writes variables is refused: the means of BatchNorm, `sow`, and Linen's
-      `capture_intermediates` without a filter. `nnx.jit` and `nnx.remat` inside write all: use
-      `jax.jit` and `jax.checkpoint` there. Counts of NNX's random numbers advance as in one call.
+    * A module that writes variables or attributes is refused: the means of BatchNorm, `sow`, and
+      Linen's `capture_intermediates` without a filter. `nnx.jit` and `nnx.remat` inside write
+      all: use `jax.jit` and `jax.checkpoint` there. Counts of NNX's random numbers advance as in
+      one call.
 
     Several devices: chunks need no communication, also where tokens are sharded, if all devices
     together divide `chunk_size` and `chunk_size` divides T. Under jit, replicated weights take one
@@ -64,7 +65,7 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     Raises:
       TypeError: `f` is not callable, or `chunk_size` or `axis` is not an int.
       ValueError: `chunk_size` is below 1, x has no axis of tokens, or `f` changes the number of
-        tokens, writes variables, or uses modules of Linen without being one.
+        tokens, writes variables or attributes, or uses modules of Linen without being one.
 
     Example:
       >>> def feed_forward(x, up, down):

@@ -192,6 +192,7 @@ def _nnx_loop(module: nnx.Module, run: Callable[..., Any], first: Any) -> Loop:
         copy = nnx.merge(graph, keys_of_chunk, jax.tree.unflatten(treedef, leaves))
         before = dict(nnx.to_flat_state(nnx.state(copy)))
         values = {path: jax.tree.leaves(variable) for path, variable in before.items()}
+        attributes = _plain_attributes(copy)
         results = run(copy, chunk)
         counts = {}
         for path, variable in nnx.to_flat_state(nnx.state(copy)):
@@ -200,9 +201,32 @@ def _nnx_loop(module: nnx.Module, run: Callable[..., Any], first: Any) -> Loop:
             if not isinstance(variable, nnx.RngCount):
                 raise ValueError(_refusal(".".join(map(str, path))))
             counts[path] = variable
+        for path, value in _plain_attributes(copy).items():
+            if path not in attributes or not _is_kept(attributes[path], value):
+                raise ValueError(_refusal(".".join(map(str, path))))
         return results, nnx.from_flat_state(counts)
 
     return _loop_of(call)
+
+
+def _plain_attributes(module: nnx.Module) -> dict[tuple, Any]:
+    """Return the attributes, by path, that are no variables. Leave out those that Python caches."""
+    found = {}
+    for path, part in nnx.iter_graph(module):
+        if not isinstance(part, nnx.Pytree):
+            continue
+        for name, value in vars(part).items():
+            is_cached = isinstance(getattr(type(part), name, None), functools.cached_property)
+            is_internal = is_cached or name.startswith("_pytree__")
+            if not is_internal and not isinstance(value, nnx.Variable):
+                found[*path, name] = value
+    return found
+
+
+def _is_kept(old: Any, new: Any) -> bool:
+    """Return whether a plain attribute has its old value. Arrays must be the same object."""
+    is_array = any(isinstance(value, jax.Array | np.ndarray) for value in (old, new))
+    return old is new or (not is_array and old == new)
 
 
 def _fold_in(key: Array, number: Any) -> Array:
@@ -221,10 +245,11 @@ def _same(new: list, old: list | None) -> bool:
 
 
 def _refusal(name: str) -> str:
-    """Return the sentence for a variable that f writes."""
+    """Return the sentence for a variable or an attribute that f writes."""
     return (
-        f"f writes a variable ({name}), which would get the value of one chunk alone. Move what "
-        "writes it out of f, or keep it from writing: give BatchNorm use_running_average=True, "
-        "sow nothing, and give capture_intermediates a filter without the modules in f. "
+        f"f writes a variable or an attribute ({name}), which would get the value of one chunk "
+        "alone. Move what writes it out of f, or keep it from writing: give BatchNorm "
+        "use_running_average=True, sow nothing, and give capture_intermediates a filter without "
+        "the modules in f. "
         f"{_TRANSFORMS_WRITE}"
     )

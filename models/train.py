@@ -86,6 +86,10 @@ class Settings(Config):
             raise Refused(f"minutes={self.minutes}: it must be >= 0; leave it out for no limit.")
         if not 0 <= self.seed < 2**63:
             raise Refused(f"seed={self.seed}: it must be >= 0 and fit in 64 bits.")
+        if self.task == "listops" and self.text:
+            raise Refused(
+                "task=listops makes its own rows and reads no text: leave --text out, or use --task text."
+            )
         layout = self.sequence_keywords().get("sequence_layout")
         parts = 2 * self.devices if layout == "zigzag" else self.devices
         if self.context % parts:

@@ -81,6 +81,10 @@ class Config:
             raise Refused(
                 f"feed_forward_chunk={self.feed_forward_chunk} counts tokens and must be at least 1; leave it out for all."
             )
+        if self.devices == 1 and self.layout is not None:
+            raise Refused(
+                f"layout={self.layout} shares a row among several devices: with devices=1 leave it out."
+            )
         if self.devices > 1 and self.attention != "memeff":
             raise Refused(
                 f"attention={self.attention} computes on one device: with devices={self.devices} use memeff."

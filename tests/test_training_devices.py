@@ -55,7 +55,7 @@ def run(tmp_path_factory, novel):
         if start is not None:
             shutil.copytree(start, folder, dirs_exist_ok=True)
         with contextlib.chdir(folder):
-            assert train.train(Settings(**RUN | changed, text=(novel,)))
+            assert train.train(Settings(**RUN | {"text": (novel,)} | changed))
         return folder
 
     return run_in_folder
@@ -101,6 +101,7 @@ def test_same_curve_with_other_options(run_once):
     """Rows of ListOps hold several documents, whose positions start again."""
     options = {
         "task": "listops",
+        "text": (),
         "remat": True,
         "window": 9,
         "accumulate": 2,

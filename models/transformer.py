@@ -73,9 +73,9 @@ class Config:
             raise Refused(
                 f"width={self.width} must be a multiple of {2 * self.heads}, twice heads: rotary positions turn pairs."
             )
-        if self.window is not None and self.window < 0:
+        if self.window is not None and not 0 <= self.window < 2**31:
             raise Refused(
-                f"window={self.window} counts tokens and must be >= 0; leave it out for the whole document."
+                f"window={self.window} counts tokens and must be >= 0 and below 2**31; leave it out for the whole document."
             )
         if self.feed_forward_chunk is not None and self.feed_forward_chunk < 1:
             raise Refused(

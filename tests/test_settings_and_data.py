@@ -86,7 +86,13 @@ REFUSED_SETTINGS = [
     ({"width": 36}, "width=36 must be a multiple of 8, twice heads: rotary positions turn pairs."),
     (
         {"window": -1},
-        "window=-1 counts tokens and must be >= 0; leave it out for the whole document.",
+        "window=-1 counts tokens and must be >= 0 and below 2**31; "
+        "leave it out for the whole document.",
+    ),
+    (
+        {"window": 2**31},
+        "window=2147483648 counts tokens and must be >= 0 and below 2**31; "
+        "leave it out for the whole document.",
     ),
     (
         {"feed_forward_chunk": 0},

@@ -4,9 +4,12 @@ The demo prints a table of the memory that attention needs, trains a language mo
 draws the table, and lets the model write a few lines. All files are in runs/demo, which is made anew each time.
 """
 
+import argparse
 import json
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from memeff import bench
@@ -18,7 +21,13 @@ FOLDER = Path("runs/demo")
 LENGTHS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)  # there are no options but --help
     with one_sentence("models.demo"):
         demonstrate()
 
@@ -66,4 +75,4 @@ def plot(rows: list[bench.Row]) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -161,6 +161,14 @@ def test_a_demonstration_without_a_folder(monkeypatch):
     assert "Not a directory" in str(exit.value)
 
 
+def test_help_of_the_demonstration_runs_nothing(capsys):
+    with pytest.raises(SystemExit) as exit:
+        demo.main(["--help"])
+    assert exit.value.code == 0
+    assert not Path("runs").exists()
+    assert "runs/demo, which is made anew each time" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
 @pytest.mark.parametrize(("text", "flush"), [("a", False), ("a", True), ("\ufffd", False)])
 def test_output_that_cannot_be_written(text, flush):

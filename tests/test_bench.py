@@ -244,7 +244,9 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
     ("arguments", "sentence"),
     [
         (["--lenght", "5"], "unrecognized arguments: --lenght"),
-        (["quick"], "table 'quick' is not known: use speed or memory."),
+        (["quick"], "table 'quick' is not known: use speed or memory, or"),
+        (["doctor"], "The doctor is --doctor."),
+        (["--batch", "2", "losses"], "or begin with hard, losses, arguments, devices or report."),
         (["--length", "1.5k"], "expected a whole number above 0, such as 4096 or 64k, got '1.5k'"),
         (["--length", "0"], "expected a whole number above 0"),
         (["--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3."),

@@ -106,7 +106,7 @@ class Arguments(NamedTuple):
 
 def bind_arguments(name: str, *arrays: Any, **kwargs: Any) -> Arguments:
     """Return the arguments of a call, for the public function `name`; refuse other keywords."""
-    unknown = kwargs.keys() - set(Arguments._fields)
+    unknown = kwargs.keys() - set(Arguments._fields[len(arrays) :])
     if unknown:
         words = ", ".join(sorted(unknown))
         raise TypeError(f"memeff.{name} got an unexpected keyword argument: {words}.")

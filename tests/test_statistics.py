@@ -72,6 +72,12 @@ def _draw(rng, T, S):
     return [rng.standard_normal(shape) for shape in shapes]
 
 
+def test_key_mass_takes_no_value():
+    x = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(TypeError, match="key_mass got an unexpected keyword argument: value"):
+        memeff.key_mass(x, x, **{"value": x})
+
+
 def test_statistics_and_key_mass():
     rng = np.random.default_rng(0)
     args = [3 * x for x in _draw(rng, 23, 31)]

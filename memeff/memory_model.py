@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from memeff.chunked import eligible, few_queries
 from memeff.chunked.schedule import has_array_bounds, has_elementwise_mask
+from memeff.order import orders_by_condition
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype
 from memeff.user_functions import PairIndices
 
@@ -34,8 +35,9 @@ class CpuFit(NamedTuple):
     """Live tiles of logits on CPUs.
 
     A tile is "alone" if no output is so large that the tile can use its memory. "Exact" means that
-    operands have the dtype of the sums, "half" float16, and "old" jax before 0.11. "More" marks
-    tiles that are added to the others.
+    operands have the dtype of the sums, "half" float16, and "old" jax before 0.11. "Ordered" means
+    that sums are made when they are needed (`order.orders_by_condition`), which saves memory on old
+    jax alone. "More" marks tiles that are added to the others.
     """
 
     forward: float = 2
@@ -49,6 +51,7 @@ class CpuFit(NamedTuple):
     backward_exact: float = 2
     backward_exact_old: float = 2.5
     backward_exact_old_fixed: float = 3
+    backward_exact_ordered_fixed: float = 2.25
     backward_half: float = 3
     backward: float = 2.5  # bfloat16
     backward_alone: float = 1  # more, except if exact on old jax
@@ -57,6 +60,9 @@ class CpuFit(NamedTuple):
     backward_bias: float = 1  # more
     backward_bias_exact_old: float = 0.5  # more
     backward_cap_old: float = 1.5  # more for a static soft cap
+    # Operands are held in float32, and sums are made when they are needed.
+    backward_held_ordered: float = 1.25
+    backward_held_ordered_dropout: float = 6.25
     backward_dropout: float = 9
     backward_dropout_old: float = 14
     backward_dropout_alone: float = 3  # more
@@ -253,6 +259,7 @@ class _CpuCall:
         self.half = operands.query.dtype == jnp.float16
         self.old = JAX < (0, 11)
         self.held = self.old and operands.query.dtype == jnp.bfloat16  # whole, in float32
+        self.ordered = orders_by_condition()
 
         dropout = problem.dropout
         if dropout is not None and dropout.bits == "mix32":
@@ -260,7 +267,8 @@ class _CpuCall:
         shares_mask = dropout is not None and dropout.shared
         shared_count = 0
         if shares_mask:
-            shared_count = CPU.shared_dropout_old if self.old else CPU.shared_dropout
+            early = self.old and not self.ordered
+            shared_count = CPU.shared_dropout_old if early else CPU.shared_dropout
         self.shared = [z.shared * z.wide] * shared_count
         self.dropout_each = dropout is not None and (not shares_mask or z.shared == z.logits)
 
@@ -288,25 +296,34 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
         end = sums[0]
         if small_key:
             end -= sums[1]
+        if call.ordered:
+            if call.dropout_each:
+                count = CPU.backward_held_ordered_dropout
+            elif not alone:
+                count = CPU.backward_held_ordered
+            return forward, 2 * sum(sums) + 3 * call.row + count * call.tile + end
         loop = sum(backward_tile) - call.tile if alone else 0
         gradient = 2 * sum(sums) + 2 * call.out + 3 * call.row
         return forward, gradient + max(end, loop)
     division = [call.out] * 2
     if call.half:
         division.append(call.out)
-    if call.half and call.old:
+    if call.half and call.old and not call.ordered:
         division += [call.out, sums[1]]
     backward = [call.saved, *sums, *[call.row] * 3, *backward_tile]
     phases = [
         _unlent([call.out, *rows, *forward_tile], call.outputs),
         _unlent([*division, *rows], call.outputs),
         _unlent(backward, call.outputs if z.k <= z.q else []),
-        _cpu_end(call),
     ]
+    has_params = bool(jax.tree.leaves(operands.logit_params))
+    if call.exact and call.old and call.ordered and (small_key or not has_params):
+        return forward, max(phases)
+    phases.append(_cpu_end(call))
     if call.exact and call.old:  # the sums' zeros are made before their time
         one_head = z.row == math.prod(operands.query.shape[:2])
         early = call.out + sum(rows) + sum(set(sums[:3]))
-        if one_head or jax.tree.leaves(operands.logit_params):
+        if one_head or has_params:
             early += sum(forward_tile)
         phases.append(early)
     return forward, max(phases)
@@ -343,14 +360,18 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
             more = CPU.backward_dropout_alone if alone else 0
             return (CPU.backward_dropout_old if call.old else CPU.backward_dropout) + more
         if call.old:
-            if call.grouped:
+            if call.grouped and not call.ordered:
                 return CPU.backward_dropout_exact_old
             return CPU.backward_dropout_exact_old_ungrouped
         if call.grouped:
             return CPU.backward_dropout_exact
         return CPU.backward_dropout_exact_ungrouped
     if call.exact and call.old:
-        return CPU.backward_exact_old_fixed if call.fixed else CPU.backward_exact_old
+        if not call.fixed:
+            return CPU.backward_exact_old
+        if call.ordered and not alone:
+            return CPU.backward_exact_ordered_fixed
+        return CPU.backward_exact_old_fixed
     count = CPU.backward_alone if alone else 0
     if call.exact:
         return count + CPU.backward_exact
@@ -379,7 +400,7 @@ def _cpu_end(call: _CpuCall) -> float:
     z = call.sizes
     sums = call.sums
     if not call.exact:
-        more = sum(sums[:3]) if call.old and call.half else 0
+        more = sum(sums[:3]) if call.old and call.half and not call.ordered else 0
         return sum(sums) + more
     if z.slices[0] == z.slices[3] and z.k <= z.q:
         return sums[0] + min(sums[1:3])

@@ -249,12 +249,13 @@ class KVCache:
           out [B, T, N, D] and, with `return_residual`, lse [B, T, N], as `dot_product_attention`.
           Under jit out is NaN for a sequence that overflowed, that has more tokens than a
           ready-made mask has ids for, or whose queries see tokens that a ring no longer has (see
-          `truncate`). If a sequence has fewer than T tokens, its last row is that of its newest
-          token. Its first rows are then 0, unless is_causal=False.
+          `truncate`). If under jit a sequence has fewer than T tokens, its last row is that of its
+          newest token, and its first rows are 0, unless is_causal=False.
 
         Raises:
-          ValueError: if shapes disagree, the cache is known to have overflowed, a ring has too few
-            slots for T queries, or it is known to have replaced tokens that they see.
+          ValueError: if shapes disagree, the cache is known to have overflowed or to have fewer
+            tokens than queries, a ring has too few slots for T queries, or it is known to have
+            replaced tokens that they see.
           NotImplementedError: if an option does not work with a ring or with 8 bits.
         """
         self.check()

@@ -33,11 +33,19 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
     results, tree = lax.optimization_barrier((results, tree))
     if not orders_by_condition():
         return results, tree
-    bits = [_some_bits(x) for x in jax.tree.leaves(results) if x.size]
-    if not bits:
+    arrays = [x for x in jax.tree.leaves(results) if x.size]
+    if not arrays:
         return results, tree
-    # False, but XLA does not know that a sum of `_some_bits` cannot be negative
-    never = functools.reduce(operator.add, bits) < 0
+
+    def read(arrays: list[Array]) -> Array:
+        return functools.reduce(operator.add, map(_some_bits, arrays))
+
+    # XLA does not know that the bits cannot be negative. If there are several arrays, it could
+    # compute their first numbers alone, but what a branch may read it computes as a whole.
+    bits = read(arrays)
+    if len(arrays) > 1:
+        bits = lax.cond(bits < 0, read, lambda arrays: 0 * read(arrays), arrays)
+    never = bits < 0
 
     def held(x: Array) -> Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):

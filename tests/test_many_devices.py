@@ -461,6 +461,17 @@ def test_a_ring_has_no_array_of_all_keys():
     assert not re.search(r"f32\[[\d,]*8192", text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [output_only, gradients])
+def test_memory_of_a_ring_halves_when_devices_double(function):
+    """From 4 devices on: on 2, a message carries keys or their gradients, but not both."""
+    sizes = []
+    for devices in (4, 8):
+        ring = program("causal", devices, "zigzag", "ring", function, T=65_536, chunk_size=128)
+        sizes.append(ring.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= 0.56 * sizes[0], sizes
+
+
 # ---- errors, and the choice in words
 
 WRONG = [

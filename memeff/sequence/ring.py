@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.order import hold
+from memeff.order import hold, orders_by_condition
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import chunks_of_device
 from memeff.sequence.parts import (
@@ -180,7 +180,12 @@ def ring_walk(
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
         found = []
-        for group in [parts] if join else [(part,) for part in parts]:
+        for number, group in enumerate([parts] if join else [(part,) for part in parts]):
+            # Else XLA:CPU would cut the chunks of all parts before the first. On other devices a
+            # barrier would only make it copy the keys out of the message.
+            if number and not differentiable and orders_by_condition():
+                held = operands, rows, keys
+                (state, found, kept), (operands, rows, keys) = hold(held, (state, found, kept))
             here = (join or _cut)(group, operands, keys)
             tangents_here = None
             if tangents is not None and key_tangents is not None:

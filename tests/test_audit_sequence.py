@@ -51,7 +51,7 @@ def by_one_device(q, k, v, *, sequence_axis, sequence_layout, context_parallel, 
 
 
 RIGHT = [
-    ("causal, bias, mask, segments", "zigzag", "all_gather", by_one_device),
+    pytest.param("causal, bias, mask, segments", "zigzag", "all_gather", by_one_device, marks=slow),
     ("wide window, offsets, score_fn, mask_fn, transform, lengths", "zigzag", "all_gather", None),
     ("causal, key bias, sinks", "striped", "ring", None),
     pytest.param("wide window, score_fn, mask_fn, lengths", "zigzag", "ring", None, marks=slow),

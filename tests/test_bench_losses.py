@@ -11,7 +11,7 @@ from memeff.bench.report import rewrite_page
 SIZES = ["--tokens", "256", "512", "--features", "16", "--words", "640", "--dtype", "float32"]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_losses_agree_and_fill_a_table(tmp_path, capsys):
     path = tmp_path / "small.jsonl"
     names = ["memeff", "memeff:mean", "memeff:chunked", "nothing"]

@@ -11,10 +11,9 @@ from test_memory import KINDS, MIB, call, compiled, cost, f32, gradient
 
 from memeff import dot_product_attention
 
-OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "causal"]
 
-
-@pytest.mark.parametrize("kind", ["causal", *OTHER_KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_compile_time_at_64k_is_that_at_4k(kind):
     cost(kind, "gradient", 1024)  # pays what only a first compilation costs
     _, short = cost(kind, "gradient", 4096)

@@ -227,6 +227,7 @@ class TwoLayers(flax_linen.Module):
         return x + LINEN[0](num_heads=N, is_causal=True, name="ours")(x)
 
 
+@pytest.mark.slow
 def test_switch_linen():
     model = TwoLayers()
     variables = model.init(jax.random.key(0), X, MASK)

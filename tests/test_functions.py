@@ -402,9 +402,7 @@ def _bent_derivative(order, implementation):
     return jax.jit(orders[order])(*x)
 
 
-@pytest.mark.parametrize(
-    "order", few(["gradient", "jvp", "hvp", "grad of grad"], ["gradient", "hvp"])
-)
+@pytest.mark.parametrize("order", few(["gradient", "jvp", "hvp", "grad of grad"], ["hvp"]))
 def test_what_bends_the_score_against_the_definition(order):
     with jax.enable_x64(True):
         actual = _bent_derivative(order, None)

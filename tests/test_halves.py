@@ -232,6 +232,7 @@ def test_what_float16_cannot_hold_goes_the_general_way(name, pattern):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_the_check_is_needed(monkeypatch):
     """The last key would get no gradient at all without the check.
 

@@ -121,6 +121,7 @@ def test_numbers_of_one_device(kind, devices, kernels):
     assert kernels.calls >= 4  # steps of one part and of two, forward and backward
 
 
+@pytest.mark.slow
 def test_values_of_another_size_run_in_parts(kernels):
     """Keys and values of different sizes do not stack."""
     call = make_call("causal", 2)
@@ -204,7 +205,8 @@ class ComputesNoLseForNobody:
     backward = chunked.backward
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=slow), "all_gather"])
+@slow
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_out_alone(strategy, monkeypatch):
     """Out and its gradient where nobody reads lse, but for the gradient."""
     choose = Sharded.choose

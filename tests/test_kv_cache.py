@@ -293,7 +293,7 @@ def test_a_ring_that_gave_up_tokens_attends_to_what_it_still_has():
         kept.attend(q[:, 8:10])
 
 
-@pytest.mark.parametrize("from_arrays", [False, True])
+@pytest.mark.parametrize("from_arrays", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_ring_in_any_history_is_right_or_refuses(from_arrays):
     """Appended tokens, truncations and kept drafts; the text of the sequence is kept beside it."""
     rng = np.random.default_rng(6)

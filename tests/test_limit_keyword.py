@@ -39,6 +39,7 @@ def test_a_limit_above_the_default_changes_nothing():
     assert memeff.plan(X, X, X, memory_limit="1GiB") == memeff.plan(X, X, X)
 
 
+@pytest.mark.slow
 def test_tiles_shrink_with_the_limit():
     x = jax.ShapeDtypeStruct((1, 300, 8, 64), np.float32)  # so short that tiles are most of it
     top = memeff.plan(x, x, x, compile=True).gradient_bytes

@@ -95,7 +95,7 @@ for kind in FEATURES:
 def test_numbers_of_one_device(kind, devices, layout, strategy):
     """Out, lse, every gradient with a cotangent of lse, and tangents, on every device."""
     heads = dict(N=2 * devices, K=2) if strategy == "all_to_all" else {}
-    compute = both_modes if (kind, devices, layout, strategy) in FAST[:3] else gradients
+    compute = both_modes if (kind, devices, layout, strategy) in FAST[:1] else gradients
     # The gradient of a scalar adds up terms that cancel, so float32 would compare their rounding.
     is_double = "arrays" in kind and devices > 2
     dtype, bound = (np.float64, 1e-12) if is_double else (np.float32, 2e-6)
@@ -155,7 +155,7 @@ def test_derivatives_by_one_array(layout, strategy):
 @pytest.mark.parametrize(
     "kind, devices, layout",
     [
-        ("causal", 4, "contiguous"),
+        ("causal", 2, "contiguous"),
         ("window", 3, "zigzag"),
         pytest.param("full, lengths", 4, "contiguous", marks=slow),
         pytest.param("causal, bias, sinks", 8, "zigzag", marks=slow),
@@ -259,9 +259,9 @@ def test_sum_over_devices_is_in_float32():
 
 
 def test_call_enters_shard_map():
-    call = make_call("causal, bias, lengths", 4)
-    found = run_sharded(call, gradients, 4, "zigzag", "ring", inside=False)
-    assert_near(found, run_whole(call, gradients), 4)
+    call = make_call("causal, bias, lengths", 2)
+    found = run_sharded(call, gradients, 2, "zigzag", "ring", inside=False)
+    assert_near(found, run_whole(call, gradients), 2)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -333,7 +333,8 @@ def test_two_axes():
         np.testing.assert_allclose(x, y[:, order], atol=2e-6 * np.abs(y).max())
 
 
-SLOW_MESHES = [pytest.param(x, marks=slow) for x in ("data seq model", "seq", "data", "seq model")]
+MESHES = ("data model", "data seq model", "seq", "data", "seq model")
+SLOW_MESHES = [pytest.param(x, marks=slow) for x in MESHES]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ SLOW_MESHES = [pytest.param(x, marks=slow) for x in ("data seq model", "seq", "d
         pytest.param("wide window, segments, dropout", "contiguous", "all_to_all", marks=slow),
     ],
 )
-@pytest.mark.parametrize("explicit", ["", "data model", *SLOW_MESHES])
+@pytest.mark.parametrize("explicit", ["", *SLOW_MESHES])
 def test_batch_and_heads_on_axes_of_their_own(kind, layout, strategy, explicit):
     """The numbers of one device, and messages of the ring alone: batch and heads stay apart.
 
@@ -445,9 +446,14 @@ def test_messages_of_a_ring(kind, layout, messages):
     assert collectives(entry) == lines
 
 
+def long_ring():
+    """Return the gradient of 8,192 tokens on 4 devices."""
+    return program("causal", 4, "zigzag", "ring", gradients, T=8192, chunk_size=128)
+
+
 def test_messages_of_a_gradient():
     """The backward sends keys and gradients together, and at the end gradients home."""
-    text = program("causal", 4, "zigzag", "ring", gradients).as_text()
+    text = long_ring().as_text()
     lines = collectives(text)
     # the first message of the backward is that of the forward, which XLA may send once
     assert len(lines) in (3 + 4 - 1, 3 + 4)
@@ -455,8 +461,8 @@ def test_messages_of_a_gradient():
 
 
 def test_a_ring_has_no_array_of_all_keys():
-    """With 8,192 tokens on 4 devices. tests/test_sm90a.py looks at the memory of GPUs."""
-    text = program("causal", 4, "zigzag", "ring", gradients, T=8192, chunk_size=128).as_text()
+    """tests/test_sm90a.py looks at the memory of GPUs."""
+    text = long_ring().as_text()
     assert "f32[1,2048,2,64]" in text
     assert not re.search(r"f32\[[\d,]*8192", text)
 

@@ -56,7 +56,7 @@ def check(call: drawn.Call, rng: random.Random) -> None:
 
 
 @pytest.mark.once
-@hypothesis.settings(max_examples=3, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=2, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(drawn.calls(), st.randoms(use_true_random=True))
 def test_a_limit_is_kept(call, rng):
     check(call, rng)
@@ -93,6 +93,7 @@ def test_calls_that_once_exceeded_it(name):
     assert_kept(call, lowest_limit(call))
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_where_tables_are_constants():
     """A call with constant tables keeps to the limit.
 

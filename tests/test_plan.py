@@ -140,7 +140,7 @@ ON_ONE_DEVICE = [
 ]
 
 
-@pytest.mark.once
+@pytest.mark.slow
 def test_plan_on_one_device_is_within_a_tenth_too():
     """On one CPU device sums are made when they are needed, which the tests' eight do without."""
     script = f"""

@@ -823,6 +823,7 @@ OTHER_DIMS = (
 )
 
 
+@pytest.mark.slow
 def test_terms_of_other_dims_are_not_added_up_in_an_array_of_all():
     """Terms of [B, N, T, 1], [B, N, 1, S] and [1, N, T, S] stay apart."""
     B, N, H = 2, 3, 4

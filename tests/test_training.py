@@ -256,6 +256,7 @@ def test_the_script_refuses_in_a_sentence(tmp_path, novel, settings, full_run):
 # ---- generating
 
 
+@pytest.mark.slow
 def test_generates_from_a_checkpoint(full_run, capsys):
     flags = ["--prompt", "def ", "--length", "40", "--temperature", "1", "--top-k", "40"]
     generate.main(["--checkpoint", str(full_run), *flags])

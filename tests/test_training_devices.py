@@ -131,6 +131,7 @@ def halved(folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_model_of_several_devices_generates_on_one(run_once):
     graphdef, params = generate.load(str(run_once(**FOUR) / "run"))
     assert {x.sharding.num_devices for x in jax.tree.leaves(params)} == {1}

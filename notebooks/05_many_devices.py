@@ -266,9 +266,8 @@ for strategy in ("all_to_all", "ring"):
 # %% [markdown]
 # **The same as a picture.** Arguments and gradients fall as one over the number of devices. What
 # `"all_to_all"` holds beside them falls, too, from two devices on. (One device needs no copies to
-# send and receive.) The ring's temporary memory hardly falls *here*: XLA's compiler for CPUs runs
-# the steps in an order of its own, and holds arrays of several of them. So this is no measure of a
-# ring on GPUs.
+# send and receive.) What a ring holds beside them falls more slowly at first: from three devices on,
+# each of its messages carries keys and also gradients of keys.
 
 # %%
 drawing, panels = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True, layout="constrained")

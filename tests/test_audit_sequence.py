@@ -52,7 +52,13 @@ def by_one_device(q, k, v, *, sequence_axis, sequence_layout, context_parallel, 
 
 RIGHT = [
     pytest.param("causal, bias, mask, segments", "zigzag", "all_gather", by_one_device, marks=slow),
-    ("wide window, offsets, score_fn, mask_fn, transform, lengths", "zigzag", "all_gather", None),
+    pytest.param(
+        "wide window, offsets, score_fn, mask_fn, transform, lengths",
+        "zigzag",
+        "all_gather",
+        None,
+        marks=slow,
+    ),
     ("causal, key bias, sinks", "striped", "ring", None),
     pytest.param("wide window, score_fn, mask_fn, lengths", "zigzag", "ring", None, marks=slow),
     pytest.param("causal, cross, shared mask, arrays", "contiguous", "ring", None, marks=slow),
@@ -76,7 +82,7 @@ def test_audit_finds_nothing_where_nothing_is(kind, layout, strategy, implementa
 @pytest.mark.parametrize(
     "kind, strategy, axes",
     [
-        (AxisType.Auto, "all_gather", ("data", "seq", "model")),
+        pytest.param(AxisType.Auto, "all_gather", ("data", "seq", "model"), marks=slow),
         pytest.param(AxisType.Auto, "ring", ("data", "seq", "model"), marks=slow),
         pytest.param(AxisType.Explicit, "ring", ("data", "seq"), marks=slow),
         pytest.param(AxisType.Explicit, "all_to_all", ("data", "seq"), marks=slow),

@@ -266,6 +266,7 @@ def test_gradients_of_few_bits_are_summed_in_float32():
         assert largest(actual.astype(f32) - expected) <= 4e-3 * largest(expected)
 
 
+@pytest.mark.slow
 def test_ready_made_functions_under_strict_promotion():
     """They mix no dtypes, whatever floats and integers they are given."""
     q, k = jnp.ones((2, 5, 4, 2)), jnp.ones((2, 7, 2, 2))

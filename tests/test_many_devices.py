@@ -138,13 +138,10 @@ def tangents_one_by_one(attend, arrays, cotangents, tangents):
     return found
 
 
+@slow
 @pytest.mark.parametrize(
     "layout, strategy",
-    [
-        ("contiguous", "ring"),
-        pytest.param("zigzag", "ring", marks=slow),
-        pytest.param("contiguous", "all_gather", marks=slow),
-    ],
+    [("contiguous", "ring"), ("zigzag", "ring"), ("contiguous", "all_gather")],
 )
 def test_derivatives_by_one_array(layout, strategy):
     call = make_call("causal, key bias, sinks", 2)

@@ -13,6 +13,7 @@ from memeff import dot_product_attention
 pytestmark = pytest.mark.once
 
 
+@pytest.mark.slow
 def test_scale_and_soft_cap_static_and_traced_agree():
     args, _ = CASES["causal"].inputs()
     values = (

@@ -91,6 +91,7 @@ def test_statistics_and_key_mass():
         np.testing.assert_allclose(_one_head(np.asarray(x)), y, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_statistics_differentiate():
     """Compare derivatives with differences: of NumPy's values, and of the first derivative."""
     rng = np.random.default_rng(1)

@@ -82,10 +82,8 @@ def run_seeds(options: argparse.Namespace) -> int:
         if time.monotonic() - start > options.seconds:
             break
         case = kernel_cases.draw(seed)
-        if is_ampere:
-            if max(case.static.z.H, case.static.z.D) > ampere.LARGEST_HEAD:
-                continue
-            case.static.kwargs["backward"] = "split"
+        if is_ampere and max(case.static.z.H, case.static.z.D) > ampere.LARGEST_HEAD:
+            continue
         features = kernel_cases.features(case)
         if not any(options.only in feature for feature in features):
             continue

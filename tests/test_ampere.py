@@ -16,6 +16,7 @@ from bias_cases import MASKS
 from conftest import assert_truth, few, run_call
 from hopper_cases import (
     CASES,
+    FUSED,
     assert_case,
     assert_equal_bits,
     assert_partial_out_is_not_rounded,
@@ -61,9 +62,9 @@ CALLS_WITH_BIAS = {
 }
 
 
-def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0"):
+def run_kernels(args, kwargs, dtype="bfloat16", capability_of="8.0", detect_races=True):
     """Return out, lse and gradients of a call, on a GPU of a compute capability."""
-    with interpreted(capability=capability_of):
+    with interpreted(detect_races, capability=capability_of):
         return run_call(args, kwargs | {"implementation": "pallas"}, dtype)
 
 
@@ -82,6 +83,34 @@ def test_values_in_small_tiles(name):
     z, kwargs = CASES[name]
     args = draw(np.float16, z)
     assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
+
+
+IN_ONE_BLOCK = small(T=150, S=60, G=2, H=40, D=100), dict(is_causal=True, q_offset=-20), True
+FUSED_HERE = {name: (*call[:2], False) for name, call in FUSED.items()}  # blocks own 64 keys
+FUSED_HERE |= {"one block of 64": IN_ONE_BLOCK}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", few(FUSED_HERE, ("one block of 64", "soft cap, lengths")))
+def test_fused_gradient(name):
+    z, kwargs, one_block = FUSED_HERE[name]
+    args = draw(bf16, z)
+    fused = kwargs | {"backward": "fused"}
+    assert_truth(run_kernels(args, fused, detect_races=one_block), name, args, kwargs, "bfloat16")
+
+
+@needs_kernels
+@not_finite
+def test_fused_gradient_is_done_again_where_what_is_hidden_is_not_finite():
+    """The gradient has the bits of the two kernels, which compute it again."""
+    args = draw(bf16, small(T=100, S=200))
+    kwargs = dict(key_value_seq_lengths=i32([150]), query_seq_lengths=i32([90]))
+    clean = run_kernels(args, kwargs)
+    query, key, value = (x.copy() for x in args)
+    query[:, 90:] = np.nan
+    key[:, 150:] = np.inf
+    dirty = (query, key, value), kwargs | {"backward": "fused"}
+    assert_equal_bits(run_kernels(*dirty, detect_races=False).grads, clean.grads)
 
 
 @needs_kernels
@@ -207,17 +236,23 @@ def test_gradients_of_a_score_fn_beside_them(score_fn):
 
 
 @needs_kernels
-@pytest.mark.parametrize("scale", [0.3, jnp.float32(0.3)])
-def test_number_of_kernels(scale):
-
+@pytest.mark.parametrize(
+    "expected, kwargs",
+    [
+        (3, dict(scale=0.3)),
+        (3, dict(scale=jnp.float32(0.3))),
+        (4, dict(backward="fused")),  # two of them are for sums that are not finite
+    ],
+)
+def test_number_of_kernels(expected, kwargs):
     def loss(query, key, value):
         call = functools.partial(memeff.dot_product_attention, implementation="pallas")
-        return call(query, key, value, scale=scale).astype(jnp.float32).sum()
+        return call(query, key, value, **kwargs).astype(jnp.float32).sum()
 
     shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
     with pretend_device("gpu", "8.0"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
-        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == 3
+        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == expected
 
 
 @needs_kernels
@@ -252,7 +287,7 @@ def test_steps_of_a_ring_run_on_kernels(layout):
 
 REASONS = {
     "bias": dict(bias=np.zeros((1, 1, 1, 90), bf16), mask=np.ones((70, 90), bool)),
-    "fused": dict(backward="fused"),
+    "fused": dict(backward="fused", bias=np.zeros((1, 1, 1, 90), bf16)),
     "bits": dict(dropout_rng=jax.random.PRNGKey(1), dropout_rate=0.3),
 }
 
@@ -262,7 +297,7 @@ REASONS = {
 def test_refused(name):
     args = draw(bf16, small(T=70, S=90))
     with pretend_device("gpu", "8.0"):
-        with pytest.raises(NotImplementedError, match="the Ampere kernels"):
+        with pytest.raises(NotImplementedError, match='the Ampere kernels|backward="fused"'):
             memeff.dot_product_attention(*args, **REASONS[name], implementation="pallas")
 
 

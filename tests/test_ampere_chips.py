@@ -27,6 +27,7 @@ SPILLED = {"memeff_ampere_forward": 3300, "memeff_ampere_dq": 340, "memeff_amper
 SPILLED_IN_WINDOW = {"memeff_ampere_dkdv": 2100}
 SPILLED_WITH_BIAS = {"memeff_ampere_dq": 380, "memeff_ampere_dbias": 100}  # dq on sm_100, else 340
 SPILLED_WITH_ARRAYS = {"memeff_ampere_dq": 820, "memeff_ampere_dkdv": 1230}  # 128, on sm_100
+SPILLED_BY_FUSED = {"memeff_ampere_fused": 100}
 REDUCTION_BYTES = 2048  # that `kernel` reserves
 
 
@@ -69,7 +70,9 @@ def test_compiles(ptxas_output, chip, name):
         flags=re.DOTALL,
     )
     has_bias = "bias" in CASES[name]
+    is_fused = "backward" in CASES[name]
     expected = SPILLED | (SPILLED_WITH_BIAS if has_bias else {})
+    expected |= SPILLED_BY_FUSED if is_fused else {}
     assert {kernel for kernel, _, _ in found} == expected.keys()
     for kernel, target, spills in found:
         assert target.rstrip("a") == chip
@@ -84,7 +87,8 @@ def test_compiles(ptxas_output, chip, name):
     # A bias whose rows are no whole tiles is copied, and so is its gradient.
     copies = 2 * 2 * N * T * (T + 64) if has_bias and T % 64 else 0
     vectors = 3 + len(CASES[name].get("numbers", ()))
-    assert temporary <= vectors * 4 * B * N * (T + 128) + ids + copies + 8192
+    sums = 4 * B * N * (T + 64) * CASES[name]["H"] if is_fused else 0
+    assert temporary <= vectors * 4 * B * N * (T + 128) + ids + copies + sums + 8192
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -118,7 +122,13 @@ def test_blocks_fit_into_a_multiprocessor(chip, bias, H):
         backward.scratch_types(H, H, dtype, stages, (query_rows, backward.ROWS), scalars),
         backward.scratch_types(H, H, dtype, stages, (backward.ROWS, backward.ROWS), scalars),
     ]
-    if bias is not None:
+    if bias is None:
+        kernels.append(
+            backward.scratch_types(
+                *(H, H, dtype, stages, (backward.ROWS, backward.ROWS), scalars), has_sums=True
+            )
+        )
+    else:
         kernels.append(backward_bias.scratch_types(H, H, dtype, bias_stages, scalars))
     for scratch in kernels:
         needed = shared_bytes(scratch)

@@ -12,6 +12,7 @@ from bias_cases import MASKS
 from cases import qkv
 from conftest import assert_truth, run_call
 from gpu_calls import HOPPER, normal_arrays
+from hopper_cases import FUSED
 
 import memeff
 from memeff.device import current_device
@@ -49,6 +50,15 @@ def test_ampere(name, dtype):
     args = qkv(np.random.default_rng(0), dtype, sizes)
     result = run_call(args, arguments | dict(implementation="pallas"), jnp.dtype(dtype).name)
     assert_truth(result, name, args, arguments, jnp.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_gradient(name):
+    sizes, arguments, _ = FUSED[name]
+    args = qkv(np.random.default_rng(0), jnp.bfloat16, sizes)
+    kwargs = dict(implementation="pallas", backward="fused")
+    result = run_call(args, arguments | kwargs, "bfloat16")
+    assert_truth(result, name, args, arguments, "bfloat16")
 
 
 @pytest.mark.parametrize("name", CALLS_WITH_BIAS)

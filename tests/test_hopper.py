@@ -8,6 +8,7 @@ import pytest
 from conftest import assert_truth, few
 from hopper_cases import (
     CASES,
+    FUSED,
     assert_case,
     bf16,
     draw,
@@ -47,32 +48,6 @@ def test_gradient_of_wide_heads_is_taken_by_the_chunked_path():
 
 
 # ---- the gradient in one kernel
-
-# Sizes, keyword arguments, and whether one block runs. The interpreter takes blocks that add to
-# the same dq for a race, so it looks for races only where there is one block.
-FUSED = {
-    "one block": (small(T=300, S=100, G=2), dict(is_causal=True), True),
-    "one block, 128": (small(T=150, S=128, H=128, D=128), dict(local_window_size=(30, 7)), True),
-    "blocks": (small(B=2, T=300, S=300, K=2, H=40, D=64), dict(is_causal=True), False),
-    "segments": (
-        small(B=1, T=150, S=100, H=128, D=128),
-        dict(
-            query_segment_ids=i32([[1, 5] * 75]),
-            key_value_segment_ids=i32([[5, 1, 1, 2] * 25]),
-        ),
-        True,
-    ),
-    "soft cap, lengths": (
-        small(B=2, T=150, S=300, G=2, H=128, D=100),
-        dict(
-            logits_soft_cap=2.0,
-            query_seq_lengths=i32([150, 9]),
-            key_value_seq_lengths=i32([290, 0]),
-            q_offset=i32([40, 0]),
-        ),
-        False,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", few(FUSED, ("one block",)))

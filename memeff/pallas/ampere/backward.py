@@ -2,7 +2,8 @@
 
 Steps (1) to (6) are those of `hopper.backward_common`. A thread block owns 64 or 128 queries and
 visits the tiles of keys that they see, for dq; or it owns 64 keys and visits queries, for dk and
-dv. Registers have room for an owned tile of 64 queries and its cotangents.
+dv. Registers have room for an owned tile of 64 queries and its cotangents. In one kernel
+(`fused_gradients`) the owner of keys adds its parts of dq to sums in global memory.
 The next tile is copied beside the products of one where shared memory has two places for it. If a
 sum is not finite, all tiles are visited once more, without lift and with NaN and Inf removed from
 operands of two products.
@@ -19,10 +20,13 @@ from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
 from memeff.pallas.ampere.mosaic import (
+    THREADS,
+    add_product_to_sums,
     copy_pairs,
     copy_tile,
     kernel,
     multiply,
+    products_of_sums,
     ready_barrier,
     store_tile,
     sync_threads,
@@ -97,6 +101,7 @@ class Scratch(NamedTuple):
     owned_s: tuple[Ref, Ref]  # [1, t, H] and [1, t, D]; gradients take their places
     visited_s: tuple[Ref, Ref]  # [stages, 64, H] and [stages, 64, D]
     bias_s: Ref | None  # [stages, queries, 64] of a bias of pairs
+    d_raw_s: Any  # [1, keys, 64] of a tile, in the gradient in one kernel
     failed_s: Ref  # [t] above 0 where a row is not finite
     owned_ready: Barrier
     visited_ready: Barrier
@@ -128,6 +133,28 @@ def key_value_gradient(
     return _run("memeff_ampere_dkdv", True, problem, lengths, arrays, scalars, tiling)
 
 
+def fused_gradients(
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: Arrays,
+    scalars: Scalars,
+    tiling: Tiling,
+) -> tuple[Array, ...]:
+    """Return dq, in float32 and without slope and with lift, dk and dv, from one kernel.
+
+    They have the shapes of query, key and value. Thread blocks add to dq in any order, so its bits
+    differ from run to run. Hidden NaN and Inf are not cleaned, and may have reached all of them.
+    """
+    B, T, N, H = arrays.query.shape
+    tiles = -(-T // ROWS)
+    numbers = ROWS * whole_width(H) // THREADS
+    sums = jnp.zeros((B, N, tiles, numbers, THREADS), jnp.float32)
+    rest = problem, lengths, arrays, scalars, tiling, sums
+    dk, dv, sums = _run("memeff_ampere_fused", True, *rest)
+    dq = jnp.moveaxis(products_of_sums(sums, ROWS), 1, 3)  # [B, tiles, 64, N, H']
+    return lax.collapse(dq, 1, 3)[:, :T, :, :H], dk, dv
+
+
 def _run(
     name: str,
     of_keys: bool,
@@ -136,8 +163,9 @@ def _run(
     arrays: Arrays,
     scalars: Scalars,
     tiling: Tiling,
+    sums: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Run the kernel for dk and dv (`of_keys`) or that for dq."""
+    """Run the kernel for dk and dv (`of_keys`), which may add dq to `sums`, or that for dq."""
     query, key, value, *_ = arrays
     B, _, N, H = query.shape
     K, D = value.shape[2:]
@@ -164,18 +192,32 @@ def _run(
 
     results = [key, value] if of_keys else [query]
     types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
+    has_sums = sums is not None
+    scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars, has_sums)
+    run = functools.partial(kernel, body, name)
+    more = {"scratch": scratch}, items, allow_approx_math(problem)
+    if has_sums:
+        state = *(lax.empty(x.shape, x.dtype) for x in types), sums
+        return tuple(pl.run_state(lambda refs: run([], *more)(*operands, *refs))(state))
     if not of_keys:
-        sums = jax.ShapeDtypeStruct((B, N, -(-T // owned) * owned), jnp.float32)
-        types += [sums] * count_term_gradients(problem, scalars)
-    scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars)
-    call = kernel(body, name, types, {"scratch": scratch}, items, allow_approx_math(problem))
-    return tuple(call(*operands))
+        row_sums = jax.ShapeDtypeStruct((B, N, -(-T // owned) * owned), jnp.float32)
+        types += [row_sums] * count_term_gradients(problem, scalars)
+    return tuple(run(types, *more)(*operands))
 
 
 def scratch_types(
-    H: int, D: int, dtype, stages: int, tile: tuple[int, int], scalars: Scalars
+    H: int,
+    D: int,
+    dtype,
+    stages: int,
+    tile: tuple[int, int],
+    scalars: Scalars,
+    has_sums: bool = False,
 ) -> Scratch:
-    """Return the types of a thread block's shared memory. `tile`: queries and keys of a tile."""
+    """Return the types of a thread block's shared memory.
+
+    `tile`: queries and keys of a tile. `has_sums`: the kernel adds to sums of dq.
+    """
     H, D = whole_width(H), whole_width(D)
     owned = max(tile)
     bias_s = bias_tiles(scalars, stages, *tile)
@@ -183,6 +225,7 @@ def scratch_types(
         owned_s=(tile_ref(1, owned, H, dtype), tile_ref(1, owned, D, dtype)),
         visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
         bias_s=bias_s,
+        d_raw_s=tile_ref(1, *tile[::-1], dtype) if has_sums else None,
         failed_s=plgpu.SMEM((owned,), jnp.float32),
         owned_ready=ready_barrier(arrivals=2),
         visited_ready=ready_barrier(arrivals=2 if bias_s is None else 3, count=stages),
@@ -346,24 +389,28 @@ class KeyTile(NamedTuple):
     scratch: Scratch
     work: KeyWork
 
-    def run(self, dk_ref: Ref, dv_ref: Ref) -> None:
-        """Compute and store dk and dv."""
+    def run(self, dk_ref: Ref, dv_ref: Ref, sums_ref: Ref | None = None) -> None:
+        """Compute and store dk and dv.
+
+        With `sums_ref`, add to the sums of dq, and leave it to the caller to look for bad results.
+        """
         work = self.work
         scratch = self.scratch
         place = work.source.key, work.col, work.k
         operands = self.arrays.key, self.arrays.value
         _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
         wait_for_copies(scratch.owned_ready)
-        dk, dv = self._visit_tiles(redo=False)
-        bad_rows = jnp.maximum(_bad_rows(dk), _bad_rows(dv))
-        failed = any_failed(scratch.failed_s, bad_rows) > 0
-        redo = functools.partial(self._visit_tiles, redo=True)
-        dk, dv = lax.cond(failed, lambda *_: redo(), lambda *x: x, dk, dv)
+        dk, dv = self._visit_tiles(sums_ref)
+        if sums_ref is None:
+            bad_rows = jnp.maximum(_bad_rows(dk), _bad_rows(dv))
+            failed = any_failed(scratch.failed_s, bad_rows) > 0
+            redo = functools.partial(self._visit_tiles, redo=True)
+            dk, dv = lax.cond(failed, lambda *_: redo(), lambda *x: x, dk, dv)
         for shared, x, ref in zip(scratch.owned_s, (dk, dv), (dk_ref, dv_ref), strict=True):
             shared[0] = x.astype(shared.dtype)
             store_tile(shared.at[0], ref, work.b, work.col, work.k)
 
-    def _visit_tiles(self, redo: bool) -> tuple[Array, Array]:
+    def _visit_tiles(self, sums_ref: Ref | None = None, redo: bool = False) -> tuple[Array, Array]:
         """Return dk and dv. With `redo`, clean queries and dout, and do without lift."""
         work = self.work
         arrays = self.arrays
@@ -391,6 +438,12 @@ class KeyTile(NamedTuple):
 
         pipeline = _Pipeline(scratch, count * heads, copy)
 
+        def add_previous(visit):
+            """Add d_raw' k of the visit before to dq. Before the first d_raw is 0."""
+            previous = jnp.maximum(visit - 1, 0)
+            place = work.b, head(previous), lax.div(first_row(previous), jnp.int32(ROWS))
+            add_product_to_sums(k_s, scratch.d_raw_s.at[0], sums_ref.at[place])
+
         def step(g, masked: bool, n, sums):
             dk, dv = sums
             visit = g * count + n
@@ -417,16 +470,26 @@ class KeyTile(NamedTuple):
             lse = broadcast_vector(lse, shape, 1)
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)
             dv = multiply(dv, gradient.kept(p).astype(dtype), do_s)  # (6)
+            if sums_ref is not None:
+                add_previous(visit)
             delta = broadcast_vector(vector(arrays.delta, COL), shape, 1)
             d_raw, _ = cotangents(p, dp_with_delta(gradient, p, delta, v_s, do_s))
-            return multiply(dk, d_raw.astype(dtype), q_s), dv
+            d_raw = d_raw.astype(dtype)
+            dk = multiply(dk, d_raw, q_s)
+            if sums_ref is not None:
+                scratch.d_raw_s[0] = d_raw
+            return dk, dv
 
         def visit_head(g, sums):
             return _masked_first(self.problem, work, functools.partial(step, g), sums, redo)
 
         pipeline.begin()
+        if sums_ref is not None:
+            scratch.d_raw_s[0] = full_tile(shape, 0.0).astype(dtype)
         sums = tuple(full_tile((ROWS, x.shape[-1]), 0.0) for x in (k_s, v_s))
         dk, dv = lax.fori_loop(0, self.sizes.G, visit_head, sums)
+        if sums_ref is not None:
+            pl.when(pipeline.total > 0)(lambda: add_previous(pipeline.total))
         undo = 1.0 if redo else 2.0**-lift
         return dk * gradient.slope * undo, dv * gradient.inverse_keep_rate * undo
 

@@ -14,11 +14,17 @@ from memeff.pallas.ampere.backward import (
     ROWS,
     Arrays,
     Tiling,
+    fused_gradients,
     key_value_gradient,
     query_gradient,
 )
 from memeff.pallas.ampere.backward_bias import bias_gradient
-from memeff.pallas.hopper.backward_common import count_term_gradients, float16_lift
+from memeff.pallas.hopper.backward_common import (
+    Gradient,
+    count_term_gradients,
+    float16_lift,
+    undo_lift,
+)
 from memeff.pallas.hopper.bias import (
     gradient_dims,
     is_of_pairs,
@@ -40,11 +46,12 @@ from memeff.pallas.hopper.layout import (
     split_query,
     unfold_heads,
 )
+from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
 from memeff.pallas.user_functions.extra_gradients import extra_cotangents
 from memeff.pallas.user_functions.term_gradients import gradients_of_terms
-from memeff.problem import Gradients, Operands, Problem, Schedule
+from memeff.problem import Gradients, LogitParams, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor, row_dots
 
 # KiB of shared memory of a multiprocessor, by compute capability. The others, such as 8.6, 8.9 and
@@ -136,12 +143,13 @@ def _shared_kib() -> int:
     return SHARED_KIB.get(current_device().capability or "", LEAST_SHARED_KIB)
 
 
-def describe(operands: Operands) -> str:
+def describe(schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     rows, keys = forward_tiling(operands)
     capability = current_device().capability
+    form = ", the gradient fused into one" if schedule.fused_backward else ""
     known = "" if capability == "9.0" else ", compiled for, never timed on this GPU"
-    return f"Ampere kernels, tiles of {rows} x {keys} logits{known}"
+    return f"Ampere kernels, tiles of {rows} x {keys} logits{form}{known}"
 
 
 def forward(
@@ -216,8 +224,11 @@ def backward(
         inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         rest = (T, S), inputs, padded_scalars, tiling
-        dq, *sums = query_gradient(query_functions, *rest)
-        dk, dv = key_value_gradient(on_tiles, *rest)
+        if schedule.fused_backward:
+            (dq, dk, dv), sums = _fused_gradient(problem, *rest), []
+        else:
+            dq, *sums = query_gradient(query_functions, *rest)
+            dk, dv = key_value_gradient(on_tiles, *rest)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         found = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
         found += tuple(x[..., :T].reshape(B, K, G, T) for x in sums)
@@ -243,3 +254,25 @@ def backward(
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
+
+
+def _fused_gradient(
+    problem: Problem,
+    lengths: tuple[int, int],
+    arrays: Arrays,
+    scalars: Scalars,
+    tiling: Tiling,
+) -> tuple[Array, ...]:
+    """Return padded dq, dk and dv of one kernel, or of two if a number is not finite."""
+    rest = problem, lengths, arrays, scalars, tiling
+    dtype = arrays.query.dtype
+    dq, dk, dv = fused_gradients(*rest)
+    dq = undo_lift(dq * Gradient(problem, LogitParams()).slope, dtype).astype(dtype)
+    found = dq, dk, dv
+    bad = ~jnp.stack([jnp.isfinite(x).all() for x in found]).all()
+
+    def redo(_):
+        return jnp.bool_(False), (*query_gradient(*rest), *key_value_gradient(*rest))
+
+    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
+    return lax.while_loop(lambda state: state[0], redo, (bad, found))[1]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from memeff.device import Device
-from memeff.pallas.hopper.capability import unsupported_bias
+from memeff.pallas.hopper.capability import unsupported_bias, unsupported_by_fused
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
@@ -58,9 +58,9 @@ def why_not(
     """Return why the kernels cannot run a call; None if they can."""
     return (
         for_device(device)
-        or ('the Ampere kernels do not support backward="fused"' if fused else None)
         or _unsupported_shape(operands)
         or _unsupported_option(problem, operands)
+        or (unsupported_by_fused(problem, operands) if fused else None)
         or calls.why_not(problem, operands)
     )
 
@@ -116,5 +116,5 @@ def backward_is_kernel(operands: Operands) -> bool:
 
 
 def fused_is_faster(problem: Problem, operands: Operands) -> bool:
-    """Return False: the gradient has two kernels."""
+    """Return False: on the GPUs that these kernels are for, nobody has timed them."""
     return False

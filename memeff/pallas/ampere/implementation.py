@@ -48,7 +48,7 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     from memeff.pallas.ampere import calls
 
-    return calls.describe(operands)
+    return calls.describe(schedule, operands)
 
 
 def forward(

@@ -268,6 +268,64 @@ def sync_threads() -> None:
     sync()
 
 
+def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
+    """Add x' y to `sums` [m n // 128, 128] in float32 in global memory.
+
+    x [k, m] and y [k, n] are in shared memory. A row of `sums` has one number of each thread, so
+    that a warp adds to 128 neighbouring bytes. The order of such sums is not fixed.
+    """
+    (k, m), n = x.shape, y.shape[1]
+    if interpreting():
+        part = jnp.dot(x[...].T, y[...], preferred_element_type=jnp.float32)
+        part = part.reshape(m // 64, 4, 2, 8, n // 8, 4, 2)
+        sums[...] = sums[...] + part.transpose(0, 4, 2, 6, 1, 3, 5).reshape(sums.shape)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SHARED), plgpu.RefType(SHARED), plgpu.RefType()))
+    def add(_, x, y, sums):
+        lanes = _Lanes()
+        llvm = lanes.llvm
+        space = llvm.PointerType.get(address_space=1)
+        place = llvm.addrspacecast(space, lanes.utils.memref_ptr(sums))
+        place = lanes.at(place, lanes.times(lanes.thread, 4))
+        x_matrices, y_matrices = _Matrices(lanes, x), _Matrices(lanes, y)
+        add_product = _Mma(lanes, y_matrices.dtype)
+        zero = lanes.arith.constant(lanes.f32, 0.0)
+        firsts = [x_matrices.first_factor(col, m, True) for col in range(0, k, STEP)]
+        for start in range(0, n, 2 * CHUNK):
+            totals = {place: [zero] * 4 for place in np.ndindex(m // 64, 2)}
+            for step, first in enumerate(firsts):
+                second = y_matrices.second_factor(step * STEP, start, False)
+                for tile, right in totals:
+                    factors = first[tile], second[2 * right : 2 * right + 2]
+                    totals[tile, right] = add_product(totals[tile, right], *factors)
+            for (tile, right), total in totals.items():
+                column = tile * (n // CHUNK) + start // CHUNK + right
+                for number, total_number in enumerate(total):
+                    row = lanes.at(place, (4 * column + number) * 4 * THREADS)
+                    llvm.inline_asm(
+                        lanes.ir.Type.parse("!llvm.void"),
+                        [row, total_number],
+                        "red.relaxed.gpu.global.add.f32 [$0], $1;",
+                        "l,f",
+                        has_side_effects=True,
+                    )
+
+    add(x, y, sums)
+
+
+def products_of_sums(sums: Array, n: int) -> Array:
+    """Return the transposed products [..., n, m] of `sums`, as `add_product_to_sums` adds them."""
+    *outer, numbers, _ = sums.shape
+    m = numbers * THREADS // n
+    axes = "tile column low pair warp row lane".split()
+    sizes = m // 64, n // 8, 2, 2, 4, 8, 4
+    order = [axes.index(x) for x in "column lane pair tile warp low row".split()]
+    first = len(outer)
+    x = sums.reshape(*outer, *sizes).transpose(*range(first), *(first + i for i in order))
+    return x.reshape(*outer, n, m)
+
+
 def multiply(total: Array, x: Any, y: Ref, transposed: bool = False) -> Array:
     """Return total + x y, or total + x y' if `transposed`.
 
@@ -402,10 +460,16 @@ class _Matrices:
         four = lanes.nvvm.ldmatrix(pointer, layout=order, num=4, shape=shape, elt_type=kind)
         return [lanes.llvm.extractvalue(lanes.i32, four, [n]) for n in range(4)]
 
-    def first_factor(self, col: int, rows: int) -> list:
-        """Return four registers of 16 columns for each 64 of the rows."""
+    def first_factor(self, col: int, rows: int, transposed: bool = False) -> list:
+        """Return four registers of 16 columns for each 64 of the rows.
+
+        If `transposed`, the tile has these columns as rows.
+        """
         lanes = self.lanes
         warp = lanes.divmod(lanes.thread, 32)[0]
+        if transposed:
+            place = self._place(self.high, lanes.add(self.low, lanes.times(warp, 2)))
+            return [self._read(place, col, row, True) for row in range(0, rows, 64)]
         place = self._place(lanes.add(self.low, lanes.times(warp, 2)), self.high)
         return [self._read(place, row, col, False) for row in range(0, rows, 64)]
 

@@ -67,7 +67,7 @@ def why_not(
         or _unsupported_shape(operands)
         or _unsupported_option(problem, operands)
         or _unsupported_in_float32(problem, operands)
-        or (_unsupported_by_fused(problem, operands) if fused else None)
+        or (unsupported_by_fused(problem, operands) if fused else None)
         or _empty(operands)
         or calls.why_not(problem, operands)
         or _unsupported_storage(problem, operands)
@@ -159,7 +159,7 @@ def unsupported_bias(operands: Operands) -> str | None:
     )
 
 
-def _unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
+def unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the kernels cannot compute the gradient as one."""
     H, D = operands.query.shape[-1], operands.value.shape[-1]
     if max(H, D) > LARGEST_HEAD_BACKWARD:

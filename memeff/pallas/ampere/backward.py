@@ -225,7 +225,7 @@ def scratch_types(
         owned_s=(tile_ref(1, owned, H, dtype), tile_ref(1, owned, D, dtype)),
         visited_s=(tile_ref(stages, ROWS, H, dtype), tile_ref(stages, ROWS, D, dtype)),
         bias_s=bias_s,
-        d_raw_s=tile_ref(1, *tile[::-1], dtype) if has_sums else None,
+        d_raw_s=tile_ref(1, owned, ROWS, dtype) if has_sums else None,
         failed_s=plgpu.SMEM((owned,), jnp.float32),
         owned_ready=ready_barrier(arrivals=2),
         visited_ready=ready_barrier(arrivals=2 if bias_s is None else 3, count=stages),

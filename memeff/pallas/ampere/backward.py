@@ -410,7 +410,7 @@ class KeyTile(NamedTuple):
             shared[0] = x.astype(shared.dtype)
             store_tile(shared.at[0], ref, work.b, work.col, work.k)
 
-    def _visit_tiles(self, sums_ref: Ref | None = None, redo: bool = False) -> tuple[Array, Array]:
+    def _visit_tiles(self, sums_ref: Any = None, redo: bool = False) -> tuple[Array, Array]:
         """Return dk and dv. With `redo`, clean queries and dout, and do without lift."""
         work = self.work
         arrays = self.arrays

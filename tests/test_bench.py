@@ -14,13 +14,19 @@ import pytest
 
 import memeff.bench.__main__ as command_line
 from memeff import bench
-from memeff.bench import caches, calls, extras, implementations
+from memeff.bench import caches, calls, extras, implementations, speed
 from memeff.bench.cases import call_title, case_row
 from memeff.bench.formatting import count_per_second
 
 pytestmark = pytest.mark.once
 
 TINY = ["--length", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--batch", "2"]
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    """Let a sample be few calls. What a call takes is not tested."""
+    monkeypatch.setattr(speed, "CALLS_PER_SAMPLE", 5)
 
 
 def run(capsys, *arguments):

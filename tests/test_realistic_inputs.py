@@ -15,13 +15,13 @@ DRAWS = 24  # of two batch entries each, because few rows of each decide in the 
 def _inputs(kind: str, dtype):
     """Return query, key and value of a kind."""
     rng = np.random.default_rng(4)
-    query, key, value = qkv(rng, np.float64, Sizes(B=2 * DRAWS, T=53, S=53))
+    query, key, value = qkv(rng, np.float64, Sizes(B=2 * DRAWS, T=37, S=37))
     match kind:
         case "outlier channel":
             query[..., 2] *= 30
             key[..., 2] *= 30
         case "sink token":
-            key[:, 0] = 8 * query.reshape(-1, 53, 3, 2, 5).mean((1, 3))
+            key[:, 0] = 8 * query.reshape(-1, 37, 3, 2, 5).mean((1, 3))
             value[:, 0] = 0.01
         case "constant 1000":
             query[:] = 1000

@@ -72,7 +72,14 @@ def draw(name: str, dtype):
             q *= 1e-20
         case "ordinary":
             pass
-    return [jnp.asarray(x, dtype) for x in (q.reshape(B, T, K * G, H), k, v)]
+    return [x.astype(dtype) for x in (q.reshape(B, T, K * G, H), k, v)]
+
+
+def with_entry(x, index, value):
+    """Return a copy of x with other entries at an index."""
+    x = np.array(x)
+    x[index] = value
+    return x
 
 
 def make_problem(causal: bool) -> Problem:
@@ -85,8 +92,9 @@ FIXED = Schedule((16, 24), fixed_max_chunk_size=(16, 24))
 ON_GPU = dataclasses.replace(FIXED, gpu_fused_chunk_size=(16, 24))
 
 
-def compiled(p: Problem, operands, dout, dlse, schedule: Schedule = FIXED):
-    """Return a compiled function from (operands, dout, dlse) to the RESULTS."""
+@functools.cache
+def results_of(p: Problem, schedule: Schedule = FIXED):
+    """Return a jitted function from (operands, dout, dlse) to the RESULTS."""
 
     def run(operands, dout, dlse):
         inference, _ = chunked.forward(p, schedule, operands, None)
@@ -94,14 +102,10 @@ def compiled(p: Problem, operands, dout, dlse, schedule: Schedule = FIXED):
         grads = chunked.backward(p, schedule, operands, out, lse, dout, dlse)
         return (inference, out, lse.high, *grads[:3])
 
-    return jax.jit(run).lower(operands, dout, dlse).compile()
+    return jax.jit(run)
 
 
-def compiled_online(p: Problem, operands, dout, dlse):
-    """Return `compiled` of the online form, which bounds no maximum."""
-    return compiled(p, operands, dout, dlse, ONLINE)
-
-
+@functools.cache
 def valid_rows(p: Problem):
     """Return a compiled function from operands to whether the bound holds in a row [B, K, G, T]."""
 
@@ -136,12 +140,12 @@ def test_fixed_max_is_exact(dtype, causal):
     This holds also for rows in which the bound fails, because the check finds them.
     """
     rng = np.random.default_rng(5)
-    dout = jnp.asarray(rng.standard_normal((B, K, G, T, D)), dtype)
-    dlse = jnp.asarray(rng.standard_normal((B, K, G, T)), jnp.float32)
+    dout = rng.standard_normal((B, K, G, T, D)).astype(dtype)
+    dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
     p = make_problem(causal)
     operands = Operands(*draw("ordinary", dtype))
-    run_fixed = compiled(p, operands, dout, dlse)
-    run_online = compiled_online(p, operands, dout, dlse)
+    run_fixed = results_of(p)
+    run_online = results_of(p, ONLINE)
     valid = valid_rows(p)
     for name in (*NEAR, *FAR):
         operands = Operands(*draw(name, dtype))
@@ -166,7 +170,9 @@ def test_sums_of_ones_fall_back_too(lse_for, causal):
     p = make_problem(causal)
     with_ones = dataclasses.replace(FIXED, gpu_fused_chunk_size=(16, 24))
     q, k, v = draw("one row far below its bound", jnp.bfloat16)
-    k = k.at[1, 7, 0].set(jnp.nan)  # other rows are redone because of a value that is not finite
+    k = with_entry(
+        k, (1, 7, 0), np.nan
+    )  # other rows are redone because of a value that is not finite
 
     @functools.partial(jax.jit, static_argnums=0)
     def forward(schedule):
@@ -183,26 +189,26 @@ def test_sums_of_ones_fall_back_too(lse_for, causal):
 def test_rows_that_stand_stay(name):
     """Redoing some rows changes no bit of the valid rows."""
     p = make_problem(True)
-    dout = jnp.ones((B, K, G, T, D))
-    dlse = jnp.zeros((B, K, G, T))
+    dout = np.ones((B, K, G, T, D), np.float32)
+    dlse = np.zeros((B, K, G, T), np.float32)
     operands = Operands(*draw(name, jnp.float32))
     valid = np.asarray(valid_rows(p)(operands))
     assert not valid.all() and valid.any()
     run = jax.jit(lambda operands: fixed_max.fixed_max_forward(p, FIXED, operands, "caller"))
     sums, _ = run(operands)
     before = sums.o / sums.weight[..., None]
-    fixed = compiled(p, operands, dout, dlse)(operands, dout, dlse)
-    online = compiled_online(p, operands, dout, dlse)(operands, dout, dlse)
+    fixed = results_of(p)(operands, dout, dlse)
+    online = results_of(p, ONLINE)(operands, dout, dlse)
     np.testing.assert_array_equal(fixed[1][valid], before[valid])
     np.testing.assert_array_equal(fixed[1][~valid], online[1][~valid])
 
 
 def test_one_column_that_overflows_is_enough():
     """A row is redone if a single column of o overflows, here because of values of 10^6."""
-    q = jnp.full((1, 1024, 1, 64), 4.0)
-    v = jnp.zeros((1, 1024, 1, 3)).at[..., 1].set(1e6).at[..., 2].set(1.0)
-    out = dot_product_attention(q, q, v)[0, :, 0]
-    np.testing.assert_allclose(out, [[0, 1e6, 1]] * 1024, rtol=1e-5)
+    q = np.full((1, 1024, 1, 64), 4, np.float32)
+    v = np.broadcast_to(np.array([0, 1e6, 1], np.float32), (1, 1024, 1, 3))
+    out = jax.jit(dot_product_attention)(q, q, v)
+    np.testing.assert_allclose(out, v, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lse_for", [None, "gradient", "caller"])
@@ -244,8 +250,8 @@ def test_fixed_max_is_as_the_online_form(mask):
     dout = rng.standard_normal((B, K, G, T, D)).astype(np.float32)
     dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
     operands = Operands(q, k, v)
-    run_fixed = compiled(p, operands, dout, dlse)
-    run_online = compiled_online(p, operands, dout, dlse)
+    run_fixed = results_of(p)
+    run_online = results_of(p, ONLINE)
     clean = run_fixed(operands, dout, dlse)
     online = run_online(operands, dout, dlse)
     for what, x, y in zip(RESULTS, clean, online, strict=True):
@@ -254,7 +260,8 @@ def test_fixed_max_is_as_the_online_form(mask):
     keep = np.asarray(mask_tile(p, operands, jnp.arange(T), jnp.arange(S)))[0, 0, 0]  # t s
     least_seen = int(np.argmin(keep.any(0)))
     for key in {least_seen, 41}:
-        dirty = Operands(q, k.at[:, key].set(np.nan), v.at[:, key].set(np.nan))
+        at_key = np.s_[:, key]
+        dirty = Operands(q, with_entry(k, at_key, np.nan), with_entry(v, at_key, np.nan))
         fixed = run_fixed(dirty, dout, dlse)
         online = run_online(dirty, dout, dlse)
         for what, x, y, before in zip(RESULTS, fixed, online, clean, strict=True):
@@ -284,6 +291,7 @@ def assert_nan_where_seen(what: str, x, before, keep, key: int) -> None:
         assert not nan[~reached].any(), what
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def bound(p: Problem, operands: Operands):
     """Return the bound of each row's maximum."""
     norms = fixed_max._key_norm(operands)
@@ -295,12 +303,12 @@ def test_hidden_keys_change_no_bound():
     k = k * 100
     p = make_problem(True)
     m = bound(p, Operands(q, k, v))
-    later = bound(p, Operands(q, k.at[:, 60:].mul(1e4), v))
+    later = bound(p, Operands(q, with_entry(k, np.s_[:, 60:], 1e4 * k[:, 60:]), v))
     assert (m[..., :39] == later[..., :39]).all()  # row 39 sees key 59 and no later
     assert (later[..., 45] > m[..., 45]).any()
     p = dataclasses.replace(p, left=4)
     m = bound(p, Operands(q, k, v))
-    earlier = bound(p, Operands(q, k.at[:, :16].set(jnp.nan), v))
+    earlier = bound(p, Operands(q, with_entry(k, np.s_[:, :16], np.nan), v))
     assert (m == earlier).all()  # row 0 sees key 16 and no earlier
 
 
@@ -310,14 +318,14 @@ def test_calls_that_fixed_max_serves():
     p = make_problem(True)
     assert eligible.fixed_max_applies(p, FIXED, plain)
     assert not eligible.fixed_max_applies(p, ONLINE, plain)
-    q_ids = jnp.zeros((B, T), jnp.int32)
-    kv_ids = jnp.zeros((B, S), jnp.int32)
-    each = jnp.full((B,), 5, jnp.int32)
+    q_ids = np.zeros((B, T), np.int32)
+    kv_ids = np.zeros((B, S), np.int32)
+    each = np.full(B, 5, np.int32)
     for served in (
-        plain._replace(logit_params=LogitParams(bias=jnp.zeros((1, 1, 1, S)))),
+        plain._replace(logit_params=LogitParams(bias=np.zeros((1, 1, 1, S), np.float32))),
         plain._replace(logit_params=LogitParams(scale=jnp.float32(1))),
         plain._replace(logit_params=LogitParams(soft_cap=jnp.float32(1))),
-        plain._replace(mask=jnp.ones((1, 1, 1, S), bool)),
+        plain._replace(mask=np.ones((1, 1, 1, S), bool)),
         plain._replace(q_segments=q_ids, kv_segments=kv_ids),
     ):
         assert eligible.fixed_max_applies(p, ON_GPU, served)
@@ -441,7 +449,7 @@ def test_gpu_form_is_as_the_online_form(feature):
     fused, online = train(p, SCHEDULES.get(feature, ON_GPU)), train(p, ONLINE)
 
     def operands_of(name: str, dtype=jnp.float32) -> Operands:
-        return Operands(*draw(name, dtype))._replace(**jax.tree.map(jnp.asarray, arrays))
+        return Operands(*draw(name, dtype))._replace(**arrays)
 
     assert eligible.fixed_max_applies(p, ON_GPU, operands_of("ordinary"))
     names = (*RESULTS, "d_scale", "d_bias")
@@ -449,7 +457,7 @@ def test_gpu_form_is_as_the_online_form(feature):
     draws += [(name, jnp.bfloat16, 2**-6) for name in ("ordinary", FAR[0])]
     for name, dtype, error in draws:
         operands = operands_of(name, dtype)
-        cotangents = jnp.asarray(dout, dtype), dlse
+        cotangents = dout.astype(dtype), dlse
         found = fused(operands, *cotangents)
         expected = online(operands, *cotangents)
         products = abs(np.float32(operands.query) * np.float32(expected[3]))  # d_scale sums them
@@ -465,14 +473,15 @@ def test_gpu_form_is_as_the_online_form(feature):
     operands = operands_of("ordinary")
     clean = fused(operands, dout, dlse)
     if row := EMPTY_ROWS.get(feature):
-        query, dirty_dout = operands.query.at[:, row].set(np.nan), dout.copy()
-        dirty_dout[:, :, :, row] = np.inf
+        query = with_entry(operands.query, np.s_[:, row], np.nan)
+        dirty_dout = with_entry(dout, np.s_[:, :, :, row], np.inf)
         found = fused(operands._replace(query=query), dirty_dout, dlse)
         for what, x, before in zip(names, found, clean, strict=True):
             np.testing.assert_array_equal(x, before, err_msg=what)
     for key in (7, 41):
-        dirty_value = operands._replace(value=operands.value.at[:, key].set(np.inf))
-        dirty = dirty_value._replace(key=operands.key.at[:, key].set(np.nan))
+        at_key = np.s_[:, key]
+        dirty_value = operands._replace(value=with_entry(operands.value, at_key, np.inf))
+        dirty = dirty_value._replace(key=with_entry(operands.key, at_key, np.nan))
         for dirty_operands in (dirty_value, dirty):
             found = fused(dirty_operands, dout, dlse)
             expected = online(dirty_operands, dout, dlse)
@@ -488,9 +497,9 @@ def test_rows_far_above_their_sample_are_redone():
     q, k, v = draw("ordinary", jnp.float32)
 
     def valid(params: LogitParams, **window) -> np.ndarray:
-        operands = Operands(q, k, v, jax.tree.map(jnp.asarray, params))
         p = Problem(scale=0.2, **window)
-        return np.asarray(fixed_max.fixed_max_forward(p, ON_GPU, operands, "gradient")[1])
+        run = jax.jit(lambda x: fixed_max.fixed_max_forward(p, ON_GPU, x, "gradient")[1])
+        return np.asarray(run(Operands(q, k, v, params)))
 
     found = valid(bias_of(1, 1, T, S, far=True))
     assert not found[:, :, :, 20:30].any()
@@ -504,7 +513,7 @@ def test_rows_far_above_their_sample_are_redone():
 
 def test_a_batch_starts_over_as_one():
     """The check is one for the whole batch under vmap: the loop's condition stays a scalar."""
-    q, k, v = (jnp.stack([x, x]) for x in draw("ordinary", jnp.float32))
+    q, k, v = (np.stack([x, x]) for x in draw("ordinary", jnp.float32))
     run = jax.vmap(lambda q, k, v: chunked.forward(make_problem(True), FIXED, Operands(q, k, v)))
     equations = jax.make_jaxpr(run)(q, k, v).jaxpr.eqns
     loops = [equation for equation in equations if equation.primitive.name == "while"]
@@ -532,37 +541,32 @@ def test_sharded_check_is_one_boolean(monkeypatch, mapped):
     assert set(re.findall(collective, text)) == expected
 
 
+@functools.cache
+def gradients_with_a_bias(call, is_mapped: bool, sharding=None):
+    """Return gradients of query, key, value and bias. The bias is that of all batch entries.
+
+    `is_mapped`: each entry has a copy of it.
+    """
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((4, 128, 4, 16)).astype(np.float32)
+    bias = rng.standard_normal((1, 4, 128, 128)).astype(np.float32)
+    bias = np.repeat(bias, 4, 0) if is_mapped else bias
+
+    def loss(q, k, v, bias):
+        return (call(q, k, v, bias) * np.cos(x)).sum()
+
+    y = x if sharding is None else jax.device_put(x, sharding)
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(y, y, y, bias)
+
+
+call_with_a_bias = functools.partial(dot_product_attention, chunk_size=64)
+
+
 @pytest.mark.parametrize("how", ["vmap", "shard_map", "jit"])
 def test_a_bias_mapped_and_sharded(monkeypatch, how):
     """The gradients with a bias, in the form for GPUs, are those of a CPU under each of these."""
-    spec = PartitionSpec("x", None, "y", None)
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.standard_normal((4, 128, 4, 16)), jnp.float32)
-    bias = jnp.asarray(rng.standard_normal((1, 4, 128, 128)), jnp.float32)
-
-    def run():
-        call = functools.partial(dot_product_attention, chunk_size=64)
-        if how == "shard_map":
-            specs = (spec, spec, spec, PartitionSpec(None, "y"))
-            call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
-        elif how == "vmap":
-            call = jax.vmap(lambda q, k, v, bias: call_one(q[None], k[None], v[None], bias)[0])
-            call_one = functools.partial(dot_product_attention, chunk_size=64)
-            return gradients(call, x, jnp.concatenate([bias] * 4)[:, None])
-        return gradients(call, x, bias)
-
-    def gradients(call, x, bias):
-        def loss(q, k, v, bias):
-            return (call(q, k, v, bias) * jnp.cos(x)).sum()
-
-        y = x
-        if how != "vmap":
-            y = jax.device_put(x, NamedSharding(mesh, spec))
-        with jax.set_mesh(mesh):
-            return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(y, y, y, bias)
-
-    expected = run()
+    is_mapped = how == "vmap"
+    expected = gradients_with_a_bias(call_with_a_bias, is_mapped)
     sampled = []
     original = fixed_max.sampled_max
     monkeypatch.setattr(
@@ -570,7 +574,18 @@ def test_a_bias_mapped_and_sharded(monkeypatch, how):
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
-    found = run()
+    spec = PartitionSpec("x", None, "y", None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    call = functools.partial(dot_product_attention, chunk_size=64)
+    if how == "shard_map":
+        specs = (spec, spec, spec, PartitionSpec(None, "y"))
+        call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)
+    elif is_mapped:
+        call_one = call
+        call = jax.vmap(lambda *entry: call_one(*(x[None] for x in entry))[0])
+    with jax.set_mesh(mesh):
+        sharding = None if is_mapped else NamedSharding(mesh, spec)
+        found = gradients_with_a_bias(call, is_mapped, sharding)
     assert sampled
     for x_gpu, x_cpu in zip(found, expected, strict=True):
         np.testing.assert_allclose(x_gpu, x_cpu, rtol=0, atol=1e-5)

@@ -141,7 +141,11 @@ def _all_probabilities(implementation, chunk_size):
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(name):
+@pytest.mark.parametrize(
+    "implementation, chunk_size",
+    [pytest.param("reference", None, marks=pytest.mark.slow), ("xla", (3, 2))],
+)
+def test_pictures(name, implementation, chunk_size):
     kwargs, text = PICTURES[name]
     T, S = _lengths(text)
     expected = np.array([list(row) for row in text.split()]) == "#"
@@ -153,14 +157,13 @@ def test_pictures(name):
         **{n: x for n, x in kwargs.items() if n not in ("bias", "mask")},
     )
     np.testing.assert_array_equal(seen[0, 0], expected)
-    for implementation, chunk_size in (("reference", None), ("xla", (3, 2))):
-        p = _all_probabilities(implementation, chunk_size)[name]
-        positive = p > 0
-        if "bias" in kwargs:  # a probability may underflow
-            np.testing.assert_array_equal(positive, expected & positive)
-        else:
-            np.testing.assert_array_equal(positive, expected)
-        np.testing.assert_allclose(p.sum(1), expected.any(1), atol=1e-6)
+    p = _all_probabilities(implementation, chunk_size)[name]
+    positive = p > 0
+    if "bias" in kwargs:  # a probability may underflow
+        np.testing.assert_array_equal(positive, expected & positive)
+    else:
+        np.testing.assert_array_equal(positive, expected)
+    np.testing.assert_allclose(p.sum(1), expected.any(1), atol=1e-6)
 
 
 def test_one_row_equals_its_row_of_the_full_call():

@@ -37,15 +37,15 @@ def _kept(rate, chunk_size=None, **kwargs):
     T = 61
     S = 97
     N = 3
-    unit_vectors = jnp.eye(S)[None, :, None]
-    out = dot_product_attention(
-        jnp.zeros((B, T, N, 1)),
-        jnp.zeros((B, S, N, 1)),
-        jnp.broadcast_to(unit_vectors, (B, S, N, S)),
+    unit_vectors = np.eye(S, dtype=f32)[None, :, None]
+    attend = functools.partial(
+        dot_product_attention, dropout_rate=rate, chunk_size=chunk_size, **kwargs
+    )
+    out = jax.jit(attend)(
+        np.zeros((B, T, N, 1), f32),
+        np.zeros((B, S, N, 1), f32),
+        np.broadcast_to(unit_vectors, (B, S, N, S)),
         dropout_rng=jax.random.key(7),
-        dropout_rate=rate,
-        chunk_size=chunk_size,
-        **kwargs,
     )
     return np.asarray(out) * S
 

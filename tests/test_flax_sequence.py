@@ -28,6 +28,7 @@ from memeff import nn, switch, transforms
 from memeff.nn import switch as flax_switch
 
 pytestmark = pytest.mark.once
+slow = pytest.mark.slow
 
 DEVICES = 4
 T = 16
@@ -111,7 +112,12 @@ def test_a_module_under_set_mesh(ours, flaxes):
     assert_near(back(results), expected)
 
 
-@family
+linen_fast = pytest.mark.parametrize(
+    "ours, flaxes", [pytest.param(*LINEN, id="linen"), pytest.param(*NNX, id="nnx", marks=slow)]
+)
+
+
+@linen_fast
 def test_a_module_inside_shard_map(ours, flaxes):
     del flaxes
     params, expected = one_device_results(ours)
@@ -121,7 +127,7 @@ def test_a_module_inside_shard_map(ours, flaxes):
     assert_near(back(results), expected)
 
 
-@family
+@linen_fast
 def test_a_module_on_an_explicit_mesh(ours, flaxes):
     """The type of the inputs says along which axis the sequence is sharded."""
     del flaxes

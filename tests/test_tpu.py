@@ -247,7 +247,7 @@ def test_tables_name_each_visible_tile_once(T, S):
         )
         visits = Visits(problem, (T, S), tile)
         for own, truth in ((visits, blocks), (visits.mirrored(), blocks.T)):
-            table = own.table(prefetch=own is visits)
+            table = jax.jit(functools.partial(own.table, prefetch=own is visits))()
             if table is None:
                 assert truth.all()
                 continue

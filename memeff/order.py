@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from memeff.device import current_platform
-from memeff.sharding import may_be_sharded
+from memeff.sharding import may_be_sharded, vary_like
 
 
 def orders_by_condition() -> bool:
@@ -56,13 +56,13 @@ def hold(tree: Any, results: Any) -> tuple[Any, Any]:
 
 
 def zero_after(x: Array, dtype: DTypeLike) -> Array:
-    """Return a scalar 0 that XLA cannot compute before x.
+    """Return a scalar 0 that XLA cannot compute before x, and that varies over the axes of x.
 
     Sums that begin with it take memory only from then on. Otherwise XLA:CPU makes the zeros of all
     loops of a program before the first loop.
     """
     _, zero = hold(jnp.zeros((), dtype), x)
-    return zero
+    return vary_like(zero, x)
 
 
 def _some_bits(x: Array) -> Array:

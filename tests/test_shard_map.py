@@ -215,3 +215,36 @@ def test_no_queries_in_second_order():
 
     for found, like in zip(second_order(*args), args, strict=True):
         assert found.shape == like.shape and not np.any(found)
+
+
+def test_the_form_for_gpus_sums_gradients_of_what_is_shared(monkeypatch):
+    """They are those of one device in the form for CPUs."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    spec = P("x", None, "y", None)
+    x = np.sin(np.arange(2 * 128 * 2 * 16, dtype=np.float32)).reshape(2, 128, 2, 16)
+    terms = {
+        "scale": np.float32(0.3),
+        "logits_soft_cap": np.float32(2.0),
+        "bias": np.cos(np.arange(128 * 128, dtype=np.float32)).reshape(1, 1, 128, 128),
+    }
+
+    def attend(query, key, value, terms):
+        call = functools.partial(dot_product_attention, query, key, value, chunk_size=64)
+        return sum(call(**{name: x}) for name, x in terms.items())
+
+    specs = spec, spec, spec, P()
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
+
+    def gradients(attend):
+        def loss(terms, query, key, value):
+            return (attend(query, key, value, terms) * np.cos(x)).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(terms, x, x, x)
+
+    expected = gradients(attend)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    with jax.set_mesh(mesh):
+        found = gradients(sharded)
+    for x_gpu, x_cpu in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x_gpu, x_cpu, rtol=1e-5, atol=1e-5)

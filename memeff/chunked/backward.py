@@ -349,8 +349,7 @@ def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) ->
         return logits_from_dots(problem, raw, LogitParams(scale=scale), None)
 
     # at raw = 0 because the derivative of linear logits is the same everywhere
-    _, transpose_logits = jax.vjp(linear_logits, jnp.zeros((), dtype))
-    (factor,) = transpose_logits(jnp.ones((), dtype))
+    _, factor = jax.jvp(linear_logits, (jnp.zeros((), dtype),), (jnp.ones((), dtype),))
     return factor
 
 

@@ -281,7 +281,11 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     small_key = z.k < z.q
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
-    forward = call.out + sum(rows) + _unlent(forward_tile, [call.saved])
+    # With few queries, slices of keys and values take most, in the dtype of the sums.
+    few_queries = sum(z.slices[1:3]) * z.wide + call.tile * (2 if call.masked else 1)
+    if call.fixed:
+        few_queries += 2 * math.prod(operands.key.shape[:3]) * z.wide  # bounds
+    forward = call.out + sum(rows) + max(_unlent(forward_tile, [call.saved]), few_queries)
     if call.held:
         cast = sum(sums)  # operands in float32
         if small_key:

@@ -55,9 +55,10 @@ def fixed_max_forward(
         unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
         check = functools.partial(_sampled_rows_in_range, unseen)
     else:
-        v = jnp.abs(operands.value.astype(accumulator_dtype(operands)))
-        v = jnp.where(jnp.isnan(v), jnp.inf, v).max(-1, initial=0)  # b s k
-        k_norm, v = largest_seen(problem, schedule, operands, (_key_norm(operands), v))
+        # The sum stands for the largest, because XLA:CPU would store |v| for a max without NaN.
+        v = jnp.abs(operands.value.astype(accumulator_dtype(operands))).sum(-1)  # b s k
+        of_keys = _inf_for_nan(_key_norm(operands)), _inf_for_nan(v)
+        k_norm, v = largest_seen(problem, schedule, operands, of_keys)
         m = max_bound(problem, operands, k_norm)
         check = functools.partial(_bounded_rows_in_range, operands, k_norm, v)
     D = operands.value.shape[-1]
@@ -193,9 +194,13 @@ def _norm(x: Array) -> Array:
 
 
 def _key_norm(operands: Operands) -> Array:
-    """Return the norm of each key [B, S, K], Inf for NaN, which XLA:CPU's max may drop."""
-    norm = _norm(operands.key.astype(accumulator_dtype(operands)))
-    return jnp.where(jnp.isnan(norm), jnp.inf, norm)
+    """Return the norm of each key [B, S, K]."""
+    return _norm(operands.key.astype(accumulator_dtype(operands)))
+
+
+def _inf_for_nan(x: Array) -> Array:
+    """Return x with Inf in place of NaN, which XLA:CPU's max may drop."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def largest_seen(

@@ -2,11 +2,13 @@
 
 Steps (1) to (6) are those of `hopper.backward_common`. A thread block owns 64 or 128 queries and
 visits the tiles of keys that they see, for dq; or it owns 64 keys and visits queries, for dk and
-dv. Registers have room for an owned tile of 64 queries and its cotangents. In one kernel
-(`fused_gradients`) the owner of keys adds its parts of dq to sums in global memory.
-The next tile is copied beside the products of one where shared memory has two places for it. If a
-sum is not finite, all tiles are visited once more, without lift and with NaN and Inf removed from
-operands of two products.
+dv. Registers have room for an owned tile of 64 queries and its cotangents. The next tile is copied
+beside the products of one where shared memory has two places for it. If a sum is not finite, all
+tiles are visited once more, without lift and with NaN and Inf removed from operands of two
+products.
+
+In the gradient in one kernel (`fused_gradients`) the owner of keys adds d_raw k to dq, in float32
+in global memory. It does so one visit later, beside dp, when d_raw is in shared memory.
 """
 
 import functools

@@ -293,7 +293,7 @@ def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
         zero = lanes.arith.constant(lanes.f32, 0.0)
         firsts = [x_matrices.first_factor(col, m, True) for col in range(0, k, STEP)]
         for start in range(0, n, 2 * CHUNK):
-            totals = {place: [zero] * 4 for place in np.ndindex(m // 64, 2)}
+            totals = {tile: [zero] * 4 for tile in np.ndindex(m // 64, 2)}
             for step, first in enumerate(firsts):
                 second = y_matrices.second_factor(step * STEP, start, False)
                 for tile, right in totals:
@@ -301,11 +301,11 @@ def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
                     totals[tile, right] = add_product(totals[tile, right], *factors)
             for (tile, right), total in totals.items():
                 column = tile * (n // CHUNK) + start // CHUNK + right
-                for number, total_number in enumerate(total):
-                    row = lanes.at(place, (4 * column + number) * 4 * THREADS)
+                for n_th, number in enumerate(total):
+                    row = lanes.at(place, (4 * column + n_th) * 4 * THREADS)
                     llvm.inline_asm(
                         lanes.ir.Type.parse("!llvm.void"),
-                        [row, total_number],
+                        [row, number],
                         "red.relaxed.gpu.global.add.f32 [$0], $1;",
                         "l,f",
                         has_side_effects=True,

@@ -530,6 +530,17 @@ def test_names_that_contradict_the_type_of_the_query(how):
         dot_product_attention(x, x, x, **how)
 
 
+@pytest.mark.parametrize("argument", ["batch_axis", "head_axis"])
+def test_axes_of_a_shard_map_that_leaves_the_sequence_whole_are_refused(argument):
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.ones((2, 8, 2, 4))
+    attend = functools.partial(dot_product_attention, sequence_axis="seq", **{argument: "data"})
+    attend = jax.shard_map(attend, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"})
+    message = f"{argument}='data' is an axis of a jax.shard_map around .* or omit {argument}"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        jax.jit(attend)(x, x, x)
+
+
 @pytest.mark.parametrize("shared", ["query", "key", "value"])
 def test_tokens_that_all_devices_share_are_refused(shared):
     """Such keys would count once for each device."""

@@ -86,6 +86,12 @@ def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[Ba
             raise ValueError(
                 f"{argument}={name!r} is no axis of the mesh of sequence_axis. Its axes: {known}."
             )
+        if name in mesh.manual_axes:
+            raise ValueError(
+                f"{argument}={name!r} is an axis of a jax.shard_map around this call, and those of "
+                f"sequence_axis are not. Make all of them axes of that shard_map, or omit "
+                f"{argument}."
+            )
     parts = axes.devices(mesh)
     shape = operands.shape
     if shape.B % parts.batch:

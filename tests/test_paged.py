@@ -279,6 +279,16 @@ def test_a_sequence_without_a_page_for_its_token():
         after.check()
 
 
+@pytest.mark.parametrize("dtype", [f32, jnp.int8])
+def test_a_pair_that_copies_nothing_raises_no_alarm_of_debug_nans(dtype):
+    cache = PagedKVCache.zeros(3, 2, K, H, dtype, batch=1, pages_per_sequence=1)
+    cache = cache.with_sequences([[0]], [0]).append(np.ones((1, 2, K, H)), np.ones((1, 2, K, H)))
+    with jax.debug_nans(True):
+        copied = cache.copy_pages([0, -1, 1], [2, -1, 2])  # the last pair replaces the first
+        copied = copied.copy_pages([0, -1], [1, -1])
+    assert (np.asarray(copied.key_pages[..., 0, 0]) != 0).tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
 def test_pages_are_copied_in_the_order_of_the_pairs():
     """A fork of a sequence that was extended, and a page that was freed and given again."""
     allocator = PageAllocator(5, 2)

@@ -197,7 +197,9 @@ class PagedKVCache:
                     )
         check_whole_pool(sources, targets, self.key_pages, self.value_pages)
         sources, targets = _at_once(to_int32(sources), to_int32(targets))
-        sources, targets = (jnp.where(x < 0, pages, x) for x in (sources, targets))
+        skipped = targets < 0  # they read page 0, because NaN would alarm jax.debug_nans
+        sources = jnp.where(skipped, 0, jnp.where(sources < 0, pages, sources))
+        targets = jnp.where(skipped, pages, targets)
 
         def copy(x: Array | None) -> Array | None:
             if x is None:

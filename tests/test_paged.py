@@ -289,6 +289,21 @@ def test_a_pair_that_copies_nothing_raises_no_alarm_of_debug_nans(dtype):
     assert (np.asarray(copied.key_pages[..., 0, 0]) != 0).tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
+@pytest.mark.parametrize("dtype", [f32, jnp.int8])
+def test_a_cache_of_numpy_arrays(dtype):
+    """jax.device_get and checkpoints give NumPy's arrays."""
+    cache = PagedKVCache.zeros(4, 2, K, H, dtype, batch=2, pages_per_sequence=2)
+    cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    x = np.random.default_rng(1).standard_normal((2, 3, K, H)).astype(f32)
+
+    def history(cache, hold):
+        cache = hold(hold(cache).append(x, x))
+        cache = hold(cache.keep_drafts(2, [[1], [0]], 1).copy_pages([1], [3]))
+        return cache.attend(x[:, :1])
+
+    assert_same_bits(history(cache, jax.device_get), history(cache, lambda cache: cache))
+
+
 def test_pages_are_copied_in_the_order_of_the_pairs():
     """A fork of a sequence that was extended, and a page that was freed and given again."""
     allocator = PageAllocator(5, 2)

@@ -301,8 +301,9 @@ class PagedKVCache:
         return page_places(jnp.where(valid, pages, -1), positions, self.key_pages)
 
     def _arrays(self) -> list[Array | None]:
-        """Return the arrays that hold a number of each token."""
-        return [self.key_pages, self.value_pages, self.key_scales, self.value_scales]
+        """Return the arrays that hold a number of each token, of JAX also where they are NumPy's."""
+        arrays = [self.key_pages, self.value_pages, self.key_scales, self.value_scales]
+        return [None if x is None else jnp.asarray(x) for x in arrays]
 
     def _replace_arrays(self, arrays: list[Any], lengths: Array) -> PagedKVCache:
         """Return the cache with other arrays."""

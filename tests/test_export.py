@@ -177,3 +177,15 @@ def test_symbolic_lengths_are_refused_in_words(what):
     refusal = rf"(?s){what}.* does not support lengths that jax.export leaves"
     with pytest.raises(NotImplementedError, match=refusal):
         export.export(jax.jit(NEED_LENGTHS[what]))(x)
+
+
+@pytest.mark.parametrize("what", NEED_LENGTHS)
+def test_a_symbolic_batch_is_supported(what):
+    (b,) = export.symbolic_shape("b")
+
+    def leaves(x):  # of Statistics, which jax.export cannot write
+        return jax.tree.leaves(NEED_LENGTHS[what](x))
+
+    exported = _exported(leaves, jax.ShapeDtypeStruct((b, 6, 2, 4), f32))
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 6, 2, 4)).astype(f32)
+    _assert_exported_is_same(exported, leaves, x)

@@ -69,6 +69,8 @@ class TileGrid:
             return []
         B, K, _ = self.heads
         b, k = self.head_block
+        if not isinstance(b, int):  # a batch that jax.export leaves symbolic is in one tile
+            B = b = 1
         heads = np.mgrid[0:B:b, 0:K:k].reshape(2, -1).T  # n 2
         lists = []
         for masked, indices in self.lists(self):

@@ -189,3 +189,83 @@ def test_a_symbolic_batch_is_supported(what):
     exported = _exported(leaves, jax.ShapeDtypeStruct((b, 6, 2, 4), f32))
     x = np.random.default_rng(0).uniform(-1, 1, (3, 6, 2, 4)).astype(f32)
     _assert_exported_is_same(exported, leaves, x)
+
+
+def test_a_plan_of_symbolic_sizes_is_refused_in_words():
+    (b,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((b, 6, 2, 4), f32)
+    with pytest.raises(NotImplementedError, match="memeff.plan does not support sizes"):
+        memeff.plan(x, x, x)
+
+
+# ---- caches
+
+
+def _cache(kind, dtype):
+    if kind == "pages":
+        cache = memeff.PagedKVCache.zeros(6, 4, 2, 4, dtype, batch=2, pages_per_sequence=2)
+        return cache.with_sequences([[0, 1], [2, 3]], [0, 0])
+    return memeff.KVCache.zeros(2, 8, 2, 4, dtype, window=3 if kind == "ring" else None)
+
+
+def _step(cache, x):
+    cache = cache.append(x, x).keep_drafts(2, jnp.ones((x.shape[0], 1), jnp.int32), 1)
+    if isinstance(cache, memeff.PagedKVCache):
+        cache = cache.copy_pages(jnp.array([0]), jnp.array([4]))
+        cache = cache.with_sequences(cache.page_table, cache.lengths)
+    return cache.attend(x[:, :1]), cache
+
+
+def _symbolic(cache, **sizes):
+    """Return the types of a cache whose fields have other sizes at the given dims."""
+
+    def of_field(path, x):
+        shape = list(x.shape)
+        for dim, size in sizes.get(path[0].name, {}).items():
+            shape[dim] = size
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_field, cache)
+
+
+@pytest.mark.parametrize("dtype", [f32, jnp.int8])
+@pytest.mark.parametrize("kind", ["plain", "ring", "pages"])
+def test_caches_with_a_symbolic_batch(kind, dtype):
+    b, pages = export.symbolic_shape("b, pages")
+    cache = _cache(kind, dtype)
+    names = ["page_table", "lengths"]
+    if kind != "pages":
+        names = ["key", "value", "lengths", "key_scale", "value_scale", "most_read"]
+    sizes = {name: {0: b} for name in names}
+    for name in ("key_pages", "value_pages", "key_scales", "value_scales"):
+        sizes[name] = {0: pages}
+    x = jax.ShapeDtypeStruct((b, 2, 2, 4), f32)
+    exported = export.export(jax.jit(_step))(_symbolic(cache, **sizes), x)
+    x = np.random.default_rng(0).standard_normal((2, 2, 2, 4)).astype(f32)
+    assert_same(jax.tree.leaves(exported.call(cache, x)), jax.tree.leaves(_step(cache, x)))
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, names, dim, refusal",
+    [
+        ("ring", f32, ("key", "value"), 1, "A ring does not support sizes"),
+        ("plain", jnp.int8, ("key", "value"), 1, "in pages or in 8 bits do not support"),
+        ("pages", f32, ("page_table",), 1, "in pages or in 8 bits do not support"),
+        ("pages", f32, ("key_pages", "value_pages"), 1, "key_pages has pages of n tokens"),
+    ],
+)
+def test_symbolic_capacities_are_refused_in_words(kind, dtype, names, dim, refusal):
+    (n,) = export.symbolic_shape("n")
+    sizes = {name: {dim: n} for name in names}
+    if dtype == jnp.int8:
+        sizes |= {"key_scale": {2: n}, "value_scale": {2: n}}
+    cache = _symbolic(_cache(kind, dtype), **sizes)
+    with pytest.raises(NotImplementedError, match=refusal):
+        export.export(jax.jit(_step))(cache, jax.ShapeDtypeStruct((2, 2, 2, 4), f32))
+
+
+def test_a_ring_refuses_a_symbolic_number_of_tokens():
+    (t,) = export.symbolic_shape("t")
+    cache = _cache("ring", f32)
+    with pytest.raises(NotImplementedError, match="A ring does not support sizes .*T=t"):
+        export.export(jax.jit(cache.append))(*[jax.ShapeDtypeStruct((2, t, 2, 4), f32)] * 2)

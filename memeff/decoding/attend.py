@@ -69,6 +69,11 @@ def attend_stored(
             raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
     # here, because values are known that `_attend_stored` only traces
     shape = CallShape.of(jnp.asarray(arguments.query), key, value)
+    if not isinstance(shape.S, int):
+        raise NotImplementedError(
+            "Keys that are stored in pages or in 8 bits do not support a number of slots that "
+            f"jax.export leaves symbolic (S={shape.S}). Export with a number."
+        )
     check_segments(shape, arguments.query_segment_ids, arguments.key_value_segment_ids)
     check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap)
     device = current_device(arguments.query)

@@ -192,6 +192,7 @@ class KVCache:
         key, value = check_tokens(key, value, (self.key, self.value), self.lengths.shape[0])
         T = key.shape[1]
         counts = check_counts(counts, *key.shape[:2])
+        self._check_ring_sizes(T)
         if self.window is not None and T > self.capacity:
             raise ValueError(
                 f"T={T} tokens came for a ring of {self.capacity} slots: append at most "
@@ -343,6 +344,15 @@ class KVCache:
         shorter.check()
         return shorter
 
+    def _check_ring_sizes(self, T: Any) -> None:
+        """Refuse sizes of a ring that jax.export leaves symbolic, because they are compared."""
+        sizes = self.capacity, T
+        if self.window is not None and not all(isinstance(n, int) for n in sizes):
+            raise NotImplementedError(
+                "A ring does not support sizes that jax.export leaves symbolic "
+                f"(capacity={self.capacity}, T={T}). Export with numbers."
+            )
+
     def _most_read(self) -> Array:
         """Return the largest lengths [B] of a ring so far."""
         return self.lengths if self.most_read is None else self.most_read
@@ -373,6 +383,7 @@ class KVCache:
         """Return the arguments of a call whose keys lie in the slots of a ring."""
         window = self.window
         assert window is not None
+        self._check_ring_sizes(T)
         if window + T > self.capacity:
             raise ValueError(
                 f"T={T} queries at a time need capacity >= window + T = {window + T} slots, and "
@@ -394,7 +405,7 @@ class KVCache:
         parts = check_inside(axes)
         N = jnp.shape(arguments.query)[2]
         # S is left out, because positions go on behind the last slot.
-        sizes = {"B": parts.batch * len(self.lengths), "N": parts.heads * N, "T": T}
+        sizes = {"B": parts.batch * self.lengths.shape[0], "N": parts.heads * N, "T": T}
         mask = check_pair_function("mask_fn", rest, arguments.mask_params, sizes)
         score = check_pair_function("score_fn", arguments.score_fn, arguments.score_params, sizes)
         lengths = lengths_of_whole(self.lengths, axes.batch, parts.batch)

@@ -128,7 +128,7 @@ def paged_attention(
     key, value = _stored(query, (key_pages, value_pages), scales, page_table)
     lengths = check_integers("lengths", lengths)
     if lengths.shape != query.shape[:1]:
-        raise ValueError(f"lengths must have shape (B={len(query)},); got {lengths.shape}.")
+        raise ValueError(f"lengths must have shape (B={query.shape[0]},); got {lengths.shape}.")
     _check_pages(key, lengths)
     if q_offset is None:
         lacks_positions(options, lengths)  # refuses them where lengths are known
@@ -165,6 +165,11 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
         x = to_array(f"{name}_pages", x)
         if x.ndim != 4:
             raise ValueError(f"{name}_pages must have shape [pages, page, K, H]; got {x.shape}.")
+        if not isinstance(x.shape[1], int):
+            raise NotImplementedError(
+                f"{name}_pages has pages of {x.shape[1]} tokens, which jax.export leaves symbolic. "
+                "Export with a number."
+            )
         if not 1 <= x.shape[1] <= MOST_TOKENS:
             raise ValueError(
                 f"{name}_pages has pages of {x.shape[1]} tokens (shape {x.shape}): a page has 1 to "

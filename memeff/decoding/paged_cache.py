@@ -158,12 +158,11 @@ class PagedKVCache:
                 f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
                 f"{lengths.shape}."
             )
-        lengths = check_kept(lengths, len(table))
+        lengths = check_kept(lengths, table.shape[0])
         known = known_values(table)
-        if known is not None and known.max() >= len(self.key_pages):
-            raise ValueError(
-                f"page_table names page {known.max()}, and the cache has {len(self.key_pages)}."
-            )
+        pages = self.key_pages.shape[0]
+        if known is not None and known.max() >= pages:
+            raise ValueError(f"page_table names page {known.max()}, and the cache has {pages}.")
         cache = dataclasses.replace(self, page_table=table, lengths=lengths)
         check_room(lengths, cache.room, NO_PAGE)
         return cache
@@ -185,7 +184,7 @@ class PagedKVCache:
                 f"sources and targets must both have shape [n]; got {sources.shape} and "
                 f"{targets.shape}."
             )
-        pages = len(self.key_pages)
+        pages = self.key_pages.shape[0]
         known_sources = known_values(sources)
         known_targets = known_values(targets)
         if known_sources is not None and known_targets is not None:
@@ -301,7 +300,7 @@ class PagedKVCache:
         return page_places(jnp.where(valid, pages, -1), positions, self.key_pages)
 
     def _arrays(self) -> list[Array | None]:
-        """Return the arrays that hold a number of each token, of JAX also where they are NumPy's."""
+        """Return the arrays that hold a number of each token; NumPy's become JAX's."""
         arrays = [self.key_pages, self.value_pages, self.key_scales, self.value_scales]
         return [None if x is None else jnp.asarray(x) for x in arrays]
 

@@ -23,7 +23,7 @@ def lengths_of_whole(lengths: Array, axes: tuple[str, ...], devices: int) -> Arr
     """
     if not axes:
         return lengths
-    B = len(lengths)
+    B = lengths.shape[0]
     whole = jnp.zeros(devices * B, lengths.dtype)
     return lax.dynamic_update_slice_in_dim(whole, lengths, lax.axis_index(axes) * B, axis=0)
 

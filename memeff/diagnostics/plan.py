@@ -348,6 +348,12 @@ def plan(
     here = device_of(query) if device is None else pretend_device(*planned_device)
     with here:
         call = prepare_shapes("plan", arguments)
+        shape = call.operands.shape
+        if not shape.sizes_known:
+            raise NotImplementedError(
+                f"memeff.plan does not support sizes that jax.export leaves symbolic (B={shape.B}, "
+                f"T={shape.T}, S={shape.S}). Plan a call whose sizes are numbers."
+            )
         compiled = None
         if compile:
             target = compile_target(device, planned_device)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import few
+from flax import nnx
 from small_calls import assert_same, f32, inputs
 
 import memeff
+import memeff.nn
 from memeff import dot_product_attention
 
 slow = pytest.mark.slow
@@ -154,6 +156,13 @@ def _pages(x):
     return cache.keep_drafts(3, [[0, 2], [1, 2]], [1, 2]).attend(x[:, :1])
 
 
+def _flax_cache(x):
+    layer = memeff.nn.nnx.MultiHeadAttention(2, 4, decode=True, dtype=x.dtype, rngs=nnx.Rngs(0))
+    layer.init_cache((2, 9, 4))
+    layer.cache_index = nnx.Cache(jnp.array([5, 3]))
+    return layer(x[:, :, 0])
+
+
 def _loss(x):
     loss = functools.partial(memeff.linear_cross_entropy, bias=jnp.ones(8), reduction="mean")
     return jax.grad(loss)(x, jnp.ones((4, 8), x.dtype), jnp.zeros((2, 5, 2), jnp.int32))
@@ -165,6 +174,7 @@ FUNCTIONS = [
     _merged,
     _ring,
     _pages,
+    _flax_cache,
     _loss,
     lambda x: memeff.attention_statistics(x, x, x, q_offset=jnp.array([1, 2])),
     lambda x: memeff.key_mass(x, x, mask_fn=memeff.masks.causal()),

@@ -219,7 +219,10 @@ def test_debug_flags(name, flag, jit):
     assert all(np.isfinite(g).all() for g in grads)
 
 
-@pytest.mark.parametrize("name", few(["lengths", "causal", "bias", "dropout"], ["lengths"]))
+@pytest.mark.parametrize(
+    "name",
+    few(["lengths", "functions", "causal", "bias", "dropout"], ["lengths", "functions"]),
+)
 def test_no_tracer_leaks(name):
     run = functools.partial(_flagged, FLAGGED[name])
     with jax.checking_leaks():

@@ -41,6 +41,7 @@ from memeff.problem import (
     Operands,
     Problem,
     Schedule,
+    accumulator_dtype,
     map_operands,
     split_axis,
     split_heads,
@@ -240,7 +241,9 @@ class TileTangent(TileFunction):
             dk = or_zeros(k, dk)
             (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))
         raw = raw_product(problem, tile, q, k)  # (1)
-        d_raw = raw_tangent(problem, tile, raw, q, k, dq, dk)  # (3)
+        masked = tile.keep is not None
+        dtype = accumulator_dtype(tile.operands)
+        d_raw = raw_tangent(problem, masked, dtype, raw, q, k, dq, dk)  # (3)
         s, ds = jax.jvp(logits, (raw, here.logit_params), (d_raw, dterms))  # (2) (4)
         return raw, s, ds
 

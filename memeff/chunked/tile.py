@@ -69,14 +69,18 @@ def raw_product(problem: Problem, tile: Tile, q: Array, k: Array) -> Array:
     in masked tiles, because 0 * NaN is NaN also for a hidden pair.
     """
 
+    masked = tile.keep is not None
+    dtype = accumulator_dtype(tile.operands)
+
+    # Neither function closes over an array of `tile`: that would be a leaked tracer.
     @jax.custom_jvp
     def product(q, k):
-        return dot("bkgth,bkch->bkgtc", q, k, problem, accumulator_dtype(tile.operands))
+        return dot("bkgth,bkch->bkgtc", q, k, problem, dtype)
 
     @product.defjvp
     def _(primals, tangents):
         raw = product(*primals)
-        tangent = functools.partial(raw_tangent, problem, tile, raw, *primals)
+        tangent = functools.partial(raw_tangent, problem, masked, dtype, raw, *primals)
         dq, dk = tangents
         return raw, tangent(dq, None) + tangent(None, dk)  # JAX transposes no product of both
 
@@ -85,7 +89,8 @@ def raw_product(problem: Problem, tile: Tile, q: Array, k: Array) -> Array:
 
 def raw_tangent(
     problem: Problem,
-    tile: Tile,
+    masked: bool,
+    dtype: Any,
     raw: Array,
     q: Array,
     k: Array,
@@ -93,7 +98,6 @@ def raw_tangent(
     dk: Array | None,
 ) -> Array:
     """Return the tangent of (1), as one product. A tangent that is None is 0."""
-    masked = tile.keep is not None
     factors = []
     if dq is not None:
         factors.append((dq, zero_nonfinite(k, masked)))
@@ -102,7 +106,7 @@ def raw_tangent(
     if not factors:
         return jnp.zeros_like(raw)
     left, right = (jnp.concatenate(x, -1) for x in zip(*factors, strict=True))
-    return dot("bkgth,bkch->bkgtc", left, right, problem, accumulator_dtype(tile.operands))
+    return dot("bkgth,bkch->bkgtc", left, right, problem, dtype)
 
 
 def transform_back(

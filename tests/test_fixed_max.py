@@ -562,7 +562,7 @@ def gradients_with_a_bias(call, is_mapped: bool, sharding=None):
 call_with_a_bias = functools.partial(dot_product_attention, chunk_size=64)
 
 
-@pytest.mark.parametrize("how", ["vmap", "shard_map", "jit"])
+@pytest.mark.parametrize("how", few(("vmap", "shard_map", "jit"), ("vmap",)))
 def test_a_bias_mapped_and_sharded(monkeypatch, how):
     """The gradients with a bias, in the form for GPUs, are those of a CPU under each of these."""
     is_mapped = how == "vmap"

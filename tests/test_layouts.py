@@ -76,6 +76,7 @@ def test_a_sharded_array_is_not_gathered():
         assert program.memory_analysis().temp_size_in_bytes < 3 * array.nbytes / 8
 
 
+JAX_IS_OLD = jax.__version__.startswith("0.10.")
 BOTH_KINDS = list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2))
 
 
@@ -89,7 +90,9 @@ def test_an_array_on_more_devices_than_the_zigzag_has(kinds):
         for devices in (2, 8):
             moved = move(array, devices)
             np.testing.assert_array_equal(moved, move(tokens, devices))
-            if set(kinds) == {AxisType.Explicit} or devices == 8:
+            # From JAX 0.11 on, jit gathers a result over the Auto axes of the first of these meshes.
+            gathers = kinds == (AxisType.Auto, AxisType.Explicit) and not JAX_IS_OLD
+            if set(kinds) == {AxisType.Explicit} or devices == 8 and not gathers:
                 assert moved.sharding.shard_shape(moved.shape) == (2, 6, 3)
 
 

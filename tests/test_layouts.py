@@ -90,7 +90,7 @@ def test_an_array_on_more_devices_than_the_zigzag_has(kinds):
         for devices in (2, 8):
             moved = move(array, devices)
             np.testing.assert_array_equal(moved, move(tokens, devices))
-            # From JAX 0.11 on, jit gathers a result over the Auto axes of the first of these meshes.
+            # From JAX 0.11 on, jit gathers a result over the Auto axis of (Auto, Explicit).
             gathers = kinds == (AxisType.Auto, AxisType.Explicit) and not JAX_IS_OLD
             if set(kinds) == {AxisType.Explicit} or devices == 8 and not gathers:
                 assert moved.sharding.shard_shape(moved.shape) == (2, 6, 3)

@@ -281,7 +281,7 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     small_key = z.k < z.q
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
-    # With few queries, slices of keys and values take most, in the dtype of the sums.
+    # With few queries the slices of keys and values are the largest. They have the sums' dtype.
     few_queries = sum(z.slices[1:3]) * z.wide + call.tile * (2 if call.masked else 1)
     if call.fixed:
         few_queries += 2 * math.prod(operands.key.shape[:3]) * z.wide  # bounds

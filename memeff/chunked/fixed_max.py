@@ -55,7 +55,7 @@ def fixed_max_forward(
         unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
         check = functools.partial(_sampled_rows_in_range, unseen)
     else:
-        # The sum stands for the largest, because XLA:CPU would store |v| for a max without NaN.
+        # The sum bounds the largest |v|. For a max that keeps NaN, XLA:CPU would store all |v|.
         v = jnp.abs(operands.value.astype(accumulator_dtype(operands))).sum(-1)  # b s k
         of_keys = _inf_for_nan(_key_norm(operands)), _inf_for_nan(v)
         k_norm, v = largest_seen(problem, schedule, operands, of_keys)

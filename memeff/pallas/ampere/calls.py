@@ -21,6 +21,7 @@ from memeff.pallas.ampere.backward import (
 from memeff.pallas.ampere.backward_bias import bias_gradient
 from memeff.pallas.hopper.backward_common import (
     Gradient,
+    again_if_bad,
     count_term_gradients,
     float16_lift,
     undo_lift,
@@ -271,8 +272,4 @@ def _fused_gradient(
     found = dq, dk, dv
     bad = ~jnp.stack([jnp.isfinite(x).all() for x in found]).all()
 
-    def redo(_):
-        return jnp.bool_(False), (*query_gradient(*rest), *key_value_gradient(*rest))
-
-    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
-    return lax.while_loop(lambda state: state[0], redo, (bad, found))[1]
+    return again_if_bad(bad, found, lambda: (*query_gradient(*rest), *key_value_gradient(*rest)))

@@ -70,6 +70,13 @@ def undo_lift(x: Array, dtype, state: WorkState | None = None) -> Array:
     return x * 2.0**-lift if lift else x
 
 
+def again_if_bad(bad: Array, found: Any, compute: Callable[[], Any]) -> Any:
+    """Return the arrays `found`, or those of `compute()` if `bad`."""
+    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
+    start = bad, found
+    return lax.while_loop(lambda x: x[0], lambda _: (jnp.bool_(False), compute()), start)[1]
+
+
 class Tiling(NamedTuple):
     """Tile sizes of a kernel, in positions, and the number of tiles in shared memory."""
 

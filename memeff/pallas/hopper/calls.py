@@ -416,15 +416,11 @@ def _fused_gradient(
     dq = backward_common.undo_lift(dq, query.dtype).astype(query.dtype)
     bad = jnp.isnan(nan_if_bad).any()
 
-    def is_bad(state):
-        return state[0]
-
-    def redo(state):
+    def compute() -> tuple[Array, ...]:
         dq, _, dk, dv = split()
-        return jnp.bool_(False), (dq, dk, dv)
+        return dq, dk, dv
 
-    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
-    return lax.while_loop(is_bad, redo, (bad, (dq, dk, dv)))[1]
+    return backward_common.again_if_bad(bad, (dq, dk, dv), compute)
 
 
 def tangent(

@@ -143,7 +143,7 @@ def _spec_of_several(x: Array) -> PartitionSpec:
 def _like_query(operands: Operands) -> Operands:
     """Lay bias, mask and sinks out over batch, heads and rows like the query, on an Explicit mesh.
 
-    Otherwise XLA gathers their tiles.
+    Otherwise XLA gathers their tiles. Offsets and lengths [B] follow the batch, as positions do.
     """
     if not _explicit(operands.query):
         return operands
@@ -152,7 +152,7 @@ def _like_query(operands: Operands) -> Operands:
     axes = dict(zip(query_dims, query_sharding.spec, strict=True))
 
     def shard(x, dims: str):
-        if "n" not in dims or dims == query_dims:
+        if ("n" not in dims and dims != "b") or dims == query_dims:
             return x
         spec = []
         for dim, size in zip(dims, x.shape, strict=True):

@@ -176,6 +176,31 @@ def test_functions_beside_attention_take_axes_of_one_device(spec):
     assert jax.typeof(results[-1]).sharding.spec == spec
 
 
+def test_positions_beside_a_function_need_not_be_sharded_as_the_batch():
+    mesh = mesh_of(AxisType.Explicit, x=2, y=4)
+    q = np.random.default_rng(0).normal(size=(2, 6, 4, 4)).astype(f32)
+
+    def call(q, q_offset, lengths):
+        return dot_product_attention(
+            q,
+            q,
+            q,
+            q_offset=q_offset,
+            key_value_seq_lengths=lengths,
+            mask_fn=masks.documents(np.arange(9) // 4),
+            return_residual=True,
+        )
+
+    positions = np.array([0, 3]), np.array([6, 5])
+    expected = jax.jit(call)(q, *positions)
+    with mesh_context(mesh, True):
+        q = jax.device_put(q, NamedSharding(mesh, P("x", None, "y")))
+        results = jax.jit(call)(q, *positions)
+    for result, right in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=2e-5, atol=2e-5)
+        assert devices_by_dim(result)[:3] == devices_by_dim(q)[:3]
+
+
 @EACH_MESH
 def test_one_key_head_for_sharded_query_heads(axis_type, is_set):
     """Every device has keys and values, and only the sum of their gradients is sent."""

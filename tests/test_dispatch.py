@@ -18,7 +18,7 @@ from memeff.device import Device, current_device, pretend_device
 from memeff.pallas.hopper import implementation as hopper
 
 f32 = np.float32
-NO_KERNELS = "the Hopper kernels need a Hopper GPU, and this device is a cpu"
+NO_KERNELS = "kernels need a GPU or a TPU, and this device is a cpu"
 NOT_CUDNN = "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
 MODULES = {"xla": chunked, "reference": reference}
 

@@ -165,7 +165,7 @@ def why_not(device=HOPPER, dtype=jnp.bfloat16, shape=(T, H, V), **changes):
 def test_the_chunked_path_takes_what_kernels_cannot():
     assert why_not() is None
     reasons = [
-        (why_not(Device("cpu")), "need a Hopper GPU"),
+        (why_not(Device("cpu")), "need a GPU or a TPU"),
         (why_not(Device("gpu", "8.0")), "compute capability 9.0"),
         (why_not(dtype=f32), "support bfloat16, and this call has float32"),
         (why_not(shape=(T, 72, V)), "multiples of 64, and this call has H=72"),

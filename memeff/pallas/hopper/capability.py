@@ -45,6 +45,8 @@ MOST_DECODE_VECTORS = 4  # numbers of user functions for each key, for which sha
 
 def for_device(device: Device) -> str | None:
     """Return why the kernels do not run on `device`; None if they do."""
+    if device.platform == "cpu":
+        return "kernels need a GPU or a TPU, and this device is a cpu"
     if device.platform != "gpu":
         return f"the Hopper kernels need a Hopper GPU, and this device is a {device.platform}"
     if device.capability != "9.0":

@@ -17,6 +17,7 @@ from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
 from memeff.inputs import check_bool
 from memeff.problem import Operands, Problem, WholeCall, check_sizes_known, sum_dtype
+from memeff.query_positions import check_query_positions
 from memeff.sequence.batch_and_heads import (
     WHOLE,
     BatchAndHeads,
@@ -198,14 +199,15 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     q_lengths = validate.check_lengths(
         shape, "query_seq_lengths", a.query_seq_lengths, "T", whole.T
     )
-    offset = static_q_offset if q_offset is None else q_offset
-    end = validate.end_of_queries(whole.T, offset, q_lengths)
     score_fn, score_floats, score_nonfloat_params = validate_options.check_function(
-        whole, "score_fn", a.score_fn, a.score_params, float_dtype, end
+        whole, "score_fn", a.score_fn, a.score_params, float_dtype
     )
     blocks, mask_fn = validate_options.check_blocks(whole, a.mask_fn, a.q_offset)
     mask_fn, *mask_params = validate_options.check_function(
-        whole, "mask_fn", mask_fn, a.mask_params, float_dtype, end
+        whole, "mask_fn", mask_fn, a.mask_params, float_dtype
+    )
+    mask_positions = check_query_positions(
+        (a.mask_fn, a.mask_params), a.q_offset, whole.T, a.query_seq_lengths, right
     )
     transform, transform_floats, transform_nonfloat_params = validate_options.check_transform(
         a.qk_transform, a.qk_transform_params, query
@@ -224,6 +226,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
         precision=validate_options.check_precision(a.precision),
         score_fn=score_fn,
         mask_fn=mask_fn,
+        mask_positions=mask_positions,
         blocks=None if is_sharded else blocks,  # a shard's tiles lie elsewhere
         qk_transform=transform,
     )

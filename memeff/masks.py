@@ -85,8 +85,8 @@ def documents(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
       key_ids: [S] or [B, S], by position; `query_ids` if omitted.
 
     With `q_offset`, a query's id is read at its position among the keys, so `query_ids` needs an id
-    for each of these positions. Too few ids are refused where the positions are known. Under jit,
-    caches give NaN for a sequence with more positions than ids, and other calls read the last id.
+    for each of these positions. Too few ids are refused where the positions are known. Under jit
+    they give NaN for the sequence.
     """
     query_ids = _integers("query_ids", query_ids, "[T] or [B, T]", (1, 2))
     if key_ids is None:

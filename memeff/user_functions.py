@@ -421,11 +421,15 @@ def check_sizes(name: str, fn: Any, params: Any, sizes: dict[str, Any]) -> None:
             )
 
 
-def positions_held(fn: Any, params: Any) -> int | None:
-    """Return for how many positions the params of a ready-made function are, or None for any."""
+def positions_held(fn: Any, params: Any, letters: str = "QS") -> int | None:
+    """Return for how many positions the params of a ready-made function are, or None for any.
+
+    `letters` are Q for positions of queries, and S for those of keys.
+    """
     if isinstance(fn, Score | Mask):
         fn, params = fn.fn, fn.params
-    return min((n for letter, n in _sizes_of_params(fn, params) if letter in "QS"), default=None)
+    sizes = _sizes_of_params(fn, params)
+    return min((n for letter, n in sizes if letter in letters), default=None)
 
 
 def _sizes_of_params(fn: Any, params: Any) -> Iterator[tuple[str, int]]:

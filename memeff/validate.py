@@ -241,15 +241,6 @@ def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
     return array, static
 
 
-def end_of_queries(T, offset: Array | int, lengths: Array | None):
-    """Return the position after the last of T queries, or T where it is not known."""
-    offsets = known_values(offset)
-    rows = T if lengths is None else known_values(lengths)
-    if offsets is None or rows is None or not isinstance(T, int):
-        return T
-    return max(T, int((offsets + rows).max()))
-
-
 def check_lengths(shape: CallShape, name: str, lengths, letter: str, most) -> Array | None:
     """Return lengths as int32 [B], or None. Check the values where they are known."""
     if lengths is None:

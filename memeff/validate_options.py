@@ -15,15 +15,14 @@ from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
 
 
-def check_function(shape: CallShape, name: str, fn, params, dtype, end: int):
+def check_function(shape: CallShape, name: str, fn, params, dtype):
     """Return the traced function, or None, and the leaves of its params: floats, and others.
 
-    `end` is that of the positions of queries, as far as they are known. A call without pairs needs
-    no function.
+    A call without pairs needs no function.
     """
     if fn is None and params is None:
         return None, (), ()
-    sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "Q": end, "S": shape.S}
+    sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "Q": shape.T, "S": shape.S}
     if 0 in (shape.B, shape.N, shape.T, shape.S):  # no pair, and JAX does not index empty params
         check_pair_function(name, fn, params, sizes)
         return None, (), ()

@@ -14,7 +14,17 @@ import pytest
 from cases import PAIRED, Sizes, _case, split
 from conftest import cotangents, few, oracle_arguments
 
-from memeff import Mask, block_mask, dot_product_attention, masks, scores, transforms
+from memeff import (
+    Mask,
+    attention_statistics,
+    block_mask,
+    dot_product_attention,
+    key_mass,
+    masks,
+    paged_attention,
+    scores,
+    transforms,
+)
 
 pytestmark = pytest.mark.once
 
@@ -315,6 +325,54 @@ def test_positions_of_masks_do_not_wrap():
             assert str(mask).splitlines()[1].count("#") == seen
             out = dot_product_attention(x, x, x, mask_fn=masks.prefix(np.asarray(length)))
             assert (out == min(seen, 1)).all()
+
+
+@pytest.mark.parametrize(
+    "causal, lengths, wrong",
+    [
+        (False, None, [0, 0, 1, 1]),
+        (True, None, [0, 0, 1, 0]),  # no key stands before position 0
+        (False, [2, 2, 1, 0], [0, 0, 0, 1]),
+    ],
+)
+def test_queries_without_ids_give_nan_where_their_positions_are_not_known(causal, lengths, wrong):
+    """JAX reads another token's id for a position that has none."""
+    q, x = jnp.ones((4, 2, 2, 4)), jnp.ones((4, 6, 1, 4))
+    pages = x, x, jnp.arange(4)[:, None], jnp.full(4, 6)
+    options = dict(mask_fn=masks.documents(np.arange(6) // 2), is_causal=causal)
+    if lengths is not None:
+        options["query_seq_lengths"] = np.array(lengths)
+
+    def run(q_offset):
+        return [
+            dot_product_attention(q, x, x, return_residual=True, q_offset=q_offset, **options),
+            paged_attention(q, *pages, q_offset=q_offset, **options),
+            attention_statistics(q, x, x, q_offset=q_offset, **options),
+            key_mass(q, x, q_offset=q_offset, **options),
+        ]
+
+    for results in jax.tree.leaves(jax.jit(run)(np.array([0, 4, 5, -1]))):
+        found = np.isnan(results).reshape(4, -1).any(axis=1)
+        np.testing.assert_array_equal(found, np.array(wrong, bool))
+
+
+def test_queries_without_ids_are_refused_where_their_positions_are_known():
+    q, x = jnp.ones((2, 2, 2, 4)), jnp.ones((2, 6, 1, 4))
+    mask = masks.documents(np.arange(6) // 2)
+    for call in (
+        lambda **kw: dot_product_attention(q, x, x, mask_fn=mask, **kw),
+        lambda **kw: paged_attention(q, x, x, [[0], [1]], [6, 6], mask_fn=mask, **kw),
+    ):
+        with pytest.raises(ValueError, match="but this call has Q=7"):
+            call(is_causal=False, q_offset=np.array([0, 5]))
+    with pytest.raises(ValueError, match="positions from 0 on, and q_offset is -1"):
+        dot_product_attention(q, x, x, mask_fn=mask, q_offset=-1)
+
+    def attend(lengths):
+        return dot_product_attention(q, x, x, mask_fn=mask, q_offset=5, query_seq_lengths=lengths)
+
+    found = np.isnan(jax.jit(attend)(np.array([1, 2]))).any(axis=(1, 2, 3))
+    np.testing.assert_array_equal(found, [False, True])
 
 
 def test_functions_see_only_positions_of_the_call():

@@ -17,6 +17,7 @@ from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.inputs import kind_of, to_array
 from memeff.problem import Operands
+from memeff.query_positions import nan_at_unknown_positions
 from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
 from memeff.stored import StoredKeys
@@ -117,7 +118,8 @@ def _forward(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array,
     """Return out [B, K, G, T, D] and lse [B, K, G, T], or None for lse."""
     lse_for = "caller" if want_lse else None
     out, lse = chosen.module.forward(chosen.problem, chosen.schedule, operands, lse_for)
-    return out, lse.high if want_lse else None
+    results = out, lse.high if want_lse else None
+    return nan_at_unknown_positions(chosen.problem, operands, results)
 
 
 @_forward.defjvp

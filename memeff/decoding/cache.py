@@ -33,6 +33,7 @@ from memeff.decoding.storage import (
     write_all,
 )
 from memeff.inputs import check_size, known_values
+from memeff.query_positions import nan_where
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
 from memeff.user_functions import check_pair_function
@@ -447,12 +448,3 @@ class KVCache:
         """Return the cache with tokens at `places`."""
         new = stored_form(key, value, self.key.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
-
-
-def nan_where(overflowed: Array, results: Any) -> Any:
-    """Return the results [B, ...] with NaN where a sequence overflowed [B]."""
-
-    def mark(x: Array) -> Array:
-        return jnp.where(overflowed.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-
-    return jax.tree.map(mark, results)

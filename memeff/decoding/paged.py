@@ -13,6 +13,7 @@ from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.storage import EIGHT_BITS, check_room, lacks_positions
 from memeff.inputs import check_integers, known_values, to_array, to_int32
+from memeff.query_positions import check_query_positions
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
 from memeff.validate import check_lengths, check_offset
@@ -136,6 +137,8 @@ def paged_attention(
     check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
     if q_offset is not None:
         check_offset(shape, q_offset)
+        mask = options.get("mask_fn"), options.get("mask_params")
+        check_query_positions(mask, q_offset, shape.T, query_seq_lengths, right=0)
     arguments = bind_arguments(
         "paged_attention",
         query,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.decoding.cache import OWN, nan_where
+from memeff.decoding.cache import OWN
 from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
     Places,
@@ -31,6 +31,7 @@ from memeff.decoding.storage import (
     write_all,
 )
 from memeff.inputs import check_integers, check_size, known_values, to_int32
+from memeff.query_positions import nan_where
 from memeff.stored import page_places
 
 NO_PAGE = "Give it more pages (memeff.PageAllocator.extend), and pass the new page_table."
@@ -150,7 +151,11 @@ class PagedKVCache:
         """Return a cache of the same pages with another page_table [B, n] and lengths [B].
 
         In this way sequences are added, removed, forked and moved in the batch without a copy.
+
+        Raises: ValueError if shapes disagree, a page is known not to exist, or a sequence is known
+          to have `overflowed`: truncate it first.
         """
+        self.check()
         table = to_int32(check_integers("page_table", page_table))
         lengths = check_integers("lengths", lengths)
         if table.ndim != 2 or lengths.shape != table.shape[:1]:

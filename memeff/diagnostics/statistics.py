@@ -30,6 +30,7 @@ from memeff.diagnostics.bind import chunked_arguments
 from memeff.implementations import Chosen
 from memeff.inputs import to_array
 from memeff.problem import Operands, Problem, split_axis
+from memeff.query_positions import nan_at_unknown_positions
 from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
@@ -101,7 +102,8 @@ class RowStatistics:
 
 def row_statistics(chosen: Chosen, operands: Operands) -> tuple[Array, ...]:
     """Return out [B, K, G, T, D] and lse, entropy, max_logit, mean_distance [B, K, G, T]."""
-    return call(RowStatistics(chosen), vary_together(operands))
+    results = call(RowStatistics(chosen), vary_together(operands))
+    return nan_at_unknown_positions(chosen.problem, operands, results)
 
 
 def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
@@ -124,7 +126,7 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
         *arrays,
         lax.collapse(keys, 1, 3),
     )
-    return split_axis(mass, 1, shape.K)
+    return nan_at_unknown_positions(problem, operands, split_axis(mass, 1, shape.K))
 
 
 @dataclasses.dataclass(frozen=True)

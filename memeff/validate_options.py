@@ -149,21 +149,30 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
             f"dropout_rate={rate:g} came without dropout_rng: pass a key, or omit dropout_rate."
         )
     if hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        impl = str(jax.random.key_impl(rng))
-        if "threefry2x32" not in impl:
-            raise NotImplementedError(
-                f"dropout_rng is a key of {impl}: memeff draws by coordinates, which needs "
-                "threefry2x32. "
-                'Make it with jax.random.key(seed, impl="threefry2x32").'
-            )
-        rng = jax.random.key_data(rng)
+        rng = _two_words(rng, bits)
     rng = to_array("dropout_rng", rng)
+    if rng.shape == (4,) and "rbg" in jax.config.jax_default_prng_impl:  # made by PRNGKey
+        rng = _two_words(jax.random.wrap_key_data(rng), bits)
     if rng.shape != (2,) or rng.dtype != jnp.uint32:
         raise TypeError(
             f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape "
             f"{rng.shape}."
         )
     return Dropout(rate, bool(shared), bits), rng
+
+
+def _two_words(key: Array, bits: str) -> Array:
+    """Return two uint32 words that stand for a key of any generator of JAX."""
+    impl = str(jax.random.key_impl(key))
+    if "threefry2x32" in impl:
+        return jax.random.key_data(key)
+    if bits == "threefry":
+        raise NotImplementedError(
+            f'dropout_rng is a key of {impl}, and dropout_bits="threefry" needs one of '
+            'threefry2x32: jax.random.key(seed, impl="threefry2x32"). Or pass '
+            'dropout_bits="mix32", which takes any key.'
+        )
+    return jax.random.bits(key, (2,), jnp.uint32) if key.ndim == 0 else jax.random.key_data(key)
 
 
 def check_flax_hooks(**hooks: Any) -> None:

@@ -82,6 +82,24 @@ def test_the_gradient_draws_the_bits_of_a_tile_twice():
     assert str(jaxpr).count("threefry2x32") == 2
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_mix32_takes_keys_of_any_generator(impl):
+    """The common choice on TPUs is rbg, and Linen passes such a key as four words."""
+
+    def kept(key):
+        x = jnp.ones((1, 64, 1, 1))
+        values = jnp.eye(64)[None, :, None]
+        options = dict(dropout_rng=key, dropout_rate=0.25, dropout_bits="mix32", chunk_size=16)
+        return jax.jit(lambda: dot_product_attention(x, x, values, **options) > 0)()
+
+    of_key = kept(jax.random.key(3, impl=impl))
+    with jax.default_prng_impl(impl):
+        of_words = kept(jax.random.PRNGKey(3))
+    np.testing.assert_array_equal(of_key, of_words)
+    assert abs(of_key.mean() - 0.75) < 0.04
+    assert (of_key != kept(jax.random.key(4, impl=impl))).mean() > 0.3
+
+
 def test_dropout_only_where_asked():
     args, _ = CASES["plain"].inputs()
     call = functools.partial(dot_product_attention, *args)

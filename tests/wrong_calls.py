@@ -459,7 +459,7 @@ WRONG = [
     (
         {"dropout_rng": jax.random.key(0, impl="rbg"), **RATE},
         NotImplementedError,
-        r"dropout_rng is a key of .*rbg.*threefry2x32\. Make it with",
+        r'dropout_rng is a key of .*rbg.*threefry2x32.*Or pass dropout_bits="mix32"',
     ),
     (
         {"broadcast_dropout": None},

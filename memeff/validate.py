@@ -28,6 +28,7 @@ from memeff.warn import warn_once
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
 POSITION_LIMIT = 2**29  # positions stay below it, so that position + window fits into int32
+TOO_LONG = 2 * POSITION_LIMIT  # tokens
 
 
 def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
@@ -71,6 +72,13 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
         wanted = ", ".join([*map(str, leads), f"S={S}", f"K={K}", "D"])
         raise ValueError(f"value must have shape ({wanted}), like key; got {value_shape}.")
+    for name, x in (("query", query), ("key", key)):
+        if isinstance(x.shape[-3], int) and x.shape[-3] >= TOO_LONG:
+            raise ValueError(
+                f"{name} has {x.shape[-3]} tokens, and positions are 32-bit integers: a sequence "
+                f"must be shorter than {TOO_LONG}. Split it, and combine the parts with "
+                "memeff.merge."
+            )
     if H == 0:
         raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
     if (K == 0 and N != 0) or (K and N % K):
@@ -212,9 +220,7 @@ def check_window(
                 "unbounded side."
             )
     # A side beyond any position is no bound.
-    left, right = (
-        None if side is None or side >= 2 * POSITION_LIMIT else int(side) for side in sides
-    )
+    left, right = (None if side is None or side >= TOO_LONG else int(side) for side in sides)
     return left, 0 if is_causal else right
 
 

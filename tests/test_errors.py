@@ -42,6 +42,13 @@ def test_enough_wrong_calls():
     assert tested == set(inspect.signature(dot_product_attention).parameters)
 
 
+def test_a_sequence_beyond_32_bit_positions_is_refused():
+    short, long = (jax.ShapeDtypeStruct((1, T, 1, 8), f32) for T in (8, 2**30))
+    for arrays, name in (((long, short, short), "query"), ((short, long, long), "key")):
+        with pytest.raises(ValueError, match=f"{name} has {2**30} tokens.*shorter than {2**30}"):
+            jax.eval_shape(dot_product_attention, *arrays)
+
+
 # ---- traced values
 
 

@@ -142,4 +142,8 @@ def kind_of(x) -> str:
     """Describe `x` for an error: its type and value, or its traced type."""
     if isinstance(x, Tracer):
         return f"a traced value ({x.aval})"
-    return "None" if x is None else f"{type(x).__name__} {x!r}"[:80]
+    kind = type(x).__name__
+    value = repr(x)
+    if x is None or value.startswith((f"{kind}(", "<")):
+        return value[:80]  # it names the type itself
+    return f"{kind} {value}"[:80]

@@ -241,6 +241,6 @@ def _drafts(name: str, x: ArrayLike) -> jax.Array:
     x = _integers(name, x, "[B, T] or [T]", (1, 2))
     if x.shape[-1] > MOST_DRAFTS:
         raise ValueError(
-            f"{name} has {x.shape[-1]} drafts, and a number has a bit for {MOST_DRAFTS} of them."
+            f"{name} has {x.shape[-1]} drafts, and a tree has at most {MOST_DRAFTS}: propose fewer."
         )
     return x

@@ -185,7 +185,7 @@ def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
         message = (
             f"{name} of shape {given_shape} takes {mib:.0f} MiB, more than attention itself needs: "
         )
-        warn_once(name, message + f"say it with {instead} where you can.")
+        warn_once(name, message + f"use {instead} instead where you can.")
     if all(d == 1 for d in leads):
         leads = [1]
     else:

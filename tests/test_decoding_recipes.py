@@ -109,7 +109,7 @@ def test_32_drafts_use_every_bit():
 def test_wrong_trees_are_refused():
     q, k, v = tokens(2, 4)
     for bits, start, error, pattern in (
-        (np.zeros((2, 33), int), 0, ValueError, "33 drafts, and a number has a bit for 32"),
+        (np.zeros((2, 33), int), 0, ValueError, "33 drafts, and a tree has at most 32"),
         (np.zeros((2, 4)), 0, TypeError, "ancestors must be integers"),
         (np.zeros((2, 3), int), 0, ValueError, "params for T=3 query positions.*T=4"),
         (np.zeros((3, 4), int), 0, ValueError, "params for B=3 batch entries.*B=2"),

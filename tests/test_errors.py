@@ -49,6 +49,15 @@ def test_a_sequence_beyond_32_bit_positions_is_refused():
             jax.eval_shape(dot_product_attention, *arrays)
 
 
+def test_an_error_names_the_type_of_what_came_once():
+    x = jnp.ones((1, 5, 2, 8))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    with pytest.raises(TypeError, match=r"query must be an array, got ShapeDtypeStruct\(shape="):
+        dot_product_attention(shape, x, x)
+    with pytest.raises(TypeError, match=r"bias must be an array, got <function "):
+        dot_product_attention(x, x, x, bias=argument_names)
+
+
 # ---- traced values
 
 
@@ -104,7 +113,7 @@ def test_a_large_dense_array_warns_once_and_names_what_replaces_it(
     def trace(*shape):
         jax.eval_shape(attend, x, jax.ShapeDtypeStruct(shape, dtype))
 
-    warning = rf"{name} of shape \(1, 1, 32768, 32768\) takes .* MiB.*: say it with {instead}"
+    warning = rf"{name} of shape \(1, 1, 32768, 32768\) takes .* MiB.*: use {instead} instead"
     with pytest.warns(UserWarning, match=warning) as record:
         trace(1, 1, 32_768, 32_768)
     assert len(record) == 1

@@ -197,7 +197,7 @@ class KVCache:
         if self.window is not None and T > self.capacity:
             raise ValueError(
                 f"T={T} tokens came for a ring of {self.capacity} slots: append at most "
-                f"{self.capacity - self.window} at a time, which can then attend."
+                f"{self.capacity - self.window} at a time."
             )
         lengths = self.lengths + counts
         if self.window is None:

@@ -222,8 +222,10 @@ def _prepare(arguments: Arguments) -> _Call:
         shape, problem, operands, _ = prepare(arguments, run_attention)
         devices = 1
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
-    if traced or problem.dropout is not None:
-        raise TypeError("memeff.audit runs outside jit, on arrays, and without dropout. Omit both.")
+    if traced:
+        raise TypeError("memeff.audit runs outside jit, because it needs the numbers.")
+    if problem.dropout is not None:
+        raise TypeError("memeff.audit runs without dropout. Omit dropout_rate.")
     arrays = [jnp.asarray(x) for x in (arguments.query, arguments.key, arguments.value)]
     place = float64.find_place(axes, arrays) if axes else Place()
     lengths = shape.T, shape.S

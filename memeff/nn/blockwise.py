@@ -186,7 +186,7 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
     if not isinstance(T, int):
         raise NotImplementedError(
             "blockwise does not support a number of tokens that jax.export leaves symbolic "
-            f"(T={T})."
+            f"(T={T}). Export with a number."
         )
     return dim, T
 

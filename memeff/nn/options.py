@@ -44,7 +44,7 @@ def check_head_size(num_heads: int, qkv_features: int | None, features: int) -> 
         total = features
         name = f"qkv_features={features!r} (the inputs' features)"
     if isinstance(total, bool) or not isinstance(total, numbers.Integral):
-        raise TypeError(f"{name} must be an int.")
+        raise TypeError(f"{name} must be an int: it counts features.")
     if total < 1 or total % num_heads:
         raise ValueError(
             f"{name} does not divide into num_heads={num_heads} heads: make qkv_features a "

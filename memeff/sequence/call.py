@@ -160,7 +160,7 @@ def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
         manual = [axis in current.manual_axes for axis in axes]
         if any(manual) and not all(manual):
             raise ValueError(
-                f"sequence_axis={axes}: inside shard_map all of these axes must be manual, or none."
+                f"sequence_axis={axes}: make all of these axes those of the jax.shard_map, or none."
             )
         return Place(all(manual), None, devices)
     for x in arrays:

@@ -109,7 +109,7 @@ def text_of(row: dict[str, Any]) -> str:
 
 
 def random_model(config: Config) -> tuple[Any, Any]:
-    """Return a model as `nnx.split` gives it, its parameters in the dtype that is computed in."""
+    """Return a model as `nnx.split` gives it, with parameters in the dtype of the computation."""
 
     @jax.jit
     def make() -> Any:
@@ -137,7 +137,7 @@ def filled_caches(config: Config, batch: int, context: int) -> Caches:
 
 @contextlib.contextmanager
 def attended_by(name: str) -> Iterator[None]:
-    """Let models attend to their caches by memeff, or by jax.nn, with cuDNN on GPUs."""
+    """Let models attend to their caches by memeff or by jax.nn (with cuDNN on GPUs)."""
     if name == "memeff":
         yield
         return

@@ -174,7 +174,7 @@ def stream(
 def check_choices(
     length: int, temperature: float, top_k: int | None, top_p: float, seed: int
 ) -> None:
-    """Refuse what means nothing."""
+    """Refuse settings out of range."""
     if length < 1:
         raise Refused(f"length={length}: it must be at least 1 byte.")
     if not temperature >= 0:
@@ -273,7 +273,7 @@ def read_chunk(graphdef: Any, params: Any, state: State, tokens: Array, counts: 
 def write_block(
     graphdef: Any, params: Any, state: State, keys: Array, sampling: Sampling
 ) -> tuple[Array, State]:
-    """Return BLOCK more tokens of each row [B, BLOCK], and the state behind them."""
+    """Return BLOCK more tokens of each row [B, BLOCK], and the state after them."""
 
     def next_token(state: State, _: None) -> tuple[State, Array]:
         model: Transformer = nnx.merge(graphdef, params)

@@ -203,7 +203,7 @@ class Transformer(nnx.Module):
     def decode_hidden(
         self, tokens: Array, caches: Caches, counts: Array | None = None
     ) -> tuple[Array, Caches]:
-        """Return the same with the vectors [B, T, C] before the head."""
+        """Return the vectors [B, T, C] before the head, and the caches, as `decode` does."""
         turn = rotation(self.config, caches[0].lengths[:, None] + jnp.arange(tokens.shape[1]))
         layer_def, parameters = nnx.split(self.layers)
         x = self.embedding(tokens)
@@ -217,7 +217,7 @@ class Transformer(nnx.Module):
         return self.norm(x), tuple(appended)
 
     def empty_cache(self, batch: int, size: int, chunk: int = 1) -> Caches:
-        """Return caches with room for `size` tokens in each of `batch` rows, of which a call brings at most `chunk`.
+        """Return caches with room for `size` tokens in each of `batch` rows, for calls of at most `chunk` tokens.
 
         With a window that is shorter, the caches are rings.
         """
@@ -239,7 +239,7 @@ def likeliest(head: nnx.Linear, x: Array) -> Array:
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each added to what enters. The attention itself stands between `project` and `combine`."""
+    """Attention and feed-forward, each added to its input. The attention itself stands between `project` and `combine`."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         C, N, K, F = config.width, config.heads, config.kv_heads, config.feed_forward
@@ -281,7 +281,7 @@ class Layer(nnx.Module):
 
 
 def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    """Return causal attention within documents and the window, by whom the configuration names, [B, T, N, H]."""
+    """Return causal attention within documents and the window, as `config.attention` says, [B, T, N, H]."""
     window = None if config.window is None else (config.window, 0)
     if config.attention == "jax.nn":  # knows no segments: they cost a mask of T x T
         same = None
@@ -303,7 +303,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, segment_ids: Array | No
 
 
 def attend_cached(config: Config, q: Array, cache: memeff.KVCache, counts: Array | None) -> Array:
-    """Attend to a cache, always by memeff, because all names mean the same function."""
+    """Attend to a cache by memeff, whatever `attention` is, because all choices compute the same."""
     if config.window is None or cache.window is not None:  # a ring knows its window
         return cache.attend(q, counts=counts)
     return cache.attend(q, counts=counts, local_window_size=(config.window, 0))

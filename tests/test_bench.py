@@ -182,7 +182,7 @@ def test_decode_measures_the_caches():
             ("memeff:pages48", case),
         )
     ]
-    assert notes[0].startswith("a cache computes causal forwards of the newest queries")
+    assert notes[0].startswith("caches run causal forwards of the newest queries")
     assert notes[1] == "pages of 48 tokens do not divide 128 keys"
 
 
@@ -192,7 +192,9 @@ def test_fewer_queries_than_keys_are_the_last():
     rows = {row["implementation"]: row for row in table}
     assert rows["memeff"]["error"] < 1e-5
     assert rows["reference"]["error"] < 1e-5
-    assert rows["jax.nn"]["note"] == "its causal queries are the first, and these are the last"
+    assert (
+        rows["jax.nn"]["note"] == "its causal order has no offset, and these queries are the last"
+    )
     full = dataclasses.replace(case, mask="full")
     for row in bench.speed_table([full], ["memeff", "jax.nn"], rounds=1):
         assert row["error"] < 1e-5

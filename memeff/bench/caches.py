@@ -32,9 +32,7 @@ def make_cache(name: str, case: Case) -> Callable[[Array, Array], Any]:
     found = NAME.fullmatch(name)
     assert found is not None
     if case.mode != "forward" or case.mask != "causal" or case.extra != "plain":
-        raise NotImplementedError(
-            "a cache computes causal forwards of the newest queries: --decode"
-        )
+        raise NotImplementedError("caches run causal forwards of the newest queries: pass --decode")
     B, S, K, H = case.shapes[1]
     page = int(found["page"] or 1)
     if S % page:

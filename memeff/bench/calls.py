@@ -129,7 +129,7 @@ def prepare(name: str, case: Case) -> Run:
 def prepare_torch(name: str, case: Case, arrays: Sequence[Array]) -> Run:
     """Return the case as PyTorch runs it, on as many threads as XLA has."""
     if case.extra != "plain" or case.mode not in MODES:
-        raise NotImplementedError("the bench asks it for plain calls, forward and gradient, alone")
+        raise NotImplementedError("the bench times only its plain calls, forward and gradient")
     torch = importlib.import_module("torch")
     torch.set_num_threads(cores())
     # PyTorch's layout is B N T H.

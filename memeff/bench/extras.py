@@ -66,7 +66,7 @@ def extra_as_array(
             return "mask", functools.partial(mask_array, mask, length)
         case Score() as score if name != "softcap":
             return "bias", functools.partial(bias_array, score, heads, length, dtype)
-    raise NotImplementedError("no array is a soft cap")
+    raise NotImplementedError("no array can express a soft cap")
 
 
 def mask_array(mask: Mask, length: int) -> Array:

@@ -123,7 +123,7 @@ def causal_arguments(name: str, case: Case) -> dict[str, Any]:
     if is_memeff(name):
         return {"is_causal": True, "q_offset": offset}
     if case.queries > 1:
-        raise NotImplementedError("its causal queries are the first, and these are the last")
+        raise NotImplementedError("its causal order has no offset, and these queries are the last")
     return {"is_causal": False}  # the last query sees every key
 
 
@@ -142,5 +142,5 @@ def array_argument(name: str, case: Case) -> tuple[str, Callable[[], Array]] | N
     if case.extra == "plain" or is_memeff(name):
         return None
     if not name.startswith("jax.nn"):
-        raise NotImplementedError("the bench gives it neither scores nor masks")
+        raise NotImplementedError("the bench passes it no scores and no masks")
     return extra_as_array(case.extra, case.heads, case.length, case.dtype)

@@ -315,8 +315,6 @@ def plan(
 ) -> Plan:
     """Plan a call of `dot_product_attention`: its memory, floating point operations and tiles.
 
-    Print the result for a table.
-
     Nothing is computed or allocated. Bytes are estimates, for most calls between half and twice
     what XLA reports once the call is compiled. On TPUs that holds for calls of the TPU kernels from
     16k tokens on; the estimate for the chunked path is that for GPUs. With `compile` the call is
@@ -331,6 +329,8 @@ def plan(
         the memory of the device, where it is known.
       compile: compile forward and gradient, which takes some seconds. The device must be present or
         described.
+
+    Returns: a `Plan`. Print it for a table.
 
     Raises: as the call itself does; ValueError for an unknown device, or one for which this process
       cannot compile.

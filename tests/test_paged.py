@@ -378,7 +378,16 @@ WRONG = [
     (dict(page_table=TABLE[:1]), ValueError, r"page_table must have shape \(B=2, pages"),
     (dict(page_table=TABLE / 1), TypeError, "page_table must be integers, got float"),
     (dict(page_table=TABLE + 4), ValueError, "page_table names page 6, and key_pages has 5"),
-    (dict(lengths=[8, 5]), ValueError, "sequence 1 has 5 tokens.*room for 4.*-1 too early"),
+    (
+        dict(lengths=[8, 5]),
+        ValueError,
+        "lengths: sequence 1 has 5 tokens.*page_table names pages for 4",
+    ),
+    (
+        dict(lengths=[9, 4]),
+        ValueError,
+        "lengths: sequence 0 has 9 tokens.*page_table names pages for 8",
+    ),
     (dict(lengths=[8]), ValueError, r"lengths must have shape \(B=2,\)"),
     (dict(query=QUERY.astype(np.float16)), TypeError, "key_pages is float32 and query is float16"),
     (dict(key_scales=np.ones(3)), ValueError, "key_pages is float32, which does not take key_sc"),

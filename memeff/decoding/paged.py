@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
-from memeff.decoding.storage import EIGHT_BITS, check_room, lacks_positions
+from memeff.decoding.storage import EIGHT_BITS, lacks_positions
 from memeff.inputs import check_integers, known_values, to_array, to_int32
 from memeff.query_positions import check_query_positions
 from memeff.shape import CallShape
@@ -216,7 +216,14 @@ def _check_pages(key: StoredKeys, lengths: Array) -> None:
             f"page_table names page {table.max()}, and key_pages has {count}: pages are numbered "
             "from 0, and -1 stands beyond the end of a sequence."
         )
-    check_room(lengths, page * leading_pages(table), "Its page_table has -1 too early.")
+    room = page * leading_pages(table)
+    known = known_values(lengths)
+    if known is not None and (known > room).any():
+        b = (known > room).argmax()
+        raise ValueError(
+            f"lengths: sequence {b} has {known[b]} tokens, and its row of page_table names pages "
+            f"for {room[b]}. Name a page for each token."
+        )
 
 
 def leading_pages(table: Any) -> Any:

@@ -84,9 +84,7 @@ def test_decoding_equals_the_full_forward_linen(name):
     assert_equal(empty, flaxes.init(jax.random.key(0), X)["cache"])
     flax_result = decode(linen_step(flaxes, params), empty, one_by_one)
     assert_close((cache, out), flax_result)
-    message = (
-        "the cache has room for 7 tokens and holds 7, and 1 more came: init with longer inputs"
-    )
+    message = "the cache has room for 7 tokens and holds 7, and 1 more came: make it"
     with pytest.raises(ValueError, match=message):
         module.apply({**params, "cache": cache}, X[:, :1], mutable=["cache"])
     message = r"keys of shape \(1, 1, 4, 2\), and the cache has \(2, 7, 4, 2\)"

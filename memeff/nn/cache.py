@@ -62,7 +62,7 @@ def _check_room(start: Array, T: int, S: int) -> None:
     if known is not None and known.max() + T > S:
         raise ValueError(
             f"decode: the cache has room for {S} tokens and holds {known.max()}, and {T} more "
-            "came: init with longer inputs."
+            "came: make it (init, init_cache) for more tokens."
         )
 
 

@@ -154,20 +154,25 @@ def prepare(
     if stored is not None:
         operands = operands._replace(key=stored[0], value=stored[1])
     if chosen is None:
-        limit = parse_bytes("memory_limit", arguments.memory_limit)
         chosen = dispatch.choose_implementation(
             problem,
             operands,
-            Request(
-                validate_options.check_implementation(arguments.implementation),
-                validate_options.check_backward(arguments.backward),
-                validate_options.check_chunk_size(arguments.chunk_size),
-                limit or tile_sizes.memory_limit_of_program.value,
-            ),
+            request_of(arguments),
             functools.partial(compiling.temp_bytes, run, arguments),
             warn=warn,
         )
     return Call(shape, problem, operands, chosen)
+
+
+def request_of(arguments: Arguments) -> Request:
+    """Check how the caller wants the call to run."""
+    limit = parse_bytes("memory_limit", arguments.memory_limit)
+    return Request(
+        validate_options.check_implementation(arguments.implementation),
+        validate_options.check_backward(arguments.backward),
+        validate_options.check_chunk_size(arguments.chunk_size),
+        limit or tile_sizes.memory_limit_of_program.value,
+    )
 
 
 def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Problem, Operands]:

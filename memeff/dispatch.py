@@ -88,7 +88,7 @@ def _kernels_fit(
     return schedule is not None
 
 
-def explain_choice(chosen: Chosen, operands: Operands) -> str:
+def explain_choice(chosen: Chosen, operands: Operands, request: Request) -> str:
     """Explain in words what runs a call, and why every other implementation does not."""
     problem = chosen.problem
     shape = operands.shape
@@ -96,16 +96,19 @@ def explain_choice(chosen: Chosen, operands: Operands) -> str:
     describe = family.describe if chosen.name == "pallas" else chunked.describe
     how = describe(problem, chosen.schedule, operands)
     lines = [f'"{chosen.name}" runs this call on {current_platform()}: {how}.']
-    drawbacks = {
+    drawbacks: dict[str, str | None] = {
         "reference": f"needs quadratic memory ({shape.B * shape.N} x {shape.T} x {shape.S} logits)",
-        "xla": "slower for this call",
+        "xla": "expected to be slower",
     }
     for name in IMPLEMENTATIONS:
         if name == chosen.name:
             continue
-        reason = why_not(name, problem, operands)
+        reason = why_not(name, problem, operands, request)
+        if reason is None and name == "pallas":
+            drawbacks[name] = family.slower(problem, operands)
+            if drawbacks[name] is None:
+                reason = "the kernels need more than memory_limit"
         if reason is None:
-            drawback = drawbacks.get(name) or family.slower(problem, operands)
-            reason = f'available with implementation="{name}"; {drawback}'
+            reason = f'available with implementation="{name}"; {drawbacks[name]}'
         lines.append(f'"{name}": {reason}.')
     return "\n".join(lines)

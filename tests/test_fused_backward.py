@@ -106,6 +106,24 @@ def test_the_fastest_backward_is_fused_where_that_was_measured_to_be_faster(quer
 
 
 @needs_kernels
+def test_explain_says_why_the_other_implementations_cannot_run_the_call_as_asked():
+    x = jax.ShapeDtypeStruct((1, 8191, 16, 72), jnp.bfloat16)
+
+    def reason_against(name, **kwargs):
+        lines = memeff.explain(x, x, x, **kwargs).splitlines()
+        return next(line for line in lines if line.startswith(f'"{name}": '))
+
+    with pretend_device("gpu", "9.0"):
+        for name in ("xla", "reference"):
+            assert reason_against(name, backward="fused").endswith('support backward="fused".')
+        assert "do not support chunk_size" in reason_against("pallas", chunk_size=128)
+        limited = reason_against("pallas", memory_limit="100MiB")
+        assert limited == '"pallas": the kernels need more than memory_limit.'
+        with pytest.raises(ValueError, match="in kernels. Raise the limit.* or omit `backward`"):
+            memeff.explain(x, x, x, memory_limit="100MiB", backward="fused")
+
+
+@needs_kernels
 def test_the_fastest_backward_is_told_and_planned():
     x = jax.ShapeDtypeStruct(LONG, jnp.bfloat16)
 

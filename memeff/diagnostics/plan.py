@@ -14,7 +14,7 @@ import jax
 
 from memeff import compiling, dispatch, memory_model, pallas, sharding, tile_sizes
 from memeff.arguments import AttentionKwargs
-from memeff.call import run_attention
+from memeff.call import request_of, run_attention
 from memeff.chunked.schedule import count_tiles
 from memeff.device import (
     Device,
@@ -298,7 +298,7 @@ def explain(
         return explain_plan(call.plan, call.sizes, call.problem, call.operands, chosen)
     with device_of(arguments.query):
         call = prepare_shapes("explain", arguments)
-        return dispatch.explain_choice(call.chosen, call.operands)
+        return dispatch.explain_choice(call.chosen, call.operands, request_of(arguments))
 
 
 def plan(

@@ -71,7 +71,8 @@ class VisibleBlocks:
 class BlockMask:
     """A mask and the blocks that it hides: the result of `memeff.block_mask`, passed as `mask_fn`.
 
-    Its `str` is a picture: `#` is a block with all pairs visible, `+` with some, `.` with none.
+    Its `str` is a picture of up to 64 x 64 characters: `#` where all pairs are visible, `+` where
+    some are, `.` where none is.
     """
 
     mask: Mask

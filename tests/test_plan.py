@@ -299,6 +299,13 @@ def test_nothing_is_computed():
 # ---- the longest sequence that fits
 
 
+def test_a_plan_without_queries_names_no_longest_sequence():
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for length in (0, 8))
+    plan = memeff.plan(q, k, k, memory="1GB")
+    assert plan.longest is None
+    assert "None" not in str(plan)
+
+
 def lengthen(x, T):
     """Return a shape of 10,000 tokens with T tokens instead."""
     shape = tuple(T if size == 10_000 else size for size in x.shape)

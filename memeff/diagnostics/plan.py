@@ -114,7 +114,7 @@ class Plan:
         ]
         lines = [f'"{self.implementation}" on {self.platform}: {self.how}']
         lines += [f"{title:26}{forward:>12}{both:>22}" for title, forward, both in rows]
-        if self.memory is not None:
+        if self.memory is not None and self.longest is not None:
             lines.append(
                 f"{format_bytes(self.memory)} hold the gradient of up to about {self.longest} "
                 f"tokens; with plain attention, of {self.plain_longest}."

@@ -497,7 +497,7 @@ WRONG = [
             context_parallel="ring",
         ),
         NotImplementedError,
-        "no left side of a window",
+        "supports no left side of a window",
     ),
     (
         dict(sequence_axis="seq", implementation="reference", context_parallel="ring"),

@@ -87,7 +87,7 @@ def why_not(
         if request.implementation == "reference":
             return 'implementation="reference" has no parts: it needs all keys of a head at once'
         if layout == "striped" and problem.left is not None:
-            return 'sequence_layout="striped" has no left side of a window'
+            return 'a ring in sequence_layout="striped" supports no left side of a window'
     if strategy != "all_to_all":
         return None
     reason = why_not_exchange(sizes.devices[-1], sizes.N, sizes.K)

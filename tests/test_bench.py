@@ -274,6 +274,20 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
             "--query-length 2048 must be at most --length 1024.",
         ),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
+        (["--query-length", "8", "--with", "alibi"], "omit --query-length."),
+        *(
+            ([*table, option, "nowhere/x"], f"argument {option}: there is no folder nowhere: make")
+            for table, option in [
+                ([], "--json"),
+                ([], "--save"),
+                (["memory"], "--plot"),
+                (["hard"], "--json"),
+                (["losses"], "--save"),
+                (["arguments"], "--save"),
+                (["devices"], "--save"),
+                (["devices"], "--plot"),
+            ]
+        ),
     ],
 )
 def test_a_wrong_option_gets_a_sentence(capsys, arguments, sentence):

@@ -12,6 +12,11 @@ from memeff.bench.report import rewrite_page
 SIZES = ["--tokens", "16", "--heads", "8", "--kv-heads", "4", "--head-dim", "8"]
 
 
+def test_more_devices_than_there_are_end_in_a_sentence():
+    with pytest.raises(SystemExit, match="--devices 9: this machine has 8. Give fewer"):
+        devices.main(["--devices", "9"])
+
+
 @pytest.mark.slow
 def test_all_ways_agree_and_fill_a_table(tmp_path):
     path = tmp_path / "small.jsonl"

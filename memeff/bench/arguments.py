@@ -34,6 +34,7 @@ import memeff
 from memeff.bench.calls import Run
 from memeff.bench.cases import Row
 from memeff.bench.losses import without_save
+from memeff.bench.options import output_file
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
 from memeff.pallas.ampere import capability
@@ -237,5 +238,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="programs compiled at a time (default: 1)"
     )
-    parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    parser.add_argument(
+        "--save",
+        type=output_file,
+        metavar="FILE",
+        help="write the results, docs/benchmarks/*.jsonl",
+    )
     return parser.parse_args(arguments)

@@ -26,6 +26,7 @@ import itertools
 import json
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +47,7 @@ from jax.sharding import (
 import memeff
 from memeff.bench.cases import Row
 from memeff.bench.losses import ProgramRun, without_save
-from memeff.bench.options import size
+from memeff.bench.options import output_file, size
 from memeff.bench.plots import devices_figure, save_figure
 from memeff.bench.results import (
     description_to_keep,
@@ -266,6 +267,11 @@ def main(arguments: Sequence[str]) -> None:
     set_copied_messages()
     command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
     counts = options.devices or [jax.device_count()]
+    if max(counts) > jax.device_count():
+        sys.exit(
+            f"--devices {max(counts)}: this machine has {jax.device_count()}. Give fewer. For a "
+            f"trial on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={max(counts)}."
+        )
     cases = []
     for count, length in itertools.product(counts, options.tokens):
         heads = options.heads, options.kv_heads or options.heads
@@ -305,7 +311,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--implementation", nargs="+", default=STANDARD, metavar="NAME")
     add("--rounds", type=size, default=5, metavar="N", help="samples of each time")
     add("--jobs", type=size, default=1, metavar="N", help="programs compiled at a time")
-    add("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    add(
+        "--save",
+        type=output_file,
+        metavar="FILE",
+        help="write the results, docs/benchmarks/*.jsonl",
+    )
     add("--results", metavar="FILE", help="show results that were saved; nothing is measured")
-    add("--plot", metavar="FILE", help="draw the shares against the number of devices")
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="draw the shares against the number of devices",
+    )
     return parser.parse_args(arguments)

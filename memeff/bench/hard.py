@@ -34,6 +34,7 @@ from memeff.bench.hard_paths import (
     memeff_paths,
     run_path,
 )
+from memeff.bench.options import output_file
 
 ARRAYS = HardResults._fields
 ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
@@ -87,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="CASE",
         help="these cases: " + "; ".join(CASES),
     )
-    add("--json", metavar="FILE", help="append a JSON line for each row")
+    add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
     add(
         "--report",
         nargs=2,

@@ -30,6 +30,7 @@ from jax import Array
 
 import memeff
 from memeff.bench.cases import Row
+from memeff.bench.options import output_file
 from memeff.bench.results import description_to_keep, measurement, save_results, shortened
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
@@ -288,5 +289,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="programs compiled at a time; each of "
         "them may take as much of a GPU's memory as its arrays need (default: 1)",
     )
-    parser.add_argument("--save", metavar="FILE", help="write the results, docs/benchmarks/*.jsonl")
+    parser.add_argument(
+        "--save",
+        type=output_file,
+        metavar="FILE",
+        help="write the results, docs/benchmarks/*.jsonl",
+    )
     return parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from memeff.bench.cases import HIGHER_MODES, MASKS, MODES
 from memeff.bench.extras import NAMES as EXTRA_NAMES
@@ -76,14 +77,16 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time (default: 7)")
-    add("--json", metavar="FILE", help="append a JSON line for each row")
+    add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
     add(
         "--save",
+        type=output_file,
         metavar="FILE",
         help="replace the results in FILE, such as docs/benchmarks/NAME.jsonl",
     )
     add(
         "--plot",
+        type=output_file,
         metavar="FILE",
         help="draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text",
     )
@@ -99,6 +102,14 @@ def size(text: str) -> int:
             f"expected a whole number above 0, such as 4096 or 64k, got {text!r}"
         )
     return int(digits) * (unit or 1)
+
+
+def output_file(name: str) -> str:
+    """Return the name of a file, whose folder must exist before anything is measured."""
+    folder = Path(name).parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}: make it first")
+    return name
 
 
 def fill_defaults(options: argparse.Namespace) -> None:
@@ -128,7 +139,7 @@ def check_table(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if draws_text and options.table != "memory":
         parser.error("--plot FILE.txt draws memory: use the table memory, or a picture.")
     if options.query_length and set(options.extra) != {"plain"}:
-        parser.error("--with wants as many queries as keys: leave --query-length away.")
+        parser.error("--with needs as many queries as keys: omit --query-length.")
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -80,7 +80,7 @@ def switch_jax_nn(
 
     Inside, the function takes the same arguments as JAX's, with the same meaning, except that:
 
-    * A query that sees no key gives 0, where JAX gives the mean of the values; its residual is
+    * A query that sees no key gives 0, where JAX gives the mean of the values; its lse is
       -inf.
     * The caller's `implementation=` ("xla", "cudnn", "triton") is ignored, because it chooses among
       JAX's implementations.

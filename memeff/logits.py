@@ -142,12 +142,14 @@ def logits_base2(
 ) -> Array:
     """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats."""
 
-    def in_bits(x: Array | None) -> Array | None:
+    def to_base2(x: Array | None) -> Array | None:
         return None if x is None else x.astype(raw.dtype) * LOG2_E
 
     if problem.score_fn is None:
         terms = terms._replace(
-            scale=in_bits(terms.scale), soft_cap=in_bits(terms.soft_cap), bias=in_bits(terms.bias)
+            scale=to_base2(terms.scale),
+            soft_cap=to_base2(terms.soft_cap),
+            bias=to_base2(terms.bias),
         )
         return logits_from_dots(base2(problem), raw, terms, keep, indices)
     return logits_from_dots(problem, raw, terms, keep, indices) * LOG2_E

@@ -132,7 +132,7 @@ def test_chosen_on_a_tpu_and_said_to_be_untimed():
     with pretend_device("tpu"):
         text = memeff.explain(*args, is_causal=True)
         assert text.startswith('"pallas" runs this call on tpu: the TPU kernels of JAX')
-        assert "never tried on a TPU" in text
+        assert "compiled for, never timed on a TPU" in text
         few_queries = memeff.explain(*shapes(T=8, S=256))
         assert few_queries.startswith('"xla"')
         assert "a tile of the TPU kernels would be mostly empty with 8 queries" in few_queries

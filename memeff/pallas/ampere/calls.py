@@ -149,7 +149,7 @@ def describe(schedule: Schedule, operands: Operands) -> str:
     rows, keys = forward_tiling(operands)
     capability = current_device().capability
     form = ", the gradient fused into one" if schedule.fused_backward else ""
-    known = "" if capability == "9.0" else "; never tried on this GPU"
+    known = "" if capability == "9.0" else ", compiled for, never timed on this GPU"
     return f"Ampere kernels, tiles of {rows} x {keys} logits{form}{known}"
 
 

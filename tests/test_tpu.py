@@ -106,7 +106,7 @@ def test_only_a_tpu_has_them():
         expected = f"the TPU kernels need a TPU, and this device is a {platform}"
         assert implementation.for_device(device) == expected
     with pretend_device("cpu"):
-        assert "Hopper" in memeff.explain(*args)
+        assert "kernels need a GPU or a TPU" in memeff.explain(*args)
 
 
 def test_another_jax_is_refused(monkeypatch):

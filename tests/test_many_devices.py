@@ -614,12 +614,16 @@ def test_explain():
         contiguous = explain()
         zigzag = explain(sequence_layout="zigzag")
         asked = explain(sequence_layout="zigzag", context_parallel="all_gather")
+        windowed = explain(local_window_size=(8192, 0))
     assert 'over 8 devices along "seq", in layout "contiguous"' in contiguous
     assert 'sequence_layout="zigzag" gives all devices the same' in contiguous
     assert 'context_parallel="ring" has the least estimated time' in zigzag
     assert 'context_parallel="all_gather" was asked for' in asked
     for text in (contiguous, zigzag, asked):
         assert text.count("ms a forward on H200s") == 3
+    # the keys and values of 8,192 tokens, once where the window sees one device before
+    ring_of = [text[text.index('"ring": ') :].splitlines()[0] for text in (contiguous, windowed)]
+    assert "sends 224 MiB" in ring_of[0] and "sends 32 MiB" in ring_of[1]
 
 
 def test_explain_names_the_flag_of_messages(monkeypatch):

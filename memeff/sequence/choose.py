@@ -13,6 +13,7 @@ from memeff.problem import Operands, Problem
 from memeff.sequence.batch_and_heads import Parts
 from memeff.sequence.exchange import why_not_exchange
 from memeff.sequence.layout import Layout, chunks_of_device
+from memeff.sequence.ring import ring_distances
 from memeff.units import format_bytes
 
 STRATEGIES: tuple[Strategy, ...] = ("ring", "all_gather", "all_to_all")
@@ -113,7 +114,7 @@ def choose_strategy(
     for strategy in STRATEGIES:
         reason = why_not(strategy, layout, sizes, problem, operands, request)
         if reason is None:
-            times[strategy] = estimate(strategy, layout, sizes, problem)
+            times[strategy] = estimate(strategy, layout, sizes, problem, operands)
         else:
             reasons[strategy] = reason
     if not times:
@@ -131,7 +132,9 @@ class Estimate(NamedTuple):
     bytes_sent: int
 
 
-def estimate(strategy: Strategy, layout: Layout, sizes: Sizes, problem: Problem) -> Estimate:
+def estimate(
+    strategy: Strategy, layout: Layout, sizes: Sizes, problem: Problem, operands: Operands
+) -> Estimate:
     """Estimate the time of one forward, from measured bandwidths."""
     P = sizes.all_devices
     pairs = sizes.T * sizes.S
@@ -151,8 +154,11 @@ def estimate(strategy: Strategy, layout: Layout, sizes: Sizes, problem: Problem)
     match strategy:
         case "ring":
             message = keys / (1e9 * _bandwidth(NEIGHBOUR_GBPS, keys))
-            beside = max(work / P, message)
-            return Estimate(work, (P - 1) * message, work / P + (P - 1) * beside, (P - 1) * keys)
+            aligned = sizes.T == sizes.S and operands.q_offset is None
+            steps = len(ring_distances(layout, P, problem, sizes.T // P if aligned else None))
+            beside = max(work / steps, message)
+            seconds = work / steps + (steps - 1) * beside
+            return Estimate(work, (steps - 1) * message, seconds, (steps - 1) * keys)
         case "all_gather":
             sent = (P - 1) * keys
         case _:
@@ -186,7 +192,7 @@ def explain_plan(
         if reason is not None:
             lines.append(f'"{strategy}": cannot run this call, because {reason}.')
             continue
-        took = estimate(strategy, plan.layout, sizes, problem)
+        took = estimate(strategy, plan.layout, sizes, problem, operands)
         beside = "while it computes" if strategy == "ring" else "before and after that"
         lines.append(
             f'"{strategy}": about {1e3 * took.seconds:.3g} ms a forward on H200s with NVLink; each '

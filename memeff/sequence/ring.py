@@ -31,7 +31,7 @@ from jax import Array, lax
 
 from memeff.order import hold, orders_by_condition
 from memeff.problem import Operands, Problem
-from memeff.sequence.layout import chunks_of_device
+from memeff.sequence.layout import Layout, chunks_of_device
 from memeff.sequence.parts import (
     Chunk,
     Part,
@@ -100,7 +100,8 @@ def ring_steps(
         if chunks_of_device(shards.layout) == 2:
             pairs = [(rows, cols) for rows in (EARLY, LATE) for cols in (EARLY, LATE)]
     steps = []
-    for s in ring_distances(shards, problem, operands):
+    aligned = shape.T == shape.S and operands.q_offset is None
+    for s in ring_distances(shards.layout, P, problem, shape.T if aligned else None):
         parts = [part(problem, rows, cols, s) for rows, cols in pairs]
         steps.append(Step(s, tuple(parts)))
     return steps
@@ -113,16 +114,14 @@ def is_balanced(shards: Shards, problem: Problem, operands: Operands) -> bool:
     return shards.layout == "zigzag" and causal and square
 
 
-def ring_distances(shards: Shards, problem: Problem, operands: Operands) -> list[int]:
-    """Return the distances, in devices, of keys that the window shows to some device.
+def ring_distances(layout: Layout, P: int, problem: Problem, T: int | None) -> list[int]:
+    """Return the distances, in devices, of keys that the window shows to some of P devices.
 
-    A negative distance is reached against the direction of the ring.
+    A negative distance is reached against the direction of the ring. T is the number of queries of
+    a device, or None if it has another number of keys, or q_offset is an array.
     """
-    P = shards.devices
     whole_ring = list(range(P))
-    T = operands.shape.T
-    aligned = T == operands.shape.S and operands.q_offset is None
-    if shards.layout != "contiguous" or not aligned or T == 0:
+    if layout != "contiguous" or not T:
         return whole_ring
     # at distance d, q_pos - k_pos is at least d T + q_offset - (T - 1), at most that + 2 (T - 1)
     first = 1 - P

@@ -192,6 +192,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     whole = pairs._replace(
         leads=(parts.batch, *shape.leads), T=count * shape.T, N=parts.heads * shape.N
     )
+    validate.check_whole_lengths(whole.T, whole.S)
     logit_params, (scale, soft_cap) = validate.check_logit_params(
         pairs, a.bias, a.scale, a.logits_soft_cap
     )

@@ -72,13 +72,6 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
         wanted = ", ".join([*map(str, leads), f"S={S}", f"K={K}", "D"])
         raise ValueError(f"value must have shape ({wanted}), like key; got {value_shape}.")
-    for name, x in (("query", query), ("key", key)):
-        if isinstance(x.shape[-3], int) and x.shape[-3] >= TOO_LONG:
-            raise ValueError(
-                f"{name} has {x.shape[-3]} tokens, and positions are 32-bit integers: a sequence "
-                f"must be shorter than {TOO_LONG}. Split it, and combine the parts with "
-                "memeff.merge."
-            )
     if H == 0:
         raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
     if (K == 0 and N != 0) or (K and N % K):
@@ -87,6 +80,16 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
             "(K)."
         )
     return query, key, value
+
+
+def check_whole_lengths(T, S) -> None:
+    """Refuse sequences, of all devices, whose positions do not fit."""
+    for name, length in (("query", T), ("key", S)):
+        if isinstance(length, int) and length >= TOO_LONG:
+            raise ValueError(
+                f"{name} has {length} tokens, and positions are 32-bit integers: a sequence must "
+                f"be shorter than {TOO_LONG}. Split it, and combine the parts with memeff.merge."
+            )
 
 
 def check_logit_params(

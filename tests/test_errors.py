@@ -48,6 +48,15 @@ def test_a_sequence_beyond_32_bit_positions_is_refused():
         with pytest.raises(ValueError, match=f"{name} has {2**30} tokens.*shorter than {2**30}"):
             jax.eval_shape(dot_product_attention, *arrays)
 
+    def on_each_device(x):
+        return dot_product_attention(x, x, x, sequence_axis="seq")
+
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
+    spec = jax.sharding.PartitionSpec(None, "seq")
+    sharded = jax.shard_map(on_each_device, mesh=mesh, in_specs=spec, out_specs=spec)
+    with pytest.raises(ValueError, match=f"query has {2**30} tokens"):
+        jax.eval_shape(sharded, long)
+
 
 def test_an_error_names_the_type_of_what_came_once():
     x = jnp.ones((1, 5, 2, 8))

@@ -599,6 +599,16 @@ def test_a_sum_of_terms_of_16_bits_under_strict_promotion():
         assert jax.eval_shape(new, *qkv(dtype="bfloat16"), bias).dtype == jnp.bfloat16
 
 
+def test_jax_checks_the_programs_of_replaced_attention():
+    """The parts of a program that are left as written have names of no other program."""
+    with jax.enable_checks(True):
+        out = replace(plain, strict=True)(*qkv())
+        gradient = jax.grad(lambda *x: (replace(plain)(*x) ** 2).sum())(*qkv())
+    np.testing.assert_allclose(out, plain(*qkv()), atol=1e-6)
+    expected = jax.grad(lambda *x: (plain(*x) ** 2).sum())(*qkv())
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
+
+
 def test_check_finds_a_mask_that_was_read_wrongly(monkeypatch):
     right = assignment._window
 

@@ -112,7 +112,7 @@ class _Evaluation:
                     outputs[variable] = value
         equations = [x.eqn for x in items]
         effects = frozenset().union(*(x.effects for x in equations))
-        info = self.scope.jaxpr.jaxpr.debug_info
+        info = self.scope.jaxpr.jaxpr.debug_info.with_unknown_names()
         alone = Jaxpr((), list(values), list(outputs), equations, effects, info)
         results = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
         self.arrays.update(zip(outputs.values(), results, strict=True))

@@ -199,9 +199,10 @@ def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int,
     b, n = heads
     T, S = lengths
     across = -(-S // size)
-    q_pos = first * size + jnp.arange(rows * size)
-    k_pos = jnp.arange(across * size)
-    indices = PairIndices(jnp.arange(b), jnp.arange(n)[:, None], q_pos, k_pos, (), ())
+    arange = functools.partial(jnp.arange, dtype=jnp.int32)  # as in a tile, also with x64
+    q_pos = jnp.int32(first * size) + arange(rows * size)
+    k_pos = arange(across * size)
+    indices = PairIndices(arange(b), arange(n)[:, None], q_pos, k_pos, (), ())
     visible = function(None, indices, *leaves)  # b|1 n|1 1 t|1 c|1
     inside = ((q_pos < T)[:, None] & (k_pos < S)[None])[None, None, None]
 

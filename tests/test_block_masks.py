@@ -88,3 +88,14 @@ def test_a_block_mask_of_numpy_arrays_is_made_inside_jit():
         return x + any_visible()
 
     np.testing.assert_array_equal(inside(0), any_visible())
+
+
+def test_positions_wrap_in_a_block_mask_as_in_a_tile():
+    """With x64 a mask_fn gets int32 positions too, so a number beyond 2^31 wraps in both."""
+
+    def wraps(batch, head, q_pos, k_pos, params):
+        return (q_pos << 30) << 2 == 0  # True in int32; in 64 bits of the first query alone
+
+    with jax.enable_x64(True):
+        block = memeff.block_mask(wraps, 8, block_size=2)
+    assert block.blocks.all_visible.all()

@@ -75,8 +75,8 @@ class StoredKeys:
         """Return where in the first two dims the tokens lie, each [b, s]."""
         first, b = batch
         start, s = tokens
-        rows = (jnp.int32(first) + jnp.arange(b))[:, None]
-        cols = jnp.int32(start) + jnp.arange(s)
+        rows = (jnp.int32(first) + jnp.arange(b, dtype=jnp.int32))[:, None]
+        cols = jnp.int32(start) + jnp.arange(s, dtype=jnp.int32)
         if self.table is None:
             return jnp.broadcast_to(rows, (b, s)), jnp.broadcast_to(cols, (b, s))
         return page_places(self.table[rows, cols // self.values.shape[1]], cols, self.values)

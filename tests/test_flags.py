@@ -159,8 +159,18 @@ def _pages(x):
 def _flax_cache(x):
     layer = memeff.nn.nnx.MultiHeadAttention(2, 4, decode=True, dtype=x.dtype, rngs=nnx.Rngs(0))
     layer.init_cache((2, 9, 4))
-    layer.cache_index = nnx.Cache(jnp.array([5, 3]))
+    layer.cache_index = nnx.Cache(jnp.array([5, 3], jnp.int32))
     return layer(x[:, :, 0])
+
+
+def _gradient_of_pages(x):
+    table = jnp.array([[0], [1]], jnp.int32)
+    lengths = jnp.array([5, 3], jnp.int32)
+
+    def loss(x):
+        return memeff.paged_attention(x, x, x, table, lengths).sum()
+
+    return jax.grad(loss)(x)
 
 
 def _loss(x):
@@ -174,6 +184,7 @@ FUNCTIONS = [
     _merged,
     _ring,
     _pages,
+    _gradient_of_pages,
     _flax_cache,
     _loss,
     lambda x: memeff.attention_statistics(x, x, x, q_offset=jnp.array([1, 2])),
@@ -182,10 +193,13 @@ FUNCTIONS = [
 ]
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("i", range(len(FUNCTIONS)))
-def test_no_function_promotes(i, dtype):
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+def test_no_function_promotes(i, dtype, x64):
+    """With x64 neither: then jnp.arange has 64 bits, and lengths and positions have 32."""
+    strict = jax.numpy_dtype_promotion("strict")
+    with strict, jax.numpy_rank_promotion("raise"), jax.enable_x64(x64):
         jax.eval_shape(FUNCTIONS[i], jnp.ones((2, 5, 2, 4), dtype))
 
 

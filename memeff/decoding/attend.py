@@ -132,7 +132,7 @@ def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) ->
         assert operands.kv_lengths is not None
         # Tokens behind the end are hidden. Those without a page are NaN, and jax.debug_nans would
         # find them in what the forward keeps for the gradient.
-        exists = jnp.arange(key.shape[1])[None] < operands.kv_lengths[:, None]
+        exists = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < operands.kv_lengths[:, None]
         key, value = (jnp.where(exists[..., None, None], x.whole(), 0) for x in (key, value))
         return attend(chosen, want_lse, operands._replace(key=key, value=value))
 

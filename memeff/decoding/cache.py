@@ -202,7 +202,7 @@ class KVCache:
         lengths = self.lengths + counts
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
-        token = jnp.arange(T)[None]
+        token = jnp.arange(T, dtype=jnp.int32)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         return self._write(places, key, value, lengths)
 

@@ -230,4 +230,4 @@ def leading_pages(table: Any) -> Any:
     """Return how many pages each row of `table` [B, n] names before its first -1."""
     numpy = np if isinstance(table, np.ndarray) else jnp
     n = table.shape[1]
-    return numpy.where(table < 0, numpy.arange(n), n).min(axis=1, initial=n)
+    return numpy.where(table < 0, numpy.arange(n, dtype=np.int32), n).min(axis=1, initial=n)

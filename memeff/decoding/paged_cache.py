@@ -229,7 +229,7 @@ class PagedKVCache:
         lengths = self.lengths + counts
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
-        token = jnp.arange(T)[None]
+        token = jnp.arange(T, dtype=jnp.int32)[None]
         places = self._places(self.lengths[:, None] + token, token < counts[:, None])
         new = stored_form(key, value, self.key_pages.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
@@ -318,7 +318,7 @@ class PagedKVCache:
 def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:
     """Return pairs [n] of pages that, copied at once, do what the given ones do in their order."""
     n = len(sources)
-    pair = jnp.arange(n)
+    pair = jnp.arange(n, dtype=jnp.int32)
     earlier = pair[None] < pair[:, None]  # [n, n]: row i has the pairs before pair i
     writes = (sources[:, None] == targets[None]) & (targets[None] >= 0) & earlier
     origin = jnp.where(writes, pair[None], -1).max(axis=1, initial=-1)  # the last that wrote it

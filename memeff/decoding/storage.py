@@ -196,7 +196,7 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     path, counts = check_drafts(T, path, counts, cache.lengths)
     stays = cache.overflowed  # some of its drafts found no room
     first = (cache.lengths - T)[:, None]
-    token = jnp.arange(path.shape[1])[None]
+    token = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     kept = token < counts[:, None]
     is_draft = (first >= 0) & (path >= 0) & (path < T)
     lost = (first[:, 0] < 0) | (kept & ~is_draft).any(axis=1)

@@ -75,6 +75,6 @@ def _write(x: Array, new: Array, start: Array) -> Array:
     S = x.shape[-3]
     flat = x.reshape(-1, *x.shape[-3:])
     B = flat.shape[0]
-    slots = start.reshape(B, 1) + jnp.arange(T)[None]
+    slots = start.reshape(B, 1) + jnp.arange(T, dtype=start.dtype)[None]
     slots = jnp.where(slots < 0, S, slots)  # a negative index would count from the end
     return write(flat, (slots,), new.reshape(B, *new.shape[-3:])).reshape(x.shape)

@@ -110,7 +110,7 @@ def _place_mask(chunk: Chunk, size: int) -> Array | None:
     """Return True at the chunk's tokens, of `size` in a chunk; None if these are all."""
     if chunk.count == 1:
         return None
-    return jnp.arange(chunk.count * size) // size == chunk.number
+    return jnp.arange(chunk.count * size, dtype=jnp.int32) // size == chunk.number
 
 
 def waiting_bytes(terms: list[Term]) -> int:

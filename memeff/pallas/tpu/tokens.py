@@ -48,7 +48,7 @@ def _behind(lengths: Array | None, B: int, size: int) -> Array | None:
     """Return True, [B, size], for the tokens behind `lengths` [B]; None without lengths."""
     if lengths is None:
         return None
-    return jnp.broadcast_to(jnp.arange(size) >= lengths[:, None], (B, size))
+    return jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) >= lengths[:, None], (B, size))
 
 
 def _either(x: Array | None, y: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike
 
 from memeff.arguments import Arguments, CachedOptions, bind_arguments
@@ -448,3 +448,22 @@ class KVCache:
         """Return the cache with tokens at `places`."""
         new = stored_form(key, value, self.key.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
+
+
+def _to_bytes(aux: tuple[int | None]) -> bytes:
+    """Return what is no array of a cache, its window, as bytes."""
+    (window,) = aux
+    return b"" if window is None else b"%d" % window
+
+
+def _from_bytes(data: bytes) -> tuple[int | None]:
+    """Return the window that `_to_bytes` wrote."""
+    return (int(data) if data else None,)
+
+
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="memeff.KVCache",
+    serialize_auxdata=_to_bytes,
+    deserialize_auxdata=_from_bytes,
+)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.typing import ArrayLike
 
 from memeff.decoding.cache import OWN
@@ -313,6 +313,14 @@ class PagedKVCache:
         """Return the cache with other arrays."""
         key, value, key_scales, value_scales = arrays
         return PagedKVCache(key, value, self.page_table, lengths, key_scales, value_scales)
+
+
+export.register_pytree_node_serialization(
+    PagedKVCache,
+    serialized_name="memeff.PagedKVCache",
+    serialize_auxdata=lambda aux: b"",  # all fields are arrays
+    deserialize_auxdata=lambda data: (),
+)
 
 
 def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ import dataclasses
 from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, export, lax
 from jax.typing import ArrayLike
 
 from memeff import sharding
@@ -48,6 +48,9 @@ class Statistics(NamedTuple):
     entropy: Array  # nats, from 0 (one key takes all) to log S (all take the same)
     max_logit: Array
     mean_distance: Array  # tokens, the mean of |q_pos - k_pos|
+
+
+export.register_namedtuple_serialization(Statistics, serialized_name="memeff.Statistics")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -335,6 +335,10 @@ def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
     if x.ndim < 1:
         raise ValueError("x must have shape [*B, H] with at least 1 dim; got ().")
     H = x.shape[-1]
+    if H == 0:
+        raise ValueError(
+            f"x has H=0 (shape {x.shape}): the logits would be empty sums. Use H >= 1."
+        )
     if kernel.ndim != 2 or kernel.shape[0] != H:
         cure = ""
         if kernel.ndim == 2 and kernel.shape[1] == H:

@@ -72,8 +72,7 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
         wanted = ", ".join([*map(str, leads), f"S={S}", f"K={K}", "D"])
         raise ValueError(f"value must have shape ({wanted}), like key; got {value_shape}.")
-    if H == 0:
-        raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
+    check_head_size(H)
     if (K == 0 and N != 0) or (K and N % K):
         raise ValueError(
             f"query has {N} heads and key has {K}: query heads (N) must be a multiple of key heads "
@@ -90,6 +89,12 @@ def check_whole_lengths(T, S) -> None:
                 f"{name} has {length} tokens, and positions are 32-bit integers: a sequence must "
                 f"be shorter than {TOO_LONG}. Split it, and combine the parts with memeff.merge."
             )
+
+
+def check_head_size(H: int) -> None:
+    """Refuse queries and keys of no numbers."""
+    if H == 0:
+        raise ValueError("query has head size H=0: the logits would be empty sums. Use H >= 1.")
 
 
 def check_logit_params(

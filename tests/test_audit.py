@@ -176,8 +176,10 @@ def test_statistics_and_audit_refuse():
         memeff.key_mass(x, 1.0)
     with pytest.raises(TypeError, match="memeff.audit runs outside jit"):
         jax.jit(lambda x: memeff.audit(None, x, x, x).samples)(x)
-    for B, T, S, K, D in np.where(np.eye(5, dtype=bool), 0, (2, 5, 6, 1, 3)).tolist():
-        arrays = jnp.ones((B, T, K, 4)), jnp.ones((B, S, K, 4)), jnp.ones((B, S, K, D))
-        refusal = f"nothing to sample: B={B}, T={T}, S={S}, K={K}, D={D} must be at least 1"
+    sizes = np.where(np.eye(6, dtype=bool), 0, (2, 5, 6, 2, 2, 3))
+    sizes[4, 3] = 0  # without key heads there are no query heads
+    for B, T, S, N, K, D in sizes.tolist():
+        arrays = jnp.ones((B, T, N, 4)), jnp.ones((B, S, K, 4)), jnp.ones((B, S, K, D))
+        refusal = f"to sample: B={B}, T={T}, S={S}, N={N}, K={K}, D={D} must be at least 1"
         with pytest.raises(ValueError, match=refusal):
             memeff.audit(None, *arrays)

@@ -306,6 +306,11 @@ WRONG = [
         ValueError,
         r"kernel must have shape \(H=8, V\); got \(9, 8\)\. Transpose it: kernel\.T",
     ),
+    (
+        {"x": ones(2, 5, 0), "kernel": ones(0, 9)},
+        ValueError,
+        r"x has H=0 \(shape \(2, 5, 0\)\): .*Use H >= 1",
+    ),
     ({"kernel": ones(8)}, ValueError, r"kernel must have shape \(H=8, V\); got \(8,\)"),
     ({"labels": None}, TypeError, r"labels must be an array, got None"),
     ({"labels": ones(2, 5)}, TypeError, r"labels must be integers, got float32"),

@@ -11,7 +11,7 @@ import pytest
 from conftest import few
 from small_calls import inputs
 
-from memeff import KVCache, dot_product_attention, masks
+from memeff import KVCache, dot_product_attention, masks, paged_attention
 
 ZEROS = {
     "B": dict(B=0),
@@ -177,3 +177,14 @@ def test_a_tree_of_no_drafts():
 def test_head_size_zero_is_refused():
     with pytest.raises(ValueError, match="query has head size H=0"):
         dot_product_attention(*inputs(H=0))
+
+
+def test_pages_without_a_number_are_refused():
+    def call(pages, H):
+        x = jnp.ones((pages, 4, 2, H))
+        return paged_attention(jnp.ones((1, 1, 2, H)), x, x, [[-1]], [0], q_offset=0)
+
+    with pytest.raises(ValueError, match="query has head size H=0"):
+        call(3, 0)
+    with pytest.raises(ValueError, match=r"key_pages has no page \(shape \(0, 4, 2, 8\)\)"):
+        call(0, 8)

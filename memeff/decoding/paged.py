@@ -16,7 +16,7 @@ from memeff.inputs import check_integers, known_values, to_array, to_int32
 from memeff.query_positions import check_query_positions
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
-from memeff.validate import check_lengths, check_offset
+from memeff.validate import check_head_size, check_lengths, check_offset
 
 MOST_TOKENS = 256  # of a page
 
@@ -120,6 +120,7 @@ def paged_attention(
     query = to_array("query", query)
     if query.ndim != 4:
         raise ValueError(f"query must have shape [B, T, N, H]; got {query.shape}.")
+    check_head_size(query.shape[-1])
     if "key_value_seq_lengths" in options:
         raise ValueError("key_value_seq_lengths is the argument `lengths` here: omit it.")
     for name in ("key", "value"):
@@ -173,6 +174,8 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
                 f"{name}_pages has pages of {x.shape[1]} tokens, which jax.export leaves symbolic. "
                 "Export with a number."
             )
+        if x.shape[0] == 0:
+            raise ValueError(f"{name}_pages has no page (shape {x.shape}): pass at least one.")
         if not 1 <= x.shape[1] <= MOST_TOKENS:
             raise ValueError(
                 f"{name}_pages has pages of {x.shape[1]} tokens (shape {x.shape}): a page has 1 to "

@@ -171,7 +171,7 @@ def audit(
     exact_kwargs.pop("memory_limit", None)
     arguments = exact_arguments("audit", query, key, value, bias, mask, **exact_kwargs)
     call = _prepare(arguments)
-    sizes = {letter: getattr(call.shape, letter) for letter in "BTSKD"}
+    sizes = {letter: getattr(call.shape, letter) for letter in "BTSNKD"}
     if 0 in sizes.values():
         words = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
         raise ValueError(f"memeff.audit has nothing to sample: {words} must be at least 1.")

@@ -14,6 +14,8 @@ from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
 
+MAKE_KEY = 'Make it with jax.random.key(seed, impl="threefry2x32").'
+
 
 def check_function(shape: CallShape, name: str, fn, params, dtype):
     """Return the traced function, or None, and the leaves of its params: floats, and others.
@@ -156,7 +158,7 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
     if rng.shape != (2,) or rng.dtype != jnp.uint32:
         raise TypeError(
             f"dropout_rng must be one key of jax.random.key or PRNGKey, got {rng.dtype} of shape "
-            f"{rng.shape}."
+            f"{rng.shape}. {MAKE_KEY}"  # the key may be one of rbg, of shape (4,)
         )
     return Dropout(rate, bool(shared), bits), rng
 

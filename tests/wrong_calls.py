@@ -457,6 +457,11 @@ WRONG = [
         r"dropout_rng must be one key .* of shape \(3, 2\)",
     ),
     (
+        {"dropout_rng": jax.random.PRNGKey(0, impl="rbg"), **RATE},
+        TypeError,
+        r"dropout_rng must be one key .* of shape \(4,\)\. Make it with .*threefry2x32",
+    ),
+    (
         {"dropout_rng": jax.random.key(0, impl="rbg"), **RATE},
         NotImplementedError,
         r'dropout_rng is a key of .*rbg.*threefry2x32.*Or pass dropout_bits="mix32"',

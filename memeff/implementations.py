@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -70,6 +70,9 @@ def why_not(
             )
             if reason is None and request.chunk_size != (None, None):
                 return "the kernels choose their own tiles and do not support chunk_size"
+            config: Any = jax.config
+            if reason is None and config.jax_enable_x64:  # their Python numbers would have 64 bits
+                return "the kernels do not support jax_enable_x64"
             return reason
         case "cudnn":
             return "memeff does not call cuDNN (jax.nn.dot_product_attention does)"

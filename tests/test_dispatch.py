@@ -272,6 +272,21 @@ def test_kernels_are_chosen_where_they_are_faster():
     assert chosen_on_hopper((1, 0, 2, 64)) == "xla"
 
 
+@pytest.mark.parametrize("device", [("tpu",), ("gpu", "9.0"), ("gpu", "8.0")])
+def test_no_kernel_runs_with_x64(device):
+    """All families write Python's numbers, which then have 64 bits, beside numbers of 32."""
+    if OLD and device[0] == "gpu":
+        pytest.skip("these kernels need jax 0.11")
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+    words = "the kernels do not support jax_enable_x64"
+    with pretend_device(*device):
+        assert words not in memeff.explain(x, x, x)
+        with jax.enable_x64(True):
+            assert words in memeff.explain(x, x, x)
+            with pytest.raises(NotImplementedError, match=f"cannot run this call: {words}"):
+                dot_product_attention(x, x, x, implementation="pallas")
+
+
 # ---- devices
 
 

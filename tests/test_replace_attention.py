@@ -950,6 +950,71 @@ def test_sinks_of_other_bases():
         np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=1e-6)
 
 
+def column_dropped_before_the_product(s, v, sink):
+    """As MaxText does: the division follows the product."""
+    s = jnp.concatenate([s, jnp.broadcast_to(sink, (len(s), 1))], -1)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return e[:, :-1] @ v / e.sum(-1, keepdims=True)
+
+
+def column_of_log_softmax(s, v, sink):
+    s = jnp.concatenate([jnp.broadcast_to(sink, (len(s), 1)), s], -1)
+    return jnp.exp(jax.nn.log_softmax(s))[:, 1:] @ v
+
+
+def added_after_the_product(s, v, sink):
+    highest = jnp.maximum(s.max(-1, keepdims=True), sink)
+    e = jnp.exp(s - highest)
+    return e @ v / (e.sum(-1, keepdims=True) + jnp.exp(sink - highest))
+
+
+def one_added_after_the_product(s, v, sink):
+    e = jnp.exp(s)
+    return e @ v * (1 / (1 + e.sum(-1, keepdims=True))) * sink
+
+
+SINKS_AND_DIVISIONS = (
+    column_dropped_before_the_product,
+    column_of_log_softmax,
+    added_after_the_product,
+    one_added_after_the_product,
+)
+
+
+@pytest.mark.parametrize("average", SINKS_AND_DIVISIONS)
+def test_a_sink_beside_exponentials_that_no_sum_divides_before_the_product(average):
+    def attend(q, k, v, sink):
+        visible = jnp.arange(len(k)) > jnp.arange(len(q))[:, None]  # not one in the last row
+        return average(jnp.where(visible, q @ k.T, -1e9), v, sink)
+
+    arrays = [*qkv_of_one_head(), jnp.float32(0.5)]
+    replaced = replace(attend, strict=True, check=True)
+    np.testing.assert_allclose(replaced(*arrays), jax.jit(attend)(*arrays), atol=1e-6)
+    replaced = replace(attend, strict=True)
+    actual = result_and_gradients(replaced, arrays)
+    expected = result_and_gradients(attend, arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), actual, expected)
+
+
+def sum_without_the_column(e):
+    return e[:, :-1].sum(-1, keepdims=True)
+
+
+def sum_of_half_the_column(e):
+    return e.sum(-1, keepdims=True) - e[:, -1:] / 2
+
+
+@pytest.mark.parametrize("total", [sum_without_the_column, sum_of_half_the_column])
+def test_a_column_that_the_division_after_the_product_lacks_is_left(total):
+    def attend(q, k, v):
+        s = jnp.concatenate([q @ k.T, jnp.ones((len(q), 1))], -1)
+        e = jnp.exp(s)
+        return e[:, :-1] @ v / total(e)
+
+    (place,) = find(attend, *qkv_of_one_head()).places
+    assert place.reason is not None and "not divided by their sum" in place.reason
+
+
 def test_a_number_between_two_masks_counts_in_rows_that_see_no_key():
     """A row that sees no key attends to the keys that only the inner mask hides."""
 

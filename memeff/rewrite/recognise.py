@@ -123,7 +123,7 @@ def _match_letters(graph: Graph, second: Equation, side: int, index: Index) -> M
     dots = _find_product(softmax.logits, keys, value)
     result = second.outputs[0], _result_index(second, side, index, value)
     if softmax.unnormalised is not None:
-        result = division_after(graph, result, softmax.unnormalised, keys)
+        result, softmax = division_after(graph, result, softmax)
     first = maker_of(dots[0])
     if _precision(first) != _precision(second):
         raise NoMatch("the two products have different precisions")

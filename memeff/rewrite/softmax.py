@@ -57,7 +57,8 @@ class Softmax:
     base: float  # e = base ** s, given as log(base)
     outside: Outside
     shown_in_sum: tuple[Formula, ...] = ()  # only pairs for which these are true are summed
-    unnormalised: Element | None = None  # e, if the division follows the second product
+    # e, if the division follows the second product, and the letters over which it is summed
+    unnormalised: tuple[Element, tuple[Letter, ...]] | None = None
     # The logarithm of the sum is added to the maximum. Beside a maximum of -1e9 it is lost, so a
     # row that sees no key gives the sum of the values instead of their mean.
     loses_log: bool = False
@@ -192,7 +193,11 @@ def _with_column(
     whole = terms, column.index
     if exponent(whole) is None or shown_in_sum(denominator, [whole], (column.letter,)) != ():
         return None
-    softmax = _of_terms(whole, (column.letter,), outside)
+    return _without_column(_of_terms(whole, (column.letter,), outside), column)
+
+
+def _without_column(softmax: Softmax, column: Column) -> Softmax:
+    """Return a softmax of keys and one more column as that of the keys beside a sink."""
     logits, sink = split_column(softmax.logits, column)
     return dataclasses.replace(softmax, logits=logits, sink=sink)
 
@@ -228,6 +233,10 @@ def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Sof
 
 def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of exponentials that no sum divides before the second product."""
+    column = find_column(terms[1], keys)
+    if column is not None:
+        whole = terms[0], column.index
+        return _without_column(_of_exponential(whole, (column.letter,), outside), column)
     found = exponent(terms)
     assert found is not None
     power, base = found
@@ -237,7 +246,7 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
         if outside.nan_is_zero:
             raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
         softmax = _of_terms(terms, keys, outside)
-        return dataclasses.replace(softmax, unnormalised=terms)
+        return dataclasses.replace(softmax, unnormalised=(terms, keys))
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")
     others = [x for x, _ in shifts if x[0] is not logs[0][0]]
@@ -299,10 +308,13 @@ def _is_log_of_sum(
     return counts[0] == counts[1]
 
 
-def division_after(
-    graph: Graph, result: Element, terms: Element, keys: tuple[Letter, ...]
-) -> Element:
-    """Return the quotient of the second product by the sum of the exponentials."""
+def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Element, Softmax]:
+    """Return the quotient of the second product by the sum of the exponentials.
+
+    The sum may have the exponential of a sink, which the softmax that is returned has then too.
+    """
+    assert softmax.unnormalised is not None
+    terms, keys = softmax.unnormalised
     value, index = result
     for _ in range(MOST_STEPS):
         consumers = graph.consumers.get(value, [])
@@ -328,8 +340,14 @@ def division_after(
                 total = others[0]
             else:
                 total = reciprocal(others[0]) if name == "mul" and others else None
-            if total is not None and shown_in_sum(total, chain(*terms), keys) == ():
-                return output, index
+            if total is None:
+                break
+            if shown_in_sum(total, chain(*terms), keys) == ():
+                return (output, index), softmax
+            if softmax.sink is None:
+                with_sink = _with_added_sink(terms, total, keys, softmax.outside)
+                if with_sink is not None:
+                    return (output, index), with_sink
             break
         else:
             break

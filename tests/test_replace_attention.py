@@ -1505,3 +1505,140 @@ def test_report_names_what_stays():
         ("mask", 256),
     ]
     assert not dataclasses.asdict(find(lambda x: x, 1.0))["places"]
+
+
+def latent(q, k, v, x):
+    """As in DeepSeek's attention: part of the key is rotated, and shared by all heads."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k)
+    s = s + jnp.einsum("btnh,bsh->bnts", x["rotated_query"], x["rotated_key"])
+    return hidden_later(s * 0.3), v
+
+
+def positions_apart(q, k, v, x):
+    """Products of tokens and of positions, each with its scale. One is halved and subtracted."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
+    return s - jnp.einsum("tnh,snh->nts", x["places"], x["places"]) * 0.15, v
+
+
+def three_products(q, k, v, x):
+    s = jnp.einsum("bsnh,btnh->btsn", k, q) - jnp.einsum("btnh,bsh->btsn", q, x["key"])
+    s = (-s + jnp.einsum("btnh,snh->btsn", x["rotated_query"], x["rotated_places"])) / 2
+    return hidden_later(3 * jnp.tanh(s.transpose(0, 3, 1, 2) / 3)), v
+
+
+def product_of_keys(q, k, v, x):
+    """The second product is the same for all queries."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k)
+    return s + jnp.einsum("nh,bsnh->bns", x["places"][0], k)[:, :, None], v
+
+
+def vectors_of_pairs(q, k, v, x):
+    """The keys of the second product differ from query to query."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k)
+    return s + jnp.einsum("btnh,tsh->bnts", q, x["pairs"]), v
+
+
+def unequal_scales(q, k, v, x):
+    """No power of two leads from one scale to the other."""
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
+    return s + 0.2 * jnp.einsum("btnh,bsh->bnts", x["rotated_query"], x["rotated_key"]), v
+
+
+def masked_apart(q, k, v, x):
+    """A mask lies between the products."""
+    s = hidden_later(jnp.einsum("btnh,bsnh->bnts", q, k))
+    return s + jnp.einsum("btnh,bsh->bnts", x["rotated_query"], x["rotated_key"]), v
+
+
+def hidden_later(s):
+    return jnp.where(jnp.arange(s.shape[-1]) <= jnp.arange(s.shape[-2])[:, None], s, -1e30)
+
+
+PRODUCTS = {
+    latent: 2,
+    positions_apart: 2,
+    three_products: 3,
+    product_of_keys: 1,
+    vectors_of_pairs: 1,
+    unequal_scales: 1,
+    masked_apart: 1,
+}
+
+
+def arrays_of_products(length, dtype="float64"):
+    B, N, H, R = 2, 3, 5, 2
+    shapes = {
+        "rotated_query": (B, length, N, R),
+        "rotated_key": (B, length, R),
+        "rotated_places": (length, N, R),
+        "places": (length, N, H),
+        "key": (B, length, H),
+        "pairs": (length, length, H),
+    }
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(B, length, N, size)) for size in (H, H, 4))
+    x = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), [q, k, v, x])
+
+
+def attend_by(logits):
+    def attend(*arrays):
+        s, v = logits(*arrays)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    return attend
+
+
+@pytest.mark.parametrize("logits", PRODUCTS, ids=lambda f: f.__name__)
+def test_logits_of_several_products(logits):
+    """Products of queries and keys that are added become one product of joined vectors."""
+    with jax.enable_x64(True):
+        arrays = arrays_of_products(9)
+        attend = attend_by(logits)
+        (place,) = find(attend, *arrays).replaced
+        count = PRODUCTS[logits]
+        assert (f"a sum of {count} products" in place.found) == (count > 1), place
+        if count > 1:
+            assert not place.pair_arrays
+        replaced = replace(attend, strict=True)
+        for actual, expected in zip(
+            *(jax.tree.leaves(pulled(f, arrays)) for f in (replaced, attend)), strict=True
+        ):
+            np.testing.assert_allclose(actual, expected, atol=1e-12)
+    arrays = arrays_of_products(9, "float32")
+    replace(attend, strict=True, check=True)(*arrays)
+
+
+def pulled(f, arrays):
+    """Return the result of f and its gradients, jitted."""
+
+    def both(*arrays):
+        out, pull = jax.vjp(f, *arrays)
+        return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
+
+    return jax.jit(both)(*arrays)
+
+
+@pytest.mark.parametrize("logits", [latent, three_products], ids=lambda f: f.__name__)
+def test_logits_of_several_products_take_no_array_of_pairs(logits):
+    def temp(length):
+        arrays = jax.eval_shape(lambda: arrays_of_products(length, "float32"))
+        arrays[-1].pop("pairs")
+        replaced = memeff.replace_attention(attend_by(logits), strict=True)
+        compiled = jax.jit(lambda arrays: pulled(replaced, arrays)).lower(arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temp(4096) <= 2.2 * temp(2048)
+
+
+@pytest.mark.parametrize("logits", [latent, positions_apart], ids=lambda f: f.__name__)
+def test_products_in_bfloat16_are_as_exact_as_the_program(logits):
+    arrays = arrays_of_products(64, "bfloat16")
+    attend = attend_by(logits)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arrays)
+        truth = np.asarray(attend(*exact))
+    errors = []
+    for f in (replace(attend, strict=True), attend):
+        errors.append(np.abs(np.asarray(jax.jit(f)(*arrays), np.float64) - truth).max())
+    assert errors[0] <= 1.5 * errors[1]

@@ -70,8 +70,8 @@ class Dropout:
 class Recipe:
     """A call of `dot_product_attention` in place of equations of a program."""
 
-    query: Argument  # [*leads, T, N, H]
-    key: Argument  # [*leads, S, K, H]
+    queries: tuple[Argument, ...]  # [*leads, T, N, H], to be joined along H
+    keys: tuple[Argument, ...]  # [*leads, S, K, H], to be joined along H
     value: Argument  # [*leads, S, K, D]
     dtype: str  # of the call
     sizes: tuple[int, int, int, int]  # B, N, T, S
@@ -151,8 +151,14 @@ class Recipe:
 
     def operands(self, inputs: list[Array]) -> list[Array]:
         """Return query, key and value as the call takes them."""
-        arguments = (self.query, self.key, self.value)
-        return [self.array(x, inputs).astype(self.dtype) for x in arguments]
+        operands = []
+        for arguments in (self.queries, self.keys, (self.value,)):
+            parts = []
+            for x in arguments:
+                part = self.array(x, inputs).astype(self.dtype)
+                parts.append(part if x.factor == 1 else part * x.factor)
+            operands.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1))
+        return operands
 
     def sinks(self, inputs: list[Array]) -> Array:
         """Return the sinks [N]; without a sink, -inf."""

@@ -7,7 +7,8 @@ The algorithm, from the second product backward:
       does not depend on S. The division may follow the second product. Factors that do not depend
       on S move to the output. What sets probabilities to 0 is a mask, or dropout.
   (3) Follow s through element-wise equations to a product of two arrays. The operand whose free
-      axes are S is the key, the other one the query.
+      axes are S is the key, the other one the query. A sum of such products, as in DeepSeek's
+      attention, is one product of longer vectors.
   (4) Axes that only the query has are T (the longest) and grouped heads. Axes of key or value are
       batch entries and heads.
 """
@@ -15,11 +16,13 @@ The algorithm, from the second product backward:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from jax import lax
 
 from memeff.rewrite.axes import (
+    MOVES,
     Element,
     Index,
     Letter,
@@ -27,7 +30,9 @@ from memeff.rewrite.axes import (
     NoMatch,
     Slice,
     expand_all,
+    is_cast,
     is_float,
+    known_number,
     letters_in,
     maker_of,
     new_index,
@@ -42,8 +47,10 @@ from memeff.rewrite.softmax import (
     find_softmax,
     may_be_softmax,
 )
+from memeff.rewrite.softmax_sums import is_outer_product
 
 ONE_KEY = "the product with the values has one key only, so nothing is gained"
+MOST_PRODUCTS = 16  # of a sum
 _DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
 # Algorithms that are the default for operands of these dtypes; jax.nn asks for them.
 _DEFAULT_OF = {
@@ -61,17 +68,26 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of query and key, times a factor."""
+
+    equation: Equation
+    query: Operand
+    key: Operand
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Match:
     """Two products and the softmax between them."""
 
-    first: Equation
+    first: Equation  # the first product, or the sum of several
     second: Equation
     result: Value  # what is replaced: the second product, or the quotient after it
     result_index: Index
-    dots: Element  # the first product, at the index of the probabilities
+    dots: Element  # the result of `first`, at the index of the probabilities
     softmax: Softmax
-    query: Operand
-    key: Operand
+    products: tuple[Product, ...]  # of which `dots` is the sum
     value: Operand
     letters: tuple[Letter, ...]  # of the probabilities, in their order
     keys: tuple[Letter, ...]
@@ -83,13 +99,14 @@ class Match:
 
     @property
     def precision(self) -> Any:
-        """Return the precision of both products."""
-        return _precision(self.first)
+        """Return the precision of all products."""
+        return _precision(self.second)
 
     @property
     def query_only(self) -> tuple[Letter, ...]:
         """Return the letters that neither key nor value has."""
-        shared = set(letters_in(self.key.index)) | set(letters_in(self.value.index))
+        shared = set(letters_in(self.value.index))
+        shared.update(*(letters_in(x.key.index) for x in self.products))
         return tuple(x for x in self.letters if x not in shared)
 
 
@@ -124,12 +141,12 @@ def _match_letters(graph: Graph, second: Equation, side: int, index: Index) -> M
     result = second.outputs[0], _result_index(second, side, index, value)
     if softmax.unnormalised is not None:
         result, softmax = division_after(graph, result, softmax)
-    first = maker_of(dots[0])
-    if _precision(first) != _precision(second):
+    products = tuple(_products_of(dots, keys))
+    if any(_precision(x.equation) != _precision(second) for x in products):
         raise NoMatch("the two products have different precisions")
-    query, key = _operands_of_first(first, dots[1], keys)
+    first = maker_of(dots[0])
     letters = tuple(letters_in(index))
-    return Match(first, second, *result, dots, softmax, query, key, value, letters, keys, columns)
+    return Match(first, second, *result, dots, softmax, products, value, letters, keys, columns)
 
 
 # ---- (3) The products
@@ -145,10 +162,11 @@ def _precision(product: Equation) -> Any:
 
 
 def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Operand) -> Element:
-    """Return the product of query and key from which the logits are computed.
+    """Return the product of query and key from which the logits are computed, or a sum of several.
 
-    Of several, it is the last whose query has an axis that neither key nor value has. A bias may be
-    a product too, of buckets of distances and a table, or of the query and vectors for each pair.
+    If they are no such sum, it is the last whose query has an axis that neither key nor value has.
+    A bias may be a product too, of buckets of distances and a table, or of the query and vectors
+    for each pair.
     """
     waiting = [logits]
     seen: set[Any] = set()
@@ -174,6 +192,11 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
             continue
         if value.maker is None:
             continue
+        if value.op in ("add", "sub"):
+            terms = _products_of((value, index), keys)
+            if _are_one_product(terms, value_operand):
+                products.append((True, value.maker.number, (value, index)))
+                continue
         inputs = sources(value.maker, index)
         if inputs is None:
             ends.append(f"`{value.op}`")
@@ -184,6 +207,60 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
         raise NoMatch(reasons[0])
     where = f": the search stops at {', '.join(dict.fromkeys(ends))}" if ends else ""
     raise NoMatch(f"the logits are not made of a product of two arrays{where}")
+
+
+def _products_of(element: Element, keys: tuple[Letter, ...], factor: float = 1.0) -> list[Product]:
+    """Return the products of which an element is the sum; an empty list if it is no such sum."""
+    value, index = element
+    if value.op == "dot_general":
+        equation = maker_of(value)
+        try:
+            return [Product(equation, *_operands_of_first(equation, index, keys), factor)]
+        except NoMatch:
+            return []
+    inputs = None if value.maker is None else sources(value.maker, index)
+    if inputs is None:
+        return []
+    if is_cast(value) or value.op in MOVES:
+        return _products_of(inputs[0], keys, factor)
+    if value.op == "neg":
+        return _products_of(inputs[0], keys, -factor)
+    if value.op in ("add", "sub"):
+        first = _products_of(inputs[0], keys, factor)
+        second = first and _products_of(inputs[1], keys, -factor if value.op == "sub" else factor)
+        return [*first, *second] if second and len(first) < MOST_PRODUCTS else []
+    if value.op in ("mul", "div"):
+        number = known_number(inputs[1][0])
+        if value.op == "mul" and number is None:
+            inputs.reverse()
+            number = known_number(inputs[1][0])
+        if number is None or not math.isfinite(number) or number == 0:
+            return []
+        number = float(number) if value.op == "mul" else 1 / float(number)
+        return _products_of(inputs[0], keys, factor * number)
+    return []
+
+
+def _are_one_product(products: list[Product], value: Operand) -> bool:
+    """Return True if a sum of products is one product of joined vectors.
+
+    The longest axis of the queries alone must be in each query and in no key. The vectors of
+    queries are multiplied by powers of two, which is exact.
+    """
+    if len(products) < 2:
+        return False
+    shared = set(letters_in(value.index))
+    own = []
+    for x in products:
+        ratio = x.factor / products[0].factor
+        is_exact = abs(math.frexp(ratio)[0]) == 0.5
+        same_precision = _precision(x.equation) == _precision(products[0].equation)
+        if not is_exact or not same_precision or is_outer_product(x.equation.outputs[0]):
+            return False
+        own.append(set(letters_in(x.query.index)) - set(letters_in(x.key.index)) - shared)
+    most = max((x.size for letters in own for x in letters), default=0)
+    longest = {x for letters in own for x in letters if x.size == most}
+    return bool(longest) and all(longest <= letters for letters in own)
 
 
 def _operands_of_first(

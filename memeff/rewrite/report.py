@@ -133,6 +133,8 @@ def _bytes(replacement: Replacement) -> tuple[int, int]:
 def _words(recipe: Recipe) -> list[str]:
     """Return what the call of a recipe says, in words."""
     words = []
+    if len(recipe.queries) > 1:
+        words.append(f"a sum of {len(recipe.queries)} products")
     left, right = recipe.window
     offset = f" from position {recipe.q_offset}" if recipe.q_offset else ""
     if (left, right) == (None, 0):

@@ -24,6 +24,7 @@ class Equations:
     logits: PairFunction
     shown: PairFunction | None  # the probabilities of other pairs are set to 0
     summed: PairFunction | None  # the exponentials of other pairs are not summed
+    factor: float  # of the product of query and key
 
 
 def compute_rows(
@@ -51,7 +52,7 @@ def compute_rows(
 
     def row(sample):
         b, t, n = sample
-        dots = key[b, :, n // group] @ query[b, t, n]
+        dots = equations.factor * (key[b, :, n // group] @ query[b, t, n])
         position = t + recipe.q_offset  # the functions subtract it, as those of a recipe do
         s = each_pair(equations.logits, dots, b, n, position, columns)
         highest = jnp.maximum(s.max(), sinks[n])

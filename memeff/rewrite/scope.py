@@ -265,7 +265,7 @@ def _are_needed(terms: Sequence[Replacement], live: set[Value]) -> bool:
 
 def _check_gain(found: Match, min_logits: int) -> None:
     """Refuse attention whose logits are small, or sums of nothing."""
-    if not all(found.query.value.shape):
+    if not all(size for x in found.products for size in x.query.value.shape):
         raise NoMatch(NO_SIZES)
     T = S = 1
     for letter in found.query_only:
@@ -285,7 +285,8 @@ def _check_gain(found: Match, min_logits: int) -> None:
 
 def _check_sharding(found: Match) -> None:
     """Refuse arrays on a mesh with Explicit axes, whose merged axes would need a sharding."""
-    for operand in (found.query, found.key, found.value):
+    operands = [y for x in found.products for y in (x.query, x.key)]
+    for operand in (*operands, found.value):
         sharding = operand.value.aval.sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise NoMatch("its arrays are sharded over Explicit axes of a mesh")

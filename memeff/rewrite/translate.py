@@ -17,7 +17,7 @@ from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
-from memeff.rewrite.recognise import Match, Operand
+from memeff.rewrite.recognise import Match, Operand, Product
 from memeff.rewrite.rows import Equations
 from memeff.rewrite.symbols import Formula, Known, Leaf, Not
 from memeff.rewrite.terms import NAN, BiasTerm, Core, Logits, Scaling
@@ -69,12 +69,14 @@ def _expanded(match: Match) -> Match:
     def operand(x: Operand) -> Operand:
         return Operand(x.value, expand_all(x.index))
 
+    def product(x: Product) -> Product:
+        return dataclasses.replace(x, query=operand(x.query), key=operand(x.key))
+
     return dataclasses.replace(
         match,
         result_index=expand_all(match.result_index),
         dots=(match.dots[0], expand_all(match.dots[1])),
-        query=operand(match.query),
-        key=operand(match.key),
+        products=tuple(product(x) for x in match.products),
         value=operand(match.value),
         letters=expand(match.letters),
         keys=expand(match.keys),
@@ -122,7 +124,7 @@ class _Translation:
     def recipe(self) -> Recipe:
         """Return the recipe."""
         match = self.match
-        query, key, value, dtype = self._operands()
+        queries, keys, value, dtype = self._operands()
         scaling = self.logits.inner if isinstance(self.logits.inner, Scaling) else Scaling(1.0)
         mask, is_hidden = self._dense_mask()
         score_fn, bias, bias_table = self._score()
@@ -136,13 +138,13 @@ class _Translation:
         if empty_rows == NAN and nan_is_zero:
             empty_rows = None
         return Recipe(
-            query=query,
-            key=key,
+            queries=queries,
+            keys=keys,
             value=value,
             dtype=dtype,
             sizes=self.roles.sizes,
             leads=tuple(x.size for x in self.roles.batch),
-            scale=scaling.factor,
+            scale=scaling.factor * match.products[0].factor,
             scales=tuple((op, self._scalar(x)) for op, x in scaling.scales),
             soft_cap=scaling.soft_cap,
             window=self.window,
@@ -195,6 +197,7 @@ class _Translation:
             self._of_biases(core, []),
             self._of_formulas(shown, self.q_offset),
             self._of_formulas(list(softmax.shown_in_sum), self.q_offset),
+            self.match.products[0].factor,
         )
 
     def _number(self, value: Value) -> int:
@@ -208,30 +211,32 @@ class _Translation:
         value, index = reduced(element, ())
         return Argument(self._number(value), arrange(index, (), is_full=True))
 
-    def _operands(self) -> tuple[Argument, Argument, Argument, str]:
-        """Return query, key and value, and the dtype of the call."""
+    def _operands(self) -> tuple[tuple[Argument, ...], tuple[Argument, ...], Argument, str]:
+        """Return the vectors of queries and keys, the values, and the dtype of the call."""
         match = self.match
         roles = self.roles
         groups = tuple(x for x in roles.heads if x in match.query_only)
         heads = tuple(x for x in roles.heads if x not in groups)
         lead = tuple((x,) for x in roles.batch)
-        hidden = tuple(x for x in letters_in(match.key.index) if x not in match.letters)
         out = match.result.dtype
-        operands = []
-        for operand in (match.query, match.key, match.value):
-            operands.append(without_cast(operand, out))
-        dtype = jnp.result_type(*(x.value.dtype for x in operands), out)
-        forms = (
-            (*lead, self.query, (*heads, *groups), hidden),
-            (*lead, match.keys, heads, hidden),
-            (*lead, match.keys, heads, match.columns),
-        )
-        arguments = []
-        for operand, form in zip(operands, forms, strict=True):
+        dtypes = [out]
+
+        def argument(operand: Operand, form: tuple[Any, ...], factor: float = 1.0) -> Argument:
+            operand = without_cast(operand, out)
+            dtypes.append(operand.value.dtype)
             arrangement = arrange(operand.index, form, is_full=True)
-            arguments.append(Argument(self._number(operand.value), arrangement))
-        query, key, value = arguments
-        return query, key, value, str(dtype)
+            return Argument(self._number(operand.value), arrangement, factor)
+
+        queries = []
+        keys = []
+        for x in match.products:
+            hidden = tuple(y for y in letters_in(x.key.index) if y not in match.letters)
+            ratio = x.factor / match.products[0].factor
+            query_form = (*lead, self.query, (*heads, *groups), hidden)
+            queries.append(argument(x.query, query_form, ratio))
+            keys.append(argument(x.key, (*lead, match.keys, heads, hidden)))
+        value = argument(match.value, (*lead, match.keys, heads, match.columns))
+        return tuple(queries), tuple(keys), value, str(jnp.result_type(*dtypes))
 
     def _out(self) -> Arrangement:
         """Return how the output of memeff becomes the result of the replaced equations."""

@@ -1057,7 +1057,8 @@ def test_rows_and_columns_of_images_merged_behind_the_product():
         s = jnp.einsum("bxyh,buwh->bxyuw", q, k) + of_rows
         return jax.nn.softmax(s.reshape(2, 20, 20)) @ v.reshape(2, 20, 6)
 
-    assert len(find(attend, q, k, v, of_rows).replaced) == 1
+    (place,) = find(attend, q, k, v, of_rows).replaced
+    assert place.sizes == (1, 2, 20, 20) and not place.pair_arrays
     replaced = replace(attend, strict=True)
     expected = jax.jit(attend)(q, k, v, of_rows)
     np.testing.assert_allclose(replaced(q, k, v, of_rows), expected, atol=1e-6)
@@ -1066,6 +1067,49 @@ def test_rows_and_columns_of_images_merged_behind_the_product():
         loss = lambda *args, function=function: jnp.sin(function(*args)).sum()
         gradients.append(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, of_rows))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), *gradients)
+
+
+def attend_over_rows_and_columns(x, rows, columns, visible):
+    """Attention of an image, [rows, columns, N, H], with vectors for distances, and padded rows."""
+    s = jnp.einsum("xynh,uwnh->nxyuw", x, x) / 2
+    s += jnp.einsum("xynh,xuh->nxyu", x, rows)[..., None]
+    s += jnp.einsum("xynh,ywh->nxyw", x, columns)[..., None, :]
+    s = jnp.where(visible[:, None], s, -1e9)
+    p = jax.nn.softmax(s.reshape(*s.shape[:3], -1)).reshape(s.shape)
+    return jnp.einsum("nxyuw,uwnh->xynh", p, x)
+
+
+def arrays_of_image(height, width):
+    rng = np.random.default_rng(0)
+    shapes = [(height, width, 2, 4), (height, height, 4), (width, width, 4)]
+    arrays = [jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes]
+    return [*arrays, jnp.arange(height) < height - 1]
+
+
+def test_distances_of_rows_and_of_columns():
+    arrays = arrays_of_image(4, 5)
+    (place,) = find(attend_over_rows_and_columns, *arrays).replaced
+    assert place.sizes[2:] == (20, 20) and not place.pair_arrays, place
+
+    def loss(f, *arrays):
+        return jnp.sin(f(*arrays, arrays_of_image(4, 5)[-1])).sum()
+
+    gradients = []
+    for f in (replace(attend_over_rows_and_columns, strict=True), attend_over_rows_and_columns):
+        gradient = jax.value_and_grad(functools.partial(loss, f), (0, 1, 2))
+        gradients.append(jax.jit(gradient)(*arrays[:3]))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *gradients)
+
+
+def test_rows_and_columns_take_no_array_of_pairs():
+    def temp(height):
+        *arrays, visible = arrays_of_image(height, 64)
+        replaced = memeff.replace_attention(attend_over_rows_and_columns, strict=True)
+        loss = lambda *arrays: replaced(*arrays, visible).sum()
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temp(64) <= 2.2 * temp(32)
 
 
 def test_a_number_added_to_the_logits_counts_beside_a_sink():

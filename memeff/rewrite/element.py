@@ -334,7 +334,9 @@ class Builder:
         """Return the step that reads an element of an array."""
         if value not in self.leaves:
             self.leaves.append(value)
-        if value not in self.of_pairs and self._over_pairs(index):
+        # an array of rows, beside columns, is smaller
+        has_all = {*self.roles.query, *self.roles.keys} <= set(letters_in(index))
+        if value not in self.of_pairs and has_all:
             self.of_pairs.append(value)
         steps = []
         for dim, size in zip(index, value.shape, strict=True):

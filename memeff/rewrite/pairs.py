@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from memeff.rewrite.axes import Index, Letter, NoMatch
+from memeff.rewrite.axes import Index, Letter, NoMatch, letters_in
 from memeff.rewrite.reader import letters_of, position_along
 from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import (
@@ -72,13 +72,21 @@ def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
 
 
 def query_letters(match: Match) -> tuple[Letter, ...]:
-    """Return the letters of T: of those that only the query has, the longest."""
+    """Return the letters of T: of those that only the query has, the longest.
+
+    If the keys have several letters, as rows and columns, those of the same sizes belong to T too,
+    and those that share a dim of the probabilities with the longest.
+    """
     candidates = match.query_only
     if not candidates:
         raise NoMatch(ONE_QUERY)
     longest = max(x.size for x in candidates)
     last = [x for x in candidates if x.size == longest][-1]
-    return (last,)
+    if len(match.keys) == 1:
+        return (last,)
+    (dim,) = (dim for dim in match.dims if last in letters_in([dim]))
+    sizes = [x.size for x in match.keys]
+    return tuple(x for x in candidates if x in letters_in([dim]) or x.size in sizes)
 
 
 def formula_letters(formula: Formula) -> set[Letter]:

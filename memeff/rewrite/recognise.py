@@ -10,7 +10,7 @@ The algorithm, from the second product backward:
       axes are S is the key, the other one the query. A sum of such products, as in DeepSeek's
       attention, is one product of longer vectors.
   (4) Axes that only the query has are T (the longest) and grouped heads. Axes of key or value are
-      batch entries and heads.
+      batch entries and heads. If queries and keys have rows and columns, as of images, T has both.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Match:
     softmax: Softmax
     products: tuple[Product, ...]  # of which `dots` is the sum
     value: Operand
-    letters: tuple[Letter, ...]  # of the probabilities, in their order
+    dims: Index  # of the probabilities
     keys: tuple[Letter, ...]
     columns: tuple[Letter, ...]  # D
 
@@ -101,6 +101,11 @@ class Match:
     def precision(self) -> Any:
         """Return the precision of all products."""
         return _precision(self.second)
+
+    @property
+    def letters(self) -> tuple[Letter, ...]:
+        """Return the letters of the probabilities, in their order."""
+        return tuple(letters_in(self.dims))
 
     @property
     def query_only(self) -> tuple[Letter, ...]:
@@ -145,8 +150,7 @@ def _match_letters(graph: Graph, second: Equation, side: int, index: Index) -> M
     if any(_precision(x.equation) != _precision(second) for x in products):
         raise NoMatch("the two products have different precisions")
     first = maker_of(dots[0])
-    letters = tuple(letters_in(index))
-    return Match(first, second, *result, dots, softmax, products, value, letters, keys, columns)
+    return Match(first, second, *result, dots, softmax, products, value, index, keys, columns)
 
 
 # ---- (3) The products

@@ -7,6 +7,7 @@ shard_map. Each distinct jaxpr is searched once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import AxisType
 from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_in
 from memeff.rewrite.distribute import Term, match_terms
 from memeff.rewrite.graph import Call, Equation, Graph, Value
-from memeff.rewrite.pairs import ONE_QUERY
+from memeff.rewrite.pairs import ONE_QUERY, query_letters
 from memeff.rewrite.recognise import ONE_KEY, Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
@@ -267,11 +268,8 @@ def _check_gain(found: Match, min_logits: int) -> None:
     """Refuse attention whose logits are small, or sums of nothing."""
     if not all(size for x in found.products for size in x.query.value.shape):
         raise NoMatch(NO_SIZES)
-    T = S = 1
-    for letter in found.query_only:
-        T = max(T, letter.size)
-    for letter in found.keys:
-        S *= letter.size
+    S = math.prod(x.size for x in found.keys)
+    T = math.prod(x.size for x in query_letters(found)) if found.query_only else 1
     if T == 1:
         with_keys = set(letters_in(found.value.index)) | set(found.keys)
         if any(x.size > 1 for x in found.letters if x not in with_keys):

@@ -78,7 +78,7 @@ def _expanded(match: Match) -> Match:
         dots=(match.dots[0], expand_all(match.dots[1])),
         products=tuple(product(x) for x in match.products),
         value=operand(match.value),
-        letters=expand(match.letters),
+        dims=expand_all(match.dims),
         keys=expand(match.keys),
         columns=expand(match.columns),
     )

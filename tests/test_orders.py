@@ -174,6 +174,18 @@ def cast(arrays, dtype):
     return tuple(np.asarray(x, dtype) for x in arrays)
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def _causal_tangent(args, along, implementation):
+    f = functools.partial(
+        memeff.dot_product_attention,
+        is_causal=True,
+        implementation=implementation,
+        return_residual=True,
+        chunk_size=(32, 48),
+    )
+    return jax.jvp(f, args, along)[1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.once
@@ -184,18 +196,7 @@ def test_tangent_in_few_bits(dtype, size):
     along = qkv(np.random.default_rng(1), np.float64, z)
 
     def tangent(args, along, implementation):
-        f = functools.partial(
-            memeff.dot_product_attention,
-            is_causal=True,
-            implementation=implementation,
-            return_residual=True,
-            chunk_size=(32, 48),
-        )
-
-        def jvp(args, along):
-            return jax.jvp(f, args, along)[1]
-
-        return cast(jax.jit(jvp)(args, along), np.float64)
+        return cast(_causal_tangent(args, along, implementation), np.float64)
 
     args = cast((size * q, k, v), jnp.dtype(dtype))
     along = cast(along, jnp.dtype(dtype))

@@ -117,7 +117,8 @@ def test_numbers_of_one_device(kind, devices, layout, strategy):
 def test_second_order(kind, layout, strategy):
     call = make_call(kind, 2)
     found = run_sharded(call, second_order, 2, layout, strategy, chunk_size=CHUNK)
-    assert_near(found, run_whole(call, second_order, chunk_size=CHUNK), 2, 5e-6)
+    expected = run_whole(call, second_order, implementation="reference")
+    assert_near(found, expected, 2, 5e-6)
 
 
 def tangents_one_by_one(attend, arrays, cotangents, tangents):
@@ -568,9 +569,9 @@ def test_lengths_that_devices_cannot_share():
 @pytest.mark.parametrize("T, S", [(0, 0), (8, 0), (0, 8)])
 def test_no_tokens(T, S):
     """Rows that see no key give 0, and no device waits for another."""
-    q = jnp.ones((2, T, 2, 3))
-    k = jnp.ones((2, S, 2, 3))
-    dlse = jnp.ones(q.shape[:3])
+    q = np.ones((2, T, 2, 3), np.float32)
+    k = np.ones((2, S, 2, 3), np.float32)
+    dlse = np.ones(q.shape[:3], np.float32)
 
     def gradients(q, k, layout, strategy):
         how = dict(sequence_axis="seq", sequence_layout=layout, context_parallel=strategy)
@@ -582,9 +583,9 @@ def test_no_tokens(T, S):
         assert lse.shape == q.shape[:3]
         return out, *pull((q, dlse))
 
+    ways = (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", None))
     with jax.set_mesh(mesh_of(2)):
-        for way in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", None)):
-            found = jax.jit(gradients, static_argnums=(2, 3))(q, k, *way)
+        for found in jax.jit(lambda q, k: [gradients(q, k, *way) for way in ways])(q, k):
             for x, like in zip(found, (q, q, k), strict=True):
                 assert x.shape == like.shape and not np.any(x)
         if S == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -228,6 +229,7 @@ def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
     return scaled.astype(dtype), scale
 
 
+@functools.partial(jax.jit, inline=True)  # outside of jit as one program, not a dozen
 def write(x: Array, places: Places, new: Array) -> Array:
     """Return x [A, P, K, H] with `new` [B, T, K, H] at `places`; places outside are left out.
 
@@ -283,6 +285,7 @@ def write_all(
     return written
 
 
+@functools.partial(jax.jit, inline=True)
 def read(x: Array, places: Places) -> Array:
     """Return x [A, P, K, H] at `places`, clipped to x; of scales [A, K, P] as [B, T, K]."""
 

@@ -28,6 +28,7 @@ from memeff.decoding.storage import (
     check_tokens,
     keep_drafts,
     lacks_positions,
+    places_of_new,
     query_length,
     stored_form,
     write_all,
@@ -202,8 +203,7 @@ class KVCache:
         lengths = self.lengths + counts
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
-        token = jnp.arange(T, dtype=jnp.int32)[None]
-        places = self._places(self.lengths[:, None] + token, token < counts[:, None])
+        places = places_of_new(self, counts, T)
         return self._write(places, key, value, lengths)
 
     @overload

@@ -26,6 +26,7 @@ from memeff.decoding.storage import (
     check_whole_pool,
     keep_drafts,
     lacks_positions,
+    places_of_new,
     query_length,
     stored_form,
     write_all,
@@ -229,8 +230,7 @@ class PagedKVCache:
         lengths = self.lengths + counts
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
-        token = jnp.arange(T, dtype=jnp.int32)[None]
-        places = self._places(self.lengths[:, None] + token, token < counts[:, None])
+        places = places_of_new(self, counts, T)
         new = stored_form(key, value, self.key_pages.dtype)
         return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
 

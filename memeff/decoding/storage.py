@@ -210,6 +210,13 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
 
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def places_of_new(cache: Any, counts: Array, T: int) -> Places:
+    """Return where the next T tokens lie, of which each sequence gets the first counts[b]."""
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    return cache._places(cache.lengths[:, None] + token, token < counts[:, None])
+
+
 def quantise(x: Array, dtype: Any) -> tuple[Array, Array]:
     """Return x [B, T, K, H] in 8 bits, and the scales [B, T, K] that bring it back, in float32.
 

@@ -576,15 +576,22 @@ def test_sinks_take_what_a_key_without_a_value_would():
 @pytest.mark.parametrize("true", [True, np.True_], ids=["python", "numpy"])
 def test_a_mask_may_return_a_bool_that_is_no_array(true, implementation):
     """`True` for every pair is full attention, alone, in combinations and in a block mask."""
-    q, k, v = (jax.random.normal(jax.random.key(n), (2, 5, 2, 4)) for n in range(3))
-    attend = functools.partial(dot_product_attention, q, k, v, implementation=implementation)
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 5, 2, 4)).astype(np.float32)
     everything = Mask(lambda batch, head, q_pos, k_pos, params: true)
-    full = attend()
-    for same in (everything, ~~everything, everything | masks.causal(), everything & everything):
-        np.testing.assert_allclose(attend(mask_fn=same), full, rtol=0, atol=1e-6)
+    same = [everything, ~~everything, everything | masks.causal(), everything & everything]
     if implementation == "xla":
-        blocks = attend(mask_fn=block_mask(everything, 5, 5))
-        np.testing.assert_allclose(blocks, full, rtol=0, atol=1e-6)
-    causal = attend(mask_fn=everything & masks.causal())
-    np.testing.assert_allclose(causal, attend(is_causal=True), rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(attend(mask_fn=~everything), np.zeros_like(full))
+        same.append(block_mask(everything, 5, 5))
+
+    @jax.jit
+    def run(q, k, v):
+        attend = functools.partial(dot_product_attention, q, k, v, implementation=implementation)
+        causal = attend(mask_fn=everything & masks.causal()), attend(is_causal=True)
+        nothing = attend(mask_fn=~everything)
+        return attend(), [attend(mask_fn=mask) for mask in same], causal, nothing
+
+    full, all_same, (causal, expected), nothing = run(q, k, v)
+    for out in all_same:
+        np.testing.assert_allclose(out, full, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(causal, expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(nothing, np.zeros_like(full))

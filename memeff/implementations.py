@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -70,11 +70,16 @@ def why_not(
             )
             if reason is None and request.chunk_size != (None, None):
                 return "the kernels choose their own tiles and do not support chunk_size"
-            config: Any = jax.config
-            if reason is None and config.jax_enable_x64:  # their Python numbers would have 64 bits
-                return "the kernels do not support jax_enable_x64"
+            if reason is None and _has_64_bits(operands):
+                return "the kernels do not support arrays of 64 bits: cast them to 32"
             return reason
         case "cudnn":
             return "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
     known = ", ".join(map(repr, IMPLEMENTATIONS))
     raise ValueError(f"implementation={name!r} is not known: use None or one of {known}.")
+
+
+def _has_64_bits(operands: Operands) -> bool:
+    """Return True if an array has numbers of 64 bits; kernels check params of functions anyway."""
+    arrays = operands._replace(mask_params=(), score_nonfloat_params=(), dropout_key=None)
+    return any(x.dtype.itemsize == 8 for x in jax.tree.leaves(arrays))

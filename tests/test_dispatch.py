@@ -1,5 +1,6 @@
 """Dispatch: the implementation that runs a call, and the reason against each other one."""
 
+import functools
 import warnings
 from typing import get_args
 
@@ -273,18 +274,24 @@ def test_kernels_are_chosen_where_they_are_faster():
 
 
 @pytest.mark.parametrize("device", [("tpu",), ("gpu", "9.0"), ("gpu", "8.0")])
-def test_no_kernel_runs_with_x64(device):
-    """All families write Python's numbers, which then have 64 bits, beside numbers of 32."""
+def test_kernels_run_with_x64_but_for_arrays_of_64_bits(device):
     if OLD and device[0] == "gpu":
         pytest.skip("these kernels need jax 0.11")
+    platform = {"gpu": "cuda"}.get(device[0], device[0])
     x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
-    words = "the kernels do not support jax_enable_x64"
-    with pretend_device(*device):
-        assert words not in memeff.explain(x, x, x)
-        with jax.enable_x64(True):
-            assert words in memeff.explain(x, x, x)
-            with pytest.raises(NotImplementedError, match=f"cannot run this call: {words}"):
-                dot_product_attention(x, x, x, implementation="pallas")
+
+    def gradient(x, lengths):
+        call = functools.partial(
+            dot_product_attention, key_value_seq_lengths=lengths, implementation="pallas"
+        )
+        return jax.vjp(lambda x: call(x, x, x), x)[1](x)
+
+    with pretend_device(*device), jax.enable_x64(True):
+        traced = jax.jit(gradient).trace(x, np.array([200]))
+        assert "custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
+        for ids, dtype in ((jnp.arange(256), "int64"), (jnp.arange(256, dtype=jnp.int32), "int32")):
+            text = memeff.explain(x, x, x, query_segment_ids=ids[None] // 100)
+            assert ("do not support arrays of 64 bits" in text) == (dtype == "int64")
 
 
 # ---- devices

@@ -153,7 +153,8 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
     if hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = _two_words(rng, bits)
     rng = to_array("dropout_rng", rng)
-    if rng.shape == (4,) and "rbg" in jax.config.jax_default_prng_impl:  # made by PRNGKey
+    config: Any = jax.config
+    if rng.shape == (4,) and "rbg" in config.jax_default_prng_impl:  # made by PRNGKey
         rng = _two_words(jax.random.wrap_key_data(rng), bits)
     if rng.shape != (2,) or rng.dtype != jnp.uint32:
         raise TypeError(

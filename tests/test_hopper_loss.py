@@ -12,7 +12,7 @@ from hopper_loss_cases import EVERYTHING, IGNORE, OPTIONS, H, T, V, case, interp
 from loss_cases import both_ways, oracle, plain
 
 from memeff import linear_cross_entropy
-from memeff.device import Device
+from memeff.device import Device, pretend_device
 
 pytestmark = [needs_kernels, not_finite_products]
 slow = pytest.mark.slow
@@ -186,6 +186,18 @@ def test_a_chunk_size_and_float32_run_without_kernels():
         assert kernels_of(chunked, x, kernel, labels) == set()
         assert kernels_of(linear_cross_entropy, x.astype(f32), kernel.astype(f32), labels) == set()
         assert kernels_of(linear_cross_entropy, x, kernel, labels) == {"sum"}
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "mean"}], ids=["losses", "mean"])
+def test_kernels_are_lowered_with_x64(options):
+    x, kernel, labels, *_ = case("plain")
+
+    def loss(x, kernel):
+        return linear_cross_entropy(x, kernel, labels, **options).sum()
+
+    with pretend_device("gpu", "9.0"), jax.enable_x64(True):
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x, kernel)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_vmap_calls_the_kernels_one_after_the_other():

@@ -40,7 +40,7 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
 
     @custom_vmap
     def run(*arrays):
-        return _partition_over_devices(_in_32_bits(call), dims_in, dims_out, arrays)
+        return _partition_over_devices(in_32_bits(call), dims_in, dims_out, arrays)
 
     @run.def_vmap
     def _fold_into_batch(size, batched, *arrays):
@@ -59,7 +59,7 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
     return run
 
 
-def _in_32_bits(call: Callable) -> Callable:
+def in_32_bits(call: Callable) -> Callable:
     """Return `call` traced as without `jax_enable_x64`, so that Python's numbers have 32 bits."""
 
     def call_in_32_bits(*arrays):

@@ -16,6 +16,7 @@ from memeff.pallas.hopper.vocabulary.logit_tiles import (
     decode_probabilities,
     visit_logits,
 )
+from memeff.pallas.partitioning import in_32_bits
 from memeff.sharding import vary_together
 from memeff.softmax import Lse
 from memeff.vocabulary.tile import Inputs, Settings, Sums, Tokens, Words, only_labels
@@ -37,7 +38,7 @@ def _visit(
     @jax.custom_batching.sequential_vmap
     def run(*leaves):
         operands, bias, rows = jax.tree.unflatten(structure, leaves)
-        return visit_logits(settings, what, operands, bias, rows)
+        return in_32_bits(visit_logits)(settings, what, operands, bias, rows)
 
     # Results of kernels lack the type that shard_map gives to arrays that vary over devices.
     return vary_together(run(*leaves), leaves)

@@ -300,7 +300,7 @@ def encode_probabilities(p: Array) -> Array:
 
 def decode_probabilities(codes: Array) -> Array:
     """Return the numbers that `ProbabilityPass` has stored, in float32."""
-    bits = lax.shift_left(codes.astype(jnp.int32) & 0xFFFF, SHIFT)
+    bits = lax.shift_left(codes.astype(jnp.int32) & 0xFFFF, jnp.int32(SHIFT))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

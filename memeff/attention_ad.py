@@ -20,7 +20,7 @@ from memeff.autodiff.primitives import call, or_zeros, pick, put_at
 from memeff.chunked.tangent import forward_with_tangent
 from memeff.implementations import Chosen
 from memeff.problem import Gradients, Operands, accumulator_dtype
-from memeff.query_positions import nan_at_unknown_positions
+from memeff.query_positions import nan_without_params
 from memeff.sharding import vary_like, vary_together, varying_axes
 from memeff.softmax import Lse, LseFor, lse_with_sinks, row_dots, spread_sinks
 
@@ -39,7 +39,7 @@ def attend(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array, A
         out, lse = call(forward, operands)
     else:
         out, lse = forward(operands)
-    return nan_at_unknown_positions(chosen.problem, operands, (out, lse and lse.high))
+    return nan_without_params(chosen.problem, operands, (out, lse and lse.high))
 
 
 def _calls_at_once(chosen: Chosen, axes: Operands) -> int | None:

@@ -49,9 +49,8 @@ class Problem:
     precision: lax.PrecisionLike = None
     score_fn: TracedFunction | None = None
     mask_fn: TracedFunction | None = None
-    mask_positions: int | None = (
-        None  # for which mask_fn has params; None: for those of all queries
-    )
+    # positions of queries for which mask_fn has params, from 0 on; None: for those of all queries
+    mask_positions: int | None = None
     blocks: VisibleBlocks | None = None  # blocks in which mask_fn shows some pair; None: unknown
     qk_transform: TracedTransform | None = None
     whole: WholeCall | None = None  # None: the operands are the whole call

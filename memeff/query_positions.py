@@ -46,7 +46,7 @@ def check_query_positions(
     return None
 
 
-def nan_at_unknown_positions(problem: Problem, operands: Operands, results: Any) -> Any:
+def nan_without_params(problem: Problem, operands: Operands, results: Any) -> Any:
     """Return the results [B, ...], with NaN for sequences that have a query without params."""
     count = problem.mask_positions
     if count is None:

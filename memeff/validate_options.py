@@ -171,9 +171,8 @@ def _two_words(key: Array, bits: str) -> Array:
         return jax.random.key_data(key)
     if bits == "threefry":
         raise NotImplementedError(
-            f'dropout_rng is a key of {impl}, and dropout_bits="threefry" needs one of '
-            'threefry2x32: jax.random.key(seed, impl="threefry2x32"). Or pass '
-            'dropout_bits="mix32", which takes any key.'
+            f'dropout_rng is a key of {impl}, and dropout_bits="threefry" draws from threefry2x32. '
+            f'{MAKE_KEY} Or pass dropout_bits="mix32", which takes any key.'
         )
     return jax.random.bits(key, (2,), jnp.uint32) if key.ndim == 0 else jax.random.key_data(key)
 

@@ -732,7 +732,7 @@ def test_a_mask_with_ids_for_fewer_tokens_is_refused_or_gives_nan(kind):
     if kind == "ring":
         short += [masks.documents(ids, ids[:5]), memeff.block_mask(masks.documents(ids[:5]), 1, 5)]
     for mask in short:
-        with pytest.raises(ValueError, match="params for 5 positions, and sequence 0 has 6 tokens"):
+        with pytest.raises(ValueError, match=r"params for (5 positions.* has 6 tokens|Q=5.* Q=6)"):
             cache.attend(q[:, :1], mask_fn=mask)
         out = jax.jit(lambda cache, q, mask=mask: cache.attend(q, mask_fn=mask))(cache, q[:, :1])
         assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()

@@ -409,7 +409,7 @@ WRONG = [
     (
         dict(mask_fn=masks.documents(np.ones(7, int), np.ones(8, int))),
         ValueError,
-        "params for 7 positions",
+        "params for Q=7 query positions",
     ),
     (
         dict(backward="fused"),

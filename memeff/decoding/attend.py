@@ -17,11 +17,11 @@ from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.inputs import kind_of, to_array
 from memeff.problem import Operands
-from memeff.query_positions import nan_at_unknown_positions
+from memeff.query_positions import check_query_positions, nan_without_params
 from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
 from memeff.stored import StoredKeys
-from memeff.validate import check_logit_params, check_segments
+from memeff.validate import check_logit_params, check_segments, check_window
 
 ON_EXPLICIT_MESH = (
     "is on an Explicit mesh, which does not support keys that are stored in pages or in 8 bits. "
@@ -86,6 +86,9 @@ def attend_stored(
         is_array = isinstance(leaf, jax.Array | np.ndarray)
         arrays.append(to_array(path[0].name, leaf) if is_array else None)
         rest.append(None if is_array else _check_hashable(path[0].name, leaf))
+    _, right = check_window(arguments.local_window_size, arguments.is_causal)
+    mask = arguments.mask_fn, arguments.mask_params
+    check_query_positions(mask, arguments.q_offset, shape.T, arguments.query_seq_lengths, right)
     static = _Static(structure, tuple(map(type, rest)), tuple(rest), device)
     return _attend_stored(static, arrays, key, value)
 
@@ -119,7 +122,7 @@ def _forward(chosen: Chosen, want_lse: bool, operands: Operands) -> tuple[Array,
     lse_for = "caller" if want_lse else None
     out, lse = chosen.module.forward(chosen.problem, chosen.schedule, operands, lse_for)
     results = out, lse.high if want_lse else None
-    return nan_at_unknown_positions(chosen.problem, operands, results)
+    return nan_without_params(chosen.problem, operands, results)
 
 
 @_forward.defjvp

@@ -282,16 +282,17 @@ class KVCache:
             q_offset=self.lengths - valid,
             key_value_seq_lengths=jnp.minimum(self.lengths, self.capacity),
         )
-        lacking = lacks_positions(options, self.lengths)
+        wrong = self.overflowed
         if self.window is not None:
+            wrong |= lacks_positions(options, self.lengths)
             arguments = self._on_ring(arguments, T)
-            lacking |= self._lacks_window(valid)
+            wrong |= self._lacks_window(valid)
         if self.key_scale is None:
             call: dict[str, Any] = arguments._asdict()
             results = dot_product_attention(**call)
         else:
             results = attend_stored(arguments, *self._stored(jnp.result_type(query)))
-        return nan_where(self.overflowed | lacking, results)
+        return nan_where(wrong, results)
 
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.

@@ -11,9 +11,8 @@ from jax.typing import ArrayLike
 
 from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
-from memeff.decoding.storage import EIGHT_BITS, lacks_positions
+from memeff.decoding.storage import EIGHT_BITS
 from memeff.inputs import check_integers, known_values, to_array, to_int32
-from memeff.query_positions import check_query_positions
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
 from memeff.validate import check_head_size, check_lengths, check_offset
@@ -132,14 +131,10 @@ def paged_attention(
     if lengths.shape != query.shape[:1]:
         raise ValueError(f"lengths must have shape (B={query.shape[0]},); got {lengths.shape}.")
     _check_pages(key, lengths)
-    if q_offset is None:
-        lacks_positions(options, lengths)  # refuses them where lengths are known
     shape = CallShape.of(query, key, value)
     check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
     if q_offset is not None:
         check_offset(shape, q_offset)
-        mask = options.get("mask_fn"), options.get("mask_params")
-        check_query_positions(mask, q_offset, shape.T, query_seq_lengths, right=0)
     arguments = bind_arguments(
         "paged_attention",
         query,

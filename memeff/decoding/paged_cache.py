@@ -25,7 +25,6 @@ from memeff.decoding.storage import (
     check_tokens,
     check_whole_pool,
     keep_drafts,
-    lacks_positions,
     places_of_new,
     query_length,
     stored_form,
@@ -251,7 +250,6 @@ class PagedKVCache:
         T = query_length(query)
         valid = check_counts(counts, self.lengths.shape[0], T)
         check_appended(self.lengths, valid)
-        lacking = lacks_positions(options, self.lengths)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,
@@ -265,7 +263,7 @@ class PagedKVCache:
         results = paged_attention(
             query, self.key_pages, self.value_pages, self.page_table, lengths, **call
         )
-        return nan_where(self.overflowed | lacking, results)
+        return nan_where(self.overflowed, results)
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""

@@ -147,9 +147,10 @@ def check_appended(lengths: Array, counts: Array) -> None:
 
 
 def lacks_positions(options: dict[str, Any], lengths: Array) -> Array:
-    """Return which sequences [B] are longer than the params that a mask reads by position.
+    """Return which sequences [B] of a ring have more tokens than its mask has params.
 
-    JAX would read the last number of these. Refuse such sequences where lengths are known.
+    Refuse such sequences where lengths are known. `query_positions.py` checks all other calls, in
+    which slots are positions.
     """
     mask = options.get("mask_fn")
     if isinstance(mask, BlockMask):

@@ -30,7 +30,7 @@ from memeff.diagnostics.bind import chunked_arguments
 from memeff.implementations import Chosen
 from memeff.inputs import to_array
 from memeff.problem import Operands, Problem, split_axis
-from memeff.query_positions import nan_at_unknown_positions
+from memeff.query_positions import nan_without_params
 from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
@@ -106,7 +106,7 @@ class RowStatistics:
 def row_statistics(chosen: Chosen, operands: Operands) -> tuple[Array, ...]:
     """Return out [B, K, G, T, D] and lse, entropy, max_logit, mean_distance [B, K, G, T]."""
     results = call(RowStatistics(chosen), vary_together(operands))
-    return nan_at_unknown_positions(chosen.problem, operands, results)
+    return nan_without_params(chosen.problem, operands, results)
 
 
 def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
@@ -129,7 +129,7 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
         *arrays,
         lax.collapse(keys, 1, 3),
     )
-    return nan_at_unknown_positions(problem, operands, split_axis(mass, 1, shape.K))
+    return nan_without_params(problem, operands, split_axis(mass, 1, shape.K))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,18 +4,23 @@ A new term in `logits_from_dots` must be added to the functions that state its p
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from memeff.masking import pair_positions
 from memeff.problem import LogitParams, Operands, Problem
 from memeff.user_functions import PairIndices
 
 LOG2_E = 1 / math.log(2)
+
+# `cap_by_exp2` errs by up to 2^-22 times the cap, so by 1.5e-5 with this one.
+LARGEST_APPROXIMATE_CAP = 64
 
 
 def transform_query_key(
@@ -38,10 +43,12 @@ def logits_from_dots(
     terms: LogitParams,
     keep: Array | None,
     indices: PairIndices | None = None,
+    soft_cap: Callable[..., Array] | None = None,
 ) -> Array:
     """Return logits [B, K, G, t, c] from the dot products `raw` of the same shape.
 
     The order is scale, soft cap, score_fn, bias, mask. If `keep` is None, every pair is visible.
+    `soft_cap` is `cap_by_tanh`, the default, or an approximation of it.
     """
     cap = problem.soft_cap if terms.soft_cap is None else terms.soft_cap.astype(raw.dtype)
     if keep is not None and (
@@ -53,13 +60,56 @@ def logits_from_dots(
         s = raw * scale
     else:
         ratio = scale / cap if terms.ratio is None else terms.ratio
-        s = cap * jnp.tanh(raw * ratio)
+        s = (soft_cap or cap_by_tanh)(raw, cap, ratio)
     if problem.score_fn is not None:
         assert indices is not None
         s = problem.score_fn(s, indices, terms.score, indices.score_params)
     if terms.bias is not None:
         s = s + terms.bias.astype(raw.dtype)  # B|1 K|1 G|1 t|1 c|1
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+def cap_by_tanh(raw: Array, cap, ratio) -> Array:
+    """Return cap tanh(ratio raw)."""
+    return cap * jnp.tanh(raw * ratio)
+
+
+def cap_by_exp2(raw: Array, cap: float, ratio: float) -> Array:
+    """Return cap tanh(ratio raw) from exp2 and rsqrt, which GPUs compute in one instruction each.
+
+    tanh(x) = 1 - 2 u with u = 1 / (1 + exp(2 x)). The error is relative to the cap.
+    """
+    return cap - 2 * cap * _falling(raw, ratio)
+
+
+def _falling(raw: Array, ratio: float) -> Array:
+    """Return u = 1 / (1 + exp(2 ratio raw)), which falls from 1 to 0."""
+    x = jnp.minimum(raw * (2 * LOG2_E * ratio), 60.0)  # 2^60 is not infinite
+    inverse = 1 + jnp.exp2(x)
+    u = lax.square(lax.rsqrt(inverse))
+    return u + u * (1 - inverse * u)  # a step of Newton's, because rsqrt loses two bits
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def differentiable_cap_by_exp2(raw: Array, cap: float, ratio: float) -> Array:
+    """Return `cap_by_exp2`. Its derivative is written out, because JAX's divides."""
+    return cap_by_exp2(raw, cap, ratio)
+
+
+@differentiable_cap_by_exp2.defjvp
+def _(cap: float, ratio: float, primals, tangents):
+    (raw,), (d_raw,) = primals, tangents
+    u = _falling(raw, ratio)
+    return cap - 2 * cap * u, 4 * cap * ratio * (u - u * u) * d_raw
+
+
+def approximates_cap(problem: Problem, operands: Operands) -> bool:
+    """Return True if kernels use `cap_by_exp2`: in 16 bits, with a cap that is known and small."""
+    cap = problem.soft_cap
+    terms = operands.logit_params
+    if cap is None or terms.soft_cap is not None or terms.scale is not None:
+        return False
+    return cap <= LARGEST_APPROXIMATE_CAP and operands.query.dtype.itemsize == 2
 
 
 def wide_terms(terms: LogitParams, dtype: Any) -> LogitParams:
@@ -117,12 +167,14 @@ def logits_plain(problem: Problem, operands: Operands) -> bool:
 
 
 def allow_approx_math(problem: Problem) -> bool:
-    """Return True if a kernel may compute the logits and their exponentials approximately.
+    """Return True if a kernel may use a GPU's approximate exp2 and rsqrt.
 
-    The backward recomputes nonlinear functions of the logits, so those must be exact.
+    With tanh, log and other functions in its logits it may not, because those would be inexact too.
     """
     score_fn: Any = problem.score_fn  # in kernels a TileFunction, which has `is_nonlinear`
-    return problem.soft_cap is None and not (score_fn is not None and score_fn.is_nonlinear)
+    if score_fn is not None and score_fn.is_nonlinear:
+        return False
+    return problem.soft_cap is None or problem.approximates_cap
 
 
 def base2(problem: Problem) -> Problem:
@@ -139,8 +191,15 @@ def logits_base2(
     terms: LogitParams,
     keep: Array | None,
     indices: PairIndices | None = None,
+    differentiable: bool = False,
 ) -> Array:
-    """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats."""
+    """Return `logits_from_dots` times log2(e); score_fn receives its scores in nats.
+
+    `differentiable`: JAX can differentiate this. If not, kernels can lower it as it is.
+    """
+    soft_cap = None
+    if problem.approximates_cap:
+        soft_cap = differentiable_cap_by_exp2 if differentiable else cap_by_exp2
 
     def to_base2(x: Array | None) -> Array | None:
         return None if x is None else x.astype(raw.dtype) * LOG2_E
@@ -151,5 +210,5 @@ def logits_base2(
             soft_cap=to_base2(terms.soft_cap),
             bias=to_base2(terms.bias),
         )
-        return logits_from_dots(base2(problem), raw, terms, keep, indices)
-    return logits_from_dots(problem, raw, terms, keep, indices) * LOG2_E
+        return logits_from_dots(base2(problem), raw, terms, keep, indices, soft_cap)
+    return logits_from_dots(problem, raw, terms, keep, indices, soft_cap) * LOG2_E

@@ -45,6 +45,7 @@ class Problem:
     q_offset: int = 0  # position of query row 0; Operands.q_offset takes precedence
     scale: float = 1.0  # LogitParams.scale takes precedence
     soft_cap: float | None = None  # LogitParams.soft_cap takes precedence
+    approximates_cap: bool = False  # only kernels set this, see `logits.approximates_cap`
     dropout: Dropout | None = None
     precision: lax.PrecisionLike = None
     score_fn: TracedFunction | None = None

@@ -456,6 +456,8 @@ def features(case: Case) -> list[str]:
         dtype, shape = static.bias
         of = {(True, True): "pairs", (True, False): "queries", (False, True): "keys"}
         words.append(f"bias of {of.get((shape[2] > 1, shape[3] > 1), 'heads')}, {dtype}")
+    if max(static.z.H, static.z.D) > 128:
+        words.append("heads beyond 128")
     if case.dirty[0] is not case.args:
         words.append("what nobody sees filled")
     T = static.z.T

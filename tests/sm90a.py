@@ -206,6 +206,7 @@ def lowered(
     jvp: bool = False,
     dtype: str = "bfloat16",
     bias: tuple[tuple[int, ...], str] | None = None,
+    D: int | None = None,
     **options,
 ):
     """Return the lowered forward and gradient of a call, or its tangent with `jvp`.
@@ -236,7 +237,8 @@ def lowered(
     heads = [N, N, K, K]
     if jvp:
         heads += [K, K]
-    shapes = [jax.ShapeDtypeStruct((B, T, n, H), dtype) for n in heads]
+    dims = [D or H, H, H, D or H, H, D or H]  # dout, query, key, value; tangents of key and value
+    shapes = [jax.ShapeDtypeStruct((B, T, *x), dtype) for x in zip(heads, dims, strict=False)]
     if score is not None:
         shapes.append(jax.ShapeDtypeStruct((N,), jnp.float32))
     elif bias is not None:

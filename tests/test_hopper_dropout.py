@@ -65,6 +65,5 @@ def test_kernels_drop_the_pairs_that_the_chunked_path_drops(rate):
 
 @pytest.mark.slow
 def test_gradient_of_wide_heads_draws_the_same_pairs():
-    """The chunked path computes it, from the forward of a kernel."""
     args = draw(bf16, small(T=70, S=90, H=192, D=130))
     assert_truth(run_kernels(args, EACH), "192", args, EACH, "bfloat16")

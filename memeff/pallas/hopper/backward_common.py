@@ -85,6 +85,13 @@ class Tiling(NamedTuple):
     stages: int  # visited tiles that are being copied or in use
     items: int  # work items that are being copied or in use
     parts: int = 1  # of each number, see parts.py
+    # visited tiles of values, or of dout, if other than those of keys, or of queries; 0: as many
+    second_stages: int = 0
+
+    @property
+    def both_stages(self) -> tuple[int, int]:
+        """Return the stages of visited keys and values, or of visited queries and dout."""
+        return self.stages, self.second_stages or self.stages
 
     @property
     def item_size(self) -> int:
@@ -165,7 +172,7 @@ class Gradient(NamedTuple):
         def logits(raw, values):
             given = {name: x for name, x in values._asdict().items() if x is not None}
             terms = tile.terms._replace(**given)  # the cotangent of the bias is ds
-            return logits_base2(self.problem, raw, terms, keep, indices)
+            return logits_base2(self.problem, raw, terms, keep, indices, differentiable=True)
 
         values = tile.differentiable_values()
         if self.linear or not self.wants_terms:
@@ -176,7 +183,14 @@ class Gradient(NamedTuple):
         def select(x):
             return x if keep is None else jnp.where(keep, x, 0.0)
 
+        # p times the slope of the logits, one number in a register, where both would be two
+        sloped = None
+        if not (self.linear or self.problem.dropout or term_list(values)):
+            sloped, _ = pull(p * (1 / LOG2_E))
+
         def cotangents(p, dp):
+            if sloped is not None:
+                return select(sloped * dp), ()
             ds = self.cotangent_of_logits(p, dp)
             if self.linear:
                 return select(ds), ()
@@ -245,16 +259,17 @@ def optional_slot(ref, index) -> Any:
 
 def query_rings(tiling: Tiling, scratch: Any) -> Sequence[Ring]:
     """Return the `rings` of `run_with_retries` where items are queries that visit keys."""
-    visits = Ring(tiling.stages, True, (scratch.k_used, scratch.v_used))
+    key_stages, value_stages = tiling.both_stages
+    keys = Ring(key_stages, True, (scratch.k_used,))
+    values = Ring(value_stages, True, (scratch.v_used,))
     items = Ring(tiling.items, False, (scratch.item_used,))
-    return visits, items
+    return keys, values, items
 
 
-def skip_tile(scratch: Any, slot) -> None:
+def skip_tile(scratch: Any, key_slot, value_slot) -> None:
     """Wait for the keys and values of a tile that no row sees, and give them back."""
-    k_ring = scratch.k_ready, scratch.k_used
-    v_ring = scratch.v_ready, scratch.v_used
-    skip_item(k_ring, v_ring, at=slot)
+    skip_item((scratch.k_ready, scratch.k_used), at=key_slot)
+    skip_item((scratch.v_ready, scratch.v_used), at=value_slot)
 
 
 def wait_for_slot(used, slot, reused) -> None:
@@ -279,7 +294,8 @@ def copy_tiles(
     """
     early = 0
     if tiling.items == 1:
-        early = jnp.where(state.items_done > 0, jnp.minimum(count, tiling.stages), 0)
+        free = min(tiling.both_stages)
+        early = jnp.where(state.items_done > 0, jnp.minimum(count, free), 0)
     pl.loop(0, early)(copy_visited)
     copy_item()
     pl.loop(early, count)(copy_visited)

@@ -1,7 +1,7 @@
 """Compute the gradients of key and value on Hopper, by steps (5) and (6) of `backward_common`."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.parts import (
     factors_of,
+    first_columns,
     multiply_parts,
     parts_of,
     products,
@@ -67,6 +68,9 @@ from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
+# What a kernel computes. For heads beyond 128 the sums of both do not fit in registers together.
+Wanted = Literal["both", "dk", "dv"]
+
 
 class KeyScratch(NamedTuple):
     """Shared memory and barriers of the kernel, in the order of their addresses."""
@@ -76,7 +80,8 @@ class KeyScratch(NamedTuple):
     computing: Any  # barrier: the computing warpgroups
     do_s: Any  # [stages, 64, D]
     do_ready: Any
-    k_s: Any  # [items * warpgroups, 64, H]; dk at the end
+    do_used: Any  # tiles of dout, if these are used before those of query
+    k_s: Any  # [items * warpgroups, 64, H]; dk at the end, or dv if alone
     token_vectors: TokenVectors
     item_ready: Any
     item_used: Any
@@ -87,7 +92,7 @@ class KeyScratch(NamedTuple):
     )
     stage: Any  # for `multiply` in the interpreter
     used: Any  # tiles of query and dout
-    v_s: Any  # like k_s, but D; dv at the end
+    v_s: Any  # like k_s, but D; dv at the end; None if dv is wanted alone
 
     @property
     def lse_s(self):
@@ -113,8 +118,9 @@ def key_value_gradient(
     arrays: tuple[Array, ...],
     scalars: Scalars,
     tiling: Tiling,
-) -> tuple[Array, Array]:
-    """Return dk [B, S, K, H] and dv [B, S, K, D].
+    wanted: Wanted = "both",
+) -> tuple[Array, ...]:
+    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them.
 
     `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
     [B, N, T']. `lengths`: T and S without padding.
@@ -142,12 +148,14 @@ def key_value_gradient(
         find_work = functools.partial(
             find_key_work, problem, shape, scalar_refs, tiling.item_size, ROWS, order
         )
-        compute = functools.partial(_compute, problem, shape, tiling, outputs, scratch)
+        compute = functools.partial(_compute, problem, shape, tiling, wanted, outputs, scratch)
         copy = functools.partial(_copy, shape, tiling, array_refs, scratch)
-        rings = (
+        rings = [
             Ring(tiling.stages, True, (scratch.used,)),
             Ring(tiling.items, False, (scratch.item_used,)),
-        )
+        ]
+        if scratch.do_used is not None:
+            rings.append(Ring(tiling.second_stages, True, (scratch.do_used,)))
         run_warp_specialized(
             find_work,
             compute,
@@ -159,12 +167,14 @@ def key_value_gradient(
             rings=rings,
         )
 
-    types = [jax.ShapeDtypeStruct((B, *x.shape[1:]), query.dtype) for x in (key, value)]
+    results = {"both": (key, value), "dk": (key,), "dv": (value,)}[wanted]
+    types = [jax.ShapeDtypeStruct((B, *x.shape[1:]), query.dtype) for x in results]
+    head_dims = whole_width(H), whole_width(D)
     kernel = warp_specialized_kernel(
         body,
-        "memeff_dkdv",
+        "memeff_dkdv" if wanted == "both" else f"memeff_{wanted}",
         types,
-        {"scratch": _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling)},
+        {"scratch": _scratch_types(head_dims, query.dtype, scalars, tiling, wanted)},
         blocks,
         tiling.warpgroups + 1,
         allow_approx_math(problem),
@@ -173,21 +183,27 @@ def key_value_gradient(
 
 
 def _scratch_types(
-    head_dims: tuple[int, int], dtype, scalars: Scalars, tiling: Tiling
+    head_dims: tuple[int, int], dtype, scalars: Scalars, tiling: Tiling, wanted: Wanted
 ) -> KeyScratch:
     """Return the types of the kernel's shared memory and barriers."""
     H, D = head_dims
     groups, queries, stages = tiling[:3]
+    _, do_stages = tiling.both_stages
     slots = tiling.items * groups
+    needs_value = wanted != "dv"
+    do_used: Any = None
+    if tiling.second_stages:
+        do_used = plgpu.Barrier(num_arrivals=groups, num_barriers=do_stages)
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return KeyScratch(
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
         bias_s=bias_tiles(scalars, stages, queries, tiling.item_size),
         computing=plgpu.Barrier(num_arrivals=groups),
-        do_s=tile_ref(stages, queries, D, dtype),
-        do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        do_s=tile_ref(do_stages, queries, D, dtype),
+        do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
+        do_used=do_used,
         k_s=tile_ref(slots, ROWS, H, dtype),
-        item_ready=plgpu.Barrier(num_arrivals=2 + key_vectors, num_barriers=slots),
+        item_ready=plgpu.Barrier(num_arrivals=1 + needs_value + key_vectors, num_barriers=slots),
         item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         q_s=tile_ref(stages, queries, H, dtype),
         q_ready=plgpu.Barrier(
@@ -196,7 +212,7 @@ def _scratch_types(
         rows_s=plgpu.SMEM((2 * stages + groups, ROWS), jnp.float32),
         stage=interpreter_staging(groups, ROWS, queries, dtype).get("stage"),
         used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        v_s=tile_ref(slots, ROWS, D, dtype),
+        v_s=tile_ref(slots, ROWS, D, dtype) if needs_value else None,
         **scratch_shapes(scalars, (stages, queries), (slots, ROWS)),
     )
 
@@ -216,7 +232,9 @@ def copy_queries(
     query_ref, dout_ref, lse_ref, delta_ref = arrays
     query_vectors, _ = scratch.token_vectors
     bias_s = getattr(scratch, "bias_s", None)  # the fused kernel has no bias
+    do_used: Any = getattr(scratch, "do_used", None)
     count = work.visits.total
+    _, do_stages = tiling.both_stages
 
     def copy_tile(g, n):
         visit = visits + g * count + n
@@ -224,7 +242,6 @@ def copy_queries(
         slot = lax.rem(visit, jnp.int32(tiling.stages))
         rows = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         q_ready = scratch.q_ready.at[slot]
-        do_ready = scratch.do_ready.at[slot]
         tokens = work.source.query, rows, head
         vector = work.source.query, head, rows
         wait_for_slot(scratch.used, slot, visit >= tiling.stages)
@@ -234,7 +251,11 @@ def copy_queries(
         if bias_s is not None:
             cols = pl.ds(work.col, tiling.item_size)
             copy_bias(work.scalars, head, rows, cols, bias_s, slot, q_ready)
-        plgpu.copy_gmem_to_smem(head_rows(dout_ref, *tokens), scratch.do_s.at[slot], do_ready)
+        do_slot = lax.rem(visit, jnp.int32(do_stages))
+        do_ready = scratch.do_ready.at[do_slot]
+        if do_used is not None:
+            wait_for_slot(do_used, do_slot, visit >= do_stages)
+        plgpu.copy_gmem_to_smem(head_rows(dout_ref, *tokens), scratch.do_s.at[do_slot], do_ready)
         delta = delta_ref.at[work.b, head, rows]
         plgpu.copy_gmem_to_smem(delta, scratch.delta_s.at[slot], do_ready)
 
@@ -264,8 +285,9 @@ def _copy(
         ready = scratch.item_ready.at[slot]
         key = head_rows(key_ref, work.source.key, cols, work.k)
         plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], ready)
-        value = head_rows(value_ref, work.source.value, cols, work.k)
-        plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], ready)
+        if scratch.v_s is not None:
+            value = head_rows(value_ref, work.source.value, cols, work.k)
+            plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
     visits = state.tiles_visited
     count = copy_queries(shape, tiling, (query_ref, *row_refs), scratch, work, visits)
@@ -276,14 +298,14 @@ def _compute(
     problem: Problem,
     shape: CallSizes,
     tiling: Tiling,
+    wanted: Wanted,
     outputs: tuple,
     scratch: KeyScratch,
     group,
     work: KeyWork,
     state: WorkState,
 ) -> tuple[Array, Array]:
-    """Compute dk and dv of one warpgroup's keys."""
-    dk_ref, dv_ref = outputs
+    """Compute dk and dv of one warpgroup's keys, or one of them."""
     gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
@@ -297,7 +319,7 @@ def _compute(
     def by_query(vector_s):
         return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
 
-    def clean(slot):
+    def clean(slot, do_slot):
         """Clean query and dout: where queries see nothing, they may hold anything."""
         failed_s = scratch.failed_s.at[group]
 
@@ -307,23 +329,25 @@ def _compute(
             return finite | (broadcast_vector(lse, (ROWS, ROWS)) < LSE_OF_EMPTY_ROW)
 
         clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
-        clean_operand(scratch.do_s.at[slot], good_do, failed_s, group, scratch.computing)
+        clean_operand(scratch.do_s.at[do_slot], good_do, failed_s, group, scratch.computing)
 
     bias_cols = pl.ds(group * ROWS, ROWS)
+    _, do_stages = tiling.both_stages
 
     def step(start, head, numbers, accumulated, hides, n, _):
         dk, dv = accumulated
         slot = lax.rem(start + n, jnp.int32(tiling.stages))
+        do_slot = lax.rem(start + n, jnp.int32(do_stages))
         q = scratch.q_s.at[slot]
-        do = scratch.do_s.at[slot]
+        do = scratch.do_s.at[do_slot]
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         # In a kernel's first loop ptxas waits for raw before it begins dp; in the second, dp may
         # begin while raw runs.
         late = tiling.warpgroups == 2 and not hides and problem.right is not None
         if not late:
-            plgpu.barrier_wait(scratch.do_ready.at[slot])
+            plgpu.barrier_wait(scratch.do_ready.at[do_slot])
         if hides and not state.first_round:
-            clean(slot)
+            clean(slot, do_slot)
         vectors = token_vectors(scratch.token_vectors, slot, group_slot + group)
         tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors)
         tile = tile.with_loads_started()
@@ -331,7 +355,7 @@ def _compute(
         keep = tile.mask() if hides else None
         key_slot = group_slot + hide_from_cse(group)
         k = scratch.k_s.at[key_slot]
-        v = scratch.v_s.at[key_slot]
+        v = optional_slot(scratch.v_s, key_slot)
         lse = by_query(scratch.lse_s.at[slot])  # before products, which keep shared memory busy
         if not state.first_round:
             lse = lse + float16_lift(dtype)
@@ -339,30 +363,39 @@ def _compute(
         q_parts = parts_of(q, parts)
         do_parts = parts_of(do, parts)
 
-        def multiply_tiles(raw, dp):
-            finish_dp = None
-            if not late:
-                finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
+        def start_dp(dp):
+            return gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
+
+        def multiply_tiles(raw, dp=None):
+            """Add a tile's part of dk and dv. Without `dp`, only dv is wanted."""
+            finish_dp: Any = start_dp(dp) if dp is not None and not late else None
             multiply_parts(raw, factors_of(k, parts), transposed(q_parts))  # (5)
-            if finish_dp is None:
-                plgpu.barrier_wait(scratch.do_ready.at[slot])
-                finish_dp = gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
-            multiply_parts(dp, factors_of(v, parts), transposed(do_parts))
-            raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
+            if late:
+                plgpu.barrier_wait(scratch.do_ready.at[do_slot])
+            if dp is not None:
+                finish_dp = finish_dp or start_dp(dp)
+                multiply_parts(dp, factors_of(v, parts), transposed(do_parts))
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=0 if dp is None else products(parts))
             p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
-            multiply_parts(dv, split_tile(gradient.kept(p), dtype, parts), do_parts, stage)
-            dp = plgpu.wgmma_accumulator_load(dp, wait_n=products(parts))  # while dv runs
-            dp = finish_dp(p, dp)
-            d_raw, _ = cotangents(p, dp)
-            multiply_parts(dk, split_tile(d_raw, dtype, parts), q_parts, stage)
+            if dv is not None:
+                multiply_parts(dv, split_tile(gradient.kept(p), dtype, parts), do_parts, stage)
+            if dk is not None:
+                running = 0 if dv is None else products(parts)  # while dv runs
+                dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=running))
+                if scratch.do_used is not None:
+                    plgpu.barrier_arrive(scratch.do_used.at[do_slot])
+                d_raw, _ = cotangents(p, dp)
+                multiply_parts(dk, split_tile(d_raw, dtype, parts), q_parts, stage)
             plgpu.wgmma_wait(0)
 
-        accumulators(multiply_tiles, tile_shape, tile_shape)
+        accumulators(multiply_tiles, *[tile_shape] * (1 if dk is None else 2))
         plgpu.barrier_arrive(scratch.used.at[slot])
 
     plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])
 
-    def visit_tiles(dk, dv):
+    def visit_tiles(*sums):
+        dk, dv = {"both": sums, "dk": (*sums, None), "dv": (None, *sums)}[wanted]
+
         def visit_head(g, _):
             start = state.tiles_visited + g * count
             head = work.k * shape.G + g
@@ -376,20 +409,24 @@ def _compute(
                 lax.fori_loop(masked, count, functools.partial(visit, False), None)
 
         lax.fori_loop(0, shape.G, visit_head, None)
-        dk_sum = plgpu.wgmma_accumulator_load(dk, wait_n=0)
-        dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
-        return dk_sum, dv_sum
+        return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums]
 
     k = scratch.k_s.at[group_slot + group]
-    v = scratch.v_s.at[group_slot + group]
-    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1] // parts), (ROWS, v.shape[-1] // parts))
-    without_padding = [zero_padding(x, shape, work, group) for x in (dk, dv)]
+    v = optional_slot(scratch.v_s, group_slot + group)
+    slopes = {"dk": gradient.slope, "dv": gradient.inverse_keep_rate}
+    names = ("dk", "dv") if wanted == "both" else (wanted,)
+    stored = (k, v) if wanted == "both" else (k,)
+    widths = {"dk": k.shape[-1], "dv": scratch.do_s.shape[-1]}
+    sums = accumulators(visit_tiles, *[(ROWS, widths[name] // parts) for name in names])
+    without_padding = [zero_padding(x, shape, work, group) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
-    store_tile(k, undo_lift(dk * gradient.slope, dtype, state), parts)
-    store_tile(v, undo_lift(dv * gradient.inverse_keep_rate, dtype, state), parts)
+    for name, x, tile_s in zip(names, sums, stored, strict=True):
+        x = undo_lift(x * slopes[name], dtype, state)
+        store_tile(first_columns(tile_s, widths[name]), x, parts)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, head_rows(dk_ref, work.b, cols, work.k))
-    plgpu.copy_smem_to_gmem(v, head_rows(dv_ref, work.b, cols, work.k))
+    for tile_s, ref in zip(stored, outputs, strict=True):
+        rows = head_rows(ref, work.b, cols, work.k, tile_s.shape[-1])
+        plgpu.copy_smem_to_gmem(tile_s, rows)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed

@@ -83,11 +83,11 @@ class QueryScratch(NamedTuple):
     k_ready: Any
     k_used: Any
     token_vectors: TokenVectors
-    out_s: Any  # like q_s; dq at the end
+    out_s: Any  # like q_s; dq at the end, which without `out` is in q_s
     item_ready: Any
     item_used: Any
     q_s: Any  # [items * warpgroups, 64, H]
-    rows_s: Any  # [2, items * warpgroups, 64]: lse, then sums; dlse, then delta
+    rows_s: Any  # [2, items * warpgroups, 64]: lse, then sums; dlse or nothing, then delta
     stage: Any  # for `multiply` in the interpreter
     v_s: Any  # [stages, tile_size, D]
     v_ready: Any
@@ -97,18 +97,20 @@ class QueryScratch(NamedTuple):
 def query_gradient(
     problem: Problem,
     lengths: tuple[int, int],
-    arrays: tuple[Array, ...],
-    dlse: Array | None,
+    arrays: tuple[Array | None, ...],
+    row_terms: Array | None,
     scalars: Scalars,
     tiling: Tiling,
 ) -> tuple[Array, ...]:
     """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each term's gradient.
 
-    `arrays`: query, key, value, out and dout, padded as in `forward.attend`, and lse (in bits),
-    which is [B, N, T'] like `dlse`. `lengths`: T and S without padding. The sums over keys are
-    those of cotangents of the scale, the soft cap and `score_fn`'s inputs.
+    `arrays`: query, key, value, out and dout, padded as in `forward.attend`, and lse (in bits)
+    [B, N, T']. `row_terms` [B, N, T'] is the cotangent of lse. If out is None, it is delta, which
+    is not returned then. `lengths`: T and S without padding. The sums over keys are those of
+    cotangents of the scale, the soft cap and `score_fn`'s inputs.
     """
-    query, key, value, _, _, _ = arrays
+    query, _, value, out, _, _ = arrays
+    assert query is not None and value is not None
     _, padded_T, N, H = query.shape
     B = scalars.batch_size(query)
     _, _, K, D = value.shape
@@ -116,7 +118,7 @@ def query_gradient(
     shape = CallSizes(B, T, S, K, N // K)
     scalars = with_ranges(scalars, lengths, tiling.item_size)
     scalars = with_lists(problem, scalars, lengths, (tiling.item_size, tiling.tile_size))
-    operands, structure = jax.tree.flatten((arrays, dlse, scalars))
+    operands, structure = jax.tree.flatten((arrays, row_terms, scalars))
 
     visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = max(1, S * (H + D) * 2 // shape.G)
@@ -124,14 +126,16 @@ def query_gradient(
     order = order_for_bias(order, scalars, B)
 
     def body(*refs, scratch: QueryScratch):
-        array_refs, dlse_ref, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        array_refs, row_terms_ref, scalar_refs = jax.tree.unflatten(
+            structure, refs[: len(operands)]
+        )
         outputs = refs[len(operands) :]
         find_work = functools.partial(
             find_query_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
-        has_dlse = dlse is not None
-        compute = functools.partial(_compute, problem, tiling, outputs, has_dlse, scratch)
-        copy = functools.partial(_copy, tiling, (*array_refs, dlse_ref), scratch)
+        has_row_terms = row_terms is not None
+        compute = functools.partial(_compute, problem, tiling, outputs, has_row_terms, scratch)
+        copy = functools.partial(_copy, tiling, (*array_refs, row_terms_ref), scratch)
         rings = query_rings(tiling, scratch)
         run_warp_specialized(
             find_work,
@@ -150,10 +154,11 @@ def query_gradient(
     sums = count_term_gradients(problem, scalars)
     types = [
         jax.ShapeDtypeStruct((B, padded_T, N, H), query.dtype),
-        *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * (1 + sums),
+        *[jax.ShapeDtypeStruct((B, N, rows), jnp.float32)] * ((out is not None) + sums),
     ]
+    row_arrays = sum(x is not None for x in (*arrays[3:], row_terms))
     scratch = _scratch_types(
-        (whole_width(H), whole_width(D)), query.dtype, dlse is not None, scalars, tiling
+        (whole_width(H), whole_width(D)), query.dtype, out is not None, row_arrays, scalars, tiling
     )
     kernel = warp_specialized_kernel(
         body,
@@ -170,13 +175,15 @@ def query_gradient(
 def _scratch_types(
     head_dims: tuple[int, int],
     dtype,
-    has_dlse: bool,
+    has_out: bool,
+    row_arrays: int,
     scalars: Scalars,
     tiling: Tiling,
 ) -> QueryScratch:
-    """Return the types of the kernel's shared memory and barriers."""
+    """Return the types of shared memory and barriers. A warpgroup's queries have `row_arrays`."""
     H, D = head_dims
     groups, keys, stages = tiling[:3]
+    _, value_stages = tiling.both_stages
     slots = tiling.items * groups
     query_vectors, key_vectors = barrier_arrivals(scalars)
     return QueryScratch(
@@ -190,15 +197,15 @@ def _scratch_types(
             num_arrivals=1 + key_vectors + (scalars.bias is not None), num_barriers=stages
         ),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        out_s=tile_ref(slots, ROWS, D, dtype),
-        item_ready=plgpu.Barrier(num_arrivals=4 + has_dlse + query_vectors, num_barriers=slots),
+        out_s=tile_ref(slots, ROWS, D, dtype) if has_out else None,
+        item_ready=plgpu.Barrier(num_arrivals=1 + row_arrays + query_vectors, num_barriers=slots),
         item_used=plgpu.Barrier(num_arrivals=groups, num_barriers=tiling.items),
         q_s=tile_ref(slots, ROWS, H, dtype),
         rows_s=plgpu.SMEM((2, slots, ROWS), jnp.float32),
         stage=interpreter_staging(groups, ROWS, keys, dtype).get("stage"),
-        v_s=tile_ref(stages, keys, D, dtype),
-        v_ready=plgpu.Barrier(num_barriers=stages),
-        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        v_s=tile_ref(value_stages, keys, D, dtype),
+        v_ready=plgpu.Barrier(num_barriers=value_stages),
+        v_used=plgpu.Barrier(num_arrivals=groups, num_barriers=value_stages),
         **scratch_shapes(scalars, (slots, ROWS), (stages, keys)),
     )
 
@@ -211,7 +218,7 @@ def _copy(
     state: WorkState,
 ) -> tuple[Array, Array]:
     """Copy the queries of each warpgroup, and keys and values once for all warpgroups."""
-    query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, dlse_ref = arrays
+    query_ref, key_ref, value_ref, out_ref, dout_ref, lse_ref, row_terms_ref = arrays
     query_vectors, key_vectors = scratch.token_vectors
     count = work.visits.total
     item = lax.rem(state.items_done, jnp.int32(tiling.items))
@@ -229,12 +236,13 @@ def _copy(
             vector = ref.at[work.source.query, work.n, rows]
             plgpu.copy_gmem_to_smem(vector, vector_s.at[slot], ready)
 
-        copy_tile(out_ref, scratch.out_s)
+        if out_ref is not None:
+            copy_tile(out_ref, scratch.out_s)
         copy_tile(dout_ref, scratch.do_s)
         copy_tile(query_ref, scratch.q_s)
         copy_vector(lse_ref, scratch.rows_s.at[0])
-        if dlse_ref is not None:
-            copy_vector(dlse_ref, scratch.rows_s.at[1])
+        if row_terms_ref is not None:
+            copy_vector(row_terms_ref, scratch.rows_s.at[1])
         copy_token_vectors(work.scalars.by_query, rows, query_vectors, slot, ready)
 
     def copy_item():
@@ -242,18 +250,21 @@ def _copy(
         for group in range(tiling.warpgroups):
             copy_queries(group)
 
+    key_stages, value_stages = tiling.both_stages
+
     def copy_keys(n):
         visit = state.tiles_visited + n
-        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        slot = lax.rem(visit, jnp.int32(key_stages))
         cols = pl.ds(work.visits.tile(n) * tiling.tile_size, tiling.tile_size)
         k_ready = scratch.k_ready.at[slot]
-        wait_for_slot(scratch.k_used, slot, visit >= tiling.stages)
+        wait_for_slot(scratch.k_used, slot, visit >= key_stages)
         key = head_rows(key_ref, work.source.key, cols, work.k)
         plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], k_ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, k_ready)
         item_rows = pl.ds(work.row, tiling.item_size)
         copy_bias(work.scalars, work.n, item_rows, cols, scratch.bias_s, slot, k_ready)
-        wait_for_slot(scratch.v_used, slot, visit >= tiling.stages)
+        slot = lax.rem(visit, jnp.int32(value_stages))
+        wait_for_slot(scratch.v_used, slot, visit >= value_stages)
         v_ready = scratch.v_ready.at[slot]
         value = head_rows(value_ref, work.source.value, cols, work.k)
         plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], v_ready)
@@ -265,14 +276,15 @@ def _compute(
     problem: Problem,
     tiling: Tiling,
     outputs: tuple,
-    has_dlse: bool,
+    has_row_terms: bool,
     scratch: QueryScratch,
     group,
     work: QueryWork,
     state: WorkState,
 ) -> tuple[Array, Array]:
     """Compute dq, delta and the sums over keys of one warpgroup's queries."""
-    dq_ref, delta_ref, *sums_refs = outputs
+    has_out = scratch.out_s is not None
+    dq_ref, *sums_refs = outputs
     gradient = Gradient(problem, work.scalars.logit_terms, wants_terms=True)
     shape = ROWS, tiling.tile_size
     dtype = scratch.q_s.dtype
@@ -282,25 +294,29 @@ def _compute(
     item = lax.rem(state.items_done, jnp.int32(tiling.items))
     item_slot = item * tiling.warpgroups + group
     q = scratch.q_s.at[item_slot]
-    out = scratch.out_s.at[item_slot]
     do = scratch.do_s.at[item_slot]
     delta_s = scratch.rows_s.at[1, item_slot]
     stage = optional_slot(scratch.stage, group)
     numbers = head_number_refs(work.scalars, work.n)
 
     plgpu.barrier_wait(scratch.item_ready.at[item_slot])
-    delta = -row_sums(out, do, parts)
-    if has_dlse:
-        delta = delta + plgpu.load(delta_s, layout=ROW)
+    delta: Any = plgpu.load(delta_s, layout=ROW) if has_row_terms else None
+    if has_out:
+        product = row_sums(scratch.out_s.at[item_slot], do, parts)
+        delta = -product if delta is None else delta - product
     lse = plgpu.load(scratch.rows_s.at[0, item_slot], layout=ROW)
     if not state.first_round:
         lse = lse + float16_lift(dtype)
-    delta_s[...] = delta
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[work.b, work.n, rows])  # for dk and dv
+    if has_out:
+        delta_ref, *sums_refs = sums_refs
+        delta_s[...] = delta
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[work.b, work.n, rows])  # for dk and dv
+    key_stages, value_stages = tiling.both_stages
 
     def step(dq, masked, n, sums):
-        slot = lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
+        slot = lax.rem(state.tiles_visited + n, jnp.int32(key_stages))
+        value_slot = lax.rem(state.tiles_visited + n, jnp.int32(value_stages))
         k = scratch.k_s.at[slot]
         plgpu.barrier_wait(scratch.k_ready.at[slot])
         if masked and not state.first_round:  # (1) and (4) read the keys
@@ -314,18 +330,18 @@ def _compute(
         keep = tile.mask() if masked else None
 
         k_parts = parts_of(k, parts)
-        v_parts = parts_of(scratch.v_s.at[slot], parts)
+        v_parts = parts_of(scratch.v_s.at[value_slot], parts)
 
         def multiply_tiles(raw, dp):
             multiply_parts(raw, factors_of(q, parts), transposed(k_parts))  # (1)
             finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
-            plgpu.barrier_wait(scratch.v_ready.at[slot])
+            plgpu.barrier_wait(scratch.v_ready.at[value_slot])
             multiply_parts(dp, factors_of(do, parts), transposed(v_parts))
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
             lse_tile = broadcast_vector(lse, shape)
             p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
             dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
-            plgpu.barrier_arrive(scratch.v_used.at[slot])
+            plgpu.barrier_arrive(scratch.v_used.at[value_slot])
             d_raw, d_terms = cotangents(p, dp)  # (3)
             multiply_parts(dq, split_tile(d_raw, dtype, parts), k_parts, stage)  # (4)
             plgpu.wgmma_wait(0)
@@ -336,7 +352,9 @@ def _compute(
         return sums
 
     def skip(n):
-        skip_tile(scratch, lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages)))
+        visit = state.tiles_visited + n
+        slots = (lax.rem(visit, jnp.int32(stages)) for stages in tiling.both_stages)
+        skip_tile(scratch, *slots)
 
     def visit_tiles(dq):
         masked = work.visits.masked
@@ -357,9 +375,10 @@ def _compute(
     dq = undo_lift(dq * gradient.slope, dtype, state)
     sums = [undo_lift(x, dtype, state) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, dq)
-    store_tile(out, dq, parts)
+    stored = scratch.out_s.at[item_slot] if has_out else q
+    store_tile(stored, dq, parts)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out, head_rows(dq_ref, work.b, rows, work.n))
+    plgpu.copy_smem_to_gmem(stored, head_rows(dq_ref, work.b, rows, work.n))
     sum_s = scratch.rows_s.at[0, item_slot]  # the place of lse
     for ref, x in zip(sums_refs, sums, strict=True):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

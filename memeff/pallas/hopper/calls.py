@@ -21,6 +21,7 @@ from memeff.pallas.hopper.bias import (
     unpad_bias_gradient,
 )
 from memeff.pallas.hopper.bias_work import SharedBias
+from memeff.pallas.hopper.capability import backward_is_kernel
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.forward_memory import Carried
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
@@ -38,6 +39,7 @@ from memeff.pallas.hopper.layout import (
     scalars_of,
     split_query,
     unfold_heads,
+    value_width,
 )
 from memeff.pallas.hopper.parts import count_parts, merge_array
 from memeff.pallas.hopper.scalars import Scalars
@@ -57,6 +59,8 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     """Return a phrase that names the kernels and their tiles."""
     tiling = forward_tiling(problem, operands)
     form = ", the gradient fused into one" if schedule.fused_backward else ""
+    if not backward_is_kernel(operands):
+        form = ", the gradient on the chunked path"
     return f"Hopper kernels, tiles of {tiling.rows} x {tiling.keys} logits{form}"
 
 
@@ -107,10 +111,8 @@ def _forward_tiling_with_bias(width: int, operands: Operands) -> Tiling:
     return Tiling(1, 64, 2, 1)
 
 
-def backward_tilings(
-    problem: Problem, operands: Operands
-) -> tuple[backward_common.Tiling, backward_common.Tiling]:
-    """Return the tiling of the kernel for dq, and that of the kernel for dk and dv."""
+def backward_tilings(problem: Problem, operands: Operands) -> tuple[backward_common.Tiling, ...]:
+    """Return the tilings of the kernel for dq, and of that for dk and dv or those for each."""
     if has_pair_bias(operands):
         return _backward_tilings_with_bias(operands)
     if count_parts(operands.query.dtype) == 2:
@@ -121,12 +123,25 @@ def backward_tilings(
         return tiling, tiling
     # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
     has_vectors = _has_vectors(problem, operands)
+    if padded_width(operands) > 128:
+        return _backward_tilings_of_wide_heads(padded_width(operands), has_vectors)
     has_scale = operands.logit_params.scale is not None
     if has_vectors or has_scale or problem.soft_cap is not None:
         query_tiling = backward_common.Tiling(2, 64, 3, 1)
     else:
         query_tiling = backward_common.Tiling(2, 128, 2, 1)
     return query_tiling, backward_common.Tiling(2, 64, 3, 1 if has_vectors else 2)
+
+
+def _backward_tilings_of_wide_heads(
+    width: int, has_vectors: bool
+) -> tuple[backward_common.Tiling, ...]:
+    """Return the tilings of the kernels for dq, dk and dv, for each of which registers are left."""
+    two = backward_common.Tiling(2, 64, 2, 1)
+    if width <= 192:
+        return two, two, two
+    one = two._replace(stages=1 if has_vectors else 2, second_stages=1)
+    return one, one, two
 
 
 def _backward_tilings_in_parts(
@@ -217,8 +232,7 @@ def forward(
         _, T, K, G, _ = query.shape
         arrays = lax.collapse(query, 2, 4), key, value
         leaves = more[: structure.num_leaves]
-        width = padded_width(operands)
-        arrays = tuple(pad_operand(x, width) for x in arrays)
+        arrays = _pad_arrays(operands, *arrays)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
         B = padded_scalars.batch_size(query)
         tiling = forward_tiling(problem, operands)._replace(out_in_parts=out_count == 2)
@@ -228,7 +242,7 @@ def forward(
             *parts, rows = more[structure.num_leaves :]
             rows = lax.collapse(rows, 1, 3)  # b n t
             rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -T % tiling.rows)])
-            parts = (pad_operand(fold_heads(x), width) for x in parts)
+            parts = (pad_operand(fold_heads(x), value_width(operands)) for x in parts)
             before = Carried(tuple(parts), rows)
         want_lse = lse_for is not None
         outs, lse = attend(on_tiles, lengths, arrays, padded_scalars, want_lse, tiling, before)
@@ -246,6 +260,19 @@ def forward(
     found = run(*split_query(operands, operands.shape.K), *leaves, *jax.tree.leaves(carried))
     outs = tuple(found[:out_count])
     return outs if partial_out else outs[0], Lse(found[-1], None) if lse_for else None
+
+
+def _pad_arrays(
+    operands: Operands, query, key, *of_values, in_place: bool = True
+) -> tuple[Array, ...]:
+    """Pad query, key, and arrays of the head dim of values, as kernels read them.
+
+    `in_place`: kernels may read heads below 64 without padding.
+    """
+    pad = pad_operand if in_place else pad_tokens
+    width = padded_width(operands)
+    padded_values = (pad(x, value_width(operands)) for x in of_values)
+    return pad(query, width), pad(key, width), *padded_values
 
 
 class _GradientInputs(NamedTuple):
@@ -294,8 +321,7 @@ def backward(
         B = padded_scalars.batch_size(query)
         padded_rows = [pad_rows(x) for x in more[: len(rows)]]
         arrays = lax.collapse(query, 2, 4), key, value, fold_heads(out), fold_heads(dout)
-        pad = pad_tokens if schedule.fused_backward else pad_operand
-        arrays = [pad(x, padded_width(operands)) for x in arrays]
+        arrays = _pad_arrays(operands, *arrays, in_place=not schedule.fused_backward)
         inputs = _GradientInputs(*arrays, *padded_rows)
         split = functools.partial(
             _split_gradient,
@@ -344,31 +370,45 @@ def _split_gradient(
     lengths: tuple[int, int],
     inputs: _GradientInputs,
     scalars: Scalars,
-    tilings: tuple[backward_common.Tiling, backward_common.Tiling],
+    tilings: tuple[backward_common.Tiling, ...],
     keys_first: bool,
 ) -> tuple[Array, ...]:
     """Return padded dq, delta, dk and dv of two kernels, of which that of the keys may run first.
 
-    Sums over keys of cotangents of numbers follow.
+    Sums over keys of cotangents of numbers follow. With three tilings, each gradient has a kernel.
     """
     query, key, value, out, dout, lse, dlse = inputs
+    query_tiling, *key_tilings = tilings
+    has_three = len(key_tilings) == 2
 
-    def of_query(query):
-        arrays = query, key, value, out, dout, lse
-        return backward_query.query_gradient(
-            query_functions, lengths, arrays, dlse, scalars, tilings[0]
+    def of_query(query, delta) -> tuple[Array, ...]:
+        """Return dq, delta and sums. If each gradient has a kernel, `delta` is known."""
+        arrays = query, key, value, None if has_three else out, dout, lse
+        row_terms = delta if has_three else dlse
+        dq, *more = backward_query.query_gradient(
+            query_functions, lengths, arrays, row_terms, scalars, query_tiling
         )
+        return (dq, delta, *more) if has_three else (dq, *more)
 
-    def of_keys(delta):
+    def of_keys(delta) -> tuple[Array, ...]:
+        """Return dk and dv."""
         arrays = query, key, value, dout, lse, delta
-        return backward_key.key_value_gradient(key_functions, lengths, arrays, scalars, tilings[1])
+        call = key_functions, lengths, arrays, scalars
+        if not has_three:
+            return backward_key.key_value_gradient(*call, key_tilings[0])
+        (dk,) = backward_key.key_value_gradient(*call, key_tilings[0], "dk")
+        (dv,) = backward_key.key_value_gradient(*call, key_tilings[1], "dv")
+        return dk, dv
 
+    delta = None
+    if keys_first or has_three:
+        delta = _row_deltas(lengths, inputs, scalars, query_tiling.parts)
     if keys_first:
-        dk, dv = of_keys(_row_deltas(lengths, inputs, scalars, tilings[1].parts))
+        dk, dv = of_keys(delta)
         query, dk, dv = lax.optimization_barrier((query, dk, dv))
-        dq, delta, *sums = of_query(query)
+        dq, delta, *sums = of_query(query, delta)
     else:
-        dq, delta, *sums = of_query(query)
+        dq, delta, *sums = of_query(query, delta)
         dk, dv = of_keys(delta)
     return dq, delta, dk, dv, *sums
 

@@ -17,8 +17,10 @@ from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 256
 LARGEST_HEAD_FLOAT32 = 128
-# For larger heads the chunked path computes the gradient, from the kernel's out and lse.
-LARGEST_HEAD_BACKWARD = 128
+# Tangents, the fused gradient and that of a call with a bias support heads up to this. Beyond, the
+# chunked path computes tangents and the gradients of a call with a bias, from the kernel's out and
+# lse.
+LARGEST_HEAD_NARROW = 128
 # Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
 # in the decode kernel.
 FEWEST_QUERIES = 64
@@ -164,9 +166,9 @@ def unsupported_bias(operands: Operands) -> str | None:
 def unsupported_by_fused(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the kernels cannot compute the gradient as one."""
     H, D = operands.query.shape[-1], operands.value.shape[-1]
-    if max(H, D) > LARGEST_HEAD_BACKWARD:
+    if has_wide_heads(operands):
         return (
-            f'backward="fused" supports heads of up to {LARGEST_HEAD_BACKWARD}, and this call has '
+            f'backward="fused" supports heads of up to {LARGEST_HEAD_NARROW}, and this call has '
             f"H={H}, D={D}"
         )
     if operands.query.dtype == jnp.float32:
@@ -295,16 +297,21 @@ def _why_not_stored(dtype: DTypeLike, key: StoredKeys, value: Any) -> str | None
     return None
 
 
+def has_wide_heads(operands: Operands) -> bool:
+    """Return whether heads are beyond LARGEST_HEAD_NARROW."""
+    return max(operands.query.shape[-1], operands.value.shape[-1]) > LARGEST_HEAD_NARROW
+
+
 def backward_is_kernel(operands: Operands) -> bool:
-    """Return whether the heads are small enough for the kernels of the gradient."""
-    return max(operands.query.shape[-1], operands.value.shape[-1]) <= LARGEST_HEAD_BACKWARD
+    """Return whether kernels compute the gradient. With wide heads they read no bias."""
+    return not (has_wide_heads(operands) and reads_bias(operands))
 
 
 def tangent_is_kernel(problem: Problem, operands: Operands) -> bool:
     """Return whether a kernel computes tangents by query, key and value."""
     in_16_bits = operands.query.dtype.itemsize == 2
     more = problem.dropout is not None or reads_bias(operands)
-    return in_16_bits and not more and backward_is_kernel(operands)
+    return in_16_bits and not more and not has_wide_heads(operands)
 
 
 # Forward + gradient, H200, bfloat16 (docs/kernels.md has the cases): in all that were measured from

@@ -27,6 +27,7 @@ from memeff.pallas.hopper.mosaic import (
 from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.parts import (
     factors_of,
+    first_columns,
     load_tile,
     multiply_parts,
     parts_of,
@@ -68,7 +69,8 @@ class ForwardKernel(NamedTuple):
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
         q_slot = slot * self.tiling.warpgroups + self.warpgroup
         q = scratch.q_s.at[q_slot]
-        out = head_rows(self.out_refs[0], work.b, rows, work.n)
+        out_s = self._out_columns(q)
+        out = head_rows(self.out_refs[0], work.b, rows, work.n, q.shape[-1])
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         head_numbers = head_number_refs(work.scalars, work.n)
         loop = KeyTileLoop(self, work, state, q, head_numbers)
@@ -78,7 +80,7 @@ class ForwardKernel(NamedTuple):
         elif not state.first_round:
             m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
         item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
-        store_tile(q, o, self.tiling.parts)
+        store_tile(out_s, o, self.tiling.parts)
         if self.lse_ref is not None:
             self._row_vector(3)[...] = lse_of_rows(m, l)
         plgpu.commit_smem()
@@ -87,13 +89,18 @@ class ForwardKernel(NamedTuple):
             plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
         for low_ref in self.out_refs[1:]:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            q[...] = rounding_rest(o, q.dtype)
+            out_s[...] = rounding_rest(o, q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, head_rows(low_ref, work.b, rows, work.n))
+            low = head_rows(low_ref, work.b, rows, work.n, q.shape[-1])
+            plgpu.copy_smem_to_gmem(q, low)
         # The next round may read out, so it must have been written by then.
         plgpu.wait_smem_to_gmem(0, wait_read_only=state.first_round)
         plgpu.barrier_arrive(scratch.q_used.at[slot])
         return work.visits.total, item_failed
+
+    def _out_columns(self, q: Ref) -> Ref:
+        """Return the columns of a tile of queries that out takes."""
+        return first_columns(q, self.scratch.v_s.shape[-1])
 
     def _row_vector(self, n: int) -> Ref:
         """Return this warpgroup's part of `rows_s[n]`."""
@@ -119,9 +126,10 @@ class ForwardKernel(NamedTuple):
 
         total = add(0.0, weights[0], o)
         for part in carried.out:
-            plgpu.copy_gmem_to_smem(head_rows(part, work.b, rows, work.n), q, ready)
+            tile = head_rows(part, work.b, rows, work.n, q.shape[-1])
+            plgpu.copy_gmem_to_smem(tile, q, ready)
             plgpu.barrier_wait(ready)
-            total = add(total, weights[1], load_tile(q, self.tiling.parts))
+            total = add(total, weights[1], load_tile(self._out_columns(q), self.tiling.parts))
             plgpu.commit_smem()
         return top, l, total
 
@@ -140,7 +148,7 @@ class ForwardKernel(NamedTuple):
             old_l = plgpu.load(self._row_vector(1), layout=ROW)
             had_failed = plgpu.load(self._row_vector(2), layout=ROW)
             redone = had_failed > 0
-            old_o = load_tile(q, self.tiling.parts)
+            old_o = load_tile(self._out_columns(q), self.tiling.parts)
             new_m = jnp.where(redone, m, old_m)
             new_l = jnp.where(redone, l, old_l)
             redone_rows = broadcast_vector(had_failed, o.shape) > 0

@@ -7,6 +7,7 @@ from memeff.pallas.hopper.capability import (
     backward_is_kernel,
     for_device,
     fused_is_faster,
+    has_wide_heads,
     reads_bias,
     slower,
     tangent_is_kernel,
@@ -37,9 +38,9 @@ __all__ = [
 
 def reads_entries(problem: Problem, operands: Operands) -> bool:
     """Return whether this call's kernels read `operands.entries`, and its forward carries."""
-    if reads_bias(operands) or problem.dropout is not None:
+    if reads_bias(operands) or problem.dropout is not None or has_wide_heads(operands):
         return False
-    return backward_is_kernel(operands) and why_not_decode(problem, operands) is not None
+    return why_not_decode(problem, operands) is not None
 
 
 def tile_shape(problem: Problem, operands: Operands) -> tuple[int, int]:
@@ -92,7 +93,8 @@ def backward(
 ) -> Gradients:
     """Return gradients from `out`, `dout` [B, K, G, T, D] and `lse`, `dlse` [B, K, G, T].
 
-    `dlse` is None if lse has no cotangent. The chunked path computes the gradient of larger heads.
+    `dlse` is None if lse has no cotangent. The chunked path computes the gradient of heads beyond
+    128 with a bias.
     """
     from memeff.chunked import implementation as chunked
     from memeff.pallas.hopper import calls

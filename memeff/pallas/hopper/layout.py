@@ -13,7 +13,7 @@ from jax import Array, lax
 from memeff.dropout import head_words, key_words, query_words
 from memeff.logits import LOG2_E, with_ratio
 from memeff.pallas.hopper.bias import bias_dims, bias_scalars, pad_bias, pad_bias_vector
-from memeff.pallas.hopper.capability import mask_becomes_bias
+from memeff.pallas.hopper.capability import has_wide_heads, mask_becomes_bias
 from memeff.pallas.hopper.parts import count_parts, split_array
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import entries_of
@@ -48,9 +48,16 @@ SCALAR_DIMS = {
 
 
 def padded_width(operands: Operands) -> int:
-    """Return the padded head dim, which the kernels use for queries, keys and values alike."""
+    """Return the padded head dim of queries and keys, and of values up to `value_width`."""
     largest = max(operands.query.shape[-1], operands.value.shape[-1])
     return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+def value_width(operands: Operands) -> int:
+    """Return the padded head dim of values: that of keys, or less where heads are wide."""
+    if not has_wide_heads(operands):
+        return padded_width(operands)
+    return -(-operands.value.shape[-1] // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
 def split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]:

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from memeff.pallas.hopper.capability import mask_becomes_bias, reads_bias, why_not_decode
+from memeff.pallas.hopper.capability import (
+    has_wide_heads,
+    mask_becomes_bias,
+    reads_bias,
+    why_not_decode,
+)
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
 
@@ -16,22 +21,23 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     """
     (B,), T, S, N, K, H, D = operands.shape
     width = _round_up(max(H, D), 64)
+    value_width = _round_up(D, 64) if has_wide_heads(operands) else width
     itemsize = operands.query.dtype.itemsize
 
-    def copy(length: int, heads: int, dim: int) -> int:
+    def copy(length: int, heads: int, dim: int, padded_dim: int = width) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
         if itemsize == 4:
-            return 4 * B * heads * _round_up(length, 8) * width
-        in_place = width == 64 and dim % 8 == 0 and not schedule.fused_backward
-        padded_dim = dim if in_place else width
+            return 4 * B * heads * _round_up(length, 8) * padded_dim
+        if padded_dim == 64 and dim % 8 == 0 and not schedule.fused_backward:
+            padded_dim = dim  # read in place
         if length % 8 == 0 and dim == padded_dim:
             return 0
         return B * heads * _round_up(length, 8) * padded_dim * itemsize
 
     forward = copy(T, N, H)  # query
     forward += copy(S, K, H)  # key
-    forward += copy(S, K, D)  # value
-    forward += copy(T, N, D)  # out
+    forward += copy(S, K, D, value_width)  # value
+    forward += copy(T, N, D, value_width)  # out
     (query_vectors, key_vectors), differences, row_sums = calls.count_numbers(problem, operands)
     rows = _round_up(T, 128)
     cols = _round_up(S, 128)

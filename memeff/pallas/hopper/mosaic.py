@@ -131,16 +131,17 @@ def whole_width(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def head_rows(ref: Ref, b, rows, n) -> Ref:
+def head_rows(ref: Ref, b, rows, n, width: int = 0) -> Ref:
     """Return the vectors of head n at `rows`, from `ref` [B, T, N, H] in global memory, for a copy.
 
-    A head dim below 64 counts as 64. A copy to shared memory fills the rest with zeros, and a copy
-    to global memory leaves it out.
+    H counts as `width`, or if that is 0 as a multiple of 64. A copy to shared memory fills the rest
+    with zeros, and a copy to global memory leaves it out.
     """
-    if ref.shape[-1] % 64 == 0:
+    width = width or whole_width(ref.shape[-1])
+    if ref.shape[-1] == width:
         return ref.at[b, rows, n]
     zero = lax.axis_index("block") * 0  # static bounds would be checked
-    return ref.at[b, rows, n, pl.ds(zero, whole_width(ref.shape[-1]))]
+    return ref.at[b, rows, n, pl.ds(zero, width)]
 
 
 def interpreter_staging(count: int, rows: int, cols: int, dtype) -> dict:

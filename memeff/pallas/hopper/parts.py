@@ -60,6 +60,11 @@ def parts_of(tile: Ref, parts: int) -> tuple[Ref, ...]:
     return tuple(tile.at[:, pl.ds(n * width, width)] for n in range(parts))
 
 
+def first_columns(tile: Ref, count: int) -> Ref:
+    """Return the first columns of a tile [rows, cols]."""
+    return tile if tile.shape[-1] == count else tile.at[:, pl.ds(0, count)]
+
+
 def transposed(parts: tuple[Ref, ...]) -> tuple[Ref, ...]:
     """Return each part transposed."""
     return tuple(part.T for part in parts)

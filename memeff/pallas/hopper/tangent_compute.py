@@ -119,7 +119,7 @@ def logits_and_tangent(
     indices = tile.pair_indices(problem.score_fn)
 
     def logits(raw):
-        return logits_base2(problem, raw, tile.terms, keep, indices)
+        return logits_base2(problem, raw, tile.terms, keep, indices, differentiable=True)
 
     s, push = jax.linearize(logits, raw)
     return s, lambda d_raw: push(d_raw * (1 / LOG2_E))
@@ -229,7 +229,7 @@ def compute_item(
         return accumulate_on(u, functools.partial(step, n, True, sums), item_total)
 
     def skip(n):
-        skip_tile(scratch, slot_of(n))
+        skip_tile(scratch, slot_of(n), slot_of(n))
 
     plgpu.barrier_wait(scratch.item_ready.at[item_slot])
     lse = plgpu.load(scratch.lse_s.at[item_slot], layout=ROW)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from memeff.logits import approximates_cap
 from memeff.masking import query_positions
 from memeff.pallas.user_functions.jaxpr import needed_eqns, run_eqns, why_not_lowered
 from memeff.pallas.user_functions.partition import (
@@ -216,7 +217,7 @@ def _as_stored(x: Array) -> Array:
 def tile_functions(
     problem: Problem, operands: Operands, slopes: Literal["score", "all"] | None = None
 ) -> Problem:
-    """Return `problem` with its functions as kernels run them.
+    """Return `problem` with its functions and its soft cap as kernels run them.
 
     `slopes` adds score_fn's derivatives: by the score alone, or also by differentiable numbers.
     """
@@ -239,4 +240,5 @@ def tile_functions(
             diagonal_offset(operands.key.shape[1]),
             slope_jaxpr(partition) if with_slopes else None,
         )
-    return dataclasses.replace(problem, **functions)
+    approximates = approximates_cap(problem, operands)
+    return dataclasses.replace(problem, approximates_cap=approximates, **functions)

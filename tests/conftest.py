@@ -112,9 +112,10 @@ def why_no_gpu() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Let calls behave as where JAX has one device. The sharding tests need all eight."""
-    monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: False)
+def one_device(request, monkeypatch):
+    """Let calls behave as where JAX has one device, except in tests that need all eight."""
+    if request.node.get_closest_marker("eight_devices") is None:
+        monkeypatch.setattr(tile_sizes, "may_be_sharded", lambda: False)
 
 
 @pytest.fixture(autouse=True, scope="module")

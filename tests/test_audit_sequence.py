@@ -15,14 +15,9 @@ import memeff
 from memeff.diagnostics import float64
 from memeff.sequence.implementation import Sharded
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.eight_devices]
 slow = pytest.mark.slow
 DEVICES = 4
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
 
 
 def audit_call(kind: str, layout: str, strategy: str | None, implementation=None, **how):

@@ -27,7 +27,7 @@ import memeff
 from memeff import nn, switch, transforms
 from memeff.nn import switch as flax_switch
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.eight_devices]
 slow = pytest.mark.slow
 
 DEVICES = 4
@@ -37,11 +37,6 @@ ZIGZAG = {"sequence_axis": "seq", "sequence_layout": "zigzag"}
 rng = np.random.default_rng(0)
 X = rng.standard_normal((B, T, F)).astype(np.float32)
 DOUT = rng.standard_normal((B, T, F)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
 
 
 def make_mesh(kind=AxisType.Auto) -> Mesh:

@@ -35,12 +35,8 @@ from memeff.sequence.terms import Term, shorten
 from memeff.softmax import Lse, merge_partial
 
 CHUNK = (5, 4)
+pytestmark = pytest.mark.eight_devices
 slow = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
 
 
 class ReadsInPlace:

@@ -33,13 +33,9 @@ import memeff
 from memeff import dot_product_attention
 from memeff.device import COPIED_MESSAGES, pretend_device, set_copied_messages
 
+pytestmark = pytest.mark.eight_devices
 slow = pytest.mark.slow
 CHUNK = (5, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
 
 
 # ---- the numbers of one device

@@ -31,10 +31,7 @@ from sharded import (
 
 from memeff import dot_product_attention
 
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
+pytestmark = pytest.mark.eight_devices
 
 
 def shard_mapped(function, mesh, is_set, in_specs, out_specs, args):

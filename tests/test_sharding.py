@@ -45,10 +45,7 @@ from memeff import (
     to_zigzag,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
+pytestmark = pytest.mark.eight_devices
 
 
 # ---- the ruler

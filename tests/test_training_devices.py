@@ -19,7 +19,7 @@ from models.data import ListOps, Refused
 from models.devices import lay_out, on_devices
 from models.train import Settings
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.eight_devices]
 
 RUN = TINY | {
     "context": 48,
@@ -34,11 +34,6 @@ RUN = TINY | {
 ONE = {"devices": 1}
 FOUR = {"devices": 4}  # in zigzag, by default
 LAYOUTS = ("contiguous", "zigzag", "striped")
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,7 @@ from sharded import (
 import memeff
 from memeff import dot_product_attention
 
-
-@pytest.fixture(autouse=True)
-def one_device():
-    """Override the fixture of conftest.py, because these tests have eight devices."""
+pytestmark = pytest.mark.eight_devices
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

@@ -11,8 +11,6 @@ bits nor speed nor memory. tests/lowered_kernels.py does the same for the Hopper
 
 import contextlib
 import functools
-import hashlib
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from cases import CASES, SINGLES, Sizes, split  # noqa: E402
 from conftest import GRADIENTS  # noqa: E402
-from without_names import without_names  # noqa: E402
+from without_names import write_without_names  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff import masks, scores, tile_sizes, transforms  # noqa: E402
@@ -134,14 +132,7 @@ def main(folder: Path) -> None:
     """Write a text for each program, and all digests to digests.txt."""
     warnings.simplefilter("ignore")
     tile_sizes.may_be_sharded = lambda: False  # as where JAX has one device
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "digests.txt").open("w") as digests:
-        for name, text in programs():
-            text = without_names(text)
-            file = re.sub(r"\W+", "_", name)
-            (folder / file).with_suffix(".txt").write_text(text)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            print(digest, name, file=digests, flush=True)
+    write_without_names(folder, programs())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ This needs JAX's CUDA plugin, but no GPU (see the Makefile's `sm90a`). tests/low
 same for plain JAX.
 """
 
-import hashlib
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ import sm90a  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 from jax._src.lib import mosaic_gpu_dialect  # noqa: E402
 from jax._src.lib.mlir import ir  # noqa: E402
-from without_names import without_names  # noqa: E402
+from without_names import write_without_names  # noqa: E402
 
 BYTES = re.compile(r'module = "((?:[^"\\]|\\.)*)"')
 ESCAPE = re.compile(r"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
@@ -52,16 +51,14 @@ def module_text(match: re.Match) -> str:
 
 def main(folder: Path, names: list[str]) -> None:
     """Write a text for each case of sm90a.py, and all digests to digests.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "digests.txt").open("w") as digests:
+
+    def programs():
         for name in names or sm90a.CASES:
             text = sm90a.lowered(**sm90a.CASES[name]).as_text()
             text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "", text)
-            text = without_names(BYTES.sub(module_text, text))
-            file = re.sub(r"\W+", "_", name)
-            (folder / file).with_suffix(".txt").write_text(text)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            print(digest, name, file=digests, flush=True)
+            yield name, BYTES.sub(module_text, text)
+
+    write_without_names(folder, programs())
 
 
 if __name__ == "__main__":

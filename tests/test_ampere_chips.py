@@ -2,10 +2,7 @@
 
 import importlib.util
 import math
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import pytest
 from ampere_chips import CASES, B, N
 from ampere_chips import T as LENGTH
 from described_gpus import CHIPS, KIB
+from scripts import output_of_cases
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -38,23 +36,13 @@ NAMES = [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in C
 @pytest.fixture(scope="module")
 def ptxas_output(request):
     """Compile the cases of all selected tests, and return what was printed of each."""
-    script = pathlib.Path(__file__).with_name("ampere_chips.py")
     names = {chip: [] for chip in CHIPS}
     for test in request.session.items:
         if "ptxas_output" in test.fixturenames and test.path.samefile(__file__):
             names[test.callspec.params["chip"]].append(test.callspec.params["name"])
     texts = {}
     for chip in filter(names.get, CHIPS):
-        run = subprocess.run(
-            [sys.executable, script, chip, *names[chip]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=1200,
-        )
-        assert run.returncode == 0, run.stdout[-2000:]
-        _, *parts = re.split(r"^case (.*)\n", run.stdout, flags=re.MULTILINE)
-        texts |= zip(parts[::2], parts[1::2], strict=True)
+        texts |= output_of_cases("ampere_chips.py", chip, *names[chip])
     return texts
 
 

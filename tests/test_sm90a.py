@@ -5,15 +5,12 @@ from running side by side.
 """
 
 import importlib.util
-import os
-import pathlib
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import pytest
+from scripts import output_of, output_of_cases
 from sm90a import CASES, DECODE_CASES, LOSSES, B, N
 from sm90a import T as LENGTH
 
@@ -73,23 +70,11 @@ def few_fast(names):
 @pytest.fixture(scope="module")
 def ptxas_output(request):
     """Compile the cases of all selected tests, and return what was printed of each."""
-    script = pathlib.Path(__file__).with_name("sm90a.py")
     names = []
     for test in request.session.items:
         if "ptxas_output" in test.fixturenames and test.path.samefile(__file__):
             names.append(test.callspec.params["name"])
-    run = subprocess.run(
-        [sys.executable, script, *names],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    assert run.returncode == 0, run.stdout[-2000:]
-    _, *parts = re.split(r"^case (.*)\n", run.stdout, flags=re.MULTILINE)
-    names = parts[::2]
-    texts = parts[1::2]
-    return dict(zip(names, texts, strict=True))
+    return output_of_cases("sm90a.py", *names)
 
 
 class RingProgram(NamedTuple):
@@ -106,12 +91,10 @@ class RingProgram(NamedTuple):
 @pytest.fixture(scope="module")
 def ring_programs() -> dict[tuple[str, int], RingProgram]:
     """Return the compiled programs of sm90a_ring.py by mode and number of devices."""
-    script = pathlib.Path(__file__).with_name("sm90a_ring.py")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
-    assert run.returncode == 0, run.stderr[-2000:]
+    output = output_of("sm90a_ring.py")
     line = r"^(forward|gradient) (\d+) (\d+) (\d+) (\w+) (\d+) (\d+) (\w+)$"
     programs = {}
-    for mode, devices, *more in re.findall(line, run.stdout, re.M):
+    for mode, devices, *more in re.findall(line, output, re.M):
         temporary, moved, keys, slices, refused, schedule = more
         program = RingProgram(
             int(temporary), int(moved), keys == "True", int(slices), int(refused), schedule
@@ -166,10 +149,8 @@ def test_memory_of_a_ring_does_not_grow_with_the_devices(ring_programs):
 @pytest.mark.slow
 def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
     """Temporary memory is that of logits, and no array of keys is made, however it is laid out."""
-    script = pathlib.Path(__file__).with_name("sm90a_decode.py")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = re.findall(r"^([\w ]+): (\d+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
+    output = output_of("sm90a_decode.py")
+    lines = re.findall(r"^([\w ]+): (\d+) (\d+) (\d+)$", output, re.MULTILINE)
     assert len(lines) == 5
     for name, temporary, cache, largest in lines:
         rows = {"four drafts": 5, "8 bits": 3}.get(name, 1)  # beside the bytes of keys
@@ -180,10 +161,8 @@ def test_decoding_on_the_chunked_path_copies_nothing_of_the_cache():
 @needs_plugin
 @pytest.mark.slow
 def test_memory_of_the_chunked_path_is_estimated_and_limited():
-    script = pathlib.Path(__file__).with_name("sm90a_memory.py")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1200)
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = re.findall(r"^([\w, ]+): (\d+) (\d+) (\d+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
+    output = output_of("sm90a_memory.py")
+    lines = re.findall(r"^([\w, ]+): (\d+) (\d+) (\d+) (\d+) (\d+)$", output, re.MULTILINE)
     assert len(lines) == 15
     for name, *numbers in lines:
         limit, forward, gradient, forward_estimate, gradient_estimate = map(int, numbers)
@@ -196,20 +175,11 @@ def test_memory_of_the_chunked_path_is_estimated_and_limited():
 
 @needs_plugin
 def test_sketch_for_blackwell_compiles():
-    script = pathlib.Path(__file__).with_name("tcgen05_sketch.py")
-    run = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"MOSAIC_GPU_DUMP_PTX": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout[-2000:]
-    assert "entry function 'tcgen05_forward_mosaic_gpu_kernel' for 'sm_100a'" in run.stdout
+    output = output_of("tcgen05_sketch.py", MOSAIC_GPU_DUMP_PTX="1")
+    assert "entry function 'tcgen05_forward_mosaic_gpu_kernel' for 'sm_100a'" in output
     # products of 16 bits take 16 of the 128 features or keys: 8 instructions a tile
-    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16", run.stdout)) == 6 * 8
-    assert max(map(int, re.findall(r"(\d+) bytes spill stores", run.stdout))) <= 8
+    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16", output)) == 6 * 8
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", output))) <= 8
 
 
 def expected_kernels(name: str) -> set[str]:

@@ -1,12 +1,10 @@
 """The TPU kernels compile for chips that are not here: `make tpu`."""
 
 import importlib.util
-import pathlib
-import subprocess
-import sys
 
 import pytest
 from described_tpus import CHIPS
+from scripts import output_of
 from tpu import CASES
 
 needs_libtpu = pytest.mark.skipif(
@@ -17,12 +15,8 @@ BYTES_OF_128K = 800 * 10**6  # temporary; T x S logits of one head alone would b
 
 def reports(chip: str, *names: str) -> list[list[str]]:
     """Compile cases for a chip, and return the fields of what was printed of each program."""
-    script = pathlib.Path(__file__).with_name("tpu.py")
-    run = subprocess.run(
-        [sys.executable, script, chip, *names], capture_output=True, text=True, timeout=3000
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [line.split("|") for line in run.stdout.splitlines() if line.count("|") == 5]
+    lines = output_of("tpu.py", chip, *names).splitlines()
+    return [line.split("|") for line in lines if line.count("|") == 5]
 
 
 @needs_libtpu

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import Sizes
-from hopper_user_functions import t5_at
+from hopper_user_functions import alibi_bias, t5_bias
 
 import memeff
 from memeff import masks, scores
@@ -28,20 +28,12 @@ def alibi_score(params):
     return scores.alibi(params)
 
 
-def alibi_bias(params, b, n, i, j):
-    return -params[n] * np.abs(i - j)
-
-
 def t5_params(rng, z: Sizes):
     return rng.standard_normal((BUCKETS, z.N)).astype(np.float32)
 
 
 def t5_score(params):
     return scores.t5(params, max_distance=100)
-
-
-def t5_bias(params, b, n, i, j):
-    return params[t5_at(n, i, j)]
 
 
 def keys_params(rng, z: Sizes):

@@ -1,5 +1,7 @@
 """Provide small inputs of attention, and comparisons of two ways to the same number."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,16 @@ def assert_same(actual, expected, eps=2e-6):
 
 
 def assert_bits(actual, expected):
-    """Check that two trees of arrays are equal in bits."""
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    """Check that two trees of arrays have the same numbers, shapes and dtypes."""
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), actual, expected)
+
+
+def assert_in_place(program, cache):
+    """Check that a compiled program writes to its donated cache, and holds no copy of it."""
+    memory = program.memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 6
 
 
 def inputs(B=2, T=13, S=17, K=2, G=2, H=3, D=5, leads=None, dtype=f32):

@@ -3,13 +3,18 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_calls import skip_without_kernels
 from hopper_loss_cases import EVERYTHING, case, kernels_of
 from loss_cases import both_ways
-from test_hopper_loss import assert_right, ours, truth_and_baseline, weighted
+from test_hopper_loss import (
+    assert_right,
+    ours,
+    truth_and_baseline,
+    weighted,
+    weighted_with_gradients,
+)
 
 from memeff.vocabulary import loops, objective
 
@@ -41,16 +46,7 @@ def test_weighted_sums(name):
     x, kernel, labels, (weights, zeros), arrays, static = case(name, SIZES)
     cotangents = weights, 0 * zeros
     truth, baseline = truth_and_baseline(name, x, kernel, labels, cotangents, arrays, static)
-
-    @jax.jit
-    def run(x, kernel, arrays):
-        def call(x, kernel, arrays):
-            return weighted(static)(x, kernel, labels, weights, **arrays)
-
-        value, pull = jax.vjp(call, x, kernel, arrays)
-        dx, dkernel, darrays = pull(jnp.ones_like(value))
-        return {"value": value, "x": dx, "kernel": dkernel, **darrays}
-
+    run = jax.jit(weighted_with_gradients(static, labels, weights))
     actual = jax.tree.map(np.asarray, run(x, kernel, arrays))
     for results in (truth, baseline):
         results["value"] = np.sum(np.asarray(results["loss"], np.float64) * weights)

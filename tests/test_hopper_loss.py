@@ -41,6 +41,20 @@ def weighted(static):
     return call
 
 
+def weighted_with_gradients(static, labels, weights):
+    """Return the function of x, kernel and arrays that gives the weighted sum and its gradients."""
+
+    def run(x, kernel, arrays):
+        def call(x, kernel, arrays):
+            return weighted(static)(x, kernel, labels, weights, **arrays)
+
+        value, pull = jax.vjp(call, x, kernel, arrays)
+        dx, dkernel, darrays = pull(jnp.ones_like(value))
+        return {"value": value, "x": dx, "kernel": dkernel, **darrays}
+
+    return run
+
+
 def truth_and_baseline(name, x, kernel, labels, cotangents, arrays, static):
     """Return the oracle's results, and plain ones in the same dtype; ignored tokens hold 0."""
     clean = np.where((labels == IGNORE)[:, None], 0, x).astype(x.dtype)
@@ -83,15 +97,7 @@ def test_weighted_sums_and_their_gradient(name):
     x, kernel, labels, (weights, zeros), arrays, static = case(name)
     cotangents = weights, 0 * zeros
     truth, baseline = truth_and_baseline(name, x, kernel, labels, cotangents, arrays, static)
-
-    def run(x, kernel, arrays):
-        def call(x, kernel, arrays):
-            return weighted(static)(x, kernel, labels, weights, **arrays)
-
-        value, pull = jax.vjp(call, x, kernel, arrays)
-        dx, dkernel, darrays = pull(jnp.ones_like(value))
-        return {"value": value, "x": dx, "kernel": dkernel, **darrays}
-
+    run = weighted_with_gradients(static, labels, weights)
     keeps = not arrays and "logits_soft_cap" not in static
     with interpreted(detect_races=keeps):
         wanted = {"probability"} if keeps else set()

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_calls import assert_bits, assert_in_place
 
 import memeff
 from memeff import KVCache, dot_product_attention, masks, scores
@@ -29,10 +30,6 @@ def tokens(*leads, dtype=f32):
     """Return queries, keys and values with the leading dims [B, T]."""
     shapes = ((K * G, H), (K, H), (K, D))
     return tuple(RNG.standard_normal((*leads, *shape)).astype(dtype) for shape in shapes)
-
-
-def assert_same_bits(x, y):
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
 
 
 # ---- decoding equals the full call
@@ -87,7 +84,7 @@ def test_what_is_not_written_changes_no_bit(dtype):
     cache, q = ragged(dtype, 0)
     results = attend(cache, q)
     for fill in (np.nan, np.inf, 1e30):
-        jax.tree.map(assert_same_bits, results, attend(ragged(dtype, fill)[0], q))
+        assert_bits(results, attend(ragged(dtype, fill)[0], q))
     out, lse = (np.asarray(x, np.float64) for x in results)
     assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
     assert (out[1, 1:] == 0).all()  # rows beyond counts
@@ -135,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
         rows = slice(5, 5 + size)
         part = attend(*(x[rows] for x in (q, k, v, lengths)))
         for x, y in zip(whole, part, strict=True):
-            assert_same_bits(x[rows], y)
+            assert_bits(x[rows], y)
 
 
 # ---- a full cache
@@ -161,7 +158,7 @@ def test_under_jit_a_full_cache_overwrites_nothing_and_says_so():
     after, out = step(cache, q[:, :3], k[:, :3], v[:, :3])
     assert after.overflowed.tolist() == [True, False]
     assert after.lengths.tolist() == [8, 6]
-    assert_same_bits(after.key[0, :5], k[0])
+    assert_bits(after.key[0, :5], k[0])
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     full, _ = oracle.attention(
         *(np.concatenate([x[1:, :3], x[1:, :3]], 1) for x in (q, k, v)), is_causal=True
@@ -436,10 +433,7 @@ def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loo
         return jax.lax.scan(body, cache, None, length=3)
 
     program = jax.jit(steps if loop else step, donate_argnums=0).lower(cache, q, k).compile()
-    memory = program.memory_analysis()
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < size / 6
+    assert_in_place(program, cache)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from small_calls import assert_bits, assert_in_place
 
 import memeff
 from memeff import (
@@ -37,10 +38,6 @@ OPTIONS = {
         scale=0.3,
     ),
 }
-
-
-def assert_same_bits(x, y):
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
 
 
 def contiguous(dtype=f32):
@@ -105,9 +102,9 @@ def test_pages_have_the_bits_of_the_contiguous_call(page, dtype):
         for fill in (np.nan, 1e30):
             pages = in_pages(page, k, v, fill)
             result = paged_attention(q, *pages, LENGTHS, return_residual=True, **options)
-            jax.tree.map(assert_same_bits, whole, result)
+            assert_bits(whole, result)
         traced = jax.jit(functools.partial(paged_attention, return_residual=True, **options))
-        jax.tree.map(assert_same_bits, whole, traced(q, *pages, LENGTHS))
+        assert_bits(whole, traced(q, *pages, LENGTHS))
         assert name == "all" or (np.asarray(result[1])[2] == -np.inf).all()
 
 
@@ -183,7 +180,7 @@ def test_a_page_that_is_missing_gives_nan_where_it_cannot_be_refused():
         bad[1, 2] = wrong
         out = jax.jit(functools.partial(paged_attention, is_causal=True))(q, *pages, bad, LENGTHS)
         assert np.isnan(out[1]).all()
-        assert_same_bits(out[0], whole[0])
+        assert_bits(out[0], whole[0])
 
 
 # ---- the cache
@@ -211,8 +208,8 @@ def test_a_paged_cache_has_the_bits_of_a_plain_one(dtype):
             assert allocator.extend(b, counts[b]) == []
         paged = paged.with_sequences(allocator.table(range(B), n), paged.lengths)
         paged, plain, x, y = step(paged, plain, q, k, v, np.array(counts))
-        assert_same_bits(x, y)
-        assert_same_bits(paged.lengths, plain.lengths)
+        assert_bits(x, y)
+        assert_bits(paged.lengths, plain.lengths)
     assert paged.lengths.tolist() == allocator.lengths(range(B)).tolist() == [10, 9, 9]
 
 
@@ -259,8 +256,8 @@ def test_samples_share_a_prompt_until_they_write():
     assert allocator.free_pages == 0  # one page is shared by all, and each has two of its own
     copied = np.asarray(cache.copy_pages(np.array([-1, 0]), np.array([-1, 5])).key_pages)
     pages = np.asarray(cache.key_pages)
-    assert_same_bits(copied[5], pages[0])
-    assert_same_bits(copied[:5], pages[:5])
+    assert_bits(copied[5], pages[0])
+    assert_bits(copied[:5], pages[:5])
 
 
 def test_a_sequence_without_a_page_for_its_token():
@@ -301,7 +298,7 @@ def test_a_cache_of_numpy_arrays(dtype):
         cache = hold(cache.keep_drafts(2, [[1], [0]], 1).copy_pages([1], [3]))
         return cache.attend(x[:, :1])
 
-    assert_same_bits(history(cache, jax.device_get), history(cache, lambda cache: cache))
+    assert_bits(history(cache, jax.device_get), history(cache, lambda cache: cache))
 
 
 def test_pages_are_copied_in_the_order_of_the_pairs():
@@ -357,10 +354,7 @@ def test_append_to_pages_is_in_place():
         return jax.lax.scan(body, cache, None, length=3)
 
     program = jax.jit(steps, donate_argnums=0).lower(cache, q, x).compile()
-    memory = program.memory_analysis()
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < size / 6
+    assert_in_place(program, cache)
 
 
 # ---- wrong calls

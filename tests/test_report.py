@@ -39,6 +39,7 @@ SPEED = {
     "error": 1e-7,
     "note": None,
 }
+LOSS = {"implementation": "memeff", "tokens": 1024, "features": 64}
 
 
 def page(name, table):
@@ -131,6 +132,11 @@ def test_a_table_without_lines_is_filled(tmp_path):
         ),
         (
             {"README.md": page("x", "")},
+            {"x": [{"table": "losses", "columns": ["peak"]}, LOSS]},
+            "table x: no result or column has the name 'peak'.",
+        ),
+        (
+            {"README.md": page("x", "")},
             {"x": [{"table": "memory"}, SPEED]},
             "table x: no result or column has the name 'input_bytes'.",
         ),
@@ -153,6 +159,7 @@ def test_a_table_without_lines_is_filled(tmp_path):
         "no description",
         "no column of speed",
         "no column of memory",
+        "no column of losses",
         "no field",
         "no rows",
         "no such row",

@@ -127,10 +127,13 @@ def select_rows(folder: Path, selection: dict[str, Any]) -> list[Row]:
     name = selection["name"]
     rows = read_results(folder, name).rows
     for field, values in selection.get("where", {}).items():
-        by_value = [[row for row in rows if row.get(field) == value] for value in values]
-        if not all(by_value):
-            raise ResultsError(f"{name}.jsonl lacks a {field} of {values}.")
-        rows = sum(by_value, [])
+        selected = []
+        for value in values:
+            matching = [row for row in rows if row.get(field) == value]
+            if not matching:
+                raise ResultsError(f"{name}.jsonl lacks a {field} of {values}.")
+            selected += matching
+        rows = selected
     replaced = selection.get("set", {})
     return [row | replaced for row in rows]
 

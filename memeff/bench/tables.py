@@ -76,9 +76,16 @@ def speed_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) ->
             columns.remove("tokens/s")
         if not any(row.get("peak_bytes") for row in rows):
             columns.remove("peak")
+    return rows_markdown(rows, columns, SPEED_COLUMNS)
+
+
+def rows_markdown(
+    rows: Sequence[Row], columns: Sequence[str], cells: dict[str, Callable[[Row], str]]
+) -> str:
+    """Return a table with a line for each row; `cells` has the function of each column's cells."""
     lines = []
     for row in rows:
-        lines.append([SPEED_COLUMNS[name](row) for name in columns])
+        lines.append([cells[name](row) for name in columns])
     return markdown(columns, lines)
 
 
@@ -178,9 +185,7 @@ def losses_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -
         key = row["features"], row["implementation"]
         lines.setdefault(key, [f"{row['features']:,}", row["implementation"]])
         lines[key] += [loss_milliseconds(row), human(row.get(f"{LOSS_MODES[1]}: temp_bytes"))]
-    selected = columns or header
-    picked = [header.index(column) for column in selected]
-    return markdown(selected, [[line[n] for n in picked] for line in lines.values()])
+    return selected_markdown(header, list(lines.values()), columns or header)
 
 
 def loss_milliseconds(row: Row) -> str:
@@ -195,15 +200,16 @@ def devices_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) 
     """Return a table with a line for each length and implementation, on many devices."""
     if columns is None:
         columns = list(DEVICES_COLUMNS)
-        if not any(f"{mode}: share of own" in row for row in rows for mode in DEVICE_MODES):
+        fields = set().union(*rows)
+        if not any(f"{mode}: share of own" in fields for mode in DEVICE_MODES):
             columns.remove("share of own")
-    return markdown(columns, [[DEVICES_COLUMNS[name](row) for name in columns] for row in rows])
+    return rows_markdown(rows, columns, DEVICES_COLUMNS)
 
 
 def shares(row: Row, field: str = "share") -> str:
     """Return the shares of one device's rate, in percent, of both modes."""
-    found = [row.get(f"{mode}: {field}") for mode in DEVICE_MODES]
-    return " / ".join("-" if x is None else f"{100 * x:.0f} %" for x in found)
+    values = [row.get(f"{mode}: {field}") for mode in DEVICE_MODES]
+    return " / ".join("-" if x is None else f"{100 * x:.0f} %" for x in values)
 
 
 def device_temporary(row: Row) -> str:

@@ -22,7 +22,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +30,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import memeff
-from memeff.bench.calls import Run
+from memeff.bench.calls import Run, program_run
 from memeff.bench.cases import Row
-from memeff.bench.losses import without_save
 from memeff.bench.options import output_file
+from memeff.bench.programs import compile_all, without_save
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
 from memeff.pallas.ampere import capability
@@ -107,11 +106,8 @@ def family(name: str) -> contextlib.AbstractContextManager:
     return capability.chosen() if name == "memeff:ampere" else contextlib.nullcontext()
 
 
-def compiled_calls(case: ArgumentCase, name: str) -> list[Any] | str:
-    """Return the compiled forward, and forward with gradient; none if `name` lacks the argument.
-
-    Return the error if one does not compile.
-    """
+def compiled_calls(case: ArgumentCase, name: str) -> list[Any]:
+    """Return the compiled forward, and forward with gradient; none if `name` lacks the argument."""
     library = jax.nn if name.startswith("jax.nn") else memeff
     keywords = constants_of(case, name)
     if keywords is None:
@@ -126,14 +122,11 @@ def compiled_calls(case: ArgumentCase, name: str) -> list[Any] | str:
         return out, pull(dout)
 
     inputs = inputs_of(jax.eval_shape(functools.partial(arrays_of, case)))
-    try:
-        with family(name):
-            return [
-                jax.jit(function).lower(*x).compile()
-                for function, x in zip((forward, with_gradient), inputs, strict=True)
-            ]
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    with family(name):
+        return [
+            jax.jit(function).lower(*x).compile()
+            for function, x in zip((forward, with_gradient), inputs, strict=True)
+        ]
 
 
 def inputs_of(arrays: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -150,12 +143,11 @@ def argument_rows(
     """Yield the rows of each case; `jobs` programs are compiled at a time."""
     calls = list(itertools.product(cases, names))
 
-    def compile_one(call):
-        print("compiling", call[1], *call[0], file=sys.stderr, flush=True)
-        return compiled_calls(*call)
+    def compile_one(case, name):
+        print("compiling", name, *case, file=sys.stderr, flush=True)
+        return compiled_calls(case, name)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        programs = dict(zip(calls, pool.map(compile_one, calls), strict=True))
+    programs = compile_all(compile_one, calls, jobs)
     for case in cases:
         yield _rows_of_case(case, {name: programs[case, name] for name in names}, rounds)
 
@@ -175,7 +167,7 @@ def _rows_of_case(
         if not pair:
             continue
         for part, program, x in zip(runs, pair, inputs, strict=True):
-            part[name] = Run(functools.partial(program, *x), jax.block_until_ready)
+            part[name] = program_run(program, x)
         memory: Any = pair[1].memory_analysis()
         rows[name] = row | {"temp_bytes": memory.temp_size_in_bytes}
     for mode, part in zip(("forward", "gradient"), runs, strict=True):

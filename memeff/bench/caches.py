@@ -29,18 +29,18 @@ def make_cache(name: str, case: Case) -> Callable[[Array, Array], Any]:
 
     Raises: NotImplementedError if the case does not decode.
     """
-    found = NAME.fullmatch(name)
-    assert found is not None
+    match = NAME.fullmatch(name)
+    assert match is not None
     if case.mode != "forward" or case.mask != "causal" or case.extra != "plain":
         raise NotImplementedError("caches run causal forwards of the newest queries: pass --decode")
     B, S, K, H = case.shapes[1]
-    page = int(found["page"] or 1)
+    page = int(match["page"] or 1)
     if S % page:
         raise NotImplementedError(f"pages of {page} tokens do not divide {S} keys")
 
     def make(key: Array, value: Array) -> Any:
-        if not found["page"]:
-            dtype = DTYPES.get(found["dtype"] or "", key.dtype)
+        if not match["page"]:
+            dtype = DTYPES.get(match["dtype"] or "", key.dtype)
             return memeff.KVCache.zeros(B, S, K, H, dtype).append(key, value)
         table = np.random.default_rng(0).permutation(B * S // page).reshape(B, -1)
         cache = memeff.PagedKVCache.zeros(

@@ -117,13 +117,17 @@ def prepare(name: str, case: Case) -> Run:
     if caches.is_cache(name):
         query, key, value, _ = arrays
         cache = jax.jit(caches.make_cache(name, case))(key, value)
-        inputs = query, jax.block_until_ready(cache)
-        return Run(lambda: program(*inputs), jax.block_until_ready)
+        return program_run(program, (query, jax.block_until_ready(cache)))
     extra_array = array_argument(name, case)
     if extra_array is not None:
         made = jax.jit(extra_array[1])()
         arrays = (*arrays, jax.block_until_ready(made))
-    return Run(lambda: program(*arrays), jax.block_until_ready)
+    return program_run(program, arrays)
+
+
+def program_run(program: jax.stages.Compiled, arrays: Sequence[Any]) -> Run:
+    """Return a compiled call with its arrays."""
+    return Run(functools.partial(program, *arrays), jax.block_until_ready)
 
 
 def prepare_torch(name: str, case: Case, arrays: Sequence[Array]) -> Run:

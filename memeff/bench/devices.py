@@ -23,12 +23,10 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,17 +43,12 @@ from jax.sharding import (
 )
 
 import memeff
+from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.losses import ProgramRun, without_save
 from memeff.bench.options import output_file, size
 from memeff.bench.plots import devices_figure, save_figure
-from memeff.bench.results import (
-    description_to_keep,
-    measurement,
-    read_results,
-    save_results,
-    shortened,
-)
+from memeff.bench.programs import compile_all, first_line, record_rows, without_save
+from memeff.bench.results import read_results
 from memeff.bench.speed import measure
 from memeff.bench.tables import DEVICE_MODES, devices_markdown
 from memeff.device import set_copied_messages
@@ -173,7 +166,7 @@ def in_order_of(name: str, count: int, x: Array, back: bool = False) -> Array:
     return reorder(x, make_mesh(name, count).devices.shape[0], axis=1)
 
 
-def largest_error(found: Sequence[Array], expected: Sequence[Array]) -> float:
+def largest_error(actual: Sequence[Array], expected: Sequence[Array]) -> float:
     """Return the largest difference of any result, over the largest number of that result."""
 
     @jax.jit
@@ -182,7 +175,7 @@ def largest_error(found: Sequence[Array], expected: Sequence[Array]) -> float:
         return jnp.abs(x - y).max() / jnp.abs(y).max()
 
     device = jax.devices()[0]
-    pairs = zip(jax.device_put(found, device), expected, strict=True)
+    pairs = zip(jax.device_put(actual, device), expected, strict=True)
     return max(float(relative(x, y)) for x, y in pairs)
 
 
@@ -195,20 +188,10 @@ def devices_rows(
         pairs = case.devices % 2 == 0 and case.devices > 2
         return [name for name in names if pairs or name != "two_axes"]
 
-    calls = [
-        (name, case, mode)
-        for case in cases
-        for name, mode in itertools.product(names_for(case), DEVICE_MODES)
-    ]
-
-    def attempt(call):
-        try:
-            return compiled(*call)
-        except Exception as error:  # noqa: BLE001
-            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-    with ThreadPoolExecutor(jobs) as pool:
-        programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
+    calls = []
+    for case in cases:
+        calls += itertools.product(names_for(case), [case], DEVICE_MODES)
+    programs = compile_all(compiled, calls, jobs)
     for case in cases:
         yield from _rows_of_case(case, names_for(case), programs, rounds)
 
@@ -232,12 +215,12 @@ def _rows_of_case(
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
             _, sharding = mesh_and_sharding(name, case.devices)
             ordered = functools.partial(in_order_of, name, case.devices)
-            own = [x[:, : case.tokens] for x in arrays] if name == "own" else arrays
-            run = ProgramRun(program, [jax.device_put(ordered(x), sharding) for x in own])
+            inputs = [x[:, : case.tokens] for x in arrays] if name == "own" else arrays
+            run = program_run(program, [jax.device_put(ordered(x), sharding) for x in inputs])
             try:
                 results = [ordered(x, back=True) for x in run.call()]
             except jax.errors.JaxRuntimeError as error:
-                rows[name]["note"] = str(error).splitlines()[0][:200]
+                rows[name]["note"] = first_line(error)
                 continue
             if mode == DEVICE_MODES[1]:
                 if name == "one":
@@ -276,15 +259,9 @@ def main(arguments: Sequence[str]) -> None:
     for count, length in itertools.product(counts, options.tokens):
         heads = options.heads, options.kv_heads or options.heads
         cases.append(DevicesCase(count, length, *heads, options.head_dim, options.dtype))
-    records = []
     names = [*ALONE, *(name for name in options.implementation if name not in ALONE)]
-    for row in devices_rows(cases, names, options.rounds, options.jobs):
-        records.append(measurement(row, command))
-        print(json.dumps(records[-1]), flush=True)
-    if options.save:
-        path = Path(options.save)
-        save_results(path, description_to_keep(path, "devices"), records)
-    show([shortened(record) for record in records], options.plot)
+    rows = devices_rows(cases, names, options.rounds, options.jobs)
+    show(record_rows(rows, command, options.save, "devices"), options.plot)
 
 
 def show(rows: Sequence[Row], plot: str | None) -> None:

@@ -16,12 +16,9 @@ bytes are those that XLA reports. A call that does not fit into the device's mem
 import argparse
 import importlib
 import itertools
-import json
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +26,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import memeff
+from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
 from memeff.bench.options import output_file
-from memeff.bench.results import description_to_keep, measurement, save_results, shortened
+from memeff.bench.programs import compile_all, first_line, record_rows, without_save
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
 
@@ -123,21 +121,6 @@ def compiled(name: str, case: LossCase, mode: str) -> jax.stages.Compiled:
     return jax.jit(call).lower(*case.shapes(name)).compile()
 
 
-class ProgramRun(NamedTuple):
-    """A compiled call with its arrays."""
-
-    program: jax.stages.Compiled
-    arrays: Sequence[Array]
-
-    def call(self) -> Any:
-        """Start the call."""
-        return self.program(*self.arrays)
-
-    def wait(self, result: Any) -> None:
-        """Wait for a result."""
-        jax.block_until_ready(result)
-
-
 def arrays_of(case: LossCase) -> list[Array]:
     """Return normal hidden states, a kernel that gives logits of size 2, and labels."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -171,19 +154,14 @@ def loss_rows(
 ) -> Iterator[Row]:
     """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
     calls = [(name, *call) for name in names for call in itertools.product(cases, modes_of(name))]
-
     limit = free_bytes()
 
-    def attempt(call):
-        if plain_bytes(*call[:2]) > limit:
+    def compile_if_it_fits(name, case, mode):
+        if plain_bytes(name, case) > limit:
             return "out of memory"
-        try:
-            return compiled(*call)
-        except Exception as error:  # noqa: BLE001
-            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return compiled(name, case, mode)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        programs = dict(zip(calls, pool.map(attempt, calls), strict=True))
+    programs = compile_all(compile_if_it_fits, calls, jobs)
     for case in cases:
         yield from _rows_of_case(case, names, programs, rounds)
 
@@ -205,13 +183,13 @@ def _rows_of_case(
                 rows[name]["note"] = program
                 continue
             rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            run = ProgramRun(program, arrays[name.startswith("jla")])
+            run = program_run(program, arrays[name.startswith("jla")])
             try:
-                loss = run.call()
+                loss: Any = run.call()
                 rows[name][f"{mode}: loss"] = float(loss if mode == LOSS_MODES[0] else loss[0])
                 runs[name] = run
             except jax.errors.JaxRuntimeError as error:
-                rows[name]["note"] = str(error).splitlines()[0][:200]
+                rows[name]["note"] = first_line(error)
         for name, samples in measure(runs, rounds, SECONDS_PER_SAMPLE).items():
             rows[name][f"{mode}: seconds"] = statistics.median(samples)
     return list(rows.values())
@@ -233,24 +211,8 @@ def main(arguments: Sequence[str]) -> None:
     for features in options.features:
         for length in options.tokens:
             cases.append(LossCase(length, options.words, features, options.dtype))
-    records = []
-    for row in loss_rows(cases, options.implementation, options.rounds, options.jobs):
-        records.append(measurement(row, command))
-        print(json.dumps(records[-1]), flush=True)
-    if options.save:
-        path = Path(options.save)
-        save_results(path, description_to_keep(path, "losses"), records)
-    print(losses_markdown([shortened(record) for record in records]))
-
-
-def without_save(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without the files that results are saved to or drawn in."""
-    kept = list(arguments)
-    for option in ("--save", "--plot"):
-        if option in kept:
-            place = kept.index(option)
-            del kept[place : place + 2]
-    return kept
+    rows = loss_rows(cases, options.implementation, options.rounds, options.jobs)
+    print(losses_markdown(record_rows(rows, command, options.save, "losses")))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -24,7 +24,7 @@ from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusi
 from memeff.chunked.export import pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
-from memeff.chunked.loop import Fold, run_by_blocks, visit_tiles
+from memeff.chunked.loop import Fold, Prefetch, run_by_blocks, visit_tiles
 from memeff.chunked.schedule import has_elementwise_mask
 from memeff.chunked.slicing import add_logit_params
 from memeff.chunked.tile import (
@@ -335,10 +335,8 @@ def _fused_loop_with_bias(
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
     rows = _fused_rows(delta, scales, query.dtype)
-    ahead = (tuple(lse), probabilities_ahead)
-    return visit_tiles(
-        problem, schedule, operands, rows, step, (dout,), prefetch=ahead, mask_ahead=False
-    )
+    ahead = Prefetch(tuple(lse), probabilities_ahead, with_mask=False)
+    return visit_tiles(problem, schedule, operands, rows, step, (dout,), prefetch=ahead)
 
 
 def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) -> Array:
@@ -397,7 +395,7 @@ def _fused_loop(
         d_scale = None if params.scale is None else jnp.zeros((), dtype)  # comes at the end
         return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams(scale=d_scale)), tile)
 
-    ahead = (tuple(lse), probabilities_ahead)
+    ahead = Prefetch(tuple(lse), probabilities_ahead)
     visit = visit_tiles(
         problem, schedule, operands, rows, step, (dout,), prefetch=ahead, long_axis=0
     )

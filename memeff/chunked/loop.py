@@ -28,7 +28,14 @@ from memeff.slicing import slice_dims, write_slice
 
 Fold = Callable[[Any], Any]  # carry -> carry
 CutTile = Callable[..., Tile]  # i, j -> tile
-StepAhead = tuple[tuple[Any, ...], Callable[[Tile], Array]]  # rows, and what makes Tile.prefetched
+
+
+class Prefetch(NamedTuple):
+    """What a step makes for the next tile, beside the inputs that it combines with products."""
+
+    rows: tuple[Any, ...]  # B K G T, as `make` gets them
+    make: Callable[[Tile], Array]  # makes Tile.prefetched, from a product of its own
+    with_mask: bool = True  # False: a step computes its mask, and the last tile is not in the loop
 
 
 def run_by_blocks(
@@ -88,9 +95,8 @@ def visit_tiles(
     step: Callable[[Any, Tile], Any],
     like_query: tuple[Array, ...] = (),
     prefetch_rows: bool = False,
-    prefetch: StepAhead | None = None,
+    prefetch: Prefetch | None = None,
     long_axis: int | None = None,
-    mask_ahead: bool = True,
 ) -> Fold:
     """Return a function that folds `step(carry, tile)` over the tiles that may see something.
 
@@ -101,9 +107,7 @@ def visit_tiles(
     XLA:GPU fuses the consumers of a product into it only if their other inputs are parameters of
     the loop, neither slices nor another product. So, with `prefetch_rows`, compute the inputs that
     a step combines with a product (`rows` B K G T, mask, dropout) in the step before. With
-    `prefetch` = (rows, make), also compute `make(tile)` in the step before, of a tile with those
-    rows. Without `mask_ahead` the mask is none of these inputs: a step computes it.
-    Then the last tile is visited after the loop, because nothing is made ahead in its step.
+    `prefetch`, also compute `prefetch.make(tile)` in the step before.
     """
     B, T, S, K = operands.shape.B, operands.shape.T, operands.shape.S, operands.shape.K
     if 0 in (B, T, S, K, operands.shape.G):
@@ -112,42 +116,35 @@ def visit_tiles(
     groups = () if traced_bounds else tile_groups(problem, schedule, operands, long_axis)
     b, k = schedule.heads_of_tile(B, K)
 
+    def cutter(first, rows, masked: bool, size: TileSize, starts: np.ndarray) -> CutTile:
+        sources = TileSources(operands, like_query, rows, (T, S))
+        if schedule.max_merged_logits:
+            sources = slice_shared(sources, size, starts)
+        return functools.partial(cut_tile, problem, sources, size, masked, first)
+
+    def fold_of_group(first, masked: bool, size: TileSize, starts: np.ndarray) -> Fold:
+        cut = cutter(first, rows, masked, size, starts)
+        if prefetch is not None:
+            cut_ahead = cutter(first, prefetch.rows, masked, size, starts)
+            return _fold_two_ahead(problem, cut, step, starts, cut_ahead, prefetch)
+        if prefetch_rows:
+            return _fold_one_ahead(problem, cut, step, starts)
+        return _fold_in_order(cut, step, starts)
+
     def fold_of_block(first) -> Fold:
         """Return the fold over the tiles of the block at batch entry and key head `first`."""
         if traced_bounds:
-
-            def cut_and_step(carry, i, j):
-                sources = TileSources(operands, like_query, rows, (T, S))
-                size = TileSize(b, k, *schedule.chunk_size)
-                return step(carry, cut_tile(problem, sources, size, True, first, i, j))
-
+            size = TileSize(b, k, *schedule.chunk_size)
+            sources = TileSources(operands, like_query, rows, (T, S))
+            cut = functools.partial(cut_tile, problem, sources, size, True, first)
             block = slice_batch(operands, first[0], b)
             return functools.partial(
-                _visit_between_bounds, problem, schedule.chunk_size, block, cut_and_step
+                _visit_between_bounds, problem, schedule.chunk_size, block, cut, step
             )
-
-        def cutter(rows, masked: bool, size: TileSize, starts: np.ndarray) -> CutTile:
-            sources = TileSources(operands, like_query, rows, (T, S))
-            if schedule.max_merged_logits:
-                sources = slice_shared(sources, size, starts)
-            return functools.partial(cut_tile, problem, sources, size, masked, first)
-
-        side_inputs = functools.partial(_side_inputs, problem, mask_ahead)
-        folds = []
-        for (masked, t, c), starts in groups:
-            size = TileSize(b, k, t, c)
-            cut = cutter(rows, masked, size, starts)
-            if prefetch is not None:
-                rows_ahead, make = prefetch
-                cut_ahead = cutter(rows_ahead, masked, size, starts)
-                last_outside = not mask_ahead
-                folds.append(
-                    _fold_two_ahead(side_inputs, cut, step, starts, cut_ahead, make, last_outside)
-                )
-            elif prefetch_rows:
-                folds.append(_fold_one_ahead(side_inputs, cut, step, starts))
-            else:
-                folds.append(_fold_in_order(cut, step, starts))
+        folds = [
+            fold_of_group(first, masked, TileSize(b, k, t, c), starts)
+            for (masked, t, c), starts in groups
+        ]
 
         def fold(carry):
             for fold_group in folds:
@@ -195,7 +192,7 @@ class SideInputs(NamedTuple):
     kept: Array | None  # by dropout
 
 
-def _side_inputs(problem: Problem, with_mask: bool, cut: CutTile, start) -> SideInputs:
+def _side_inputs(problem: Problem, cut: CutTile, start, with_mask: bool = True) -> SideInputs:
     """Compute the side inputs of a tile."""
     tile = cut(*start)
     keep = tile.keep if with_mask else None
@@ -215,18 +212,16 @@ def _shifted(starts: np.ndarray, steps: int) -> np.ndarray:
     return starts[np.minimum(np.arange(n) + steps, n - 1)]
 
 
-def _fold_one_ahead(
-    side_inputs: Callable[..., SideInputs], cut: CutTile, step, starts: np.ndarray
-) -> Fold:
+def _fold_one_ahead(problem: Problem, cut: CutTile, step, starts: np.ndarray) -> Fold:
     """Return a fold that computes the side inputs of a tile in the step before."""
 
     def body(state, start):
         carry, prepared = state
         this, following = start
         carry = step(carry, _cut_with(cut, this, prepared))
-        return (carry, side_inputs(cut, following)), None
+        return (carry, _side_inputs(problem, cut, following)), None
 
-    prepared = side_inputs(cut, starts[0])
+    prepared = _side_inputs(problem, cut, starts[0])
 
     def fold(carry):
         (carry, _), _ = lax.scan(body, (carry, prepared), (starts, _shifted(starts, 1)))
@@ -236,19 +231,20 @@ def _fold_one_ahead(
 
 
 def _fold_two_ahead(
-    side_inputs: Callable[..., SideInputs],
+    problem: Problem,
     cut: CutTile,
     step,
     starts: np.ndarray,
     cut_ahead: CutTile,
-    make: Callable[[Tile], Array],
-    last_outside: bool,
+    prefetch: Prefetch,
 ) -> Fold:
-    """Return a fold that also computes `make(tile)` in the step before, for `Tile.prefetched`.
+    """Return a fold that also computes `prefetch.make(tile)` in the step before.
 
-    `make` has inputs beside a product of its own. So these are computed two steps before. With
-    `last_outside` the last tile is no step of the loop, which would make the last tile again.
+    `make` has inputs beside a product of its own, so these are computed two steps before. A loop
+    makes the last tile twice, except where that tile is visited after the loop.
     """
+    _, make, with_mask = prefetch
+    side_inputs = functools.partial(_side_inputs, problem, with_mask=with_mask)
 
     def body(state, start):
         carry, prepared, prepared_ahead, made = state
@@ -271,7 +267,7 @@ def _fold_two_ahead(
     def fold(carry):
         state = carry, prepared, prepared_ahead, make(first_tile)
         tiles = starts, later, _shifted(starts, 2)
-        if not last_outside:
+        if with_mask:
             return lax.scan(body, state, tiles)[0][0]
         (carry, side, _, made), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
         return step(carry, _cut_with(cut, starts[-1], side)._replace(prefetched=made))
@@ -283,10 +279,11 @@ def _visit_between_bounds(
     problem: Problem,
     chunk_size: tuple[int, int],
     operands: Operands,
+    cut: CutTile,
     step,
     carry,
 ):
-    """Fold `step(carry, i, j)` over key tiles between bounds that lengths and offsets give.
+    """Fold `step(carry, tile)` over key tiles between bounds that lengths and offsets give.
 
     The bounds of a row of tiles span the keys that its queries see in any batch entry.
     """
@@ -306,7 +303,7 @@ def _visit_between_bounds(
         end_tile = (jnp.where(visible, end, 0).max() + c - 1) // c
 
         def visit_tile(j, carry):
-            return step(carry, i * t, j * c)
+            return step(carry, cut(i * t, j * c))
 
         return lax.fori_loop(
             first_tile.astype(jnp.int32), end_tile.astype(jnp.int32), visit_tile, carry

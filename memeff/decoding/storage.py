@@ -246,26 +246,24 @@ def write(x: Array, places: Places, new: Array) -> Array:
     XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
     converts a bfloat16 array to float32 and back for it.
     """
-
     options: Any = dict(mode="drop", unique_indices=True)
-    has_slots = len(places) == 1
-    if has_slots:
-        _check_sharded_alike(x, *places, new)
-    else:
+    if len(places) == 2:  # pages
         check_whole_pool(x, new, *places)
+        return x.at[_in_pages(x, *places)].set(new, **options)
+    _check_sharded_alike(x, *places, new)
 
-    def write_tokens(x: Array, places: Any, new: Array) -> Array:
-        return x.at[places].set(new, **options)
+    def write_tokens(x: Array, slots: Array, new: Array) -> Array:
+        return x.at[slots].set(new, **options)
 
     def write_scales(x: Array, slots: Array, new: Array) -> Array:
         return x.at[:, slots].set(new.T, **options)
 
-    if x.ndim == 3 and not has_slots:
-        pages, token = places
-        return x.at[pages, :, token].set(new, **options)
-    if has_slots:
-        return jax.vmap(write_scales if x.ndim == 3 else write_tokens)(x, *places, new)
-    return write_tokens(x, places, new)
+    return jax.vmap(write_scales if x.ndim == 3 else write_tokens)(x, *places, new)
+
+
+def _in_pages(x: Array, page: Array, token: Array) -> tuple[Any, ...]:
+    """Return the index of tokens in pages [A, P, K, H], or in their scales [A, K, P]."""
+    return (page, slice(None), token) if x.ndim == 3 else (page, token)
 
 
 def stored_form(key: Array, value: Array, dtype: Any) -> list[Array | None]:
@@ -296,23 +294,18 @@ def write_all(
 @functools.partial(jax.jit, inline=True)
 def read(x: Array, places: Places) -> Array:
     """Return x [A, P, K, H] at `places`, clipped to x; of scales [A, K, P] as [B, T, K]."""
+    if len(places) == 2:  # pages
+        check_whole_pool(x, *places)
+        return x.at[_in_pages(x, *places)].get(mode="clip")
+    _check_sharded_alike(x, *places)
 
-    def read_tokens(x: Array, places: Any) -> Array:
-        return x.at[places].get(mode="clip")
+    def read_tokens(x: Array, slots: Array) -> Array:
+        return x.at[slots].get(mode="clip")
 
     def read_scales(x: Array, slots: Array) -> Array:
         return x.at[:, slots].get(mode="clip").T
 
-    if len(places) == 2:
-        check_whole_pool(x, *places)
-    else:
-        _check_sharded_alike(x, *places)
-    if x.ndim == 3 and len(places) == 2:
-        pages, token = places
-        return x.at[pages, :, token].get(mode="clip")
-    if len(places) == 1:
-        return jax.vmap(read_scales if x.ndim == 3 else read_tokens)(x, *places)
-    return read_tokens(x, places)
+    return jax.vmap(read_scales if x.ndim == 3 else read_tokens)(x, *places)
 
 
 def check_whole_pool(*arrays: Array) -> None:
@@ -339,11 +332,11 @@ def _check_sharded_alike(x: Array, slots: Array, new: Array | None = None) -> No
         pairs.append(("heads", explicit_axes(x, heads), explicit_axes(new, 2)))
         if x.ndim == 4:
             pairs.append(("head dim", explicit_axes(x, 3), explicit_axes(new, 3)))
-    for what, axes, given in pairs:
-        if given != axes and (given or what == "batch"):
+    for what, axes, other_axes in pairs:
+        if other_axes != axes and (other_axes or what == "batch"):
             raise ValueError(
                 f"On an Explicit mesh a cache has its {what} sharded over {_named(axes)}, and its "
-                f"lengths or new arrays over {_named(given)}: shard them alike, with "
+                f"lengths or new arrays over {_named(other_axes)}: shard them alike, with "
                 "jax.sharding.reshard."
             )
     if is_token_sharded:

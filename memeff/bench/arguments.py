@@ -32,7 +32,7 @@ from jax import Array
 import memeff
 from memeff.bench.calls import Run, program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import output_file
+from memeff.bench.options import add_measuring_options, new_parser
 from memeff.bench.programs import compile_all, without_save
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
@@ -212,11 +212,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench arguments",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("arguments", __doc__)
     parser.add_argument(
         "--case",
         nargs="+",
@@ -225,15 +221,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="CASE",
         help='"B T N H argument", such as ' + ", ".join(f'"{name}"' for name in CASES),
     )
-    parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="programs compiled at a time (default: 1)"
-    )
-    parser.add_argument(
-        "--save",
-        type=output_file,
-        metavar="FILE",
-        help="write the results, docs/benchmarks/*.jsonl",
-    )
+    add_measuring_options(parser, STANDARD, rounds=5)
     return parser.parse_args(arguments)

@@ -45,7 +45,7 @@ from jax.sharding import (
 import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import output_file, size
+from memeff.bench.options import add_measuring_options, new_parser, output_file, size
 from memeff.bench.plots import devices_figure, save_figure
 from memeff.bench.programs import compile_all, first_line, record_rows, without_save
 from memeff.bench.results import read_results
@@ -273,11 +273,7 @@ def show(rows: Sequence[Row], plot: str | None) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench devices",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("devices", __doc__)
     add = parser.add_argument
     add("--devices", type=size, nargs="+", metavar="P", help="how many devices (default: all)")
     add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="tokens of one device")
@@ -285,15 +281,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
     add("--head-dim", type=size, default=128, metavar="H")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--implementation", nargs="+", default=STANDARD, metavar="NAME")
-    add("--rounds", type=size, default=5, metavar="N", help="samples of each time")
-    add("--jobs", type=size, default=1, metavar="N", help="programs compiled at a time")
-    add(
-        "--save",
-        type=output_file,
-        metavar="FILE",
-        help="write the results, docs/benchmarks/*.jsonl",
-    )
+    add_measuring_options(parser, STANDARD, rounds=5)
     add("--results", metavar="FILE", help="show results that were saved; nothing is measured")
     add(
         "--plot",

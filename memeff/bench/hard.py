@@ -34,7 +34,7 @@ from memeff.bench.hard_paths import (
     memeff_paths,
     run_path,
 )
-from memeff.bench.options import output_file
+from memeff.bench.options import new_parser, output_file
 
 ARRAYS = HardResults._fields
 ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
@@ -75,11 +75,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench hard",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("hard", __doc__)
     add = parser.add_argument
     add(
         "--only",

@@ -28,7 +28,7 @@ from jax import Array
 import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import output_file
+from memeff.bench.options import add_measuring_options, new_parser
 from memeff.bench.programs import compile_all, first_line, record_rows, without_save
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
@@ -217,11 +217,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench losses",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("losses", __doc__)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[8192], metavar="T", help="default: 8192"
     )
@@ -241,20 +237,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="size of the vocabulary (default: 131072)",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--implementation", nargs="+", default=STANDARD, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="programs compiled at a time; each of "
-        "them may take as much of a GPU's memory as its arrays need (default: 1)",
-    )
-    parser.add_argument(
-        "--save",
-        type=output_file,
-        metavar="FILE",
-        help="write the results, docs/benchmarks/*.jsonl",
-    )
+    add_measuring_options(parser, STANDARD, rounds=3)
     return parser.parse_args(arguments)

@@ -24,11 +24,7 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
 
 def option_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("", description)
     add = parser.add_argument
     add("table", nargs="?", default="speed", help="speed (default) or memory")
     add(
@@ -91,6 +87,38 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         help="draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text",
     )
     return parser
+
+
+def new_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without options for a command of the bench, or "" for its own tables."""
+    return argparse.ArgumentParser(
+        prog=f"python -m memeff.bench {command}".strip(),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_measuring_options(
+    parser: argparse.ArgumentParser, names: Sequence[str], rounds: int
+) -> None:
+    """Add the options of a table whose programs are compiled side by side, with their defaults."""
+    add = parser.add_argument
+    add("--implementation", nargs="+", default=names, metavar="NAME")
+    add("--rounds", type=size, default=rounds, metavar="N", help="samples of each time")
+    add(
+        "--jobs",
+        type=size,
+        default=1,
+        metavar="N",
+        help="programs compiled at a time; each of "
+        "them may take as much of a GPU's memory as its arrays need (default: 1)",
+    )
+    add(
+        "--save",
+        type=output_file,
+        metavar="FILE",
+        help="write the results, docs/benchmarks/*.jsonl",
+    )
 
 
 def size(text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from memeff.bench.options import new_parser
 from memeff.bench.results import FOLDER, ResultsError, read_results, results_markdown
 
 TABLE = re.compile(r"^<!-- table: (?P<name>\S+) -->\n.*?^<!-- end -->$", re.M | re.S)
@@ -28,11 +29,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m memeff.bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("report", __doc__)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit with 1 if a table differs"
     )

@@ -96,8 +96,8 @@ class BlockMask:
         side = max(1, -(-max(blocks.any_visible.shape) // 64)) * blocks.size  # tokens of one sign
         any_visible, all_visible = blocks.visible_tiles(side, side)
         shade = any_visible.astype(int) + all_visible
-        rows = ["".join(".+#"[x] for x in row) for row in shade]
-        return "\n".join([title, *rows])
+        signs = np.array([".", "+", "#"])[shade]
+        return "\n".join([title, *map("".join, signs)])
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the blocks on matplotlib axes: dark if all pairs are visible, light if some are."""

@@ -94,8 +94,8 @@ def explain_choice(chosen: Chosen, operands: Operands, request: Request) -> str:
     shape = operands.shape
     family = pallas.family_for(current_device(operands.query))
     describe = family.describe if chosen.name == "pallas" else chunked.describe
-    how = describe(problem, chosen.schedule, operands)
-    lines = [f'"{chosen.name}" runs this call on {current_platform()}: {how}.']
+    description = describe(problem, chosen.schedule, operands)
+    lines = [f'"{chosen.name}" runs this call on {current_platform()}: {description}.']
     drawbacks: dict[str, str | None] = {
         "reference": f"needs quadratic memory ({shape.B * shape.N} x {shape.T} x {shape.S} logits)",
         "xla": "expected to be slower",

@@ -256,8 +256,8 @@ def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, 
     valid = (word >= 0) & (word < V * options.devices)
     if options.vocab_axis is not None:
         word = word - lax.axis_index(options.vocab_axis) * V
-    here = valid & (word >= 0) & (word < V)
-    word = jnp.where(ignored, IGNORED, jnp.where(here, word, ABSENT))
+    on_device = valid & (word >= 0) & (word < V)
+    word = jnp.where(ignored, IGNORED, jnp.where(on_device, word, ABSENT))
     return word, ignored, valid
 
 

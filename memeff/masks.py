@@ -172,8 +172,8 @@ def _tree(batch, head, q_pos, k_pos, params):
         start = start[batch]
     query_draft = q_pos - start
     key_draft = k_pos - start
-    own = jnp.clip(query_draft, 0, bits.shape[-1] - 1)
-    own_bits = bits[batch, own] if bits.ndim == 2 else bits[own]
+    query_index = jnp.clip(query_draft, 0, bits.shape[-1] - 1)
+    own_bits = bits[batch, query_index] if bits.ndim == 2 else bits[query_index]
     bit = jnp.clip(key_draft, 0, MOST_DRAFTS - 1).astype(jnp.uint32)
     is_ancestor = ((own_bits >> bit) & jnp.uint32(1)) == jnp.uint32(1)
     is_ancestor &= (key_draft >= 0) & (key_draft < MOST_DRAFTS)
@@ -204,10 +204,10 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
     columns = []
     for i in range(T):
         parent = parents[..., i]
-        found = jnp.zeros(parent.shape, jnp.uint32)
+        parent_bits = jnp.zeros(parent.shape, jnp.uint32)
         for j, bits in enumerate(columns):
-            found = jnp.where(parent == j, bits | jnp.uint32(1 << j), found)
-        columns.append(found)
+            parent_bits = jnp.where(parent == j, bits | jnp.uint32(1 << j), parent_bits)
+        columns.append(parent_bits)
     return jnp.stack(columns, axis=-1)
 
 

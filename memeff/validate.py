@@ -33,16 +33,17 @@ TOO_LONG = 2 * POSITION_LIMIT  # tokens
 
 def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     """Return query, key and value as arrays of one dtype whose shapes fit."""
-    given = {"query": query, "key": key, "value": value}
-    arrays = {name: to_array(name, x) for name, x in given.items()}
-    for name, x in arrays.items():
+    arrays = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        x = to_array(name, x)
         if x.ndim < 3:
             letters = "[*B, T, N, H]" if name == "query" else "[*B, S, K, H]"
             raise ValueError(
                 f"{name} must have shape {letters} with at least 3 dims; got {x.shape}."
             )
         check_floats(name, x)
-    query, key, value = arrays.values()
+        arrays.append(x)
+    query, key, value = arrays
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(
@@ -142,7 +143,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         if not math.isfinite(number):
             raise ValueError(f"{name}={number}: it must be finite.")
         return number, None
-    given = x
+    original = x
     x = to_array(name, x)
     if x.size != 1:
         raise ValueError(
@@ -153,7 +154,7 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
         x = x.astype(jnp.float32)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got an array of {x.dtype}. Cast it.")
-    known = known_values(given)  # of what came, because under jit JAX's own array is traced
+    known = known_values(original)  # of what came, because under jit JAX's own array is traced
     if known is not None and not math.isfinite(known.item()):
         raise ValueError(f"{name}={known.item()}: it must be finite.")
     return 1.0, x.reshape(())

@@ -249,11 +249,11 @@ class Transposed:
     unknown: tuple[int, ...]  # inputs of f whose cotangents it returns, in ascending order
     unknown_types: tuple[tuple[DimNames, Any], ...]  # dims and dtype of each
     inputs: tuple[DimNames, ...]  # the other inputs
-    given: tuple[int, ...]  # results of f that have a cotangent
+    with_cotangent: tuple[int, ...]  # results of f that have a cotangent
 
     def __call__(self, location, *parts):
         """Return the cotangents of f's inputs in `unknown`."""
-        count = len(self.given)
+        count = len(self.with_cotangent)
         known = parts[:-count]
         cotangents = parts[-count:]
 
@@ -261,7 +261,7 @@ class Transposed:
             inputs = list(known)
             for n, x in zip(self.unknown, unknown, strict=True):
                 inputs.insert(n, x)
-            return pick(self.f(location, *inputs), self.given)
+            return pick(self.f(location, *inputs), self.with_cotangent)
 
         zeros = [_zeros(dims, dtype, self.inputs, known) for dims, dtype in self.unknown_types]
         results, pull = jax.vjp(f_of_unknown, *vary_together(zeros, parts))
@@ -309,17 +309,17 @@ def _transpose(cotangents, *args, tile_sum: TileSum):
     inputs = tile_sum.inputs
     unknown = tuple(n for n, x in enumerate(args) if ad.is_undefined_primal(x))
     known = tuple(n for n in range(len(args)) if n not in unknown)
-    given = nonzero(cotangents)
+    with_cotangent = nonzero(cotangents)
     unknown_types = tuple((inputs[n], args[n].aval.dtype) for n in unknown)
     known_inputs = pick(inputs, known)
     transposed = TileSum(
-        f=Transposed(tile_sum.f, unknown, unknown_types, known_inputs, given),
+        f=Transposed(tile_sum.f, unknown, unknown_types, known_inputs, with_cotangent),
         grid=tile_sum.grid,
-        inputs=known_inputs + pick(tile_sum.totals, given),
+        inputs=known_inputs + pick(tile_sum.totals, with_cotangent),
         totals=pick(inputs, unknown),
-        linear=len(given),
+        linear=len(with_cotangent),
     )
-    sums = transposed(*pick(args, known), *pick(cotangents, given))
+    sums = transposed(*pick(args, known), *pick(cotangents, with_cotangent))
     results: list[Any] = [None] * len(args)
     for n, x in zip(unknown, sums, strict=True):
         results[n] = x.astype(args[n].aval.dtype)

@@ -133,12 +133,12 @@ def finite_rows(rows: RowSums) -> Array:
 def _in_own_columns(query: Array) -> Array:
     """Return [B, K, G, T, K, H] with query [B, K, G, T, H] where both K agree, and 0 elsewhere."""
     K = query.shape[1]
-    own = jnp.eye(K, dtype=bool)[:, None, None, :, None]
-    return jnp.where(own, query[:, :, :, :, None], jnp.zeros((), query.dtype))
+    same_head = jnp.eye(K, dtype=bool)[:, None, None, :, None]
+    return jnp.where(same_head, query[:, :, :, :, None], jnp.zeros((), query.dtype))
 
 
 def _own_columns(o: Array) -> Array:
     """Return [B, n, K, r, D], of o [B, n, K, r, K, D] where both K agree."""
     K = o.shape[2]
-    own = jnp.eye(K, dtype=bool)[:, None, :, None]
-    return jnp.where(own, o, 0).sum(4)
+    same_head = jnp.eye(K, dtype=bool)[:, None, :, None]
+    return jnp.where(same_head, o, 0).sum(4)

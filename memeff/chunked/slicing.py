@@ -63,16 +63,16 @@ def cut_tile(
     def cut(x: Array | StoredKeys, dims: str) -> Array:
         return x.cut(cuts) if isinstance(x, StoredKeys) else slice_letters(x, dims, cuts)
 
-    here = split_heads(map_operands(cut, operands), k)
+    tile_operands = split_heads(map_operands(cut, operands), k)
     query_vectors = [split_axis(cut(x, "btnd"), 2, k).transpose(0, 2, 3, 1, 4) for x in like_query]
     row_slices = [cut(x, "bkgtd"[: x.ndim]) for x in rows]
-    like = here.query[..., 0, 0]  # b k g
-    indices = pair_indices(problem, here, like, first, row_positions, col_positions)
+    like = tile_operands.query[..., 0, 0]  # b k g
+    indices = pair_indices(problem, tile_operands, like, first, row_positions, col_positions)
     keep = None
     if masked:
-        keep = mask_tile(problem, here, row_positions, col_positions, indices)
+        keep = mask_tile(problem, tile_operands, row_positions, col_positions, indices)
     return Tile(
-        operands=here,
+        operands=tile_operands,
         row_scalars=tuple(x for x in row_slices if x.ndim == 4),  # b k g t
         row_vectors=(*query_vectors, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
         positions=(row_positions, col_positions),

@@ -109,11 +109,11 @@ class PageAllocator:
         """
         self._check_known(name)
         tokens = check_size("tokens", tokens, 0)
-        own = self._pages[name]
+        sequence_pages = self._pages[name]
         length = self._lengths[name]
         in_last = length % self.page_size  # tokens that the last page holds
-        copies = bool(tokens and in_last and self._owners[own[-1]] > 1)
-        missing = -(-(length + tokens) // self.page_size) - len(own)
+        copies = bool(tokens and in_last and self._owners[sequence_pages[-1]] > 1)
+        missing = -(-(length + tokens) // self.page_size) - len(sequence_pages)
         needed = missing + copies
         if needed > len(self._free):
             raise MemoryError(
@@ -123,11 +123,11 @@ class PageAllocator:
             )
         pairs = []
         if copies:
-            source = own[-1]
-            own[-1] = self._take()
+            source = sequence_pages[-1]
+            sequence_pages[-1] = self._take()
             self._owners[source] -= 1
-            pairs.append((source, own[-1]))
-        own.extend(self._take() for _ in range(missing))
+            pairs.append((source, sequence_pages[-1]))
+        sequence_pages.extend(self._take() for _ in range(missing))
         self._lengths[name] = length + tokens
         return pairs
 
@@ -141,9 +141,9 @@ class PageAllocator:
         if tokens > self._lengths[name]:
             raise ValueError(f"tokens={tokens}: sequence {name!r} has {self._lengths[name]}.")
         kept = -(-tokens // self.page_size)
-        own = self._pages[name]
-        self._give_back(own[kept:])
-        self._pages[name] = own[:kept]
+        sequence_pages = self._pages[name]
+        self._give_back(sequence_pages[kept:])
+        self._pages[name] = sequence_pages[:kept]
         self._lengths[name] = tokens
 
     def free(self, name: Hashable) -> None:
@@ -165,13 +165,13 @@ class PageAllocator:
         table = np.full((len(names), n), -1, np.int32)
         for row, name in zip(table, names, strict=True):
             self._check_known(name)
-            own = self._pages[name]
-            if len(own) > n:
+            sequence_pages = self._pages[name]
+            if len(sequence_pages) > n:
                 raise ValueError(
-                    f"sequence {name!r} has {len(own)} pages, and "
+                    f"sequence {name!r} has {len(sequence_pages)} pages, and "
                     f"pages_per_sequence={n}: make the table wider."
                 )
-            row[: len(own)] = own
+            row[: len(sequence_pages)] = sequence_pages
         return table
 
     def lengths(self, names: Sequence[Hashable]) -> np.ndarray:

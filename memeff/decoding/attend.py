@@ -64,8 +64,8 @@ def attend_stored(
             "sequence_axis does not support keys that are stored in pages or in 8 bits: give each "
             "device a cache of its own inside jax.shard_map, and combine with memeff.merge."
         )
-    others = arguments._replace(query=0), key, value
-    for x in jax.tree.leaves(others):
+    arrays_without_query = arguments._replace(query=0), key, value
+    for x in jax.tree.leaves(arrays_without_query):
         if isinstance(x, jax.Array) and any(explicit_devices(x, n) > 1 for n in range(x.ndim)):
             raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
     # here, because values are known that `_attend_stored` only traces

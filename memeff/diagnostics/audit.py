@@ -86,10 +86,10 @@ class Audit:
 
         They are numbered in the order of their tokens. () if the sequence is not sharded.
         """
-        found = set()
+        devices = set()
         for finding in self.findings:
-            found.update(self._bad_devices(finding))
-        return tuple(sorted(found))
+            devices.update(self._bad_devices(finding))
+        return tuple(sorted(devices))
 
     def _bad_devices(self, finding: Finding) -> list[int]:
         """Return the devices on which the error of one result is more than rounding."""
@@ -308,12 +308,12 @@ class Places(NamedTuple):
 
 def _findings(samples: Any, places: Places) -> list[Finding]:
     """Return the findings of rows, or of columns, as `one_row` and `one_column` return them."""
-    given, truth, size_of_terms = samples
+    actual, truth, size_of_terms = samples
     findings = []
-    for name in given._fields:
+    for name in actual._fields:
         cancels = name in ("query", "key")
         least = PART * np.abs(size_of_terms).max(initial=0) if cancels else 0.0
-        findings.append(_compare(name, getattr(given, name), getattr(truth, name), places, least))
+        findings.append(_compare(name, getattr(actual, name), getattr(truth, name), places, least))
     return findings
 
 

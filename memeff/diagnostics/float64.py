@@ -208,8 +208,8 @@ def one_row(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dq_size, _ = pull(_size_of_terms(p, do, v, out))
     dq, dq_size = lax.psum((dq, dq_size), axes.tokens)
     truth = Row(lse[:, 0, 0], out[:, 0], dq[0, 0, :, 0])
-    given = Row(*(cut.of(inputs, name)[0, 0] for name in ("lse", "out", "dquery")))
-    return cut.share((given, truth, dq_size[0, 0, :, 0]))
+    actual = Row(*(cut.of(inputs, name)[0, 0] for name in ("lse", "out", "dquery")))
+    return cut.share((actual, truth, dq_size[0, 0, :, 0]))
 
 
 def one_column(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
@@ -227,8 +227,8 @@ def one_column(problem: Problem, axes: Axes, inputs: Inputs, sample: Array):
     dv = (p * do).sum((0, 1))
     _, dk_size = pull(_size_of_terms(p, do, v, o))
     dk, dv, dk_size = lax.psum((dk[0, 0, 0], dv, dk_size[0, 0, 0]), axes.tokens)
-    given = Column(*(cut.of(inputs, name)[0, 0, 0] for name in ("dkey", "dvalue")))
-    return cut.share((given, Column(dk, dv), dk_size))
+    actual = Column(*(cut.of(inputs, name)[0, 0, 0] for name in ("dkey", "dvalue")))
+    return cut.share((actual, Column(dk, dv), dk_size))
 
 
 def _share_of_keys(tile: Tile, lse: Array) -> Array | float:

@@ -345,8 +345,8 @@ def plan(
     planned_device, device_bytes = check_device(device, query)
     arguments = bind_arguments("plan", query, key, value, bias, mask, **kwargs)
     refuse_sharded("plan", arguments)
-    here = device_of(query) if device is None else pretend_device(*planned_device)
-    with here:
+    device_context = device_of(query) if device is None else pretend_device(*planned_device)
+    with device_context:
         call = prepare_shapes("plan", arguments)
         shape = call.operands.shape
         if not shape.sizes_known:

@@ -79,9 +79,9 @@ def attention_fn(
     """
     del force_fp32_for_softmax
     if dtype is not None:
-        given = inputs.check_dtype("dtype", dtype)
-        if not jnp.issubdtype(given, jnp.floating):
-            raise TypeError(f"dtype must be that of floats, got {given.name}.")
+        checked_dtype = inputs.check_dtype("dtype", dtype)
+        if not jnp.issubdtype(checked_dtype, jnp.floating):
+            raise TypeError(f"dtype must be that of floats, got {checked_dtype.name}.")
     named = {"query": query, "key": key, "value": value}
     arrays = [inputs.to_array(name, x) for name, x in named.items()]
     for name, x in zip(named, arrays, strict=True):

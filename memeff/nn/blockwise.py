@@ -166,7 +166,7 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
     leaves = jax.tree.leaves(x)
     if not leaves:
         raise ValueError("x holds no array.")
-    found = set()
+    places = set()
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
@@ -174,15 +174,15 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
                 "give the dim of the tokens as axis."
             )
         dim = axis % leaf.ndim
-        found.add((dim, leaf.shape[dim]))
-    if len(found) > 1:
+        places.add((dim, leaf.shape[dim]))
+    if len(places) > 1:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         raise ValueError(
             f"x has arrays of shapes {shapes}, whose tokens (axis={axis}) differ in number or in "
             "place: all must have T tokens at the same dim. Count axis from the first dim if the "
             "arrays have different numbers of dims."
         )
-    dim, T = found.pop()
+    dim, T = places.pop()
     if not isinstance(T, int):
         raise NotImplementedError(
             "blockwise does not support a number of tokens that jax.export leaves symbolic "

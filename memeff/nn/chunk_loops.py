@@ -211,7 +211,7 @@ def _nnx_loop(module: nnx.Module, run: Callable[..., Any], first: Any) -> Loop:
 
 def _plain_attributes(module: nnx.Module) -> dict[tuple, Any]:
     """Return the attributes, by path, that are no variables. Leave out those that Python caches."""
-    found = {}
+    attributes = {}
     for path, part in nnx.iter_graph(module):
         if not isinstance(part, nnx.Pytree):
             continue
@@ -219,8 +219,8 @@ def _plain_attributes(module: nnx.Module) -> dict[tuple, Any]:
             is_cached = isinstance(getattr(type(part), name, None), functools.cached_property)
             is_internal = is_cached or name.startswith("_pytree__")
             if not is_internal and not isinstance(value, nnx.Variable):
-                found[*path, name] = value
-    return found
+                attributes[*path, name] = value
+    return attributes
 
 
 def _is_kept(old: Any, new: Any) -> bool:

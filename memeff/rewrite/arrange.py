@@ -14,6 +14,7 @@ from memeff.rewrite.axes import (
     NoMatch,
     Slice,
     chain,
+    count_positions,
     expand,
     is_cast,
     letters_in,
@@ -35,13 +36,13 @@ def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangemen
             inner = dim.inner
             if isinstance(inner, Slice):
                 raise NoMatch("a slice of a slice of a mask or a bias")
-            count = math.prod(x.size for x in inner)
+            count = count_positions(inner)
             slices.append((dim.start, dim.stride, count))
             split.extend(expand(inner))
         else:
             slices.append(None)
             split.extend(expand(dim))
-    wanted = [letter for dim in form for letter in expand(dim)]
+    wanted = letters_in(form)
     if len(set(split)) != len(split) or not set(split) <= set(wanted):
         raise NoMatch("an array is read along axes that attention does not have")
     order = [split.index(x) for x in wanted if x in split]
@@ -54,7 +55,7 @@ def arrange(index: Index, form: tuple[Any, ...], *, is_full: bool) -> Arrangemen
         for x in letters:
             with_ones.append(x.size if x in split else 1)
             broadcast.append(x.size if keep else 1)
-        merged.append(math.prod(x.size for x in letters) if keep else 1)
+        merged.append(count_positions(letters) if keep else 1)
     return Arrangement(
         tuple(slices),
         tuple(x.size for x in split),
@@ -72,7 +73,7 @@ def reduced(element: Element, form: tuple[Any, ...]) -> Element:
     computed with it since.
     """
     value, index = smallest(element)
-    wanted = {x for dim in form for x in expand(dim)}
+    wanted = set(letters_in(form))
     dims = []
     for dim, size in zip(index, value.shape, strict=True):
         letters = letters_in([dim])

@@ -12,7 +12,7 @@ import itertools
 import math
 
 from memeff.rewrite.arrange import smallest
-from memeff.rewrite.axes import Element, Letter, NoMatch
+from memeff.rewrite.axes import Element, Letter, NoMatch, count_positions
 from memeff.rewrite.element import Builder, Roles
 from memeff.rewrite.pairs import Pairs, conjuncts, formula_letters, query_letters, tighter
 from memeff.rewrite.reader import letters_of
@@ -185,5 +185,5 @@ def _copies(roles: Roles, letters: set[Letter]) -> float:
     for group in (roles.batch, roles.heads):
         present = [x for x in group if x in letters]
         if present:
-            copies *= math.prod(x.size for x in group if x not in letters)
+            copies *= count_positions(x for x in group if x not in letters)
     return copies - 1

@@ -98,6 +98,11 @@ def letters_in(index: Iterable[Any]) -> list[Letter]:
     return letters
 
 
+def count_positions(letters: Iterable[Letter]) -> int:
+    """Return how many positions letters count together."""
+    return math.prod(letter.size for letter in letters)
+
+
 def regroup(index: Index, shape: Sequence[int]) -> Index:
     """Return the index, into an array of `shape`, of the element that `index` has in a reshape."""
     rest: list[Any] = []
@@ -140,7 +145,7 @@ def _merged(dim: list[Any]) -> Slice:
     one = positions[0]
     if len(positions) != 1 or one.inner != () or one not in (dim[0], dim[-1]):
         raise NoMatch("a reshape mixes a slice with other axes")
-    count = math.prod(x.size for x in letters)
+    count = count_positions(letters)
     if one is dim[0]:  # the slowest
         return Slice(one.start * count, 1, letters, one.size * count)
     return Slice(one.start, one.size, letters, one.size * count)
@@ -244,8 +249,8 @@ def _sliced(index: Index, starts: Sequence[int], strides: Sequence[int], value: 
     """Return the index into the operand of a slice."""
     dims: list[Any] = []
     for dim, start, stride, size in zip(index, starts, strides, value.shape, strict=True):
-        unchanged = start == 0 and stride == 1 and math.prod(x.size for x in letters_in([dim]))
-        dims.append(dim if unchanged == size else Slice(start, stride, dim, size))
+        is_whole = start == 0 and stride == 1 and count_positions(letters_in([dim])) == size
+        dims.append(dim if is_whole else Slice(start, stride, dim, size))
     return tuple(dims)
 
 

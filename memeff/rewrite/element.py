@@ -24,6 +24,7 @@ from memeff.rewrite.axes import (
     Letter,
     NoMatch,
     Slice,
+    count_positions,
     expand,
     expand_all,
     is_closed,
@@ -69,7 +70,7 @@ class Roles:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Return B, N, T and S."""
-        B, N, T, S = (math.prod(x.size for x in group) for group in self.groups)
+        B, N, T, S = map(count_positions, self.groups)
         return B, N, T, S
 
     def over_pairs(self, letters: Iterable[Letter]) -> bool:
@@ -98,9 +99,9 @@ class ElementFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute the element; the arguments are those of a score_fn or of a mask_fn."""
-        *given, leaves = arguments
-        score = given[0] if self.kind == "score" else None
-        positions = given[-4:]
+        *pair, leaves = arguments
+        score = pair[0] if self.kind == "score" else None
+        positions = pair[-4:]
         done: list[Any] = []
         for kind, *rest in self.steps:
             done.append(_STEPS[kind](_State(done, positions, score, leaves), *rest))
@@ -258,7 +259,7 @@ class Builder:
             if letter not in group:
                 continue
             after = group[group.index(letter) + 1 :]
-            divisor = math.prod(x.size for x in after)
+            divisor = count_positions(after)
             modulus = 0 if group[0] is letter else letter.size
             subtract = self.q_offset if which == QUERY else 0
             return self.add("position", which, subtract, divisor, modulus)
@@ -384,7 +385,10 @@ def tabulate(function: ElementFunction, sizes: Iterable[int], leaves: Any) -> ja
     grids = []
     for size, used in zip(sizes, uses, strict=True):
         grids.append(jnp.arange(size, dtype=jnp.int32) if used else jnp.zeros(1, jnp.int32))
-    mapped = lambda *positions: function(*positions, leaves)
+
+    def mapped(*positions: jax.Array) -> jax.Array:
+        return function(*positions, leaves)
+
     for which in reversed(range(4)):
         axes: list[int | None] = [None] * 4
         axes[which] = 0

@@ -40,8 +40,8 @@ from memeff.rewrite.terms import (
 
 def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling | Core) -> Logits:
     """Return the logits in the form that keeps the meaning of rows that see no key."""
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    masks = _masks(layers)
+    biases = _biases(layers)
     condition = both(*(x.condition for x in masks))
     may_be_low = _may_be_low(biases, inner)
     if match.softmax.loses_log and may_be_low:
@@ -69,6 +69,16 @@ def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling
     return Logits(condition, None, biases, inner, exact, lowest, _replacing_low(layers))
 
 
+def _masks(layers: list[Layer]) -> list[MaskTerm]:
+    """Return the masks among the terms."""
+    return [x.term for x in layers if isinstance(x.term, MaskTerm)]
+
+
+def _biases(layers: list[Layer]) -> tuple[BiasTerm, ...]:
+    """Return the biases among the terms."""
+    return tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+
+
 def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
     """Return True if it is not proved that no bias or score hides keys."""
     return isinstance(inner, Core) or not all(_is_small(x) for x in biases)
@@ -92,8 +102,8 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     its probabilities are NaN where all its logits are -inf, or where zeros are summed, and only a
     selection makes 0 of NaN.
     """
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    masks = _masks(layers)
+    biases = _biases(layers)
     before = set(conjuncts(both(*(x.condition for x in masks))))
     after = set(conjuncts(shown))
     summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
@@ -130,8 +140,8 @@ def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: F
     number = known_number(match.softmax.sink[0])
     if number is not None and not number * match.softmax.base > HIDDEN:
         raise NoMatch(f"a column of {number:g} beside the logits is no sink, because it hides")
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
-    biases = tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
+    masks = _masks(layers)
+    biases = _biases(layers)
     condition = both(*(x.condition for x in masks))
     if not set(conjuncts(shown)) <= set(conjuncts(condition)):
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
@@ -156,7 +166,7 @@ def _without_masks(layers: list[Layer], inner: Scaling | Core) -> Logits:
 
 def _replacing_low(layers: list[Layer]) -> float | None:
     """Return the number that masks outside all biases put in the place of hidden logits."""
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    masks = _masks(layers)
     are_outside = all(isinstance(x.term, MaskTerm) for x in layers[: len(masks)])
     lows = {x.low for x in masks}
     if not are_outside or len(lows) != 1 or any(x.is_added for x in masks):
@@ -166,14 +176,14 @@ def _replacing_low(layers: list[Layer]) -> float | None:
 
 def _meaning_of_empty_rows(layers: list[Layer]) -> str | None:
     """Return MEAN or NAN if all rows that see no key give the same; None if they may differ."""
-    masks = [x.term for x in layers if isinstance(x.term, MaskTerm)]
+    masks = _masks(layers)
     lows = {x.low for x in masks}
     if len(lows) != 1:
         return None
     (low,) = lows
     if low == -math.inf:
         return NAN
-    if any(isinstance(x.term, BiasTerm) for x in layers):
+    if _biases(layers):
         return None  # a bias may hide keys too, and a row may then see hidden keys alone
     # A mask that is added leaves the derivative of such a row with respect to the logits.
     return None if any(x.is_added for x in masks) else MEAN

@@ -93,17 +93,17 @@ class _Walk:
         self.value, self.index = match.softmax.logits
         self.factor = match.softmax.base
         self.casts: list[tuple[Any, float]] = []  # dtypes outside, with the factor outside of each
-        self.found: list[Layer] = []
+        self.taken: list[Layer] = []
 
     def layers(self) -> tuple[list[Layer], Scaling | Core]:
         """Return the terms, the outermost first, and what is within them."""
         while True:
-            here = Core((self.value, self.index), self.factor)
-            scaling = self._scaling(here)
+            core = Core((self.value, self.index), self.factor)
+            scaling = self._scaling(core)
             if scaling is not None:
-                return self.found, scaling
+                return self.taken, scaling
             if not self._step():
-                return self.found, here
+                return self.taken, core
 
     def _step(self) -> bool:
         """Take one term or one move off. Return False where none can be taken."""
@@ -119,15 +119,15 @@ class _Walk:
         inner = [x for x in inputs if self.depends(x[0])]
         if len(inner) != 1:
             return False
-        others = [x for x in inputs if not self.depends(x[0])]
+        independent = [x for x in inputs if not self.depends(x[0])]
         if value.op == "select_n" and len(inputs) == 3 and inner[0] is not inputs[0]:
             return self._mask(inputs, inner[0])
         if value.op in ("add", "sub"):
-            return self._bias(value, inputs, inner[0], others[0])
+            return self._bias(value, inputs, inner[0], independent[0])
         if value.op == "neg":
             return self._enter(inner[0], -self.factor)
         if value.op in ("mul", "div"):
-            number = known_number(others[0][0])
+            number = known_number(independent[0][0])
             if number is not None and np.isfinite(number) and (value.op == "mul" or number):
                 if value.op == "mul":
                     return self._enter(inner[0], self.factor * float(number))
@@ -155,7 +155,7 @@ class _Walk:
         if inner is if_false:
             condition = negate(condition)
         outside = Core((self.value, self.index), self.factor)
-        self.found.append(Layer(MaskTerm(condition, self._after_casts(low), False), outside))
+        self.taken.append(Layer(MaskTerm(condition, self._after_casts(low), False), outside))
         return self._enter(inner, self.factor)
 
     def _hides(self, low: float, value: Value) -> bool:
@@ -186,7 +186,7 @@ class _Walk:
             bias = BiasTerm(part, sign * factor, other)
             term = self._term(bias)
             if term is not None:
-                self.found.append(Layer(term, outside, bias))
+                self.taken.append(Layer(term, outside, bias))
         return self._enter(inner, inner_factor)
 
     def _parts(self, element: Element) -> list[tuple[Element, int]]:
@@ -233,11 +233,11 @@ class _Walk:
 
     def _lower_masks(self, number: float) -> None:
         """Lower what the masks outside put in, because logits within them lack this number."""
-        for n, layer in enumerate(self.found):
+        for n, layer in enumerate(self.taken):
             term = layer.term
             if isinstance(term, MaskTerm) and not term.is_added:
                 term = dataclasses.replace(term, low=term.low - number)
-                self.found[n] = dataclasses.replace(layer, term=term)
+                self.taken[n] = dataclasses.replace(layer, term=term)
 
     def _scaling(self, core: Core) -> Scaling | None:
         """Return the scale and soft cap if nothing else is left of the logits."""

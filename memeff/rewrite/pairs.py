@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from memeff.rewrite.axes import Index, Letter, NoMatch, letters_in
+from memeff.rewrite.axes import Index, Letter, NoMatch, count_positions, letters_in
 from memeff.rewrite.reader import letters_of, position_along
 from memeff.rewrite.recognise import Match
 from memeff.rewrite.symbols import (
@@ -30,8 +29,8 @@ class Pairs:
     def __init__(self, match: Match):
         self.query = query_letters(match)
         self.keys = match.keys
-        self.T = math.prod(x.size for x in self.query)
-        self.S = math.prod(x.size for x in self.keys)
+        self.T = count_positions(self.query)
+        self.S = count_positions(self.keys)
         # T - S
         difference = position_along(self.query).plus(position_along(self.keys), -1)
         self._difference = dict(difference.coefficients)
@@ -65,10 +64,12 @@ class Pairs:
 
 
 def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
-    """Return an index with other letters."""
-    return tuple(
-        tuple(names.get(x, x) for x in dim) if isinstance(dim, tuple) else dim for dim in index
-    )
+    """Return an index with other letters; slices keep theirs."""
+
+    def rename(dim: Any) -> Any:
+        return tuple(names.get(x, x) for x in dim) if isinstance(dim, tuple) else dim
+
+    return tuple(map(rename, index))
 
 
 def query_letters(match: Match) -> tuple[Letter, ...]:

@@ -72,11 +72,11 @@ def find_bernoulli(formula: Formula) -> Bernoulli:
         if number is None:
             uniform = inputs[0]
             continue
-        others = [x for x in inputs if known_number(x) is None]
+        unknown = [x for x in inputs if known_number(x) is None]
         numbers = [known_number(x) for x in inputs if known_number(x) is not None]
-        if len(others) != 1 or len(numbers) != 1 or numbers[0] != number:
+        if len(unknown) != 1 or len(numbers) != 1 or numbers[0] != number:
             raise refuse
-        uniform = others[0]
+        uniform = unknown[0]
     if uniform.op != "random_bits" or uniform.maker is None or keep_rate is None:
         raise refuse
     (key,) = uniform.maker.inputs

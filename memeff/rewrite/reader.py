@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from memeff.rewrite.axes import (
     Index,
     Letter,
     Slice,
+    count_positions,
     expand,
     expand_all,
     known_number,
@@ -94,7 +94,7 @@ class Reader:
             return None
         for d, dim in enumerate(index):
             if isinstance(dim, Slice) and not isinstance(dim.inner, Slice):
-                count = math.prod(x.size for x in dim.inner)
+                count = count_positions(dim.inner)
                 array = array.take(dim.start + dim.stride * np.arange(count), axis=d)
             elif isinstance(dim, Slice):
                 return None
@@ -103,8 +103,7 @@ class Reader:
         no = array.min()
         if not ((array == yes) | (array == no)).all():
             return None
-        inner = [x.inner if isinstance(x, Slice) else x for x in (index[d] for d in dims)]
-        rows, columns = (position_along(x) for x in inner)
+        rows, columns = (position_within(index[d]) for d in dims)
         for visible, first, second in ((array == yes, yes, no), (array == no, no, yes)):
             band = _band_of(visible)
             if band is None:
@@ -115,6 +114,11 @@ class Reader:
             below = AtLeastZero(distance.times(-1).plus(Affine((), high)))
             return Choice(both(decide(above), decide(below)), first, second)
         return None
+
+
+def position_within(dim: Any) -> Affine:
+    """Return the position along a dim, within the slice if it is one."""
+    return position_along(dim.inner if isinstance(dim, Slice) else dim)
 
 
 def position_along(dim: Any) -> Affine:
@@ -145,7 +149,7 @@ def _band_of(visible: np.ndarray) -> tuple[int, int] | None:
 
 def letters_of(value: Value, index: Index) -> set[Letter]:
     """Return the letters on which the element of `value` at `index` depends, or a few more."""
-    found: set[Letter] = set()
+    letters: set[Letter] = set()
     seen: set[Any] = set()
     waiting = [(value, expand_all(index))]
     while waiting:
@@ -159,7 +163,7 @@ def letters_of(value: Value, index: Index) -> set[Letter]:
         elif value.maker is not None and len(seen) < MOST_VALUES:
             inputs = sources(value.maker, index)
             if inputs is not None:
-                waiting.extend((x, expand_all(at)) for x, at in inputs)
+                waiting.extend((x, expand_all(x_index)) for x, x_index in inputs)
                 continue
-        found.update(letters_in(index))
-    return found
+        letters.update(letters_in(index))
+    return letters

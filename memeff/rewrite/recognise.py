@@ -127,13 +127,13 @@ def match(graph: Graph, second: Equation, side: int) -> Match:
     while True:  # until no reshape splits a letter any more
         before = expand_all(index)
         try:
-            found = _match_letters(graph, second, side, before)
+            attention = _match_letters(graph, second, side, before)
         except NoMatch:
             if expand_all(index) == before:
                 raise
         else:
             if expand_all(index) == before:
-                return found
+                return attention
 
 
 def _match_letters(graph: Graph, second: Equation, side: int, index: Index) -> Match:
@@ -254,17 +254,18 @@ def _are_one_product(products: list[Product], value: Operand) -> bool:
     if len(products) < 2:
         return False
     shared = set(letters_in(value.index))
-    own = []
+    query_alone = []
     for x in products:
         ratio = x.factor / products[0].factor
         is_exact = abs(math.frexp(ratio)[0]) == 0.5
         same_precision = _precision(x.equation) == _precision(products[0].equation)
         if not is_exact or not same_precision or is_outer_product(x.equation.outputs[0]):
             return False
-        own.append(set(letters_in(x.query.index)) - set(letters_in(x.key.index)) - shared)
-    most = max((x.size for letters in own for x in letters), default=0)
-    longest = {x for letters in own for x in letters if x.size == most}
-    return bool(longest) and all(longest <= letters for letters in own)
+        query_alone.append(set(letters_in(x.query.index)) - set(letters_in(x.key.index)) - shared)
+    letters = set().union(*query_alone)
+    most = max((x.size for x in letters), default=0)
+    longest = {x for x in letters if x.size == most}
+    return bool(longest) and all(longest <= x for x in query_alone)
 
 
 def _operands_of_first(
@@ -291,14 +292,14 @@ def _operands_of_first(
             dims[d] = (letter,) if letter.size != 1 else ()
         for number, d in enumerate(batch[side]):
             dims[d] = index[number]
-        own = []
+        unshared = []
         for d, dim in enumerate(dims):
             if dim is None:
                 dims[d] = index[position]
-                own.extend(letters_in([index[position]]))
+                unshared.extend(letters_in([index[position]]))
                 position += 1
         operands.append(Operand(value, tuple(dims)))
-        free.append(own)
+        free.append(unshared)
     for side in (0, 1):
         if set(keys) <= set(free[side]):
             return operands[1 - side], operands[side]

@@ -7,14 +7,13 @@ shard_map. Each distinct jaxpr is searched once.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType
 
-from memeff.rewrite.axes import NoAttention, NoMatch, is_made_of_less, letters_in
+from memeff.rewrite.axes import NoAttention, NoMatch, count_positions, is_made_of_less, letters_in
 from memeff.rewrite.distribute import Term, match_terms
 from memeff.rewrite.graph import Call, Equation, Graph, Value
 from memeff.rewrite.pairs import ONE_QUERY, query_letters
@@ -264,15 +263,15 @@ def _are_needed(terms: Sequence[Replacement], live: set[Value]) -> bool:
     return any(x.match.dots[0] in live for x in terms)
 
 
-def _check_gain(found: Match, min_logits: int) -> None:
+def _check_gain(candidate: Match, min_logits: int) -> None:
     """Refuse attention whose logits are small, or sums of nothing."""
-    if not all(size for x in found.products for size in x.query.value.shape):
+    if any(0 in x.query.value.shape for x in candidate.products):
         raise NoMatch(NO_SIZES)
-    S = math.prod(x.size for x in found.keys)
-    T = math.prod(x.size for x in query_letters(found)) if found.query_only else 1
+    S = count_positions(candidate.keys)
+    T = count_positions(query_letters(candidate)) if candidate.query_only else 1
     if T == 1:
-        with_keys = set(letters_in(found.value.index)) | set(found.keys)
-        if any(x.size > 1 for x in found.letters if x not in with_keys):
+        with_keys = set(letters_in(candidate.value.index)) | set(candidate.keys)
+        if any(x.size > 1 for x in candidate.letters if x not in with_keys):
             raise NoMatch("the keys of the first product differ from query to query")
         raise NoMatch(ONE_QUERY)
     if T * S < min_logits:
@@ -281,10 +280,10 @@ def _check_gain(found: Match, min_logits: int) -> None:
         )
 
 
-def _check_sharding(found: Match) -> None:
+def _check_sharding(candidate: Match) -> None:
     """Refuse arrays on a mesh with Explicit axes, whose merged axes would need a sharding."""
-    operands = [y for x in found.products for y in (x.query, x.key)]
-    for operand in (*operands, found.value):
+    operands = [y for x in candidate.products for y in (x.query, x.key)]
+    for operand in (*operands, candidate.value):
         sharding = operand.value.aval.sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise NoMatch("its arrays are sharded over Explicit axes of a mesh")
@@ -293,10 +292,10 @@ def _check_sharding(found: Match) -> None:
 def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
     """Return in words what else uses the logits or the probabilities of a replaced equation."""
     terms = [x.match for x in scope.replaced[equation]]
-    found = next(x for x in terms if x.dots[0] in live)
-    inside = {found.dots[0]}
+    needed = next(x for x in terms if x.dots[0] in live)
+    inside = {needed.dots[0]}
     between = []
-    for x in scope.graph.equations[found.first.number : found.second.number]:
+    for x in scope.graph.equations[needed.first.number : needed.second.number]:
         if not inside.isdisjoint(x.inputs):
             inside.update(x.outputs)
             between.append(x)
@@ -304,7 +303,7 @@ def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
         return "returned"
     for x in reversed(scope.graph.equations):
         is_live = not live.isdisjoint(x.outputs) or x.eqn.effects
-        if not is_live or x in scope.replaced or x is found.second or x in between:
+        if not is_live or x in scope.replaced or x is needed.second or x in between:
             continue
         if not inside.isdisjoint(x.inputs):
             return f"used by `{x.eqn.primitive.name}` at {source_line(x.eqn)}"

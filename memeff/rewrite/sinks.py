@@ -20,6 +20,7 @@ from memeff.rewrite.axes import (
     NoMatch,
     Slice,
     chain,
+    count_positions,
     expand,
     expand_all,
     is_float,
@@ -53,7 +54,7 @@ def find_column(index: Index, keys: tuple[Letter, ...]) -> Column | None:
         return None
     if cut.stride != 1 or expand(cut.inner) != keys:
         return None
-    if cut.start > 1 or cut.size != math.prod(x.size for x in keys) + 1:
+    if cut.start > 1 or cut.size != count_positions(keys) + 1:
         return None
     letter = Letter(cut.size)
     whole = (*index[:d], (letter,), *index[d + 1 :])
@@ -95,10 +96,10 @@ def sink_of(extra: Element, base: float, shift: Element | None) -> Element | Non
     number = known_number(value)
     if shift is None and number is not None and is_float(value.dtype) and 0 < number < math.inf:
         return _constant(math.log(float(number)) / base, value), ()
-    found = exponent((value, index))
-    if found is None or found[1] != base:
+    exponential = exponent((value, index))
+    if exponential is None or exponential[1] != base:
         return None
-    power, index = chain(*found[0])[-1]
+    power, index = chain(*exponential[0])[-1]
     if shift is None:
         return power, index
     if power.op == "neg" and _is_same(operands_of(power, index)[0], shift):

@@ -207,26 +207,27 @@ def _with_added_sink(
 ) -> Softmax | None:
     """Return the softmax of a quotient by a sum and exp(sink); None if it is none."""
     total, index = chain(*denominator)[-1]
-    found = exponent(terms)
-    if total.op != "add" or found is None:
+    exponential = exponent(terms)
+    if total.op != "add" or exponential is None:
         return None
+    power, base = exponential
     for part, extra in itertools.permutations(operands_of(total, index)):
         if shown_in_sum(part, [terms], keys) != ():
             continue
-        logits, shifts = _shifts(found[0], keys)
+        logits, shifts = _shifts(power, keys)
         softmax = _of_terms(terms, keys, outside)
-        if chain(*softmax.logits)[-1] != logits or softmax.base != found[1] or len(shifts) > 1:
+        if chain(*softmax.logits)[-1] != logits or softmax.base != base or len(shifts) > 1:
             return None
-        sink = sink_of(extra, found[1], shifts[0][0] if shifts else None)
+        sink = sink_of(extra, base, shifts[0][0] if shifts else None)
         return None if sink is None else dataclasses.replace(softmax, sink=sink)
     return None
 
 
 def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of which `terms` are the exponentials."""
-    found = exponent(terms)
-    assert found is not None
-    power, base = found
+    exponential = exponent(terms)
+    assert exponential is not None
+    power, base = exponential
     logits, factor = _without_shift(power, keys)
     return Softmax(logits, base * factor, outside)
 
@@ -237,9 +238,9 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     if column is not None:
         whole = terms[0], column.index
         return _without_column(_of_exponential(whole, (column.letter,), outside), column)
-    found = exponent(terms)
-    assert found is not None
-    power, base = found
+    exponential = exponent(terms)
+    assert exponential is not None
+    power, base = exponential
     logits, shifts = _shifts(power, keys)
     logs = [x for x, _ in shifts if x[0].op == "log"]
     if not logs:
@@ -249,9 +250,9 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
         return dataclasses.replace(softmax, unnormalised=(terms, keys))
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")
-    others = [x for x, _ in shifts if x[0] is not logs[0][0]]
+    other_shifts = [x for x, _ in shifts if x[0] is not logs[0][0]]
     (is_added,) = [flag for x, flag in shifts if x is logs[0]]
-    if not _is_log_of_sum(logs[0], logits, others, keys):
+    if not _is_log_of_sum(logs[0], logits, other_shifts, keys):
         raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
     return Softmax(logits, 1.0, outside, loses_log=is_added)
 
@@ -282,9 +283,9 @@ def _shifts(
 
 
 def _is_log_of_sum(
-    log: Element, logits: Element, others: list[Element], keys: tuple[Letter, ...]
+    log: Element, logits: Element, other_shifts: list[Element], keys: tuple[Letter, ...]
 ) -> bool:
-    """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `others` are a."""
+    """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `other_shifts` are a."""
     value, index = chain(*operands_of(*log)[0])[-1]
     if value.op == "abs":
         value, index = chain(*operands_of(value, index)[0])[-1]
@@ -304,8 +305,12 @@ def _is_log_of_sum(
         term = maker_of(term).inputs[0]
     if term is not logits[0] or not sums_keys(logits[1], axes, index, keys):
         return False
-    counts = [collections.Counter((x, expand_all(at)) for x, at in y) for y in (shifts, others)]
-    return counts[0] == counts[1]
+    return _count(shifts) == _count(other_shifts)
+
+
+def _count(elements: list[Element]) -> collections.Counter:
+    """Return how often each element occurs."""
+    return collections.Counter((value, expand_all(index)) for value, index in elements)
 
 
 def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Element, Softmax]:
@@ -335,11 +340,11 @@ def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Ele
             value = output
         elif name in ("div", "mul"):
             inputs = [(x, fit(index, x)) for x in equation.inputs]
-            others = [x for x in inputs if x[0] is not value]
-            if name == "div" and inputs[0][0] is value and others:
-                total = others[0]
+            factors = [x for x in inputs if x[0] is not value]
+            if name == "div" and inputs[0][0] is value and factors:
+                total = factors[0]
             else:
-                total = reciprocal(others[0]) if name == "mul" and others else None
+                total = reciprocal(factors[0]) if name == "mul" and factors else None
             if total is None:
                 break
             if shown_in_sum(total, chain(*terms), keys) == ():

@@ -20,8 +20,11 @@ class BatchAndHeads(NamedTuple):
 
     def devices(self, mesh: Any) -> "Parts":
         """Return over how many devices of a mesh each is sharded."""
-        counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in self]
-        return Parts(*counts)
+
+        def count(axes: tuple[str, ...]) -> int:
+            return math.prod(mesh.shape[axis] for axis in axes)
+
+        return Parts(count(self.batch), count(self.heads))
 
 
 class Parts(NamedTuple):

@@ -28,7 +28,7 @@ def gathered_walk(
     rows: Any = None,
     branches: bool = False,
 ) -> tuple[Any, Any]:
-    """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of own queries.
+    """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of the device's queries.
 
     The columns of a mask or a bias are in the order of positions (`columns_in_order`). Each visit
     has one part. `visit` returns the new state, and the gradients of all keys or None. Return the
@@ -43,35 +43,35 @@ def gathered_walk(
     count = chunks_of_device(shards.layout)
 
     def visit_chunks(rank: Any, state: Any) -> tuple[Any, Any]:
-        found = []
+        terms = []
         for number in range(count):
             chunk = Chunk(number, count)
             first = shards.start(rank, chunk, operands.query.shape[1] // count)
             distance = first if isinstance(first, int) else None
             part = Part(problem, chunk, Chunk(), first, 0, distance)
-            here = cut_part(part, operands, whole_keys, size)
-            tangents_here = None
+            inputs = cut_part(part, operands, whole_keys, size)
+            input_tangents = None
             if tangents is not None and whole_tangents is not None:
-                tangents_here = cut_part(part, tangents, whole_tangents, size)
-            state, of_keys = visit(state, (part,), here, tangents_here, rows)
-            if of_keys is not None:
-                found.append(Term((Chunk(),), of_keys))
-        return state, sum_terms(found, 1) if found else None
+                input_tangents = cut_part(part, tangents, whole_tangents, size)
+            state, key_gradients = visit(state, (part,), inputs, input_tangents, rows)
+            if key_gradients is not None:
+                terms.append(Term((Chunk(),), key_gradients))
+        return state, sum_terms(terms, 1) if terms else None
 
     if branches:
 
         def branch(rank: int):
             return lambda state: visit_chunks(rank, state)
 
-        state, found = lax.switch(shards.rank, [branch(rank) for rank in range(P)], state)
+        state, sums = lax.switch(shards.rank, [branch(rank) for rank in range(P)], state)
     else:
-        state, found = visit_chunks(shards.rank, state)
+        state, sums = visit_chunks(shards.rank, state)
 
     def send_home(x: Array) -> Array:
         x = layout_order(x, shards.layout, P, 1)
         return lax.psum_scatter(x, shards.axis, scatter_dimension=1, tiled=True)
 
-    return state, jax.tree.map(send_home, found)
+    return state, jax.tree.map(send_home, sums)
 
 
 def _gather(shards: Shards, keys: Keys) -> Keys:

@@ -77,10 +77,9 @@ class Sharded:
             lse_for = "caller"
             operands = operands._replace(logit_params=params._replace(sinks=None))
 
-        def visit(terms, parts: tuple[Part, ...], here: Operands, _tangents, _rows):
-            chosen, here = self.choose(parts, here)
-            found = _forward(chosen, lse_for, here)
-            term = Term(tuple(part.rows for part in parts), found)
+        def visit(terms, parts: tuple[Part, ...], inputs: Operands, _tangents, _rows):
+            chosen, inputs = self.choose(parts, inputs)
+            term = Term(tuple(part.rows for part in parts), _forward(chosen, lse_for, inputs))
             return add_term(merge_values, terms, term, 3), None
 
         if self.joins(problem, operands, join_rows) is not None:
@@ -107,15 +106,15 @@ class Sharded:
         """
         steps_left = iter(reversed(range(self.shards.devices)))
 
-        def visit(carried, parts: tuple[Part, ...], here: Operands, _tangents, _rows):
-            chosen, here = self.choose(parts, here)
+        def visit(carried, parts: tuple[Part, ...], inputs: Operands, _tangents, _rows):
+            chosen, inputs = self.choose(parts, inputs)
             is_partial = next(steps_left) > 0 or partial_out
             schedule = dataclasses.replace(chosen.schedule, partial_out=is_partial)
             if carried is not None:
-                here = here._replace(kv_lengths=count_keys_seen(parts, here))
-                if carried[1].shape[0] < here.query.shape[0]:  # of the work at home
+                inputs = inputs._replace(kv_lengths=count_keys_seen(parts, inputs))
+                if carried[1].shape[0] < inputs.query.shape[0]:  # of the work at home
                     carried = jax.tree.map(halve_rows, carried)
-            outs, lse = _forward(chosen._replace(schedule=schedule), "caller", here, carried)
+            outs, lse = _forward(chosen._replace(schedule=schedule), "caller", inputs, carried)
             return (outs, lse.high), None
 
         (outs, lse), _ = self.walk(problem, operands, None, visit, join=join_rows)
@@ -142,9 +141,9 @@ class Sharded:
         keys_first = home is not None and not home.schedule.fused_backward
         steps_left = iter(reversed(range(self.shards.devices)))
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, _tangents, rows):
+        def visit(state, parts: tuple[Part, ...], inputs: Operands, _tangents, rows):
             dqueries, dparams = state
-            chosen, here = self.choose(parts, here)
+            chosen, inputs = self.choose(parts, inputs)
             if keys_first and next(steps_left) == 0 and parts[1:]:
                 schedule = dataclasses.replace(
                     chosen.schedule, fused_backward=False, keys_first=True
@@ -154,12 +153,12 @@ class Sharded:
                 rows = jax.tree.map(functools.partial(parts[0].rows.pick, dim=3), rows)
             elif parts[0].rows.count == 2:
                 rows = jax.tree.map(halve_rows, rows)
-            found = _backward(chosen, here, *rows)
-            term = Term(tuple(part.rows for part in parts), found.query)
+            gradients = _backward(chosen, inputs, *rows)
+            term = Term(tuple(part.rows for part in parts), gradients.query)
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
-                dparams = add_logit_params(parts[0], dparams, found.logit_params)
-            return (dqueries, dparams), (found.key, found.value)
+                dparams = add_logit_params(parts[0], dparams, gradients.logit_params)
+            return (dqueries, dparams), (gradients.key, gradients.value)
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
@@ -191,16 +190,24 @@ class Sharded:
         del schedule
         dtype = accumulator_dtype(operands)
 
-        def visit(state, parts: tuple[Part, ...], here: Operands, tangents_here: Operands, _rows):
+        def visit(
+            state, parts: tuple[Part, ...], inputs: Operands, input_tangents: Operands, _rows
+        ):
             (part,) = parts
-            chosen, here = self.choose(parts, here)
+            chosen, inputs = self.choose(parts, inputs)
             out_rows, lse_rows = jax.tree.map(
                 lambda x: part.rows.pick(x, 3), (out.astype(dtype), lse)
             )
-            found = chunked_tangent.tangent(
-                chosen.problem, chosen.schedule, here, out_rows, lse_rows, tangents_here, narrow
+            new = chunked_tangent.tangent(
+                chosen.problem,
+                chosen.schedule,
+                inputs,
+                out_rows,
+                lse_rows,
+                input_tangents,
+                narrow,
             )
-            return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, found), None
+            return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, new), None
 
         start = jnp.zeros_like(out, dtype), jnp.zeros_like(lse.high)
         (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow=narrow)
@@ -225,17 +232,17 @@ class Sharded:
         steps = ring_steps(shards, problem, operands, splits_home=False)
         # the work at home, and a step: all others have the shape of that
         calls = [self.choose(x.parts, join(x.parts, operands, keys)) for x in steps[:2]]
-        for chosen, here in calls:
-            if chosen.name != "pallas" or not chosen.module.reads_entries(chosen.problem, here):
+        for chosen, inputs in calls:
+            if chosen.name != "pallas" or not chosen.module.reads_entries(chosen.problem, inputs):
                 return None
         return calls[0][0]
 
-    def choose(self, parts: tuple[Part, ...], here: Operands) -> tuple[Chosen, Operands]:
+    def choose(self, parts: tuple[Part, ...], inputs: Operands) -> tuple[Chosen, Operands]:
         """Return what runs parts, and their operands at their place."""
-        problem, here = place_part(self.shards, parts[0], here)
-        chosen = dispatch.choose_implementation(problem, here, self.request, warn=False)
+        problem, inputs = place_part(self.shards, parts[0], inputs)
+        chosen = dispatch.choose_implementation(problem, inputs, self.request, warn=False)
         schedule = dataclasses.replace(chosen.schedule, partial_out=True)
-        return chosen._replace(schedule=schedule), here
+        return chosen._replace(schedule=schedule), inputs
 
     def walk(
         self,

@@ -264,16 +264,16 @@ def _window_of_part(
     return problem, jnp.reshape(offset, (-1,)).astype(jnp.int32)
 
 
-def add_logit_params(part: Part, total: LogitParams, found: LogitParams) -> LogitParams:
+def add_logit_params(part: Part, total: LogitParams, new: LogitParams) -> LogitParams:
     """Add the gradients of a part's logit params to those of this device."""
     bias = None
-    if total.bias is not None and found.bias is not None:
-        t, c = found.bias.shape[2:]
+    if total.bias is not None and new.bias is not None:
+        t, c = new.bias.shape[2:]
         row = part.rows.number * t
         column = 0 if part.column is None else part.column
         starts = [0, 0, row if total.bias.shape[2] > t else 0, column]
         if total.bias.shape[3] == c:
             starts[3] = 0
-        bias = add_slice(total.bias, found.bias, starts)
-    rest = jax.tree.map(jnp.add, total._replace(bias=None), found._replace(bias=None))
+        bias = add_slice(total.bias, new.bias, starts)
+    rest = jax.tree.map(jnp.add, total._replace(bias=None), new._replace(bias=None))
     return rest._replace(bias=bias)

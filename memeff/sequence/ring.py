@@ -155,67 +155,69 @@ def ring_walk(
     this does. `join(parts, operands, keys)` makes a call of all parts of a step; without it, a
     visit has one part. `splits_home` is that of `ring_steps`.
     """
-    own_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
-    own = own_keys, None if tangents is None else keys_of(tangents)
+    local_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
+    local = local_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
     all_manual = all_axes_manual()
     send = functools.partial(_send, shards, all_manual and not differentiable)
     assert not join or all_manual and tangents is None
     steps = ring_steps(shards, problem, operands, splits_home)
-    coming = own
+    coming = local
     behind = []  # terms of gradients of keys that travel behind them
     kept = []  # terms of the gradients of this device's keys
-    previous = 0  # the distance at which `behind` was found
+    previous = 0  # the distance at which `behind` was computed
     sent = None
     for n, (s, parts) in enumerate(steps):
-        keys, key_tangents = arrived = coming if s else own
+        keys, key_tangents = arrived = coming if s else local
         ahead = steps[n + 1].distance if n + 1 < len(steps) else 0
-        outgoing, hops = _next_keys(s, ahead, arrived, own)
+        outgoing, hops = _next_keys(s, ahead, arrived, local)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
         terms = shorten(behind, 1), (target - previous) % P
         sent, outgoing = send((outgoing, hops % P), terms, came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
-        found = []
+        new_terms = []
         for number, group in enumerate([parts] if join else [(part,) for part in parts]):
             # Else XLA:CPU would cut the chunks of all parts before the first. On other devices a
             # barrier would only make it copy the keys out of the message.
             if number and not differentiable and orders_by_condition():
                 held = operands, rows, keys
-                (state, found, kept), (operands, rows, keys) = hold(held, (state, found, kept))
-            here = (join or _cut)(group, operands, keys)
-            tangents_here = None
+                (state, new_terms, kept), (operands, rows, keys) = hold(
+                    held, (state, new_terms, kept)
+                )
+            inputs = (join or _cut)(group, operands, keys)
+            input_tangents = None
             if tangents is not None and key_tangents is not None:
-                tangents_here = _cut(group, tangents, key_tangents, keys)
-            state, of_keys = visit(state, group, here, tangents_here, rows)
-            if of_keys is not None:
+                input_tangents = _cut(group, tangents, key_tangents, keys)
+            state, key_gradients = visit(state, group, inputs, input_tangents, rows)
+            if key_gradients is not None:
                 chunks = tuple(part.cols for part in group)
-                (found if s else kept).append(Term(chunks, of_keys))
+                (new_terms if s else kept).append(Term(chunks, key_gradients))
         previous = s
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
-        # the last step it would only keep XLA from one pass over what was found.
+        # the last step it would only keep XLA from one pass over the new terms.
         if not differentiable and n + 1 < len(steps):
             # queries and rows too, or XLA would cut the chunks of all steps before the first
-            results = state, found, kept
+            results = state, new_terms, kept
             held = sent, operands, rows
-            (state, found, kept), (sent, operands, rows) = hold(held, results)
+            (state, new_terms, kept), (sent, operands, rows) = hold(held, results)
         arrived_terms, coming = open_parcels(sent)
-        (found if target else kept).extend(arrived_terms)
-        behind = found
+        (new_terms if target else kept).extend(arrived_terms)
+        behind = new_terms
     if behind:
         sent, _ = send((None, 0), (shorten(behind, 1), -previous % P))
         kept.extend(open_parcels(sent)[0])
     return state, sum_terms(kept, 1) if kept else None
 
 
-def _next_keys(s: int, ahead: int, arrived: Any, own: Any) -> tuple[Any, int]:
+def _next_keys(s: int, ahead: int, arrived: Any, local: Any) -> tuple[Any, int]:
     """Return the keys to send between distances `s` and `ahead`, and by how many devices."""
     if ahead == 0:
         return None, 0
     goes_on = s * ahead >= 0  # in the same direction
-    return (arrived, ahead - s) if goes_on else (own, ahead)
+    return (arrived, ahead - s) if goes_on else (local, ahead)
 
 
 def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, primals: Any = None) -> Operands:

@@ -180,9 +180,9 @@ def forward(
 
     dims_out = ("bkgtd",) * out_count + (("bkgt",) if want_lse else ())
     run = partitioned(call, (*DIMS, *dims_of(scalars)), dims_out)
-    found = run(*split_query(operands, operands.shape.K), *leaves)
-    outs = tuple(found[:out_count])
-    return outs if partial_out else outs[0], Lse(found[-1], None) if want_lse else None
+    results = run(*split_query(operands, operands.shape.K), *leaves)
+    outs = tuple(results[:out_count])
+    return outs if partial_out else outs[0], Lse(results[-1], None) if want_lse else None
 
 
 def backward(
@@ -231,16 +231,16 @@ def backward(
             dq, *sums = query_gradient(query_functions, *rest)
             dk, dv = key_value_gradient(on_tiles, *rest)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
-        found = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
-        found += tuple(x[..., :T].reshape(B, K, G, T) for x in sums)
+        gradients = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
+        gradients += tuple(x[..., :T].reshape(B, K, G, T) for x in sums)
         if bias is None or bias_dims is None:
-            return found
+            return gradients
         shared = SharedBias.of(bias, operands.shape)
         stages = bias_gradient_stages(width, bias_itemsize(operands))
         # this kernel takes no derivative of `score_fn`
         values_only = calls.tile_functions(problem, operands)
         dbias = bias_gradient(values_only, (T, S), inputs, padded_scalars, shared, stages)
-        return *found, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
+        return *gradients, unpad_bias_gradient(dbias, bias_dims, (T, K, G, S))
 
     dims_in = *DIMS, "bkgtd", "bkgt", "bkgt", *dims_of(scalars)
     sum_count = count_term_gradients(query_functions, scalars)
@@ -269,7 +269,10 @@ def _fused_gradient(
     dtype = arrays.query.dtype
     dq, dk, dv = fused_gradients(*rest)
     dq = undo_lift(dq * Gradient(problem, LogitParams()).slope, dtype).astype(dtype)
-    found = dq, dk, dv
-    bad = ~jnp.stack([jnp.isfinite(x).all() for x in found]).all()
+    gradients = dq, dk, dv
+    bad = ~jnp.stack([jnp.isfinite(x).all() for x in gradients]).all()
 
-    return again_if_bad(bad, found, lambda: (*query_gradient(*rest), *key_value_gradient(*rest)))
+    def compute() -> tuple[Array, ...]:
+        return *query_gradient(*rest), *key_value_gradient(*rest)
+
+    return again_if_bad(bad, gradients, compute)

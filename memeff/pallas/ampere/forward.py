@@ -133,8 +133,8 @@ def attend(
         B * N * tiles,
         allow_approx_math(problem),
     )
-    found = call(query, key, value, *jax.tree.leaves(scalars))
-    return tuple(found[:out_count]), found[-1] if want_lse else None
+    outputs = call(query, key, value, *jax.tree.leaves(scalars))
+    return tuple(outputs[:out_count]), outputs[-1] if want_lse else None
 
 
 def forward_scratch(tiling: Tiling, H: int, D: int, dtype, scalars: Scalars) -> Scratch:
@@ -183,7 +183,7 @@ class QueryTile(NamedTuple):
             return self._visit_tiles(clean=True)
 
         any_row_failed = any_failed(scratch.failed_s, failed) > 0
-        m, l, o = lax.cond(any_row_failed, once_more, lambda *found: found, m, l, o)
+        m, l, o = lax.cond(any_row_failed, once_more, lambda *state: state, m, l, o)
         sinks = work.scalars.sinks
         weight = inverse_sum(m, l, None if sinks is None else sinks[work.n])
         if self.problem.dropout is not None:

@@ -70,10 +70,10 @@ def undo_lift(x: Array, dtype, state: WorkState | None = None) -> Array:
     return x * 2.0**-lift if lift else x
 
 
-def again_if_bad(bad: Array, found: Any, compute: Callable[[], Any]) -> Any:
-    """Return the arrays `found`, or those of `compute()` if `bad`."""
+def again_if_bad(bad: Array, results: Any, compute: Callable[[], Any]) -> Any:
+    """Return the arrays `results`, or those of `compute()` if `bad`."""
     # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
-    start = bad, found
+    start = bad, results
     return lax.while_loop(lambda x: x[0], lambda _: (jnp.bool_(False), compute()), start)[1]
 
 
@@ -170,8 +170,8 @@ class Gradient(NamedTuple):
         indices = tile.pair_indices(self.problem.score_fn)
 
         def logits(raw, values):
-            given = {name: x for name, x in values._asdict().items() if x is not None}
-            terms = tile.terms._replace(**given)  # the cotangent of the bias is ds
+            present = {name: x for name, x in values._asdict().items() if x is not None}
+            terms = tile.terms._replace(**present)  # the cotangent of the bias is ds
             return logits_base2(self.problem, raw, terms, keep, indices, differentiable=True)
 
         values = tile.differentiable_values()
@@ -268,8 +268,8 @@ def query_rings(tiling: Tiling, scratch: Any) -> Sequence[Ring]:
 
 def skip_tile(scratch: Any, key_slot, value_slot) -> None:
     """Wait for the keys and values of a tile that no row sees, and give them back."""
-    skip_item((scratch.k_ready, scratch.k_used), at=key_slot)
-    skip_item((scratch.v_ready, scratch.v_used), at=value_slot)
+    skip_item((scratch.k_ready, scratch.k_used), slot=key_slot)
+    skip_item((scratch.v_ready, scratch.v_used), slot=value_slot)
 
 
 def wait_for_slot(used, slot, reused) -> None:

@@ -50,8 +50,10 @@ def bias_dims(shape: tuple[int, ...]) -> str:
 
     A dim of size 1 that all batch entries or heads share has a letter of its own.
     """
-    shared = zip("bkg", "uvw", shape[:3], strict=True)
-    return "".join(own if size == 1 else letter for letter, own, size in shared) + "ts"
+    letters = ""
+    for letter, shared_letter, size in zip("bkg", "uvw", shape[:3], strict=True):
+        letters += shared_letter if size == 1 else letter
+    return letters + "ts"
 
 
 def is_of_pairs(bias: Array) -> bool:

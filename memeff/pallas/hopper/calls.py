@@ -257,9 +257,9 @@ def forward(
     if carried is not None:
         dims_in += (*["bkgtd"] * len(carried[0]), "bkgt")
     run = partitioned(call, dims_in, dims_out)
-    found = run(*split_query(operands, operands.shape.K), *leaves, *jax.tree.leaves(carried))
-    outs = tuple(found[:out_count])
-    return outs if partial_out else outs[0], Lse(found[-1], None) if lse_for else None
+    results = run(*split_query(operands, operands.shape.K), *leaves, *jax.tree.leaves(carried))
+    outs = tuple(results[:out_count])
+    return outs if partial_out else outs[0], Lse(results[-1], None) if lse_for else None
 
 
 def _pad_arrays(

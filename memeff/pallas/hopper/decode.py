@@ -276,14 +276,14 @@ class DecodeKernel(NamedTuple):
             filled = kernel(*inputs)
             body = functools.partial(self._merge_warpgroup, blocks)
             kernel = compile_kernel(body, "memeff_merge", results, {}, warpgroups=1)
-            found = kernel(*filled, *scalars)
+            arrays = kernel(*filled, *scalars)
         else:
             body = functools.partial(self._all_warpgroups, blocks)
             kernel = compile_kernel(
                 body, "memeff_decode", (*results, *partials), {"scratch": scratch}, warpgroups=4
             )
-            found = kernel(*inputs)
-        return found[0], found[1][..., 0] if self.want_lse else None
+            arrays = kernel(*inputs)
+        return arrays[0], arrays[1][..., 0] if self.want_lse else None
 
     @property
     def _registers(self) -> tuple[int, int, int]:

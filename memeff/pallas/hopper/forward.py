@@ -151,8 +151,8 @@ def attend(
         allow_approx_math(problem),
         sums_over_rows=True,
     )
-    found = kernel(query, key, value, *jax.tree.leaves((scalars, carried)))
-    return tuple(found[:out_parts]), found[-1] if want_lse else None
+    outputs = kernel(query, key, value, *jax.tree.leaves((scalars, carried)))
+    return tuple(outputs[:out_parts]), outputs[-1] if want_lse else None
 
 
 def _copy_operands(

@@ -351,7 +351,7 @@ class KeyTileLoop(NamedTuple):
         scratch = self.kernel.scratch
         keys = scratch.k_ready, scratch.k_used
         values = scratch.v_ready, scratch.v_used
-        skip_item(keys, values, at=self._slot(n))
+        skip_item(keys, values, slot=self._slot(n))
 
     def _dot_products(self, n) -> Array:
         """Return raw of visit n."""

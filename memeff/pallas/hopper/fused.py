@@ -262,9 +262,9 @@ def _compute(
     gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, tiling.tile_size
     dtype = key_ref.dtype
-    own = pl.ds(group * ROWS, ROWS)
-    k = scratch.k_s.at[0, own]
-    v = scratch.v_s.at[0, own]
+    group_rows = pl.ds(group * ROWS, ROWS)
+    k = scratch.k_s.at[0, group_rows]
+    v = scratch.v_s.at[0, group_rows]
     masked = work.visits.masked
     count = work.visits.total
     stage = optional_slot(scratch.stage, group)
@@ -308,7 +308,7 @@ def _compute(
 
             def multiply_and_store():
                 multiply(dk, d_raw, q, stage)
-                scratch.d_raw_s[d_raw_stage, own] = d_raw
+                scratch.d_raw_s[d_raw_stage, group_rows] = d_raw
 
             def with_part(part):
                 query_gradient.start(part, visit - 1, opaque_group)
@@ -344,7 +344,7 @@ def _compute(
         dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
         return dk_sum, dv_sum
 
-    _load_keys(arrays, scratch, work, group, own)
+    _load_keys(arrays, scratch, work, group, group_rows)
     dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
 
     @pl.when(count > 0)
@@ -358,15 +358,15 @@ def _compute(
 
     # Keys that only pad the tile count here, because d_raw that overflowed there makes dq NaN:
     # Inf times a key of 0.
-    bad = plgpu.load(scratch.bad_s.at[0, own], layout=ROW)
-    scratch.bad_s[1, own] = bad + nan_if_bad(dk) + nan_if_bad(dv)
+    bad = plgpu.load(scratch.bad_s.at[0, group_rows], layout=ROW)
+    scratch.bad_s[1, group_rows] = bad + nan_if_bad(dk) + nan_if_bad(dv)
     sync(scratch.computing)  # the other warpgroup has read these keys
     k[...] = undo_lift(dk * gradient.slope, dtype).astype(dtype)
     v[...] = undo_lift(dv, dtype).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k, _of_keys(dk_ref, work_at_end.b, work_at_end, group))
     plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end.b, work_at_end, group))
-    plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, own], bad_ref.at[block, own])
+    plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, group_rows], bad_ref.at[block, group_rows])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -375,21 +375,21 @@ def _of_keys(ref, b, work: KeyWork, group):
     return ref.at[b, pl.ds(work.col + group * ROWS, ROWS), work.k]
 
 
-def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, own) -> None:
+def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, rows) -> None:
     """Copy warpgroup `group`'s keys and values, wait for both warpgroups', and note bad keys."""
     key_ref, value_ref = arrays
     _, key_vectors = scratch.token_vectors
     ready = scratch.kv_ready.at[group]
-    k = scratch.k_s.at[0, own]
+    k = scratch.k_s.at[0, rows]
     key = _of_keys(key_ref, work.source.key, work, group)
     value = _of_keys(value_ref, work.source.value, work, group)
     plgpu.copy_gmem_to_smem(key, k, ready)
-    plgpu.copy_gmem_to_smem(value, scratch.v_s.at[0, own], ready)
+    plgpu.copy_gmem_to_smem(value, scratch.v_s.at[0, rows], ready)
     cols = pl.ds(work.col + group * ROWS, ROWS)
     copy_token_vectors(work.scalars.by_key, cols, key_vectors, group, ready)
     plgpu.barrier_wait(ready)
     # In (7) 0 times NaN is NaN.
-    scratch.bad_s[0, own] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))
+    scratch.bad_s[0, rows] = nan_if_bad(plgpu.load(k, layout=WGMMA).astype(jnp.float32))
     sync(scratch.computing)  # (7) reads both warpgroups' keys
 
 
@@ -416,8 +416,8 @@ def row_deltas(
     `parts` parts (parts.py). T' is the next multiple of 128.
     """
     B, _, N, D = out.shape
-    own = GROUPS * ROWS
-    tiles = -(-lengths[0] // own)
+    block_rows = GROUPS * ROWS
+    tiles = -(-lengths[0] // block_rows)
 
     def body(out_ref, dout_ref, *refs, scratch: DeltaScratch):
         group = lax.axis_index("warpgroup")
@@ -426,7 +426,7 @@ def row_deltas(
         tile = lax.rem(block, jnp.int32(tiles))
         b = lax.div(head, jnp.int32(N))
         n = lax.rem(head, jnp.int32(N))
-        rows = pl.ds(tile * own + group * ROWS, ROWS)
+        rows = pl.ds(tile * block_rows + group * ROWS, ROWS)
         out_s, do_s, delta_s = (x.at[group] for x in (scratch.out_s, scratch.do_s, scratch.delta_s))
         ready = scratch.ready.at[group]
         plgpu.copy_gmem_to_smem(head_rows(out_ref, b, rows, n), out_s, ready)
@@ -449,7 +449,7 @@ def row_deltas(
         out_s=tile_ref(GROUPS, ROWS, whole_width(D), out.dtype),
         ready=plgpu.Barrier(num_arrivals=len(operands), num_barriers=GROUPS),
     )
-    types = [jax.ShapeDtypeStruct((B, N, tiles * own), jnp.float32)]
+    types = [jax.ShapeDtypeStruct((B, N, tiles * block_rows), jnp.float32)]
     kernel = warp_specialized_kernel(
         body, "memeff_delta", types, {"scratch": scratch}, B * N * tiles, GROUPS
     )

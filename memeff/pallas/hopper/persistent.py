@@ -151,8 +151,8 @@ def run_with_retries(
         if computes:
             failed_s[lax.axis_index("warpgroup"), 0] = flags.astype(jnp.float32)
         sync(all_done)
-        found = (failed_s[n, 0].astype(jnp.int32) for n in range(failed_s.shape[0]))
-        flags = functools.reduce(jnp.bitwise_or, found)
+        all_flags = (failed_s[n, 0].astype(jnp.int32) for n in range(failed_s.shape[0]))
+        flags = functools.reduce(jnp.bitwise_or, all_flags)
         sync(all_done)  # all have read them
         return flags
 
@@ -192,15 +192,15 @@ def any_failed(failed_s: Ref, rows: Array) -> Array:
     return any_of(failed_s).astype(jnp.int32)
 
 
-def skip_item(*rings, at) -> None:
-    """Wait for slot `at` of each ring (ready, used), and release it unread.
+def skip_item(*rings, slot) -> None:
+    """Wait for `slot` of each ring (ready, used), and release it unread.
 
     A consumer without work in a tile must still wait, because a barrier does not count an arrival
     before its copy begins.
     """
     for ready, used in rings:
-        plgpu.barrier_wait(ready.at[at])
-        plgpu.barrier_arrive(used.at[at])
+        plgpu.barrier_wait(ready.at[slot])
+        plgpu.barrier_arrive(used.at[slot])
 
 
 def drain(total, slots: int, used: Sequence[Barrier], first_slot: int = 0) -> None:

@@ -153,7 +153,7 @@ class Kernels(NamedTuple):
         sizes = splash.BlockSizes(self.block[0], self.block[1], self.block[1])
 
         def call(query, key, value, q_segments, kv_segments):
-            found = splash._splash_attention_forward(
+            results = splash._splash_attention_forward(
                 self._mask_info(splash),
                 query,
                 key,
@@ -169,7 +169,7 @@ class Kernels(NamedTuple):
                 attn_logits_soft_cap=self._soft_cap(),
                 interpret=self.interpret,
             )
-            return (found[0], found[1][0]) if want_lse else (found, None)
+            return (results[0], results[1][0]) if want_lse else (results, None)
 
         return jax.vmap(call)(*arrays, *segments)
 

@@ -64,7 +64,7 @@ class ChunkedFunction:
         """
         shape = score.shape
         b, k, _, t, c = shape
-        offset, *others = rest
+        offset, *numbers = rest
         q_pos = indices.q_pos
         if q_pos.ndim == 1:
             q_pos = q_pos[None]  # 1 t
@@ -98,7 +98,7 @@ class ChunkedFunction:
         names = (*needs_extra_pass, *other_names)
         jaxpr = self.partition.jaxpr
         env = {}
-        for x, number in zip(names, (*floats, *others), strict=True):
+        for x, number in zip(names, (*floats, *numbers), strict=True):
             tile = jnp.broadcast_to(on_tile(axes[x], number), shape)
             env[x] = tile_function.to_tile(tile, jaxpr.types[x].dtype, shape)
         q_tile = jnp.broadcast_to(q_pos[:, None, None, :, None], shape)

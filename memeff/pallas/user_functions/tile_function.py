@@ -98,8 +98,8 @@ def to_tile(x: Array, dtype, shape) -> Array:
 def known_inputs(partition: PartitionedFunction) -> tuple[int, ...]:
     """Return the names known before the tile's equations run, the differentiable ones first."""
     first = partition.jaxpr.inputs[0], *partition.kernel_gradients
-    others = (*pair_inputs(partition.jaxpr, True), *partition.precomputed)
-    return *first, *(x for x in others if x not in first)
+    more = (*pair_inputs(partition.jaxpr, True), *partition.precomputed)
+    return *first, *(x for x in more if x not in first)
 
 
 def slope_jaxpr(partition: PartitionedFunction) -> FlatJaxpr:

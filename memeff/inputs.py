@@ -52,14 +52,14 @@ def to_float(name: str, x: Any) -> float:
         raise ValueError(f"{name} is an int beyond the largest float: make it smaller.") from e
 
 
-def check_dtype(name: str, dtype: Any) -> Any:
-    """Return `dtype` as a dtype."""
+def check_dtype(dtype: Any) -> Any:
+    """Return the argument `dtype` as a dtype."""
     try:
         if dtype is not None:  # NumPy's None is float64
             return jnp.dtype(dtype)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"{name} must be a dtype such as jnp.float32, got {kind_of(dtype)}.")
+    raise TypeError(f"dtype must be a dtype such as jnp.float32, got {kind_of(dtype)}.")
 
 
 def to_array(name: str, x) -> Array:

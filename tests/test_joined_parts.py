@@ -177,14 +177,14 @@ def test_terms_with_the_fewest_bytes():
     """Two halves in bfloat16 have half the bytes of their sum in float32."""
     values = jnp.arange(8, dtype=jnp.bfloat16).reshape(2, 2, 2)  # two parts of two tokens
     late = Term((Chunk(1, 2), Chunk(jnp.int32(0), 2)), values)
-    (kept,) = shorten([late], 1)
+    (kept,) = shorten([late])
     assert kept is late
     halves = [Term((Chunk(number, 2),), values[:1]) for number in range(2)]
-    assert shorten(halves, 1) == halves
-    (summed,) = shorten([late, late], 1)
+    assert shorten(halves) == halves
+    (summed,) = shorten([late, late])
     assert summed.value.dtype == jnp.float32
     np.testing.assert_array_equal(summed.value[0, :, 0], [8, 12, 0, 4])
-    assert shorten([], 1) == []
+    assert shorten([]) == []
 
 
 class ComputesNoLseForNobody:

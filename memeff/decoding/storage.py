@@ -32,7 +32,7 @@ LOST = -(2**30)  # the length of a sequence that no longer has what was asked of
 
 def check_cached_dtype(dtype: Any) -> Any:
     """Return the dtype of a cache: a float that attention computes in, or one of 8 bits."""
-    dtype = check_dtype("dtype", dtype)
+    dtype = check_dtype(dtype)
     wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
     if not wide and dtype.name not in EIGHT_BITS:
         raise TypeError(

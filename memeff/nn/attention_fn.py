@@ -79,7 +79,7 @@ def attention_fn(
     """
     del force_fp32_for_softmax
     if dtype is not None:
-        checked_dtype = inputs.check_dtype("dtype", dtype)
+        checked_dtype = inputs.check_dtype(dtype)
         if not jnp.issubdtype(checked_dtype, jnp.floating):
             raise TypeError(f"dtype must be that of floats, got {checked_dtype.name}.")
     named = {"query": query, "key": key, "value": value}

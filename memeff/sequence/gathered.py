@@ -56,7 +56,7 @@ def gathered_walk(
             state, key_gradients = visit(state, (part,), inputs, input_tangents, rows)
             if key_gradients is not None:
                 terms.append(Term((Chunk(),), key_gradients))
-        return state, sum_terms(terms, 1) if terms else None
+        return state, sum_terms(terms) if terms else None
 
     if branches:
 

@@ -174,7 +174,7 @@ class Sharded:
             join=join_parts if joins else None,
             splits_home=not keys_first,
         )
-        return Gradients(sum_terms(dqueries, 1), dkey, dvalue, dparams)
+        return Gradients(sum_terms(dqueries), dkey, dvalue, dparams)
 
     def tangent(
         self,

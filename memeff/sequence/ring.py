@@ -174,7 +174,7 @@ def ring_walk(
         outgoing, hops = _next_keys(s, ahead, arrived, local)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
-        terms = shorten(behind, 1), (target - previous) % P
+        terms = shorten(behind), (target - previous) % P
         sent, outgoing = send((outgoing, hops % P), terms, came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
@@ -207,9 +207,9 @@ def ring_walk(
         (new_terms if target else kept).extend(arrived_terms)
         behind = new_terms
     if behind:
-        sent, _ = send((None, 0), (shorten(behind, 1), -previous % P))
+        sent, _ = send((None, 0), (shorten(behind), -previous % P))
         kept.extend(open_parcels(sent)[0])
-    return state, sum_terms(kept, 1) if kept else None
+    return state, sum_terms(kept) if kept else None
 
 
 def _next_keys(s: int, ahead: int, arrived: Any, local: Any) -> tuple[Any, int]:

@@ -126,20 +126,20 @@ def add_term(combine: Combine, terms: list[Term], new: Term, dim: int) -> list[T
     return [Term((Chunk(),), combine_terms(combine, terms, dim))]
 
 
-def shorten(terms: list[Term], dim: int) -> list[Term]:
+def shorten(terms: list[Term]) -> list[Term]:
     """Return these terms or their sum, whichever takes fewer bytes in a message."""
     if not terms:
         return terms
-    total = [Term((Chunk(),), sum_terms(terms, dim))]
+    total = [Term((Chunk(),), sum_terms(terms))]
     return terms if waiting_bytes(terms) < waiting_bytes(total) else total
 
 
-def sum_terms(terms: list[Term], dim: int) -> Any:
-    """Return the sum of terms as arrays of all tokens, in float32 or float64.
+def sum_terms(terms: list[Term]) -> Any:
+    """Return the sum of gradients [B, tokens, ...] as arrays of all tokens, in float32 or float64.
 
     A chunk without a term is 0.
     """
-    return combine_terms(add_values, terms, dim)
+    return combine_terms(add_values, terms, 1)
 
 
 def add_values(values: list[tuple[Any, Array | None]]) -> Any:

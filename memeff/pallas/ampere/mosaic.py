@@ -241,8 +241,8 @@ def _for_each_chunk(ref: Ref, row, col, shared: Ref, visit: Callable, finish: Ca
     move(ref, shared, *(jnp.asarray(x, jnp.int32) for x in (row, col)))
 
 
-def wait_for_copies(ready: Barrier, pending: int = 0) -> None:
-    """Wait until at most `pending` of the copies that began are under way, for all threads."""
+def wait_for_copies(ready: Barrier) -> None:
+    """Wait until all copies that began have ended, for all threads."""
     if interpreting():
         plgpu.barrier_wait(ready)
         return
@@ -250,7 +250,7 @@ def wait_for_copies(ready: Barrier, pending: int = 0) -> None:
     @plgpu.inline_mgpu()
     def wait(_):
         lanes = _Lanes()
-        lanes.nvvm.cp_async_wait_group(pending)
+        lanes.nvvm.cp_async_wait_group(0)
         lanes.utils.warpgroup_barrier()
 
     wait()

@@ -31,7 +31,7 @@ CutTile = Callable[..., Tile]  # i, j -> tile
 
 
 class Prefetch(NamedTuple):
-    """What a step makes for the next tile, beside the inputs that it combines with products."""
+    """The array that a step makes for the next tile, and the inputs of what makes it."""
 
     rows: tuple[Any, ...]  # B K G T, as `make` gets them
     make: Callable[[Tile], Array]  # makes Tile.prefetched, from a product of its own

@@ -1031,6 +1031,39 @@ def test_a_number_between_two_masks_counts_in_rows_that_see_no_key():
         np.testing.assert_allclose(out, jax.jit(attend)(*arrays, jnp.int32(length)), atol=1e-4)
 
 
+def mask_replaces(s, visible, low):
+    return jnp.where(visible, s, low)
+
+
+def mask_is_added(s, visible, low):
+    return s + jnp.where(visible, 0, low)
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e30, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("hide", [mask_replaces, mask_is_added])
+def test_a_temperature_of_masked_logits(hide, low):
+    """The logits of a row that sees no key are products, whose rounding exceeds other logits."""
+
+    def attend(q, k, v, temperature, visible):
+        return jax.nn.softmax(hide(q @ k.T, visible, low) / temperature) @ v
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(16, 4)).astype(np.float32) for _ in range(3)]
+    visible = np.ones((16, 16), bool)
+    visible[3] = False
+    dout = rng.normal(size=(16, 4)).astype(np.float32)
+
+    def call(f):
+        def both(temperature):
+            out, pull = jax.vjp(lambda *x: f(*x, temperature, visible), *arrays)
+            return [out, *pull(dout)]
+
+        return jax.jit(both)(jnp.float32(1.3))
+
+    for x, y in zip(call(replace(attend, strict=True)), call(attend), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("T, S", [(6, 8), (9, 6), (8, 8)])
 def test_positions_shifted_by_a_reshape_that_mixes_axes(T, S):
     """Transformer-XL shifts its term of positions: it pads a column, and reshapes T x (S + 1)."""

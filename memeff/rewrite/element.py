@@ -91,7 +91,8 @@ class ElementFunction:
     ("cast", step, dtype), ("leaf", param, steps of its index, dtype), ("score", dtype),
     ("op", primitive, params, steps), ("all", steps), ("any", steps), ("not", step),
     ("equal", step, step), ("positive", step), ("zero", step), ("sum", steps),
-    ("times", step, factor), ("raised", step), ("choice", step, number, number, dtype).
+    ("times", step, factor), ("raised", step), ("rounded", step),
+    ("choice", step, number, number, dtype).
     """
 
     steps: tuple[Step, ...]
@@ -179,6 +180,16 @@ def raised(x: jax.Array) -> jax.Array:
     return x + lax.stop_gradient(jnp.where(jnp.isneginf(x), 0, jnp.maximum(x, lowest) - x))
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """Return x, a product, rounded: XLA would subtract the maximum before it rounds the product.
+
+    A row that sees no key has products like -1e9 alone. The rounding of such a number is as large
+    as other logits, and the maximum is rounded. The gradient is that of x.
+    """
+    lowest = float(jnp.finfo(x.dtype).min)
+    return x + lax.stop_gradient(jnp.where(jnp.isinf(x), 0, jnp.maximum(x, lowest) - x))
+
+
 def _choice(state, step, yes, no, dtype):
     yes, no = (jnp.asarray(np.asarray(x, dtype)) for x in (yes, no))
     return jnp.where(state.done[step], yes, no)
@@ -209,6 +220,7 @@ _STEPS = {
     "sum": _sum,
     "times": _times,
     "raised": lambda state, step: raised(state.done[step]),
+    "rounded": lambda state, step: rounded(state.done[step]),
     "choice": _choice,
     "all": _all,
     "any": _any,

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from memeff.rewrite.axes import MOVES, Element, NoMatch, is_cast, known_number, sources
+from memeff.rewrite.axes import (
+    MOVES,
+    Element,
+    NoMatch,
+    is_cast,
+    known_number,
+    maker_of,
+    sources,
+)
 from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_sink, with_zeros
 from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.random_bits import is_random
@@ -81,6 +89,20 @@ def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     if exact is not None:
         exact = dataclasses.replace(exact, dropout=dropout[0])
     return dataclasses.replace(logits, exact=exact, dropout=dropout[0])
+
+
+def is_product_of_more(core: Core, dots: Value, depends: Dependence) -> bool:
+    """Return True if a core multiplies more than the product: perhaps a number that hides."""
+    value = core.element[0]
+    is_product = core.factor != 1
+    while value is not dots:
+        inputs = [x for x in maker_of(value).inputs if depends(x)]
+        is_product |= value.op in ("mul", "div")
+        is_move = is_cast(value) or value.op in MOVES
+        if len(inputs) != 1 or not (is_move or value.op in ("mul", "div", "neg")):
+            return is_product
+        (value,) = inputs
+    return False
 
 
 class _Walk:

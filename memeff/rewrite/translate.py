@@ -12,7 +12,7 @@ from memeff.rewrite.assignment import Assignment
 from memeff.rewrite.axes import Element, NoMatch, Slice, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
 from memeff.rewrite.graph import Value
-from memeff.rewrite.logits import Dependence, take_apart
+from memeff.rewrite.logits import Dependence, is_product_of_more, take_apart
 from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
 from memeff.rewrite.random_bits import Bernoulli, find_bernoulli, is_random
 from memeff.rewrite.reader import Reader, letters_of
@@ -360,7 +360,9 @@ class _Translation:
         if core is not None:
             builder.dots, builder.dots_index = self.match.dots
             builder.depends = self.depends
-            steps.append(builder.scaled(builder.element(*core.element), core.factor))
+            step = builder.scaled(builder.element(*core.element), core.factor)
+            is_product = is_product_of_more(core, self.match.dots[0], self.depends)
+            steps.append(builder.add("rounded", step) if is_product else step)
         # the innermost first, as the program adds them: beside -1e9 each order rounds differently,
         # and a difference of large sums is exact only if it is taken before it is added
         by_whole: dict[Element, list[int]] = {}

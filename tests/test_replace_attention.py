@@ -926,6 +926,29 @@ def test_rows_of_zeros_are_zero_or_nan_as_in_the_program(probabilities, length):
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
+def zeros_by_selection(p, visible):
+    return jnp.where(visible, p, 0)
+
+
+def zeros_by_multiplication(p, visible):
+    return p * visible
+
+
+@pytest.mark.parametrize("zeros", [zeros_by_selection, zeros_by_multiplication])
+@pytest.mark.parametrize("bias", [-1e4, 0.5])
+def test_rows_of_zeros_beside_a_small_bias_are_zero(zeros, bias):
+    def attend(q, k, v, length):
+        columns = jnp.arange(len(k))
+        visible = columns < length
+        s = q @ k.T + jnp.where(columns % 3 == 0, bias, 0)
+        return zeros(jax.nn.softmax(jnp.where(visible, s, -1e9)), visible) @ v
+
+    arrays = qkv_of_one_head()
+    for length in (0, 5):
+        out = replace(attend, strict=True)(*arrays, jnp.int32(length))
+        np.testing.assert_allclose(out, jax.jit(attend)(*arrays, jnp.int32(length)), atol=1e-6)
+
+
 def test_sinks_of_other_bases():
     """exp2 of logits and of their sink, in a column and in a sum, and 2 in a sum."""
 

@@ -29,6 +29,7 @@ from memeff.rewrite.terms import (
     LARGEST_SHIFT,
     MEAN,
     NAN,
+    ZERO,
     BiasTerm,
     Core,
     Layer,
@@ -128,7 +129,7 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     if before <= after and is_nan and not (selected or is_multiplied or outside.nan_is_zero):
         return Logits(condition, NAN, biases, inner)
     if before <= after and is_zero and not may_be_low:
-        return Logits(condition, None, biases, inner)
+        return Logits(condition, ZERO, biases, inner)
     raise NoMatch(
         "masks before and after the softmax give different results to rows that see no key"
     )

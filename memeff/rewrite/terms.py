@@ -13,6 +13,7 @@ from memeff.rewrite.symbols import Formula
 HIDDEN = -0.6e9
 MEAN = "mean"  # a row that sees no key gives the mean of all values
 NAN = "nan"
+ZERO = "zero"
 LARGEST_SHIFT = 1e4  # a constant of all logits that changes them by rounding alone
 
 
@@ -56,7 +57,7 @@ class Logits:
     """The logits in memeff's terms."""
 
     condition: Formula  # under which a key is visible
-    empty_rows: str | None  # MEAN or NAN: what rows give that see no key; None: no row is empty
+    empty_rows: str | None  # what rows give that see no key; None: no row is empty
     biases: tuple[BiasTerm, ...]
     inner: Scaling | Core
     exact: Logits | None = None  # those to use if some row sees no key above `lowest`

@@ -20,7 +20,7 @@ from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, 
 from memeff.rewrite.recognise import Match, Operand, Product
 from memeff.rewrite.rows import Equations
 from memeff.rewrite.symbols import Formula, Known, Leaf, Not
-from memeff.rewrite.terms import NAN, BiasTerm, Core, Logits, Scaling
+from memeff.rewrite.terms import NAN, ZERO, BiasTerm, Core, Logits, Scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Translation:
         if empty_rows is None and may_be_empty and sink is None:
             empty_rows = NAN  # of a bias or a score that is -inf for all visible keys
         nan_is_zero = match.softmax.outside.nan_is_zero
-        if empty_rows == NAN and nan_is_zero:
+        if empty_rows == ZERO or empty_rows == NAN and nan_is_zero:
             empty_rows = None
         return Recipe(
             queries=queries,

@@ -595,3 +595,24 @@ def test_a_mask_may_return_a_bool_that_is_no_array(true, implementation):
         np.testing.assert_allclose(out, full, rtol=0, atol=1e-6)
     np.testing.assert_allclose(causal, expected, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(nothing, np.zeros_like(full))
+
+
+def test_scores_of_minus_infinity_hide_keys():
+    """A row whose first tile has only such scores, and a row that has no others."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(6, 1, 4)), jnp.float32) for _ in range(3)]
+    dout = jnp.asarray(rng.normal(size=(6, 1, 4)), jnp.float32)
+    visible = jnp.arange(6) >= jnp.array([0, 4, 6, 0, 1, 5])[:, None]
+
+    def hide(score, batch, head, q_pos, k_pos, visible):
+        return jnp.where(visible[q_pos, k_pos], score, -jnp.inf)
+
+    def call(**options):
+        attend = functools.partial(dot_product_attention, **options)
+        out, pull = jax.vjp(attend, *arrays)
+        return [out, *pull(dout)]
+
+    expected = call(mask=visible)
+    result = call(score_fn=hide, score_params=visible, chunk_size=2, implementation="xla")
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)

@@ -1054,6 +1054,21 @@ def test_a_number_between_two_masks_counts_in_rows_that_see_no_key():
         np.testing.assert_allclose(out, jax.jit(attend)(*arrays, jnp.int32(length)), atol=1e-4)
 
 
+@pytest.mark.parametrize("sink", [False, True])
+def test_infinite_scores_of_whole_rows(sink):
+    """Such a row is NaN, and 0 beside a sink."""
+
+    def attend(q, k, v, temperature):
+        s = jnp.where(jnp.arange(len(q))[:, None] > jnp.arange(len(k)), q @ k.T, -jnp.inf)
+        s = jnp.pad(s / temperature, ((0, 0), (1, 0)))
+        return (jax.nn.softmax(s)[:, 1:] if sink else jax.nn.softmax(s[:, 1:])) @ v
+
+    arrays = *qkv_of_one_head(), jnp.float32(1.3)
+    expected = jax.jit(attend)(*arrays)
+    assert jnp.isnan(expected[0]).all() != sink
+    np.testing.assert_allclose(replace(attend)(*arrays), expected, atol=1e-6)
+
+
 def mask_replaces(s, visible, low):
     return jnp.where(visible, s, low)
 

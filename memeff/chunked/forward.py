@@ -161,7 +161,7 @@ def online_softmax_step(
     m_old, l_old, o_old = old
     m_new = jnp.maximum(m_old, row_max(problem, tile, raw, s))  # (3)
     shift = m_new
-    if tile.keep is not None:
+    if tile.keep is not None or problem.score_fn is not None:  # a score may be -inf
         shift = jnp.where(m_new == -jnp.inf, 0, m_new)
     a = jnp.exp(m_old - shift)
     p = jnp.exp(s - shift[..., None])

@@ -19,7 +19,7 @@ from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.recipe import Argument, Arrangement, Dropout, PairFunction, Recipe
 from memeff.rewrite.recognise import Match, Operand, Product
 from memeff.rewrite.rows import Equations
-from memeff.rewrite.symbols import Formula, Known, Leaf, Not
+from memeff.rewrite.symbols import Formula, Leaf, Not
 from memeff.rewrite.terms import NAN, ZERO, BiasTerm, Core, Logits, Scaling
 
 
@@ -128,8 +128,7 @@ class _Translation:
         scaling = self.logits.inner if isinstance(self.logits.inner, Scaling) else Scaling(1.0)
         mask, is_hidden = self._dense_mask()
         score_fn, bias, bias_table = self._score()
-        has_mask = self.logits.condition != Known(True)
-        may_be_empty = bias is not None or bias_table is not None or score_fn and has_mask
+        may_be_empty = any(x is not None for x in (bias, bias_table, score_fn))
         empty_rows = self.logits.empty_rows
         sink = self._sink()
         if empty_rows is None and may_be_empty and sink is None:

@@ -16,6 +16,9 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
     was kept elsewhere. The result is that of one call with all keys, up to rounding. Sums are
     float32 (float64 for float64). Derivatives are exact, in both modes and of every order.
 
+    Pass sinks [N] to no part, because lse does not include them. Multiply the merged out by
+    `jax.nn.sigmoid(lse - sinks)[..., None]` instead.
+
     Memory: O(T), that of the results.
 
     Args:

@@ -21,8 +21,10 @@ DLSE = RNG.standard_normal((B, T, N)).astype(np.float32)
 LENGTHS = np.array([3, 11], np.int32)
 
 
-def whole(q, k, v):
-    return dot_product_attention(q, k, v, key_value_seq_lengths=LENGTHS, return_residual=True)
+def whole(q, k, v, sinks=None):
+    return dot_product_attention(
+        q, k, v, key_value_seq_lengths=LENGTHS, sinks=sinks, return_residual=True
+    )
 
 
 def in_parts(sizes, q, k, v):
@@ -87,6 +89,15 @@ def test_rows_that_see_nothing():
     dx, dlse = pull((value, jnp.ones_like(lse)))
     np.testing.assert_array_equal(dx[0, :, 0], [[1, 1, 1], [0, 0, 0]])
     np.testing.assert_array_equal(dlse[0, :, 0], [1, 0])
+
+
+def test_sinks_are_applied_to_the_merged_result():
+    """lse leaves sinks out, so a part that had them would weigh too much in the merge."""
+    sinks = np.array([-0.5, 0.3, 1.2], np.float32)
+    out, lse = in_parts((5, 8), Q, K, V)
+    found = out * jax.nn.sigmoid(lse - sinks)[..., None]
+    expected, _ = whole(Q, K, V, sinks=sinks)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_precision():

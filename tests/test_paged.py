@@ -213,6 +213,28 @@ def test_a_paged_cache_has_the_bits_of_a_plain_one(dtype):
     assert paged.lengths.tolist() == allocator.lengths(range(B)).tolist() == [10, 9, 9]
 
 
+@pytest.mark.parametrize("hold", [lambda f: f, jax.jit], ids=["known", "jit"])
+def test_an_unused_row_keeps_no_drafts(hold):
+    """A server whose batch has a free row takes drafts, and goes on."""
+    q, k, v = (np.ones((2, 3, n, 4), f32) for n in (2, 1, 1))
+    cache = PagedKVCache.zeros(3, 4, 1, 4, batch=2, pages_per_sequence=2)
+    cache = cache.with_sequences([[2, 0], [-1, -1]], [0, 0])
+
+    @hold
+    def verify(cache):
+        cache = cache.append(k, v, [3, 0])
+        tree = masks.tree(masks.ancestors_of(np.array([[-1, 0, 0]] * 2)), cache.lengths - 3)
+        out = cache.attend(q, counts=[3, 0], mask_fn=tree)
+        return cache.keep_drafts(3, [[0, 2], [0, 0]], [2, 0]), out
+
+    cache, out = verify(cache)
+    np.testing.assert_allclose(out, np.stack([q[0], 0 * q[1]]), atol=1e-6)
+    assert cache.lengths.tolist() == [2, 0] and not cache.overflowed.any()
+    cache.with_sequences([[2, 0], [1, -1]], cache.lengths)
+    with pytest.raises(ValueError, match="T=3 drafts: sequence 1 has 0 tokens"):
+        cache.truncate(0).append(k, v, [3, 0]).keep_drafts(3, [[0], [0]], [1, 1])
+
+
 def test_samples_share_a_prompt_until_they_write():
     """One prompt, two samples and a later fork: each as if it had been computed alone."""
     rng = np.random.default_rng(4)

@@ -183,13 +183,18 @@ def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> 
             f"path must name drafts from 0 to {T - 1}, of T={T}; "
             f"got {known.min()} to {known.max()}."
         )
+    counts = check_counts(to_array("counts", counts), B, path.shape[1])
     known = known_values(lengths)
-    if known is not None and known.min() < T:
-        raise ValueError(
-            f"T={T} drafts: sequence {known.argmin()} has {known.min()} tokens. Append its drafts "
-            "first."
-        )
-    return to_int32(path), check_counts(to_array("counts", counts), B, path.shape[1])
+    if known is not None:
+        kept = known_values(counts)
+        is_unused = (known == 0) & (kept is None or kept == 0)
+        missing = np.flatnonzero((known < T) & ~is_unused)
+        if len(missing):
+            b = missing[0]
+            raise ValueError(
+                f"T={T} drafts: sequence {b} has {known[b]} tokens. Append its drafts first."
+            )
+    return to_int32(path), counts
 
 
 def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
@@ -207,7 +212,8 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     arrays = cache._arrays()
     bare, old = jax.tree.map(without_idle_axes, (arrays, old))
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in bare])
-    lengths = jnp.where(lost, LOST, first[:, 0] + counts)
+    is_unused = (cache.lengths == 0) & (counts == 0)
+    lengths = jnp.where(is_unused, 0, jnp.where(lost, LOST, first[:, 0] + counts))
     return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
 

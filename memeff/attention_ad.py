@@ -216,7 +216,7 @@ class Tangent:
         known, tangents = args
         dout, dlse = cotangents
         dout = jnp.zeros_like(known[1]) if dout is None else dout
-        gradients = call(Backward(self.chosen), *known, dout, dlse)
+        gradients = call(Backward(self.chosen), known, (dout, dlse))
         result = tangents._replace(**gradients._asdict())
 
         def none_if_none(x, g):
@@ -232,7 +232,7 @@ def _is_none(x) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The function from out, lse and their cotangents to gradients like the operands.
+    """The function from cotangents of out and lse to gradients like the operands; it is linear.
 
     Under shard_map, the gradient of an operand that all devices share is summed over them before it
     is rounded.
@@ -241,17 +241,19 @@ class Backward:
     chosen: Chosen
     sums_over_devices = True
 
-    def __call__(self, operands, out, lse, dout, dlse):
-        return _backward(self.chosen, operands, out, lse, dout, dlse)
+    def __call__(self, known, cotangents):
+        return _backward(self.chosen, *known, *cotangents)
 
-    def calls_at_once(self, operands, *rows):
+    def calls_at_once(self, known, cotangents):
         """Return how many calls under vmap run at the same time."""
-        return _calls_at_once(self.chosen, operands)
+        return _calls_at_once(self.chosen, known[0])
 
     def jvp(self, primals, tangents):
         """Return the gradients, and their tangents as those of the transposed `Tangent`."""
 
-        def transposed(operands, out, lse, dout, dlse):
+        def transposed(known, cotangents):
+            operands, out, lse = known
+            dout, dlse = cotangents
             like = jax.tree.map(lambda x: None, operands)
             like = like._replace(**_differentiable(operands)._asdict())
 
@@ -265,6 +267,16 @@ class Backward:
             return _differentiable(result)
 
         return call(self, *primals), tangent_of(transposed, primals, tangents)
+
+    def transposed(self, args, cotangents):
+        """Return cotangents of those of out and lse, from cotangents of the gradients."""
+        known, (_, dlse) = args
+        operands = known[0]
+        structure = jax.tree.structure(_differentiable(operands))
+        gradients = jax.tree.unflatten(structure, cotangents)
+        tangents = jax.tree.map(lambda x: None, operands)._replace(**gradients._asdict())
+        results = call(Tangent(self.chosen), known, tangents)
+        return results[0] if dlse is None else results
 
 
 def _differentiable(operands: Operands) -> Gradients:

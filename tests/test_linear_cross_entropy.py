@@ -279,6 +279,21 @@ def test_every_mode_to_the_second_order(name):
             np.testing.assert_allclose(y, z, rtol=0, atol=atol, err_msg=what)
 
 
+def test_transposed_gradient_is_the_tangent():
+    x, kernel, labels, _, arrays, static = case("ignore&smoothing")
+    args = jax.tree.map(f32, (x, kernel, arrays))
+    directions = jax.tree.map(jnp.cos, args)
+
+    def losses(x, kernel, arrays):
+        return linear_cross_entropy(x, kernel, labels, return_lse=True, **arrays, **static)
+
+    outputs, tangents = jax.jvp(losses, args, directions)
+    _, pull = jax.vjp(losses, *args)
+    (transposed,) = jax.linear_transpose(pull, outputs)(directions)
+    for y, z in zip(transposed, tangents, strict=True):
+        np.testing.assert_allclose(y, z, rtol=0, atol=1e-5)
+
+
 def test_numerical_derivatives_and_hessian():
     """Finite differences, and jacfwd over grad, of a tiny loss."""
     rng = np.random.default_rng(3)

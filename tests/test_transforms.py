@@ -313,6 +313,47 @@ def test_linearize_then_transpose_is_reverse_mode():
         jax.linear_transpose(attend_to, v)(q[..., :1] * jnp.ones(5))
 
 
+def test_transposed_gradient_is_the_tangent():
+    """Solvers for implicit gradients transpose twice, also under vmap."""
+    q, k, v = inputs()
+    sinks = jnp.linspace(-1.0, 1.0, q.shape[2])
+    q_all = jnp.stack([q, 2 * q])
+    args = k, v, sinks
+    directions = jnp.cos(k), jnp.sin(v), 1 + sinks
+
+    def attend_to(k, v, sinks):
+        def attend(q):
+            return dot_product_attention(q, k, v, sinks=sinks, is_causal=True, return_residual=True)
+
+        return jax.vmap(attend)(q_all)
+
+    @jax.jit
+    def both(args, directions):
+        out, tangents = jax.jvp(attend_to, args, directions)
+        _, pull = jax.vjp(attend_to, *args)
+        (transposed,) = jax.linear_transpose(pull, out)(directions)
+        return transposed, tangents
+
+    assert_same(*both(args, directions), 1e-6)
+
+
+def test_transposed_gradients_of_a_cotangent_that_calls_share():
+    q, k, v = inputs()
+    q_all = jnp.stack([q, 2 * q])
+    v_all = jnp.stack([v, jnp.cos(v)])
+
+    def gradient(q, dout):
+        _, pull = jax.vjp(functools.partial(dot_product_attention, q, k), v)
+        return pull(dout)[0]
+
+    def gradients(dout):
+        return jax.vmap(gradient, (0, None))(q_all, dout)
+
+    outs = jax.vmap(dot_product_attention, (0, None, 0))(q_all, k, v_all)
+    (transposed,) = jax.linear_transpose(gradients, outs[0])(v_all)
+    assert_same(transposed, outs.sum(0), 1e-6)
+
+
 def test_jet_is_refused_in_words():
     x = jnp.ones((1, 4, 2, 8))
 

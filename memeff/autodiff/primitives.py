@@ -197,7 +197,10 @@ def _transpose(cotangents, *args, flat: FlatFunction, **_):
             *inner, (_, axes) = vmaps
             inner_rule = functools.partial(rule, inner)
             in_axes = list(axes[:fixed]), 0
-            return jax.vmap(inner_rule, in_axes)(arrays, cotangents)
+            results = jax.vmap(inner_rule, in_axes)(arrays, cotangents)
+            pairs = zip(results, axes[fixed:], strict=True)
+            # an array that all calls share has the sum of their cotangents
+            return [x.sum(0) if axis is None else x for x, axis in pairs]
         known = flat.arguments([*arrays, *range(flat.linear)])
         return jax.tree.leaves(flat.f.transposed(known, cotangents))
 
@@ -221,8 +224,7 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
         if results is not None:
             results = jax.tree.leaves(results)
             return results, [0] * len(results)
-    linear = flat.linear if hasattr(flat.f, "transposed") else 0
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays) - linear)
+    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays))
     vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))
     results, result_structure = _bind(arrays, dataclasses.replace(flat, vmaps=vmaps))
     count = 0  # of results that are the same in all calls: jacfwd relies on it

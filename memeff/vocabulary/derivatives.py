@@ -95,26 +95,31 @@ class Tangent(Function):
         known, tangents = args
         zeros = jnp.zeros_like(known[2].high)
         dsums = Sums(*(zeros if x is None else x for x in cotangents))
-        gradients = call(Backward(self.settings), *known, dsums)
+        gradients = call(Backward(self.settings), known, dsums)
         return [g for x, g in zip(tangents, gradients, strict=True) if x is not None]
 
 
 class Backward(Function):
-    """The function from cotangents of the sums to gradients of the inputs."""
+    """The function from cotangents of the sums to gradients of the inputs; it is linear."""
 
-    def __call__(self, inputs: Inputs, labels: Array, lse: Lse, dsums: Sums) -> Inputs:
-        return backward(self.settings, inputs, labels, lse, dsums)
+    def __call__(self, known, dsums: Sums) -> Inputs:
+        return backward(self.settings, *known, dsums)
 
     def jvp(self, primals, tangents):
         """Return the gradients, and their tangents as those of the transposed `Tangent`."""
 
-        def transposed(inputs, labels, lse, dsums):
-            known = (inputs, labels, lse)
+        def transposed(known, dsums):
             sums = functools.partial(tangent, self.settings, known, narrow=False)
-            (gradients,) = jax.linear_transpose(sums, inputs)(dsums)
+            (gradients,) = jax.linear_transpose(sums, known[0])(dsums)
             return gradients
 
         return call(self, *primals), tangent_of(transposed, primals, tangents)
+
+    def transposed(self, args, cotangents):
+        """Return cotangents of those of the sums, from cotangents of the gradients."""
+        known, _ = args
+        tangents = jax.tree.unflatten(jax.tree.structure(known[0]), cotangents)
+        return call(Tangent(self.settings), known, tangents)
 
 
 # letters of autodiff/tile_sum.py, where the columns are called s

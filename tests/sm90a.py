@@ -44,7 +44,14 @@ CASES = {
     "causal": dict(H=64, is_causal=True),
     "grouped": dict(H=128, K=4, is_causal=True),
     "window": dict(H=128, local_window_size=(1000, 0), logits_soft_cap=20.0),
-    "wide": dict(H=192, is_causal=True),
+    "wide": dict(H=256, is_causal=True),
+    "values of 128": dict(H=192, D=128, is_causal=True),
+    "wide, documents, alibi": dict(
+        H=256, mask_fn=masks.documents(IDS) & masks.causal(), score=scores.alibi
+    ),
+    "wide, segments, soft cap": dict(
+        H=256, logits_soft_cap=50.0, query_segment_ids=IDS, key_value_segment_ids=IDS
+    ),
     "fused": dict(H=128, is_causal=True, backward="fused"),
     "fused 64": dict(H=64, backward="fused"),
     "float16": dict(H=128, is_causal=True, T=8200, dtype="float16"),

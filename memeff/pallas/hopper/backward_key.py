@@ -188,7 +188,7 @@ def _scratch_types(
     """Return the types of the kernel's shared memory and barriers."""
     H, D = head_dims
     groups, queries, stages = tiling[:3]
-    _, do_stages = tiling.both_stages
+    do_stages = tiling.both_stages[1]
     slots = tiling.items * groups
     needs_value = wanted != "dv"
     do_used: Any = None
@@ -234,7 +234,7 @@ def copy_queries(
     bias_s = getattr(scratch, "bias_s", None)  # the fused kernel has no bias
     do_used: Any = getattr(scratch, "do_used", None)
     count = work.visits.total
-    _, do_stages = tiling.both_stages
+    do_stages = tiling.both_stages[1]
 
     def copy_tile(g, n):
         visit = visits + g * count + n
@@ -332,7 +332,7 @@ def _compute(
         clean_operand(scratch.do_s.at[do_slot], good_do, failed_s, group, scratch.computing)
 
     bias_cols = pl.ds(group * ROWS, ROWS)
-    _, do_stages = tiling.both_stages
+    do_stages = tiling.both_stages[1]
 
     def step(start, head, numbers, accumulated, hides, n, _):
         dk, dv = accumulated

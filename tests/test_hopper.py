@@ -48,7 +48,7 @@ WIDE = {
     "256": (small(T=130, S=90, H=256, D=256), dict(is_causal=True)),
     "192, values of 128": (
         small(T=140, S=200, G=2, H=192, D=128),
-        dict(local_window_size=(50, 20), q_offset=30),
+        dict(local_window_size=(50, 20), q_offset=30, logits_soft_cap=5.0),
     ),
     "values of more": (
         small(T=100, S=150, H=160, D=256),

@@ -17,7 +17,7 @@ from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memeff import block_mask, dot_product_attention, masks, scores
+from memeff import block_mask, dot_product_attention, explain, masks, scores
 from memeff.device import pretend_device
 
 pytestmark = needs_kernels
@@ -53,6 +53,15 @@ def test_calls_lower_for_cuda(H):
     assert kernels(lowered(training, x, x, x, x)) == (3 if H <= 128 else 5)
 
 
+def test_explain_says_where_the_gradient_of_wide_heads_runs():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 192), bf16)
+    bias = jax.ShapeDtypeStruct((1, 2, 256, 256), bf16)
+    with pretend_device("gpu", "9.0"):
+        assert "chunked path" not in str(explain(x, x, x)).splitlines()[0]
+        text = str(explain(x, x, x, bias=bias))
+    assert "Hopper kernels, tiles of 64 x 64 logits, the gradient on the chunked path" in text
+
+
 def test_a_block_mask_lowers_for_cuda():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
     mask_fn = block_mask(masks.prefix(70), 256, block_size=64)
@@ -77,6 +86,26 @@ def test_a_ring_lowers_for_cuda(H, dtype):
     run = jax.shard_map(run, mesh=mesh, in_specs=tokens, out_specs=tokens)
     text = lowered(run, x, x, x, x)
     assert kernels(text) == 10 and text.count("memeff_delta") >= 1
+
+
+@pytest.mark.slow
+def test_a_ring_of_wide_heads_lowers_for_cuda():
+    mesh = jax.make_mesh((3,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    tokens = P(None, "seq")
+    query = jax.ShapeDtypeStruct((1, 768, 2, 192), bf16)
+    value = jax.ShapeDtypeStruct((1, 768, 2, 128), bf16)
+    ring = dict(sequence_axis="seq", sequence_layout="zigzag", context_parallel="ring")
+
+    def run(query, key, value, dout):
+        attend = functools.partial(dot_product_attention, is_causal=True, **ring)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(dout)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    text = lowered(run, query, query, value, value)
+    for kernel in ("forward", "delta", "dq", "dk", "dv"):
+        assert f"memeff_{kernel}" in text
+    assert "memeff_dkdv" not in text
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 66])

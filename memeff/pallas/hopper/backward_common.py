@@ -183,7 +183,7 @@ class Gradient(NamedTuple):
         def select(x):
             return x if keep is None else jnp.where(keep, x, 0.0)
 
-        # p times the slope of the logits, one number in a register, where both would be two
+        # Multiply p by the slope of the logits at once, because both would take two registers.
         sloped = None
         if not (self.linear or self.problem.dropout or term_list(values)):
             sloped, _ = pull(p * (1 / LOG2_E))

@@ -22,7 +22,9 @@ from hopper_cases import (
     small,
 )
 
-from memeff import dot_product_attention
+from memeff import dot_product_attention, explain, plan
+from memeff.device import pretend_device
+from memeff.pallas.hopper import calls
 
 pytestmark = needs_kernels
 
@@ -145,3 +147,22 @@ def test_kernels_of_a_gradient():
 
     assert kernels(gradients((0, 1))) == 4
     assert "memeff_dbias" in gradients(1)
+
+
+def test_explain_names_the_tiles_of_a_mask_that_is_read_as_a_bias(monkeypatch):
+    args = draw(bf16, small(T=256, S=256, H=128, D=128))
+    kwargs = dict(mask=np.tri(256, dtype=bool)[None, None])
+    tilings = []
+
+    def attend(*args):
+        tilings.append(args[5])
+        return forward_kernel(*args)
+
+    forward_kernel = calls.attend
+    monkeypatch.setattr(calls, "attend", attend)
+    lowered(functools.partial(dot_product_attention, **kwargs), *args)
+    (tiling,) = tilings
+    with pretend_device("gpu", "9.0"):
+        text = str(explain(*args, **kwargs))
+        assert plan(*args, **kwargs).chunk_size == (tiling.rows, tiling.keys)
+    assert f"tiles of {tiling.rows} x {tiling.keys} logits" in text

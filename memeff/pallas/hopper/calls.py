@@ -69,6 +69,7 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 def forward_tiling(problem: Problem, operands: Operands) -> Tiling:
     """Return the fastest tiling of the forward that docs/kernels-log.md has for this head dim."""
+    operands = jax.eval_shape(replace_mask, operands)  # `describe` gets the mask as it came
     width = padded_width(operands)
     if has_pair_bias(operands):
         return _forward_tiling_with_bias(width, operands)

@@ -169,10 +169,11 @@ def logits_plain(problem: Problem, operands: Operands) -> bool:
 def allow_approx_math(problem: Problem) -> bool:
     """Return True if a kernel may use a GPU's approximate exp2 and rsqrt.
 
-    With tanh, log and other functions in its logits it may not, because those would be inexact too.
+    With tanh, log and other functions in its logits or masks it may not, because those would be
+    inexact too. A mask that compares a root with a number would hide other pairs.
     """
-    score_fn: Any = problem.score_fn  # in kernels a TileFunction, which has `is_nonlinear`
-    if score_fn is not None and score_fn.is_nonlinear:
+    functions: Any = problem.score_fn, problem.mask_fn  # in kernels each is a TileFunction
+    if any(x is not None and x.is_nonlinear for x in functions):
         return False
     return problem.soft_cap is None or problem.approximates_cap
 

@@ -4,6 +4,7 @@ The kernels run in Mosaic's interpreter.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from hopper_user_functions import TABLE, mask_of_keys, no_functions, soft_cap
 
 import memeff
 from memeff import dot_product_attention, scores
+from memeff.device import pretend_device
 from memeff.user_functions import Score
 
 pytestmark = needs_kernels
@@ -230,3 +232,25 @@ def test_a_key_that_dwarfs_the_others_under_a_score():
     plain, plain_lse = dot_product_attention(query, key, value, **kwargs, return_residual=True)
     np.testing.assert_allclose(f32(out), f32(plain), atol=2e-2)
     np.testing.assert_allclose(lse, plain_lse, rtol=1e-5, atol=1e-5)
+
+
+def in_a_circle(batch, head, q_pos, k_pos, params):
+    """Return True for pixels of an image of 16 x 16 that are at most 5 apart."""
+    rows = q_pos // 16 - k_pos // 16
+    cols = q_pos % 16 - k_pos % 16
+    return jnp.sqrt((rows * rows + cols * cols).astype(jnp.float32)) <= 5
+
+
+def in_a_band(batch, head, q_pos, k_pos, params):
+    return (q_pos - k_pos) // 4 < 3
+
+
+@pytest.mark.parametrize(("mask_fn", "approximate"), [(in_a_circle, False), (in_a_band, True)])
+def test_a_mask_is_never_computed_from_approximations(mask_fn, approximate):
+    """A root that is 5 must not become 5.0000005."""
+    x = jax.ShapeDtypeStruct((1, 256, 1, 64), bf16)
+    call = functools.partial(dot_product_attention, mask_fn=mask_fn, implementation="pallas")
+    with pretend_device("gpu", "9.0"):
+        traced = str(jax.make_jaxpr(lambda *args: jax.vjp(call, *args)[1](args[0]))(x, x, x))
+    found = re.findall(r"approx_math=(\w+)", traced)
+    assert found == [str(approximate)] * 3

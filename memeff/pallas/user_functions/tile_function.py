@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import Array, lax
 from memeff.pallas.user_functions.jaxpr import (
     NONLINEAR,
     Const,
+    Eqn,
     FlatJaxpr,
     flatten_jaxpr,
     is_bool,
@@ -45,10 +47,10 @@ class TileFunction:
     @property
     def is_nonlinear(self) -> bool:
         """Return True if the function has operations that a kernel could approximate."""
-        eqns = self.partition.tile_eqns
-        if self.slopes is not None:
-            eqns += self.slopes.eqns
-        return any(eqn.primitive.name in NONLINEAR | {"div"} for eqn in eqns)
+        has_nonlinear = _has_nonlinear(self.partition.tile_eqns, self.partition.jaxpr.types)
+        if self.slopes is None:
+            return has_nonlinear
+        return has_nonlinear or _has_nonlinear(self.slopes.eqns, self.slopes.types)
 
     def __call__(self, score: Array | None, indices: PairIndices, floats, rest) -> Array:
         """Return the new score, or the mask if `score` is None.
@@ -68,6 +70,16 @@ class TileFunction:
         if self.slopes is None:
             return run_tile_eqns(self.partition, env, shape)
         return run_slope_jaxpr(self, env, shape)
+
+
+def _has_nonlinear(eqns: tuple[Eqn, ...], types: dict[int, Any]) -> bool:
+    """Return True if one of `eqns` is nonlinear, or a quotient of floats."""
+
+    def is_quotient(eqn: Eqn) -> bool:
+        dtype = types[eqn.outputs[0]].dtype
+        return eqn.primitive.name == "div" and jnp.issubdtype(dtype, jnp.floating)
+
+    return any(eqn.primitive.name in NONLINEAR or is_quotient(eqn) for eqn in eqns)
 
 
 def run_tile_eqns(

@@ -346,6 +346,7 @@ def clean_operand(operand, good: Callable, failed_s, group, barrier) -> None:
             sync(barrier)
 
     lax.fori_loop(0, row_parts * col_parts, clean_part, None)
+    plgpu.commit_smem()  # loads must end before the next copy to this tile
 
 
 def token_vectors(slots: TokenVectors, query_slot, key_slot) -> TokenVectors:

@@ -19,7 +19,7 @@ from memeff.user_functions import PairIndices
 
 LOG2_E = 1 / math.log(2)
 
-# `cap_by_exp2` errs by up to 2^-22 times the cap, so by 1.5e-5 with this one.
+# `cap_by_exp2` errs by up to 1.2 x 2^-22 times the cap, so by 1.8e-5 with this one.
 LARGEST_APPROXIMATE_CAP = 64
 
 

@@ -281,9 +281,9 @@ class _GradientInputs(NamedTuple):
 
     query: Array  # B T' N H'
     key: Array  # B S' K H'
-    value: Array  # B S' K H'
-    out: Array  # B T' N H'
-    dout: Array  # B T' N H'
+    value: Array  # B S' K D'
+    out: Array  # B T' N D'
+    dout: Array  # B T' N D'
     lse: Array  # B N T', in base 2 and minus float16's lift
     dlse: Array | None = None  # B N T'
 

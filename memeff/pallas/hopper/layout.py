@@ -1,7 +1,7 @@
 """Bring the arrays of a call into the layout of the Hopper kernels.
 
 All head dims, also that of the values, are padded to one multiple of 64, and lengths to multiples
-of 8.
+of 8. Beyond 128, the head dim of values is padded to a multiple of its own.
 """
 
 from typing import Any

@@ -46,6 +46,7 @@ CHOICES = {
         "sink_first",
         "sink_added",
         "one_added",
+        "sink_in_log",
     ),
     "after": ("none", "head_factor", "head_einsum", "zeros", "nan_to_num", "nan_and_zeros"),
     "nesting": ("none", "jit", "remat", "scan", "cond", "loop", "vmap", "scan_mask"),
@@ -200,6 +201,11 @@ class Program:
             highest = jnp.maximum(s.max(axis, keepdims=True), sink)
             e = jnp.exp(s - highest)
             p = e / (jnp.exp(sink - highest) + e.sum(axis, keepdims=True))
+        elif self.softmax == "sink_in_log":
+            sink = arrays["slopes"][:, None, None]
+            highest = jnp.maximum(s.max(axis, keepdims=True), sink)
+            total = jnp.exp(s - highest).sum(axis, keepdims=True) + jnp.exp(sink - highest)
+            p = jnp.exp(s - jnp.log(total) - highest)
         elif self.softmax == "one_added":
             e = jnp.exp(s)
             p = e / (1 + e.sum(axis, keepdims=True))

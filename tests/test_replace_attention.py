@@ -67,6 +67,7 @@ FOUND = {
     Program(softmax="sink_first", mask="dense_empty", cap="tanh", low=-np.inf): "sinks, soft cap 3",
     Program(softmax="sink_added", mask="padding"): "mask of queries or keys, sinks",
     Program(softmax="one_added", mask="tril"): "causal, sinks",
+    Program(softmax="sink_in_log", mask="causal_padding"): "causal, mask of queries or keys, sinks",
     Program(after="head_factor"): "scale 0.5",
     Program(after="head_einsum", mask="counted"): "causal",
     Program(after="zeros", mask="padding"): "mask of queries or keys",

@@ -335,6 +335,13 @@ def shift_of_another_axis(q, k, v, mask):
     return (e / (e.sum(-1) + jnp.exp(-highest.T))[..., None]) @ x
 
 
+def sink_beside_another_maximum(q, k, v, mask):
+    s = q @ k.T
+    m = s.max(-1, keepdims=True)
+    total = jnp.exp(s - m).sum(-1, keepdims=True) + jnp.exp(0.5 - s.max())
+    return jnp.exp(s - jnp.log(total) - m) @ v
+
+
 def logarithm_beside_another_axis(q, k, v, mask):
     x = q[:, None] * q
     s = jnp.einsum("bth,bsh->bts", x, x)
@@ -458,6 +465,7 @@ LEFT = {
     mask_of_a_column: "a column of the probabilities is left out, and is not joined to the logits",
     shift_of_another_row: "not divided by their sum over the keys, or not by that",
     shift_of_another_axis: "not divided by their sum over the keys, or not by that",
+    sink_beside_another_maximum: "is not the logarithm of the sum of exp.s. over the keys",
     logarithm_beside_another_axis: "is not the logarithm of the sum of exp.s. over the keys",
     column_that_hides: "a column of -1e[+]09 beside the logits is no sink",
     nan_of_a_factor: "NaN or infinity is replaced after a factor that may make it",

@@ -252,9 +252,16 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
         raise NoAttention("exponentials")
     other_shifts = [x for x, _ in shifts if x[0] is not logs[0][0]]
     (is_added,) = [flag for x, flag in shifts if x is logs[0]]
-    if not _is_log_of_sum(logs[0], logits, other_shifts, keys):
-        raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
-    return Softmax(logits, 1.0, outside, loses_log=is_added)
+    total = chain(*operands_of(*logs[0])[0])[-1]
+    if _is_sum_of(total, logits, other_shifts, keys):
+        return Softmax(logits, 1.0, outside, loses_log=is_added)
+    if total[0].op == "add" and len(other_shifts) <= 1:
+        for part, extra in itertools.permutations(operands_of(*total)):
+            if _is_sum_of(part, logits, other_shifts, keys):
+                sink = sink_of(extra, base, other_shifts[0] if other_shifts else None)
+                if sink is not None:
+                    return Softmax(logits, 1.0, outside, sink=sink)
+    raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
 
 
 def _shifts(
@@ -282,11 +289,11 @@ def _shifts(
     return element, shifts
 
 
-def _is_log_of_sum(
-    log: Element, logits: Element, other_shifts: list[Element], keys: tuple[Letter, ...]
+def _is_sum_of(
+    total: Element, logits: Element, shifts: list[Element], keys: tuple[Letter, ...]
 ) -> bool:
-    """Return True if log(sum(exp(s - a))) + a is subtracted from s, where `other_shifts` are a."""
-    value, index = chain(*operands_of(*log)[0])[-1]
+    """Return True for sum(exp(s - a)) over the keys, where `shifts` are a."""
+    value, index = chain(*total)[-1]
     if value.op == "abs":
         value, index = chain(*operands_of(value, index)[0])[-1]
     if value.op != "reduce_sum":
@@ -298,14 +305,14 @@ def _is_log_of_sum(
     if summed.op != "exp":
         return False
     term = maker_of(summed).inputs[0]
-    shifts = []
+    subtracted = []
     while term is not logits[0] and (is_cast(term) or term.op == "sub"):
         if term.op == "sub":
-            shifts.append(chain(*operands_of(term, logits[1])[1])[-1])
+            subtracted.append(chain(*operands_of(term, logits[1])[1])[-1])
         term = maker_of(term).inputs[0]
     if term is not logits[0] or not sums_keys(logits[1], axes, index, keys):
         return False
-    return _count(shifts) == _count(other_shifts)
+    return _count(subtracted) == _count(shifts)
 
 
 def _count(elements: list[Element]) -> collections.Counter:

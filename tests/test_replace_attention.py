@@ -1329,14 +1329,24 @@ def test_a_bias_within_a_mask_before_zeros_is_left():
         p = jax.nn.softmax(jnp.where(visible, s + bias, -1e9))
         return jnp.where(visible, p, 0) @ v
 
-    def with_logarithm(q, k, v, bias):
-        s = q @ k.T + bias
-        return jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)) @ v
-
     arrays = qkv_of_one_head()
     bias = jnp.zeros(len(arrays[0]))
     assert "may be as low as the mask" in find(attend, *arrays, bias).left[0].reason
-    assert "loses the logarithm" in find(with_logarithm, *arrays, bias).left[0].reason
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_bias_beside_the_logarithm_of_the_sum_is_left(zeros):
+    def attend(q, k, v, bias):
+        s = q @ k.T + bias
+        visible = jnp.tril(jnp.ones(s.shape, bool))
+        if zeros:
+            s = jnp.where(visible, s, -jnp.inf)
+        p = jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True))
+        return jnp.where(visible, p, 0) @ v if zeros else p @ v
+
+    arrays = qkv_of_one_head()
+    bias = jnp.zeros(len(arrays[0]))
+    assert "loses the logarithm" in find(attend, *arrays, bias).left[0].reason
 
 
 # ---- Sums of softmaxes

@@ -45,10 +45,6 @@ def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling
     biases = _biases(layers)
     condition = both(*(x.condition for x in masks))
     may_be_low = _may_be_low(biases, inner)
-    if match.softmax.loses_log and may_be_low:
-        raise NoMatch(
-            "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
-        )
     if condition == Known(True):
         return Logits(condition, None, biases, inner)
     lows = [x.low for x in masks if math.isfinite(x.low)]
@@ -68,6 +64,14 @@ def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling
     # exp of the distance of a hidden logit to one above `lowest` is 0
     lowest = max(lows, default=-math.inf) / 2
     return Logits(condition, None, biases, inner, exact, lowest, _replacing_low(layers))
+
+
+def check_logarithm(match: Match, logits: Logits) -> None:
+    """Refuse a bias or a score beside which the logarithm of the sum may be lost."""
+    if match.softmax.loses_log and _may_be_low(logits.biases, logits.inner):
+        raise NoMatch(
+            "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
+        )
 
 
 def _masks(layers: list[Layer]) -> list[MaskTerm]:

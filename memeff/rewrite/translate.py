@@ -11,6 +11,7 @@ from memeff.rewrite.arrange import arrange, reduced, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
 from memeff.rewrite.axes import Element, NoMatch, Slice, expand, expand_all, letters_in
 from memeff.rewrite.element import Builder, ElementFunction, Roles
+from memeff.rewrite.empty_rows import check_logarithm
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, is_product_of_more, take_apart
 from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
@@ -45,6 +46,7 @@ def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     inputs = _Inputs()
     translation = _Translation(match, depends, logits, inputs)
     recipe = translation.recipe()
+    check_logarithm(match, logits)
     if logits.exact is not None:
         has_only_bias = recipe.bias is not None and recipe.score_fn is None
         bias_decides = has_only_bias and no_row_is_empty(match, logits.condition)

@@ -392,6 +392,17 @@ def softmax_of_softmax(q, k, v, mask):
     return jax.nn.softmax(jax.nn.softmax(q @ k.T)) @ v
 
 
+def sinkhorn(q, k, v, mask):
+    s = q @ k.T
+    s = s - jax.nn.logsumexp(s, 0, keepdims=True)
+    return jnp.exp(s - jax.nn.logsumexp(s, 1, keepdims=True)) @ v
+
+
+def factor_after_the_maximum(q, k, v, mask):
+    s = q @ k.T
+    return fraction(jnp.exp((s - s.max(-1, keepdims=True)) / v[0, 0])) @ v
+
+
 def square(q, k, v, mask):
     return jax.nn.softmax(q @ k.T) ** 2 @ v
 
@@ -476,6 +487,8 @@ LEFT = {
     talking_logits: "the keys of the first product differ from query to query",
     divided_twice: f"{UNKNOWN}.*a quotient by a sum",
     softmax_of_softmax: "the logits pass through `reduce_max`",
+    sinkhorn: "the logits pass through `reduce_sum`, so a logit depends on other pairs$",
+    factor_after_the_maximum: "multiply logits by an array before their maximum is subtracted",
     square: UNKNOWN,
     stopped_probabilities: UNKNOWN,
     barrier: f"{UNKNOWN}.*between them stands `optimization_barrier`",

@@ -51,6 +51,7 @@ from memeff.sharding import vary_together
 
 BATCH, HEAD, QUERY, KEY = range(4)  # the four numbers that memeff gives a function of pairs
 MOST_STEPS = 500  # more equations than this are not the elements of a mask or a bias
+FACTOR_FIRST = " (multiply logits by an array before their maximum is subtracted, not after)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +324,10 @@ class Builder:
             return self.add("cast", step, str(value.dtype))
         if equation is None or inputs is None:
             if computed:
-                raise NoMatch(f"the logits pass through `{value.op}`")
+                raise NoMatch(
+                    f"the logits pass through `{value.op}`, so a logit depends on other pairs"
+                    f"{FACTOR_FIRST if value.op == 'reduce_max' else ''}"
+                )
             return self.leaf(value, index)
         steps = tuple(self.element(*source) for source in inputs)
         if value.op not in ELEMENTWISE:

@@ -1334,6 +1334,18 @@ def test_a_bias_within_a_mask_before_zeros_is_left():
     assert "may be as low as the mask" in find(attend, *arrays, bias).left[0].reason
 
 
+def test_a_bias_where_no_exponential_is_left_is_0():
+    def attend(q, k, v, bias):
+        s = q @ k.T + bias
+        e = jnp.exp(s - s.max(-1, keepdims=True)) * jnp.tril(jnp.ones(s.shape))
+        return jnp.nan_to_num(e / e.sum(-1, keepdims=True)) @ v
+
+    arrays = qkv_of_one_head()
+    padding = jnp.zeros(len(arrays[0])).at[:2].set(-1e30)
+    np.testing.assert_array_equal(replace(attend)(*arrays, padding)[:2], 0)
+    assert "no exponential is left" in find(attend, *arrays, padding).left[0].reason
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_bias_beside_the_logarithm_of_the_sum_is_left(zeros):
     def attend(q, k, v, bias):

@@ -123,9 +123,14 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
         raise NoMatch(
             "a mask after the softmax, and a bias or a score that may be as low as the mask"
         )
+    outside = match.softmax.outside
+    if may_be_low and summed and outside.nan_is_zero:
+        # 0 / 0 of rows whose visible logits are far below the maximum of all
+        raise NoMatch(
+            "NaN becomes 0, and a bias or a score may be so low that no exponential is left"
+        )
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
-    outside = match.softmax.outside
     selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
     is_nan = bool(summed) or lows == {-math.inf}
     is_zero = outside.nan_is_zero or after <= selected or not summed and -math.inf not in lows

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import memeff
+from memeff.rewrite.scope import IN_DERIVATIVE
 
 find = functools.partial(memeff.find_attention, min_logits=0)
 replace = functools.partial(memeff.replace_attention, min_logits=0)
@@ -450,6 +451,22 @@ def no_head_size(q, k, v, mask):
     return jax.nn.softmax(q[:, :0] @ k[:, :0].T) @ v
 
 
+def gradient_of_logsumexp(q, k, v, mask):
+    return q + jax.grad(lambda q: jax.nn.logsumexp(q @ k.T, axis=-1).sum())(q)
+
+
+def gradient_of_logarithm(q, k, v, mask):
+    return q + jax.grad(lambda q: jnp.log(jnp.exp(q @ k.T).sum(-1)).sum())(q)
+
+
+def gradients_in_a_loop(q, k, v, mask):
+    return lax.scan(lambda q, _: (gradient_of_logsumexp(q, k, v, mask), None), q, length=2)[0]
+
+
+def gradient_of_talking_heads(q, k, v, mask):
+    return jax.grad(lambda q: talking_heads(q, k, v, mask).sum())(q)
+
+
 LEFT = {
     sum_with_constant: OTHER_SUM,
     sum_of_at_least: OTHER_SUM,
@@ -499,6 +516,10 @@ LEFT = {
     rows_of_zeros: "whole rows of the probabilities are set to 0 by a selection",
     integers: "a product of int32 and int32",
     complex_values: "a value of complex64",
+    gradient_of_logsumexp: "a derivative that the program takes makes this softmax",
+    gradient_of_logarithm: "a derivative that the program takes makes this softmax",
+    gradients_in_a_loop: "a derivative that the program takes makes this softmax",
+    gradient_of_talking_heads: "the program takes its derivative",
     no_queries: "an axis has no known size",
     no_head_size: "an axis has no known size",
 }
@@ -537,11 +558,39 @@ def loss(q, k, v, mask):
     return (jax.nn.log_softmax(q @ k.T) * mask).sum()
 
 
+def gradient_of_loss(q, k, v, mask):
+    return jax.grad(lambda q: loss(q, k, v, mask))(q)
+
+
 @pytest.mark.parametrize(
-    "program", [sigmoid_of_product, silu_by_hand, elu_and_layer_norm, learned_temperature, loss]
+    "program",
+    [
+        sigmoid_of_product,
+        silu_by_hand,
+        elu_and_layer_norm,
+        learned_temperature,
+        loss,
+        gradient_of_loss,
+    ],
 )
 def test_what_is_no_softmax_is_not_named(program):
     assert not find(program, *make_arrays()).places
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_attention_in_a_gradient_is_named(remat):
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    f = jax.checkpoint(attend) if remat else attend
+    report = find(lambda q, k, v: jax.grad(lambda q: f(q, k, v).sum())(q), *make_arrays()[:3])
+    assert {x.reason for x in report.left} == {IN_DERIVATIVE}
+
+
+def test_a_gradient_that_makes_attention_is_kept():
+    arrays = make_arrays()
+    for program in (gradient_of_logsumexp, gradient_of_logarithm):
+        np.testing.assert_array_equal(replace(program)(*arrays), jax.jit(program)(*arrays))
 
 
 def test_symbolic_sizes_are_named():

@@ -21,11 +21,21 @@ from memeff.rewrite.recognise import ONE_KEY, Match, match
 from memeff.rewrite.softmax import NO_SOFTMAX
 from memeff.rewrite.softmax_paths import IN_CUSTOM_DERIVATIVE, UNKNOWN, SoftmaxPaths
 from memeff.rewrite.translate import Replacement, translate
-from memeff.rewrite.versions import CUSTOM_DERIVATIVES, bodies_of, is_derivative, source_line
+from memeff.rewrite.versions import (
+    CUSTOM_DERIVATIVES,
+    bodies_of,
+    is_derivative,
+    is_transposed,
+    source_line,
+)
 
 IN_DERIVATIVE = (
     "the program takes its derivative, which needs the probabilities: "
     "replace attention before, as in jax.grad(replace_attention(f))"
+)
+MADE_BY_DERIVATIVE = (
+    "a derivative that the program takes makes this softmax, as the gradient of a logsumexp: "
+    "write the softmax and its product instead"
 )
 NO_SIZES = "an axis has no known size, or none of its positions"
 Record = Callable[[Replacement, list[Any]], None]
@@ -48,24 +58,25 @@ class Search:
         self.min_logits = min_logits
         self.record = record  # receives each replacement and its arrays when they are computed
         self.visited = 0  # equations
+        self.in_derivatives: set[str] = set()  # lines of products that are left for a derivative
         self._scopes: dict[Any, Scope] = {}
 
     def scope(
         self,
         jaxpr: ClosedJaxpr,
         outer: Sequence[Value | None] = (),
-        *,
         in_derivative: bool = False,
+        in_gradient: bool = False,
     ) -> Scope:
         """Return the scope of a jaxpr.
 
         `outer` are values of another scope that its inputs equal. `in_derivative`: its equation was
-        made by a derivative.
+        made by a derivative, `in_gradient`: by the backward pass of one.
         """
         outer = tuple(outer) or (None,) * len(jaxpr.jaxpr.invars)
-        key = id(jaxpr.jaxpr), outer, in_derivative
+        key = id(jaxpr.jaxpr), outer, in_derivative, in_gradient
         if key not in self._scopes:
-            self._scopes[key] = Scope(jaxpr, outer, self, in_derivative)
+            self._scopes[key] = Scope(jaxpr, outer, self, in_derivative, in_gradient)
         return self._scopes[key]
 
 
@@ -78,8 +89,10 @@ class Scope:
         outer: Sequence[Value | None],
         search: Search,
         in_derivative: bool,
+        in_gradient: bool,
     ):
         self.in_derivative = in_derivative
+        self.in_gradient = in_gradient
         self.record = search.record
         self.jaxpr = jaxpr  # kept alive, because scopes are found by its identity
         self.graph = Graph(jaxpr, outer)
@@ -123,14 +136,17 @@ class Scope:
         eqn = equation.eqn
         makers = (equation, *equation.calls)
         in_derivative = self.in_derivative or any(is_derivative(x.eqn) for x in makers)
+        in_gradient = self.in_gradient or any(is_transposed(x.eqn) for x in makers)
         unknown = search.paths.reason(eqn)  # of a second product: why it is left if nothing else is
         if eqn.primitive.name == "dot_general":
-            unknown = self._find(equation, search, in_derivative)
+            unknown = self._find(equation, search, in_derivative, in_gradient)
+        elif in_gradient:
+            unknown = None
         scopes = []
         for body in bodies_of(eqn):
             values = [None if n is None else equation.inputs[n] for n in body.inputs]
             known = [x if x is not None and is_made_of_less(x) else None for x in values]
-            scopes.append(search.scope(body.jaxpr, known, in_derivative=in_derivative))
+            scopes.append(search.scope(body.jaxpr, known, in_derivative, in_gradient))
         if scopes:
             self.inner[equation] = scopes
         elif not in_derivative:
@@ -138,13 +154,22 @@ class Scope:
             for inner in search.paths.within(eqn):
                 reason = IN_CUSTOM_DERIVATIVE if is_custom else search.paths.reason(inner)
                 self.left.append(Left(inner, reason or UNKNOWN))
-        if unknown is not None and not in_derivative:
-            self.left.append(Left(eqn, unknown))
+        if unknown is None:
+            return
+        if in_derivative:
+            if source_line(eqn) in search.in_derivatives:
+                return
+            search.in_derivatives.add(source_line(eqn))
+            unknown = MADE_BY_DERIVATIVE if in_gradient else IN_DERIVATIVE
+        self.left.append(Left(eqn, unknown))
 
-    def _find(self, second: Equation, search: Search, in_derivative: bool) -> str | None:
+    def _find(
+        self, second: Equation, search: Search, in_derivative: bool, in_gradient: bool
+    ) -> str | None:
         """Add the replacement of a product, or the reasons why it is left.
 
-        Return the reason if it is left and none was added. None: there is nothing to say.
+        Return the reason if it is left and none was added. None: there is nothing to say. Most
+        products of a backward pass take no softmax, but the cotangent of one.
         """
         unknown = search.paths.reason(second.eqn)
         shapes = [x.shape for x in (*second.inputs, *second.outputs)]
@@ -157,7 +182,10 @@ class Scope:
                     terms = [Term(1, match(self.graph, second, side))]
                 else:
                     terms = match_terms(self.graph, second, side)
+                if in_gradient and source_line(second.eqn) not in search.in_derivatives:
+                    return MADE_BY_DERIVATIVE
                 if in_derivative:
+                    search.in_derivatives.add(source_line(second.eqn))
                     self.left.append(Left(second.eqn, IN_DERIVATIVE, has_derivative=True))
                     return None
                 replacements = tuple(self._replacement(x, search.min_logits) for x in terms)
@@ -173,8 +201,10 @@ class Scope:
                 assert replaced is not None
                 self.replaced[replaced if replaced.in_program else second] = replacements
                 return None
-        if not in_derivative:
-            self.left.extend(Left(second.eqn, reason) for reason in reasons)
+        if in_derivative:
+            known = None if in_gradient else unknown
+            return reasons[0] if reasons else known
+        self.left.extend(Left(second.eqn, reason) for reason in reasons)
         return None if reasons else unknown
 
     def _replacement(self, term: Term, min_logits: int) -> Replacement:

@@ -83,6 +83,11 @@ def is_derivative(eqn: JaxprEqn) -> bool:
     return "jvp(" in name_stack or "transpose(" in name_stack
 
 
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Return True for an equation of the backward pass of a gradient inside the program."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """Return "file:line" of the program, outside JAX and this library, that made an equation."""
     traceback = eqn.source_info.traceback

@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
     stages: int  # visited tiles that are being copied or in use
     items: int  # work items that are being copied or in use
     parts: int = 1  # of each number, see parts.py
-    # visited tiles of values, or of dout, if other than those of keys, or of queries; 0: as many
+    # stages of values in the kernel for dq, of dout in that for dk; 0: those of keys, of queries
     second_stages: int = 0
 
     @property

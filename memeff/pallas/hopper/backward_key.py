@@ -388,7 +388,8 @@ def _compute(
                 multiply_parts(dk, split_tile(d_raw, dtype, parts), q_parts, stage)
             plgpu.wgmma_wait(0)
 
-        accumulators(multiply_tiles, *[tile_shape] * (1 if dk is None else 2))
+        shapes = [tile_shape] if dk is None else [tile_shape, tile_shape]
+        accumulators(multiply_tiles, *shapes)
         plgpu.barrier_arrive(scratch.used.at[slot])
 
     plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])

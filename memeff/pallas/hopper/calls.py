@@ -21,7 +21,7 @@ from memeff.pallas.hopper.bias import (
     unpad_bias_gradient,
 )
 from memeff.pallas.hopper.bias_work import SharedBias
-from memeff.pallas.hopper.capability import backward_is_kernel
+from memeff.pallas.hopper.capability import backward_is_kernel, has_wide_heads
 from memeff.pallas.hopper.forward import Tiling, attend
 from memeff.pallas.hopper.forward_memory import Carried
 from memeff.pallas.hopper.fused import fused_gradients, row_deltas
@@ -124,7 +124,7 @@ def backward_tilings(problem: Problem, operands: Operands) -> tuple[backward_com
         return tiling, tiling
     # Token vectors take shared memory. A soft cap, functions and a scale's gradient take registers.
     has_vectors = _has_vectors(problem, operands)
-    if padded_width(operands) > 128:
+    if has_wide_heads(operands):
         return _backward_tilings_of_wide_heads(padded_width(operands), has_vectors)
     has_scale = operands.logit_params.scale is not None
     if has_vectors or has_scale or problem.soft_cap is not None:

@@ -64,9 +64,13 @@ def warp_specialized_kernel(
     approx_math: bool = True,
     barriers: bool = True,
     sums_over_rows: bool = False,
+    cluster: int = 1,
 ):
     """Return `body` as a kernel of `blocks` thread blocks of `warpgroups` warpgroups each.
 
+    `cluster` thread blocks, which divide `blocks`, run at the same time and can share what they
+    copy: `copy_to_cluster`. "block" is then the index of the cluster, and "in_cluster" the index
+    within it.
     `sums_over_rows` reserves 2 KiB of shared memory for sums and maxima along a tile's columns.
     `barriers` lets Pallas place its own around each store to shared memory and before each load of
     stored values. Without them, a thread must synchronize its warpgroup before it reads values that
@@ -76,8 +80,10 @@ def warp_specialized_kernel(
         body,
         out_type=tuple(out),
         scratch_types=scratch,
-        grid=(blocks,),
+        grid=(blocks // cluster,),
         grid_names=("block",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("in_cluster",) if cluster > 1 else (),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
@@ -88,6 +94,29 @@ def warp_specialized_kernel(
             reduction_scratch_bytes=2048 if sums_over_rows else 0,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
+    )
+
+
+def copy_to_cluster(source: Ref, target: Ref, ready: Barrier, cluster: int) -> None:
+    """Copy `source` in global memory to `target` in each thread block of a cluster.
+
+    All of its blocks call this. Each then copies its part to all of them. `ready` is complete in a
+    block when all parts are there.
+    """
+    plgpu.copy_gmem_to_smem(
+        source, target, ready, collective_axes="in_cluster" if cluster > 1 else None
+    )
+
+
+def cluster_barriers(cluster: int, arrivals: int, count: int) -> Barrier:
+    """Return the type of `count` barriers that wait for `arrivals` in each block of a cluster.
+
+    A warpgroup that arrives does so in all blocks of the cluster.
+    """
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    return plgpu.ClusterBarrier(
+        collective_axes=("in_cluster",), num_arrivals=arrivals, num_barriers=count
     )
 
 

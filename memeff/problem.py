@@ -97,6 +97,8 @@ class Schedule:
     # of those two, that of the keys runs first, so that a message of its results can travel beside
     # the other
     keys_first: bool = False
+    # dk and dv may be one array, a message that nobody has to pack: `Gradients.key` [B, S, 2 K, H]
+    joined_gradients: bool = False
     # keys of a split in a forward that reads keys in place for few queries; None: loop over tiles
     split_keys: int | None = None
     # out will be merged: it stays in the accumulators' dtype, or is a tuple of arrays to be added
@@ -244,7 +246,7 @@ class Gradients(NamedTuple):
 
     query: Array
     key: Array
-    value: Array
+    value: Any  # Array; None where its heads follow those of `key`: `Schedule.joined_gradients`
     logit_params: LogitParams
 
 

@@ -62,7 +62,7 @@ def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
     return jnp.einsum("bnts,bsnh->btnh", ds, key).astype(query.dtype), delta
 
 
-def key_value_gradient(problem, lengths, arrays, scalars, tiling):
+def key_value_gradient(problem, lengths, arrays, scalars, tiling, joined):
     query, key, value, dout = cut_to_lengths(lengths, arrays[:4])
     lse, delta = arrays[4:]
     ds, p = cotangent_of_logits(problem, query, key, value, dout, lse, delta)
@@ -73,7 +73,8 @@ def key_value_gradient(problem, lengths, arrays, scalars, tiling):
 
     dk = jnp.einsum("bnts,btnh->bsnh", ds, query.astype(f32))
     dv = jnp.einsum("bnts,btnd->bsnd", p, dout.astype(f32))
-    return sum_groups(dk), sum_groups(dv)
+    gradients = sum_groups(dk), sum_groups(dv)
+    return (jnp.concatenate(gradients, axis=2),) if joined else gradients
 
 
 def tangents(problem, lengths, arrays, scalars, tiling, shared):

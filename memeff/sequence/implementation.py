@@ -144,11 +144,10 @@ class Sharded:
         def visit(state, parts: tuple[Part, ...], inputs: Operands, _tangents, rows):
             dqueries, dparams = state
             chosen, inputs = self.choose(parts, inputs)
+            schedule = dataclasses.replace(chosen.schedule, joined_gradients=joins)
             if keys_first and next(steps_left) == 0 and parts[1:]:
-                schedule = dataclasses.replace(
-                    chosen.schedule, fused_backward=False, keys_first=True
-                )
-                chosen = chosen._replace(schedule=schedule)
+                schedule = dataclasses.replace(schedule, fused_backward=False, keys_first=True)
+            chosen = chosen._replace(schedule=schedule)
             if not joins:
                 rows = jax.tree.map(functools.partial(parts[0].rows.pick, dim=3), rows)
             elif parts[0].rows.count == 2:
@@ -158,14 +157,17 @@ class Sharded:
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
                 dparams = add_logit_params(parts[0], dparams, gradients.logit_params)
-            return (dqueries, dparams), (gradients.key, gradients.value)
+            key_gradients: Any = gradients.key, gradients.value
+            if joins:
+                key_gradients = _join_key_gradients(gradients)
+            return (dqueries, dparams), key_gradients
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
 
         dparams = jax.tree.map(zeros, operands.logit_params)
         rows = out, lse, dout, dlse
-        (dqueries, dparams), (dkey, dvalue) = self.walk(
+        (dqueries, dparams), key_gradients = self.walk(
             problem,
             operands,
             ([], dparams),
@@ -174,6 +176,7 @@ class Sharded:
             join=join_parts if joins else None,
             splits_home=not keys_first,
         )
+        dkey, dvalue = jnp.split(key_gradients, 2, axis=2) if joins else key_gradients
         return Gradients(sum_terms(dqueries), dkey, dvalue, dparams)
 
     def tangent(
@@ -273,6 +276,13 @@ class Sharded:
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
         return gathered_walk(self.shards, problem, operands, state, visit, tangents, rows, branches)
+
+
+def _join_key_gradients(gradients: Gradients) -> Array:
+    """Return dk and dv as one array [B, S, 2 K, H]; kernels may have stored them so."""
+    if gradients.value is None:
+        return gradients.key
+    return jnp.concatenate((gradients.key, gradients.value), axis=2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

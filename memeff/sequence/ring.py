@@ -89,7 +89,7 @@ def ring_steps(
         home = part(free, LATE, EARLY, 0) if splits_home else part(problem, WHOLE, WHOLE, 0)
         steps = [Step(0, (home,))]
         for s in range(1, P):
-            same = Chunk((s > r).astype(jnp.int32), 2)
+            same = _chunk_of_same_time(r, s)
             steps.append(Step(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
         if splits_home:
             diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
@@ -105,6 +105,14 @@ def ring_steps(
         parts = [part(problem, rows, cols, s) for rows, cols in pairs]
         steps.append(Step(s, tuple(parts)))
     return steps
+
+
+def _chunk_of_same_time(rank: Array, distance: int) -> Chunk:
+    """Return the chunk of queries that sees the chunk of keys with its number, in a causal zigzag.
+
+    The keys are those of the device that is `distance` before device `rank`.
+    """
+    return Chunk((distance > rank).astype(jnp.int32), 2)
 
 
 def is_balanced(shards: Shards, problem: Problem, operands: Operands) -> bool:
@@ -174,8 +182,9 @@ def ring_walk(
         outgoing, hops = _next_keys(s, ahead, arrived, local)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
-        terms = shorten(behind), (target - previous) % P
-        sent, outgoing = send((outgoing, hops % P), terms, came)
+        travelling = shorten(behind)
+        values = [term.value for term in travelling]
+        sent, outgoing = send((outgoing, hops % P), (values, (target - previous) % P), came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
             keys, key_tangents = outgoing
         new_terms = []
@@ -194,7 +203,7 @@ def ring_walk(
             state, key_gradients = visit(state, group, inputs, input_tangents, rows)
             if key_gradients is not None:
                 chunks = tuple(part.cols for part in group)
-                (new_terms if s else kept).append(Term(chunks, key_gradients))
+                (new_terms if s else kept).append(Term(chunks, key_gradients, s))
         previous = s
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
         # the last step it would only keep XLA from one pass over the new terms.
@@ -203,13 +212,33 @@ def ring_walk(
             results = state, new_terms, kept
             held = sent, operands, rows
             (state, new_terms, kept), (sent, operands, rows) = hold(held, results)
-        arrived_terms, coming = open_parcels(sent)
-        (new_terms if target else kept).extend(arrived_terms)
+        values, coming = open_parcels(sent)
+        (new_terms if target else kept).extend(_terms_from(shards, travelling, values, target))
         behind = new_terms
     if behind:
-        sent, _ = send((None, 0), (shorten(behind), -previous % P))
-        kept.extend(open_parcels(sent)[0])
+        travelling = shorten(behind)
+        values = [term.value for term in travelling]
+        sent, _ = send((None, 0), (values, -previous % P))
+        kept.extend(_terms_from(shards, travelling, open_parcels(sent)[0], 0))
     return state, sum_terms(kept) if kept else None
+
+
+def _terms_from(shards: Shards, sent: list[Term], values: list[Any], target: int) -> list[Term]:
+    """Return the terms that another device has `sent`, from their values, which came here.
+
+    They belong to the keys of the device that is `target` before this one. The numbers of their
+    chunks are those of the device that computed them. They follow from its rank, so nobody sends
+    them.
+    """
+    terms = []
+    for term, value in zip(sent, values, strict=True):
+        computed_by = (shards.rank - target + term.distance) % shards.devices
+        chunks = []
+        for chunk in term.chunks:
+            known = isinstance(chunk.number, int)
+            chunks.append(chunk if known else _chunk_of_same_time(computed_by, term.distance))
+        terms.append(Term(tuple(chunks), value, term.distance))
+    return terms
 
 
 def _next_keys(s: int, ahead: int, arrived: Any, local: Any) -> tuple[Any, int]:
@@ -228,21 +257,21 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, primals: Any = 
 
 
 def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None) -> tuple[Any, Any]:
-    """Send (keys, by how many devices) `ahead`, and `behind` them (terms, by how many devices).
+    """Send (keys, by how many devices) `ahead`, and `behind` them (values, by how many devices).
 
     Both are in one message if they go to the same device, because XLA:GPU sends one message at a
     time. Return what arrives from other devices, for `open_parcels`, and the keys as they are
     stored in the message. `came` is the message that brought the keys.
     """
     keys, hops = ahead
-    terms, back = behind
-    if hops == back or not terms or keys is None:
+    values, back = behind
+    if hops == back or not values or keys is None:
         hops = hops if keys is not None else back
-        renewed = len(jax.tree.leaves(terms))
-        sent, (_, keys) = _pass_on(shards, pack, (terms, keys), hops, came, renewed)
+        renewed = len(jax.tree.leaves(values))
+        sent, (_, keys) = _pass_on(shards, pack, (values, keys), hops, came, renewed)
         return sent, keys
     sent, keys = _pass_on(shards, pack, keys, hops)
-    return (_pass_on(shards, pack, terms, back)[0], sent), keys
+    return (_pass_on(shards, pack, values, back)[0], sent), keys
 
 
 @jax.tree_util.register_dataclass

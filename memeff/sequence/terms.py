@@ -34,21 +34,22 @@ class Term:
 
     chunks: tuple[Chunk, ...]  # of each part, all of one size
     value: Any  # a pytree of arrays; their batch entries are those of the first part, and so on
+    distance: int = 0  # of the ring's step that gave it
 
     def tree_flatten(self):
         """Return the arrays; a number of a chunk that is an int stays one."""
         numbers = [chunk.number for chunk in self.chunks]
         traced = [None if isinstance(number, int) else number for number in numbers]
         static = tuple(number if isinstance(number, int) else None for number in numbers)
-        return (self.value, traced), (static, self.chunks[0].count)
+        return (self.value, traced), (static, self.chunks[0].count, self.distance)
 
     @classmethod
     def tree_unflatten(cls, static, arrays):
         """Return the term of these arrays."""
         value, traced = arrays
-        known, count = static
+        known, count, distance = static
         numbers = [x if n is None else n for n, x in zip(known, traced, strict=True)]
-        return cls(tuple(Chunk(number, count) for number in numbers), value)
+        return cls(tuple(Chunk(number, count) for number in numbers), value, distance)
 
 
 Combine = Callable[[list[tuple[Any, Array | None]]], Any]

@@ -1,6 +1,7 @@
 """Compute the gradients of key and value on Hopper, by steps (5) and (6) of `backward_common`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
     ROW,
+    Ref,
     accumulators,
     broadcast_vector,
     head_rows,
@@ -119,8 +121,9 @@ def key_value_gradient(
     scalars: Scalars,
     tiling: Tiling,
     wanted: Wanted = "both",
+    joined: bool = False,
 ) -> tuple[Array, ...]:
-    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them.
+    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them, or `joined` [B, S, 2 K, H].
 
     `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
     [B, N, T']. `lengths`: T and S without padding.
@@ -144,7 +147,9 @@ def key_value_gradient(
 
     def body(*refs, scratch: KeyScratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
-        outputs = refs[len(operands) :]
+        outputs = [(ref, 0) for ref in refs[len(operands) :]]
+        if joined:
+            outputs = [(refs[-1], 0), (refs[-1], K)]
         find_work = functools.partial(
             find_key_work, problem, shape, scalar_refs, tiling.item_size, ROWS, order
         )
@@ -168,7 +173,11 @@ def key_value_gradient(
         )
 
     results = {"both": (key, value), "dk": (key,), "dv": (value,)}[wanted]
-    types = [jax.ShapeDtypeStruct((B, *x.shape[1:]), query.dtype) for x in results]
+    shapes = [(B, *x.shape[1:]) for x in results]
+    if joined:
+        assert H == D
+        shapes = [(B, key.shape[1], 2 * K, H)]
+    types = [jax.ShapeDtypeStruct(shape, query.dtype) for shape in shapes]
     head_dims = whole_width(H), whole_width(D)
     kernel = warp_specialized_kernel(
         body,
@@ -299,13 +308,16 @@ def _compute(
     shape: CallSizes,
     tiling: Tiling,
     wanted: Wanted,
-    outputs: tuple,
+    outputs: Sequence[tuple[Ref, int]],
     scratch: KeyScratch,
     group,
     work: KeyWork,
     state: WorkState,
 ) -> tuple[Array, Array]:
-    """Compute dk and dv of one warpgroup's keys, or one of them."""
+    """Compute dk and dv of one warpgroup's keys, or one of them.
+
+    `outputs`: for each, its array, and the head in it that belongs to key head 0.
+    """
     gradient = Gradient(problem, work.scalars.logit_terms)
     tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
@@ -425,8 +437,8 @@ def _compute(
         x = undo_lift(x * slopes[name], dtype, state)
         store_tile(first_columns(tile_s, widths[name]), x, parts)
     plgpu.commit_smem()
-    for tile_s, ref in zip(stored, outputs, strict=True):
-        rows = head_rows(ref, work.b, cols, work.k, tile_s.shape[-1])
+    for tile_s, (ref, first_head) in zip(stored, outputs, strict=True):
+        rows = head_rows(ref, work.b, cols, first_head + work.k, tile_s.shape[-1])
         plgpu.copy_smem_to_gmem(tile_s, rows)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])

@@ -310,6 +310,8 @@ def backward(
     leaves, structure = jax.tree.flatten(scalars)
     query_functions = calls.tile_functions(problem, operands, "all")
     key_functions = calls.tile_functions(problem, operands, "score")
+    tilings = backward_tilings(problem, operands)
+    joined = schedule.joined_gradients and not schedule.fused_backward and len(tilings) == 2
     lift = backward_common.float16_lift(operands.query.dtype)
     rows = [lse.high * LOG2_E - lift]
     if dlse is not None:
@@ -331,30 +333,33 @@ def backward(
             (T, S),
             inputs,
             padded_scalars,
-            backward_tilings(problem, operands),
+            tilings,
             schedule.keys_first,
+            joined,
         )
         bias_sums = []
         if schedule.fused_backward:
             tiling = fused_tiling(operands)
-            dq, dk, dv = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
+            dq, *dkeys = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
             sums = []
         else:
-            dq, delta, dk, dv, *sums = split()
+            dq, delta, dkeys, *sums = split()
             if bias_dims is not None:
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
-        dq, dk, dv = (merge_array(x, query.dtype) for x in (dq, dk, dv))
-        dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
-        dk = dk[:, :S, :, :H]
-        dv = dv[:, :S, :, :D]
-        return dq, dk, dv, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
+        dq = merge_array(dq, query.dtype)[:, :T, :, :H].reshape(B, T, K, G, H)
+        dkeys = [merge_array(x, query.dtype)[:, :S] for x in dkeys]
+        dkeys = [x[..., :width] for x, width in zip(dkeys, (H, D), strict=False)]
+        return dq, *dkeys, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
     sum_count = backward_common.count_term_gradients(query_functions, scalars)
-    dims_out = *DIMS, *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
-    run = partitioned(call, dims_in, dims_out)
-    dq, dk, dv, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
+    dims_of_keys = ("bsnh",) if joined else DIMS[1:]
+    dims_of_terms = *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
+    run = partitioned(call, dims_in, (DIMS[0], *dims_of_keys, *dims_of_terms))
+    dq, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
+    dkeys = more[: len(dims_of_keys)]
+    more = more[len(dims_of_keys) :]
     sums = more[:sum_count]
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
@@ -362,6 +367,7 @@ def backward(
     terms = gradients_of_terms(problem, operands, query_functions, sums, extra_pass)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
+    dk, dv = (*dkeys, None)[:2]
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
 
 
@@ -373,10 +379,12 @@ def _split_gradient(
     scalars: Scalars,
     tilings: tuple[backward_common.Tiling, ...],
     keys_first: bool,
-) -> tuple[Array, ...]:
-    """Return padded dq, delta, dk and dv of two kernels, of which that of the keys may run first.
+    joined: bool,
+) -> tuple[Any, ...]:
+    """Return padded dq, delta and [dk, dv] of two kernels, of which that of the keys may run first.
 
-    Sums over keys of cotangents of numbers follow. With three tilings, each gradient has a kernel.
+    dk and dv may be one array, `joined`. Sums over keys of cotangents of numbers follow. With three
+    tilings, each gradient has a kernel.
     """
     query, key, value, out, dout, lse, dlse = inputs
     query_tiling, *key_tilings = tilings
@@ -391,27 +399,27 @@ def _split_gradient(
         )
         return (dq, delta, *more) if has_three else (dq, *more)
 
-    def of_keys(delta) -> tuple[Array, ...]:
-        """Return dk and dv."""
+    def of_keys(delta) -> list[Array]:
+        """Return dk and dv, or one array of both."""
         arrays = query, key, value, dout, lse, delta
         call = key_functions, lengths, arrays, scalars
         if not has_three:
-            return backward_key.key_value_gradient(*call, key_tilings[0])
+            return list(backward_key.key_value_gradient(*call, key_tilings[0], joined=joined))
         (dk,) = backward_key.key_value_gradient(*call, key_tilings[0], "dk")
         (dv,) = backward_key.key_value_gradient(*call, key_tilings[1], "dv")
-        return dk, dv
+        return [dk, dv]
 
     delta = None
     if keys_first or has_three:
         delta = _row_deltas(lengths, inputs, scalars, query_tiling.parts)
     if keys_first:
-        dk, dv = of_keys(delta)
-        query, dk, dv = lax.optimization_barrier((query, dk, dv))
+        dkeys = of_keys(delta)
+        query, dkeys = lax.optimization_barrier((query, dkeys))
         dq, delta, *sums = of_query(query, delta)
     else:
         dq, delta, *sums = of_query(query, delta)
-        dk, dv = of_keys(delta)
-    return dq, delta, dk, dv, *sums
+        dkeys = of_keys(delta)
+    return dq, delta, dkeys, *sums
 
 
 def _row_deltas(
@@ -445,7 +453,7 @@ def _fused_gradient(
     inputs: _GradientInputs,
     scalars: Scalars,
     tiling: backward_common.Tiling,
-    split: Callable[[], tuple[Array, ...]],
+    split: Callable[[], tuple[Any, ...]],
 ) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, _, dout, lse, _ = inputs
@@ -458,7 +466,7 @@ def _fused_gradient(
     bad = jnp.isnan(nan_if_bad).any()
 
     def compute() -> tuple[Array, ...]:
-        dq, _, dk, dv = split()
+        dq, _, (dk, dv) = split()
         return dq, dk, dv
 
     return backward_common.again_if_bad(bad, (dq, dk, dv), compute)

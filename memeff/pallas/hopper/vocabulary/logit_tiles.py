@@ -501,8 +501,8 @@ class ConsumerInputs(NamedTuple):
 
     labels: Ref  # [T']
     marks: Ref  # of `_tiles_with_labels`
-    rows: Ref | None  # [rows, T']
-    bias: Ref | None  # [V']
+    rows: Ref  # [rows, T'], or None
+    bias: Ref  # [V'], or None
 
 
 class Consumer(NamedTuple):

@@ -114,6 +114,11 @@ def check_logit_params(
             f"bias must be floating point (it is added to the logits), got {bias.dtype}. {cure}"
         )
     if scale is None:
+        if not isinstance(shape.H, int):
+            raise NotImplementedError(
+                f"scale is by default 1 / sqrt(H), a number, and jax.export leaves the head size "
+                f"symbolic (H={shape.H}). Pass scale=."
+            )
         scale = 1 / math.sqrt(shape.H)
     scale, scale_array = _number("scale", scale)
     cap, cap_array = check_soft_cap(soft_cap)

@@ -13,6 +13,7 @@ from small_calls import assert_same, f32, inputs
 
 import memeff
 from memeff import dot_product_attention, tile_sizes
+from memeff.device import pretend_device
 
 slow = pytest.mark.slow
 
@@ -187,6 +188,27 @@ def test_a_symbolic_batch_is_supported(what):
     exported = _exported(call, jax.ShapeDtypeStruct((b, 6, 2, 4), f32))
     x = np.random.default_rng(0).uniform(-1, 1, (3, 6, 2, 4)).astype(f32)
     _assert_exported_is_same(exported, call, x)
+
+
+@pytest.mark.parametrize("device", [("cpu",), ("gpu", "8.0"), ("gpu", "9.0")], ids=str)
+@pytest.mark.filterwarnings("ignore:memeff. using the chunked path")
+def test_a_symbolic_head_size_of_values_is_supported(device):
+    (d,) = export.symbolic_shape("d")
+    x, v = (jax.ShapeDtypeStruct((1, 128, 4, size), jnp.bfloat16) for size in (64, d))
+    with pretend_device(*device):
+        exported = export.export(jax.jit(dot_product_attention), platforms=["cpu"])(x, x, v)
+    exported = export.deserialize(exported.serialize(vjp_order=1))
+    x, v = np.random.default_rng(0).uniform(-1, 1, (2, 1, 128, 4, 64)).astype(jnp.bfloat16)
+    out, pull = jax.vjp(exported.call, x, x, v[..., :3])
+    expected_out, expected_pull = jax.vjp(dot_product_attention, x, x, v[..., :3])
+    assert_same((out, pull(out)), (expected_out, expected_pull(out)), 2e-2)
+
+
+def test_a_symbolic_head_size_needs_a_scale():
+    (h,) = export.symbolic_shape("h")
+    x = jax.ShapeDtypeStruct((2, 6, 2, h), f32)
+    with pytest.raises(NotImplementedError, match=r"scale is by default .*H=h.*\. Pass scale=\."):
+        export.export(jax.jit(dot_product_attention))(x, x, x)
 
 
 def test_a_plan_of_symbolic_sizes_is_refused_in_words():

@@ -36,7 +36,8 @@ def max_can_be_bounded(problem: Problem, operands: Operands) -> bool:
         return False
     T = operands.query.shape[1]
     S = operands.key.shape[1]
-    if T == 0:
+    D = operands.value.shape[-1]
+    if T == 0 or not isinstance(D, int):  # jax.export may leave D symbolic
         return False
     if has_elementwise_mask(problem, operands):
         return S > 0

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from memeff.device import Device
 from memeff.pallas.hopper.capability import unsupported_bias, unsupported_by_fused
+from memeff.pallas.reasons import too_few_queries, unsupported_sizes
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 128
-FEWEST_QUERIES = 64  # with fewer, most of a tile is empty
 OLDEST_JAX = (0, 11, 2)  # that was tried
 
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("memeff_ampere", default=False)
@@ -67,23 +67,12 @@ def why_not(
 
 def _unsupported_shape(operands: Operands) -> str | None:
     """Return a reason if the kernels do not support the lengths, the dtype or the head dims."""
-    query, key, value = operands[:3]
-    if isinstance(key, StoredKeys):
+    if isinstance(operands.key, StoredKeys):
         return "the Ampere kernels do not read keys that are stored in pages or in 8 bits"
-    sizes = (*query.shape, *key.shape, *value.shape)
-    H, D = query.shape[-1], value.shape[-1]
-    if not all(isinstance(size, int) for size in sizes):
-        return "the Ampere kernels do not support symbolic sizes"
-    if 0 in sizes:
-        return "the Ampere kernels do not support sizes of 0"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Ampere kernels support bfloat16 and float16, and this call has {query.dtype}"
-    if max(H, D) > LARGEST_HEAD:
-        return (
-            f"the Ampere kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, "
-            f"D={D}"
-        )
-    return None
+    dtype = operands.query.dtype
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Ampere kernels support bfloat16 and float16, and this call has {dtype}"
+    return unsupported_sizes(operands, "Ampere", LARGEST_HEAD)
 
 
 def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
@@ -104,10 +93,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is expected to be faster; None if it is not."""
-    T = operands.query.shape[1]
-    if T >= FEWEST_QUERIES:
-        return None
-    return f"a tile of the Ampere kernels would be mostly empty with {T} queries"
+    return too_few_queries(operands, "Ampere")
 
 
 def backward_is_kernel(operands: Operands) -> bool:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from memeff.device import Device
 from memeff.masking import mask_is_of_tokens
+from memeff.pallas.reasons import FEWEST_QUERIES, too_few_queries, unsupported_sizes
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
 from memeff.stored import StoredKeys
@@ -21,9 +22,6 @@ LARGEST_HEAD_FLOAT32 = 128
 # chunked path computes tangents and the gradients of a call with a bias, from the kernel's out and
 # lse.
 LARGEST_HEAD_NARROW = 128
-# Kernels were measured to be faster from 64 queries on. With fewer, most of a tile is empty, except
-# in the decode kernel.
-FEWEST_QUERIES = 64
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Names of precisions that are coarser than three products in bfloat16, or are those.
 COARSE_PRECISIONS = (
@@ -72,7 +70,6 @@ def why_not(
         or _unsupported_option(problem, operands)
         or _unsupported_in_float32(problem, operands)
         or (unsupported_by_fused(problem, operands) if fused else None)
-        or _empty(operands)
         or calls.why_not(problem, operands)
         or _unsupported_storage(problem, operands)
     )
@@ -80,29 +77,24 @@ def why_not(
 
 def _unsupported_shape(operands: Operands) -> str | None:
     """Return a reason if the kernels do not support the lengths, the dtype or the head dims."""
-    query, key, value = operands[:3]
-    H, D = query.shape[-1], value.shape[-1]
-    if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
-        return "the Hopper kernels do not support symbolic sizes"
-    if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    dtype = operands.query.dtype
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return (
-            "the Hopper kernels support bfloat16, float16 and float32, and this call has "
-            f"{query.dtype}"
+            f"the Hopper kernels support bfloat16, float16 and float32, and this call has {dtype}"
         )
-    is_float32 = query.dtype == jnp.float32
-    largest = LARGEST_HEAD_FLOAT32 if is_float32 else LARGEST_HEAD
-    if max(H, D) > largest:
-        return (
-            f"the Hopper kernels support heads of up to {largest}{' in float32' * is_float32}, "
-            f"and this call has H={H}, D={D}"
-        )
-    return None
+    return unsupported_sizes(operands, "Hopper", LARGEST_HEAD)
 
 
 def _unsupported_in_float32(problem: Problem, operands: Operands) -> str | None:
     """Return a reason if the call is in float32 and asks for what only 16 bits have."""
     if operands.query.dtype != jnp.float32:
         return None
+    H, D = operands.query.shape[-1], operands.value.shape[-1]
+    if max(H, D) > LARGEST_HEAD_FLOAT32:
+        return (
+            f"the Hopper kernels support heads of up to {LARGEST_HEAD_FLOAT32} in float32, and "
+            f"this call has H={H}, D={D}"
+        )
     if asks_for_float32(problem.precision):
         return (
             "the Hopper kernels compute float32 to 16 bits, and this call asks for a higher "
@@ -198,14 +190,6 @@ def _unsupported_storage(problem: Problem, operands: Operands) -> str | None:
     )
 
 
-def _empty(operands: Operands) -> str | None:
-    """Return a reason if a size is 0."""
-    query, key, value = operands[:3]
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return "the Hopper kernels do not support sizes of 0"
-    return None
-
-
 def mask_becomes_bias(operands: Operands) -> bool:
     """Return True if the kernels read the mask as a bias of 0 and -inf.
 
@@ -222,16 +206,11 @@ def reads_bias(operands: Operands) -> bool:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is faster where both can run; None if it is not."""
-    T = operands.query.shape[1]
-    if T >= FEWEST_QUERIES:
-        return None
+    is_empty = too_few_queries(operands, "Hopper")
     reason = why_not_decode(problem, operands)
-    if reason is None:
+    if is_empty is None or reason is None:
         return None
-    return (
-        f"a tile of the Hopper kernels would be mostly empty with {T} queries, and their decode "
-        f"kernel {reason}"
-    )
+    return f"{is_empty}, and their decode kernel {reason}"
 
 
 def why_not_decode(problem: Problem, operands: Operands) -> str | None:

@@ -8,6 +8,7 @@ from jax import lax
 
 from memeff.device import Device
 from memeff.masking import mask_is_of_tokens
+from memeff.pallas.reasons import too_few_queries, unsupported_sizes
 from memeff.pallas.tpu import splash
 from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem
@@ -16,7 +17,6 @@ from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 256
 MOST_BLOCK_PAIRS = 2**17  # entries of a table, which lies in scalar memory
-FEWEST_QUERIES = 64  # with fewer, most of a tile is empty
 
 
 def for_device(device: Device) -> str | None:
@@ -45,20 +45,13 @@ def _unsupported_shape(operands: Operands) -> str | None:
     query, key, value = operands[:3]
     if isinstance(key, StoredKeys):
         return "the TPU kernels do not read keys that are stored in pages or in 8 bits"
-    sizes = (*query.shape, *key.shape, *value.shape)
-    H, D = query.shape[-1], value.shape[-1]
-    if not all(isinstance(size, int) for size in sizes):
-        return "the TPU kernels do not support symbolic sizes"
-    if 0 in sizes:
-        return "the TPU kernels do not support sizes of 0"
     dtypes = {x.dtype for x in (query, key, value)}
     if len(dtypes) > 1 or query.dtype not in (jnp.bfloat16, jnp.float32):
         names = " and ".join(sorted(map(str, dtypes)))
         return f"the TPU kernels support bfloat16 and float32, and this call has {names}"
-    if max(H, D) > LARGEST_HEAD:
-        return (
-            f"the TPU kernels support heads of up to {LARGEST_HEAD}, and this call has H={H}, D={D}"
-        )
+    reason = unsupported_sizes(operands, "TPU", LARGEST_HEAD)
+    if reason is not None:
+        return reason
     T, S = query.shape[1], key.shape[1]
     blocks = -(-T // choose_side(T)) * -(-S // choose_side(S))
     if blocks > MOST_BLOCK_PAIRS:
@@ -106,10 +99,7 @@ def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
 
 def slower(problem: Problem, operands: Operands) -> str | None:
     """Return why the chunked path is expected to be faster; None if it is not."""
-    T = operands.query.shape[1]
-    if T >= FEWEST_QUERIES:
-        return None
-    return f"a tile of the TPU kernels would be mostly empty with {T} queries"
+    return too_few_queries(operands, "TPU")
 
 
 def backward_is_kernel(operands: Operands) -> bool:

@@ -227,7 +227,9 @@ def _find_kernels(inputs: Inputs, precision: lax.PrecisionLike) -> ModuleType | 
     flat = inputs._replace(x=jax.ShapeDtypeStruct((math.prod(leads), H), inputs.x.dtype))
     device = current_device(inputs.x)
     kernels = pallas.family_for(device).vocabulary
-    return kernels if kernels.why_not(flat, precision, device) is None else None
+    if kernels is None or kernels.why_not(flat, precision, device) is not None:
+        return None
+    return kernels
 
 
 @functools.partial(jax.jit, static_argnums=0)

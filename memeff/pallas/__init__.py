@@ -6,7 +6,7 @@ A family has these functions:
   slower, fused_is_faster                what measurements found
   reads_entries                          whether its kernels choose the batch entries that they read
   temp_bytes                             an estimate of temporary memory
-Its module `vocabulary` has the functions that `memeff.vocabulary` calls for the loss. A family
+Its `vocabulary` is None, or has the functions that `memeff.vocabulary` calls for the loss. A family
 imports no kernel before it runs one. To add a family, add a package and a row.
 """
 

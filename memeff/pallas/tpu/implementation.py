@@ -2,7 +2,8 @@
 
 from jax import Array
 
-from memeff.pallas.tpu import tables, vocabulary
+from memeff.chunked.tangent import tangent  # from the kernels' out and lse
+from memeff.pallas.tpu import tables
 from memeff.pallas.tpu.capability import (
     backward_is_kernel,
     for_device,
@@ -29,6 +30,8 @@ __all__ = [
     "vocabulary",
     "why_not",
 ]
+
+vocabulary = None  # plain JAX computes the loss of a large vocabulary
 
 
 def reads_entries(problem: Problem, operands: Operands) -> bool:
@@ -73,21 +76,3 @@ def backward(
     from memeff.pallas.tpu import calls
 
     return calls.backward(problem, operands, out, lse, dout, dlse)
-
-
-def tangent(
-    problem: Problem,
-    schedule: Schedule,
-    operands: Operands,
-    out: Array,
-    lse: Lse,
-    tangents: Operands,
-    narrow: bool = True,
-) -> tuple[Array, Array]:
-    """Return the tangents of `out` [B, K, G, T, D] and `lse` [B, K, G, T].
-
-    The chunked path computes them from the kernels' out and lse.
-    """
-    from memeff.chunked import implementation as chunked
-
-    return chunked.tangent(problem, schedule, operands, out, lse, tangents, narrow)

@@ -60,6 +60,7 @@ from memeff.pallas.hopper.scheduler import (
     order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
+    HeadNumbers,
     ScoreTile,
     TokenVectors,
     barrier_arrivals,
@@ -284,107 +285,151 @@ def _compute(
 ) -> tuple[Array, Array]:
     """Compute dq, delta and the sums over keys of one warpgroup's queries."""
     has_out = scratch.out_s is not None
-    dq_ref, *sums_refs = outputs
+    dq_ref, *sum_refs = outputs
     gradient = Gradient(problem, work.scalars.logit_terms, wants_terms=True)
-    shape = ROWS, tiling.tile_size
-    dtype = scratch.q_s.dtype
-    parts = tiling.parts
     rows = pl.ds(work.row + group * ROWS, ROWS)
-    count = work.visits.total
     item = lax.rem(state.items_done, jnp.int32(tiling.items))
-    item_slot = item * tiling.warpgroups + group
-    q = scratch.q_s.at[item_slot]
-    do = scratch.do_s.at[item_slot]
-    delta_s = scratch.rows_s.at[1, item_slot]
-    stage = optional_slot(scratch.stage, group)
+    slot = item * tiling.warpgroups + group
     numbers = head_number_refs(work.scalars, work.n)
-
-    plgpu.barrier_wait(scratch.item_ready.at[item_slot])
-    delta: Any = plgpu.load(delta_s, layout=ROW) if has_row_terms else None
+    lse, delta = _load_rows(tiling, has_row_terms, scratch, slot, state)
     if has_out:
-        product = row_sums(scratch.out_s.at[item_slot], do, parts)
-        delta = -product if delta is None else delta - product
-    lse = plgpu.load(scratch.rows_s.at[0, item_slot], layout=ROW)
-    if not state.first_round:
-        lse = lse + float16_lift(dtype)
-    if has_out:
-        delta_ref, *sums_refs = sums_refs
+        delta_ref, *sum_refs = sum_refs
+        delta_s = scratch.rows_s.at[1, slot]
         delta_s[...] = delta
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(delta_s, delta_ref.at[work.b, work.n, rows])  # for dk and dv
-    key_stages, value_stages = tiling.both_stages
 
-    def step(dq, masked, n, sums):
-        slot = lax.rem(state.tiles_visited + n, jnp.int32(key_stages))
-        value_slot = lax.rem(state.tiles_visited + n, jnp.int32(value_stages))
-        k = scratch.k_s.at[slot]
-        plgpu.barrier_wait(scratch.k_ready.at[slot])
-        if masked and not state.first_round:  # (1) and (4) read the keys
-            clean_operand(k, is_finite, scratch.failed_s.at[group], group, scratch.computing)
-        first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
-        vectors = token_vectors(scratch.token_vectors, item_slot, slot)
-        tile = ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
-        bias_rows = pl.ds(group * ROWS, ROWS)
-        tile = tile.with_loads_started()
-        tile = tile.with_bias(work.n, optional_slot(scratch.bias_s, (slot, bias_rows)))
-        keep = tile.mask() if masked else None
-
-        k_parts = parts_of(k, parts)
-        v_parts = parts_of(scratch.v_s.at[value_slot], parts)
-
-        def multiply_tiles(raw, dp):
-            multiply_parts(raw, factors_of(q, parts), transposed(k_parts))  # (1)
-            finish_dp = gradient.start_dp(dp, broadcast_vector(delta, shape))
-            plgpu.barrier_wait(scratch.v_ready.at[value_slot])
-            multiply_parts(dp, factors_of(do, parts), transposed(v_parts))
-            raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
-            lse_tile = broadcast_vector(lse, shape)
-            p, cotangents = gradient.probabilities(raw, lse_tile, tile, keep)  # (2)
-            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
-            plgpu.barrier_arrive(scratch.v_used.at[value_slot])
-            d_raw, d_terms = cotangents(p, dp)  # (3)
-            multiply_parts(dq, split_tile(d_raw, dtype, parts), k_parts, stage)  # (4)
-            plgpu.wgmma_wait(0)
-            return tuple(total + x.sum(axis=1) for total, x in zip(sums, d_terms, strict=True))
-
-        sums = accumulators(multiply_tiles, shape, shape)
-        plgpu.barrier_arrive(scratch.k_used.at[slot])
-        return sums
-
-    def skip(n):
-        visit = state.tiles_visited + n
-        slots = (lax.rem(visit, jnp.int32(stages)) for stages in tiling.both_stages)
-        skip_tile(scratch, *slots)
-
-    def visit_tiles(dq):
-        masked = work.visits.masked
-        hidden = work.count_hidden_visits(work.row + group * ROWS, ROWS) if state.first_round else 0
-        pl.loop(0, hidden)(skip)
-        sums = (full_tile((ROWS,), 0.0),) * (0 if gradient.linear else len(sums_refs))
-        if not state.first_round:
-            sums = lax.fori_loop(0, count, functools.partial(step, dq, True), sums)
-        else:
-            sums = lax.fori_loop(hidden, masked, functools.partial(step, dq, True), sums)
-            if may_have_unmasked_tiles(problem, work.scalars):
-                sums = lax.fori_loop(masked, count, functools.partial(step, dq, False), sums)
-        return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
-
-    dq, sums = accumulators(visit_tiles, (ROWS, q.shape[-1] // parts))
+    visits = _Visits(
+        problem, tiling, scratch, gradient, group, work, state, slot, numbers, lse, delta
+    )
+    q = scratch.q_s.at[slot]
+    visit_all = functools.partial(visits.visit_all, 0 if gradient.linear else len(sum_refs))
+    dq, sums = accumulators(visit_all, (ROWS, q.shape[-1] // tiling.parts))
     if gradient.linear:
-        sums = [scale_sums(q, dq, parts) for _ in sums_refs]
+        sums = [scale_sums(q, dq, tiling.parts) for _ in sum_refs]
+    dtype = scratch.q_s.dtype
     dq = undo_lift(dq * gradient.slope, dtype, state)
     sums = [undo_lift(x, dtype, state) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, dq)
-    stored = scratch.out_s.at[item_slot] if has_out else q
-    store_tile(stored, dq, parts)
+
+    stored = scratch.out_s.at[slot] if has_out else q
+    store_tile(stored, dq, tiling.parts)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(stored, head_rows(dq_ref, work.b, rows, work.n))
-    sum_s = scratch.rows_s.at[0, item_slot]  # the place of lse
-    for ref, x in zip(sums_refs, sums, strict=True):
+    sum_s = scratch.rows_s.at[0, slot]  # the place of lse
+    for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sum_s[...] = x
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_s, ref.at[work.b, work.n, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch.item_used.at[item])
-    return count, failed
+    return work.visits.total, failed
+
+
+def _load_rows(
+    tiling: Tiling, has_row_terms: bool, scratch: QueryScratch, slot, state: WorkState
+) -> tuple[Array, Any]:
+    """Wait for the queries in `slot`, and return their lse and delta, [64] each."""
+    plgpu.barrier_wait(scratch.item_ready.at[slot])
+    delta: Any = plgpu.load(scratch.rows_s.at[1, slot], layout=ROW) if has_row_terms else None
+    if scratch.out_s is not None:
+        product = row_sums(scratch.out_s.at[slot], scratch.do_s.at[slot], tiling.parts)
+        delta = -product if delta is None else delta - product
+    lse = plgpu.load(scratch.rows_s.at[0, slot], layout=ROW)
+    if not state.first_round:
+        lse = lse + float16_lift(scratch.q_s.dtype)
+    return lse, delta
+
+
+class _Visits(NamedTuple):
+    """The tiles of keys that one warpgroup's queries visit."""
+
+    problem: Problem
+    tiling: Tiling
+    scratch: QueryScratch
+    gradient: Gradient
+    group: Any
+    work: QueryWork
+    state: WorkState
+    query_slot: Any
+    numbers: HeadNumbers
+    lse: Array  # of a row, as delta
+    delta: Array
+
+    def visit_all(self, sum_count: int, dq) -> tuple[Array, tuple[Array, ...]]:
+        """Add all visits to dq; return it and `sum_count` sums over keys, [64] each."""
+        work, first_round = self.work, self.state.first_round
+        first_row = work.row + self.group * ROWS
+        masked = work.visits.masked
+        hidden = work.count_hidden_visits(first_row, ROWS) if first_round else 0
+        pl.loop(0, hidden)(self._skip)
+        sums = (full_tile((ROWS,), 0.0),) * sum_count
+        visit_masked = functools.partial(self._visit, dq, True)
+        if not first_round:
+            sums = lax.fori_loop(0, work.visits.total, visit_masked, sums)
+        else:
+            sums = lax.fori_loop(hidden, masked, visit_masked, sums)
+            if may_have_unmasked_tiles(self.problem, work.scalars):
+                visit = functools.partial(self._visit, dq, False)
+                sums = lax.fori_loop(masked, work.visits.total, visit, sums)
+        return plgpu.wgmma_accumulator_load(dq, wait_n=0), sums
+
+    def _slots(self, n) -> tuple[Array, Array]:
+        """Return the slots of the keys and of the values of the n-th tile."""
+        visit = self.state.tiles_visited + n
+        key_stages, value_stages = self.tiling.both_stages
+        return lax.rem(visit, jnp.int32(key_stages)), lax.rem(visit, jnp.int32(value_stages))
+
+    def _skip(self, n) -> None:
+        """Pass over the n-th tile, of which these queries see nothing."""
+        skip_tile(self.scratch, *self._slots(n))
+
+    def _visit(self, dq, masked: bool, n, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Do (1) to (4) for the n-th tile: add to dq, and return the sums with its parts."""
+        scratch, parts = self.scratch, self.tiling.parts
+        slot, value_slot = self._slots(n)
+        k = scratch.k_s.at[slot]
+        plgpu.barrier_wait(scratch.k_ready.at[slot])
+        if masked and not self.state.first_round:  # (1) and (4) read the keys
+            failed_s = scratch.failed_s.at[self.group]
+            clean_operand(k, is_finite, failed_s, self.group, scratch.computing)
+        tile = self._tile(n, slot)
+        keep = tile.mask() if masked else None
+        q = factors_of(scratch.q_s.at[self.query_slot], parts)
+        do = factors_of(scratch.do_s.at[self.query_slot], parts)
+        k_parts = parts_of(k, parts)
+        v_parts = parts_of(scratch.v_s.at[value_slot], parts)
+        stage = optional_slot(scratch.stage, self.group)
+
+        def multiply(raw, dp):
+            multiply_parts(raw, q, transposed(k_parts))  # (1)
+            finish_dp = self.gradient.start_dp(dp, broadcast_vector(self.delta, tile.shape))
+            plgpu.barrier_wait(scratch.v_ready.at[value_slot])
+            multiply_parts(dp, do, transposed(v_parts))
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=products(parts))
+            lse = broadcast_vector(self.lse, tile.shape)
+            p, cotangents = self.gradient.probabilities(raw, lse, tile, keep)  # (2)
+            dp = finish_dp(p, plgpu.wgmma_accumulator_load(dp, wait_n=0))
+            plgpu.barrier_arrive(scratch.v_used.at[value_slot])
+            d_raw, d_terms = cotangents(p, dp)  # (3)
+            d_raw = split_tile(d_raw, scratch.q_s.dtype, parts)
+            multiply_parts(dq, d_raw, k_parts, stage)  # (4)
+            plgpu.wgmma_wait(0)
+            return tuple(total + x.sum(axis=1) for total, x in zip(sums, d_terms, strict=True))
+
+        sums = accumulators(multiply, tile.shape, tile.shape)
+        plgpu.barrier_arrive(scratch.k_used.at[slot])
+        return sums
+
+    def _tile(self, n, slot) -> ScoreTile:
+        """Return the n-th tile, whose keys are in `slot`."""
+        work, scratch, tile_size = self.work, self.scratch, self.tiling.tile_size
+        first = work.row + self.group * ROWS, work.visits.tile(n) * tile_size
+        vectors = token_vectors(scratch.token_vectors, self.query_slot, slot)
+        shape = ROWS, tile_size
+        inputs = work.mask_inputs, work.scalars, self.numbers, vectors
+        tile = ScoreTile(self.problem, shape, first, *inputs)
+        bias_rows = pl.ds(self.group * ROWS, ROWS)
+        tile = tile.with_loads_started()
+        return tile.with_bias(work.n, optional_slot(scratch.bias_s, (slot, bias_rows)))

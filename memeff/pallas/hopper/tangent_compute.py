@@ -16,6 +16,7 @@ from memeff.pallas.hopper.backward_common import (
     not_finite,
     optional_slot,
     skip_tile,
+    token_vectors,
 )
 from memeff.pallas.hopper.mosaic import (
     ROW,
@@ -35,6 +36,7 @@ from memeff.pallas.hopper.scheduler import (
     may_have_unmasked_tiles,
 )
 from memeff.pallas.hopper.score_tile import (
+    HeadNumbers,
     ScoreTile,
     TokenVectors,
     head_number_refs,
@@ -154,34 +156,137 @@ def compute_item(
 ) -> tuple[Array, Array]:
     """Compute dout and dlse of one warpgroup's queries."""
     arrays, (dout_ref, dlse_ref) = refs
-    query_s, _ = scratch.queries_s
-    dtype = query_s.dtype
-    shape = ROWS, tiling.tile_size
-    u_shape = ROWS, query_s.shape[-1]
     rows = pl.ds(work.row + group * ROWS, ROWS)
-    count = work.visits.total
     item = lax.rem(state.items_done, jnp.int32(tiling.items))
-    item_slot = item * tiling.warpgroups + group
-    q, dq = (optional_slot(x, item_slot) for x in scratch.queries_s)
-    stage = optional_slot(scratch.stage, group)
+    slot = item * tiling.warpgroups + group
+    q = scratch.queries_s[0].at[slot]
+    lse_s = scratch.lse_s.at[slot]
     numbers = head_number_refs(work.scalars, work.n)
+    plgpu.barrier_wait(scratch.item_ready.at[slot])
+    lse = plgpu.load(lse_s, layout=ROW)
+    c_end = _visits_that_find_c(problem, work)
+    visits = _Visits(problem, tiling, scratch, group, work, state, slot, numbers, lse, c_end)
+    (r, c, l), u = visits.visit_all()
+    failed = not_finite(scratch.failed_s.at[group], state, u)
+    if arrays.out is not None:  # in the place of the query
+        out_ready = scratch.out_ready.at[group]
+        plgpu.copy_gmem_to_smem(arrays.out.at[work.b, rows, work.n], q, out_ready)
+        plgpu.barrier_wait(out_ready)
+        mean = r - c * (1 - l) if with_sink else r
+        u = u - broadcast_vector(mean, u.shape) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+    q[...] = u.astype(q.dtype)
+    r_of_lse = r if with_sink else r / jnp.where(l == 0, 1.0, l)
+    lse_s[...] = r_of_lse + c
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q, dout_ref.at[work.b, rows, work.n])
+    plgpu.copy_smem_to_gmem(lse_s, dlse_ref.at[work.b, work.n, rows])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(scratch.item_used.at[item])
+    return work.visits.total, failed
 
-    def slot_of(n):
-        return lax.rem(state.tiles_visited + n, jnp.int32(tiling.stages))
 
-    def score_tile(n):
-        by_query, by_key = scratch.token_vectors
-        first = work.row + group * ROWS, work.visits.tile(n) * tiling.tile_size
-        query_vectors = tuple(x.at[item_slot] for x in by_query)
-        key_vectors = tuple(x.at[slot_of(n)] for x in by_key)
-        vectors = query_vectors, key_vectors
-        return ScoreTile(problem, shape, first, work.mask_inputs, work.scalars, numbers, vectors)
+def _visits_that_find_c(problem: Problem, work: QueryWork):
+    """Return how many visits, the first ones, find c and have masks."""
+    visits = work.visits
+    if not may_have_unmasked_tiles(problem, work.scalars):
+        return visits.total
+    masked = visits.masked
+    uncovered = jnp.where(visits.right_covers_rows & (visits.masked_right > 0), 0, 1)
+    return jnp.minimum(masked + uncovered, visits.total)
 
-    def step(n, hides, sums: RowState, u):
-        slot = slot_of(n)
-        tile = score_tile(n).with_loads_started()
-        waits = state.first_round or not hides  # `clean_step` has waited before
+
+class _Visits(NamedTuple):
+    """The tiles of keys that one warpgroup's queries visit."""
+
+    problem: Problem
+    tiling: Tiling
+    scratch: TangentScratch
+    group: Any
+    work: QueryWork
+    state: WorkState
+    query_slot: Any
+    numbers: HeadNumbers
+    lse: Array
+    c_end: Any  # visits before it find c
+
+    def visit_all(self) -> tuple[RowState, Array]:
+        """Return the sums of all visits and u, by the way of this round."""
+        zeros = RowState(*[full_tile((ROWS,), 0.0)] * 3)
+        u_shape = ROWS, self.scratch.queries_s[0].shape[-1]
+        if self.state.first_round:
+            return accumulators(functools.partial(self._visit_tiles, zeros), u_shape)
+        if interpreting():
+            return accumulators(functools.partial(self._revisit_in_interpreter, zeros), u_shape)
+        return self._revisit_tiles(zeros)
+
+    def _visit_tiles(self, zeros: RowState, u) -> tuple[RowState, Array]:
+        """Visit all tiles."""
+        hidden = self.work.count_hidden_visits(self.work.row + self.group * ROWS, ROWS)
+        pl.loop(0, hidden)(self._skip)
+        sums = lax.fori_loop(hidden, self.c_end, functools.partial(self._step, u, True), zeros)
+        return self._visit_whole(sums, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
+
+    def _visit_whole(self, sums: RowState, u) -> RowState:
+        """Visit the tiles without masks, in which every row sees what is not finite."""
+        if not may_have_unmasked_tiles(self.problem, self.work.scalars):
+            return sums
+        step = functools.partial(self._step, u, False)
+        return lax.fori_loop(self.c_end, self.work.visits.total, step, sums)
+
+    def _revisit_tiles(self, zeros: RowState, item_total=None) -> tuple[RowState, Array]:
+        """Visit all tiles once more, with cleaned values."""
+        start = zeros, full_tile((ROWS, self.scratch.queries_s[0].shape[-1]), 0.0)
+        clean_step = functools.partial(self._clean_step, item_total)
+        sums, u = lax.fori_loop(0, self.c_end, clean_step, start)
+        return accumulate_on(u, functools.partial(self._visit_whole, sums), item_total)
+
+    def _revisit_in_interpreter(self, zeros: RowState, item_total) -> tuple[RowState, Array]:
+        """Add the products of all tiles in the order of the first round, for the same bits.
+
+        The interpreter cannot begin a sum with u, see `init_accumulator`. So u only collects NaN
+        until the end.
+        """
+        sums, u = self._revisit_tiles(zeros, item_total)
+        return sums, u + plgpu.wgmma_accumulator_load(item_total, wait_n=0)
+
+    def _slot(self, n) -> Array:
+        """Return the slot of the keys and values of the n-th tile."""
+        return lax.rem(self.state.tiles_visited + n, jnp.int32(self.tiling.stages))
+
+    def _skip(self, n) -> None:
+        """Pass over the n-th tile, of which these queries see nothing."""
+        skip_tile(self.scratch, self._slot(n), self._slot(n))
+
+    def _tile(self, n) -> ScoreTile:
+        """Return the n-th tile."""
+        work, tile_size = self.work, self.tiling.tile_size
+        first = work.row + self.group * ROWS, work.visits.tile(n) * tile_size
+        vectors = token_vectors(self.scratch.token_vectors, self.query_slot, self._slot(n))
+        shape = ROWS, tile_size
+        inputs = work.mask_inputs, work.scalars, self.numbers, vectors
+        return ScoreTile(self.problem, shape, first, *inputs)
+
+    def _clean_step(self, item_total, n, carry) -> tuple[RowState, Array]:
+        """Do a step with cleaned values; u is kept apart because NaN may come into it."""
+        sums, u = carry
+        scratch, group = self.scratch, self.group
+        plgpu.barrier_wait(scratch.k_ready.at[self._slot(n)])
+        plgpu.barrier_wait(scratch.v_ready.at[self._slot(n)])
+        room = scratch.bad_keys_s.at[group], scratch.bad_columns_s, scratch.computing
+        for values_s in scratch.values_s:
+            if values_s is not None:
+                u = clean_values(values_s.at[self._slot(n)], u, self._tile(n), group, room)
+        return accumulate_on(u, lambda total: self._step(total, True, n, sums), item_total)
+
+    def _step(self, u, hides: bool, n, sums: RowState) -> RowState:
+        """Do (1) to (4) for the n-th tile: add to u, and return the sums with its parts."""
+        scratch = self.scratch
+        slot = self._slot(n)
+        tile = self._tile(n).with_loads_started()
+        waits = self.state.first_round or not hides  # `_clean_step` has waited before
+        q, dq = (optional_slot(x, self.query_slot) for x in scratch.queries_s)
         k, dk, v, dv = (optional_slot(x, slot) for x in (*scratch.keys_s, *scratch.values_s))
+        stage = optional_slot(scratch.stage, self.group)
         if waits:
             plgpu.barrier_wait(scratch.k_ready.at[slot])
         keep = tile.mask() if hides else None
@@ -192,12 +297,12 @@ def compute_item(
             for x, y in factors:
                 plgpu.wgmma(d_raw, x, y.T)
             raw = plgpu.wgmma_accumulator_load(raw, wait_n=len(factors))
-            s, push = logits_and_tangent(problem, raw, tile, keep)  # (2)
-            p = jnp.exp2(s - broadcast_vector(lse, shape))  # (3)
+            s, push = logits_and_tangent(self.problem, raw, tile, keep)  # (2)
+            p = jnp.exp2(s - broadcast_vector(self.lse, tile.shape))  # (3)
             if waits:
                 plgpu.barrier_wait(scratch.v_ready.at[slot])
             if dv is not None:
-                multiply(u, p.astype(dtype), dv, stage)  # (4)
+                multiply(u, p.astype(q.dtype), dv, stage)  # (4)
             if d_raw is None:
                 return sums
             r, c, l = sums
@@ -207,89 +312,12 @@ def compute_item(
                 has_c = l > 0
                 mean = (p * ds).sum(axis=1) / jnp.where(l_tile > 0, l_tile, 1.0)
                 c = jnp.where(has_c, c, mean)
-            w = p * (ds - broadcast_vector(c, shape))
-            multiply(u, w.astype(dtype), v, stage)  # (4)
+            w = p * (ds - broadcast_vector(c, tile.shape))
+            multiply(u, w.astype(q.dtype), v, stage)  # (4)
             return RowState(r + w.sum(axis=1), c, l + l_tile)
 
-        sums = accumulators(products, shape, *[shape] * bool(factors))
+        sums = accumulators(products, tile.shape, *[tile.shape] * bool(factors))
         plgpu.barrier_arrive(scratch.k_used.at[slot])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.v_used.at[slot])
         return sums
-
-    def clean_step(item_total, n, carry):
-        """Do a step with cleaned values; u is kept apart because NaN may come into it."""
-        sums, u = carry
-        plgpu.barrier_wait(scratch.k_ready.at[slot_of(n)])
-        plgpu.barrier_wait(scratch.v_ready.at[slot_of(n)])
-        room = scratch.bad_keys_s.at[group], scratch.bad_columns_s, scratch.computing
-        for values_s in scratch.values_s:
-            if values_s is not None:
-                u = clean_values(values_s.at[slot_of(n)], u, score_tile(n), group, room)
-        return accumulate_on(u, functools.partial(step, n, True, sums), item_total)
-
-    def skip(n):
-        skip_tile(scratch, slot_of(n), slot_of(n))
-
-    plgpu.barrier_wait(scratch.item_ready.at[item_slot])
-    lse = plgpu.load(scratch.lse_s.at[item_slot], layout=ROW)
-    visits = work.visits
-    whole = may_have_unmasked_tiles(problem, work.scalars)
-    c_end = count  # visits before c_end find c
-    if whole:
-        masked = visits.masked
-        uncovered = jnp.where(visits.right_covers_rows & (visits.masked_right > 0), 0, 1)
-        c_end = jnp.minimum(masked + uncovered, count)
-    zeros = RowState(*[full_tile((ROWS,), 0.0)] * 3)
-
-    def visit_whole(sums, u):
-        """Visit the tiles without masks, in which every row sees what is not finite."""
-        if not whole:
-            return sums
-        return lax.fori_loop(c_end, count, lambda n, sums: step(n, False, sums, u), sums)
-
-    def visit_tiles(u):
-        hidden = work.count_hidden_visits(work.row + group * ROWS, ROWS)
-        pl.loop(0, hidden)(skip)
-        sums = lax.fori_loop(hidden, c_end, lambda n, sums: step(n, True, sums, u), zeros)
-        return visit_whole(sums, u), plgpu.wgmma_accumulator_load(u, wait_n=0)
-
-    def revisit_tiles(item_total=None):
-        """Visit all tiles once more, with cleaned values."""
-        cleaned = functools.partial(clean_step, item_total)
-        sums, u = lax.fori_loop(0, c_end, cleaned, (zeros, full_tile(u_shape, 0.0)))
-        return accumulate_on(u, functools.partial(visit_whole, sums), item_total)
-
-    def revisit_in_interpreter(item_total):
-        """Add the products of all tiles in the order of the first round, for the same bits.
-
-        The interpreter cannot begin a sum with u, see `init_accumulator`. So u only collects NaN
-        until the end.
-        """
-        sums, u = revisit_tiles(item_total)
-        return sums, u + plgpu.wgmma_accumulator_load(item_total, wait_n=0)
-
-    if state.first_round:
-        sums, u = accumulators(visit_tiles, u_shape)
-    elif interpreting():
-        sums, u = accumulators(revisit_in_interpreter, u_shape)
-    else:
-        sums, u = revisit_tiles()
-    r, c, l = sums
-    failed = not_finite(scratch.failed_s.at[group], state, u)
-    if arrays.out is not None:  # in the place of the query
-        out_ready = scratch.out_ready.at[group]
-        plgpu.copy_gmem_to_smem(arrays.out.at[work.b, rows, work.n], q, out_ready)
-        plgpu.barrier_wait(out_ready)
-        mean = r - c * (1 - l) if with_sink else r
-        u = u - broadcast_vector(mean, u_shape) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
-    q[...] = u.astype(dtype)
-    r_of_lse = r if with_sink else r / jnp.where(l == 0, 1.0, l)
-    scratch.lse_s[item_slot] = r_of_lse + c
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, dout_ref.at[work.b, rows, work.n])
-    dlse_s = scratch.lse_s.at[item_slot]
-    plgpu.copy_smem_to_gmem(dlse_s, dlse_ref.at[work.b, work.n, rows])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(scratch.item_used.at[item])
-    return count, failed

@@ -156,12 +156,17 @@ def test_refusals_say_what_kernels_cannot(reason):
     assert reason in why_not(**REFUSED[reason])
 
 
+def tanh(score, batch, head, q_pos, k_pos, params):
+    return jnp.tanh(score)
+
+
 def test_kernels_run_functions_where_they_can(monkeypatch):
     """Other functions run in the chunked path, with one warning."""
     monkeypatch.setattr("memeff.warn._warned", set())
     with pretend_device("gpu", "9.0"):
-        explanation = memeff.explain(X, X, X, score_fn=scores.alibi(np.ones(2, f32)))
-        assert explanation.startswith('"pallas" runs this call')
+        for score_fn in (scores.alibi(np.ones(2, f32)), jax.jit(tanh), jax.checkpoint(tanh)):
+            explanation = memeff.explain(X, X, X, score_fn=score_fn)
+            assert explanation.startswith('"pallas" runs this call')
         reason = "instead of the GPU's kernels, because .*cannot compute `erf` of the score"
         with pytest.warns(UserWarning, match=reason):
             trace(score_fn=erf)

@@ -151,7 +151,7 @@ def _run_bodies(
             check_vma=params["check_vma"],
         )
         return mapped(*inputs)
-    if name in ("jit", "pjit"):
+    if name == "jit":
         shardings = {key: params[key] for key in ("in_shardings", "out_shardings")}
         return jax.jit(function(scopes[0]), **shardings)(*inputs)
     remat = jax.checkpoint(

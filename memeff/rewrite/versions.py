@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-CALLS = ("jit", "pjit", "closed_call", "core_call")  # equations that only name their body
+CALLS = ("jit", "closed_call")  # equations that only name their body
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-REMATS = ("remat", "remat2", "checkpoint")
+REMAT = "remat2"  # jax.checkpoint
 _JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 _THIS_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -38,7 +38,7 @@ def can_inline(eqn: JaxprEqn) -> bool:
         body = body_of(eqn).jaxpr
         names = {x.primitive.name for x in body.eqns}
         return {"exp", "reduce_sum"} <= names and _defined_by_jax(body)
-    if name in REMATS:
+    if name == REMAT:
         return _is_softmax(body_of(eqn).jaxpr)
     if name not in CALLS:
         return False
@@ -115,7 +115,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
     name = eqn.primitive.name
     params = eqn.params
     everything = tuple(range(len(eqn.invars)))
-    if name in (*REMATS, "jit", "pjit"):
+    if name in (REMAT, "jit"):
         return [Body(body_of(eqn), everything)]
     if name == "shard_map":
         return [Body(body_of(eqn), (None,) * len(everything))]
@@ -146,7 +146,7 @@ def flows_of(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int]]:
         return [(closed(eqn.params["body_jaxpr"]), eqn.params["cond_nconsts"])]
     if name == "cond":
         return [(closed(x), 1) for x in eqn.params["branches"]]
-    if name in (*CALLS, *REMATS, *CUSTOM_DERIVATIVES, "scan", "shard_map"):
+    if name in (*CALLS, REMAT, *CUSTOM_DERIVATIVES, "scan", "shard_map"):
         return [(body_of(eqn), 0)]
     return []
 

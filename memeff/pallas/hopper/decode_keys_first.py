@@ -85,48 +85,15 @@ class KeysFirstLoop(SplitLoop):
     def _visit(self, n, slot, head: int, is_masked, rows: tuple[Array, Array, Array]):
         """Return m, l and o of one key head after the n-th tile, in `slot`."""
         m, l, o = rows
-        scratch = self.scratch
-        dtype = scratch.p_s.dtype
         query_place = self.consumer * self.sizes.heads_of_consumer + head
-        q = scratch.q_s.at[query_place]
         place = slot * self.sizes.heads_of_consumer + head
-        keys_ref, values_ref = scratch.k_s.at[place], scratch.v_s.at[place]
+        values_ref = self.scratch.v_s.at[place]
         tile_number = self.visits.tile(n)
         tile = self._score_tile(tile_number, slot, head)
-        converts = self.has_scales and not self.sizes.splits_query
-        keys = load_keys(keys_ref, dtype) if converts else keys_ref
-
-        def dot_products(raw, of_second=None):
-            if of_second is not None:  # each of two joined heads has half of the dims
-                self._multiply(raw, keys_ref.at[:, : q.shape[1]], q.T)
-                self._multiply(of_second, keys_ref.at[:, q.shape[1] :], q.T)
-                second = plgpu.wgmma_accumulator_load(of_second, wait_n=0)
-                first = plgpu.wgmma_accumulator_load(raw, wait_n=0)
-                row = positions(0, self.tile_shape, 1)
-                return jnp.where(row < self.sizes.rows // 2, first, second), ()
-            self._multiply(raw, keys, q.T)  # (1)
-            # Values of 8 bits are loaded while the product runs.
-            loaded = (load_values(values_ref, dtype),) if self.has_scales else ()
-            return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
-
-        def integer_products(high, low):
-            for total, digit in ((high, 0), (low, 1)):
-                plgpu.wgmma(total, keys_ref, scratch.q_s.at[2 * query_place + digit].T)  # (1)
-            loaded = (load_values(values_ref, dtype),)
-            low = plgpu.wgmma_accumulator_load(low, wait_n=0)
-            high = plgpu.wgmma_accumulator_load(high, wait_n=0)
-            scales = plgpu.load(
-                scratch.row_scales_s.at[query_place, pl.ds(0, self.tile_shape[1])], layout=COL
-            )
-            raw = (high * 256 + low).astype(jnp.float32)
-            return raw * broadcast_vector(scales, self.tile_shape, 1), loaded
-
         if self.sizes.splits_query:
-            shapes = (self.tile_shape,) * 2
-            raw, loaded = accumulators(integer_products, *shapes, dtype=jnp.int32)
+            raw, loaded = self._integer_products(query_place, place)
         else:
-            shapes = (self.tile_shape,) * (1 + self.sizes.joined)
-            raw, loaded = accumulators(dot_products, *shapes)
+            raw, loaded = self._products(query_place, place)
         if self.has_scales:
             raw = raw * self._scales(0, place)
 
@@ -154,6 +121,52 @@ class KeysFirstLoop(SplitLoop):
         # scales of keys that a row does not see may be NaN
         p = p * jnp.where(s == -jnp.inf, 0.0, self._scales(1, place))
         return m_new, l, self._add_product(o, loaded[0], p)
+
+    def _products(self, query_place, place) -> tuple[Array, tuple[Array, ...]]:
+        """Return the products (1) of a tile, and its values if they have 8 bits, in registers."""
+        scratch = self.scratch
+        q = scratch.q_s.at[query_place]
+        keys_ref = scratch.k_s.at[place]
+        dtype = scratch.p_s.dtype
+        keys = load_keys(keys_ref, dtype) if self.has_scales else keys_ref
+
+        def multiply_tile(raw):
+            self._multiply(raw, keys, q.T)
+            # Values of 8 bits are loaded while the product runs.
+            loaded = (load_values(scratch.v_s.at[place], dtype),) if self.has_scales else ()
+            return plgpu.wgmma_accumulator_load(raw, wait_n=0), loaded
+
+        def multiply_joined(first, second):
+            """Multiply two joined heads, of which each has half of the dims."""
+            self._multiply(first, keys_ref.at[:, : q.shape[1]], q.T)
+            self._multiply(second, keys_ref.at[:, q.shape[1] :], q.T)
+            second = plgpu.wgmma_accumulator_load(second, wait_n=0)
+            first = plgpu.wgmma_accumulator_load(first, wait_n=0)
+            row = positions(0, self.tile_shape, 1)
+            return jnp.where(row < self.sizes.rows // 2, first, second), ()
+
+        if self.sizes.joined:
+            return accumulators(multiply_joined, self.tile_shape, self.tile_shape)
+        return accumulators(multiply_tile, self.tile_shape)
+
+    def _integer_products(self, query_place, place) -> tuple[Array, tuple[Array, ...]]:
+        """Do the same with a query that is split into two integers of 8 bits and a scale."""
+        scratch = self.scratch
+        keys_ref = scratch.k_s.at[place]
+
+        def multiply_digits(high, low):
+            plgpu.wgmma(high, keys_ref, scratch.q_s.at[2 * query_place].T)
+            plgpu.wgmma(low, keys_ref, scratch.q_s.at[2 * query_place + 1].T)
+            loaded = (load_values(scratch.v_s.at[place], scratch.p_s.dtype),)
+            low = plgpu.wgmma_accumulator_load(low, wait_n=0)
+            high = plgpu.wgmma_accumulator_load(high, wait_n=0)
+            scales_ref = scratch.row_scales_s.at[query_place, pl.ds(0, self.tile_shape[1])]
+            scales = plgpu.load(scales_ref, layout=COL)
+            raw = (high * 256 + low).astype(jnp.float32)
+            return raw * broadcast_vector(scales, self.tile_shape, 1), loaded
+
+        shapes = self.tile_shape, self.tile_shape
+        return accumulators(multiply_digits, *shapes, dtype=jnp.int32)
 
     def _scales(self, n: int, place) -> Array:
         """Return the scales of keys (n = 0) or values (n = 1) as a tile."""

@@ -173,7 +173,8 @@ def compute_item(
         plgpu.copy_gmem_to_smem(arrays.out.at[work.b, rows, work.n], q, out_ready)
         plgpu.barrier_wait(out_ready)
         mean = r - c * (1 - l) if with_sink else r
-        u = u - broadcast_vector(mean, u.shape) * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
+        mean = broadcast_vector(mean, (ROWS, q.shape[-1]))
+        u = u - mean * plgpu.load(q, layout=WGMMA).astype(jnp.float32)
     q[...] = u.astype(q.dtype)
     r_of_lse = r if with_sink else r / jnp.where(l == 0, 1.0, l)
     lse_s[...] = r_of_lse + c

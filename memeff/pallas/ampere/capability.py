@@ -45,7 +45,7 @@ def for_device(device: Device) -> str | None:
             "the Ampere kernels need a GPU of compute capability 8.0 or more, and this one has "
             f"{device.capability}"
         )
-    if tuple(map(int, re.findall(r"\d+", jax.__version__)[:3])) < OLDEST_JAX:
+    if jax.__version_info__ < OLDEST_JAX:
         return f"the Ampere kernels need jax 0.11.2 or later, and this is jax {jax.__version__}"
     if device.capability == "9.0" and not _chosen.get():
         return "the Ampere kernels are for GPUs that have none of their own, as Hopper GPUs have"

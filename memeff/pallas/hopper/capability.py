@@ -54,8 +54,7 @@ def for_device(device: Device) -> str | None:
             "the Hopper kernels need a GPU of compute capability 9.0 (H100, H200), and this one "
             f"has {device.capability}"
         )
-    major, minor = jax.__version__.split(".")[:2]
-    if (int(major), int(minor)) < (0, 11):
+    if jax.__version_info__[:2] < (0, 11):
         return f"the Hopper kernels need jax 0.11 or later, and this is jax {jax.__version__}"
     return None
 

@@ -43,13 +43,11 @@ def dropout_keep_mask(
         rows = origin.first_query + problem.whole.stride * rows
         cols = origin.first_key + problem.whole.stride * cols
     N, T, S = sizes
+    head = None if problem.dropout.shared else _head_numbers(operands, like, N, first)
     if problem.dropout.bits == "mix32":
-        head = None if problem.dropout.shared else _head_numbers(operands, like, N, first)
         return _mix32_keep_mask(problem.dropout, operands.dropout_key, head, rows, cols)
-    if problem.dropout.shared:
+    if head is None:
         head = jnp.zeros((1, 1, 1), jnp.uint32)
-    else:
-        head = _head_numbers(operands, like, N, first)
     high, low = _multiply_add(head[..., None], T, rows.astype(jnp.uint32))  # b k g t
     high = high[..., None] * jnp.uint32(S)
     low = low[..., None]

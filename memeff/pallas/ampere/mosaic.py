@@ -394,21 +394,24 @@ def _numbers_of_tiles(lanes: _Lanes, x: Any) -> dict[tuple[int, int], list]:
     """Return the four numbers of each tile of x, by its row and column of tiles."""
     numbers = {}
     for m, column in np.ndindex(*x.registers.shape[:2]):
-        pairs = [x.registers[_place(m, column, low)] for low in range(2)]
-        numbers[m, column] = [
-            lanes.llvm.extractelement(pair, lanes.constant(n)) for pair in pairs for n in range(2)
-        ]
+        four = []
+        for low in range(2):
+            pair = x.registers[_place(m, column, low)]
+            four += [lanes.llvm.extractelement(pair, lanes.constant(n)) for n in range(2)]
+        numbers[m, column] = four
     return numbers
 
 
 def _from_numbers_of_tiles(lanes: _Lanes, numbers: dict[tuple[int, int], list], like: Any) -> Any:
     """Return an array with these numbers in the place of those of `like`."""
     registers = np.empty_like(like.registers)
-    pair = lanes.llvm.mlir_undef(lanes.ir.VectorType.get((2,), lanes.f32))
-    for (m, column), (a, b, c, d) in numbers.items():
-        for low, (x, y) in enumerate(((a, b), (c, d))):
-            one = lanes.llvm.insertelement(pair, x, lanes.constant(0))
-            registers[_place(m, column, low)] = lanes.llvm.insertelement(one, y, lanes.constant(1))
+    undefined = lanes.llvm.mlir_undef(lanes.ir.VectorType.get((2,), lanes.f32))
+    for (m, column), four in numbers.items():
+        for low in range(2):
+            pair = undefined
+            for n in range(2):
+                pair = lanes.llvm.insertelement(pair, four[2 * low + n], lanes.constant(n))
+            registers[_place(m, column, low)] = pair
     return lanes.mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
@@ -416,14 +419,11 @@ def _from_registers(lanes: _Lanes, x: Any) -> Callable:
     """Return a function that returns 16 columns of `x`, a tile in registers, as first factor."""
 
     def read(col: int, rows: int) -> list:
-        return [
-            [
-                lanes.utils.bitcast(x.registers[_place(m, col // CHUNK + right, low)], lanes.i32)
-                for right in range(2)
-                for low in range(2)
-            ]
-            for m in range(rows // 64)
-        ]
+        factors = []
+        for m in range(rows // 64):
+            places = [_place(m, col // CHUNK + right, low) for right, low in np.ndindex(2, 2)]
+            factors.append([lanes.utils.bitcast(x.registers[i], lanes.i32) for i in places])
+        return factors
 
     return read
 

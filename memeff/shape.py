@@ -43,6 +43,11 @@ class CallShape(NamedTuple):
         return isinstance(self.B, int) and self.lengths_known
 
 
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
 def unfold(shape: CallShape, x: Array) -> Array:
     """Return x [B, K, G, T, ...] as [*B, T, N, ...]."""
     x = jnp.moveaxis(x, 3, 1)

@@ -14,6 +14,7 @@ from memeff.sequence.batch_and_heads import Parts
 from memeff.sequence.exchange import why_not_exchange
 from memeff.sequence.layout import Layout, chunks_of_device
 from memeff.sequence.ring import ring_distances
+from memeff.shape import round_up
 from memeff.units import format_bytes
 
 STRATEGIES: tuple[Strategy, ...] = ("ring", "all_gather", "all_to_all")
@@ -244,6 +245,6 @@ def check_lengths(sizes: Sizes, layout: Layout) -> None:
             raise ValueError(
                 f'{name} has {letter}={length} tokens, and sequence_layout="{layout}" over '
                 f"{sizes.all_devices} devices needs a multiple of {parts}: pad to "
-                f"{-(-length // parts) * parts} tokens, and hide the padding with "
+                f"{round_up(length, parts)} tokens, and hide the padding with "
                 "query_seq_lengths and key_value_seq_lengths."
             )

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from memeff.inputs import check_size, kind_of, to_array
+from memeff.shape import round_up
 from memeff.sharding import shared_by, with_whole_dim
 
 Layout = Literal["contiguous", "zigzag", "striped"]
@@ -229,6 +230,6 @@ def check_length(name: str, length: int, devices: int, layout: Layout) -> None:
     if length % parts:
         raise ValueError(
             f'{name} has {length} tokens, and layout "{layout}" over {devices} devices needs a '
-            f"multiple of {parts}: pad to {-(-length // parts) * parts} tokens, and hide the "
+            f"multiple of {parts}: pad to {round_up(length, parts)} tokens, and hide the "
             "padding with query_seq_lengths and key_value_seq_lengths."
         )

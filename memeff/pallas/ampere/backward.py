@@ -70,6 +70,7 @@ from memeff.pallas.hopper.scheduler import (
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
+from memeff.shape import round_up
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 ROWS = 64  # of a tile, but for owned queries
@@ -202,7 +203,7 @@ def _run(
         state = *(lax.empty(x.shape, x.dtype) for x in types), sums
         return tuple(pl.run_state(lambda refs: run([], *more)(*operands, *refs))(state))
     if not of_keys:
-        row_sums = jax.ShapeDtypeStruct((B, N, -(-T // owned) * owned), jnp.float32)
+        row_sums = jax.ShapeDtypeStruct((B, N, round_up(T, owned)), jnp.float32)
         types += [row_sums] * count_term_gradients(problem, scalars)
     return tuple(run(types, *more)(*operands))
 

@@ -24,7 +24,7 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.problem import Operands, split_axis
-from memeff.shape import CallShape
+from memeff.shape import CallShape, round_up
 from memeff.sharding import sharding_of_sum
 
 VECTOR_MULTIPLE = 384  # of which the tiles of every kernel, of 64, 128 or 192 tokens, are parts
@@ -129,7 +129,7 @@ def padded_lengths(bias: Array) -> tuple[int, int]:
     """Return T and S of a bias of pairs, rounded up to tiles of 8 rows of 128 bytes."""
     T, S = bias.shape[2:]
     columns = ROW_BYTES // bias.dtype.itemsize
-    return -(-T // 8) * 8, -(-S // columns) * columns
+    return round_up(T, 8), round_up(S, columns)
 
 
 def pad_bias_vector(vector: Array) -> Array:

@@ -19,6 +19,7 @@ from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import CallSizes, ends_and_mask
 from memeff.pallas.hopper.tile_ranges import TileRange, keys_seen
 from memeff.problem import Problem
+from memeff.shape import round_up
 
 ROWS = 64  # of an item: the rows of a product's first factor
 MERGED_AT_ONCE = 32  # partial results, at most
@@ -141,7 +142,7 @@ class DecodeSizes(NamedTuple):
     @property
     def rows_of_item(self) -> int:
         """Return the rows that an item computes: 64, or of second factors as few as there are."""
-        return min(ROWS, -(-self.rows // 8) * 8) if self.keys_first else ROWS
+        return min(ROWS, round_up(self.rows, 8)) if self.keys_first else ROWS
 
     @property
     def row_tiles(self) -> int:
@@ -166,13 +167,13 @@ class DecodeSizes(NamedTuple):
     @property
     def merged_at_once(self) -> int:
         """Return the number of partial results that are merged at once."""
-        return min(MERGED_AT_ONCE, -(-self.splits * self.turns // 8) * 8)
+        return min(MERGED_AT_ONCE, round_up(self.splits * self.turns, 8))
 
     @property
     def parts(self) -> int:
         """Return the number of places for partial results of each row of a whole cache."""
         at_once = self.merged_at_once
-        return -(-self.splits * self.turns // at_once) * at_once
+        return round_up(self.splits * self.turns, at_once)
 
     @property
     def items_of_split(self) -> int:
@@ -278,6 +279,7 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
     groups = sizes.heads // sizes.heads_of_consumer
     k = item.k + lax.rem(jnp.int32(consumer), jnp.int32(groups)) * sizes.heads_of_consumer
     turn = lax.div(jnp.int32(consumer), jnp.int32(groups))
+    # The first tile of the item whose number has the remainder `turn`.
     first = item.first + lax.rem(turn + turns - lax.rem(item.first, turns), turns)
     total = lax.div(jnp.maximum(item.end - first + turns - 1, 0), turns)
     heads = tuple(k + n for n in range(sizes.heads_of_consumer))

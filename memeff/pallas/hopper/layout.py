@@ -19,6 +19,7 @@ from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import entries_of
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, split_axis
+from memeff.shape import round_up
 from memeff.sharding import vary_together
 
 HEAD_MULTIPLE = 64  # of padded head dims
@@ -50,14 +51,14 @@ SCALAR_DIMS = {
 def padded_width(operands: Operands) -> int:
     """Return the padded head dim of queries and keys, and of values up to `value_width`."""
     largest = max(operands.query.shape[-1], operands.value.shape[-1])
-    return -(-largest // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    return round_up(largest, HEAD_MULTIPLE)
 
 
 def value_width(operands: Operands) -> int:
     """Return the padded head dim of values: that of keys, or less where heads are wide."""
     if not has_wide_heads(operands):
         return padded_width(operands)
-    return -(-operands.value.shape[-1] // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    return round_up(operands.value.shape[-1], HEAD_MULTIPLE)
 
 
 def split_query(operands: Operands, K: int) -> tuple[Array | None, Array, Array]:

@@ -10,6 +10,7 @@ from memeff.pallas.hopper.capability import (
 )
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
+from memeff.shape import round_up
 
 
 def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
@@ -20,27 +21,27 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     if fused, and the extra pass for params.
     """
     (B,), T, S, N, K, H, D = operands.shape
-    width = _round_up(max(H, D), 64)
-    value_width = _round_up(D, 64) if has_wide_heads(operands) else width
+    width = round_up(max(H, D), 64)
+    value_width = round_up(D, 64) if has_wide_heads(operands) else width
     itemsize = operands.query.dtype.itemsize
 
     def copy(length: int, heads: int, dim: int, padded_dim: int = width) -> int:
         """Return the bytes of a padded copy, if padding is needed."""
         if itemsize == 4:
-            return 4 * B * heads * _round_up(length, 8) * padded_dim
+            return 4 * B * heads * round_up(length, 8) * padded_dim
         if padded_dim == 64 and dim % 8 == 0 and not schedule.fused_backward:
             padded_dim = dim  # read in place
         if length % 8 == 0 and dim == padded_dim:
             return 0
-        return B * heads * _round_up(length, 8) * padded_dim * itemsize
+        return B * heads * round_up(length, 8) * padded_dim * itemsize
 
     forward = copy(T, N, H)  # query
     forward += copy(S, K, H)  # key
     forward += copy(S, K, D, value_width)  # value
     forward += copy(T, N, D, value_width)  # out
     (query_vectors, key_vectors), differences, row_sums = calls.count_numbers(problem, operands)
-    rows = _round_up(T, 128)
-    cols = _round_up(S, 128)
+    rows = round_up(T, 128)
+    cols = round_up(S, 128)
     forward += 4 * B * query_vectors * rows
     forward += 4 * B * key_vectors * cols
     if problem.dropout is not None:
@@ -50,15 +51,15 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     forward += _bias_bytes(operands)
 
     gradient = 2 * forward
-    rows_of_tiles = _round_up(T, 192) if width == 64 else rows
+    rows_of_tiles = round_up(T, 192) if width == 64 else rows
     gradient += 4 * B * N * (rows + rows_of_tiles)  # lse and delta, in whole tiles
     gradient += 4 * B * N * row_sums * rows
     if schedule.fused_backward:
-        gradient += 4 * B * N * _round_up(T, 8) * width
+        gradient += 4 * B * N * round_up(T, 8) * width
     if calls.needs_extra_pass(problem, operands):
         gradient += extra_pass_bytes(schedule, operands)
     if why_not_decode(problem, operands) is None:
-        vectors = 4 * B * (query_vectors * _round_up(T * N // K, 128) + key_vectors * cols)
+        vectors = 4 * B * (query_vectors * round_up(T * N // K, 128) + key_vectors * cols)
         forward = decode_bytes(operands) + vectors
         gradient += forward
     return forward, gradient
@@ -76,9 +77,9 @@ def _bias_bytes(operands: Operands) -> int:
     if T == 1 or S == 1:
         shape = operands.shape
         length = shape.T if S == 1 else shape.S
-        return 4 * shape.B * shape.N * _round_up(length, 384)
-    rows = _round_up(T, 8)
-    cols = _round_up(S, 128 // itemsize)
+        return 4 * shape.B * shape.N * round_up(length, 384)
+    rows = round_up(T, 8)
+    cols = round_up(S, 128 // itemsize)
     if mask is None and (rows, cols) == (T, S):
         return 0
     return B * N * rows * cols * itemsize
@@ -98,7 +99,7 @@ def decode_bytes(operands: Operands) -> int:
     rows = sizes.row_tiles * ROWS
     parts = sizes.parts * (sizes.rows_stored * D + 2 * rows)
     lse = sizes.rows * D
-    queries = _round_up(sizes.rows, 8) * H * operands.query.dtype.itemsize
+    queries = round_up(sizes.rows, 8) * H * operands.query.dtype.itemsize
     queries += 4 * rows if sizes.splits_query else 0
     return B * sizes.call.K * (4 * parts + 4 * lse + queries)
 
@@ -117,8 +118,3 @@ def extra_pass_bytes(schedule: Schedule, operands: Operands) -> int:
     rows = shape.B * shape.N * shape.T
     itemsize = operands.query.dtype.itemsize
     return 8 * logits + itemsize * rows * (shape.D + shape.H // 2)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple

@@ -18,6 +18,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.shape import round_up
+
 # Untyped, because the module differs between versions of JAX.
 plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 Ref: TypeAlias = Any  # a view of shared or global memory
@@ -157,7 +159,7 @@ def eight_bit_tiling(cols: int) -> tuple[Any, Any]:
 
 def whole_width(dim: int) -> int:
     """Return a head dim, rounded up to the 64 columns of a tile in shared memory."""
-    return -(-dim // 64) * 64
+    return round_up(dim, 64)
 
 
 def head_rows(ref: Ref, b, rows, n, width: int = 0) -> Ref:

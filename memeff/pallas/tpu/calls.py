@@ -20,9 +20,10 @@ from memeff.masking import key_range, window_pairs
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.tpu import nonfinite
 from memeff.pallas.tpu.splash import HIDDEN_LOGIT, Kernels, interpreting
-from memeff.pallas.tpu.tables import Visits, round_up, tile_shape
+from memeff.pallas.tpu.tables import Visits, tile_shape
 from memeff.pallas.tpu.tokens import Tokens, tokens_of
 from memeff.problem import Gradients, LogitParams, Operands, Problem, split_axis
+from memeff.shape import round_up
 from memeff.sharding import vary_together
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, LseFor, lse_with_sinks, row_dots
 

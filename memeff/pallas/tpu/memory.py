@@ -1,7 +1,8 @@
 """Estimate the temporary memory of the TPU kernels."""
 
-from memeff.pallas.tpu.tables import choose_side, round_up
+from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem, Schedule
+from memeff.shape import round_up
 
 LANES = 128  # arrays are stored in tiles whose rows have so many numbers
 SUBLANES = 8

@@ -13,6 +13,7 @@ from jax import Array
 
 from memeff.masking import key_range
 from memeff.problem import Problem
+from memeff.shape import round_up
 
 # No TPU was here to time them. JAX's users take 512 x 512; 128 is the width of a vector register.
 SIDES = (512, 256, 128)
@@ -56,8 +57,10 @@ class Visits(NamedTuple):
         first = xp.arange(0, T, t)
         last = xp.minimum(first + t, T) - 1
         start, end, _, _ = key_range(self.problem, self.problem.q_offset, first, last)
-        start = xp.clip(xp.zeros_like(first) if start is None else start, 0, S)
-        end = xp.clip(xp.full_like(first, S) if end is None else end, start, S)
+        start = xp.zeros_like(first) if start is None else start
+        start = xp.clip(start, 0, S)
+        end = xp.full_like(first, S) if end is None else end
+        end = xp.clip(end, start, S)
         block = xp.minimum(start // c, (S - 1) // c)
         return block, xp.where(end > start, -(-end // c) - block, 0)
 
@@ -101,8 +104,3 @@ def choose_side(length: int) -> int:
 def tile_shape(T: int, S: int) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
     return choose_side(T), choose_side(S)
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple

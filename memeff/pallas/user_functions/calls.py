@@ -21,6 +21,7 @@ from memeff.pallas.user_functions.partition import (
 )
 from memeff.pallas.user_functions.tile_function import TileFunction, slope_jaxpr
 from memeff.problem import Operands, Problem, split_axis
+from memeff.shape import round_up
 from memeff.user_functions import TracedFunction, merge_leaves
 
 
@@ -145,7 +146,7 @@ def _evaluate_numbers(
     offset = None if operands.q_offset is None else operands.q_offset[:, None]
     q_pos = query_positions(problem, offset, positions[None, :T]) + each_batch  # B T
     k_pos = positions[None, :S] + each_batch  # B S
-    difference_count = _round_up(T) + _round_up(S)
+    difference_count = round_up(T, SIDE) + round_up(S, SIDE)
     differences = jnp.arange(difference_count, dtype=jnp.int32) - diagonal_offset(S)
     differences = query_positions(problem, offset, differences)  # X, or B|1 X
 
@@ -201,12 +202,7 @@ def diagonal_offset(S: int) -> int:
 
     The differences begin with the lowest in any tile.
     """
-    return _round_up(S) - 1
-
-
-def _round_up(length: int) -> int:
-    """Return the next multiple of SIDE."""
-    return -(-length // SIDE) * SIDE
+    return round_up(S, SIDE) - 1
 
 
 def _as_stored(x: Array) -> Array:

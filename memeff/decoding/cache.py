@@ -20,18 +20,16 @@ from memeff.decoding.storage import (
     LOST,
     Places,
     check_appended,
-    check_cached_dtype,
     check_counts,
     check_kept,
     check_not_lost,
     check_room,
     check_tokens,
+    empty_arrays,
     keep_drafts,
     lacks_positions,
-    places_of_new,
     query_length,
-    stored_form,
-    write_all,
+    write_new,
 )
 from memeff.inputs import check_size, known_values
 from memeff.query_positions import nan_where
@@ -130,26 +128,16 @@ class KVCache:
         """
         batch = check_size("batch", batch, 0)
         capacity = check_size("capacity", capacity)
-        K = check_size("key_heads", key_heads)
-        H = check_size("head_size", head_size)
-        D = H if value_size is None else check_size("value_size", value_size)
-        dtype = check_cached_dtype(dtype)
         if window is not None and capacity <= check_size("window", window, 0):
             raise ValueError(
                 f"capacity={capacity} and window={window}: a ring needs room for the window and "
                 "the query's own token, window + 1, and one more for each further token of a call."
             )
-        scales = [None, None]
-        if dtype.itemsize == 1:
-            scales = [jnp.zeros((batch, K, capacity), jnp.float32) for _ in range(2)]
-        return cls(
-            jnp.zeros((batch, capacity, K, H), dtype),
-            jnp.zeros((batch, capacity, K, D), dtype),
-            jnp.zeros((batch,), jnp.int32),
-            *scales,
-            window=window,
-            most_read=None if window is None else jnp.zeros((batch,), jnp.int32),
-        )
+        slots = batch, capacity
+        key, value, *scales = empty_arrays(slots, key_heads, head_size, value_size, dtype)
+        lengths = jnp.zeros((batch,), jnp.int32)
+        most_read = None if window is None else jnp.zeros((batch,), jnp.int32)
+        return cls(key, value, lengths, *scales, window=window, most_read=most_read)
 
     @property
     def capacity(self) -> int:
@@ -203,8 +191,7 @@ class KVCache:
         lengths = self.lengths + counts
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
-        places = places_of_new(self, counts, T)
-        return self._write(places, key, value, lengths)
+        return write_new(self, key, value, counts, lengths)
 
     @overload
     def attend(
@@ -444,11 +431,6 @@ class KVCache:
         if most_read is not None:
             most_read = jnp.maximum(most_read, lengths)
         return KVCache(key, value, lengths, key_scale, value_scale, self.window, most_read)
-
-    def _write(self, places: Places, key: Array, value: Array, lengths: Array) -> KVCache:
-        """Return the cache with tokens at `places`."""
-        new = stored_form(key, value, self.key.dtype)
-        return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
 
 
 def _to_bytes(aux: tuple[int | None]) -> bytes:

@@ -17,18 +17,16 @@ from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
     Places,
     check_appended,
-    check_cached_dtype,
     check_counts,
     check_kept,
     check_not_lost,
     check_room,
     check_tokens,
     check_whole_pool,
+    empty_arrays,
     keep_drafts,
-    places_of_new,
     query_length,
-    stored_form,
-    write_all,
+    write_new,
 )
 from memeff.inputs import check_integers, check_size, known_values, to_int32
 from memeff.query_positions import nan_where
@@ -110,22 +108,12 @@ class PagedKVCache:
         page = check_size("page_size", page_size)
         if page > MOST_TOKENS:
             raise ValueError(f"page_size={page}: a page has 1 to {MOST_TOKENS} tokens.")
-        K = check_size("key_heads", key_heads)
-        H = check_size("head_size", head_size)
-        D = H if value_size is None else check_size("value_size", value_size)
         B = check_size("batch", batch, 0)
         n = check_size("pages_per_sequence", pages_per_sequence)
-        dtype = check_cached_dtype(dtype)
-        scales = [None, None]
-        if dtype.itemsize == 1:
-            scales = [jnp.zeros((pages, K, page), jnp.float32) for _ in range(2)]
-        return cls(
-            jnp.zeros((pages, page, K, H), dtype),
-            jnp.zeros((pages, page, K, D), dtype),
-            jnp.full((B, n), -1, jnp.int32),
-            jnp.zeros((B,), jnp.int32),
-            *scales,
-        )
+        slots = pages, page
+        key, value, *scales = empty_arrays(slots, key_heads, head_size, value_size, dtype)
+        table = jnp.full((B, n), -1, jnp.int32)
+        return cls(key, value, table, jnp.zeros((B,), jnp.int32), *scales)
 
     @property
     def page_size(self) -> int:
@@ -224,14 +212,11 @@ class PagedKVCache:
         """
         pages = self.key_pages, self.value_pages
         key, value = check_tokens(key, value, pages, self.lengths.shape[0])
-        T = key.shape[1]
         counts = check_counts(counts, *key.shape[:2])
         lengths = self.lengths + counts
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
-        places = places_of_new(self, counts, T)
-        new = stored_form(key, value, self.key_pages.dtype)
-        return self._replace_arrays(write_all(self._arrays(), places, new), lengths)
+        return write_new(self, key, value, counts, lengths)
 
     def attend(
         self,

@@ -42,6 +42,21 @@ def check_cached_dtype(dtype: Any) -> Any:
     return dtype
 
 
+def empty_arrays(
+    slots: tuple[int, int], key_heads: Any, head_size: Any, value_size: Any, dtype: Any
+) -> list[Array | None]:
+    """Return keys [*slots, K, H], values [*slots, K, D], and scales of both or None, all zeros."""
+    K = check_size("key_heads", key_heads)
+    H = check_size("head_size", head_size)
+    D = H if value_size is None else check_size("value_size", value_size)
+    dtype = check_cached_dtype(dtype)
+    arrays: list[Array | None] = [jnp.zeros((*slots, K, size), dtype) for size in (H, D)]
+    if dtype.itemsize > 1:
+        return [*arrays, None, None]
+    first, tokens = slots
+    return [*arrays, *(jnp.zeros((first, K, tokens), jnp.float32) for _ in range(2))]
+
+
 def check_tokens(
     key: ArrayLike, value: ArrayLike, stored: tuple[Array, Array], batch: int
 ) -> tuple[Array, Array]:
@@ -215,6 +230,14 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     is_unused = (cache.lengths == 0) & (counts == 0)
     lengths = jnp.where(is_unused, 0, jnp.where(lost, LOST, first[:, 0] + counts))
     return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
+
+
+def write_new(cache: Any, key: Array, value: Array, counts: Array, lengths: Array) -> Any:
+    """Return a cache of either kind and these `lengths`, with `counts` [B] of T more tokens."""
+    arrays = cache._arrays()
+    places = places_of_new(cache, counts, key.shape[1])
+    new = stored_form(key, value, arrays[0].dtype)
+    return cache._replace_arrays(write_all(arrays, places, new), lengths)
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)

@@ -44,13 +44,13 @@ def check_cached_dtype(dtype: Any) -> Any:
 
 def empty_arrays(
     slots: tuple[int, int], key_heads: Any, head_size: Any, value_size: Any, dtype: Any
-) -> list[Array | None]:
+) -> list[Any]:
     """Return keys [*slots, K, H], values [*slots, K, D], and scales of both or None, all zeros."""
     K = check_size("key_heads", key_heads)
     H = check_size("head_size", head_size)
     D = H if value_size is None else check_size("value_size", value_size)
     dtype = check_cached_dtype(dtype)
-    arrays: list[Array | None] = [jnp.zeros((*slots, K, size), dtype) for size in (H, D)]
+    arrays = [jnp.zeros((*slots, K, size), dtype) for size in (H, D)]
     if dtype.itemsize > 1:
         return [*arrays, None, None]
     first, tokens = slots

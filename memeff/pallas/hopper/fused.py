@@ -259,93 +259,18 @@ def _compute(
     key_ref, value_ref = arrays
     dq_ref, dk_ref, dv_ref, bad_ref = outputs
     work, work_at_end = works
-    gradient = Gradient(problem, work.scalars.logit_terms)
-    tile_shape = ROWS, tiling.tile_size
     dtype = key_ref.dtype
+    gradient = Gradient(problem, work.scalars.logit_terms)
     group_rows = pl.ds(group * ROWS, ROWS)
     k = scratch.k_s.at[0, group_rows]
     v = scratch.v_s.at[0, group_rows]
     masked = work.visits.masked
     count = work.visits.total
-    stage = optional_slot(scratch.stage, group)
     old = None if scratch.old is None else tuple(x.at[group] for x in scratch.old)
     query_gradient = QueryGradient(shape, tiling, scratch, work, count, dq_ref, old)
-
-    def by_query(vector_s):
-        return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
-
-    def step(g, accumulated, hides, first, n, _):
-        dk, dv = accumulated
-        visit = g * count + n
-        slot = lax.rem(visit, jnp.int32(tiling.stages))
-        d_raw_stage = lax.rem(visit, jnp.int32(D_RAW_STAGES))
-        q = scratch.q_s.at[slot]
-        do = scratch.do_s.at[slot]
-        d_raw_ready = scratch.d_raw_ready.at[d_raw_stage]
-        plgpu.barrier_wait(scratch.q_ready.at[slot])
-        vectors = token_vectors(scratch.token_vectors, slot, group)
-        tile = transposed_tile(problem, work, tiling, n, group, HeadNumbers(), vectors)
-        keep = tile.mask() if hides else None
-        opaque_group = hide_from_cse(group)
-        k = scratch.k_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
-        v = scratch.v_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
-        # Small tiles leave registers to load lse before the products, which keep shared memory
-        # busy.
-        early_lse = by_query(scratch.lse_s.at[slot]) if tiling.tile_size == PART else None
-        plgpu.barrier_wait(scratch.do_ready.at[slot])
-
-        def products(raw, dp):
-            add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
-            plgpu.wgmma(raw, k, q.T)  # (5)
-            plgpu.wgmma(dp, v, do.T)
-            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
-            lse = by_query(scratch.lse_s.at[slot]) if early_lse is None else early_lse
-            p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
-            multiply(dv, p.astype(dtype), do, stage)
-            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
-            d_raw, _ = cotangents(p, dp)
-            d_raw = d_raw.astype(dtype)
-
-            def multiply_and_store():
-                multiply(dk, d_raw, q, stage)
-                scratch.d_raw_s[d_raw_stage, group_rows] = d_raw
-
-            def with_part(part):
-                query_gradient.start(part, visit - 1, opaque_group)
-                multiply_and_store()
-                part = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
-                # Arrive only now: (7) has read the previous tile of d_raw, which the other
-                # warpgroup overwrites next.
-                query_gradient.add(part, g, n, d_raw_ready, opaque_group)
-
-            if first:
-                multiply_and_store()
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(d_raw_ready)
-            else:
-                accumulators(with_part, (PART, PART))
-            plgpu.wgmma_wait(0)
-
-        accumulators(products, tile_shape, tile_shape)
-        plgpu.barrier_arrive(scratch.used.at[slot])
-
-    def visit_tiles(dk, dv):
-        def visit_head(g, _):
-            start = jnp.where(g == 0, 1, 0)
-            whole_start = jnp.maximum(start, masked)
-            visit = functools.partial(step, g, (dk, dv))
-            lax.fori_loop(start, masked, functools.partial(visit, True, False), None)
-            lax.fori_loop(whole_start, count, functools.partial(visit, False, False), None)
-
-        first_visit = functools.partial(step, 0, (dk, dv), True, True)
-        lax.fori_loop(0, jnp.minimum(count, 1), first_visit, None)
-        lax.fori_loop(0, shape.G, visit_head, None)
-        dk_sum = plgpu.wgmma_accumulator_load(dk, wait_n=0)
-        dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
-        return dk_sum, dv_sum
-
+    visits = _Visits(problem, gradient, query_gradient, group, group_rows, masked)
     _load_keys(arrays, scratch, work, group, group_rows)
-    dk, dv = accumulators(visit_tiles, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
+    dk, dv = accumulators(visits.visit_all, (ROWS, k.shape[-1]), (ROWS, v.shape[-1]))
 
     @pl.when(count > 0)
     def _():
@@ -368,6 +293,101 @@ def _compute(
     plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end.b, work_at_end, group))
     plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, group_rows], bad_ref.at[block, group_rows])
     plgpu.wait_smem_to_gmem(0)
+
+
+class _Visits(NamedTuple):
+    """The tiles of queries that one warpgroup's keys visit: steps (5) to (8)."""
+
+    problem: Problem
+    gradient: Gradient
+    query_gradient: QueryGradient
+    group: Any
+    group_rows: Any
+    masked: Array  # visits of a head that need a mask
+
+    def visit_all(self, dk, dv) -> tuple[Array, Array]:
+        """Visit the tiles of all heads, and return dk and dv."""
+        count = self.query_gradient.visits
+
+        def visit_head(g, _):
+            start = jnp.where(g == 0, 1, 0)
+            whole_start = jnp.maximum(start, self.masked)
+            visit = functools.partial(self._visit, g, (dk, dv))
+            lax.fori_loop(start, self.masked, functools.partial(visit, True, False), None)
+            lax.fori_loop(whole_start, count, functools.partial(visit, False, False), None)
+
+        first_visit = functools.partial(self._visit, 0, (dk, dv), True, True)
+        lax.fori_loop(0, jnp.minimum(count, 1), first_visit, None)
+        lax.fori_loop(0, self.query_gradient.shape.G, visit_head, None)
+        dk_sum = plgpu.wgmma_accumulator_load(dk, wait_n=0)
+        dv_sum = plgpu.wgmma_accumulator_load(dv, wait_n=0)
+        return dk_sum, dv_sum
+
+    def _visit(self, g, accumulated, hides: bool, first: bool, n, _) -> None:
+        """Visit the n-th tile of head g. The `first` visit of all finds no d_raw before its own."""
+        gradient, query_gradient, group = self.gradient, self.query_gradient, self.group
+        tiling = query_gradient.tiling
+        scratch = query_gradient.scratch
+        work = query_gradient.work
+        dk, dv = accumulated
+        tile_shape = ROWS, tiling.tile_size
+        visit = g * query_gradient.visits + n
+        slot = lax.rem(visit, jnp.int32(tiling.stages))
+        d_raw_stage = lax.rem(visit, jnp.int32(D_RAW_STAGES))
+        stage = optional_slot(scratch.stage, group)
+        q = scratch.q_s.at[slot]
+        do = scratch.do_s.at[slot]
+        d_raw_ready = scratch.d_raw_ready.at[d_raw_stage]
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
+        vectors = token_vectors(scratch.token_vectors, slot, group)
+        tile = transposed_tile(self.problem, work, tiling, n, group, HeadNumbers(), vectors)
+        keep = tile.mask() if hides else None
+        opaque_group = hide_from_cse(group)
+        k = scratch.k_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
+        v = scratch.v_s.at[0, pl.ds(opaque_group * ROWS, ROWS)]
+
+        def by_query(vector_s):
+            return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
+
+        # Small tiles leave registers to load lse before the products, which keep shared memory
+        # busy.
+        early_lse = by_query(scratch.lse_s.at[slot]) if tiling.tile_size == PART else None
+        plgpu.barrier_wait(scratch.do_ready.at[slot])
+
+        def products(raw, dp):
+            add_delta = init_accumulator(dp, by_query(scratch.delta_s.at[slot]))
+            plgpu.wgmma(raw, k, q.T)  # (5)
+            plgpu.wgmma(dp, v, do.T)
+            raw = plgpu.wgmma_accumulator_load(raw, wait_n=1)
+            lse = by_query(scratch.lse_s.at[slot]) if early_lse is None else early_lse
+            p, cotangents = gradient.probabilities(raw, lse, tile, keep)  # (6)
+            multiply(dv, p.astype(q.dtype), do, stage)
+            dp = add_delta(plgpu.wgmma_accumulator_load(dp, wait_n=1))  # while dv runs
+            d_raw, _ = cotangents(p, dp)
+            d_raw = d_raw.astype(q.dtype)
+
+            def multiply_and_store():
+                multiply(dk, d_raw, q, stage)
+                scratch.d_raw_s[d_raw_stage, self.group_rows] = d_raw
+
+            def with_part(part):
+                query_gradient.start(part, visit - 1, opaque_group)
+                multiply_and_store()
+                part = plgpu.wgmma_accumulator_load(part, wait_n=1)  # while dk runs
+                # Arrive only now: (7) has read the previous tile of d_raw, which the other
+                # warpgroup overwrites next.
+                query_gradient.add(part, g, n, d_raw_ready, opaque_group)
+
+            if first:
+                multiply_and_store()
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(d_raw_ready)
+            else:
+                accumulators(with_part, (PART, PART))
+            plgpu.wgmma_wait(0)
+
+        accumulators(products, tile_shape, tile_shape)
+        plgpu.barrier_arrive(scratch.used.at[slot])
 
 
 def _of_keys(ref, b, work: KeyWork, group):

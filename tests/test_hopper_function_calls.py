@@ -156,6 +156,13 @@ def test_refusals_say_what_kernels_cannot(reason):
     assert reason in why_not(**REFUSED[reason])
 
 
+def test_reasons_name_no_other_family():
+    with pretend_device("gpu", "8.0"):
+        explanation = memeff.explain(X, X, X, score_fn=erf)
+    assert "the GPU kernels cannot compute `erf` of the score" in explanation
+    assert "Hopper" not in explanation
+
+
 def tanh(score, batch, head, q_pos, k_pos, params):
     return jnp.tanh(score)
 

@@ -42,17 +42,17 @@ def why_not(problem: Problem, operands: Operands) -> str | None:
             unsupported = why_not_lowered(eqn, slopes.types)
             if unsupported is not None:
                 return (
-                    f"the Hopper kernels cannot compute {unsupported}, "
+                    f"the GPU kernels cannot compute {unsupported}, "
                     "which the gradient of score_fn needs"
                 )
     if vectors > MOST_VECTORS:
         return (
-            f"the Hopper kernels support {MOST_VECTORS} numbers for each token, "
+            f"the GPU kernels support {MOST_VECTORS} numbers for each token, "
             f"and these functions need {vectors}"
         )
     if differences > MOST_DIFFERENCES:
         return (
-            f"the Hopper kernels support {MOST_DIFFERENCES} numbers for each difference of "
+            f"the GPU kernels support {MOST_DIFFERENCES} numbers for each difference of "
             f"positions, and these functions need {differences}"
         )
     return None

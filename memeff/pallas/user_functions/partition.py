@@ -232,7 +232,7 @@ def _partition(name: str, jaxpr: FlatJaxpr, arguments: dict[int, str]) -> Partit
             cannot = f"cannot compute {unsupported} of {operand}"
             if eqn.primitive.name in READS:
                 cannot = f"cannot read an array at {operand}"
-            reason = f"the Hopper kernels {cannot} ({name})"
+            reason = f"the GPU kernels {cannot} ({name})"
     by_axis: dict[str, list[int]] = {axis: [] for axis in Numbers._fields}
     for x in sorted(x for x in needed if facts[x].precomputed):
         depends_on = facts[x].depends_on
@@ -261,18 +261,17 @@ def _why_not_precomputed(name: str, axis: str, like, per_head: bool) -> str | No
     """Return why kernels cannot read a value such as `like` for each index of an axis, or None."""
     if like.shape != ():
         return (
-            f"the Hopper kernels read numbers, but {name} makes arrays of shape {like.shape} "
+            f"the GPU kernels read numbers, but {name} makes arrays of shape {like.shape} "
             "for each pair"
         )
     if jnp.dtype(like.dtype).name not in NUMBERS | {"bool"}:
         return (
-            "the Hopper kernels compute functions in float32 and int32, "
-            f"but {name} uses {like.dtype}"
+            f"the GPU kernels compute functions in float32 and int32, but {name} uses {like.dtype}"
         )
     token = {"query_numbers": "query", "key_numbers": "key"}.get(axis)
     if token and per_head:
         return (
-            f"the Hopper kernels read numbers of {name} for each {token}, "
+            f"the GPU kernels read numbers of {name} for each {token}, "
             f"and not for each {token} and head"
         )
     return None

@@ -98,10 +98,11 @@ def kernels(monkeypatch, request):
     "kind, devices, kernels",
     [
         ("causal, segments, sinks", 3, False),
+        ("causal", 2, False),
         pytest.param("causal", 2, True, marks=slow),
         pytest.param("causal, soft cap", 8, False, marks=slow),
     ],
-    ids=["segments", "two, fused", "eight"],
+    ids=["segments", "two", "two, fused", "eight"],
     indirect=["kernels"],
 )
 def test_numbers_of_one_device(kind, devices, kernels):
@@ -109,7 +110,7 @@ def test_numbers_of_one_device(kind, devices, kernels):
     call = make_call(kind, devices)
     rng = np.random.default_rng(1)
     call.arrays["value"] = rng.standard_normal(call.arrays["key"].shape).astype(np.float32)
-    compute = gradients if devices == 3 else both_modes
+    compute = both_modes if devices == 8 else gradients
     expected = run_whole(call, compute, chunk_size=CHUNK)
     assert kernels.calls == 0 and D != H
     found = run_sharded(call, compute, devices, "zigzag", "ring", chunk_size=CHUNK)

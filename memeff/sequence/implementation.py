@@ -137,6 +137,8 @@ class Sharded:
         dtype = accumulator_dtype(operands)
         home = self.joins(problem, operands, join_parts)
         joins = home is not None
+        # With more devices the gradients are packed with keys, and would take 10 % more memory.
+        joins_gradients = joins and self.shards.devices == 2
         # The last gradients of keys travel beside dq of the same step, or beside work at home.
         keys_first = home is not None and not home.schedule.fused_backward
         steps_left = iter(reversed(range(self.shards.devices)))
@@ -144,7 +146,7 @@ class Sharded:
         def visit(state, parts: tuple[Part, ...], inputs: Operands, _tangents, rows):
             dqueries, dparams = state
             chosen, inputs = self.choose(parts, inputs)
-            schedule = dataclasses.replace(chosen.schedule, joined_gradients=joins)
+            schedule = dataclasses.replace(chosen.schedule, joined_gradients=joins_gradients)
             if keys_first and next(steps_left) == 0 and parts[1:]:
                 schedule = dataclasses.replace(schedule, fused_backward=False, keys_first=True)
             chosen = chosen._replace(schedule=schedule)
@@ -158,7 +160,7 @@ class Sharded:
             if not joins:
                 dparams = add_logit_params(parts[0], dparams, gradients.logit_params)
             key_gradients: Any = gradients.key, gradients.value
-            if joins:
+            if joins_gradients:
                 key_gradients = _join_key_gradients(gradients)
             return (dqueries, dparams), key_gradients
 
@@ -176,7 +178,9 @@ class Sharded:
             join=join_parts if joins else None,
             splits_home=not keys_first,
         )
-        dkey, dvalue = jnp.split(key_gradients, 2, axis=2) if joins else key_gradients
+        if joins_gradients:
+            key_gradients = jnp.split(key_gradients, 2, axis=2)
+        dkey, dvalue = key_gradients
         return Gradients(sum_terms(dqueries), dkey, dvalue, dparams)
 
     def tangent(

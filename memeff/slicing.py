@@ -1,22 +1,27 @@
-"""Slice and update arrays along named dims."""
+"""Slice and update arrays along named dims.
+
+No start is negative. JAX would add three equations for each dim of a slice to count negative ones
+from the end, and tracing and compiling them would take longer than the slices.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
 def slice_dims(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
     """Return `x` sliced by `cuts`, {dim: (start, size)}; broadcast dims (size 1) stay whole."""
-    starts = [jnp.int32(0)] * x.ndim
+    starts = [_as_index(0)] * x.ndim
     sizes = list(x.shape)
     for dim, (start, size) in cuts.items():
         if x.shape[dim] not in (1, size):
-            starts[dim] = jnp.int32(start)
+            starts[dim] = _as_index(start)
             sizes[dim] = size
     if sizes == list(x.shape):
         return x
-    return lax.dynamic_slice(x, starts, sizes)
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def slice_letters(x: Array, dims: str, cuts: dict[str, tuple[Any, int]]) -> Array:
@@ -34,8 +39,8 @@ def write_slice(x: Array, part: Array, starts) -> Array:
     for start, size in zip(starts, x.shape, strict=False):
         if size == 1:
             start = 0
-        indices.append(jnp.int32(start))
-    return lax.dynamic_update_slice(x, part, indices)
+        indices.append(_as_index(start))
+    return lax.dynamic_update_slice(x, part, indices, allow_negative_indices=False)
 
 
 def add_slice(total: Array, part: Array, starts) -> Array:
@@ -44,3 +49,9 @@ def add_slice(total: Array, part: Array, starts) -> Array:
     old = slice_dims(total, dict(enumerate(cuts)))
     new = old + part.astype(total.dtype)
     return write_slice(total, new, starts)
+
+
+def _as_index(start: Any) -> Any:
+    """Return a start as an int32 scalar, a constant where it is a number."""
+    is_number = isinstance(start, int | np.integer)
+    return np.array(start, np.int32) if is_number else jnp.int32(start)

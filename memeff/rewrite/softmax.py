@@ -246,7 +246,8 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     if not logs:
         if outside.nan_is_zero:
             raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
-        softmax = _of_terms(terms, keys, outside)
+        # The division follows the selections, and makes NaN of 0 / 0.
+        softmax = _of_terms(terms, keys, dataclasses.replace(outside, selected=()))
         return dataclasses.replace(softmax, unnormalised=(terms, keys))
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")

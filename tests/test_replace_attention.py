@@ -1615,7 +1615,7 @@ def doubled(q, k, v, x):
 
 SUMS_LEFT = {
     with_identity: "added to what is no softmax",
-    with_square: "one term is not recognised",
+    with_square: "the search stops at `integer_pow`",
     with_constant_logits: "not made of a product",
     sum_returned: "are returned",
     term_returned: "are returned",

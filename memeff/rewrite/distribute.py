@@ -18,12 +18,11 @@ import dataclasses
 from memeff.rewrite.axes import MOVES, NoAttention, is_cast, maker_of
 from memeff.rewrite.graph import Equation, Graph, Value
 from memeff.rewrite.recognise import Match, match
-from memeff.rewrite.softmax import NO_SOFTMAX, may_be_softmax
+from memeff.rewrite.softmax import may_be_softmax
 from memeff.rewrite.softmax_sums import is_outer_product
 
 MOST_TERMS = 16  # a sum that is added to itself n times would have 2^n
 OTHER_TERM = "it is added to what is no softmax, or subtracted"
-UNKNOWN_TERM = "it is a term of a sum, and one term is not recognised as a softmax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +44,7 @@ def match_terms(graph: Graph, second: Equation, side: int) -> list[Term]:
             raise
     terms = []
     for sign, value in values:
-        try:
-            terms.append(Term(sign, match(graph, _applied(second, side, value), side)))
-        except NoAttention as reason:
-            if len(values) > 1 and str(reason) == NO_SOFTMAX:
-                raise NoAttention(UNKNOWN_TERM) from None
-            raise
+        terms.append(Term(sign, match(graph, _applied(second, side, value), side)))
     return terms
 
 

@@ -160,7 +160,8 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
             outside = outside.selecting(formula)
         else:
             break
-    raise NoAttention(NO_SOFTMAX)
+    stop = f"`{value.op}`" if value.op else "an input"
+    raise NoAttention(f"the search stops at {stop}")
 
 
 def _of_quotient(

@@ -430,6 +430,11 @@ def running_sum(q, k, v, mask):
     return jnp.cumsum(jax.nn.softmax(q @ k.T), -1) @ v
 
 
+def first_row_of_zeros(q, k, v, mask):
+    p = jax.nn.softmax(q @ k.T)
+    return jnp.concatenate([jnp.zeros_like(p[:1]), p[1:]]) @ v
+
+
 def rows_of_zeros(q, k, v, mask):
     p = jax.nn.softmax(jnp.where(mask, q @ k.T, -jnp.inf))
     return jnp.where(mask.any(-1, keepdims=True), p, 0) @ v
@@ -513,6 +518,7 @@ LEFT = {
     two_softmaxes: "another product uses the same logits",
     mean_of_queries: f"{UNKNOWN}.*between them stands `reduce_sum`",
     running_sum: f"{UNKNOWN}.*between them stands `cumsum`",
+    first_row_of_zeros: f"{UNKNOWN}.*between them stands `concatenate`",
     rows_of_zeros: "whole rows of the probabilities are set to 0 by a selection",
     integers: "a product of int32 and int32",
     complex_values: "a value of complex64",

@@ -186,8 +186,8 @@ def _mapped(eqn: JaxprEqn, operands: list[_Marks], joined: _Marks) -> _Marks:
     """Return the marks of the result of an equation without bodies, which is no product."""
     name = eqn.primitive.name
     exponential = joined.exponential
-    if name in ("reduce_sum", "cumsum") and joined.is_softmax:
-        return joined.passing(name)  # perhaps over heads
+    if name in ("reduce_sum", "cumsum", "concatenate") and joined.is_softmax:
+        return joined.passing(name)  # perhaps of heads
     if name in SUMS:
         is_sum = joined.sum or exponential
         return dataclasses.replace(joined, sum=is_sum, exponential=False, repeated=False)

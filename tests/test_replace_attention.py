@@ -401,6 +401,32 @@ def test_positions_that_their_dtype_does_not_hold(dtype):
     np.testing.assert_allclose(replace(attend, strict=True)(q, k, v), expected, atol=1e-5)
 
 
+NUMBERS = np.arange(600)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, words",
+    [
+        (NUMBERS[3:11, None], NUMBERS[:9], "causal from position 3"),
+        (NUMBERS[3:11, None].astype("int16"), NUMBERS[None, :9].astype("int8"), "causal"),
+        (NUMBERS[8:0:-1, None], NUMBERS[:9], "mask_fn"),
+        (NUMBERS[3:11, None], NUMBERS[:9] ** 2, "mask_fn"),
+        (NUMBERS[250:258, None], NUMBERS[250:259].astype("uint8"), "mask_fn"),
+    ],
+)
+def test_positions_that_are_constants(rows, columns, words):
+    def attend(q, k, v):
+        visible = jnp.greater_equal(rows, columns).reshape(8, 9)
+        return jax.nn.softmax(jnp.where(visible, q @ k.T, -1e9)) @ v
+
+    x = qkv_of_one_head()[0]
+    arrays = x[:8], x[1:10], x[2:11]
+    (place,) = find(attend, *arrays).replaced
+    assert words in str(place)
+    out = replace(attend)(*arrays)
+    np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=1e-6)
+
+
 def low_of_float32(s, visible):
     return jnp.where(visible, s.astype(jnp.float32), jnp.finfo("float32").min).astype("bfloat16")
 

@@ -55,7 +55,7 @@ class Reader:
         opaque = Opaque(first_equal(value), index)
         equation = value.maker
         if value.constant is not None:
-            return self._band(value.constant, index) or opaque
+            return self._band(value.constant, index) or _positions(value, index) or opaque
         if equation is None:
             return opaque
         if value.op == "iota":
@@ -114,6 +114,19 @@ class Reader:
             below = AtLeastZero(distance.times(-1).plus(Affine((), high)))
             return Choice(both(decide(above), decide(below)), first, second)
         return None
+
+
+def _positions(value: Value, index: Index) -> Affine | None:
+    """Return integers of a constant as positions, if they are equally spaced along one dim."""
+    array = as_numpy(value.constant)
+    dims = [d for d, size in enumerate(value.shape) if size != 1]
+    if array is None or len(dims) != 1 or not np.issubdtype(array.dtype, np.integer):
+        return None
+    first, *rest = array.ravel().tolist()
+    step = rest[0] - first
+    if rest != [first + step * n for n in range(1, array.size)]:
+        return None
+    return position_along(index[dims[0]]).times(step).plus(Affine((), first))
 
 
 def position_within(dim: Any) -> Affine:

@@ -44,7 +44,8 @@ def choose_implementation(
     if request.backward == "fastest" and name == "pallas":
         if pallas.family_for(device).fused_is_faster(problem, operands):
             in_one = request._replace(backward="fused")
-            if _kernels_fit(problem, operands, in_one, compiled):
+            schedule, _, _ = try_schedules(problem, operands, in_one, "pallas", compiled)
+            if schedule is not None:
                 request = in_one
     schedule = choose_schedule(problem, operands, request, name, compiled)
     return Chosen(problem, schedule, module_for(name, device))
@@ -67,7 +68,12 @@ def _fastest_implementation(
     if reason is None:
         if family.slower(problem, operands) is not None:
             return "xla"
-        return "pallas" if _kernels_fit(problem, operands, request, compiled) else "xla"
+        tiles, kernel_bytes, _ = try_schedules(problem, operands, request, "pallas", compiled)
+        if tiles is not None:
+            return "pallas"
+        tiles, chunked_bytes, _ = try_schedules(problem, operands, request, "xla", compiled)
+        # if neither keeps to the limit, the error names the lower one that suffices
+        return "pallas" if tiles is None and kernel_bytes < chunked_bytes else "xla"
     half = operands.query.dtype.itemsize == 2
     default_tiles = request.chunk_size == (None, None)
     if half and default_tiles and family.for_device(device) is None and warn:
@@ -78,14 +84,6 @@ def _fastest_implementation(
             f"because {reason}.",
         )
     return "xla"
-
-
-def _kernels_fit(
-    problem: Problem, operands: Operands, request: Request, compiled: Compiled | None
-) -> bool:
-    """Return True if the kernels keep to the memory limit."""
-    schedule, _, _ = try_schedules(problem, operands, request, "pallas", compiled)
-    return schedule is not None
 
 
 def explain_choice(chosen: Chosen, operands: Operands, request: Request) -> str:

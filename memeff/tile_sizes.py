@@ -106,7 +106,10 @@ def choose_schedule(
     kernels = _gradient_in_kernels(operands, implementation)
     if kernels or implementation == "reference":
         where = "in kernels" if kernels else "at once"
-        cure = "omit `backward`" if request.backward == "fused" else "omit `implementation`"
+        if request.backward == "fused":
+            cure = "omit `backward`"
+        elif request.implementation is not None:
+            cure = "omit `implementation`"
     raise ValueError(
         f"memory_limit={limit} ({format_bytes(limit or 0)}): forward and gradient of this call "
         f"need up to {needed} bytes ({format_bytes(needed)}) beyond inputs and outputs, {where}. "

@@ -435,6 +435,22 @@ def test_kernels_keep_to_a_memory_limit():
         jax.eval_shape(attend, x)
 
 
+@pytest.mark.skipif(OLD, reason="kernels need jax 0.11")
+@pytest.mark.parametrize("head_dim, kernels_need_less", [(128, True), (100, False)])
+def test_a_refused_limit_names_the_lower_figure(head_dim, kernels_need_less):
+    """Kernels copy what they pad, and tiles of the chunked path have a least size."""
+    x = jax.ShapeDtypeStruct((2, 8192, 16, head_dim), jnp.bfloat16)
+    kernels = memeff.plan(x, x, x, device="H200").gradient_bytes
+    with pytest.raises(ValueError, match="Raise the limit to that, or split the batch") as refusal:
+        memeff.plan(x, x, x, device="H200", memory_limit=1)
+    words = str(refusal.value)
+    assert (f"up to {kernels} bytes" in words and "in kernels" in words) == kernels_need_less
+    needed = int(words.partition("need up to ")[2].split()[0])
+    assert needed <= kernels
+    enough = memeff.plan(x, x, x, device="H200", memory_limit=needed)
+    assert (enough.implementation == "pallas") == kernels_need_less
+
+
 # ---- wrong plans
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 from flax import nnx as flax_nnx
 from flax_cases import LINEN, NNX, F, N, T, X, assert_close, assert_equal, uniform
 
@@ -208,6 +209,38 @@ def test_wrong_indices_are_refused():
     module.attention_fn = flax_nnx.dot_product_attention
     with pytest.raises(ValueError, match="does not take q_offset, which is needed here"):
         module(X[:, :2])
+
+
+@pytest.mark.parametrize("layer", ["NNX", "Linen", "NNX with a window"])
+def test_an_attention_fn_that_hands_all_keywords_to_flax_is_refused_in_words(layer):
+    """It takes any keyword, and Flax's function knows none of memeff's."""
+
+    flaxes = linen if layer == "Linen" else flax_nnx
+
+    def attention(*arrays, **keywords):
+        return flaxes.dot_product_attention(*arrays, **keywords)
+
+    name = {"NNX": "q_offset", "Linen": "is_causal", "NNX with a window": "local_window_size"}[
+        layer
+    ]
+    message = f"attention takes any keyword, and hands {name} to a function that does not take it"
+    if layer == "Linen":
+        module = LINEN[0](N, decode=True, attention_fn=attention)
+        variables = module.init(jax.random.key(0), X)
+        with pytest.raises(TypeError, match=message):
+            module.apply(variables, X[:, :1], mutable=["cache"])
+        return
+    window = (2, None) if "window" in layer else None
+    module = NNX[0](
+        *(N, F),
+        decode=True,
+        attention_fn=attention,
+        local_window_size=window,
+        rngs=flax_nnx.Rngs(0),
+    )
+    module.init_cache(X.shape)
+    with pytest.raises(TypeError, match=message):
+        module(X[:, :1])
 
 
 def test_a_cache_may_have_another_dtype_than_its_tokens():

@@ -216,4 +216,29 @@ def bind(
     optional = {name: x for name, x in optional.items() if takes_any or name in names}
     if not required and not optional:
         return attention_fn
-    return functools.partial(attention_fn, **required, **optional)
+    bound = functools.partial(attention_fn, **required, **optional)
+    return _naming_refused_keywords(bound) if takes_any else bound
+
+
+def _naming_refused_keywords(bound: functools.partial) -> Callable:
+    """Return `bound` with an error that says what to do if its function passes a keyword on.
+
+    A function that takes any keyword may hand all of them to Flax's, which does not know them.
+    """
+
+    @functools.wraps(bound.func)  # with its signature, which Flax reads
+    def attend(*arrays, **more):
+        try:
+            return bound(*arrays, **more)
+        except TypeError as e:
+            for name in bound.keywords:
+                if f"unexpected keyword argument '{name}'" in str(e):
+                    function_name = getattr(bound.func, "__qualname__", bound.func)
+                    raise TypeError(
+                        f"attention_fn={function_name} takes any keyword, and hands {name} to a "
+                        "function that does not take it. Name the keywords that attention_fn "
+                        "takes, or give a function that takes all, like memeff.nn.attention_fn."
+                    ) from e
+            raise
+
+    return attend

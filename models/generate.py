@@ -11,6 +11,7 @@ import argparse
 import codecs
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from memeff.units import parse_bytes
+from memeff.diagnostics.plan import check_device
+from memeff.units import format_bytes, parse_bytes
 from models.data import START, VOCABULARY, Refused
 from models.files import one_sentence
 from models.train import read_settings, restore
@@ -222,6 +224,7 @@ def read_prompts(
     if room >= 2**31:
         raise Refused(f"length={length}: with the prompt it must be below 2**31 bytes.")
     chunk = min(CHUNK, longest)
+    check_memory(graphdef, params, len(starts), room, chunk)
     while True:
         state, pieces = first_state(graphdef, params, starts, room, chunk)
         arguments = graphdef, params, state, pieces[0], jnp.asarray(counts)
@@ -241,6 +244,22 @@ def read_prompts(
         valid = jnp.asarray(np.clip(counts - n * chunk, 0, chunk))
         state = read_chunk(graphdef, params, state, tokens, valid)
     return state
+
+
+def check_memory(graphdef: Any, params: Any, batch: int, room: int, chunk: int) -> None:
+    """Refuse caches that the device has no memory for."""
+
+    def empty_cache(params: Any) -> Caches:
+        return nnx.merge(graphdef, params).empty_cache(batch, room, chunk)
+
+    caches = jax.tree.leaves(jax.eval_shape(empty_cache, params))
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in caches)
+    _, memory = check_device(None, caches[0])
+    if memory is not None and needed > memory:
+        raise Refused(
+            f"the caches of {batch} texts of {room} bytes need {format_bytes(needed)} of memory, and this machine has "
+            f"{format_bytes(memory)}. Give a smaller length, or fewer prompts at a time."
+        )
 
 
 def first_state(

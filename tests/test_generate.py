@@ -122,6 +122,14 @@ def test_prompts_are_read_within_a_memory_limit():
         generate.read_prompts(graphdef, params, starts, 1, 10)
 
 
+def test_caches_beyond_the_memory_are_refused_in_a_sentence():
+    graphdef, params = build()
+    texts = generate.stream(graphdef, params, ["a", "b"], length=2_000_000_000, temperature=0)
+    message = "the caches of 2 texts of 2000000256 bytes need .*iB of memory, and this machine has"
+    with pytest.raises(Refused, match=message):
+        next(texts)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

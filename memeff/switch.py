@@ -84,6 +84,7 @@ def switch_jax_nn(
       -inf.
     * The caller's `implementation=` ("xla", "cudnn", "triton") is ignored, because it chooses among
       JAX's implementations.
+    * A side of `local_window_size` below 0 is refused.
 
     The switch reaches every call by the full name, for example by Keras, and needs no Flax. It does
     not reach:

@@ -231,7 +231,7 @@ def check_window(
         if side < 0:
             raise ValueError(
                 f"{name}={window!r}: sides count tokens and must be >= 0; use None for an "
-                "unbounded side."
+                "unbounded side, and a mask_fn for a window beside the query's own position."
             )
     # A side beyond any position is no bound.
     left, right = (None if side is None or side >= TOO_LONG else int(side) for side in sides)

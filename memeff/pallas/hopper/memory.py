@@ -35,10 +35,9 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
             return 0
         return B * heads * round_up(length, 8) * padded_dim * itemsize
 
-    forward = copy(T, N, H)  # query
-    forward += copy(S, K, H)  # key
-    forward += copy(S, K, D, value_width)  # value
-    forward += copy(T, N, D, value_width)  # out
+    inputs = copy(T, N, H), copy(S, K, H), copy(S, K, D, value_width)  # query, key, value
+    copies = sum(inputs) + copy(T, N, D, value_width)  # and out
+    forward = copies
     (query_vectors, key_vectors), differences, row_sums = calls.count_numbers(problem, operands)
     rows = round_up(T, 128)
     cols = round_up(S, 128)
@@ -51,6 +50,9 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     forward += _bias_bytes(operands)
 
     gradient = 2 * forward
+    if has_wide_heads(operands):
+        # each gradient has a kernel of its own, and is cut before the next kernel runs
+        gradient -= copies - max(inputs)
     rows_of_tiles = round_up(T, 192) if width == 64 else rows
     gradient += 4 * B * N * (rows + rows_of_tiles)  # lse and delta, in whole tiles
     gradient += 4 * B * N * row_sums * rows

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from models.data import Refused
 
 
@@ -27,6 +29,13 @@ def one_sentence(script: str) -> Iterator[None]:
         sys.stdout.flush()  # the output may go to a file on a full disk
     except Refused as refusal:
         raise SystemExit(f"{script}: {refusal}") from None
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = (str(error).splitlines() or ["MemoryError"])[0]
+        raise SystemExit(
+            f"{script}: out of memory ({reason}): choose smaller sizes, such as those of batch and context."
+        ) from None
     except OSError as error:
         sys.stdout = None  # Python would flush it again at exit and complain a second time
         raise SystemExit(f"{script}: {error}") from None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from cheap_run import OUT, SETTINGS, check_sentence, enter_workplace, run
 
@@ -34,6 +35,18 @@ def refusal_of(script, *flags) -> str:
     text = str(exit.value.code)
     check_sentence(text, script.__name__)
     return text
+
+
+def test_sizes_beyond_the_memory_end_in_a_sentence(monkeypatch):
+    """Rows are allocated by NumPy, and all else by JAX."""
+    flags = *FLAGS, "--text", "text.txt", "--out"
+    assert "out of memory (" in refusal_of(train, *flags, "rows", "--batch=1000000000000")
+
+    def train_step(*_):
+        return jnp.zeros(2**44)
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    assert "out of memory (RESOURCE_EXHAUSTED" in refusal_of(train, *flags, "steps")
 
 
 # ---- folders of runs

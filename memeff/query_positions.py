@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from memeff.inputs import known_values
@@ -38,7 +39,7 @@ def check_query_positions(
     rows = T if lengths is None else known_values(lengths)
     if rows is None or not isinstance(T, int):
         return count
-    end = int((first + rows).max())
+    end = int((first.astype(np.int64) + rows).max())  # a sum of 8 bits would wrap
     if end > count:
         raise ValueError(
             f"mask_fn has params for Q={count} {COUNTED['Q']}, but this call has Q={end}."

@@ -130,6 +130,14 @@ WRONG = [  # keyword arguments, error, its words
         ValueError,
         r"params for Q=7 query positions \(q_offset \+ T\), but this call has Q=8",
     ),
+    (  # a sum of 8 bits would wrap
+        dict(
+            mask_fn=masks.documents(np.zeros(255, int), np.zeros(7, int)),
+            q_offset=np.array([0, 252], np.uint8),
+        ),
+        ValueError,
+        r"params for Q=255 query positions \(q_offset \+ T\), but this call has Q=257",
+    ),
     (
         dict(mask_fn=_one_batch_entry),
         ValueError,

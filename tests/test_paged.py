@@ -72,6 +72,21 @@ def in_pages(page, k, v, fill):
     return *pools, np.where(np.arange(n) * page < LENGTHS[:, None], table, -1)
 
 
+def test_lengths_of_any_integers_place_the_newest_tokens():
+    """Unsigned lengths below T do not wrap; traced ones count at most as the pages' tokens."""
+    rng = np.random.default_rng(0)
+    q, pages = (rng.standard_normal(shape).astype(f32) for shape in ((2, 3, 2, 4), (5, 4, 1, 4)))
+    attend = functools.partial(
+        paged_attention, q, pages, pages, [[3, 0], [1, 4]], is_causal=True, return_residual=True
+    )
+    few, many = np.array([1, 5]), np.array([8, 5])
+    expected = attend(few)
+    assert np.isneginf(expected[1][0, :2]).all()
+    for dtype in (np.uint8, np.uint32, np.int8):
+        assert_bits(attend(few.astype(dtype)), expected)
+    assert_bits(jax.jit(attend)(many + [3, 0]), jax.jit(attend)(many))
+
+
 @pytest.mark.parametrize(
     "page, dtype",
     [

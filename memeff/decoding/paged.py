@@ -133,8 +133,10 @@ def paged_attention(
     _check_pages(key, lengths)
     shape = CallShape.of(query, key, value)
     check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
-    if q_offset is not None:
-        check_offset(shape, q_offset)
+    if q_offset is None:
+        # in int32, because the difference of unsigned numbers would wrap
+        q_offset = jnp.minimum(to_int32(lengths), shape.S) - shape.T
+    check_offset(shape, q_offset)
     arguments = bind_arguments(
         "paged_attention",
         query,
@@ -143,7 +145,7 @@ def paged_attention(
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=lengths,
-        q_offset=lengths - query.shape[1] if q_offset is None else q_offset,
+        q_offset=q_offset,
         return_residual=return_residual,
         **options,
     )

@@ -203,6 +203,9 @@ def test_wrong_indices_are_refused():
     module.cache_index = flax_nnx.Cache(jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=r"cache_index has shape \(3,\): it must be one number"):
         module(X[:, :1])
+    module.cache_index = flax_nnx.Cache(jnp.zeros(2, jnp.uint8))
+    with pytest.raises(TypeError, match="cache_index is uint8, which cannot count all tokens"):
+        module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.int32(0))
     with pytest.raises(ValueError, match="pass inputs with 1 to 7 tokens"):
         module(np.concatenate([X, X], 1))

@@ -17,7 +17,9 @@ def append(
     as long as each other. Tokens beyond S then overwrite the last ones, as in Flax. If it is [*B],
     such tokens are left out (see `nan_where_full`).
 
-    Raises: ValueError if shapes disagree, or a token is known to lie outside the cache.
+    Raises:
+      ValueError: if shapes disagree, or a token is known to lie outside the cache.
+      TypeError: if `start` is no integer of 32 or 64 bits.
     """
     keys, values = cached
     key, value = new
@@ -38,6 +40,10 @@ def append(
         raise ValueError(
             f"decode: cache_index has shape {start.shape}: it must be one number, or one for each "
             f"sequence, {tuple(batch)}."
+        )
+    if not jnp.issubdtype(start.dtype, jnp.integer) or start.dtype.itemsize < 4:
+        raise TypeError(
+            f"decode: cache_index is {start.dtype}, which cannot count all tokens: make it int32."
         )
     _check_room(start, T, S)
     return _write(keys, key, start), _write(values, value, start)

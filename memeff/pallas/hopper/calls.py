@@ -367,8 +367,8 @@ def backward(
     terms = gradients_of_terms(problem, operands, query_functions, sums, extra_pass)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
-    dk, dv = (*dkeys, None)[:2]
-    return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
+    dv = None if joined else dkeys[1]
+    return Gradients(lax.collapse(dq, 2, 4), dkeys[0], dv, terms)
 
 
 def _split_gradient(

@@ -53,6 +53,24 @@ def test_weighted_sums(name):
     assert_right(actual, truth, baseline)
 
 
+def test_the_last_tile_of_a_cluster_may_be_empty(monkeypatch):
+    """The second thread block of the last cluster has no tokens: there are 17 tiles of them."""
+    T, H, V = 17 * 128, 512, 4160
+    monkeypatch.setattr(loops, "GPU_TILE", (T, V))
+    monkeypatch.setattr(objective, "block_tokens", lambda *_: T)
+    x, kernel, labels, (weights, zeros), arrays, static = case("plain", (T, H, V))
+    truth, baseline = truth_and_baseline("plain", x, kernel, labels, (weights, zeros), {}, {})
+    run = jax.jit(functools.partial(both_ways, ours({})))
+    actual = jax.tree.map(np.asarray, run(x, kernel, labels, (weights, zeros), {}))
+    assert_right(actual, truth, baseline)
+    run = jax.jit(weighted_with_gradients({}, labels, weights))
+    actual = jax.tree.map(np.asarray, run(x, kernel, {}))
+    truth, baseline = truth_and_baseline("plain", x, kernel, labels, (weights, 0 * zeros), {}, {})
+    for results in (truth, baseline):
+        results["value"] = np.sum(np.asarray(results["loss"], np.float64) * weights)
+    assert_right(actual, truth, baseline)
+
+
 def test_bits_repeat():
     x, kernel, labels, (weights, _), _, _ = case("plain", SIZES)
     run = jax.jit(jax.value_and_grad(weighted({}), (0, 1)))

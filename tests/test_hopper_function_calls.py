@@ -207,7 +207,7 @@ def echoing_kernels(monkeypatch):
     monkeypatch.setattr(backward_key, "key_value_gradient", no_key_value_gradient)
 
 
-def no_key_value_gradient(problem, lengths, arrays, scalars, tiling):
+def no_key_value_gradient(problem, lengths, arrays, scalars, tiling, joined):
     return jnp.zeros_like(arrays[1]), jnp.zeros_like(arrays[2])
 
 

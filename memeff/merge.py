@@ -14,7 +14,7 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
     Each part is what `dot_product_attention(..., return_residual=True)` returns for the same
     queries and some of the keys: a prefix that many sequences share, the keys of one device, what
     was kept elsewhere. The result is that of one call with all keys, up to rounding. Sums are
-    float32 (float64 for float64). Derivatives are exact, in both modes and of every order.
+    float32 (float64 if any array is float64). Derivatives are exact, in both modes and of every order.
 
     Pass sinks [N] to no part, because lse does not include them. Multiply the merged out by
     `jax.nn.sigmoid(lse - sinks)[..., None]` instead.
@@ -26,8 +26,8 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
         is -inf for a row that sees none of the part's keys.
 
     Returns:
-      out [*B, T, N, D] in the dtype of the parts' outs, and lse [*B, T, N] in float32 (float64 for
-      float64), in nats. A row that sees no key in any part gives 0 and -inf.
+      out [*B, T, N, D] in the dtype of the parts' outs, and lse [*B, T, N] in float32 (float64 if
+      any array is float64), in nats. A row that sees no key in any part gives 0 and -inf.
 
     Raises:
       ValueError: if there is no part, or shapes disagree.
@@ -55,7 +55,7 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
                 f"part {n} of merge has out {out.shape} and lse {lse.shape}, and part 0 has "
                 f"{outs[0].shape} and {logs[0].shape}: parts must be of the same queries."
             )
-    is_wide = any(lse.dtype == jnp.float64 for lse in logs)
+    is_wide = any(x.dtype == jnp.float64 for x in (*outs, *logs))
     dtype = jnp.float64 if is_wide else jnp.float32  # strict promotion would refuse result_type
     out, m, l = merge_rows(outs, [lse.astype(dtype) for lse in logs], [None] * len(logs))
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))

@@ -127,6 +127,22 @@ def test_dtypes_under_strict_promotion(dtype):
     np.testing.assert_allclose(total, np.log(2), rtol=1e-6)
 
 
+def test_sums_are_float64_if_any_array_is():
+    """An out in float64 is not rounded to float32 because its lse is narrower."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        out = jnp.asarray(RNG.standard_normal((2, 1, 2, 3, 4)))
+        lse = jnp.asarray(RNG.standard_normal((2, 1, 2, 3)), jnp.float32)
+        for log in (lse, lse.astype(jnp.float64)):
+            merged, total = memeff.merge(*zip(out, log, strict=True))
+            weights = np.exp(np.asarray(log, np.float64))
+            expected = (weights[..., None] * out).sum(0) / weights.sum(0)[..., None]
+            assert (merged.dtype, total.dtype) == (jnp.float64, jnp.float64)
+            np.testing.assert_allclose(merged, expected, rtol=1e-13, atol=1e-15)
+            np.testing.assert_allclose(total, np.log(weights.sum(0)), rtol=1e-13, atol=1e-15)
+        (merged, _), pull = jax.vjp(lambda x: memeff.merge((x, lse[0])), out[0])
+        assert pull((merged, jnp.zeros_like(lse[0], jnp.float64)))[0].dtype == jnp.float64
+
+
 @pytest.mark.parametrize(
     "parts, error, text",
     [

@@ -14,7 +14,8 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
     Each part is what `dot_product_attention(..., return_residual=True)` returns for the same
     queries and some of the keys: a prefix that many sequences share, the keys of one device, what
     was kept elsewhere. The result is that of one call with all keys, up to rounding. Sums are
-    float32 (float64 if any array is float64). Derivatives are exact, in both modes and of every order.
+    float32 (float64 if any array is float64). Derivatives are exact, in both modes and of every
+    order.
 
     Pass sinks [N] to no part, because lse does not include them. Multiply the merged out by
     `jax.nn.sigmoid(lse - sinks)[..., None]` instead.

@@ -141,6 +141,15 @@ def test_audit_knows_how_far_large_logits_are_rounded():
     assert not memeff.audit(groups_reversed, 1e6 * q, k, v, is_causal=True, samples=64).ok
 
 
+def test_audit_reports_nan_only_where_it_is_visible():
+    q, k, v = _inputs("float32", 7, 9)
+    v = v.at[:, 5].set(jnp.nan)
+    for length, is_right in ((5, True), (6, False)):
+        lengths = np.full(2, length)
+        report = memeff.audit("xla", q, k, v, key_value_seq_lengths=lengths, samples=16)
+        assert report.ok == is_right, str(report)
+
+
 def test_a_wrong_lse_of_a_row_excuses_no_other_row(monkeypatch):
     def attend(*args, **kwargs):
         out, lse = memeff.dot_product_attention(*args, **kwargs)

@@ -146,7 +146,8 @@ def audit(
         arguments, for example
         `functools.partial(jax.nn.dot_product_attention, implementation="cudnn")`. A function does
         not return lse, so the chunked path computes it.
-      query, key, value, bias, mask: as in `dot_product_attention`.
+      query, key, value, bias, mask: as in `dot_product_attention`. The truth counts NaN and Inf in
+        query, key and value as 0, so rows that see them are reported as errors.
       samples: the number of rows, and of columns; with grouped heads, of all heads of a group. It
         is rounded up so that all devices of a sharded sequence have the same number of samples.
       rng: a key of `jax.random` for the samples and the cotangent. Default: `jax.random.key(0)`.

@@ -318,7 +318,7 @@ def cut_sample(
     """Return the tile of one row, or one column, of one key head, in float64.
 
     `row_scalars` and `row_vectors` name inputs. Numbers that are not finite become 0, because
-    nobody may see them.
+    0 * NaN is NaN for a hidden pair, too.
     """
     operands = split_heads(map_operands(cut, inputs.operands), 1)
     q_pos, k_pos = cut.of(inputs, "q_pos"), cut.of(inputs, "k_pos")

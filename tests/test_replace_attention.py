@@ -976,6 +976,41 @@ def test_rows_of_zeros_are_zero_or_nan_as_in_the_program(average, length):
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
+# Probabilities in which rows are set to 0, in every order among other factors. `sees` is true for
+# rows that see a key, and each of the first two is all that makes 0 of NaN.
+ROWS_SET_TO_ZERO = (
+    lambda p, sees, rows, count: jnp.where(sees, p, 0),
+    lambda p, sees, rows, count: jnp.where(~sees, 0, p / count),
+    lambda p, sees, rows, count: jnp.where(rows, jnp.nan_to_num(p), 0),
+    lambda p, sees, rows, count: jnp.nan_to_num(jnp.where(rows, p, 0)),
+    lambda p, sees, rows, count: jnp.where(rows, jnp.where(sees, p, 0) * 2, 0),
+    lambda p, sees, rows, count: jnp.where(sees, p, 0) - jnp.where(rows, p, 0) / 2,
+    lambda p, sees, rows, count: jnp.where(sees, p, 0) / count,  # 0 / 0 is NaN
+)
+
+
+@pytest.mark.parametrize("low", [-np.inf, -1e9])
+def test_rows_are_set_to_zero_by_selections_after_the_softmax(low):
+    visible = np.random.default_rng(3).random((16, 16)) < 0.5
+    visible[2] = False
+
+    def attend(q, k, v, visible):
+        sees = visible.any(-1, keepdims=True)
+        rows = jnp.arange(len(q))[:, None] % 3 > 0
+        count = visible.sum(-1, keepdims=True)
+        results = []
+        for change in ROWS_SET_TO_ZERO:
+            p = jax.nn.softmax(jnp.where(visible, q @ k.T, low))
+            results.append(change(p, sees, rows, count) @ v)
+        return jnp.stack(results)
+
+    arrays = *qkv_of_one_head(), jnp.asarray(visible)
+    assert not find(attend, *arrays).left
+    out = replace(attend, strict=True)(*arrays)
+    np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=2e-6)
+    assert not out[:2, 2].any() and jnp.isnan(out[-1, 2]).all()
+
+
 def zeros_by_selection(p, visible):
     return jnp.where(visible, p, 0)
 

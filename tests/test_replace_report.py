@@ -437,7 +437,13 @@ def first_row_of_zeros(q, k, v, mask):
 
 def rows_of_zeros(q, k, v, mask):
     p = jax.nn.softmax(jnp.where(mask, q @ k.T, -jnp.inf))
-    return jnp.where(mask.any(-1, keepdims=True), p, 0) @ v
+    return jnp.where(mask & (q[:, :1] > 0), p, 0) @ v
+
+
+def exponentials_of_rows_of_zeros(q, k, v, mask):
+    s = jnp.where(mask, q @ k.T, -jnp.inf)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return jnp.where(q[:, :1] > 0, e, 0) @ v / e.sum(-1, keepdims=True)
 
 
 def integers(q, k, v, mask):
@@ -520,6 +526,7 @@ LEFT = {
     running_sum: f"{UNKNOWN}.*between them stands `cumsum`",
     first_row_of_zeros: f"{UNKNOWN}.*between them stands `concatenate`",
     rows_of_zeros: "whole rows of the probabilities are set to 0 by a selection",
+    exponentials_of_rows_of_zeros: "whole rows of the exponentials are set to 0 by a selection",
     integers: "a product of int32 and int32",
     complex_values: "a value of complex64",
     gradient_of_logsumexp: "a derivative that the program takes makes this softmax",

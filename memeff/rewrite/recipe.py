@@ -100,7 +100,8 @@ class Recipe:
     # where this is false, the logit is `low`
     visible: PairFunction | None = dataclasses.field(default=None, kw_only=True)
     low: float = dataclasses.field(default=-math.inf, kw_only=True)
-    factors: tuple[tuple[str, Argument], ...]  # "mul" or "div" of the output, which has one column
+    # of the output, the outermost first: "mul" or "div" by one column, or rows to "keep" or "drop"
+    factors: tuple[tuple[str, Argument], ...]
     factor: float  # of the output
     dropout: Dropout | None
     precision: Any
@@ -222,9 +223,14 @@ def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
     out = attend(recipe, inputs)
     out = out if recipe.factor == 1 else out * recipe.factor
-    for operation, argument in recipe.factors:
-        factor = recipe.array(argument, inputs).astype(out.dtype)
-        out = out * factor if operation == "mul" else out / factor
+    for operation, argument in reversed(recipe.factors):
+        factor = recipe.array(argument, inputs)
+        if operation in ("keep", "drop"):
+            out = jnp.where(factor == (operation == "keep"), out, 0)
+        elif operation == "mul":
+            out = out * factor.astype(out.dtype)
+        else:
+            out = out / factor.astype(out.dtype)
     return recipe.out(out).astype(recipe.out_dtype)
 
 

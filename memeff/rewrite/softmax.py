@@ -36,6 +36,7 @@ from memeff.rewrite.softmax_sums import (
     is_outer_product,
     is_zeroing,
     reciprocal,
+    selected_rows,
     shown_in_sum,
     sums_keys,
     unguarded,
@@ -69,7 +70,8 @@ class Softmax:
 class Outside:
     """The operations between the softmax and the second product."""
 
-    factors: tuple[tuple[str, Element], ...] = ()  # "mul" or "div", and what does not depend on S
+    # of rows, the outermost first: "mul" or "div", or the rows to "keep" or to "drop"
+    factors: tuple[tuple[str, Element], ...] = ()
     shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
     number: float = 1.0  # by which probabilities are multiplied
     selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
@@ -83,6 +85,10 @@ class Outside:
         if self.is_guarded and (number is None or not math.isfinite(number) or number == 0):
             raise NoMatch("NaN or infinity is replaced after a factor that may make it")
         return dataclasses.replace(self, factors=(*self.factors, (operation, element)))
+
+    def selecting_rows(self, operation: str, rows: Element) -> Outside:
+        """Return this with one more selection of rows: "keep" or "drop"."""
+        return dataclasses.replace(self, factors=(*self.factors, (operation, rows)))
 
     def showing(self, formula: Formula, number: float) -> Outside:
         """Return this with one more condition and a number."""
@@ -155,6 +161,11 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
                 outside = dataclasses.replace(
                     outside, nan_is_zero=outside.nan_is_zero or is_nan, is_guarded=True
                 )
+                continue
+            selection = selected_rows(value, index, keys)
+            if selection is not None:
+                (value, index), operation, rows = selection
+                outside = outside.selecting_rows(operation, rows)
                 continue
             (value, index), formula, _ = zeroed(value, index)
             outside = outside.selecting(formula)
@@ -247,6 +258,8 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     if not logs:
         if outside.nan_is_zero:
             raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
+        if any(operation in ("keep", "drop") for operation, _ in outside.factors):
+            raise NoMatch("whole rows of the exponentials are set to 0 by a selection")
         # The division follows the selections, and makes NaN of 0 / 0.
         softmax = _of_terms(terms, keys, dataclasses.replace(outside, selected=()))
         return dataclasses.replace(softmax, unnormalised=(terms, keys))

@@ -94,6 +94,22 @@ def zeroed(value: Value, index: Index) -> tuple[Element, Formula, float]:
     raise NoAttention("a selection")
 
 
+def selected_rows(
+    value: Value, index: Index, keys: tuple[Letter, ...]
+) -> tuple[Element, str, Element] | None:
+    """Return x, "keep" or "drop", and for which rows, of a selection that sets the rest to 0.
+
+    A row is all keys of one query. Return None for a selection that differs within a row.
+    """
+    which, *cases = operands_of(value, index)
+    if len(cases) != 2 or which[0].dtype != bool or depends(which, keys):
+        return None
+    if_false, if_true = cases
+    if known_number(if_false[0]) == 0:
+        return if_true, "keep", which
+    return (if_false, "drop", which) if known_number(if_true[0]) == 0 else None
+
+
 def unguarded(value: Value, index: Index) -> tuple[Element, bool] | None:
     """Return x and True of a selection that replaces NaN in x by 0, and None of other selections.
 

@@ -246,7 +246,7 @@ class _Translation:
         return arrange(index, self.match.result_index, is_full=True)
 
     def _factors(self) -> tuple[tuple[str, Argument], ...]:
-        """Return what the output is multiplied with or divided by."""
+        """Return what the output is multiplied with or divided by, and which rows are kept."""
         form = (*((x,) for x in self.roles.batch), self.query, self.roles.heads, ())
         factors = []
         for operation, element in self.match.softmax.outside.factors:

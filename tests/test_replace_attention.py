@@ -1011,6 +1011,25 @@ def test_rows_are_set_to_zero_by_selections_after_the_softmax(low):
     assert not out[:2, 2].any() and jnp.isnan(out[-1, 2]).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_of_16_bits_beside_a_score_function_are_not_rounded(dtype):
+    """XLA rounds none of these logits on a CPU, so rounding would add to the error."""
+
+    def attend(q, k, v):
+        distance = jnp.abs(jnp.arange(len(q))[:, None] - jnp.arange(len(k))) / 4
+        s = q @ k.T - distance.astype(q.dtype)
+        return jax.nn.softmax(s.astype(v.dtype)) @ v
+
+    arrays = qkv_of_one_head()
+    q, k = (x.astype(dtype) for x in arrays[:2])
+    report = find(attend, q, k, arrays[2])
+    assert "score_fn" in str(report.replaced[0])
+    out = replace(attend)(q, k, arrays[2])
+    with jax.enable_x64(True):
+        truth = attend(*(jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, arrays[2])))
+    np.testing.assert_allclose(out, truth, atol=2e-6)
+
+
 def zeros_by_selection(p, visible):
     return jnp.where(visible, p, 0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from memeff.problem import sum_dtype
 from memeff.rewrite.arrange import arrange, reduced, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
 from memeff.rewrite.axes import Element, NoMatch, Slice, expand, expand_all, letters_in
@@ -361,7 +362,12 @@ class _Translation:
         if core is not None:
             builder.dots, builder.dots_index = self.match.dots
             builder.depends = self.depends
-            step = builder.scaled(builder.element(*core.element), core.factor)
+            if core.element == self.match.dots:
+                wide = jnp.dtype(sum_dtype(self.match.dots[0].dtype))  # logits are not rounded
+                step = builder.add("score", str(wide))
+            else:
+                step = builder.element(*core.element)
+            step = builder.scaled(step, core.factor)
             is_product = is_product_of_more(core, self.match.dots[0], self.depends)
             steps.append(builder.add("rounded", step) if is_product else step)
         # the innermost first, as the program adds them: beside -1e9 each order rounds differently,

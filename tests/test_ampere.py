@@ -331,5 +331,6 @@ def test_devices_without_mma(device):
 
 def test_old_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.11.1")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     reason = pallas.family_for(Device("gpu", "8.0")).for_device(Device("gpu", "8.0"))
     assert reason == "the Ampere kernels need jax 0.11.2 or later, and this is jax 0.11.1"

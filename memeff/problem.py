@@ -97,7 +97,7 @@ class Schedule:
     # of those two, that of the keys runs first, so that a message of its results can travel beside
     # the other
     keys_first: bool = False
-    # dk and dv may be one array, a message that nobody has to pack: `Gradients.key` [B, S, 2 K, H]
+    # dk and dv may be one array [B, S, 2 K, H], `Gradients.key`, which can be sent as it is
     joined_gradients: bool = False
     # keys of a split in a forward that reads keys in place for few queries; None: loop over tiles
     split_keys: int | None = None

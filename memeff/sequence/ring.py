@@ -89,7 +89,7 @@ def ring_steps(
         home = part(free, LATE, EARLY, 0) if splits_home else part(problem, WHOLE, WHOLE, 0)
         steps = [Step(0, (home,))]
         for s in range(1, P):
-            same = _chunk_of_same_time(r, s)
+            same = _matching_chunk(r, s)
             steps.append(Step(s, (part(free, LATE, EARLY, s), part(free, same, same, s))))
         if splits_home:
             diagonal = part(problem, EARLY, EARLY, 0), part(problem, LATE, LATE, 0)
@@ -107,10 +107,10 @@ def ring_steps(
     return steps
 
 
-def _chunk_of_same_time(rank: Array, distance: int) -> Chunk:
-    """Return the chunk of queries that sees the chunk of keys with its number, in a causal zigzag.
+def _matching_chunk(rank: Array, distance: int) -> Chunk:
+    """Return the chunk, early or late, whose queries on device `rank` see keys of the same chunk.
 
-    The keys are those of the device that is `distance` before device `rank`.
+    The keys are those of the device that is `distance` before, in a causal zigzag.
     """
     return Chunk((distance > rank).astype(jnp.int32), 2)
 
@@ -236,7 +236,7 @@ def _terms_from(shards: Shards, sent: list[Term], values: list[Any], target: int
         chunks = []
         for chunk in term.chunks:
             known = isinstance(chunk.number, int)
-            chunks.append(chunk if known else _chunk_of_same_time(computed_by, term.distance))
+            chunks.append(chunk if known else _matching_chunk(computed_by, term.distance))
         terms.append(Term(tuple(chunks), value, term.distance))
     return terms
 

@@ -123,8 +123,9 @@ def key_value_gradient(
     wanted: Wanted = "both",
     joined: bool = False,
 ) -> tuple[Array, ...]:
-    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them, or `joined` [B, S, 2 K, H].
+    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them.
 
+    With `joined` they are one array [B, S, 2 K, H]: the heads of dv follow those of dk.
     `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
     [B, N, T']. `lengths`: T and S without padding.
     """

@@ -340,26 +340,28 @@ def backward(
         bias_sums = []
         if schedule.fused_backward:
             tiling = fused_tiling(operands)
-            dq, *dkeys = _fused_gradient(problem, (T, S), inputs, padded_scalars, tiling, split)
+            dq, *key_gradients = _fused_gradient(
+                problem, (T, S), inputs, padded_scalars, tiling, split
+            )
             sums = []
         else:
-            dq, delta, dkeys, *sums = split()
+            dq, delta, key_gradients, *sums = split()
             if bias_dims is not None:
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
         dq = merge_array(dq, query.dtype)[:, :T, :, :H].reshape(B, T, K, G, H)
-        dkeys = [merge_array(x, query.dtype)[:, :S] for x in dkeys]
-        dkeys = [x[..., :width] for x, width in zip(dkeys, (H, D), strict=False)]
-        return dq, *dkeys, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
+        key_gradients = [merge_array(x, query.dtype)[:, :S] for x in key_gradients]
+        key_gradients = [x[..., :width] for x, width in zip(key_gradients, (H, D), strict=False)]
+        return dq, *key_gradients, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 
     dims_in = *DIMS, "bkgtd", "bkgtd", *["bkgt"] * len(rows), *dims_of(scalars)
     sum_count = backward_common.count_term_gradients(query_functions, scalars)
-    dims_of_keys = ("bsnh",) if joined else DIMS[1:]
-    dims_of_terms = *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
-    run = partitioned(call, dims_in, (DIMS[0], *dims_of_keys, *dims_of_terms))
+    key_dims = ("bsnh",) if joined else DIMS[1:]
+    term_dims = *["bkgt"] * sum_count, *([bias_dims] if bias_dims else [])
+    run = partitioned(call, dims_in, (DIMS[0], *key_dims, *term_dims))
     dq, *more = run(*split_query(operands, operands.shape.K), out, dout, *rows, *leaves)
-    dkeys = more[: len(dims_of_keys)]
-    more = more[len(dims_of_keys) :]
+    key_gradients = more[: len(key_dims)]
+    more = more[len(key_dims) :]
     sums = more[:sum_count]
     extra_pass = functools.partial(
         extra_gradients.extra_cotangents, problem, schedule, original, out, lse, dout, dlse
@@ -367,8 +369,8 @@ def backward(
     terms = gradients_of_terms(problem, operands, query_functions, sums, extra_pass)
     if bias is not None:
         terms = terms._replace(bias=merge_bias_gradient(more[-1], bias, operands.shape))
-    dv = None if joined else dkeys[1]
-    return Gradients(lax.collapse(dq, 2, 4), dkeys[0], dv, terms)
+    dv = None if joined else key_gradients[1]
+    return Gradients(lax.collapse(dq, 2, 4), key_gradients[0], dv, terms)
 
 
 def _split_gradient(
@@ -400,7 +402,7 @@ def _split_gradient(
         return (dq, delta, *more) if has_three else (dq, *more)
 
     def of_keys(delta) -> list[Array]:
-        """Return dk and dv, or one array of both."""
+        """Return [dk, dv], or [one array of both]."""
         arrays = query, key, value, dout, lse, delta
         call = key_functions, lengths, arrays, scalars
         if not has_three:
@@ -413,13 +415,13 @@ def _split_gradient(
     if keys_first or has_three:
         delta = _row_deltas(lengths, inputs, scalars, query_tiling.parts)
     if keys_first:
-        dkeys = of_keys(delta)
-        query, dkeys = lax.optimization_barrier((query, dkeys))
+        key_gradients = of_keys(delta)
+        query, key_gradients = lax.optimization_barrier((query, key_gradients))
         dq, delta, *sums = of_query(query, delta)
     else:
         dq, delta, *sums = of_query(query, delta)
-        dkeys = of_keys(delta)
-    return dq, delta, dkeys, *sums
+        key_gradients = of_keys(delta)
+    return dq, delta, key_gradients, *sums
 
 
 def _row_deltas(

@@ -216,8 +216,8 @@ class Merger(NamedTuple):
     def merge(self, index, store: Callable[[tuple[Array, Array, Array], Array, Array], None]):
         """Wait for the partial results of some rows of a key head, merge and `store` them.
 
-        `index` is the number of the merge. `store` takes the batch entry, the key head and the row,
-        and its out and lse [D].
+        `index` is the number of the merge. `store` takes the batch entry, the query and the head,
+        and their out and lse [D].
         """
         sizes = self.sizes
         call = sizes.call
@@ -232,7 +232,8 @@ class Merger(NamedTuple):
         sinks = [self._sink_of(keys.scalars.sinks, k, row) for row in rows]
         results = merge_rows(sizes, self.partials.of(b, k), keys, rows, sinks)
         for row, (out, lse) in zip(rows, results, strict=True):
-            store((b, k, row), out, lse)
+            head_of_group = lax.div(row, jnp.int32(call.T))
+            store((b, lax.rem(row, jnp.int32(call.T)), k * call.G + head_of_group), out, lse)
 
     def _sink_of(self, sinks: Ref | None, k, row) -> Array | None:
         """Return the sink of a row of key head k, or None if there are no `sinks` [N]."""
@@ -253,10 +254,11 @@ class DecodeKernel(NamedTuple):
     want_lse: bool
 
     def run(self, query: Array, out_dtype) -> tuple[Array, Array | None]:
-        """Return out [B, K, R, D] and lse [B, K, R], or None for lse.
+        """Return out [B, T, N, D] and lse [B, T, N], or None for lse.
 
-        The query is [B, K, R', H], or with `row_scales` what `split_query` returned. H and D are
-        multiples of 64, and S and R' of 8. R' is R, the rows of `sizes`, or more.
+        The query is [B, K, R', H], or with `row_scales` what `split_query` returned. R' is the
+        number of rows of `sizes`, or more: a multiple of 8 if it is above 8. H and D are multiples
+        of 64, and S of 8.
         """
         D = self.sizes.own_dims(self.cache.value.shape[-1])
         partials = self._partial_types(D)
@@ -306,9 +308,9 @@ class DecodeKernel(NamedTuple):
         )
 
     def _result_types(self, D: int, out_dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the types of out and lse [B, K, R, D], the latter D times the same."""
+        """Return the types of out and lse [B, T, N, D], the latter D times the same."""
         call = self.sizes.call
-        shape = call.B, call.K, self.sizes.rows, D
+        shape = call.B, call.T, call.K * call.G, D
         out = jax.ShapeDtypeStruct(shape, out_dtype)
         return (out, jax.ShapeDtypeStruct(shape, jnp.float32)) if self.want_lse else (out,)
 

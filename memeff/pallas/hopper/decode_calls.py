@@ -22,7 +22,8 @@ from memeff.problem import Operands, Problem, split_axis
 from memeff.softmax import Lse, LseFor
 from memeff.stored import StoredKeys
 
-QUERY_MULTIPLE = 8  # of rows of a query, because they are copied in groups of 8
+# Rows of a query are copied in groups of so many. A copy fills up a single group with zeros.
+QUERY_GROUP = 8
 # Dims of the arrays of a `Cache`, and of one whose keys lie in pages.
 CACHE_DIMS = "bskh", "bskd", "bks", "bks"
 PAGED_DIMS = "pekh", "pekd", "pke", "pke"
@@ -81,7 +82,8 @@ def forward(
         scalars = _with_heads(scalars, K)
         rows = query.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
         rows = rows.reshape(B, K, G * T, H)  # b k r h
-        rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_MULTIPLE), (0, 0)])
+        if G * T > QUERY_GROUP:
+            rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -G * T % QUERY_GROUP), (0, 0)])
         row_scalars = _scalars_of_rows(scalars, T, G)
         row_scales = None
         if sizes.splits_query:
@@ -93,8 +95,10 @@ def forward(
             on_tiles, sizes, cache, row_scalars, row_scales, query.dtype, lse_for is not None
         )
         out, lse = kernel.run(rows, jnp.float32 if partial_out else query.dtype)
-        out = out.reshape(B, *heads, T, D)
-        return (out,) if lse is None else (out, lse.reshape(B, *heads, T))
+        out = out.reshape(B, T, *heads, D).transpose(0, 2, 3, 1, 4)
+        if lse is None:
+            return (out,)
+        return out, lse.reshape(B, T, *heads).transpose(0, 2, 3, 1)
 
     dims_out = ("bkgtd", "bkgt") if lse_for else ("bkgtd",)
     cache_dims = CACHE_DIMS if table is None else PAGED_DIMS

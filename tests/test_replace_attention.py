@@ -553,6 +553,33 @@ def test_dropout_has_the_same_bits():
         assert "with the bits of float32 under x64" in find(of_float32, key, *qkv()).left[0].reason
 
 
+def test_rows_that_see_no_key_beside_dropout():
+    """Dropout leaves some of the values to a row that sees no key, and not the mean of all."""
+    q, k, v = (jnp.concatenate([x, -x]) for x in qkv())
+    visible = jnp.arange(k.shape[1]) < jnp.array([[k.shape[1]], [0]])
+    visible_rows = jnp.arange(q.shape[1]) < jnp.array([[q.shape[1]], [0]])
+    of_keys = visible[:, None, None]
+    of_pairs = of_keys & visible_rows[:, None, :, None]
+
+    def attend(q, k, v):
+        outs = []
+        for mask, low in ((of_keys, -1e9), (of_pairs, float(jnp.finfo(q.dtype).min))):
+            logits = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k), low)
+            keep = jax.random.bernoulli(jax.random.key(3), 0.7, logits.shape)
+            weights = jnp.where(keep, jax.nn.softmax(logits) / 0.7, 0)
+            outs.append(jnp.einsum("bnts,bsnh->btnh", weights, v))
+        return outs
+
+    assert len(find(attend, q, k, v).replaced) == 2
+    arrays = {"q": q, "k": k, "v": v}
+    actual, expected = (
+        jax.jit(results_and_gradients(lambda arrays, f=f: f(**arrays)))(arrays)
+        for f in (replace(attend), attend)
+    )
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_custom_derivatives_are_left():
     @jax.custom_vjp
     def attend(q, k, v):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import memeff
 from memeff.rewrite.scope import IN_DERIVATIVE
@@ -103,6 +104,17 @@ def names(q, k, v, mask):
     return jax.checkpoint(attend, policy=policy)(q, k, v)
 
 
+def sharding_constraints(q, k, v, mask):
+    """Constrain the sharding of the logits, of their mask and of the probabilities."""
+    mesh = Mesh(np.array(jax.devices()[:1]), "data")
+
+    def constrained(x):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+
+    s = jnp.where(constrained(mask), constrained(q @ k.T), -1e9)
+    return constrained(constrained(jax.nn.softmax(constrained(s / 2))) @ v)
+
+
 def bias_of_buckets(q, k, v, mask):
     distance = jnp.arange(S) - jnp.arange(T)[:, None]
     buckets = jax.nn.one_hot(jnp.clip(distance + 2, 0, 4), 5)
@@ -156,6 +168,7 @@ FAST = (
     power,
     remat_of_probabilities,
     names,
+    sharding_constraints,
     bias_of_buckets,
     bias_of_vectors,
     tiled_positions,
@@ -304,6 +317,21 @@ def sorted_probabilities(q, k, v, mask):
 def largest(q, k, v, mask):
     p, keys = lax.top_k(jax.nn.softmax(q @ k.T), 3)
     return jnp.einsum("tk,tkd->td", p, v[keys])
+
+
+def printed_logits(q, k, v, mask):
+    s = q @ k.T
+    jax.debug.callback(lambda x: None, s)
+    return jax.nn.softmax(s) @ v
+
+
+def relative_values(q, k, v, mask):
+    """Use the probabilities of two heads for vectors of pairs too, which also give a bias."""
+    vectors = jnp.sin(q[:, None] + k)
+    q, k, v = (jnp.stack([x, 2 * x]) for x in (q, k, v))
+    s = jnp.einsum("nth,nsh->nts", q, k) + jnp.einsum("nth,tsh->nts", q, vectors)
+    p = jax.nn.softmax(s)
+    return jnp.einsum("nts,nsd->ntd", p, v) + jnp.einsum("nts,tsh->nth", p, vectors)[..., :D]
 
 
 def two_columns(q, k, v, mask):
@@ -511,7 +539,7 @@ LEFT = {
     columns_between: "joined of other parts than those of the keys and one column",
     padded_keys: f"{NO_PRODUCT}.*stops at `pad`",
     keys_in_two_parts: f"{NO_PRODUCT}.*stops at `concatenate`",
-    talking_heads: "divided by something that depends on the keys",
+    talking_heads: "divided by something that depends on the keys, as where the product sums over",
     talking_logits: "the keys of the first product differ from query to query",
     divided_twice: f"{UNKNOWN}.*a quotient by a sum",
     softmax_of_softmax: "the logits pass through `reduce_max`",
@@ -521,6 +549,8 @@ LEFT = {
     stopped_probabilities: f"{UNKNOWN}.*the search stops at `stop_gradient`",
     barrier: f"{UNKNOWN}.*between them stands `optimization_barrier`",
     mean_of_heads: f"{UNKNOWN}.*between them stands `reduce_sum`",
+    printed_logits: "used by `debug_callback`",
+    relative_values: r"used by (another product|`\w+`) at .*py:\d+$",
     two_softmaxes: "another product uses the same logits",
     mean_of_queries: f"{UNKNOWN}.*between them stands `reduce_sum`",
     running_sum: f"{UNKNOWN}.*between them stands `cumsum`",

@@ -24,8 +24,9 @@ ELEMENTWISE = frozenset(
     "tanh xor".split()
 )
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-# shard_map marks values as varying over devices, and checkpoint_name names them for a remat.
-MARKS = frozenset({"pvary", "pcast", "name"})
+# shard_map marks values as varying over devices, checkpoint_name names them for a remat, and a
+# sharding constraint says on which devices they lie. None of them changes a number.
+MARKS = frozenset({"pvary", "pcast", "name", "sharding_constraint"})
 MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "transpose", "slice", "dynamic_slice"}
 SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "copy", "stop_gradient"}
 MOST_STEPS = 100  # equations that make a mask which a loop receives

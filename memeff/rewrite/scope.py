@@ -325,7 +325,7 @@ def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
     needed = next(x for x in terms if x.dots[0] in live)
     inside = {needed.dots[0]}
     between = []
-    for x in scope.graph.equations[needed.first.number : needed.second.number]:
+    for x in _equations_before(equation, needed.first):
         if not inside.isdisjoint(x.inputs):
             inside.update(x.outputs)
             between.append(x)
@@ -340,4 +340,18 @@ def _user_of(scope: Scope, equation: Equation, live: set[Value]) -> str:
     for x in between:
         if not live.isdisjoint(x.outputs):
             return f"used by `{x.eqn.primitive.name}` at {source_line(x.eqn)}"
+    for x, others in scope.replaced.items():
+        if x is not equation and any(not inside.isdisjoint(y.inputs) for y in others):
+            return f"used by another product at {source_line(others[0].match.second.eqn)}"
     return "used elsewhere"
+
+
+def _equations_before(last: Equation, first: Equation) -> list[Equation]:
+    """Return, in their order, the equations from `first` on that `last` depends on."""
+    equations = []
+    values = set(last.inputs)
+    for x in reversed(last.graph.equations[first.number : last.number]):
+        if not values.isdisjoint(x.outputs):
+            values.update(x.inputs)
+            equations.append(x)
+    return equations[::-1]

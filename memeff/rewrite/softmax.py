@@ -131,7 +131,10 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
             numerator, denominator = operands_of(value, index)
             if depends(denominator, keys):
                 if exponent(chain(*numerator)[-1]) is not None:
-                    raise NoMatch("exponentials are divided by something that depends on the keys")
+                    raise NoMatch(
+                        "exponentials are divided by something that depends on the keys, as where "
+                        "the product sums over another axis than the softmax"
+                    )
                 raise NoAttention("a quotient")
             softmax = _of_quotient(numerator, denominator, keys, outside)
             if softmax is not None:

@@ -112,8 +112,8 @@ def _(primals, tangents):
 @jax.custom_jvp
 def _scale_tangent(x: Array, factor: Array) -> Array:
     """Return x, and multiply its tangent by `factor`."""
-    del factor
-    return x
+    # Under vmap JAX expects that the result is mapped wherever its tangent is.
+    return jnp.where(jnp.isnan(factor), x, x)
 
 
 @_scale_tangent.defjvp

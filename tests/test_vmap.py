@@ -211,6 +211,21 @@ def test_vmap_over_other_axes(in_axes, out_axes):
     assert_same(actual, expected)
 
 
+def test_gradient_of_a_vmap_over_values_alone():
+    """The reference's tangents are mapped where its probabilities are not; JAX refuses that."""
+    q, k, v = inputs()
+    values = jnp.stack([v, 2 * v, -v])
+
+    def gradients(implementation):
+        call = functools.partial(
+            dot_product_attention, is_causal=True, implementation=implementation
+        )
+        out, pull = jax.vjp(jax.vmap(jax.jit(call), (None, None, 0)), q, k, values)
+        return pull(jnp.cos(out))
+
+    assert_same(gradients("reference"), gradients("xla"), 1e-5)
+
+
 def test_vmap_of_vmap():
     q, k, v = inputs(leads=(3, 2, 1))
     call = functools.partial(dot_product_attention, local_window_size=(3, 2), chunk_size=(4, 6))

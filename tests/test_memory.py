@@ -228,6 +228,34 @@ def test_vmap_shares_one_tile(axes, direction):
     assert inside <= outside + copies, f"{mib(inside)}, leading dims {mib(outside)}"
 
 
+@pytest.mark.parametrize(
+    "order", ["gradient", pytest.param("hvp", marks=slow), pytest.param("rr", marks=slow)]
+)
+@pytest.mark.once
+def test_calls_of_a_vmap_that_share_a_bias_keep_one_gradient_of_it(order):
+    """The gradients of 8 calls are added up as they come, also in derivatives of that sum."""
+    x = jax.ShapeDtypeStruct((8, 1, 2048, 1, 8), f32)
+    bias = jax.ShapeDtypeStruct((1, 2048, 2048), f32)
+
+    def forward(q, k, v, bias):
+        return dot_product_attention(q, k, v, bias=bias)
+
+    def gradients(*arrays):
+        _, pull = jax.vjp(jax.vmap(forward, (0, 0, 0, None)), *arrays)
+        return pull(arrays[0])
+
+    def tangents(*arrays):
+        return jax.jvp(gradients, arrays, arrays)
+
+    def gradients_of_gradients(*arrays):
+        _, pull = jax.vjp(gradients, *arrays)
+        return pull(arrays)
+
+    function = {"gradient": gradients, "hvp": tangents, "rr": gradients_of_gradients}[order]
+    temp = temp_bytes(function, (x, x, x, bias))
+    assert temp <= 4 * bias.size * 4 + 8 * MIB, mib(temp)
+
+
 def test_vmap_keeps_a_memory_limit():
     """The limit of one call holds for all calls of a vmap, apart from copies of q, k, v and out."""
     limit = 2 * MIB

@@ -25,7 +25,7 @@ and optionally
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,7 @@ from jax.extend.core.primitives import jit_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from memeff.problem import sum_dtype
 from memeff.sharding import vary_like
 
 
@@ -78,13 +79,19 @@ class FlatFunction:
             return vary_like(results, arrays)
         *inner, vmap = self.vmaps
         run = dataclasses.replace(self, vmaps=tuple(inner)).run
-        limit = self._calls_at_once()
-        if limit is not None:
-            limit //= math.prod(vmap.size for vmap in inner)
-        if limit is None or limit >= vmap.size:
+        count = self.calls_of_group()
+        if count is None:
             return jax.vmap(run, in_axes=vmap.axes)(*arrays)
-        count = largest_divisor(vmap.size, max(1, limit))
         return _run_in_groups(run, vmap, count, arrays)
+
+    def calls_of_group(self) -> int | None:
+        """Return how many calls of the last vmap run at the same time; None: all."""
+        *inner, vmap = self.vmaps
+        limit = self._calls_at_once()
+        if limit is None:
+            return None
+        limit //= math.prod(vmap.size for vmap in inner)
+        return None if limit >= vmap.size else largest_divisor(vmap.size, max(1, limit))
 
     def _calls_at_once(self) -> int | None:
         """Return how many calls under all vmaps may run at the same time; None: all."""
@@ -121,6 +128,59 @@ def _bind(arrays, flat: FlatFunction):
 
 def _run_in_groups(run, vmap: Vmap, count: int, arrays):
     """Return `jax.vmap(run, vmap.axes)(*arrays)`, with `count` calls at the same time."""
+    run_group, groups = _groups(run, vmap, count, arrays)
+    results = lax.map(run_group, groups)
+    return results if count == 1 else jax.tree.map(_join_groups, results)
+
+
+def _join_groups(x: Array) -> Array:
+    """Return the results [groups, count, ...] of all calls as one dim."""
+    return lax.collapse(x, 0, 2)
+
+
+def _sum_in_groups(run, vmap: Vmap, count: int, arrays, shared: Sequence[bool]) -> list[Array]:
+    """Return the results of `_run_in_groups`, but of the `shared` ones the sum over all calls.
+
+    Otherwise the shared results of all calls would exist at the same time. The sums are in float32
+    or float64.
+    """
+    run_group, groups = _groups(run, vmap, count, arrays)
+
+    def sums_of_group(n):
+        return _sum_shared(run_group(n), shared, count > 1)
+
+    # A gradient of this loop would keep what its steps make of arrays that all calls share.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(totals, n):
+        results = sums_of_group(n)
+        totals = [x + results[place] for place, x in zip(places, totals, strict=True)]
+        return totals, put_at(results, places, [None] * len(places))
+
+    places = [n for n, is_shared in enumerate(shared) if is_shared]
+    types = jax.make_jaxpr(sums_of_group)(groups[0]).out_avals
+    zeros = [ad.instantiate_zeros(ad.Zero(x)) for x in pick(types, places)]
+    totals, results = lax.scan(step, zeros, groups)
+    if count > 1:
+        results = jax.tree.map(_join_groups, results)
+    return put_at(results, places, totals)
+
+
+def _sum_shared(results, shared: Sequence[bool], mapped: bool = True) -> list[Array]:
+    """Return the results under a vmap, but of the `shared` ones the sum in float32 or float64.
+
+    `mapped`: their first dim is that of the calls. Otherwise they are those of one call.
+    """
+    sums = []
+    for x, is_shared in zip(results, shared, strict=True):
+        if is_shared:
+            x = x.astype(sum_dtype(x.dtype))
+            x = x.sum(0) if mapped else x
+        sums.append(x)
+    return sums
+
+
+def _groups(run, vmap: Vmap, count: int, arrays) -> tuple[Callable[[Array], Any], Array]:
+    """Return a function that runs the calls of group n under `vmap`, and the numbers of groups."""
     axes = vmap.axes
     groups = vmap.size // count
     group = () if count == 1 else (count,)
@@ -155,10 +215,7 @@ def _run_in_groups(run, vmap: Vmap, count: int, arrays):
             return jax.vmap(run, in_axes=axes)(*parts)
         return run(*parts)
 
-    results = lax.map(run_group, jnp.arange(groups, dtype=jnp.int32))
-    if not group:
-        return results
-    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
+    return run_group, jnp.arange(groups, dtype=jnp.int32)
 
 
 def largest_divisor(n: int, limit: int) -> int:
@@ -191,24 +248,27 @@ def _transpose(cotangents, *args, flat: FlatFunction, **_):
             "Use jax.vjp, or transpose the function that jax.linearize returns."
         )
     fixed = len(args) - flat.linear
+    present = nonzero(cotangents)
 
-    def rule(vmaps, arrays, cotangents):
-        if vmaps:
-            *inner, (_, axes) = vmaps
-            inner_rule = functools.partial(rule, inner)
-            in_axes = list(axes[:fixed]), 0
-            results = jax.vmap(inner_rule, in_axes)(arrays, cotangents)
-            pairs = zip(results, axes[fixed:], strict=True)
-            # an array that all calls share has the sum of their cotangents
-            return [x.sum(0) if axis is None else x for x, axis in pairs]
-        known = flat.arguments([*arrays, *range(flat.linear)])
-        return jax.tree.leaves(flat.f.transposed(known, cotangents))
+    def rule(vmaps, *arrays):
+        if not vmaps:
+            known = flat.arguments([*arrays[:fixed], *range(flat.linear)])
+            some = put_at([None] * len(cotangents), present, arrays[fixed:])
+            return jax.tree.leaves(flat.f.transposed(known, some))
+        *inner, (size, axes) = vmaps
+        run = functools.partial(rule, inner)
+        vmap = Vmap(size, (*axes[:fixed], *[0] * len(present)))
+        shared = [axis is None for axis in axes[fixed:]]  # by all calls
+        count = dataclasses.replace(flat, vmaps=tuple(vmaps)).calls_of_group()
+        if count is None or not any(shared):
+            return _sum_shared(jax.vmap(run, in_axes=vmap.axes)(*arrays), shared)
+        return _sum_in_groups(run, vmap, count, arrays, shared)
 
-    cotangents = [None if type(x) is ad.Zero else x for x in cotangents]
-    transposed = rule(flat.vmaps, list(args[:fixed]), cotangents)
+    transposed = rule(flat.vmaps, *args[:fixed], *pick(cotangents, present))
     results: list[Any] = [None] * fixed
     for x, arg in zip(transposed, args[fixed:], strict=True):
-        results.append(x if ad.is_undefined_primal(arg) else None)
+        is_unknown = ad.is_undefined_primal(arg)
+        results.append(x.astype(arg.aval.dtype) if is_unknown else None)
     return results
 
 
@@ -218,13 +278,13 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
         results, _ = _bind(arrays, flat)
         return results, [None] * len(results)
     if hasattr(flat.f, "in_batch") and not flat.vmaps:
-        moved, moved_axes = mapped_axis_first(axis_data, arrays, axes, len(arrays))
+        moved, moved_axes = mapped_axis_first(arrays, axes)
         in_axes = flat.arguments(moved_axes)
         results = flat.f.in_batch(axis_data.size, in_axes, *flat.arguments(moved))
         if results is not None:
             results = jax.tree.leaves(results)
             return results, [0] * len(results)
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, len(arrays))
+    arrays, axes = mapped_axis_first(arrays, axes)
     vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))
     results, result_structure = _bind(arrays, dataclasses.replace(flat, vmaps=vmaps))
     count = 0  # of results that are the same in all calls: jacfwd relies on it
@@ -235,26 +295,12 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
     return [*unmapped, *mapped], [None] * count + [0] * len(mapped)
 
 
-def mapped_axis_first(
-    axis_data, arrays, axes, fixed: int
-) -> tuple[list[Array], tuple[int | None, ...]]:
-    """Move the mapped axis of each array to its front, and return the arrays and their axes.
-
-    Arrays behind the first `fixed` get that axis if they lack it, so that their cotangents are
-    summed.
-    """
+def mapped_axis_first(arrays, axes) -> tuple[list[Array], tuple[int | None, ...]]:
+    """Move the mapped axis of each array to its front, and return the arrays and their axes."""
     moved = []
-    new_axes: list[int | None] = []
-    for n, (x, axis) in enumerate(zip(arrays, axes, strict=True)):
-        if axis is not None:
-            x = jnp.moveaxis(x, axis, 0)
-            axis = 0
-        elif n >= fixed:
-            x = jnp.broadcast_to(x, (axis_data.size, *x.shape))
-            axis = 0
-        moved.append(x)
-        new_axes.append(axis)
-    return moved, tuple(new_axes)
+    for x, axis in zip(arrays, axes, strict=True):
+        moved.append(x if axis is None else jnp.moveaxis(x, axis, 0))
+    return moved, tuple(None if axis is None else 0 for axis in axes)
 
 
 def none_mapped(axes: Iterable[int | None]) -> bool:

@@ -333,8 +333,7 @@ def _batch(axis_data, arrays, axes, *, tile_sum: TileSum):
         return results, [None] * len(results)
     used = "".join(dims.letters for dims in tile_sum.inputs)
     letter = next(x for x in string.ascii_uppercase if x not in used)
-    fixed = len(arrays) - tile_sum.linear
-    arrays, axes = mapped_axis_first(axis_data, arrays, axes, fixed)
+    arrays, axes = mapped_axis_first(arrays, axes)
 
     def add_letter(dims: DimNames, axis: int | None = 0) -> DimNames:
         return dims if axis is None else dims._replace(letters=letter + dims.letters)

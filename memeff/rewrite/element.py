@@ -7,7 +7,9 @@ equal layers compare equal, and JAX traces their call once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,9 +25,7 @@ from memeff.rewrite.axes import (
     Index,
     Letter,
     NoMatch,
-    Slice,
     count_positions,
-    expand,
     expand_all,
     is_closed,
     known_number,
@@ -33,7 +33,7 @@ from memeff.rewrite.axes import (
     sources,
 )
 from memeff.rewrite.graph import Value
-from memeff.rewrite.reader import Reader
+from memeff.rewrite.reader import Reader, position_along
 from memeff.rewrite.symbols import (
     Affine,
     And,
@@ -160,10 +160,7 @@ def _sum(state, steps):
     terms = [state.done[step] for step in steps]
     wide = any(sum_dtype(x.dtype) == jnp.float64 for x in terms)
     dtype = jnp.float64 if wide else jnp.float32  # strict promotion would refuse result_type
-    total = terms[0].astype(dtype)
-    for term in terms[1:]:
-        total = total + term.astype(dtype)
-    return total
+    return functools.reduce(operator.add, [x.astype(dtype) for x in terms])
 
 
 def _times(state, step, factor):
@@ -197,17 +194,11 @@ def _choice(state, step, yes, no, dtype):
 
 
 def _all(state, steps):
-    result = state.done[steps[0]]
-    for step in steps[1:]:
-        result = result & state.done[step]
-    return result
+    return functools.reduce(operator.and_, [state.done[step] for step in steps])
 
 
 def _any(state, steps):
-    result = state.done[steps[0]]
-    for step in steps[1:]:
-        result = result | state.done[step]
-    return result
+    return functools.reduce(operator.or_, [state.done[step] for step in steps])
 
 
 _STEPS = {
@@ -287,15 +278,7 @@ class Builder:
 
     def position(self, dim: Any) -> int:
         """Return the step of the position along a dim."""
-        if isinstance(dim, Slice):
-            terms: Any = ((self.position(dim.inner), dim.stride),)
-            return self.add("affine", terms, dim.start)
-        terms = []
-        stride = 1
-        for letter in reversed(expand(dim)):
-            terms.append((self.letter(letter), stride))
-            stride *= letter.size
-        return self.add("affine", tuple(reversed(terms)), 0)
+        return self.affine(position_along(dim))
 
     def element(self, value: Value, index: Index) -> int:
         """Return the step of the element of `value` at `index`."""

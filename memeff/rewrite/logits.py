@@ -19,6 +19,7 @@ from memeff.rewrite.axes import (
     is_cast,
     known_number,
     maker_of,
+    operands_of,
     sources,
 )
 from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_sink, with_zeros
@@ -40,33 +41,17 @@ from memeff.rewrite.terms import (
 
 
 class Dependence:
-    """Say which values are computed from a product."""
+    """Say which values, between two products, are computed from the first."""
 
-    def __init__(self, first: Equation):
-        self.first = first
-        self._known: dict[Value, bool] = {first.outputs[0]: True}
+    def __init__(self, first: Equation, second: Equation):
+        self._values = set(first.outputs)
+        end = second.number if second.graph is first.graph else None
+        for equation in first.graph.equations[first.number : end]:
+            if not self._values.isdisjoint(equation.inputs):
+                self._values.update(equation.outputs)
 
     def __call__(self, value: Value) -> bool:
-        waiting = [value]
-        while waiting:
-            x = waiting[-1]
-            if x in self._known:
-                waiting.pop()
-                continue
-            maker = x.maker
-            if (
-                maker is None
-                or maker.graph is not self.first.graph
-                or maker.number < self.first.number
-            ):
-                self._known[x] = False
-                continue
-            unknown = [y for y in maker.inputs if y not in self._known]
-            if unknown:
-                waiting.extend(unknown)
-            else:
-                self._known[x] = any(self._known[y] for y in maker.inputs)
-        return self._known[value]
+        return value in self._values
 
 
 def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
@@ -215,18 +200,14 @@ class _Walk:
         """Return the terms of a sum over pairs, with their signs."""
         value, index = element
         while is_cast(value) or value.op in MOVES and value.op not in ("slice", "dynamic_slice"):
-            assert value.maker is not None
-            inputs = sources(value.maker, index)
+            inputs = sources(maker_of(value), index)
             if inputs is None:
                 break
             value, index = inputs[0]
         if value.op not in ("add", "sub") or not self.match.over_pairs(letters_of(value, index)):
             return [(element, 1)]
-        assert value.maker is not None
-        inputs = sources(value.maker, index)
-        assert inputs is not None
         parts = []
-        for position, x in enumerate(inputs):
+        for position, x in enumerate(operands_of(value, index)):
             outer_sign = -1 if value.op == "sub" and position else 1
             for part, sign in self._parts(x):
                 parts.append((part, outer_sign * sign))
@@ -271,10 +252,7 @@ class _Walk:
             return Scaling(factor, scales)
         if value.op != "tanh" or scales or factor <= 0:
             return None
-        assert value.maker is not None
-        inputs = sources(value.maker, index)
-        assert inputs is not None
-        inside = self._scale_of(Core(inputs[0], factor))
+        inside = self._scale_of(Core(operands_of(value, index)[0], factor))
         if inside is None or inside[2][0] is not self.match.dots[0]:
             return None
         return Scaling(inside[0], inside[1], soft_cap=factor)

@@ -47,7 +47,7 @@ from memeff.rewrite.softmax import (
     find_softmax,
     may_be_softmax,
 )
-from memeff.rewrite.softmax_sums import is_outer_product
+from memeff.rewrite.softmax_sums import factors_of_product, is_outer_product
 
 ONE_KEY = "the product with the values has one key only, so nothing is gained"
 MOST_PRODUCTS = 16  # of a sum
@@ -272,7 +272,6 @@ def _operands_of_first(
     first: Equation, index: Index, keys: tuple[Letter, ...]
 ) -> tuple[Operand, Operand]:
     """Return query and key of the first product, whose result is read at `index`."""
-    contracted, batch = first.params["dimension_numbers"]
     slices = [dim for dim in index if isinstance(dim, Slice)]
     if set(letters_in(slices)) & set(keys):
         raise NoMatch("a slice of the keys is used")
@@ -282,28 +281,15 @@ def _operands_of_first(
     letters = letters_in(index)
     if len(set(letters)) != len(letters):
         raise NoMatch("a diagonal of the logits is used")
-    hidden = [Letter(first.inputs[0].shape[d]) for d in contracted[0]]
-    operands = []
-    free = []
-    position = len(batch[0])
-    for side, value in enumerate(first.inputs):
-        dims: list[Any] = [None] * len(value.shape)
-        for d, letter in zip(contracted[side], hidden, strict=True):
-            dims[d] = (letter,) if letter.size != 1 else ()
-        for number, d in enumerate(batch[side]):
-            dims[d] = index[number]
-        unshared = []
-        for d, dim in enumerate(dims):
-            if dim is None:
-                dims[d] = index[position]
-                unshared.extend(letters_in([index[position]]))
-                position += 1
-        operands.append(Operand(value, tuple(dims)))
-        free.append(unshared)
+    (contracted, _), _ = first.params["dimension_numbers"]
+    hidden = new_index([first.inputs[0].shape[d] for d in contracted])
+    operands = [Operand(*x) for x in factors_of_product(first, index, hidden)]
+    of_both = [set(letters_in(x.index)) for x in operands]
+    free = [of_both[0] - of_both[1], of_both[1] - of_both[0]]
     for side in (0, 1):
-        if set(keys) <= set(free[side]):
+        if set(keys) <= free[side]:
             return operands[1 - side], operands[side]
-    if any(set(keys) & set(x) for x in free):
+    if any(set(keys) & x for x in free):
         raise NoMatch("the softmax is over axes of both operands of the first product")
     raise NoMatch("the softmax is over an axis that is not one of the keys alone")
 

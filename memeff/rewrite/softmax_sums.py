@@ -22,7 +22,7 @@ from memeff.rewrite.axes import (
     new_index,
     operands_of,
 )
-from memeff.rewrite.graph import Value
+from memeff.rewrite.graph import Equation, Value
 from memeff.rewrite.reader import Reader, letters_of
 from memeff.rewrite.symbols import Choice, Formula, Number, Opaque, as_formula, negate
 
@@ -56,12 +56,21 @@ def factors_of(value: Value, index: Index) -> list[Element]:
     """Return the two elements whose product an element is."""
     if value.op == "mul":
         return operands_of(value, index)
-    equation = maker_of(value)
-    (_, batch) = equation.params["dimension_numbers"]
+    return factors_of_product(maker_of(value), index, ())
+
+
+def factors_of_product(product: Equation, index: Index, summed: Index) -> list[Element]:
+    """Return the two factors of a product, whose result is read at `index`.
+
+    `summed` are the dims over which it is a sum.
+    """
+    contracted, batch = product.params["dimension_numbers"]
     position = len(batch[0])
     factors = []
-    for side, x in enumerate(equation.inputs):
+    for side, x in enumerate(product.inputs):
         dims: list[Any] = [None] * len(x.shape)
+        for d, dim in zip(contracted[side], summed, strict=True):
+            dims[d] = dim
         for number, d in enumerate(batch[side]):
             dims[d] = index[number]
         for d, dim in enumerate(dims):

@@ -38,7 +38,7 @@ class Replacement:
 
 def translate(match: Match, *, with_equations: bool = False) -> Replacement:
     """Return the call that computes what a match computes."""
-    depends = Dependence(match.first)
+    depends = Dependence(match.first, match.second)
     logits = take_apart(match, Reader(), depends)  # splits letters where a reshape does
     whole = match
     match = _expanded(match)

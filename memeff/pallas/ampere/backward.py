@@ -363,7 +363,7 @@ class QueryTile(NamedTuple):
             if redo:
                 _clean(k_s, is_finite)
             first = work.row, work.visits.tile(n) * ROWS
-            tile = score_tile(self.problem, work, first, shape, numbers).with_loads_started()
+            tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers)
             raw = multiply(full_tile(shape, 0.0), q, k_s, transposed=True)  # (1)
             tile = tile.with_bias(work.n, bias_s)
             keep = tile.mask() if masked else None
@@ -464,8 +464,8 @@ class KeyTile(NamedTuple):
                 empty = broadcast_vector(jnp.where(is_empty, 1.0, 0.0), shape)
                 _clean(do_s, lambda x: is_finite(x) | (empty == 0.0))
             numbers = head_number_refs(work.scalars, n_head)
-            tile = score_tile(self.problem, work, (row, work.col), shape, numbers, query_dim=1)
-            tile = tile.with_loads_started()
+            first = row, work.col
+            tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers, 1)
             lse = vector(arrays.lse, COL) + (lift if redo else 0.0)
             raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
             tile = tile.with_bias(n_head, bias_s)
@@ -517,29 +517,3 @@ def _masked_first(problem: Problem, work: Any, step: Callable, sums: Any, redo: 
         return lax.fori_loop(0, visits.total, functools.partial(step, True), sums)
     sums = lax.fori_loop(0, visits.masked, functools.partial(step, True), sums)
     return lax.fori_loop(visits.masked, visits.total, functools.partial(step, False), sums)
-
-
-def score_tile(
-    problem: Problem,
-    work: Any,
-    first: tuple,
-    shape: tuple[int, int],
-    numbers: HeadNumbers,
-    query_dim: int = 0,
-) -> ScoreTile:
-    """Return the positions, masks and functions of the tile of `first` query and key."""
-    scalars = work.scalars
-    sizes = shape if query_dim == 0 else shape[::-1]
-    row, col = (pl.ds(x, size) for x, size in zip(first, sizes, strict=True))
-    vectors = tuple(x.at[row] for x in scalars.by_query), tuple(x.at[col] for x in scalars.by_key)
-    return ScoreTile(
-        problem,
-        shape,
-        first,
-        work.mask_inputs,
-        scalars,
-        numbers,
-        vectors,
-        query_dim,
-        vectors_are_shared=False,
-    )

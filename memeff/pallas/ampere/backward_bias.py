@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
-from memeff.pallas.ampere.backward import ROWS, Arrays, dp_with_delta, score_tile
+from memeff.pallas.ampere.backward import ROWS, Arrays, dp_with_delta
 from memeff.pallas.ampere.mosaic import (
     copy_pairs,
     copy_tile,
@@ -41,7 +41,7 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import CallSizes
-from memeff.pallas.hopper.score_tile import head_number_refs
+from memeff.pallas.hopper.score_tile import ScoreTile, head_number_refs
 from memeff.problem import Problem
 
 TILE = ROWS, ROWS
@@ -190,8 +190,8 @@ class BiasTile(NamedTuple):
         k_s, v_s = (x.at[slot] for x in scratch.keys_s)
         gradient = Gradient(self.problem, visit.scalars.logit_terms)
         numbers = head_number_refs(visit.scalars, visit.n)
-        tile = score_tile(self.problem, visit, (visit.row, visit.col), TILE, numbers)
-        tile = tile.with_loads_started()
+        first = visit.row, visit.col
+        tile = ScoreTile.in_global_memory(self.problem, visit, first, TILE, numbers)
 
         def of_rows(ref: Ref) -> Array:
             part = ref.at[visit.b, visit.n, pl.ds(visit.row, ROWS)]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from memeff.device import Device
-from memeff.pallas.hopper.capability import unsupported_bias, unsupported_by_fused
+from memeff.pallas.hopper.capability import unsupported_by_fused, unsupported_option
 from memeff.pallas.reasons import too_few_queries, unsupported_sizes
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
@@ -59,7 +59,7 @@ def why_not(
     return (
         for_device(device)
         or _unsupported_shape(operands)
-        or _unsupported_option(problem, operands)
+        or unsupported_option(problem, operands, "Ampere")
         or (unsupported_by_fused(problem, operands) if fused else None)
         or calls.why_not(problem, operands)
     )
@@ -73,22 +73,6 @@ def _unsupported_shape(operands: Operands) -> str | None:
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the Ampere kernels support bfloat16 and float16, and this call has {dtype}"
     return unsupported_sizes(operands, "Ampere", LARGEST_HEAD)
-
-
-def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
-    """Return a reason if the call has an argument that the kernels do not support."""
-    if problem.dropout is not None and problem.dropout.bits != "mix32":
-        return (
-            'the Ampere kernels support dropout with dropout_bits="mix32", and this call draws '
-            "Flax's own bits"
-        )
-    if reason := unsupported_bias(operands):
-        return f"the Ampere kernels support {reason}"
-    if operands.origin is not None:
-        return "the Ampere kernels do not support functions in parts of a sharded call"
-    if problem.qk_transform is not None:
-        return "the Ampere kernels do not support `qk_transform`"
-    return None
 
 
 def slower(problem: Problem, operands: Operands) -> str | None:

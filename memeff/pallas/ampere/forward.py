@@ -199,11 +199,6 @@ class QueryTile(NamedTuple):
             rows = pl.ds(work.row, self.tiling.rows)
             lse_ref[work.b, work.n, rows] = lse_of_rows(m, l)
 
-    @property
-    def tile_shape(self) -> tuple[int, int]:
-        """Return the shape of a tile of logits."""
-        return self.tiling.rows, self.tiling.keys
-
     def _copy_keys(self, n) -> None:
         """Start to copy the keys of visit n."""
         work = self.work
@@ -240,8 +235,11 @@ class QueryTile(NamedTuple):
         def step(n, state):
             m, l, o = state
             wait_for_copies(scratch.k_ready)
-            tile = self._score_tile(n).with_loads_started()
-            col = tile.first[1]
+            col = work.visits.tile(n) * self.tiling.keys
+            first = work.row, col
+            tile = ScoreTile.in_global_memory(
+                self.problem, work, first, self.tiling, self.head_numbers
+            )
             copy_tile(self.operands[2], work.source.value, col, work.k, v_s, scratch.v_ready)
             if bias_s is not None:
                 bias = head_bias(work.scalars, work.n)
@@ -261,25 +259,3 @@ class QueryTile(NamedTuple):
             return m, l, multiply(o, p.astype(v_s.dtype), v_s)
 
         return step
-
-    def _score_tile(self, n) -> ScoreTile:
-        """Return the positions, masks and functions of the tile of visit n."""
-        work = self.work
-        first = work.row, work.visits.tile(n) * self.tiling.keys
-        scalars = work.scalars
-        places = (pl.ds(x, size) for x, size in zip(first, self.tiling, strict=True))
-        row, col = places
-        vectors = (
-            tuple(x.at[row] for x in scalars.by_query),
-            tuple(x.at[col] for x in scalars.by_key),
-        )
-        return ScoreTile(
-            self.problem,
-            self.tile_shape,
-            first,
-            work.mask_inputs,
-            scalars,
-            self.head_numbers,
-            vectors,
-            vectors_are_shared=False,
-        )

@@ -2,33 +2,16 @@
 
 from jax import Array
 
-from memeff.chunked.tangent import tangent  # from the kernels' out and lse
-from memeff.pallas.ampere.capability import (
-    backward_is_kernel,
-    for_device,
-    fused_is_faster,
-    slower,
-    why_not,
-)
-from memeff.pallas.hopper.memory import temp_bytes
+# "x as x": x is a function of the family, defined elsewhere
+from memeff.chunked.tangent import tangent as tangent  # from the kernels' out and lse
+from memeff.pallas.ampere.capability import backward_is_kernel as backward_is_kernel
+from memeff.pallas.ampere.capability import for_device as for_device
+from memeff.pallas.ampere.capability import fused_is_faster as fused_is_faster
+from memeff.pallas.ampere.capability import slower as slower
+from memeff.pallas.ampere.capability import why_not as why_not
+from memeff.pallas.hopper.memory import temp_bytes as temp_bytes
 from memeff.problem import Gradients, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor
-
-__all__ = [
-    "backward",
-    "backward_is_kernel",
-    "describe",
-    "for_device",
-    "forward",
-    "fused_is_faster",
-    "reads_entries",
-    "slower",
-    "tangent",
-    "temp_bytes",
-    "tile_shape",
-    "vocabulary",
-    "why_not",
-]
 
 vocabulary = None  # plain JAX computes the loss of a large vocabulary
 

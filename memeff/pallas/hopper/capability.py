@@ -66,7 +66,7 @@ def why_not(
     return (
         for_device(device)
         or _unsupported_shape(operands)
-        or _unsupported_option(problem, operands)
+        or unsupported_option(problem, operands, "Hopper")
         or _unsupported_in_float32(problem, operands)
         or (unsupported_by_fused(problem, operands) if fused else None)
         or calls.why_not(problem, operands)
@@ -117,23 +117,24 @@ def asks_for_float32(precision: Any) -> bool:
     return not all(isinstance(x, str) and x.lower() in COARSE_PRECISIONS for x in names)
 
 
-def _unsupported_option(problem: Problem, operands: Operands) -> str | None:
-    """Return a reason if the call has an argument that the kernels do not support."""
+def unsupported_option(problem: Problem, operands: Operands, family: str) -> str | None:
+    """Return a reason if the call has an argument that the kernels of `family` do not support."""
+    kernels = f"the {family} kernels"
     if problem.dropout is not None and problem.dropout.bits != "mix32":
         return (
-            'the Hopper kernels support dropout with dropout_bits="mix32", and this call draws '
-            "Flax's own bits"
+            f'{kernels} support dropout with dropout_bits="mix32", and this call draws Flax\'s own '
+            "bits"
         )
     if operands.origin is not None:
-        return "the Hopper kernels do not support functions in parts of a sharded call"
-    if reason := unsupported_bias(operands):
-        return f"the Hopper kernels support {reason}"
+        return f"{kernels} do not support functions in parts of a sharded call"
+    if reason := _unsupported_bias(operands):
+        return f"{kernels} support {reason}"
     if problem.qk_transform is not None:
-        return "the Hopper kernels do not support `qk_transform`"
+        return f"{kernels} do not support `qk_transform`"
     return None
 
 
-def unsupported_bias(operands: Operands) -> str | None:
+def _unsupported_bias(operands: Operands) -> str | None:
     """Return a reason if kernels do not support the bias, or the mask that becomes one.
 
     It stands behind "the kernels support".

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from memeff.dropout import QueryWords, mix32_keep, words_of_head
 from memeff.logits import logits_base2
@@ -96,6 +97,28 @@ class ScoreTile(NamedTuple):
     # Row r is the query r modulo `row_period`, of one head after the other; None: of one head.
     row_period: int | None = None
     vectors_are_shared: bool = True  # token vectors are in shared memory, not in global memory
+
+    @classmethod
+    def in_global_memory(
+        cls,
+        problem: Problem,
+        work: Any,
+        first: tuple[Any, Any],
+        shape: tuple[int, int],
+        head: HeadNumbers,
+        query_dim: int = 0,
+    ) -> "ScoreTile":
+        """Return the tile of `first` query and key, whose token vectors stay in global memory.
+
+        Its loads are started.
+        """
+        scalars = work.scalars
+        sizes = shape if query_dim == 0 else shape[::-1]
+        row, col = (pl.ds(x, size) for x, size in zip(first, sizes, strict=True))
+        by_query = tuple(x.at[row] for x in scalars.by_query)
+        vectors = by_query, tuple(x.at[col] for x in scalars.by_key)
+        tile = cls(problem, shape, first, work.mask_inputs, scalars, head, vectors, query_dim)
+        return tile._replace(vectors_are_shared=False).with_loads_started()
 
     @property
     def terms(self) -> LogitParams:

@@ -180,16 +180,9 @@ class Kernels(NamedTuple):
         """
         splash = importlib.import_module(MODULE)
 
-        def call(query, key, value, lse, dout, delta, q_segments, kv_segments):
+        def call(*arrays):
             return splash._splash_attention_bwd_dq(
-                query,
-                key,
-                value,
-                _segment_ids(splash, q_segments, kv_segments),
-                None,
-                lse,
-                dout,
-                delta,
+                *_gradient_arguments(splash, *arrays),
                 mask_info=self._mask_info(splash),
                 **self._gradient_options(splash),
             )
@@ -203,16 +196,9 @@ class Kernels(NamedTuple):
         """
         splash = importlib.import_module(MODULE)
 
-        def call(query, key, value, lse, dout, delta, q_segments, kv_segments):
+        def call(*arrays):
             _, dk, dv = splash._splash_attention_bwd_dkv(
-                query,
-                key,
-                value,
-                _segment_ids(splash, q_segments, kv_segments),
-                None,
-                lse,
-                dout,
-                delta,
+                *_gradient_arguments(splash, *arrays),
                 bkv_compute=self.block[1],
                 mask_info=self._mask_info(splash, by_key=True),
                 use_fused_bwd_kernel=False,
@@ -249,6 +235,14 @@ class Kernels(NamedTuple):
             blocks, is_visible = (x.T[None] if by_key else x[None] for x in table)
         positions = None if self.positions is None else jnp.arange(*self.positions, dtype=jnp.int32)
         return splash.mask_info_lib.MaskInfo(blocks, None, is_visible, None, positions)
+
+
+def _gradient_arguments(
+    splash: Any, query, key, value, lse, dout, delta, q_segments, kv_segments
+) -> tuple[Any, ...]:
+    """Return the arrays in the order in which both kernels of the gradient take them."""
+    segments = _segment_ids(splash, q_segments, kv_segments)
+    return query, key, value, segments, None, lse, dout, delta
 
 
 def _segment_ids(splash: Any, q_segments: Array | None, kv_segments: Array | None) -> Any:

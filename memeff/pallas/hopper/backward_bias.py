@@ -10,14 +10,12 @@ Nothing is multiplied by ds, so NaN and Inf of hidden pairs need not be cleaned:
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     float16_lift,
@@ -37,15 +35,15 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     release_read,
     tile_ref,
-    warp_specialized_kernel,
     whole_width,
 )
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
+    Roles,
     WorkState,
     persistent_blocks,
-    run_warp_specialized,
+    run_persistent_kernel,
 )
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import CallSizes
@@ -112,40 +110,35 @@ def bias_gradient(
     _, _, K, D = value.shape
     T, S = lengths
     sizes = CallSizes(B, T, S, K, N // K)
-    operands, structure = jax.tree.flatten((arrays, scalars))
     parts = BiasParts.of(sizes, scalars, shared, (tiling.rows, tiling.keys))
     items = math.prod(parts.item_dims)
-    blocks = persistent_blocks(items)
 
-    def body(*refs, scratch: BiasScratch):
-        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
-        gradient_ref = refs[len(operands)]
-
+    def roles(operands: Any, outputs: tuple, scratch: BiasScratch) -> Roles:
+        array_refs, scalar_refs = operands
+        (gradient_ref,) = outputs
         rings = [Ring(tiling.stages, True, (scratch.used,))]
         if scratch.bias_s is not None:
             rings.append(Ring(tiling.items, False, (scratch.bias_used,)))
-        run_warp_specialized(
+        return Roles(
             functools.partial(parts.find_work, problem, sizes, scalar_refs),
             functools.partial(_compute, problem, tiling, gradient_ref, scratch),
             functools.partial(_copy, tiling, array_refs, scalar_refs, scratch),
-            items=items,
-            blocks=blocks,
-            failed_s=scratch.failed_s,
-            all_done=scratch.all_warpgroups,
-            rings=rings,
+            rings,
         )
 
-    kernel = warp_specialized_kernel(
-        body,
+    (gradient,) = run_persistent_kernel(
         "memeff_dbias",
+        problem,
+        (arrays, scalars),
         [parts.result],
-        {"scratch": _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling)},
-        blocks,
-        tiling.warpgroups + 1,
-        allow_approx_math(problem),
+        _scratch_types((whole_width(H), whole_width(D)), query.dtype, scalars, tiling),
+        roles,
+        items=items,
+        blocks=persistent_blocks(items),
+        consumers=tiling.warpgroups,
         sums_over_rows=scalars.key_bias is not None,
     )
-    return kernel(*operands)[0]
+    return gradient
 
 
 def _scratch_types(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -37,7 +36,6 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     plgpu,
     tile_ref,
-    warp_specialized_kernel,
     whole_width,
 )
 from memeff.pallas.hopper.parts import (
@@ -50,7 +48,7 @@ from memeff.pallas.hopper.parts import (
     store_tile,
     transposed,
 )
-from memeff.pallas.hopper.persistent import ROWS, Ring, WorkState, run_warp_specialized
+from memeff.pallas.hopper.persistent import ROWS, Ring, Roles, WorkState, run_persistent_kernel
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -60,6 +58,8 @@ from memeff.pallas.hopper.scheduler import (
     order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import (
+    HeadNumbers,
+    ScoreTile,
     TokenVectors,
     barrier_arrivals,
     copy_token_vectors,
@@ -70,6 +70,7 @@ from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
+TILE = ROWS, ROWS  # of keys and queries
 # What a kernel computes. For heads beyond 128 the sums of both do not fit in registers together.
 Wanted = Literal["both", "dk", "dv"]
 
@@ -139,16 +140,15 @@ def key_value_gradient(
     assert tiling.tile_size == ROWS and lse.shape[-1] % ROWS == 0
     scalars = with_ranges(scalars, lengths, tiling.item_size, keys=True)
     scalars = with_lists(problem, scalars, lengths, (ROWS, tiling.item_size), keys=True)
-    operands, structure = jax.tree.flatten((arrays, scalars))
 
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     bytes_read = T * shape.G * (H + D) * 2
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
     order = order_for_bias(order, scalars, B)
 
-    def body(*refs, scratch: KeyScratch):
-        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
-        outputs = [(ref, 0) for ref in refs[len(operands) :]]
+    def roles(operands: Any, refs: tuple[Ref, ...], scratch: KeyScratch) -> Roles:
+        array_refs, scalar_refs = operands
+        outputs = [(ref, 0) for ref in refs]
         if joined:
             outputs = [(refs[-1], 0), (refs[-1], K)]
         find_work = functools.partial(
@@ -162,16 +162,7 @@ def key_value_gradient(
         ]
         if scratch.do_used is not None:
             rings.append(Ring(tiling.second_stages, True, (scratch.do_used,)))
-        run_warp_specialized(
-            find_work,
-            compute,
-            copy,
-            items=B * K * tiles.size,
-            blocks=blocks,
-            failed_s=scratch.failed_s,
-            all_done=scratch.all_warpgroups,
-            rings=rings,
-        )
+        return Roles(find_work, compute, copy, rings)
 
     results = {"both": (key, value), "dk": (key,), "dv": (value,)}[wanted]
     shapes = [(B, *x.shape[1:]) for x in results]
@@ -180,16 +171,17 @@ def key_value_gradient(
         shapes = [(B, key.shape[1], 2 * K, H)]
     types = [jax.ShapeDtypeStruct(shape, query.dtype) for shape in shapes]
     head_dims = whole_width(H), whole_width(D)
-    kernel = warp_specialized_kernel(
-        body,
+    return run_persistent_kernel(
         "memeff_dkdv" if wanted == "both" else f"memeff_{wanted}",
+        problem,
+        (arrays, scalars),
         types,
-        {"scratch": _scratch_types(head_dims, query.dtype, scalars, tiling, wanted)},
-        blocks,
-        tiling.warpgroups + 1,
-        allow_approx_math(problem),
+        _scratch_types(head_dims, query.dtype, scalars, tiling, wanted),
+        roles,
+        items=B * K * tiles.size,
+        blocks=blocks,
+        consumers=tiling.warpgroups,
     )
-    return kernel(*operands)
 
 
 def _scratch_types(
@@ -320,64 +312,108 @@ def _compute(
     `outputs`: for each, its array, and the head in it that belongs to key head 0.
     """
     gradient = Gradient(problem, work.scalars.logit_terms)
-    tile_shape = ROWS, ROWS
     dtype = scratch.k_s.dtype
     parts = tiling.parts
     group_slot = lax.rem(state.items_done, jnp.int32(tiling.items)) * tiling.warpgroups
     cols = pl.ds(work.col + group * ROWS, ROWS)
     masked = work.visits.masked
     count = hide_from_cse(jnp.int32(work.visits.total))
-    stage = optional_slot(scratch.stage, group)
-
-    def by_query(vector_s):
-        return broadcast_vector(plgpu.load(vector_s, layout=COL), tile_shape, 1)
-
-    def clean(slot, do_slot):
-        """Clean query and dout: where queries see nothing, they may hold anything."""
-        failed_s = scratch.failed_s.at[group]
-
-        def good_do(x, first):
-            finite = is_finite(x)
-            lse = plgpu.load(scratch.lse_s.at[slot, pl.ds(first, ROWS)], layout=ROW)
-            return finite | (broadcast_vector(lse, (ROWS, ROWS)) < LSE_OF_EMPTY_ROW)
-
-        clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
-        clean_operand(scratch.do_s.at[do_slot], good_do, failed_s, group, scratch.computing)
-
     bias_cols = pl.ds(group * ROWS, ROWS)
-    do_stages = tiling.both_stages[1]
+    places = group_slot, bias_cols
+    visits = _Visits(
+        problem, shape, tiling, scratch, gradient, group, work, state, masked, count, *places
+    )
+    plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])
+    k = scratch.k_s.at[group_slot + group]
+    v = optional_slot(scratch.v_s, group_slot + group)
+    slopes = {"dk": gradient.slope, "dv": gradient.inverse_keep_rate}
+    names = ("dk", "dv") if wanted == "both" else (wanted,)
+    stored = (k, v) if wanted == "both" else (k,)
+    widths = {"dk": k.shape[-1], "dv": scratch.do_s.shape[-1]}
+    visit_all = functools.partial(visits.visit_all, wanted)
+    sums = accumulators(visit_all, *[(ROWS, widths[name] // parts) for name in names])
+    without_padding = [zero_padding(x, shape, work, group) for x in sums]
+    failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
+    for name, x, tile_s in zip(names, sums, stored, strict=True):
+        x = undo_lift(x * slopes[name], dtype, state)
+        store_tile(first_columns(tile_s, widths[name]), x, parts)
+    plgpu.commit_smem()
+    for tile_s, (ref, first_head) in zip(stored, outputs, strict=True):
+        rows = head_rows(ref, work.b, cols, first_head + work.k, tile_s.shape[-1])
+        plgpu.copy_smem_to_gmem(tile_s, rows)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
+    return shape.G * count, failed
 
-    def step(start, head, numbers, accumulated, hides, n, _):
-        dk, dv = accumulated
+
+class _Visits(NamedTuple):
+    """The tiles of queries that one warpgroup's keys visit."""
+
+    problem: Problem
+    shape: CallSizes
+    tiling: Tiling
+    scratch: KeyScratch
+    gradient: Gradient
+    group: Any
+    work: KeyWork
+    state: WorkState
+    masked: Array  # visits of a head that need a mask
+    visits_of_head: Array
+    group_slot: Any  # of the first warpgroup's keys
+    bias_cols: Any  # this warpgroup's keys in a tile of the bias
+
+    def visit_all(self, wanted: Wanted, *sums) -> list[Array]:
+        """Visit the tiles of all heads, and return dk and dv, or one of them."""
+        work = self.work
+        dk, dv = {"both": sums, "dk": (*sums, None), "dv": (None, *sums)}[wanted]
+
+        def visit_head(g, _):
+            start = self.state.tiles_visited + g * self.visits_of_head
+            head = work.k * self.shape.G + g
+            numbers = head_number_refs(work.scalars, head)
+            visit = functools.partial(self._visit, start, head, numbers, (dk, dv))
+            if not self.state.first_round:
+                lax.fori_loop(0, self.visits_of_head, functools.partial(visit, True), None)
+                return
+            lax.fori_loop(0, self.masked, functools.partial(visit, True), None)
+            if may_have_unmasked_tiles(self.problem, work.scalars):
+                lax.fori_loop(
+                    self.masked, self.visits_of_head, functools.partial(visit, False), None
+                )
+
+        lax.fori_loop(0, self.shape.G, visit_head, None)
+        return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums]
+
+    def _visit(self, start, head, numbers: HeadNumbers, sums, hides: bool, n, _) -> None:
+        """Do (5) and (6) for the n-th tile of a head, after `start` tiles: add to dk and dv."""
+        scratch, tiling, gradient = self.scratch, self.tiling, self.gradient
+        dtype = scratch.k_s.dtype
+        parts = tiling.parts
+        dk, dv = sums
         slot = lax.rem(start + n, jnp.int32(tiling.stages))
-        do_slot = lax.rem(start + n, jnp.int32(do_stages))
-        q = scratch.q_s.at[slot]
-        do = scratch.do_s.at[do_slot]
+        do_slot = lax.rem(start + n, jnp.int32(tiling.both_stages[1]))
+        stage = optional_slot(scratch.stage, self.group)
         plgpu.barrier_wait(scratch.q_ready.at[slot])
         # In a kernel's first loop ptxas waits for raw before it begins dp; in the second, dp may
         # begin while raw runs.
-        late = tiling.warpgroups == 2 and not hides and problem.right is not None
+        late = tiling.warpgroups == 2 and not hides and self.problem.right is not None
         if not late:
             plgpu.barrier_wait(scratch.do_ready.at[do_slot])
-        if hides and not state.first_round:
-            clean(slot, do_slot)
-        vectors = token_vectors(scratch.token_vectors, slot, group_slot + group)
-        tile = transposed_tile(problem, work, tiling, n, group, numbers, vectors)
-        tile = tile.with_loads_started()
-        tile = tile.with_bias(head, optional_slot(scratch.bias_s, (slot, slice(None), bias_cols)))
+        if hides and not self.state.first_round:
+            self._clean(slot, do_slot)
+        tile = self._tile(head, numbers, n, slot)
         keep = tile.mask() if hides else None
-        key_slot = group_slot + hide_from_cse(group)
+        key_slot = self.group_slot + hide_from_cse(self.group)
         k = scratch.k_s.at[key_slot]
         v = optional_slot(scratch.v_s, key_slot)
-        lse = by_query(scratch.lse_s.at[slot])  # before products, which keep shared memory busy
-        if not state.first_round:
+        lse = _by_query(scratch.lse_s.at[slot])  # before products, which keep shared memory busy
+        if not self.state.first_round:
             lse = lse + float16_lift(dtype)
-
-        q_parts = parts_of(q, parts)
-        do_parts = parts_of(do, parts)
+        q_parts = parts_of(scratch.q_s.at[slot], parts)
+        do_parts = parts_of(scratch.do_s.at[do_slot], parts)
 
         def start_dp(dp):
-            return gradient.start_dp(dp, by_query(scratch.delta_s.at[slot]))
+            return gradient.start_dp(dp, _by_query(scratch.delta_s.at[slot]))
 
         def multiply_tiles(raw, dp=None):
             """Add a tile's part of dk and dv. Without `dp`, only dv is wanted."""
@@ -401,46 +437,33 @@ def _compute(
                 multiply_parts(dk, split_tile(d_raw, dtype, parts), q_parts, stage)
             plgpu.wgmma_wait(0)
 
-        shapes = [tile_shape] if dk is None else [tile_shape, tile_shape]
-        accumulators(multiply_tiles, *shapes)
+        accumulators(multiply_tiles, *[TILE] * (1 if dk is None else 2))
         plgpu.barrier_arrive(scratch.used.at[slot])
 
-    plgpu.barrier_wait(scratch.item_ready.at[group_slot + group])
+    def _clean(self, slot, do_slot) -> None:
+        """Clean query and dout: where queries see nothing, they may hold anything."""
+        scratch, group = self.scratch, self.group
+        failed_s = scratch.failed_s.at[group]
 
-    def visit_tiles(*sums):
-        dk, dv = {"both": sums, "dk": (*sums, None), "dv": (None, *sums)}[wanted]
+        def good_do(x, first):
+            finite = is_finite(x)
+            lse = plgpu.load(scratch.lse_s.at[slot, pl.ds(first, ROWS)], layout=ROW)
+            return finite | (broadcast_vector(lse, TILE) < LSE_OF_EMPTY_ROW)
 
-        def visit_head(g, _):
-            start = state.tiles_visited + g * count
-            head = work.k * shape.G + g
-            numbers = head_number_refs(work.scalars, head)
-            visit = functools.partial(step, start, head, numbers, (dk, dv))
-            if not state.first_round:
-                lax.fori_loop(0, count, functools.partial(visit, True), None)
-                return
-            lax.fori_loop(0, masked, functools.partial(visit, True), None)
-            if may_have_unmasked_tiles(problem, work.scalars):
-                lax.fori_loop(masked, count, functools.partial(visit, False), None)
+        clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
+        clean_operand(scratch.do_s.at[do_slot], good_do, failed_s, group, scratch.computing)
 
-        lax.fori_loop(0, shape.G, visit_head, None)
-        return [plgpu.wgmma_accumulator_load(x, wait_n=0) for x in sums]
+    def _tile(self, head, numbers: HeadNumbers, n, slot) -> ScoreTile:
+        """Return the n-th tile of a head, whose queries are in `slot`."""
+        scratch = self.scratch
+        vectors = token_vectors(scratch.token_vectors, slot, self.group_slot + self.group)
+        tile = transposed_tile(
+            self.problem, self.work, self.tiling, n, self.group, numbers, vectors
+        )
+        bias_s = optional_slot(scratch.bias_s, (slot, slice(None), self.bias_cols))
+        return tile.with_loads_started().with_bias(head, bias_s)
 
-    k = scratch.k_s.at[group_slot + group]
-    v = optional_slot(scratch.v_s, group_slot + group)
-    slopes = {"dk": gradient.slope, "dv": gradient.inverse_keep_rate}
-    names = ("dk", "dv") if wanted == "both" else (wanted,)
-    stored = (k, v) if wanted == "both" else (k,)
-    widths = {"dk": k.shape[-1], "dv": scratch.do_s.shape[-1]}
-    sums = accumulators(visit_tiles, *[(ROWS, widths[name] // parts) for name in names])
-    without_padding = [zero_padding(x, shape, work, group) for x in sums]
-    failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
-    for name, x, tile_s in zip(names, sums, stored, strict=True):
-        x = undo_lift(x * slopes[name], dtype, state)
-        store_tile(first_columns(tile_s, widths[name]), x, parts)
-    plgpu.commit_smem()
-    for tile_s, (ref, first_head) in zip(stored, outputs, strict=True):
-        rows = head_rows(ref, work.b, cols, first_head + work.k, tile_s.shape[-1])
-        plgpu.copy_smem_to_gmem(tile_s, rows)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
-    return shape.G * count, failed
+
+def _by_query(vector_s) -> Array:
+    """Return a tile of numbers of queries, which are its columns."""
+    return broadcast_vector(plgpu.load(vector_s, layout=COL), TILE, 1)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
@@ -38,7 +37,6 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     plgpu,
     tile_ref,
-    warp_specialized_kernel,
     whole_width,
 )
 from memeff.pallas.hopper.parts import (
@@ -50,7 +48,7 @@ from memeff.pallas.hopper.parts import (
     store_tile,
     transposed,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
+from memeff.pallas.hopper.persistent import ROWS, Roles, WorkState, run_persistent_kernel
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -119,35 +117,21 @@ def query_gradient(
     shape = CallSizes(B, T, S, K, N // K)
     scalars = with_ranges(scalars, lengths, tiling.item_size)
     scalars = with_lists(problem, scalars, lengths, (tiling.item_size, tiling.tile_size))
-    operands, structure = jax.tree.flatten((arrays, row_terms, scalars))
 
     visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = max(1, S * (H + D) * 2 // shape.G)
     blocks, order = choose_blocks(problem, scalars, visited, tiling.tile_size, B * N, bytes_read)
     order = order_for_bias(order, scalars, B)
 
-    def body(*refs, scratch: QueryScratch):
-        array_refs, row_terms_ref, scalar_refs = jax.tree.unflatten(
-            structure, refs[: len(operands)]
-        )
-        outputs = refs[len(operands) :]
+    def roles(operands: Any, outputs: tuple, scratch: QueryScratch) -> Roles:
+        array_refs, row_terms_ref, scalar_refs = operands
         find_work = functools.partial(
             find_query_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
         has_row_terms = row_terms is not None
         compute = functools.partial(_compute, problem, tiling, outputs, has_row_terms, scratch)
         copy = functools.partial(_copy, tiling, (*array_refs, row_terms_ref), scratch)
-        rings = query_rings(tiling, scratch)
-        run_warp_specialized(
-            find_work,
-            compute,
-            copy,
-            items=B * N * visited.size,
-            blocks=blocks,
-            failed_s=scratch.failed_s,
-            all_done=scratch.all_warpgroups,
-            rings=rings,
-        )
+        return Roles(find_work, compute, copy, query_rings(tiling, scratch))
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.
@@ -161,16 +145,17 @@ def query_gradient(
     scratch = _scratch_types(
         (whole_width(H), whole_width(D)), query.dtype, out is not None, row_arrays, scalars, tiling
     )
-    kernel = warp_specialized_kernel(
-        body,
+    return run_persistent_kernel(
         "memeff_dq",
+        problem,
+        (arrays, row_terms, scalars),
         types,
-        {"scratch": scratch},
-        blocks,
-        tiling.warpgroups + 1,
-        allow_approx_math(problem),
+        scratch,
+        roles,
+        items=B * N * visited.size,
+        blocks=blocks,
+        consumers=tiling.warpgroups,
     )
-    return tuple(kernel(*operands))
 
 
 def _scratch_types(

@@ -21,14 +21,14 @@ o > 2^128) make o infinite or NaN, and the row fails. In bfloat16 the last round
 above the largest logit. Then l <= 1 for S <= 2^20, and o is at most the largest value.
 """
 
-import itertools
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.bias import copy_bias
 from memeff.pallas.hopper.forward_compute import ForwardKernel
 from memeff.pallas.hopper.forward_memory import (
@@ -41,15 +41,15 @@ from memeff.pallas.hopper.mosaic import (
     Ref,
     head_rows,
     plgpu,
-    warp_specialized_kernel,
     whole_width,
 )
 from memeff.pallas.hopper.persistent import (
     ROWS,
     Ring,
+    Roles,
     WorkState,
     persistent_blocks,
-    run_warp_specialized,
+    run_persistent_kernel,
 )
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
@@ -104,55 +104,44 @@ def attend(
     if want_lse:
         results.append(jax.ShapeDtypeStruct((B, N, tiles * tiling.rows), jnp.float32))
 
-    def body(query_ref, key_ref, value_ref, *refs, scratch: ForwardScratch):
-        remaining_refs = iter(refs)
-        block_scalars = scalars.like(remaining_refs)
-        carried_refs = jax.tree.map(lambda _: next(remaining_refs), carried)
-        out_refs = tuple(itertools.islice(remaining_refs, out_parts))
-        lse_ref = next(remaining_refs, None)
-
-        def find_work(index) -> QueryWork:
-            return find_query_work(
-                problem, sizes, block_scalars, tiling.rows, tiling.keys, order, index
-            )
+    def roles(operands: Any, result_refs: tuple[Ref, ...], scratch: ForwardScratch) -> Roles:
+        array_refs, scalar_refs, carried_refs = operands
+        query_ref, _, value_ref = array_refs
+        outputs = result_refs[:out_parts], result_refs[-1] if want_lse else None
 
         def consume(warpgroup, work: QueryWork, state: WorkState):
-            results = out_refs, lse_ref, carried_refs
+            results = *outputs, carried_refs
             kernel = ForwardKernel(
                 problem, tiling, query_ref, value_ref, *results, scratch, warpgroup
             )
             return kernel.run_item(work, state)
 
-        def produce(work: QueryWork, state: WorkState):
-            return _copy_operands(tiling, (query_ref, key_ref, value_ref), scratch, work, state)
-
-        run_warp_specialized(
-            find_work,
+        return Roles(
+            functools.partial(
+                find_query_work, problem, sizes, scalar_refs, tiling.rows, tiling.keys, order
+            ),
             consume,
-            produce,
-            items=items,
-            blocks=blocks,
-            failed_s=scratch.failed_s,
-            all_done=scratch.all_done,
+            functools.partial(_copy_operands, tiling, array_refs, scratch),
             rings=(
                 Ring(tiling.stages, True, (scratch.k_used, scratch.v_used)),
                 Ring(tiling.queries, False, (scratch.q_used,)),
             ),
-            third_round=True,
         )
 
-    kernel = warp_specialized_kernel(
-        body,
+    outputs = run_persistent_kernel(
         "memeff_forward",
+        problem,
+        (arrays, scalars, carried),
         results,
-        {"scratch": forward_scratch(scalars, tiling, *width, query.dtype)},
-        blocks,
-        tiling.warpgroups + 1,
-        allow_approx_math(problem),
+        forward_scratch(scalars, tiling, *width, query.dtype),
+        roles,
+        items=items,
+        blocks=blocks,
+        consumers=tiling.warpgroups,
         sums_over_rows=True,
+        third_round=True,
     )
-    outputs = kernel(query, key, value, *jax.tree.leaves((scalars, carried)))
-    return tuple(outputs[:out_parts]), outputs[-1] if want_lse else None
+    return outputs[:out_parts], outputs[-1] if want_lse else None
 
 
 def _copy_operands(

@@ -44,7 +44,7 @@ class ForwardScratch(NamedTuple):
     A barrier `*_ready` is for copies into a slot, `*_used` for the consumers that have read it.
     """
 
-    all_done: Barrier  # for all warpgroups
+    all_warpgroups: Barrier
     all_consumers: Barrier
     bad_columns_s: Ref  # [D] above 0 where a column of a tile of values is not finite
     failed_s: Ref  # [warpgroups, 64] above 0 where a row failed
@@ -74,7 +74,7 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
     query_numbers, key_numbers = barrier_arrivals(scalars)
     vectors = scratch_shapes(scalars, (slots, ROWS), (stages, keys))
     return ForwardScratch(
-        all_done=plgpu.Barrier(num_arrivals=consumers + 1),
+        all_warpgroups=plgpu.Barrier(num_arrivals=consumers + 1),
         all_consumers=plgpu.Barrier(num_arrivals=consumers),
         bad_columns_s=plgpu.SMEM((D,), jnp.float32),
         failed_s=plgpu.SMEM((consumers, ROWS), jnp.float32),

@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.mosaic import (
     Barrier,
     Ref,
@@ -24,7 +26,9 @@ from memeff.pallas.hopper.mosaic import (
     plgpu,
     sync,
     take_registers,
+    warp_specialized_kernel,
 )
+from memeff.problem import Problem
 
 ROWS = 64  # of an item, for each consumer warpgroup
 BITS = 16  # items n, n + BITS, ... share a bit of "failed"; so few that a float32 holds all bits
@@ -82,44 +86,75 @@ class Ring(NamedTuple):
     used: Sequence[Barrier]  # where consumers report that they have read a slot
 
 
-def run_warp_specialized(
-    find_work: Callable[[Array], Any],
-    consume: Callable[[Array, Any, WorkState], tuple[Array, Array]],
-    produce: Callable[[Any, WorkState], tuple[Array, Array]],
+class Roles(NamedTuple):
+    """What the warpgroups of a thread block do.
+
+    `consume` and `produce` do their part of an item. They return how many tiles it visits, and 1 if
+    a row of this warpgroup failed.
+    """
+
+    find_work: Callable[[Any], Any]  # from the index of an item to its description
+    consume: Callable[[Any, Any, WorkState], tuple[Array, Array]]  # of (warpgroup, work, state)
+    produce: Callable[[Any, WorkState], tuple[Array, Array]]  # of (work, state)
+    rings: Sequence[Ring]
+
+
+def run_persistent_kernel(
+    name: str,
+    problem: Problem,
+    operands: Any,
+    results: Sequence[jax.ShapeDtypeStruct],
+    scratch: Any,
+    roles: Callable[[Any, tuple[Ref, ...], Any], Roles],
     *,
     items: int,
     blocks: int,
-    failed_s: Ref,
-    all_done: Barrier,
-    rings: Sequence[Ring],
+    consumers: int,
+    sums_over_rows: bool = False,
     third_round: bool = False,
-) -> None:
-    """Run one warpgroup of a persistent kernel, as a consumer or as the producer.
+) -> tuple[Array, ...]:
+    """Run a persistent kernel over `operands`, a pytree of arrays, and return its results.
 
-    `find_work(index)` describes an item. `consume(warpgroup, work, state)` and `produce(work,
-    state)` do their part of it and return how many tiles it visits, and 1 if a row of this
-    warpgroup failed. The other arguments are those of `run_with_retries`.
+    `scratch` has the types of shared memory, with the `failed_s` and the `all_warpgroups` of
+    `run_with_retries`. `roles(operand_refs, result_refs, scratch)` returns those in a thread block.
     """
-    consumers = failed_s.shape[0]
-    warpgroup = lax.axis_index("warpgroup")
-    block = lax.axis_index("block")
+    arrays, structure = jax.tree.flatten(operands)
 
-    def loop(do) -> PersistentLoop:
-        def do_item(index, state):
-            return do(find_work(index), state)
+    def body(*refs, scratch: Any):
+        operand_refs = jax.tree.unflatten(structure, refs[: len(arrays)])
+        parts = roles(operand_refs, refs[len(arrays) :], scratch)
+        meeting = scratch.failed_s, scratch.all_warpgroups
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
 
-        return PersistentLoop(items, blocks, block, do_item)
+        def loop(do) -> PersistentLoop:
+            def do_item(index, state):
+                return do(parts.find_work(index), state)
 
-    @pl.when(warpgroup < consumers)
-    def _consumer():
-        take_registers(consumers, computes=True)
-        do = functools.partial(consume, warpgroup)
-        run_with_retries(loop(do), True, failed_s, all_done, third_round=third_round)
+            return PersistentLoop(items, blocks, block, do_item)
 
-    @pl.when(warpgroup == consumers)
-    def _producer():
-        take_registers(consumers, computes=False)
-        run_with_retries(loop(produce), False, failed_s, all_done, rings, third_round)
+        @pl.when(warpgroup < consumers)
+        def _consumer():
+            take_registers(consumers, computes=True)
+            do = functools.partial(parts.consume, warpgroup)
+            run_with_retries(loop(do), True, *meeting, third_round=third_round)
+
+        @pl.when(warpgroup == consumers)
+        def _producer():
+            take_registers(consumers, computes=False)
+            run_with_retries(loop(parts.produce), False, *meeting, parts.rings, third_round)
+
+    kernel = warp_specialized_kernel(
+        body,
+        name,
+        results,
+        {"scratch": scratch},
+        blocks,
+        consumers + 1,
+        allow_approx_math(problem),
+        sums_over_rows=sums_over_rows,
+    )
+    return tuple(kernel(*arrays))
 
 
 def run_with_retries(

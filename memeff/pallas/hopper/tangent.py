@@ -18,13 +18,13 @@ forward, because 0 times NaN is NaN.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Tiling,
     choose_blocks,
@@ -36,9 +36,8 @@ from memeff.pallas.hopper.mosaic import (
     interpreter_staging,
     plgpu,
     tile_ref,
-    warp_specialized_kernel,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState, run_warp_specialized
+from memeff.pallas.hopper.persistent import ROWS, Roles, WorkState, run_persistent_kernel
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -73,7 +72,6 @@ def tangents(
     shape = CallSizes(B, T, S, K, N // K)
     scalars = with_ranges(scalars, lengths, tiling.item_size)
     scalars = with_lists(problem, scalars, lengths, (tiling.item_size, tiling.tile_size))
-    operands, structure = jax.tree.flatten((arrays, scalars))
 
     visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size)
     bytes_read = S * H * 2 * (_count(arrays.keys) + _count(arrays.values))
@@ -81,9 +79,8 @@ def tangents(
         problem, scalars, visited, tiling.tile_size, B * N, max(1, bytes_read // shape.G)
     )
 
-    def body(*refs, scratch: TangentScratch):
-        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
-        outputs = refs[len(operands) :]
+    def roles(operands: Any, outputs: tuple, scratch: TangentScratch) -> Roles:
+        array_refs, scalar_refs = operands
         find_work = functools.partial(
             find_query_work, problem, shape, scalar_refs, tiling.item_size, tiling.tile_size, order
         )
@@ -91,17 +88,7 @@ def tangents(
             compute_item, problem, tiling, with_sink, (array_refs, outputs), scratch
         )
         copy = functools.partial(_copy, tiling, array_refs, scratch)
-        rings = query_rings(tiling, scratch)
-        run_warp_specialized(
-            find_work,
-            compute,
-            copy,
-            items=B * N * visited.size,
-            blocks=blocks,
-            failed_s=scratch.failed_s,
-            all_done=scratch.all_warpgroups,
-            rings=rings,
-        )
+        return Roles(find_work, compute, copy, query_rings(tiling, scratch))
 
     # Rows of whole work items, because stores to a vector are bounded by its array, not by its
     # head.
@@ -110,17 +97,18 @@ def tangents(
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         jax.ShapeDtypeStruct((B, N, rows), jnp.float32),
     )
-    kernel = warp_specialized_kernel(
-        body,
+    dout, dlse = run_persistent_kernel(
         "memeff_tangent",
+        problem,
+        (arrays, scalars),
         types,
-        {"scratch": _scratch_types(arrays, scalars, tiling)},
-        blocks,
-        tiling.warpgroups + 1,
-        allow_approx_math(problem),
+        _scratch_types(arrays, scalars, tiling),
+        roles,
+        items=B * N * visited.size,
+        blocks=blocks,
+        consumers=tiling.warpgroups,
         sums_over_rows=True,
     )
-    dout, dlse = kernel(*operands)
     return dout, dlse
 
 

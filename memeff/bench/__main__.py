@@ -57,28 +57,27 @@ from memeff.bench.results import (
 from memeff.bench.speed import speed_table
 from memeff.bench.tables import memory_markdown, speed_markdown
 
+COMMANDS = {
+    "hard": hard,
+    "losses": losses,
+    "arguments": arguments_bench,
+    "devices": devices,
+    "report": report,
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    if arguments is None:
-        arguments = sys.argv[1:]
-    match list(arguments):
-        case ["hard", *rest]:
-            hard.main(rest)
-        case ["losses", *rest]:
-            losses.main(rest)
-        case ["arguments", *rest]:
-            arguments_bench.main(rest)
-        case ["devices", *rest]:
-            devices.main(rest)
-        case ["report", *rest]:
-            report.main(rest)
-        case all_arguments:
-            options = parse(all_arguments, description=__doc__)
-            if options.doctor:
-                run_doctor(options.implementation or doctor.NAMES)
-            else:
-                run_table(options, f"python -m memeff.bench {shlex.join(all_arguments)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = arguments[0] if arguments else None
+    if command in COMMANDS:
+        COMMANDS[command].main(arguments[1:])
+        return
+    options = parse(arguments, description=__doc__)
+    if options.doctor:
+        run_doctor(options.implementation or doctor.NAMES)
+    else:
+        run_table(options, f"python -m memeff.bench {shlex.join(arguments)}")
 
 
 def run_doctor(names: Sequence[str]) -> None:

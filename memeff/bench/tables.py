@@ -37,16 +37,11 @@ def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -
             for name in names:
                 row = rows_by_cell.get((length, call, name), {})
                 rows_by_name[name] = row
-                line.append(memory_cell(row))
+                line.append(row.get("note") or temp_memory(row))
             if has_ratio:
                 line.append(times_less(rows_by_name["jax.nn"], rows_by_name["memeff"]))
         lines.append(line)
     return selected_markdown(header, lines, columns or header)
-
-
-def memory_cell(row: Row) -> str:
-    """Return the temporary bytes of a result, or the note why there are none."""
-    return row.get("note") or temp_memory(row)
 
 
 def temp_memory(row: Row) -> str:

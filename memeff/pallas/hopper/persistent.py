@@ -87,7 +87,7 @@ class Ring(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """What the warpgroups of a thread block do.
+    """The work of the warpgroups of a thread block.
 
     `consume` and `produce` do their part of an item. They return how many tiles it visits, and 1 if
     a row of this warpgroup failed.

@@ -138,12 +138,20 @@ def known_values(x) -> np.ndarray | None:
     return values if values.size else None
 
 
+def text_of(x) -> str:
+    """Return `x` as one short line for an error; an array as its shape and dtype."""
+    if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) and x.ndim:
+        kind = "Array" if isinstance(x, jax.Array) else type(x).__name__
+        return f"{kind}(shape={x.shape}, dtype={x.dtype})"
+    text = " ".join(repr(x).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def kind_of(x) -> str:
     """Describe `x` for an error: its type and value, or its traced type."""
     if isinstance(x, Tracer):
         return f"a traced value ({x.aval})"
-    kind = type(x).__name__
-    value = repr(x)
-    if x is None or value.startswith((f"{kind}(", "<")):
-        return value[:80]  # it names the type itself
-    return f"{kind} {value}"[:80]
+    kind = "Array" if isinstance(x, jax.Array) else type(x).__name__
+    text = text_of(x)
+    names_its_type = x is None or text.startswith((f"{kind}(", "<"))
+    return text if names_its_type else f"{kind} {text}"

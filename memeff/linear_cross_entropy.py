@@ -25,6 +25,7 @@ from memeff.inputs import (
     check_number,
     kind_of,
     known_values,
+    text_of,
     to_int32,
 )
 from memeff.problem import sum_dtype
@@ -302,7 +303,7 @@ def _check_weights(reduction: Any, weights: Any, x: Array) -> Array | None:
             raise ValueError('weights need a reduction: pass reduction="mean" or "sum" as well.')
         return None
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r}: it must be "mean", "sum" or None.')
+        raise ValueError(f'reduction={text_of(reduction)}: it must be "mean", "sum" or None.')
     dtype = sum_dtype(x.dtype)
     if weights is None:
         return jnp.ones(x.shape[:-1], dtype)

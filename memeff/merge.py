@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.inputs import to_array
+from memeff.inputs import kind_of, to_array
 from memeff.softmax import merge_rows
 
 
@@ -67,8 +67,8 @@ def _check_part(n: int, part) -> tuple[Array, Array]:
     """Return out and lse of part `n` as arrays."""
     if not isinstance(part, tuple | list) or len(part) != 2:
         raise TypeError(
-            f"part {n} of merge must be a pair (out, lse), as "
-            "dot_product_attention(..., return_residual=True) returns it."
+            f"part {n} of merge must be a pair (out, lse), as dot_product_attention(..., "
+            f"return_residual=True) returns it; got {kind_of(part)}."
         )
     out = to_array(f"out of part {n}", part[0])
     lse = to_array(f"lse of part {n}", part[1])
@@ -80,7 +80,11 @@ def _check_part(n: int, part) -> tuple[Array, Array]:
                 f"{name} of part {n} is {x.dtype}: supported are bfloat16, float16, float32 and "
                 "float64. Cast it."
             )
-    if out.ndim < 3 or lse.shape != out.shape[:-1]:
+    if out.ndim < 3:
+        raise ValueError(
+            f"out of part {n} must have shape [*B, T, N, D] with at least 3 dims; got {out.shape}."
+        )
+    if lse.shape != out.shape[:-1]:
         raise ValueError(
             f"lse of part {n} must have the shape of out without its last dim, "
             f"{out.shape[:-1]}; got {lse.shape}."

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from memeff.inputs import text_of
 from memeff.problem import OPERAND_DIMS, Operands, map_operands
 
 
@@ -60,7 +61,8 @@ def sequence_axes(sequence_axis: Any, query: Any) -> tuple[str, ...]:
     axes = sequence_axis if isinstance(sequence_axis, tuple) else (sequence_axis,)
     if not all(isinstance(axis, str) for axis in axes) or len(axes) not in (1, 2):
         raise TypeError(
-            f"sequence_axis must be the name of a mesh axis, or two names, got {sequence_axis!r}."
+            "sequence_axis must be the name of a mesh axis, or two names, got "
+            f"{text_of(sequence_axis)}."
         )
     return axes
 

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from memeff import implementations, sharding
 from memeff.arguments import Implementation, Strategy
 from memeff.attention import dot_product_attention
-from memeff.inputs import check_bool, to_array
+from memeff.inputs import check_bool, text_of, to_array
 from memeff.sequence.call import find_axes
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
@@ -129,7 +129,7 @@ def switch_jax_nn(
     if implementation not in (None, *implementations.IMPLEMENTATIONS):
         known = ", ".join(map(repr, implementations.IMPLEMENTATIONS))
         raise ValueError(
-            f"switch_jax_nn: implementation={implementation!r} is not known: "
+            f"switch_jax_nn: implementation={text_of(implementation)} is not known: "
             f"use None or one of {known}."
         )
     sequence = SequenceOptions(

@@ -448,7 +448,7 @@ def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any
     arguments = ARGUMENTS[name]
     names = ", ".join(arguments)
     if not callable(fn):
-        raise TypeError(f"{name} must be a function ({names}), got {type(fn).__name__}.")
+        raise TypeError(f"{name} must be a function ({names}), got {kind_of(fn)}.")
     try:
         hash(fn)
         inspect.signature(fn).bind(*arguments)

@@ -18,6 +18,7 @@ from memeff.inputs import (
     check_integers,
     kind_of,
     known_values,
+    text_of,
     to_array,
     to_float,
     to_int32,
@@ -34,13 +35,11 @@ TOO_LONG = 2 * POSITION_LIMIT  # tokens
 def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
     """Return query, key and value as arrays of one dtype whose shapes fit."""
     arrays = []
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    letters = ("[*B, T, N, H]", "[*B, S, K, H]", "[*B, S, K, D]")
+    for name, x, dims in zip(("query", "key", "value"), (query, key, value), letters, strict=True):
         x = to_array(name, x)
         if x.ndim < 3:
-            letters = "[*B, T, N, H]" if name == "query" else "[*B, S, K, H]"
-            raise ValueError(
-                f"{name} must have shape {letters} with at least 3 dims; got {x.shape}."
-            )
+            raise ValueError(f"{name} must have shape {dims} with at least 3 dims; got {x.shape}.")
         check_floats(name, x)
         arrays.append(x)
     query, key, value = arrays
@@ -217,7 +216,9 @@ def check_window(
         sides = (None, None)
     elif isinstance(window, tuple | list):
         if len(window) != 2:
-            raise ValueError(f"{name}={window!r}: give (left, right), or one int for both sides.")
+            raise ValueError(
+                f"{name}={text_of(window)}: give (left, right), or one int for both sides."
+            )
         sides = tuple(window)
     else:
         sides = (window, window)
@@ -226,11 +227,11 @@ def check_window(
             continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"{name}={window!r}: sides are ints (tokens) or None, got {kind_of(side)}."
+                f"{name}={text_of(window)}: sides are ints (tokens) or None, got {kind_of(side)}."
             )
         if side < 0:
             raise ValueError(
-                f"{name}={window!r}: sides count tokens and must be >= 0; use None for an "
+                f"{name}={text_of(window)}: sides count tokens and must be >= 0; use None for an "
                 "unbounded side, and a mask_fn for a window beside the query's own position."
             )
     # A side beyond any position is no bound.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_bool, kind_of, to_array, to_float
+from memeff.inputs import check_bool, kind_of, text_of, to_array, to_float
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
@@ -74,16 +74,16 @@ def check_chunk_size(
         return None, None
     sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
     if len(sides) != 2:
-        raise ValueError(f"chunk_size={chunk_size!r}: give {pair}, or one int for both.")
+        raise ValueError(f"chunk_size={text_of(chunk_size)}: give {pair}, or one int for both.")
     for side in sides:
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"chunk_size={chunk_size!r}: sides are ints ({unit}), got {kind_of(side)}."
+                f"chunk_size={text_of(chunk_size)}: sides are ints ({unit}), got {kind_of(side)}."
             )
         if side < 1:
             raise ValueError(
-                f"chunk_size={chunk_size!r}: sides count {unit} and must be >= 1; omit it for the "
-                "default."
+                f"chunk_size={text_of(chunk_size)}: sides count {unit} and must be >= 1; omit it "
+                "for the default."
             )
     return operator.index(sides[0]), operator.index(sides[1])
 
@@ -100,7 +100,7 @@ def check_precision(precision: Any) -> lax.PrecisionLike:
         )
     except (ValueError, TypeError) as e:
         raise ValueError(
-            f'precision={precision!r} must be None, "default", "high", "highest", a '
+            f'precision={text_of(precision)} must be None, "default", "high", "highest", a '
             "jax.lax.Precision, a pair of these, or a jax.lax.DotAlgorithmPreset."
         ) from e
     return precision
@@ -110,7 +110,9 @@ def check_backward(backward: Any) -> str | None:
     """Return `backward` if it is a known form."""
     known = isinstance(backward, str) and backward in ("split", "fused", "fastest")
     if backward is not None and not known:
-        raise ValueError(f'backward={backward!r} must be None, "split", "fused" or "fastest".')
+        raise ValueError(
+            f'backward={text_of(backward)} must be None, "split", "fused" or "fastest".'
+        )
     return backward
 
 
@@ -143,7 +145,7 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
     rate = check_dropout_rate(rate)
     check_bool("broadcast_dropout", shared)
     if not isinstance(bits, str) or bits not in ("threefry", "mix32"):
-        raise ValueError(f'dropout_bits={bits!r} must be "threefry" or "mix32".')
+        raise ValueError(f'dropout_bits={text_of(bits)} must be "threefry" or "mix32".')
     if rate == 0:
         return None, None
     if rng is None:

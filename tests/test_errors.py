@@ -67,6 +67,20 @@ def test_an_error_names_the_type_of_what_came_once():
         dot_product_attention(x, x, x, bias=argument_names)
 
 
+def test_an_error_gives_the_shape_of_an_array_and_not_its_numbers():
+    x = jnp.ones((1, 5, 2, 8))
+    names = "implementation backward is_causal return_residual local_window_size chunk_size"
+    names += " precision memory_limit score_fn mask_fn qk_transform dropout_rate dropout_bits"
+    names += " broadcast_dropout sequence_axis"
+    for name in names.split():
+        for array in (jnp.zeros((20, 30)), np.zeros((20, 30))):
+            with pytest.raises((TypeError, ValueError)) as raised:
+                dot_product_attention(x, x, x, **{name: array})
+            message = str(raised.value)
+            assert name in message and "rray(shape=(20, 30), dtype=float" in message
+            assert len(message) < 300 and "\n" not in message
+
+
 # ---- traced values
 
 

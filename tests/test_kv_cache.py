@@ -746,8 +746,8 @@ WRONG = [
     (lambda: KVCache.zeros(2, 4.0, K, H), TypeError, "capacity must be an int, got float 4.0"),
     (lambda: KVCache.zeros(2, 4, K, H, jnp.int32), TypeError, "dtype=int32: a cache holds"),
     (lambda: KVCache.zeros(2, 4, K, H, window=4), ValueError, "capacity=4 and window=4: a ring"),
-    (lambda: CACHE.append(X[:1], X[:1]), ValueError, r"key must have shape \(B=2, T, K=2, 8\)"),
-    (lambda: CACHE.append(X, X[..., :2]), ValueError, "value must have shape"),
+    (lambda: CACHE.append(X[:1], X[:1]), ValueError, r"key must have shape \(B=2, T, K=2, H=8\)"),
+    (lambda: CACHE.append(X, X[..., :2]), ValueError, "value must have shape .*, D="),
     (lambda: CACHE.append(X, X[:, :1]), ValueError, "key has T=3 tokens and value 1: pass as many"),
     (lambda: CACHE.append(X, X.astype(np.float16)), TypeError, "value is float16 and the cache"),
     (lambda: CACHE.append(X, X, [1, 4]), ValueError, "counts must lie between 0 and T=3"),
@@ -813,8 +813,26 @@ WRONG = [
     (lambda: CACHE.append(X, X).truncate([1, 2, 3]), ValueError, r"lengths must have shape \(B=2,"),
     (lambda: CACHE.attend(QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got"),
     (lambda: CACHE.attend([[1.0], [1.0, 2.0]]), TypeError, r"query must be an array, got list"),
-    (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), NotImplementedError, "bias does not"),
-    (lambda: RING.attend(QUERY, is_causal=False), NotImplementedError, "is_causal=False does not"),
+    (
+        lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)),
+        NotImplementedError,
+        "not support bias",
+    ),
+    (
+        lambda: RING.attend(QUERY, is_causal=False),
+        NotImplementedError,
+        "does not support is_causal=False",
+    ),
+    (
+        lambda: RING.attend(QUERY, is_causal=np.ones(2, bool)),
+        TypeError,
+        "is_causal must be True or False",
+    ),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(3, [[0], [1]], [1, 2]),
+        ValueError,
+        "between 0 and n=1, the drafts of a row of path; got 1 to 2",
+    ),
     (
         lambda: (
             KVCache.zeros(2, 4, K, H, jnp.int8)

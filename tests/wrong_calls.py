@@ -29,7 +29,7 @@ WRONG = [
         ValueError,
         r"key must have shape \[\*B, S, K, H\] with at least 3 dims; got \(7, 8\)",
     ),
-    ({"value": ones(6)}, ValueError, r"value must have shape \[\*B, S, K, H\] .*; got \(6,\)"),
+    ({"value": ones(6)}, ValueError, r"value must have shape \[\*B, S, K, D\] .*; got \(6,\)"),
     ({"query": None}, TypeError, r"query must be an array, got None"),
     ({"key": "keys"}, TypeError, r"key must be an array, got str 'keys'"),
     ({"value": {"a": 1}}, TypeError, r"value must be an array, got dict"),
@@ -367,7 +367,7 @@ WRONG = [
         TypeError,
         r"implementation must be a name or None \(it is fixed while tracing\), got ndarray",
     ),
-    ({"backward": np.ones(2)}, ValueError, r"backward=array\(.*\) must be None"),
+    ({"backward": np.ones(2)}, ValueError, r"backward=ndarray\(.*\) must be None"),
     ({"return_residual": "yes"}, TypeError, r"return_residual must be True or False .*'yes'"),
     (
         {"return_residual": np.ones(2)},
@@ -377,7 +377,7 @@ WRONG = [
     (
         {"dropout_rng": RNG_KEY, "dropout_bits": np.ones(2)} | RATE,
         ValueError,
-        r"dropout_bits=array\(.*\) must be",
+        r"dropout_bits=ndarray\(.*\) must be",
     ),
     (
         {"score_fn": lambda s, b, h, i, j, params: s, "score_params": {"slope": "steep"}},

@@ -31,7 +31,7 @@ from memeff.decoding.storage import (
     query_length,
     write_new,
 )
-from memeff.inputs import check_size, known_values
+from memeff.inputs import check_bool, check_size, known_values
 from memeff.query_positions import nan_where
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
@@ -40,10 +40,15 @@ from memeff.user_functions import check_pair_function
 # arguments of dot_product_attention that the cache itself gives
 OWN = ("key", "value", "q_offset", "key_value_seq_lengths", "query_seq_lengths")
 # those that name keys by their slots, so that a ring would read them at wrong positions
-BY_SLOT = (
-    *("bias", "mask", "query_segment_ids", "key_value_segment_ids"),
-    *("qk_transform", "qk_transform_params", "local_window_size", "sequence_axis"),
-)
+FUNCTIONS_CURE = ", or write it as a mask_fn or score_fn, which get positions."
+TRANSFORM_CURE = ", and apply rotary embeddings before append and attend."
+BY_SLOT = {  # what a ring does not support, and the end of the sentence "Omit it"
+    **dict.fromkeys(("bias", "mask"), FUNCTIONS_CURE),
+    **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), FUNCTIONS_CURE),
+    **dict.fromkeys(("qk_transform", "qk_transform_params"), TRANSFORM_CURE),
+    "local_window_size": ": the window is the cache's.",
+    "sequence_axis": ".",
+}
 CURE = "Make it with a larger capacity, or with `window` where attention has one."
 
 
@@ -379,14 +384,15 @@ class KVCache:
                 f"the ring has {self.capacity}: newer tokens would have replaced some that the "
                 "first queries see."
             )
-        for name in BY_SLOT:
+        for name, cure in BY_SLOT.items():
             if getattr(arguments, name) is not None:
                 raise NotImplementedError(
-                    f"{name} does not support a ring, whose keys do not lie in their order. Omit "
-                    "it (rotary positions: apply them before append; the window is the cache's)."
+                    f"a ring does not support {name}, because its keys do not lie in order. Omit "
+                    f"it{cure}"
                 )
+        check_bool("is_causal", arguments.is_causal)
         if not arguments.is_causal:
-            raise NotImplementedError("is_causal=False does not support a ring. Omit it.")
+            raise NotImplementedError("a ring does not support is_causal=False. Omit it.")
         rest: Any = arguments.mask_fn
         if isinstance(rest, BlockMask):
             rest = rest.mask

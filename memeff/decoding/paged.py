@@ -165,7 +165,10 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
     for name, x, factors in zip(("key", "value"), pages, scales, strict=True):
         x = to_array(f"{name}_pages", x)
         if x.ndim != 4:
-            raise ValueError(f"{name}_pages must have shape [pages, page, K, H]; got {x.shape}.")
+            size = "H" if name == "key" else "D"
+            raise ValueError(
+                f"{name}_pages must have shape [pages, page, K, {size}]; got {x.shape}."
+            )
         if not isinstance(x.shape[1], int):
             raise NotImplementedError(
                 f"{name}_pages has pages of {x.shape[1]} tokens, which jax.export leaves symbolic. "
@@ -181,8 +184,10 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
         first_shape = first_shape or x.shape[:3]
         if x.shape[:3] != first_shape:
             raise ValueError(
-                f"value_pages must have shape {first_shape + ('D',)}, like key_pages; "
-                f"got {x.shape}."
+                "value_pages must have shape (pages={}, page={}, K={}, D), like ".format(
+                    *first_shape
+                )
+                + f"key_pages; got {x.shape}."
             )
         eight_bits = x.dtype.name in EIGHT_BITS
         if eight_bits != (factors is not None):

@@ -64,10 +64,12 @@ def check_tokens(
     arrays = []
     for name, new, like in (("key", key, stored[0]), ("value", value, stored[1])):
         x = to_array(name, new)
-        K, H = like.shape[2:]
-        if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != (K, H):
+        if x.ndim != 4 or x.shape[0] != batch or x.shape[2:] != like.shape[2:]:
+            K, size = like.shape[2:]
+            letter = "H" if name == "key" else "D"
             raise ValueError(
-                f"{name} must have shape (B={batch}, T, K={K}, {H}), as the cache; got {x.shape}."
+                f"{name} must have shape (B={batch}, T, K={K}, {letter}={size}), as in the cache; "
+                f"got {x.shape}."
             )
         if like.dtype.itemsize > 1 and x.dtype != like.dtype:
             raise TypeError(f"{name} is {x.dtype} and the cache is {like.dtype}: cast one of them.")
@@ -102,8 +104,13 @@ def query_length(query: ArrayLike) -> int:
     return shape[1]
 
 
-def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
-    """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all."""
+def check_counts(
+    counts: ArrayLike | None, batch: int, T: int, *, most: str = "T={}, the tokens that came"
+) -> Array:
+    """Return how many of the T tokens of each sequence are valid, int32 [B]; None: all.
+
+    `most` names T in an error.
+    """
     if counts is None:
         return jnp.full((batch,), T, jnp.int32)
     counts = to_array("counts", counts)
@@ -114,8 +121,7 @@ def check_counts(counts: ArrayLike | None, batch: int, T: int) -> Array:
     known = known_values(counts)
     if known is not None and (known.min() < 0 or known.max() > T):
         raise ValueError(
-            f"counts must lie between 0 and T={T}, the tokens that came; got {known.min()} to "
-            f"{known.max()}."
+            f"counts must lie between 0 and {most.format(T)}; got {known.min()} to {known.max()}."
         )
     return jnp.broadcast_to(to_int32(counts, 0, T), (batch,))
 
@@ -198,7 +204,9 @@ def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> 
             f"path must name drafts from 0 to {T - 1}, of T={T}; "
             f"got {known.min()} to {known.max()}."
         )
-    counts = check_counts(to_array("counts", counts), B, path.shape[1])
+    counts = check_counts(
+        to_array("counts", counts), B, path.shape[1], most="n={}, the drafts of a row of path"
+    )
     known = known_values(lengths)
     if known is not None:
         kept = known_values(counts)

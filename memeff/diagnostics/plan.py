@@ -30,7 +30,7 @@ from memeff.diagnostics.bind import (
     refuse_sharded,
 )
 from memeff.implementations import Chosen, Request, module_for
-from memeff.inputs import check_bool
+from memeff.inputs import check_bool, kind_of, text_of
 from memeff.problem import Operands, map_operands
 from memeff.sequence.choose import explain_plan
 from memeff.units import format_bytes, parse_bytes
@@ -133,7 +133,8 @@ def check_device(device: Any, query: Any) -> tuple[Device, int | None]:
         if device.lower() in by_name:
             return by_name[device.lower()]
         raise ValueError(
-            f"device={device!r} is not known: use one of {', '.join(DEVICES)}, or a jax.Device."
+            f"device={text_of(device)} is not known: use one of {', '.join(DEVICES)}, or a "
+            "jax.Device."
         )
     if device is None:
         default = current_device(query)
@@ -142,8 +143,7 @@ def check_device(device: Any, query: Any) -> tuple[Device, int | None]:
             return default, None
     if not isinstance(device, jax.Device):
         raise TypeError(
-            f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got "
-            f"{type(device).__name__}."
+            f"device must be one of {', '.join(DEVICES)}, or a jax.Device, got {kind_of(device)}."
         )
     # A device that is only described calls its platform "cuda" or "rocm".
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
@@ -166,8 +166,8 @@ def compile_target(device: Any, planned_device: Device) -> Any:
     target = compiling.local_device_like(planned_device)
     if target is None:
         raise ValueError(
-            f"device={device!r} is not present, and compile=True needs a device for which this "
-            "process can compile. Omit `compile` for estimates, or pass "
+            f"device={text_of(device)} is not present, and compile=True needs a device for which "
+            "this process can compile. Omit `compile` for estimates, or pass "
             "device=jax.experimental.topologies.get_topology_desc(...).devices[0]."
         )
     return target

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from memeff import validate, validate_options
 from memeff.block_mask import BlockMask
+from memeff.inputs import kind_of, text_of
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options, lies_on_mesh
 from memeff.user_functions import Score, Transform, check_result, trace_function
 
@@ -22,7 +23,7 @@ def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
         if count is None and name == "num_kv_heads":
             continue
         if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-            raise TypeError(f"{name}={count!r} must be an int: it counts heads.")
+            raise TypeError(f"{name}={text_of(count)} must be an int: it counts heads.")
         if count < 1:
             raise ValueError(f"{name}={count} must be at least 1: it counts heads.")
     if num_kv_heads is None:
@@ -39,10 +40,10 @@ def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
 def check_head_size(num_heads: int, qkv_features: int | None, features: int) -> int:
     """Return the size of one head, H, from `qkv_features` or else from the inputs' `features`."""
     total = qkv_features
-    name = f"qkv_features={qkv_features!r}"
+    name = f"qkv_features={text_of(qkv_features)}"
     if qkv_features is None:
         total = features
-        name = f"qkv_features={features!r} (the inputs' features)"
+        name = f"qkv_features={text_of(features)} (the inputs' features)"
     if isinstance(total, bool) or not isinstance(total, numbers.Integral):
         raise TypeError(f"{name} must be an int: it counts features.")
     if total < 1 or total % num_heads:
@@ -71,7 +72,7 @@ def check_options(
     validate_options.check_dropout_rate(dropout_rate)
     if not callable(attention_fn):
         raise TypeError(
-            f"attention_fn={attention_fn!r} must be a function like memeff.nn.attention_fn."
+            f"attention_fn={text_of(attention_fn)} must be a function like memeff.nn.attention_fn."
         )
     bind(attention_fn, {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap})
 
@@ -123,7 +124,7 @@ def check_functions(attention_fn, score, transform, mask_fn, sinks_init) -> None
     if sinks_init is not None and not callable(sinks_init):
         raise TypeError(
             "sinks_init must be an initializer (key, shape, dtype), such as "
-            f"jax.nn.initializers.zeros, got {type(sinks_init).__name__}."
+            f"jax.nn.initializers.zeros, got {kind_of(sinks_init)}."
         )
     bind(attention_fn, required | {"mask_fn": mask_fn, "sinks": sinks_init})
 

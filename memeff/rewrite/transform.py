@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from memeff.inputs import check_bool
+from memeff.inputs import check_bool, kind_of, text_of
 from memeff.rewrite.check import Recorder
 from memeff.rewrite.evaluate import evaluate
 from memeff.rewrite.report import Report, make_report
@@ -148,9 +148,9 @@ def find_attention(
 
 def _check_arguments(name: str, f: Any, min_logits: Any) -> None:
     if not callable(f):
-        raise TypeError(f"{name} takes a function, got {type(f).__name__}.")
+        raise TypeError(f"{name} takes a function, got {kind_of(f)}.")
     if isinstance(min_logits, bool) or not isinstance(min_logits, numbers.Real):
-        raise TypeError(f"min_logits must be a number of pairs (T x S), got {min_logits!r}.")
+        raise TypeError(f"min_logits must be a number of pairs (T x S), got {text_of(min_logits)}.")
 
 
 def _refuse(scope: Scope, strict: bool) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType
 
+from memeff.inputs import text_of
 from memeff.problem import Operands
 from memeff.sharding import varying_axes
 
@@ -144,7 +145,8 @@ def _names(argument: str, value: Any) -> tuple[str, ...]:
     names = _as_tuple(value)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{argument} must be the name of a mesh axis, or a tuple of names, got {value!r}."
+            f"{argument} must be the name of a mesh axis, or a tuple of names, got "
+            f"{text_of(value)}."
         )
     return names
 

@@ -173,7 +173,8 @@ for name, operand, gradient, x in zip("qkv", (q, k, v), gradients, expected, str
 # those of device `r - s`, and works on them while the next ones travel. Here four devices have
 # eight chunks of the sequence. A square is a chunk of queries (down) with a chunk of keys (across),
 # in the colour of the device that computes it; paler ones are causal inside. A contiguous layout
-# leaves more devices idle at each step. In a zigzag every device has two squares at each step.
+# leaves more devices idle at each step. In a zigzag every device has three squares at first, and
+# two at each later step.
 
 # %%
 RING = 4

@@ -1,6 +1,7 @@
 """Check that programs which jax.export writes as bytes compute the same when they are read."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ def _exported(function, *args):
     return export.deserialize(exported.serialize(vjp_order=1))
 
 
-@pytest.mark.parametrize("name", ["causal", "key_lengths", "bias_row", "dropout_each"])
+@pytest.mark.parametrize(
+    "name",
+    few(["causal", "key_lengths", "bias_row", "dropout_each"], ["bias_row", "dropout_each"]),
+)
 def test_export(name):
     """A program and its gradient survive a round trip through bytes."""
     args, kwargs = CASES[name].inputs(f32)
@@ -81,7 +85,7 @@ def test_export_with_symbolic_lengths(kwargs):
     def both(*args):
         return value_and_gradient(exported.call, *args), value_and_gradient(call, *args)
 
-    for B, T, S in ((2, 13, 17), (1, 8, 8), (3, 1, 5), (1, 600, 520)):
+    for B, T, S in ((3, 1, 5), (1, 8, 8), (2, 600, 520)):
         (out, grads), (expected_out, expected_grads) = both(*inputs(B, T, S))
         assert_same(out, expected_out)
         assert_same(grads, expected_grads, 1e-5)
@@ -109,10 +113,8 @@ def test_export_symbolic_batch_of_lengths():
         )
 
     exported = _exported(call, x, lengths)
-    for B, T in ((2, 13), (1, 5)):
-        x, _, _ = inputs(B, T, K=2, G=1)
-        lengths = jnp.arange(3, 3 + B, dtype=jnp.int32)
-        _assert_exported_is_same(exported, call, x, lengths)
+    x, _, _ = inputs(2, 13, K=2, G=1)
+    _assert_exported_is_same(exported, call, x, jnp.arange(3, 5, dtype=jnp.int32))
 
 
 def _attend_to_itself(x, **kwargs):
@@ -180,7 +182,10 @@ def test_symbolic_lengths_are_refused_in_words(what):
         export.export(jax.jit(NEED_LENGTHS[what]))(x)
 
 
-@pytest.mark.parametrize("what", NEED_LENGTHS)
+@pytest.mark.parametrize(
+    "what",
+    few(NEED_LENGTHS, ("Dropout", "memeff.attention_statistics", "a second derivative")),
+)
 def test_a_symbolic_batch_is_supported(what):
     (b,) = export.symbolic_shape("b")
 
@@ -248,8 +253,13 @@ def _symbolic(cache, **sizes):
     return jax.tree_util.tree_map_with_path(of_field, cache)
 
 
-@pytest.mark.parametrize("dtype", [f32, jnp.int8])
-@pytest.mark.parametrize("kind", ["plain", "ring", "pages"])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    few(
+        itertools.product(["plain", "ring", "pages"], [f32, jnp.int8]),
+        [("plain", jnp.int8), ("ring", f32), ("pages", jnp.int8)],
+    ),
+)
 def test_caches_with_a_symbolic_batch(kind, dtype):
     """A program that is read from bytes takes and returns caches."""
     b, pages = export.symbolic_shape("b, pages")
@@ -264,7 +274,7 @@ def test_caches_with_a_symbolic_batch(kind, dtype):
     exported = export.export(jax.jit(_step))(_symbolic(cache, **sizes), x)
     exported = export.deserialize(exported.serialize())
     x = np.random.default_rng(0).standard_normal((2, 2, 2, 4)).astype(f32)
-    assert_same(exported.call(cache, x), _step(cache, x))
+    assert_same(exported.call(cache, x), jax.jit(_step)(cache, x))
 
 
 @pytest.mark.parametrize(

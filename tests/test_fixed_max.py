@@ -6,6 +6,7 @@ form, with its running maximum, redoes these rows.
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -163,8 +164,10 @@ def test_fixed_max_is_exact(dtype, causal):
             assert_as_good(x, [base], true, result_dtype, f"{name}: {what}")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lse_for", [None, "gradient"])
+@pytest.mark.parametrize(
+    "lse_for, causal",
+    few(itertools.product([None, "gradient"], [False, True]), [(None, True), ("gradient", False)]),
+)
 def test_sums_of_ones_fall_back_too(lse_for, causal):
     """Rows fall back also where l comes from p [v 1], as on GPUs."""
     p = make_problem(causal)
@@ -211,7 +214,7 @@ def test_one_column_that_overflows_is_enough():
     np.testing.assert_allclose(out, v, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lse_for", [None, "gradient", "caller"])
+@pytest.mark.parametrize("lse_for", few([None, "gradient", "caller"], [None, "gradient"]))
 def test_a_row_of_one_key_is_its_value(lse_for):
     """The result has the bits of the value, because p is divided by itself as it was rounded.
 
@@ -238,7 +241,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", few(MASKS, ["causal", "rows that see nothing"]))
+@pytest.mark.parametrize("mask", few(MASKS, ["rows that see nothing"]))  # it hides keys, too
 def test_fixed_max_is_as_the_online_form(mask):
     """Out, lse and gradients are those of the online form under every mask that positions give.
 

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +62,7 @@ assert len(CONSTRUCTORS) == 24
 
 
 EACH = [(*classes, number) for classes in (LINEN, NNX) for number in range(24)]
-SOME = [case for case in EACH if case[-1] % 5 == 0 or case[-1] == 23]
+SOME = [case for case in EACH if case[-1] in (5, 10, 15, 20)]  # each value and each mask
 
 
 @pytest.mark.parametrize("ours, flaxes, number", [*few(EACH, SOME), (*ALIAS, 23)])
@@ -197,21 +195,3 @@ def test_nnx_gradients_are_flaxes_under_scan_and_remat():
     graph, state = flax_nnx.split(model)
     assert flax_nnx.merge(graph, state).attention.attention_fn is nn.attention_fn
     assert nn.switch_nnx(model) == []  # once more changes nothing and is no error
-
-
-# ---- the package
-
-
-def test_memeff_needs_no_flax_and_memeff_nn_says_so():
-    code = """
-import sys, memeff
-assert not any(name.split(".")[0] == "flax" for name in sys.modules)
-sys.modules["flax"] = None  # as if it were not installed
-try:
-    import memeff.nn
-except ModuleNotFoundError as e:
-    assert "pip install 'memeff[flax]'" in str(e), e
-else:
-    raise AssertionError("memeff.nn came without flax")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,14 +19,14 @@ def python(code: str, **env) -> subprocess.CompletedProcess:
 
 def test_import_starts_no_backend():
     """The import works on a platform that does not exist, where making an array is an error."""
-    imported = python("import memeff", JAX_PLATFORMS="nowhere")
-    assert imported.returncode == 0, imported.stderr
-    started = python("import memeff, jax.numpy as jnp; jnp.ones(1)", JAX_PLATFORMS="nowhere")
+    code = "import memeff, jax.numpy as jnp; print('imported', flush=True); jnp.ones(1)"
+    started = python(code, JAX_PLATFORMS="nowhere")
+    assert started.stdout == "imported\n", started.stderr
     assert started.returncode != 0
     assert "nowhere" in started.stderr
 
 
-def test_import_is_light():
+def test_import_is_light_and_memeff_nn_says_that_it_needs_flax():
     done = python(
         """
         import sys
@@ -34,11 +34,19 @@ def test_import_is_light():
         before = {*sys.modules}
         import memeff
         new = {name.split(".")[0] for name in {*sys.modules} - before}
-        heavy_packages = ("flax", "optax", "jax.experimental.pallas", "memeff.nn")
+        packages = "flax", "optax", "matplotlib", "tqdm", "jax.experimental.pallas"
+        heavy_packages = (*packages, "memeff.nn", "memeff.bench")
         heavy = [name for name in sys.modules if name.startswith(heavy_packages)]
         assert not heavy, heavy
         assert all(hasattr(memeff, name) for name in memeff.__all__)
         print(*sorted(new - {*sys.stdlib_module_names}))
+        sys.modules["flax"] = None  # as if it were not installed
+        try:
+            import memeff.nn
+        except ModuleNotFoundError as e:
+            assert "pip install 'memeff[flax]'" in str(e), e
+        else:
+            raise AssertionError("memeff.nn came without flax")
         """
     )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from flax import nnx as flax_nnx
 from flax_cases import (
     LINEN,
@@ -66,7 +67,7 @@ def repeat_key_heads(params, groups):
     return repeated
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, ["window, one number", "all"]))
 @family
 def test_options(ours, flaxes, name):
     constructor = dict(OPTIONS[name])

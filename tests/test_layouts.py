@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,6 +15,7 @@ import memeff
 from memeff.sequence.layout import LAYOUTS, chunk_start, layout_order, natural_order, stride_of
 
 pytestmark = pytest.mark.once
+slow = pytest.mark.slow
 
 
 def test_picture():
@@ -22,7 +24,7 @@ def test_picture():
     assert memeff.sequence_positions(6, 3, "striped").tolist() == [0, 3, 1, 4, 2, 5]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("devices", few([1, 2, 3, 5, 8], [1, 3]))
 def test_there_and_back(devices):
     T = 6 * devices
     more = np.broadcast_to(np.arange(4, dtype=np.float32), (3, T, 4))
@@ -47,8 +49,13 @@ def sharded(array, devices, kind):
     return jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.mark.parametrize(
+    "devices, kind",
+    few(itertools.product([1, 2, 3, 8], KINDS), [(1, KINDS[0]), (3, KINDS[0]), (3, KINDS[1])]),
+)
 def test_a_sharded_array_stays_sharded(devices, kind):
     tokens = np.arange(2 * 48 * 3).reshape(2, 48, 3).astype(np.float32)
     array = sharded(tokens, devices, kind)
@@ -77,10 +84,13 @@ def test_a_sharded_array_is_not_gathered():
 
 
 JAX_IS_OLD = jax.__version__.startswith("0.10.")
-BOTH_KINDS = list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2))
+BOTH_KINDS = list(itertools.product(KINDS, repeat=2))
+MIXED_KINDS = BOTH_KINDS[1:3]
 
 
-@pytest.mark.parametrize("kinds", BOTH_KINDS)
+@pytest.mark.parametrize(
+    "kinds", [pytest.param(x, marks=[] if x in MIXED_KINDS else slow) for x in BOTH_KINDS]
+)
 def test_an_array_on_more_devices_than_the_zigzag_has(kinds):
     """The type of an array on a mesh with axes of both kinds names only some of its axes."""
     mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=kinds)
@@ -96,7 +106,7 @@ def test_an_array_on_more_devices_than_the_zigzag_has(kinds):
                 assert moved.sharding.shard_shape(moved.shape) == (2, 6, 3)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("devices", few([1, 2, 3, 8], [3]))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_agree_with_chunks(layout, devices):
     """The two definitions of a layout: the order of all tokens, and where a chunk begins."""

@@ -35,10 +35,10 @@ def memory_limit(limit: int | str | None):
     Raises: TypeError or ValueError if `limit` is none of these.
 
     Example:
-      >>> x = jnp.ones((1, 2048, 8, 64))
-      >>> with memory_limit("16MiB"):
+      >>> x = jnp.ones((1, 1024, 2, 64))
+      >>> with memory_limit("4MiB"):
       ...     dot_product_attention(x, x, x).shape
-      (1, 2048, 8, 64)
+      (1, 1024, 2, 64)
     """
     return memory_limit_of_program(parse_bytes("memory_limit", limit))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 
 import memeff
 
@@ -18,7 +19,11 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["memeff", *MODULES])
+# The examples of Flax's modules compile many small programs; test_flax_*.py run these modules, too.
+FAST = [name for name in ("memeff", *MODULES) if not name.startswith("memeff.nn.")]
+
+
+@pytest.mark.parametrize("name", few(["memeff", *MODULES], FAST))
 def test_docstring_examples(name):
     module = importlib.import_module(name)
     known = {

@@ -8,6 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from flax import errors, linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -640,7 +641,7 @@ def gradient_temp_bytes(call, weights, B, T, features, c) -> int:
 
 
 @pytest.mark.parametrize("name", ["function", "linen", "nnx"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", few([1, 4], [4]))
 def test_memory_of_the_gradient_grows_by_inputs_and_outputs_alone(name, batch, one_device_only):
     """For each token the gradient takes a few numbers per feature, and no hidden activation."""
     weights, calls = networks(16, 1024)

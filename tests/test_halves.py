@@ -269,8 +269,8 @@ def test_what_is_not_finite_reaches_the_same_gradients(which, number):
             v = v.at[1, 7, 0, 2].set(number)
         case "dout":
             dout = dout.at[1, 0, 1, 20, 3].set(number)
-    fused = gradients("causal", True)(q, k, v, dout)
-    general = gradients("causal", False)(q, k, v, dout)
+    fused = gradients("causal merged", True)(q, k, v, dout)
+    general = gradients("causal merged", False)(q, k, v, dout)
     compared = 3 if which in ("value", "dout") else 2
     for x, y in list(zip(fused, general, strict=True))[:compared]:
         np.testing.assert_array_equal(jnp.isfinite(x), jnp.isfinite(y))
@@ -297,11 +297,11 @@ def test_hidden_values_change_no_bit():
 def test_under_vmap_one_answer_for_the_batch():
     """The check gives one answer for the whole batch under vmap, so that `cond` stays a branch."""
     arrays = [jnp.stack([a, b]) for a, b in zip(draw("ordinary"), draw(FAR[0]), strict=True)]
-    mapped = jax.jit(jax.vmap(gradients("causal", True)))
+    mapped = jax.jit(jax.vmap(gradients("causal merged", True)))
     jaxpr = str(jax.make_jaxpr(mapped)(*arrays))
     assert "cond[" in jaxpr
     results = mapped(*arrays)
     for n in (0, 1):
-        general = gradients("causal", False)(*(x[n] for x in arrays))
+        general = gradients("causal merged", False)(*(x[n] for x in arrays))
         for x, y in zip(results, general, strict=True):
             np.testing.assert_allclose(np.float32(x[n]), np.float32(y), atol=0.05)

@@ -161,7 +161,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12 * max(1, size))
 
 
-FAST = (2, 3, 6, 7, 9, 13, 15, 16, 18, 22, 23, 24, 25, 26)  # no two are of one kind
+FAST = (3, 7, 9, 15, 18, 23, 24, 26)  # no two are of one kind; other tests have simpler kinds
 IDS = [re.split(",| \\[", row.name)[0] for row in ROWS]
 
 

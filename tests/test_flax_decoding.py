@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from flax import linen
 from flax import nnx as flax_nnx
 from flax_cases import LINEN, NNX, F, N, T, X, assert_close, assert_equal, uniform
@@ -63,7 +64,7 @@ def decode(step, cache, lengths):
     return cache, np.concatenate(outs, 1)
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "functions"])
+@pytest.mark.parametrize("name", few(["plain", "all", "functions"], ["plain", "all"]))
 def test_decoding_equals_the_full_forward_linen(name):
     constructor = dict(num_heads=N, kernel_init=uniform, **DECODING[name])
     module = LINEN[0](decode=True, **constructor)
@@ -93,7 +94,13 @@ def test_decoding_equals_the_full_forward_linen(name):
         module.apply({**params, "cache": empty}, X[:1, :1], mutable=["cache"])
 
 
-@pytest.mark.parametrize("name", [*DECODING, "window in attention_fn"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [*DECODING, "window in attention_fn"],
+        ["Flax's attention_fn", "functions", "window in attention_fn"],
+    ),
+)
 def test_decoding_equals_the_full_forward_nnx(name):
     if name in DECODING:
         constructor = dict(DECODING[name])
@@ -140,7 +147,7 @@ def linen_decoder(**constructor):
         return out
 
     causal = LINEN[0](**(constructor | {"is_causal": True}))
-    return decode, functools.partial(causal.apply, params)
+    return decode, jax.jit(functools.partial(causal.apply, params))
 
 
 def nnx_decoder(**constructor):
@@ -154,7 +161,8 @@ def nnx_decoder(**constructor):
             module.cache_index = flax_nnx.Cache(jnp.asarray(lengths, jnp.int32))
         return step(module, tokens)
 
-    return decode, functools.partial(module, decode=False, is_causal=True)
+    full = flax_nnx.jit(lambda module, tokens: module(tokens, decode=False, is_causal=True))
+    return decode, functools.partial(full, module)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def test_merged_tiles_cover_what_tiles_cover_once(left, right, offset, most, alo
 
     A few whole tiles may go with the masked ones.
     """
-    T = 700
-    S = 613
+    T = 350
+    S = 307
     p = Problem(left=left, right=right, q_offset=offset)
     schedule = Schedule((32, 32), max_merged_logits=most)
     operands = Operands(

@@ -36,7 +36,7 @@ def memory_limit(limit: int | str | None):
 
     Example:
       >>> x = jnp.ones((1, 1024, 2, 64))
-      >>> with memory_limit("4MiB"):
+      >>> with memory_limit("64MiB"):
       ...     dot_product_attention(x, x, x).shape
       (1, 1024, 2, 64)
     """

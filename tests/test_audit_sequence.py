@@ -253,7 +253,7 @@ def test_no_device_gathers_the_sequence(monkeypatch):
         return program(*args[3:])  # the others are static
 
     monkeypatch.setattr(float64, "compute", record)
-    T = 4096
+    T = 2048
     x = np.random.default_rng(0).standard_normal((1, T, 2, 64)).astype(np.float32)
     with jax.set_mesh(mesh_of(DEVICES)):
         report = memeff.audit(None, x, x, x, sequence_axis="seq", samples=4, local_window_size=9)

@@ -1,6 +1,7 @@
 """`memeff.nn.blockwise`: numbers, derivatives, modules, memory and devices."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -62,9 +63,12 @@ def value_and_gradients(function, *args):
     return results, pull(jax.tree.unflatten(treedef, cotangents))
 
 
-@pytest.fixture(params=["neighbours", "apart"])
+@pytest.fixture(params=few(["neighbours", "apart"], ["neighbours"]))
 def way(request, monkeypatch):
-    """Cut chunks as where JAX has one device, and as where arrays may be sharded."""
+    """Cut chunks as where JAX has one device, and as where arrays may be sharded.
+
+    In the fast set `test_meshes` cuts them in the second way.
+    """
     monkeypatch.setattr(sharding, "may_be_sharded", lambda: request.param == "apart")
 
 
@@ -726,9 +730,16 @@ def place(mesh, spec):
     return put(mesh, x, spec), put(mesh, dy, spec), put(mesh, weights, P())
 
 
-@pytest.mark.parametrize("where", SPECS)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_set", [True, False])
+MESHES = itertools.product([True, False], [AxisType.Auto, AxisType.Explicit], SPECS)
+FAST_MESHES = [  # each pair of values
+    (True, AxisType.Auto, "batch"),
+    (True, AxisType.Explicit, "tokens"),
+    (False, AxisType.Auto, "tokens"),
+    (False, AxisType.Explicit, "batch"),
+]
+
+
+@pytest.mark.parametrize("is_set, axis_type, where", few(MESHES, FAST_MESHES))
 def test_meshes(where, axis_type, is_set):
     """Nothing is sent but sums of the weights' gradients, and results lie as x does."""
     mesh = mesh_of(axis_type, x=8)

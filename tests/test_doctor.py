@@ -56,9 +56,8 @@ def test_doctor_says_pass_fail_and_cannot_run(capsys, monkeypatch):
         "other": "fail",
         "jax.nn:cudnn": "cannot run",
     }
-    rows = doctor.check_implementations(tuple(verdicts), doctor.CASES[1:4:2])
-    expected = [verdict for verdict in verdicts.values() for _ in range(2)]
-    assert [row["verdict"] for row in rows] == expected, rows
+    rows = doctor.check_implementations(tuple(verdicts), doctor.CASES[1:2])
+    assert [row["verdict"] for row in rows] == [*verdicts.values()], rows
     text = doctor.doctor_markdown(rows)
     assert re.search(r"memeff:128 \| +pass \(\de-0\d\) \|", text)
     assert "cannot run: cuDNN needs an NVIDIA GPU" in text

@@ -271,8 +271,11 @@ def test_no_tracer_leaks(name):
 WITHOUT_DROPOUT = [name for name in FLAGGED if "dropout" not in name]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("bfloat16", marks=slow)])
-@pytest.mark.parametrize("name", few(WITHOUT_DROPOUT, ("bias", "lengths", "arrays")))
+DTYPES = ["float64", "float32", "bfloat16"]
+FAST_X64 = [("bias", "float64"), ("lengths", "float32"), ("arrays", "float32")]
+
+
+@pytest.mark.parametrize("name, dtype", few(itertools.product(WITHOUT_DROPOUT, DTYPES), FAST_X64))
 def test_x64_changes_no_dtype_and_no_number(name, dtype):
     """Results have the dtypes of the inputs with x64 on.
 
@@ -295,9 +298,12 @@ def _in_64_bits(x):
     return x.astype(np.int64) if is_integer else x
 
 
-@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
-    "name", few(["bias", "lengths", "segments", "arrays"], ["bias", "lengths"])
+    "name, x64",
+    few(
+        itertools.product(["bias", "lengths", "segments", "arrays"], [False, True]),
+        [("bias", False), ("lengths", True)],
+    ),
 )
 def test_x64_takes_64_bit_operands(name, x64):
     """Integers and terms of 64 bits (NumPy's own) serve as well."""

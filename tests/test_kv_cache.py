@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import few
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_calls import assert_bits, assert_in_place
 
@@ -35,12 +36,7 @@ def tokens(*leads, dtype=f32):
 # ---- decoding equals the full call
 
 
-FAST = (1, 5)
-
-
-@pytest.mark.parametrize(
-    "T", [T if T in FAST else pytest.param(T, marks=slow) for T in range(1, 9)]
-)
+@pytest.mark.parametrize("T", few(range(1, 9), [5]))
 def test_rows_at_every_offset_are_those_of_the_full_causal_call(T):
     q, k, v = tokens(1, S)
     full, full_lse = oracle.attention(q, k, v, is_causal=True)
@@ -290,7 +286,8 @@ def test_a_ring_that_gave_up_tokens_attends_to_what_it_still_has():
         kept.attend(q[:, 8:10])
 
 
-@pytest.mark.parametrize("from_arrays", [pytest.param(False, marks=pytest.mark.slow), True])
+@slow
+@pytest.mark.parametrize("from_arrays", [False, True])
 def test_a_ring_in_any_history_is_right_or_refuses(from_arrays):
     """Appended tokens, truncations and kept drafts; the text of the sequence is kept beside it."""
     rng = np.random.default_rng(6)
@@ -634,7 +631,7 @@ def test_gradients_and_large_and_tiny_numbers_in_8_bits():
         assert np.linalg.norm(x - y) < 0.02 * np.linalg.norm(y)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", few([jnp.int8, jnp.float8_e4m3fn], [jnp.int8]))
 def test_tokens_in_8_bits_have_no_gradient(dtype):
     """Neither through their scales nor through numbers of 8 bits."""
 
@@ -683,7 +680,7 @@ def test_drafts_that_found_no_room_are_not_kept(paged):
         full.keep_drafts(3, [[2], [2]], [1, 1])
 
 
-@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+@pytest.mark.parametrize("kind", few(["plain", "ring", "paged"], ["plain", "paged"]))
 def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind):
     """Three drafts of two tokens, and drafts that do not exist; but three queries of two tokens."""
     q, k, v = tokens(2, 5)
@@ -713,7 +710,7 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+@pytest.mark.parametrize("kind", few(["plain", "ring", "paged"], ["ring", "paged"]))
 def test_a_mask_with_ids_for_fewer_tokens_is_refused_or_gives_nan(kind):
     """JAX reads the last id behind the last one, also of a ring, whose positions have no end."""
     q, k, v = tokens(2, 6)

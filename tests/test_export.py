@@ -67,7 +67,10 @@ def test_export(name):
     ids=str,
 )
 def test_export_with_symbolic_lengths(kwargs):
-    """Export once, then call at lengths below, at and above a tile, with the gradient."""
+    """Export once, then call at lengths below and above a tile, with the gradient.
+
+    The longer queries are whole tiles, and the longer keys are not.
+    """
     b, t, s = export.symbolic_shape("b, t, s")
     query = jax.ShapeDtypeStruct((b, t, 4, 3), f32)
     key = jax.ShapeDtypeStruct((b, s, 2, 3), f32)
@@ -85,7 +88,7 @@ def test_export_with_symbolic_lengths(kwargs):
     def both(*args):
         return value_and_gradient(exported.call, *args), value_and_gradient(call, *args)
 
-    for B, T, S in ((3, 1, 5), (1, 8, 8), (2, 600, 520)):
+    for B, T, S in ((3, 1, 5), (2, 600, 523)):
         (out, grads), (expected_out, expected_grads) = both(*inputs(B, T, S))
         assert_same(out, expected_out)
         assert_same(grads, expected_grads, 1e-5)

@@ -168,8 +168,8 @@ def nnx_decoder(**constructor):
 @pytest.mark.parametrize(
     "make, name",
     [
-        (linen_decoder, "window"),
         (nnx_decoder, "functions"),
+        pytest.param(linen_decoder, "window", marks=pytest.mark.slow),
         pytest.param(linen_decoder, "functions", marks=pytest.mark.slow),
         pytest.param(nnx_decoder, "window", marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx as flax_nnx
 from flax import serialization
 from flax_cases import (
@@ -229,6 +230,7 @@ def test_linen_modules_with_what_learns_can_be_hashed_saved_and_stacked():
         assert largest_of_block.min() > 0
 
 
+@pytest.mark.slow
 def test_nnx_modules_with_what_learns_can_be_split_trained_and_stacked():
     attention = functools.partial(NNX[0], **LEARNT, mask_fn=SAME_DOCUMENT)
     model = nnx_model(attention)

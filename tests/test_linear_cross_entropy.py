@@ -305,6 +305,7 @@ def test_transposed_gradient_is_the_tangent():
         np.testing.assert_allclose(y, z, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_numerical_derivatives_and_hessian():
     """Finite differences, and jacfwd over grad, of a tiny loss."""
     rng = np.random.default_rng(3)

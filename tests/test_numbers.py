@@ -27,26 +27,20 @@ from memeff import dot_product_attention, tile_sizes
 f32 = np.float32
 
 # These tuples are the fast set; the slow set has the whole table. In float32 the fast set leaves
-# out static twins of arrays, the shapes of bias and mask that test_broadcast.py has, and what
-# test_in_blocks has. The mixes take turns between float32 and float64.
+# out static twins of arrays, the shapes of bias and mask that test_broadcast.py has, what
+# test_in_blocks has, the chunks of test_chunk_sizes_agree, arguments that are in several mixes, and
+# sizes between others. The mixes take turns between float32 and float64.
 ELSEWHERE = ("bias_full", "mask_heads", "scale", "soft_cap", "precision")
 ELSEWHERE += ("key_lengths", "q_offset_array", "segments", "mask_dense", "bias_hides")
-ELSEWHERE += ("dropout_each",)
+ELSEWHERE += ("dropout_each", "chunk_divides", "chunk_too_large", "one_row_chunks")
+ELSEWHERE += ("one_column_chunks", "bias_row", "query_lengths", "window", "window_left", "sinks")
+ELSEWHERE += ("one_key", "many_rows", "no_leads", "square_causal")
 FLOAT32 = tuple(name for name in SINGLES if name not in ELSEWHERE) + MIXES[1::2]
-BFLOAT16 = (
-    "plain",
-    "one_token",
-    "causal",
-    "bias_hides",
-    "mask_dense",
-    "soft_cap_array",
-    "segments",
-    "everything",
-)
-FLOAT16 = ("causal", "scale_array", "dropout_each")
+BFLOAT16 = ("plain", "causal", "bias_hides", "soft_cap_array", "everything")
+FLOAT16 = ("causal", "scale_array")
 HALF = [*(("bfloat16", name) for name in BFLOAT16), *(("float16", name) for name in FLOAT16)]
 FLOAT64 = ("plain", "three_leads", "bias_hides", "soft_cap_array", "everything", *MIXES[::2])
-REFERENCE = ("plain", "three_leads", "head_97", "bias_hides", "everything", *MIXES[1::2])
+REFERENCE = ("three_leads", "bias_hides", "everything", *MIXES[1::4])
 
 
 # ---- the law of tolerance
@@ -111,7 +105,6 @@ def test_half_precision(dtype, name):
 
 
 BLOCKS = (
-    "causal",
     "key_lengths",
     "q_offset_array",
     "segments",
@@ -119,7 +112,6 @@ BLOCKS = (
     "bias_hides",
     "dropout_each",
     "everything",
-    MIXES[0],
 )
 
 
@@ -346,11 +338,9 @@ def test_chunk_sizes_agree():
     sizes = [
         (1, 1),
         (7, 13),
-        (64, 128),
         (37, 53),
         (36, 52),
         (1000, 1000),
-        8,
         (1, 53),
         (37, 1),
         None,
@@ -383,7 +373,7 @@ def test_integer_arguments_have_float0_gradients():
     def loss(integers):
         return dot_product_attention(*args, **integers, **floats, **static).sum()
 
-    grads = jax.grad(loss, allow_int=True)(integers)
+    grads = jax.jit(jax.grad(loss, allow_int=True))(integers)
     for name, grad in grads.items():
         assert grad.dtype == jax.dtypes.float0, name
         assert grad.shape == integers[name].shape, name

@@ -9,6 +9,7 @@ assert_silent(run.as_text(), "causal")      # nothing is sent between devices
 
 import contextlib
 import functools
+import itertools
 import re
 
 import jax
@@ -248,10 +249,14 @@ def way_param(name: str):
     return pytest.param(*ALL_WAYS[name], id=name, marks=[] if name in FAST_WAYS else slow)
 
 
-def kind_param(kind: str):
-    return pytest.param(kind, marks=[] if kind in FAST_KINDS else slow)
-
-
 # Equations are traced within the mesh in either case, so one case of each kind of mesh is fast.
 EACH_MESH = pytest.mark.parametrize("axis_type, is_set", [way_param(name) for name in ALL_WAYS])
-EACH_KIND = [kind_param(kind) for kind in KINDS]
+
+
+def each_mesh_and_kind(kinds, fast):
+    """Return the mark of a test of every way and kind; only the pairs in `fast` are fast."""
+    params = []
+    for way, kind in itertools.product(ALL_WAYS, kinds):
+        marks = [] if (way, kind) in fast else slow
+        params.append(pytest.param(*ALL_WAYS[way], kind, id=f"{way}-{kind}", marks=marks))
+    return pytest.mark.parametrize("axis_type, is_set, kind", params)

@@ -43,12 +43,12 @@ CHUNK = (5, 4)
 FAST = [
     ("causal, bias, sinks", 3, "zigzag", "ring"),
     ("wide window, offset, score_fn, segments", 4, "contiguous", "ring"),
-    ("causal, cross, mask, arrays", 2, "contiguous", "all_gather"),
     ("window, key bias, rotary, block mask", 2, "zigzag", "all_gather"),
     ("mask_fn, dropout, transform, lengths", 3, "zigzag", "all_to_all"),
     ("causal, score_fn, shared dropout, offsets, lengths", 3, "striped", "ring"),
 ]
 FEATURES = (
+    "causal, cross, mask, arrays",
     "causal, offsets, dropout, lengths",
     "full, soft cap",
     "causal",
@@ -149,8 +149,8 @@ def test_derivatives_by_one_array(layout, strategy):
 @pytest.mark.parametrize(
     "kind, devices, layout",
     [
-        pytest.param("causal", 2, "contiguous", marks=slow),
-        ("window", 3, "zigzag"),
+        ("causal", 2, "contiguous"),
+        pytest.param("window", 3, "zigzag", marks=slow),
         pytest.param("full, lengths", 4, "contiguous", marks=slow),
         pytest.param("causal, bias, sinks", 8, "zigzag", marks=slow),
         pytest.param("causal, offsets, score_fn, dropout", 4, "contiguous", marks=slow),
@@ -178,10 +178,10 @@ def rms_error(x, true) -> float:
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=slow)])
 def test_error_in_bfloat16_does_not_grow_with_devices(layout):
-    call = make_call("causal", 8, dtype=ml_dtypes.bfloat16)
+    call = make_call("causal", 4, dtype=ml_dtypes.bfloat16)
     wide = {name: x.astype(np.float64) for name, x in call.arrays.items()}
     true, _ = true_attention(**wide, is_causal=True)
-    found = run_sharded(call, forward, 8, layout, "ring")
+    found = run_sharded(call, forward, 4, layout, "ring")
     one = run_whole(call, forward)
     assert rms_error(found["out"], true) <= 1.05 * rms_error(one["out"], true)
 
@@ -377,8 +377,7 @@ def test_batch_and_heads_on_axes_of_their_own(kind, layout, strategy, explicit):
         assert not moved, moved
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
-def test_one_token_on_one_device(strategy):
+def test_one_token_on_one_device():
     """The axis of the sequence may have one device, and the sequence one token."""
     x = jnp.arange(16, dtype=jnp.float32).reshape(2, 1, 2, 4) / 16
     mask = jnp.ones((1, 2, 1, 1), bool)
@@ -389,15 +388,16 @@ def test_one_token_on_one_device(strategy):
     def gradient(x, **how):
         return jax.grad(lambda x: jnp.sum(attend(x, x, x, **how) * x))(x)
 
-    expected = gradient(x)
-    how = dict(sequence_axis="seq", context_parallel=strategy)
-    inside = jax.shard_map(
-        functools.partial(gradient, **how), mesh=mesh_of(1), in_specs=P(), out_specs=P()
-    )
-    with jax.set_mesh(mesh_of(1)):
-        found = jax.jit(functools.partial(gradient, **how))(x)
-    for dx in (found, jax.jit(inside)(x)):
-        np.testing.assert_allclose(dx, expected, rtol=1e-6)
+    expected = jax.jit(gradient)(x)
+    for strategy in ("ring", "all_gather", "all_to_all"):
+        how = dict(sequence_axis="seq", context_parallel=strategy)
+        inside = jax.shard_map(
+            functools.partial(gradient, **how), mesh=mesh_of(1), in_specs=P(), out_specs=P()
+        )
+        with jax.set_mesh(mesh_of(1)):
+            found = jax.jit(functools.partial(gradient, **how))(x)
+        for dx in (found, jax.jit(inside)(x)):
+            np.testing.assert_allclose(dx, expected, rtol=1e-6, err_msg=strategy)
 
 
 # ---- programs

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from sharded import (
     BOTH,
     CHUNK,
-    EACH_KIND,
     EACH_MESH,
+    FAST_KINDS,
     KINDS,
     MESHES,
     B,
@@ -20,12 +20,12 @@ from sharded import (
     assert_near,
     both_ways,
     collectives,
+    each_mesh_and_kind,
     expected,
     mesh_context,
     mesh_of,
     put,
     second_order,
-    slow,
     specs_of,
 )
 
@@ -57,10 +57,7 @@ def specs_of_call(extra, spec):
 
 
 @pytest.mark.once
-@EACH_MESH
-@pytest.mark.parametrize(
-    "kind", ["causal", pytest.param("shared bias", marks=slow), pytest.param("lengths", marks=slow)]
-)
+@each_mesh_and_kind(["causal", "shared bias", "lengths"], [("Auto, set", "causal")])
 def test_second_order_in_shard_map(kind, axis_type, is_set):
     axes, spec = MESHES["batch" if kind == "shared bias" else "batch and heads"]
     static, extra = KINDS[kind]
@@ -76,9 +73,10 @@ def test_second_order_in_shard_map(kind, axis_type, is_set):
     assert_near(run(*args), expected(kind, function=second_order), 2e-5)
 
 
-# slopes of all heads: refused
-@pytest.mark.parametrize("kind", [x for x in EACH_KIND if x.values != ("functions",)])
-@EACH_MESH
+@each_mesh_and_kind(
+    [x for x in KINDS if x != "functions"],  # slopes of all heads: refused
+    [*(("Auto, set", x) for x in FAST_KINDS), ("Explicit", "lengths")],
+)
 def test_shard_map(kind, axis_type, is_set):
     """Nothing at all is sent, not even the bounds, because each device runs its own call."""
     has_all_heads = kind in ("shared bias", "dropout", "sinks")  # and cannot be cut
@@ -104,8 +102,9 @@ def test_shard_map(kind, axis_type, is_set):
 NAMED = dict(batch_axis="x", head_axis="y")
 
 
-@pytest.mark.parametrize("kind", ["dropout", "functions", pytest.param("causal", marks=slow)])
-@EACH_MESH
+@each_mesh_and_kind(
+    ["dropout", "functions", "causal"], [("Auto, set", "dropout"), ("Explicit", "functions")]
+)
 def test_names_of_axes_count_batch_and_heads_in_the_whole_call(kind, axis_type, is_set):
     axes, spec = MESHES["batch and heads"]
     static, extra = KINDS[kind]

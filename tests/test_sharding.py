@@ -14,8 +14,8 @@ from sharded import (
     BATCH,
     BOTH,
     CHUNK,
-    EACH_KIND,
     EACH_MESH,
+    FAST_KINDS,
     KINDS,
     MESHES,
     arrays,
@@ -24,6 +24,7 @@ from sharded import (
     assert_silent,
     collectives,
     devices_by_dim,
+    each_mesh_and_kind,
     expected,
     f32,
     mesh_context,
@@ -74,8 +75,10 @@ def test_collectives_are_found():
 
 
 @pytest.mark.parametrize("where", [pytest.param("batch", marks=slow), "batch and heads"])
-@EACH_MESH
-@pytest.mark.parametrize("kind", EACH_KIND)
+@each_mesh_and_kind(
+    KINDS,
+    [*(("Auto, set", x) for x in FAST_KINDS), ("Explicit", "functions"), ("Explicit", "lengths")],
+)
 def test_batch_and_heads(kind, axis_type, is_set, where):
     """Forward and gradient have the numbers of one device, and nothing is sent.
 
@@ -99,19 +102,19 @@ def test_second_order(kind, axis_type, is_set):
     assert_silent(run.as_text(), kind)
 
 
-@EACH_MESH
-def test_heads_alone(axis_type, is_set):
-    run, args = program("causal", axis_type, is_set, "heads")
+@each_mesh_and_kind(["causal"], [("Explicit", "causal")])
+def test_heads_alone(axis_type, is_set, kind):
+    run, args = program(kind, axis_type, is_set, "heads")
     results = run(*args)
     assert_near(results, expected("causal"))
     assert_sharded_as(results, args)
     assert_silent(run.as_text(), "causal")
 
 
-@EACH_MESH
-def test_grouped_heads(axis_type, is_set):
+@each_mesh_and_kind(["causal"], [("Auto, set", "causal")])
+def test_grouped_heads(axis_type, is_set, kind):
     """Key heads are sharded as query heads: each device has whole groups."""
-    run, args = program("causal", axis_type, is_set, "batch and heads", K=4)
+    run, args = program(kind, axis_type, is_set, "batch and heads", K=4)
     results = run(*args)
     assert_near(results, expected("causal", 4))
     assert_sharded_as(results, args)
@@ -120,7 +123,12 @@ def test_grouped_heads(axis_type, is_set):
 
 @pytest.mark.parametrize(
     "leads, key_heads, group",
-    [((2,), 1, 1), ((2,), 1, 2), ((1, 2), 2, 1), pytest.param((2, 1), 1, 2, marks=slow)],
+    [
+        pytest.param((2,), 1, 1, marks=slow),
+        ((2,), 1, 2),
+        ((1, 2), 2, 1),
+        pytest.param((2, 1), 1, 2, marks=slow),
+    ],
 )
 def test_axes_of_one_device(leads, key_heads, group):
     """A mesh on which an axis has one device runs the same program, and results keep their types.
@@ -224,10 +232,7 @@ SIZED = ("causal", "segments", "shared bias", "dropout", "lengths")
 
 
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=slow), "gradient"])
-@EACH_MESH
-@pytest.mark.parametrize(
-    "kind", [k if k in ("causal", "dropout") else pytest.param(k, marks=slow) for k in SIZED]
-)
+@each_mesh_and_kind(SIZED, [("Auto, set", "causal"), ("Explicit", "dropout")])
 def test_memory_per_device_is_an_eighth(kind, axis_type, is_set, direction):
     T = 4096
     static, drawn = KINDS[kind]

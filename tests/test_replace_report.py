@@ -165,13 +165,10 @@ FAST = (
     sink_of_rows,
     segments_of_pairs,
     max_initial,
-    power,
-    remat_of_probabilities,
     names,
     sharding_constraints,
     bias_of_buckets,
     bias_of_vectors,
-    tiled_positions,
 )
 SLOW = (
     max_where,
@@ -181,6 +178,9 @@ SLOW = (
     constant_shift,
     inverse_power,
     remat_of_softmax,
+    power,
+    remat_of_probabilities,
+    tiled_positions,
 )
 
 

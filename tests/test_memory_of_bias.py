@@ -6,12 +6,21 @@ import re
 import jax
 import numpy as np
 import pytest
+from conftest import few
 from test_memory import call, compiled, f32, gradient, mib, temp_bytes
 
 pytestmark = pytest.mark.once
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2048, 2048), (2048,), (8, 1, 2048), (8, 2048, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 2048, 2048),
+        (8, 1, 2048),
+        pytest.param((2048,), marks=pytest.mark.slow),
+        pytest.param((8, 2048, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_gradient_of_bias_costs_its_own_size(shape):
     """The gradient for bias costs its own size, at most once again for a copy, and two tiles.
 
@@ -38,7 +47,7 @@ def test_gradient_of_bias_costs_its_own_size(shape):
     assert more <= 2 * bias_bytes + 2 * tile, f"{mib(more)} for {mib(bias_bytes)} of bias"
 
 
-@pytest.mark.parametrize("B, N, K", [(1, 8, 8), (2, 8, 8), (1, 8, 4)])
+@pytest.mark.parametrize("B, N, K", few([(1, 8, 8), (2, 8, 8), (1, 8, 4)], [(2, 8, 8), (1, 8, 4)]))
 def test_bias_and_mask_are_not_copied(B, N, K):
     T = 2048
     arrays = {

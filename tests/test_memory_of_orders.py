@@ -72,14 +72,17 @@ def program(kind, order, T, N=4):
     return compiled(orders(forward)[order], shapes)
 
 
-@pytest.mark.parametrize("order, limit", [("jvp", 30), ("hvp", 60), ("grad of grad", 140)])
+LIMITS = [("jvp", 30), ("hvp", 60), ("grad of grad", 140)]
+
+
+@pytest.mark.parametrize("order, limit", few(LIMITS, [("jvp", 30), ("grad of grad", 140)]))
 def test_memory_of_one_head_at_32k(order, limit):
     size = temporary_bytes(program("causal", order, 32768, 1)) / MIB
     assert size <= limit, f"{size:.1f} MiB"
 
 
 @pytest.mark.parametrize("kind", few(KINDS, ["causal"]))
-@pytest.mark.parametrize("order", few(["jvp", "hvp", "grad of grad"], ["grad of grad"]))
+@pytest.mark.parametrize("order", few(["jvp", "hvp", "grad of grad"], ["hvp"]))
 def test_memory_of_orders_grows_with_the_sequence(kind, order):
     once = temporary_bytes(program(kind, order, 16384))
     twice = temporary_bytes(program(kind, order, 32768))

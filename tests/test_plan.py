@@ -114,7 +114,7 @@ def compiled_bytes(args, kwargs):
 # ---- figures against what is compiled
 
 # One call of each kind that the estimate distinguishes. Other kinds and sizes are in the slow set.
-FAST = ("causal", "full", "lengths", "bias", "dropout each")
+FAST = ("causal", "lengths", "bias", "dropout each")
 
 
 @pytest.mark.filterwarnings("ignore:(bias|mask) of shape")

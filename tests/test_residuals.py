@@ -67,7 +67,7 @@ def test_inference_keeps_no_lse(return_residual):
 
 LOGITS = ({}, dict(logits_soft_cap=3.0), dict(scale=0.37), dict(precision="highest"))
 EACH_DTYPE = [*itertools.product(("float32", "bfloat16", "float16"), LOGITS)]
-FAST = EACH_DTYPE[:9]  # only the first in float16
+FAST = [*EACH_DTYPE[:6], EACH_DTYPE[8]]  # only the first two in bfloat16, the first in float16
 
 
 @pytest.mark.parametrize("dtype, extra", few(EACH_DTYPE, FAST), ids=str)

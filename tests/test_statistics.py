@@ -207,7 +207,8 @@ def test_nan_reaches_the_largest_logit_of_a_row_and_its_tangent():
             return memeff.attention_statistics(q, k, v, local_window_size=(9, 9)).max_logit
 
         with jax.enable_x64(True):
-            results = jax.jvp(largest, (q, k, v), (q * 0 + 1, k, v))
+            directions = q * 0 + 1, k, v
+            results = jax.jit(functools.partial(jax.jvp, largest))((q, k, v), directions)
         for x in results:
             np.testing.assert_array_equal(np.argwhere(np.isnan(x)), [[0, 2, 1]])
 

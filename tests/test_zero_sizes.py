@@ -115,11 +115,11 @@ def assert_zero(size, out, lse, grads):
 def extras_in_jit(size, implementation):
     """Return the extras that run in jit with this size of 0; the slow set has all, outside jit.
 
-    The default implementation runs all of them with a batch, queries or keys of 0.
+    The default implementation runs all of them with queries or keys of 0.
     """
     if implementation == "reference":
         return EXTRAS if size == "S" else ["plain"]
-    return EXTRAS if size in ("B", "T", "S", "T and S") else ["plain", "causal"]
+    return EXTRAS if size in ("T", "S") else ["plain", "causal"]
 
 
 IN_JIT = []

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import few
 from model_cases import ROOT, TINY, write_novel
 
 from memeff import bench
@@ -83,7 +84,7 @@ def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
         settings = Settings(
             **TINY | {"layers": 1, "heads": 1, "kv_heads": 1},
             context=528,
-            steps=50,
+            steps=20,
             warmup=5,
             learning_rate=1e-2,
             eval_every=99,
@@ -95,9 +96,9 @@ def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
         assert train.train(settings)
         curves[attention] = list(curve(tmp_path / attention).values())
     np.testing.assert_allclose(curves["memeff"], curves["jax.nn"], rtol=0, atol=1e-3)
-    assert len(curves["memeff"]) == 50
+    assert len(curves["memeff"]) == 20
     assert curves["memeff"][0] > 5.3
-    assert np.mean(curves["memeff"][-10:]) < 3.2
+    assert np.mean(curves["memeff"][-5:]) < 3.6
 
 
 @pytest.mark.slow
@@ -165,7 +166,10 @@ def interrupt(cause, patch):
         signal.raise_signal(cause)
 
 
-@pytest.mark.parametrize("cause", [signal.SIGINT, signal.SIGTERM, "minutes", "crash"])
+CAUSES = [signal.SIGINT, signal.SIGTERM, "minutes", "crash"]
+
+
+@pytest.mark.parametrize("cause", few(CAUSES, [signal.SIGTERM, "crash"]))
 def test_interrupted_run_resumes_with_the_same_curve(
     cause, tmp_path, settings, full_run, monkeypatch, capsys
 ):

@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 import memeff
 
 EVERY = SINGLES + MIXES
-_fast = {*MIXES[::3], "everything", "bias_full", "scale_array", "q_offset_array"}
+_fast = {*MIXES[::5], "everything", "bias_full", "scale_array", "q_offset_array"}
 FAST = tuple(name for name in EVERY if name in _fast)
 REST = tuple(name for name in EVERY if name not in FAST)
 
@@ -374,7 +374,7 @@ THIRD = ["".join(letters) for letters in itertools.product("fr", repeat=3)]
 FIFTH = ["fffff", "rfrfr", "frfrf", "ffrrr"]
 
 
-@pytest.mark.parametrize("modes", few(THIRD + FIFTH, ["frf", "rrf"]))
+@pytest.mark.parametrize("modes", few(THIRD + FIFTH, ["rrf"]))
 def test_orders_and_mixtures(modes):
     actual = derivative_along(modes, None)
     plain = derivative_along(modes, "reference")

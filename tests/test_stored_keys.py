@@ -1,14 +1,18 @@
 """Keys in pages or in 8 bits: on each kind of device a call runs, or is refused in words."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import few
 
 from memeff import paged_attention
 from memeff.device import Device, pretend_device
 from memeff.implementations import IMPLEMENTATIONS
 
 B, N, K, H, PAGE, PAGES = 2, 4, 2, 128, 32, 8
+DTYPES = (jnp.bfloat16, jnp.int8)
 DEVICES = [Device("cpu"), Device("tpu"), Device("gpu", "8.0"), Device("gpu", "9.0")]
 
 
@@ -39,8 +43,10 @@ def attend(T: int, dtype, implementation, is_causal: bool):
 
 
 @pytest.mark.filterwarnings("ignore:memeff. using the chunked path")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype, is_causal",
+    few(itertools.product(DTYPES, [False, True]), [(jnp.bfloat16, False), (jnp.int8, True)]),
+)
 @pytest.mark.parametrize("T", [1, 64])  # the decode kernel, and what other kernels would take
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_every_device_runs_stored_keys_or_says_why_not(device, T, dtype, is_causal):

@@ -39,10 +39,11 @@ from memeff.user_functions import check_pair_function
 
 # arguments of dot_product_attention that the cache itself gives
 OWN = ("key", "value", "q_offset", "key_value_seq_lengths", "query_seq_lengths")
-# those that name keys by their slots, so that a ring would read them at wrong positions
 FUNCTIONS_CURE = ", or write it as a mask_fn or score_fn, which get positions."
 TRANSFORM_CURE = ", and apply rotary embeddings before append and attend."
-BY_SLOT = {  # what a ring does not support, and the end of the sentence "Omit it"
+# Those that name keys by their slots, so that a ring would read them at wrong positions. For each
+# the end of the sentence "Omit it".
+BY_SLOT = {
     **dict.fromkeys(("bias", "mask"), FUNCTIONS_CURE),
     **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), FUNCTIONS_CURE),
     **dict.fromkeys(("qk_transform", "qk_transform_params"), TRANSFORM_CURE),

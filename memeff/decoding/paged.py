@@ -183,11 +183,10 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
             )
         first_shape = first_shape or x.shape[:3]
         if x.shape[:3] != first_shape:
+            pages, page, K = first_shape
             raise ValueError(
-                "value_pages must have shape (pages={}, page={}, K={}, D), like ".format(
-                    *first_shape
-                )
-                + f"key_pages; got {x.shape}."
+                f"value_pages must have shape (pages={pages}, page={page}, K={K}, D), like "
+                f"key_pages; got {x.shape}."
             )
         eight_bits = x.dtype.name in EIGHT_BITS
         if eight_bits != (factors is not None):

@@ -6,7 +6,8 @@ keep their meaning:
 - Some key is proved to be visible in each row (causal order, windows, a segment's own token).
 - All masks replace hidden logits by the same number, so that such a row of the program gives the
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
-  (Where the program makes 0 of NaN, they are 0, as in memeff. Dropout leaves no mean of all.)
+  (Where the program makes 0 of NaN, they are 0, as in memeff. This does not hold beside dropout,
+  because such a row then is the mean of some values.)
 
 Otherwise two forms are compiled: masks are named for calls in which every row sees a key, and a
 call in which some row does not computes all logits as numbers. The same is done if a mask is
@@ -50,7 +51,7 @@ def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling
     lows = [x.low for x in masks if math.isfinite(x.low)]
     meaning = _meaning_of_empty_rows(layers)
     if meaning == MEAN and any(is_random(x) for x in match.softmax.outside.shown):
-        meaning = None  # dropout leaves some of the values alone
+        meaning = None  # dropout drops some of the values
     if not lows or not may_be_low:
         if no_row_is_empty(match, condition):
             return Logits(condition, None, biases, inner)

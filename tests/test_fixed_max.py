@@ -419,7 +419,7 @@ EMPTY_ROWS |= {"segments": T - 1}
 ONE_TILE = dataclasses.replace(ON_GPU, fixed_max_chunk_size=(T, S), gpu_fused_chunk_size=(T, S))
 # tiles that cover the arrays without an overlap, so that the bias' gradient is only written
 EVEN = dataclasses.replace(ON_GPU, fixed_max_chunk_size=(15, 18), gpu_fused_chunk_size=(15, 18))
-FAST_FEATURES = ("mask", "all", "bias, one tile")
+FAST_FEATURES = ("mask", "all", "bias", "bias, one tile", "bias of heads")
 SCHEDULES = {"bias, one tile": ONE_TILE, "bias of heads": EVEN}
 
 

@@ -103,7 +103,7 @@ for mode in bench.MODES:
 
 # %% [markdown]
 # **The longest sequence that fits** in a given memory, inputs and outputs counted too, for forward + gradient, computed
-# from the last line of the table and the slope. From 16 GiB on, memeff takes inputs at least 16 times as long.
+# from the last line of the table and the slope. The more memory there is, the larger is the gain.
 
 # %%
 last, mode = lengths[-1], "gradient"

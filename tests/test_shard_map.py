@@ -30,6 +30,7 @@ from sharded import (
 )
 
 from memeff import dot_product_attention
+from memeff.autodiff import primitives
 
 pytestmark = pytest.mark.eight_devices
 
@@ -170,6 +171,38 @@ def test_shard_map_sums_gradients_of_what_is_shared(axis_type, is_set):
     )
     assert_near(run(*args), [np.asarray(x) for x in wanted], 1e-5)
     assert all("all-reduce" in line for line in collectives(run.as_text()))
+
+
+def test_calls_of_a_vmap_sum_the_gradient_of_a_bias_that_they_and_the_devices_share(monkeypatch):
+    """The calls run one after the other, so their sums are the carry of a loop over calls."""
+    loops = []
+    sum_in_groups = primitives._sum_in_groups
+
+    def spy(*args):
+        loops.append(args)
+        return sum_in_groups(*args)
+
+    monkeypatch.setattr(primitives, "_sum_in_groups", spy)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 6, 2, 512, 2, 4)).astype(np.float32)
+    bias = rng.standard_normal((1, 2, 512, 512)).astype(np.float32)
+
+    def gradients(q, k, v, bias, dout, implementation="xla"):
+        def calls(q, k, v, bias):
+            attend = functools.partial(dot_product_attention, implementation=implementation)
+            return jax.vmap(lambda *args: attend(*args, bias))(q, k, v)
+
+        return jax.vjp(calls, q, k, v, bias)[1](dout)
+
+    calls = P(None, "x")
+    specs = calls, calls, calls, P(), calls
+    args = q, k, v, bias, dout
+    run, placed = shard_mapped(
+        gradients, mesh_of(AxisType.Explicit, x=2), True, specs, specs[:4], args
+    )
+    assert loops
+    wanted = jax.jit(functools.partial(gradients, implementation="reference"))(*args)
+    assert_near(run(*placed), [np.asarray(x) for x in wanted], 2e-6)
 
 
 def test_shard_map_without_check():

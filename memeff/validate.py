@@ -227,7 +227,8 @@ def check_window(
             continue
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"{name}={text_of(window)}: sides are ints (tokens) or None, got {kind_of(side)}."
+                f"{name}={text_of(window)}: sides are ints (tokens) or None, got {kind_of(side)}. "
+                "Pass (left, right), or one int for both sides."
             )
         if side < 0:
             raise ValueError(

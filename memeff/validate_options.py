@@ -78,7 +78,8 @@ def check_chunk_size(
     for side in sides:
         if isinstance(side, bool) or not isinstance(side, numbers.Integral):
             raise TypeError(
-                f"chunk_size={text_of(chunk_size)}: sides are ints ({unit}), got {kind_of(side)}."
+                f"chunk_size={text_of(chunk_size)}: sides are ints ({unit}), got {kind_of(side)}. "
+                f"Pass {pair}, or one int for both."
             )
         if side < 1:
             raise ValueError(

@@ -139,17 +139,17 @@ def _join_groups(x: Array) -> Array:
 
 
 def _sum_in_groups(run, vmap: Vmap, count: int, arrays, shared: Sequence[bool]) -> list[Array]:
-    """Return the results of `_run_in_groups`, but of the `shared` ones the sum over all calls.
+    """Do as `_run_in_groups`, but return the sum over all calls of each `shared` result.
 
-    Otherwise the shared results of all calls would exist at the same time. The sums are in float32
-    or float64.
+    Groups are added up one after the other, so that no array has the shared results of all calls.
+    The sums are in float32 or float64.
     """
     run_group, groups = _groups(run, vmap, count, arrays)
 
     def sums_of_group(n):
         return _sum_shared(run_group(n), shared, count > 1)
 
-    # A gradient of this loop would keep what its steps make of arrays that all calls share.
+    # Without the checkpoint a gradient of this loop keeps what each step computes.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(totals, n):
         results = sums_of_group(n)
@@ -166,9 +166,9 @@ def _sum_in_groups(run, vmap: Vmap, count: int, arrays, shared: Sequence[bool]) 
 
 
 def _sum_shared(results, shared: Sequence[bool], mapped: bool = True) -> list[Array]:
-    """Return the results under a vmap, but of the `shared` ones the sum in float32 or float64.
+    """Return results, with each `shared` one added up over calls in float32 or float64.
 
-    `mapped`: their first dim is that of the calls. Otherwise they are those of one call.
+    The first dim of `mapped` results is that of the calls. Other results are those of one call.
     """
     sums = []
     for x, is_shared in zip(results, shared, strict=True):
@@ -258,7 +258,7 @@ def _transpose(cotangents, *args, flat: FlatFunction, **_):
         *inner, (size, axes) = vmaps
         run = functools.partial(rule, inner)
         vmap = Vmap(size, (*axes[:fixed], *[0] * len(present)))
-        shared = [axis is None for axis in axes[fixed:]]  # by all calls
+        shared = [axis is None for axis in axes[fixed:]]  # all calls have the same array
         count = dataclasses.replace(flat, vmaps=tuple(vmaps)).calls_of_group()
         if count is None or not any(shared):
             return _sum_shared(jax.vmap(run, in_axes=vmap.axes)(*arrays), shared)

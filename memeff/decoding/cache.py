@@ -41,8 +41,8 @@ from memeff.user_functions import check_pair_function
 OWN = ("key", "value", "q_offset", "key_value_seq_lengths", "query_seq_lengths")
 FUNCTIONS_CURE = ", or write it as a mask_fn or score_fn, which get positions."
 TRANSFORM_CURE = ", and apply rotary embeddings before append and attend."
-# Those that name keys by their slots, so that a ring would read them at wrong positions. For each
-# the end of the sentence "Omit it".
+# Arguments that name keys by their slots, so that a ring would read them at wrong positions, each
+# with what follows "Omit it" in the error.
 BY_SLOT = {
     **dict.fromkeys(("bias", "mask"), FUNCTIONS_CURE),
     **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), FUNCTIONS_CURE),

@@ -22,7 +22,7 @@ from memeff.problem import Operands, Problem, split_axis
 from memeff.softmax import Lse, LseFor
 from memeff.stored import StoredKeys
 
-# Rows of a query are copied in groups of so many. A copy fills up a single group with zeros.
+# Rows of a query are copied in groups of 8. If there are fewer than 8, the copy adds rows of zeros.
 QUERY_GROUP = 8
 # Dims of the arrays of a `Cache`, and of one whose keys lie in pages.
 CACHE_DIMS = "bskh", "bskd", "bks", "bks"

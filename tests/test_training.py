@@ -84,7 +84,7 @@ def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
         settings = Settings(
             **TINY | {"layers": 1, "heads": 1, "kv_heads": 1},
             context=528,
-            steps=20,
+            steps=50,
             warmup=5,
             learning_rate=1e-2,
             eval_every=99,
@@ -96,9 +96,9 @@ def test_same_curve_as_with_jax_nn_and_it_falls(tmp_path):
         assert train.train(settings)
         curves[attention] = list(curve(tmp_path / attention).values())
     np.testing.assert_allclose(curves["memeff"], curves["jax.nn"], rtol=0, atol=1e-3)
-    assert len(curves["memeff"]) == 20
+    assert len(curves["memeff"]) == 50
     assert curves["memeff"][0] > 5.3
-    assert np.mean(curves["memeff"][-5:]) < 3.6
+    assert np.mean(curves["memeff"][-10:]) < 3.2
 
 
 @pytest.mark.slow

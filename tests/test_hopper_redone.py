@@ -89,6 +89,25 @@ def test_rows_that_fail_leave_the_others_as_they_were():
     assert_only_later_rows_change(before, forward((query, key, value)))
 
 
+@pytest.mark.parametrize("lengths", [{}, {"query_seq_lengths": i32([230])}], ids=["", "length"])
+def test_rows_behind_the_last_query_do_not_fail(lengths, monkeypatch):
+    """Two warpgroups of the last tile have no query, and nothing is done again."""
+    from memeff.pallas.hopper import calls
+    from memeff.pallas.hopper.forward_compute import KeyTileLoop
+
+    redo_step = KeyTileLoop._redo_step
+
+    def mark(self, *args):
+        m, l, o = redo_step(self, *args)
+        return m, l, o + np.nan
+
+    monkeypatch.setattr(KeyTileLoop, "_redo_step", mark)
+    monkeypatch.setattr(calls, "forward_tiling", lambda *_: calls.Tiling(3, 128, 3, 2))
+    T = 256 if not lengths else 230
+    out, _ = forward(draw(bf16, small(T=T, S=T)), is_causal=True, **lengths)
+    assert np.isfinite(out).all()
+
+
 # ---- numbers that nobody sees
 
 

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
 from memeff.pallas.ampere.mosaic import (
-    THREADS,
     add_product_to_sums,
     copy_pairs,
     copy_tile,
@@ -31,7 +30,6 @@ from memeff.pallas.ampere.mosaic import (
     products_of_sums,
     ready_barrier,
     store_tile,
-    sync_threads,
     wait_for_copies,
 )
 from memeff.pallas.hopper.backward_common import (
@@ -68,10 +66,10 @@ from memeff.pallas.hopper.scheduler import (
     order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
+from memeff.pallas.hopper.threads import WARPGROUP, clean_tile
 from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
 from memeff.shape import round_up
-from memeff.softmax import LSE_OF_EMPTY_ROW
 
 ROWS = 64  # of a tile, but for owned queries
 
@@ -150,8 +148,8 @@ def fused_gradients(
     """
     B, T, N, H = arrays.query.shape
     tiles = -(-T // ROWS)
-    numbers = ROWS * whole_width(H) // THREADS
-    sums = jnp.zeros((B, N, tiles, numbers, THREADS), jnp.float32)
+    numbers = ROWS * whole_width(H) // WARPGROUP
+    sums = jnp.zeros((B, N, tiles, numbers, WARPGROUP), jnp.float32)
     rest = problem, lengths, arrays, scalars, tiling, sums
     dk, dv, sums = _run("memeff_ampere_fused", True, *rest)
     dq = jnp.moveaxis(products_of_sums(sums, ROWS), 1, 3)  # [B, tiles, 64, N, H']
@@ -233,15 +231,6 @@ def scratch_types(
         owned_ready=ready_barrier(arrivals=2),
         visited_ready=ready_barrier(arrivals=2 if bias_s is None else 3, count=stages),
     )
-
-
-def _clean(operand: Ref, good: Callable[[Array], Array]) -> None:
-    """Zero the numbers of a tile [64, D] that are not `good`."""
-    for col in range(0, operand.shape[1], ROWS):
-        part = operand.at[:, col : col + ROWS]
-        x = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
-        part[...] = jnp.where(good(x), x, 0.0).astype(operand.dtype)
-    sync_threads()
 
 
 class _Pipeline(NamedTuple):
@@ -361,7 +350,7 @@ class QueryTile(NamedTuple):
             dq, *sums = state
             k_s, v_s, bias_s = pipeline.next(n)
             if redo:
-                _clean(k_s, is_finite)
+                clean_tile(k_s)
             first = work.row, work.visits.tile(n) * ROWS
             tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers)
             raw = multiply(full_tile(shape, 0.0), q, k_s, transposed=True)  # (1)
@@ -454,19 +443,18 @@ class KeyTile(NamedTuple):
             n_head = work.k * heads + g
             row = work.visits.tile(n) * ROWS
 
-            def vector(ref, layout):
-                part = ref.at[work.source.query, n_head, pl.ds(row, ROWS)]
-                return plgpu.load(part, layout=layout, optimized=False)
+            rows = work.source.query, n_head, pl.ds(row, ROWS)
+
+            def vector(ref):
+                return plgpu.load(ref.at[rows], layout=COL, optimized=False)
 
             if redo:
-                _clean(q_s, is_finite)
-                is_empty = vector(arrays.lse, ROW) >= LSE_OF_EMPTY_ROW
-                empty = broadcast_vector(jnp.where(is_empty, 1.0, 0.0), shape)
-                _clean(do_s, lambda x: is_finite(x) | (empty == 0.0))
+                clean_tile(q_s)
+                clean_tile(do_s, lse_s=arrays.lse.at[rows])
             numbers = head_number_refs(work.scalars, n_head)
             first = row, work.col
             tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers, 1)
-            lse = vector(arrays.lse, COL) + (lift if redo else 0.0)
+            lse = vector(arrays.lse) + (lift if redo else 0.0)
             raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
             tile = tile.with_bias(n_head, bias_s)
             keep = tile.mask() if masked else None
@@ -475,7 +463,7 @@ class KeyTile(NamedTuple):
             dv = multiply(dv, gradient.kept(p).astype(dtype), do_s)  # (6)
             if sums_ref is not None:
                 add_previous(visit)
-            delta = broadcast_vector(vector(arrays.delta, COL), shape, 1)
+            delta = broadcast_vector(vector(arrays.delta), shape, 1)
             d_raw, _ = cotangents(p, dp_with_delta(gradient, p, delta, v_s, do_s))
             d_raw = d_raw.astype(dtype)
             dk = multiply(dk, d_raw, q_s)

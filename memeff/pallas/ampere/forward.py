@@ -255,7 +255,7 @@ class QueryTile(NamedTuple):
                 p = jnp.where(tile.kept(), p, 0.0)
             if clean:
                 bad = scratch.bad_keys_s, scratch.bad_columns_s
-                o = clean_own_values(v_s, o, tile, bad, sync_threads)
+                o = clean_own_values(v_s, o, tile, bad, lambda: None)
             return m, l, multiply(o, p.astype(v_s.dtype), v_s)
 
         return step

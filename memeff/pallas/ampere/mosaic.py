@@ -25,15 +25,12 @@ from memeff.pallas.hopper.mosaic import (
     head_rows,
     interpret_params,
     interpreting,
-    mlir_modules,
     plgpu,
 )
+from memeff.pallas.hopper.threads import CHUNK_BYTES, ROW_BYTES, WARPGROUP, Lanes
 
-THREADS = 128  # of a thread block: one warpgroup
 CHUNK = 8  # 16-bit numbers that one instruction loads for a lane
-CHUNK_BYTES = 16  # that one instruction copies, or loads for a lane
 STEP = 16  # columns of the first factor that one instruction multiplies
-ROW_BYTES = 128  # of a tile in shared memory, whose chunks are permuted by its row modulo 8
 SWIZZLED = 64  # 16-bit numbers in these
 
 
@@ -62,48 +59,6 @@ def ready_barrier(arrivals: int = 1, count: int = 1) -> Barrier:
     if not interpreting():
         return None
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-
-class _Lanes:
-    """A thread's place in its warpgroup, and its arithmetic."""
-
-    def __init__(self):
-        self.mgpu, self.ir, self.arith, _, self.vector, self.scf = mlir_modules()
-        self.utils = self.mgpu.utils
-        self.nvvm = self.utils.nvvm
-        self.llvm = self.utils.llvm
-        self.i32 = self.ir.IntegerType.get_signless(32)
-        self.i64 = self.ir.IntegerType.get_signless(64)
-        self.i8 = self.ir.IntegerType.get_signless(8)
-        self.f32 = self.ir.F32Type.get()
-        self.thread = self.arith.remui(self.utils.thread_idx(), self.constant(THREADS))
-
-    def constant(self, x: int):
-        """Return an integer."""
-        return self.arith.constant(self.i32, x)
-
-    def add(self, x, y):
-        """Return x + y."""
-        return self.arith.addi(x, y)
-
-    def times(self, x, n: int):
-        """Return x * n."""
-        return self.arith.muli(x, self.constant(n))
-
-    def divmod(self, x, n: int):
-        """Return x // n and x % n."""
-        return self.arith.divui(x, self.constant(n)), self.arith.remui(x, self.constant(n))
-
-    def at(self, pointer, *offsets):
-        """Return a pointer so many bytes further."""
-        for offset in offsets:
-            pointer = self.utils.getelementptr(pointer, [offset], self.i8)
-        return pointer
-
-    def chunk_offset(self, row, chunk):
-        """Return the bytes before a chunk of row below 8 of a tile in shared memory."""
-        swizzled = self.arith.xori(self.arith.remui(row, self.constant(8)), chunk)
-        return self.add(self.times(row, ROW_BYTES), self.times(swizzled, CHUNK_BYTES))
 
 
 def copy_tile(source: Ref, b, row, n, shared: Ref, ready: Barrier) -> None:
@@ -160,12 +115,12 @@ def _store_interpreted(shared: Ref, target: Ref) -> None:
 def _copy(source: Ref, row, col, shared: Ref) -> None:
     """Start to copy a part of `source` [T, S]. What lies behind T or S becomes 0."""
 
-    def copy(lanes: _Lanes, pointer, place, is_inside):
+    def copy(lanes: Lanes, pointer, place, is_inside):
         size = lanes.arith.select(is_inside, lanes.constant(CHUNK_BYTES), lanes.constant(0))
         modifier = lanes.nvvm.LoadCacheModifierKind.CG
         lanes.nvvm.cp_async_shared_global(place, pointer, CHUNK_BYTES, modifier, cp_size=size)
 
-    def finish(lanes: _Lanes):
+    def finish(lanes: Lanes):
         lanes.nvvm.cp_async_commit_group()
 
     _for_each_chunk(source, row, col, shared, copy, finish)
@@ -174,7 +129,7 @@ def _copy(source: Ref, row, col, shared: Ref) -> None:
 def _store(target: Ref, row, col, shared: Ref) -> None:
     """Store `shared` to a part of `target` [T, S], up to T and S."""
 
-    def store(lanes: _Lanes, pointer, place, is_inside):
+    def store(lanes: Lanes, pointer, place, is_inside):
         kind = lanes.ir.VectorType.get((4,), lanes.i32)
         branch = lanes.scf.IfOp(is_inside)
         with lanes.ir.InsertionPoint(branch.then_block):
@@ -195,12 +150,12 @@ def _for_each_chunk(ref: Ref, row, col, shared: Ref, visit: Callable, finish: Ca
     itemsize = jnp.dtype(ref.dtype).itemsize
     chunk_size = CHUNK_BYTES // itemsize
     chunks = cols // chunk_size
-    rows_at_once = THREADS // chunks
+    rows_at_once = WARPGROUP // chunks
     shared_type = plgpu.RefType(SHARED if itemsize == 2 else FLOATS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), shared_type, WGMMA, WGMMA))
     def move(_, ref, shared, row, col):
-        lanes = _Lanes()
+        lanes = Lanes()
         arith = lanes.arith
         row, col = (x.registers.item() for x in (row, col))
         lanes.utils.warpgroup_barrier()  # all have read, or written, the tile
@@ -249,7 +204,7 @@ def wait_for_copies(ready: Barrier) -> None:
 
     @plgpu.inline_mgpu()
     def wait(_):
-        lanes = _Lanes()
+        lanes = Lanes()
         lanes.nvvm.cp_async_wait_group(0)
         lanes.utils.warpgroup_barrier()
 
@@ -263,7 +218,7 @@ def sync_threads() -> None:
 
     @plgpu.inline_mgpu()
     def sync(_):
-        _Lanes().utils.warpgroup_barrier()
+        Lanes().utils.warpgroup_barrier()
 
     sync()
 
@@ -283,7 +238,7 @@ def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SHARED), plgpu.RefType(SHARED), plgpu.RefType()))
     def add(_, x, y, sums):
-        lanes = _Lanes()
+        lanes = Lanes()
         llvm = lanes.llvm
         space = llvm.PointerType.get(address_space=1)
         place = llvm.addrspacecast(space, lanes.utils.memref_ptr(sums))
@@ -302,7 +257,7 @@ def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
             for (tile, right), total in totals.items():
                 column = tile * (n // CHUNK) + start // CHUNK + right
                 for n_th, number in enumerate(total):
-                    row = lanes.at(place, (4 * column + n_th) * 4 * THREADS)
+                    row = lanes.at(place, (4 * column + n_th) * 4 * WARPGROUP)
                     llvm.inline_asm(
                         lanes.ir.Type.parse("!llvm.void"),
                         [row, number],
@@ -317,7 +272,7 @@ def add_product_to_sums(x: Ref, y: Ref, sums: Ref) -> None:
 def products_of_sums(sums: Array, n: int) -> Array:
     """Return the transposed products [..., n, m] of `sums`, as `add_product_to_sums` adds them."""
     *outer, numbers, _ = sums.shape
-    m = numbers * THREADS // n
+    m = numbers * WARPGROUP // n
     axes = "tile column low pair warp row lane".split()
     sizes = m // 64, n // 8, 2, 2, 4, 8, 4
     order = [axes.index(x) for x in "column lane pair tile warp low row".split()]
@@ -342,7 +297,7 @@ def multiply(total: Array, x: Any, y: Ref, transposed: bool = False) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, kind, plgpu.RefType(SHARED)), return_type=result)
     def product(_, total, x, y):
-        lanes = _Lanes()
+        lanes = Lanes()
         read_first = _from_registers(lanes, x) if in_registers else _Matrices(lanes, x).first_factor
         y_matrices = _Matrices(lanes, y)
         add_product = _Mma(lanes, y_matrices.dtype)
@@ -364,7 +319,7 @@ def multiply(total: Array, x: Any, y: Ref, transposed: bool = False) -> Array:
 class _Mma:
     """The instruction that adds a product of 16 x 16 and 16 x 8 numbers to four of a lane's."""
 
-    def __init__(self, lanes: _Lanes, dtype: Any):
+    def __init__(self, lanes: Lanes, dtype: Any):
         self.lanes = lanes
         self.results = lanes.llvm.StructType.get_literal([lanes.f32] * 4)
         places = ("{$0,$1,$2,$3}", "{$4,$5,$6,$7}", "{$8,$9}", "{$10,$11,$12,$13}")
@@ -390,7 +345,7 @@ def _place(m: int, column: int, low: int) -> tuple[int, ...]:
     return m, column, 0, 0, low, 0, 0, 0, 0
 
 
-def _numbers_of_tiles(lanes: _Lanes, x: Any) -> dict[tuple[int, int], list]:
+def _numbers_of_tiles(lanes: Lanes, x: Any) -> dict[tuple[int, int], list]:
     """Return the four numbers of each tile of x, by its row and column of tiles."""
     numbers = {}
     for m, column in np.ndindex(*x.registers.shape[:2]):
@@ -402,7 +357,7 @@ def _numbers_of_tiles(lanes: _Lanes, x: Any) -> dict[tuple[int, int], list]:
     return numbers
 
 
-def _from_numbers_of_tiles(lanes: _Lanes, numbers: dict[tuple[int, int], list], like: Any) -> Any:
+def _from_numbers_of_tiles(lanes: Lanes, numbers: dict[tuple[int, int], list], like: Any) -> Any:
     """Return an array with these numbers in the place of those of `like`."""
     registers = np.empty_like(like.registers)
     undefined = lanes.llvm.mlir_undef(lanes.ir.VectorType.get((2,), lanes.f32))
@@ -415,7 +370,7 @@ def _from_numbers_of_tiles(lanes: _Lanes, numbers: dict[tuple[int, int], list], 
     return lanes.mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
-def _from_registers(lanes: _Lanes, x: Any) -> Callable:
+def _from_registers(lanes: Lanes, x: Any) -> Callable:
     """Return a function that returns 16 columns of `x`, a tile in registers, as first factor."""
 
     def read(col: int, rows: int) -> list:
@@ -431,7 +386,7 @@ def _from_registers(lanes: _Lanes, x: Any) -> Callable:
 class _Matrices:
     """Reads of a tile in shared memory by `ldmatrix`, which brings 8 x 8 numbers to a warp."""
 
-    def __init__(self, lanes: _Lanes, ref: Any):
+    def __init__(self, lanes: Lanes, ref: Any):
         self.lanes = lanes
         self.base = lanes.utils.memref_ptr(ref)
         kind = lanes.ir.MemRefType(ref.type)

@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
-from memeff.pallas.hopper.mosaic import WGMMA, init_accumulator, plgpu, positions, sync
+from memeff.pallas.hopper.mosaic import init_accumulator, plgpu, positions
 from memeff.pallas.hopper.parts import load_tile
 from memeff.pallas.hopper.persistent import (
     ROWS,
@@ -315,38 +315,6 @@ def scale_sums(q_s, dq: Array, parts: int) -> Array:
 def row_sums(x_s, y_s, parts: int) -> Array:
     """Return the sum of x y for each row of two tiles in shared memory."""
     return (load_tile(x_s, parts) * load_tile(y_s, parts)).sum(axis=1)
-
-
-def clean_operand(operand, good: Callable, failed_s, group, barrier) -> None:
-    """Zero the numbers of `operand` that are not `good(x, first_row)`, 64 x 64 at a time.
-
-    All computing warpgroups read this tile; they meet at `barrier`.
-    """
-    row_parts, col_parts = (n // ROWS for n in operand.shape)
-
-    def clean_part(n, _):
-        row = pl.multiple_of(lax.div(n, jnp.int32(col_parts)) * ROWS, ROWS)
-        col = pl.multiple_of(lax.rem(n, jnp.int32(col_parts)) * ROWS, ROWS)
-        part = operand.at[pl.ds(row, ROWS), pl.ds(col, ROWS)]
-
-        def load():
-            return plgpu.load(part, layout=WGMMA).astype(jnp.float32)
-
-        bad = jnp.where(good(load(), row), 0.0, 1.0).max(axis=1)
-
-        @pl.when(any_failed(failed_s, bad) > 0)
-        def _():
-            sync(barrier)
-
-            @pl.when(group == 0)
-            def _():
-                part[...] = jnp.where(good(load(), row), load(), 0.0).astype(operand.dtype)
-                plgpu.commit_smem()
-
-            sync(barrier)
-
-    lax.fori_loop(0, row_parts * col_parts, clean_part, None)
-    plgpu.commit_smem()  # loads must end before the next copy to this tile
 
 
 def token_vectors(slots: TokenVectors, query_slot, key_slot) -> TokenVectors:

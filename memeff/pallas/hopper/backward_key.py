@@ -13,9 +13,7 @@ from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
     choose_blocks,
-    clean_operand,
     float16_lift,
-    is_finite,
     not_finite,
     optional_slot,
     token_vectors,
@@ -27,7 +25,6 @@ from memeff.pallas.hopper.backward_common import (
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
-    ROW,
     Ref,
     accumulators,
     broadcast_vector,
@@ -38,6 +35,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     whole_width,
 )
+from memeff.pallas.hopper.nonfinite import clean_shared
 from memeff.pallas.hopper.parts import (
     factors_of,
     first_columns,
@@ -68,7 +66,6 @@ from memeff.pallas.hopper.score_tile import (
 )
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
 from memeff.problem import Problem
-from memeff.softmax import LSE_OF_EMPTY_ROW
 
 TILE = ROWS, ROWS  # of keys and queries
 # What a kernel computes. For heads beyond 128 the sums of both do not fit in registers together.
@@ -442,16 +439,10 @@ class _Visits(NamedTuple):
 
     def _clean(self, slot, do_slot) -> None:
         """Clean query and dout: where queries see nothing, they may hold anything."""
-        scratch, group = self.scratch, self.group
-        failed_s = scratch.failed_s.at[group]
-
-        def good_do(x, first):
-            finite = is_finite(x)
-            lse = plgpu.load(scratch.lse_s.at[slot, pl.ds(first, ROWS)], layout=ROW)
-            return finite | (broadcast_vector(lse, TILE) < LSE_OF_EMPTY_ROW)
-
-        clean_operand(scratch.q_s.at[slot], is_finite, failed_s, group, scratch.computing)
-        clean_operand(scratch.do_s.at[do_slot], good_do, failed_s, group, scratch.computing)
+        scratch = self.scratch
+        clean = functools.partial(clean_shared, warpgroup=self.group, barrier=scratch.computing)
+        clean(scratch.q_s.at[slot])
+        clean(scratch.do_s.at[do_slot], lse_s=scratch.lse_s.at[slot])
 
     def _tile(self, head, numbers: HeadNumbers, n, slot) -> ScoreTile:
         """Return the n-th tile of a head, whose queries are in `slot`."""

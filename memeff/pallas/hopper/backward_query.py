@@ -12,11 +12,9 @@ from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
     choose_blocks,
-    clean_operand,
     copy_tiles,
     count_term_gradients,
     float16_lift,
-    is_finite,
     not_finite,
     optional_slot,
     query_rings,
@@ -39,6 +37,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     whole_width,
 )
+from memeff.pallas.hopper.nonfinite import clean_shared
 from memeff.pallas.hopper.parts import (
     factors_of,
     multiply_parts,
@@ -377,8 +376,7 @@ class _Visits(NamedTuple):
         k = scratch.k_s.at[slot]
         plgpu.barrier_wait(scratch.k_ready.at[slot])
         if masked and not self.state.first_round:  # (1) and (4) read the keys
-            failed_s = scratch.failed_s.at[self.group]
-            clean_operand(k, is_finite, failed_s, self.group, scratch.computing)
+            clean_shared(k, self.group, scratch.computing)
         tile = self._tile(n, slot)
         keep = tile.mask() if masked else None
         q = factors_of(scratch.q_s.at[self.query_slot], parts)

@@ -112,7 +112,7 @@ def attend(
         def consume(warpgroup, work: QueryWork, state: WorkState):
             results = *outputs, carried_refs
             kernel = ForwardKernel(
-                problem, tiling, query_ref, value_ref, *results, scratch, warpgroup
+                problem, tiling, T, query_ref, value_ref, *results, scratch, warpgroup
             )
             return kernel.run_item(work, state)
 

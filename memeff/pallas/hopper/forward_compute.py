@@ -54,6 +54,7 @@ class ForwardKernel(NamedTuple):
 
     problem: Problem
     tiling: Tiling
+    length: int  # T without padding
     query_ref: Ref  # [B, T, N, H]
     value_ref: Ref  # [B, S, K, D]
     out_refs: tuple[Ref, ...]  # out, and what its rounding took from it if that is stored
@@ -228,13 +229,19 @@ class KeyTileLoop(NamedTuple):
         out_failed = jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1)
         failed = jnp.maximum(sum_failed, out_failed)
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
-            failed = jnp.where((m == -jnp.inf) & (first_fixed < visits.total), 1.0, failed)
+            took_0 = (m == -jnp.inf) & (first_fixed < visits.total)
+            failed = jnp.where(took_0 & self._is_query(), 1.0, failed)
         sinks = self.work.scalars.sinks
         weight = inverse_sum(m, l, None if sinks is None else sinks[self.work.n])
         if self.kernel.problem.dropout is not None:
             weight = weight * (1 / (1 - self.kernel.problem.dropout.rate))
         out = o * broadcast_vector(weight, o.shape)
         return m, l, out, failed
+
+    def _is_query(self) -> Array:
+        """Return True for rows that hold a query, and False behind the last one, [64]."""
+        rows = self.first_row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        return rows < self.kernel.length
 
     def _first_round(self, first_fixed, m, l, o):
         """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5).
@@ -468,12 +475,11 @@ class KeyTileLoop(NamedTuple):
     def _clean_values(self, o, n):
         """Clean the values of visit n of NaN and Inf. Return o with NaN in rows that see them."""
         scratch = self.kernel.scratch
-        warpgroup = self.kernel.warpgroup
-        shared = scratch.bad_keys_s.at[warpgroup], scratch.bad_columns_s, scratch.all_consumers
+        marks = scratch.bad_keys_s, scratch.bad_columns_s
         values = scratch.v_s.at[self._slot(n)]
         # A tile of its own: registers that held another one until here would be spilled.
         tile = self._with_bias(self._score_tile(n), n)
-        return clean_values(values, o, tile, warpgroup, shared)
+        return clean_values(values, o, tile, self.kernel.warpgroup, marks, scratch.all_consumers)
 
     def _fixed_max_loop(self, total, first_fixed, fixed_max, l):
         """Apply (5) to visit `first_fixed` and all later ones, at least one. Return l.

@@ -51,7 +51,7 @@ class ForwardScratch(NamedTuple):
     k_s: Ref  # [stages, c, H]
     k_ready: Barrier
     k_used: Barrier
-    bad_keys_s: Ref  # [warpgroups, c] above 0 where a row of a tile of values is not finite
+    bad_keys_s: Ref  # [c] above 0 where a row of a tile of values is not finite
     token_vectors: TokenVectors  # of queries, which come with q; of keys, which come with v
     bias_s: Ref | None  # [stages, t, c], if it is of pairs; a tile comes with v
     old_out_ready: Barrier
@@ -81,7 +81,7 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
         k_s=tile_ref(stages, keys, H, dtype),
         k_ready=plgpu.Barrier(num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        bad_keys_s=plgpu.SMEM((consumers, keys), jnp.float32),
+        bad_keys_s=plgpu.SMEM((keys,), jnp.float32),
         token_vectors=vectors["token_vectors"],
         bias_s=bias_tiles(scalars, stages, tiling.rows, keys),
         old_out_ready=plgpu.Barrier(num_barriers=consumers),

@@ -136,7 +136,7 @@ def _scratch_types(arrays: TangentArrays, scalars: Scalars, tiling: Tiling) -> T
         all_warpgroups=plgpu.Barrier(num_arrivals=groups + 1),
         computing=plgpu.Barrier(num_arrivals=groups),
         bad_columns_s=plgpu.SMEM((H,), jnp.float32),
-        bad_keys_s=plgpu.SMEM((groups, keys), jnp.float32),
+        bad_keys_s=plgpu.SMEM((keys,), jnp.float32),
         failed_s=plgpu.SMEM((groups, ROWS), jnp.float32),
         k_ready=plgpu.Barrier(num_arrivals=key_copies, num_barriers=stages),
         k_used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),

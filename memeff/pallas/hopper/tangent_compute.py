@@ -81,7 +81,7 @@ class TangentScratch(NamedTuple):
     all_warpgroups: Any  # barrier: the computing warpgroups and the one that copies
     computing: Any  # barrier: the computing warpgroups
     bad_columns_s: Any  # [H]
-    bad_keys_s: Any  # [warpgroups, tile_size]
+    bad_keys_s: Any  # [tile_size]
     failed_s: Any  # [warpgroups, 64]: flags of rows
     k_ready: Any
     k_used: Any
@@ -273,10 +273,10 @@ class _Visits(NamedTuple):
         scratch, group = self.scratch, self.group
         plgpu.barrier_wait(scratch.k_ready.at[self._slot(n)])
         plgpu.barrier_wait(scratch.v_ready.at[self._slot(n)])
-        room = scratch.bad_keys_s.at[group], scratch.bad_columns_s, scratch.computing
+        room = group, (scratch.bad_keys_s, scratch.bad_columns_s), scratch.computing
         for values_s in scratch.values_s:
             if values_s is not None:
-                u = clean_values(values_s.at[self._slot(n)], u, self._tile(n), group, room)
+                u = clean_values(values_s.at[self._slot(n)], u, self._tile(n), *room)
         return accumulate_on(u, lambda total: self._step(total, True, n, sums), item_total)
 
     def _step(self, u, hides: bool, n, sums: RowState) -> RowState:

@@ -5,6 +5,7 @@ neighbours in a row. The interpreter computes the same from whole arrays.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from memeff.pallas.hopper.mosaic import (
+    SHARED,
     WGMMA,
     Ref,
     broadcast_vector,
@@ -21,10 +23,69 @@ from memeff.pallas.hopper.mosaic import (
     mlir_modules,
     plgpu,
 )
+from memeff.softmax import LSE_OF_EMPTY_ROW
 
 NARROWEST = 8  # columns of a tile
 LINE = 32  # float32 numbers of a line of the L2 cache
 WARPGROUP = 128  # threads
+CHUNK_BYTES = 16  # that one instruction copies, or loads for a thread
+ROW_BYTES = 128  # of a tile in shared memory, whose chunks are permuted by its row modulo 8
+
+
+class Lanes:
+    """A thread's place in its warpgroup, and its arithmetic."""
+
+    def __init__(self):
+        self.mgpu, self.ir, self.arith, _, self.vector, self.scf = mlir_modules()
+        self.utils = self.mgpu.utils
+        self.nvvm = self.utils.nvvm
+        self.llvm = self.utils.llvm
+        self.i32 = self.ir.IntegerType.get_signless(32)
+        self.i64 = self.ir.IntegerType.get_signless(64)
+        self.i8 = self.ir.IntegerType.get_signless(8)
+        self.f32 = self.ir.F32Type.get()
+        self.thread = self.arith.remui(self.utils.thread_idx(), self.constant(WARPGROUP))
+
+    def constant(self, x: int):
+        """Return an integer."""
+        return self.arith.constant(self.i32, x)
+
+    def add(self, x, y):
+        """Return x + y."""
+        return self.arith.addi(x, y)
+
+    def times(self, x, n: int):
+        """Return x * n."""
+        return self.arith.muli(x, self.constant(n))
+
+    def divmod(self, x, n: int):
+        """Return x // n and x % n."""
+        return self.arith.divui(x, self.constant(n)), self.arith.remui(x, self.constant(n))
+
+    def at(self, pointer, *offsets):
+        """Return a pointer so many bytes further."""
+        for offset in offsets:
+            pointer = self.utils.getelementptr(pointer, [offset], self.i8)
+        return pointer
+
+    def when(self, condition, do: Callable[[], None]) -> None:
+        """Do something where `condition` is true."""
+        branch = self.scf.IfOp(condition)
+        with self.ir.InsertionPoint(branch.then_block):
+            do()
+            self.scf.yield_([])
+
+    def for_each(self, count: int, do: Callable[[Any], None]) -> None:
+        """Do something with each number below `count`. The threads of the warpgroup share them."""
+        loop = self.scf.ForOp(self.thread, self.constant(count), self.constant(WARPGROUP))
+        with self.ir.InsertionPoint(loop.body):
+            do(loop.induction_variable)
+            self.scf.yield_([])
+
+    def chunk_offset(self, row, chunk):
+        """Return the bytes before a chunk of row below 8 of a tile in shared memory."""
+        swizzled = self.arith.xori(self.arith.remui(row, self.constant(8)), chunk)
+        return self.add(self.times(row, ROW_BYTES), self.times(swizzled, CHUNK_BYTES))
 
 
 class Entries(NamedTuple):
@@ -237,36 +298,109 @@ def drop_parts(ref: Ref, first, end, place, count: int) -> None:
     drop(ref, first, end, place)
 
 
-def mark_columns(ref: Ref, tile: Array) -> None:
-    """Set ref[j] to 1 for each column j of `tile` that has a number above 0.
+def clean_tile(
+    tile: Ref,
+    marks: tuple[Ref, Ref] | None = None,
+    lse_s: Ref | None = None,
+    patches: range | None = None,
+) -> None:
+    """Replace NaN and Inf in `tile` [c, D], of 16 bits in shared memory, by 0.
 
-    `ref` [cols] is float32, in shared memory. Several threads may write the same 1.
+    `marks` [c] and [D], float32 in shared memory, become 1 for rows and columns that had such a
+    number, and else 0. `lse_s` [c]: numbers of rows that see a key stay as they are. `patches`:
+    those of 64 columns that are cleaned, without steps; None: all. The warpgroup sees the results.
     """
+    rows, cols = tile.shape
+    patches = patches or range(cols // 64)
     if interpreting():
-        ref[...] = jnp.where(tile.max(axis=0) > 0, 1.0, ref[...])
+        part = tile.at[:, pl.ds(patches.start * 64, len(patches) * 64)]
+        x = part[...].astype(jnp.float32)
+        bad = ~(jnp.abs(x) < jnp.inf)
+        if lse_s is not None:
+            bad &= (lse_s[...] >= LSE_OF_EMPTY_ROW)[:, None]
+        part[...] = jnp.where(bad, 0.0, x).astype(tile.dtype)
+        if marks is not None:
+            marks[0][...] = bad.any(axis=1).astype(jnp.float32)
+            outside = patches.start * 64, cols - patches.stop * 64
+            marks[1][...] = jnp.pad(bad.any(axis=0).astype(jnp.float32), outside)
         return
+    vectors = [x for x in (lse_s, *(marks or ())) if x is not None]
+    exponent = 0x7F80 if tile.dtype == jnp.bfloat16 else 0x7C00  # all its bits: NaN or Inf
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def mark(_, ref, tile):
-        mgpu, ir, arith, memref, vector, scf = mlir_modules()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SHARED), *[plgpu.RefType()] * len(vectors)))
+    def clean(_, tile, *vectors):
+        lanes = Lanes()
+        arith, ir, vector = lanes.arith, lanes.ir, lanes.vector
+        memref = lanes.utils.memref
         index = ir.IndexType.get()
-        float32 = ir.F32Type.get()
-        zero = arith.constant(float32, 0.0)
-        one = arith.constant(float32, 1.0)
-        mgpu.utils.warpgroup_barrier()
-        entries = entries_of(tile.layout, tile.shape)
-        columns: dict[int, list] = {}  # the thread's numbers in each pair of columns
-        for register, _row, col_offset in entries.pairs:
-            columns.setdefault(col_offset, []).append(tile.registers[register])
-        for col_offset, pairs in columns.items():
-            largest = functools.reduce(arith.maximumf, pairs)
-            for n in range(2):
-                x = vector.extract(largest, [], [n])
-                col = arith.addi(entries.col, arith.constant(index, col_offset + n))
-                branch = scf.IfOp(arith.cmpf(arith.CmpFPredicate.OGT, x, zero))
-                with ir.InsertionPoint(branch.then_block):
-                    memref.store(one, ref, [col])
-                    scf.yield_([])
-        mgpu.utils.warpgroup_barrier()
+        zero, one = (arith.constant(lanes.f32, x) for x in (0.0, 1.0))
+        mark_refs = vectors[lse_s is not None :]
+        base = lanes.utils.memref_ptr(tile)
 
-    mark(ref, tile)
+        def clear(ref):
+            def store(n):
+                memref.store(zero, ref, [arith.index_cast(index, n)])
+
+            lanes.for_each(ref.type.shape[0], store)
+
+        def clean_chunk(n):
+            block, in_block = lanes.divmod(n, 64)  # of 8 rows of a patch
+            eight, patch = lanes.divmod(block, len(patches))
+            patch = lanes.add(patch, lanes.constant(patches.start))
+            block = lanes.add(lanes.times(eight, cols // 64), patch)
+            offset = lanes.add(lanes.times(block, 64), in_block)
+            place = lanes.at(base, lanes.times(offset, CHUNK_BYTES))
+            words = lanes.llvm.load(ir.VectorType.get((4,), lanes.i32), place)
+            lanes.when(
+                has_bad(words),
+                functools.partial(clean_numbers, words, place, eight, patch, in_block),
+            )
+
+        def has_bad(words):
+            """Return whether the exponent of a number is full: 1 more sets its highest bit."""
+            total = lanes.constant(0)
+            lowest = exponent & -exponent
+            for n in range(4):
+                word = vector.extract(words, [], [n])
+                word = arith.andi(word, lanes.constant(exponent * 0x10001))
+                word = lanes.add(word, lanes.constant(lowest * 0x10001))
+                total = arith.ori(total, word)
+            total = arith.andi(total, lanes.constant(-0x7FFF8000))
+            return arith.cmpi(arith.CmpIPredicate.ne, total, lanes.constant(0))
+
+        def clean_numbers(words, place, eight, patch, in_block):
+            row_in_eight, chunk = lanes.divmod(in_block, 8)
+            row = arith.index_cast(index, lanes.add(lanes.times(eight, 8), row_in_eight))
+            col = lanes.times(arith.xori(chunk, row_in_eight), 8)
+            col = arith.index_cast(index, lanes.add(lanes.times(patch, 64), col))
+            kind = ir.VectorType.get((8,), ir.IntegerType.get_signless(16))
+
+            def splat(x: int):
+                element = ir.IntegerAttr.get(kind.element_type, x)
+                return arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, element))
+
+            x = vector.bitcast(kind, words)
+            full = arith.andi(x, splat(exponent))
+            bad = arith.cmpi(arith.CmpIPredicate.eq, full, splat(exponent))
+            if lse_s is not None:
+                limit = arith.constant(lanes.f32, LSE_OF_EMPTY_ROW)
+                lse = memref.load(vectors[0], [row])
+                is_empty = arith.cmpf(arith.CmpFPredicate.UGE, lse, limit)
+                bad = arith.andi(bad, vector.broadcast(bad.type, is_empty))
+            lanes.llvm.store(arith.select(bad, splat(0), x), place)
+
+            def mark(n: int):
+                memref.store(one, mark_refs[0], [row])
+                memref.store(one, mark_refs[1], [arith.addi(col, arith.constant(index, n))])
+
+            for n in range(8 if mark_refs else 0):
+                lanes.when(vector.extract(bad, [], [n]), functools.partial(mark, n))
+
+        lanes.utils.warpgroup_barrier()  # all have read the tile and the marks
+        for ref in mark_refs:
+            clear(ref)
+        lanes.utils.warpgroup_barrier()
+        lanes.for_each(rows * len(patches) * 8, clean_chunk)
+        lanes.utils.warpgroup_barrier()
+
+    clean(tile, *vectors)

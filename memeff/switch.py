@@ -78,10 +78,10 @@ def switch_jax_nn(
 ) -> Iterator[list[tuple[int, ...]]]:
     """Make `jax.nn.dot_product_attention` compute with memeff, whichever library calls it.
 
-    Inside, the function takes the same arguments as JAX's, with the same meaning, except that:
+    Use it as a context: `with switch_jax_nn():`. Inside, the function takes the same arguments as
+    JAX's, with the same meaning, except that:
 
-    * A query that sees no key gives 0, where JAX gives the mean of the values; its lse is
-      -inf.
+    * A query that sees no key gives 0 and lse -inf, where JAX gives the mean of the values.
     * The caller's `implementation=` ("xla", "cudnn", "triton") is ignored, because it chooses among
       JAX's implementations.
     * A side of `local_window_size` below 0 is refused.

@@ -57,16 +57,24 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m models.generate", description="Write text with a trained model."
     )
     parser.add_argument(
-        "--checkpoint", default="runs/train", help="folder of the run, the --out of models.train"
+        "--checkpoint",
+        default="runs/train",
+        help="folder of the run, the --out of models.train (default: runs/train)",
     )
     parser.add_argument(
-        "--prompt", action="append", help="what a text begins with; several make a batch"
+        "--prompt", action="append", help="what a text begins with; repeat it for a batch"
     )
     parser.add_argument(
-        "--length", type=int, default=400, help="bytes to write at most; the model may end sooner"
+        "--length",
+        type=int,
+        default=400,
+        help="bytes to write at most; the model may end sooner (default: 400)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest byte each time"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 takes the likeliest byte each time (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
@@ -78,13 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
         "--top-p",
         type=float,
         default=1.0,
-        help="choose among the fewest likeliest bytes whose chances add up to this",
+        help="choose among the fewest likeliest bytes whose chances add up to this (default: 1, all)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choices (default: 0)")
     parser.add_argument(
         "--memory-limit",
         default=None,
-        help='temporary memory for reading prompts, such as "512MiB"; they are read in smaller chunks',
+        help='temporary memory for reading prompts, such as "512MiB"; a lower limit makes chunks smaller',
     )
     options = vars(parser.parse_args(arguments))
     with one_sentence("models.generate"):

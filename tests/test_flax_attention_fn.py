@@ -136,7 +136,7 @@ WRONG_HOOKS = [
         TypeError,
         "query must be a floating-point array, got key<fry>",
     ),
-    ({"dtype": "int32"}, TypeError, "dtype must be that of floats, got int32"),
+    ({"dtype": "int32"}, TypeError, "dtype must be a floating-point dtype, got int32"),
     ({"mask": "causal"}, TypeError, "mask must be an array, got str 'causal'"),
     ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
     ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),

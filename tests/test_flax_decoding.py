@@ -278,7 +278,7 @@ def test_queries_and_keys_of_different_lengths_are_refused(queries, keys):
     """The cache has one position for both."""
     module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
     module.init_cache(X.shape)
-    message = r"decode: inputs give queries .* and keys .*: both must bring the same tokens"
+    message = r"decode: inputs give queries .* and keys .*: both must have the same tokens"
     with pytest.raises(ValueError, match=message):
         module(X[:, :queries], X[:, :keys])
     assert module.cache_index[...] == 0

@@ -536,7 +536,7 @@ LEFT = {
     logarithm_beside_another_axis: "is not the logarithm of the sum of exp.s. over the keys",
     column_that_hides: "a column of -1e[+]09 beside the logits is no sink",
     nan_of_a_factor: "NaN or infinity is replaced after a factor that may make it",
-    columns_between: "joined of other parts than those of the keys and one column",
+    columns_between: "joined with parts other than one column",
     padded_keys: f"{NO_PRODUCT}.*stops at `pad`",
     keys_in_two_parts: f"{NO_PRODUCT}.*stops at `concatenate`",
     talking_heads: "divided by something that depends on the keys, as where the product sums over",

@@ -1,32 +1,29 @@
-"""`python -m memeff.bench`: measure attention beside what a user would pick instead.
+"""`python -m memeff.bench TABLE`: measure memeff beside other implementations of attention.
 
-  memory   temporary bytes of the compiled call. Nothing is allocated, so any length works, even
-           one that no machine could run
-  speed    milliseconds and FLOP/s, temporary bytes, the measured peak on GPUs, and the error
-           against float64. With --decode: one query of each sequence against many keys, the bytes
-           of keys and values read in a second, and the tokens of one layer in a second.
-           --implementation then also takes caches of memeff: memeff:cache (lengths are arrays),
-           memeff:pages64, memeff:int8 (its bytes are counted in --dtype)
-  hard     errors on inputs for which exact results are hard, over those of plain attention
-           (its own options: hard --help)
-  losses   milliseconds and temporary bytes of the loss of a large vocabulary
-           (its own options: losses --help)
+  speed      milliseconds, FLOP/s, temporary bytes and the error against float64; on GPUs also the
+             measured peak of memory
+  memory     temporary bytes of the compiled call. Nothing is allocated, so any length works
+  --decode   speed of one query of each sequence against many keys: bytes of keys and values read
+             in a second, and tokens of one layer in a second. --implementation then also takes
+             caches of memeff: memeff:cache (lengths are arrays), memeff:pages64, memeff:int8 (its
+             bytes are counted in --dtype)
+  --doctor   check small cases of every implementation against float64, on this machine. The exit
+             code is 1 if one fails
+
+These tables have options of their own, which `python -m memeff.bench TABLE --help` lists:
+
+  hard       errors on inputs for which exact results are hard, over those of plain attention
+  losses     milliseconds and temporary bytes of the loss of a large vocabulary
   arguments  milliseconds of calls with a bias, a mask, dropout, a scale or a soft cap as arrays
-           (its own options: arguments --help)
-  devices  milliseconds, share of one device's rate and temporary bytes of a causal call whose
-           sequence is sharded over all devices (its own options: devices --help)
-  report   write the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
-           (its own options: report --help)
-
-  --doctor check a few small cases of every implementation against float64, on this machine.
-           The exit code is 1 if one fails
+  devices    milliseconds, share of one device's rate and temporary bytes of a causal call whose
+             sequence is sharded over all devices
+  report     write the tables of README.md and docs/*.md from docs/benchmarks/*.jsonl
 
 The tables of memory and speed are Markdown, under a line that names device, versions and command.
-FLOPs: 4 B N T S H for the forward, 3.5 times that for forward + gradient, 3 times for a jvp; half
-of these for causal calls. Times are medians of samples. The implementations are measured in turns,
-so that a slow moment of the machine slows all of them. Ratios are medians of the ratios within a
-turn. With --json, lines are written as soon as they are measured, so a crash costs no earlier
-figure.
+Times are medians of samples. The implementations are measured in turns, so that a slow moment of
+the machine slows all of them. Ratios are medians of the ratios within a turn. FLOPs are 4 B N T S H
+for the forward, 3.5 times that for forward + gradient, 3 times for a jvp; half of these for causal
+calls. With --json each line is written as soon as it is measured, so a crash loses no earlier line.
 """
 
 import argparse

@@ -219,7 +219,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=list(CASES),
         choices=list(CASES),
         metavar="CASE",
-        help='"B T N H argument", such as ' + ", ".join(f'"{name}"' for name in CASES),
+        help='"B T N H argument" (default: all): ' + ", ".join(f'"{name}"' for name in CASES),
     )
     add_measuring_options(parser, STANDARD, rounds=5)
     return parser.parse_args(arguments)

@@ -45,7 +45,13 @@ from jax.sharding import (
 import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import add_measuring_options, new_parser, output_file, size
+from memeff.bench.options import (
+    add_dtype,
+    add_measuring_options,
+    new_parser,
+    output_file,
+    size,
+)
 from memeff.bench.plots import devices_figure, save_figure
 from memeff.bench.programs import compile_all, first_line, record_rows, without_save
 from memeff.bench.results import read_results
@@ -276,11 +282,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("devices", __doc__)
     add = parser.add_argument
     add("--devices", type=size, nargs="+", metavar="P", help="how many devices (default: all)")
-    add("--tokens", type=size, nargs="+", default=[8192], metavar="T", help="tokens of one device")
-    add("--heads", type=size, default=16, metavar="N", help="query heads")
+    add(
+        "--tokens",
+        type=size,
+        nargs="+",
+        default=[8192],
+        metavar="T",
+        help="tokens of one device (default: 8k)",
+    )
+    add("--heads", type=size, default=16, metavar="N", help="query heads (default: 16)")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
-    add("--head-dim", type=size, default=128, metavar="H")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--head-dim", type=size, default=128, metavar="H", help="head size (default: 128)")
+    add_dtype(parser, "bfloat16")
     add_measuring_options(parser, STANDARD, rounds=5)
     add("--results", metavar="FILE", help="show results that were saved; nothing is measured")
     add(

@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         choices=CASES,
         metavar="CASE",
-        help="these cases: " + "; ".join(CASES),
+        help="measure only these cases (default: all): " + "; ".join(CASES),
     )
     add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
     add(

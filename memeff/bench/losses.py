@@ -28,7 +28,7 @@ from jax import Array
 import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import add_measuring_options, new_parser
+from memeff.bench.options import add_dtype, add_measuring_options, new_parser
 from memeff.bench.programs import compile_all, first_line, record_rows, without_save
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
@@ -219,7 +219,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser("losses", __doc__)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192], metavar="T", help="default: 8192"
+        "--tokens", type=int, nargs="+", default=[8192], metavar="T", help="tokens (default: 8192)"
     )
     parser.add_argument(
         "--features",
@@ -236,6 +236,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="V",
         help="size of the vocabulary (default: 131072)",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add_dtype(parser, "bfloat16")
     add_measuring_options(parser, STANDARD, rounds=3)
     return parser.parse_args(arguments)

@@ -37,7 +37,8 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         nargs="+",
         type=size,
         metavar="S",
-        help="keys, in tokens; k and M are 2^10 and 2^20",
+        help="keys, in tokens; k and M are 2^10 and 2^20 (default: 1k 2k 4k for speed, 1k 4k 16k "
+        "64k 256k 1M for memory)",
     )
     add(
         "--query-length",
@@ -48,13 +49,13 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add(
         "--decode",
         action="store_true",
-        help="short for --mode forward --mask causal, with --query-length 1 by default",
+        help="the same as --mode forward --mask causal --query-length 1, each unless given",
     )
     add("--batch", type=size, default=1, metavar="B", help="sequences (default: 1)")
     add("--heads", type=size, default=8, metavar="N", help="query heads (default: 8)")
     add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
     add("--head-dim", type=size, default=64, metavar="H", help="head size (default: 64)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add_dtype(parser, "float32")
     add("--mask", nargs="+", choices=MASKS, help="default: both for speed, causal for memory")
     add(
         "--mode",
@@ -98,13 +99,31 @@ def new_parser(command: str, description: str | None) -> argparse.ArgumentParser
     )
 
 
+def add_dtype(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option for the dtype of all arrays."""
+    choices = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=choices, default=default, help=f"default: {default}")
+
+
 def add_measuring_options(
     parser: argparse.ArgumentParser, names: Sequence[str], rounds: int
 ) -> None:
     """Add the options of a table whose programs are compiled side by side, with their defaults."""
     add = parser.add_argument
-    add("--implementation", nargs="+", default=names, metavar="NAME")
-    add("--rounds", type=size, default=rounds, metavar="N", help="samples of each time")
+    add(
+        "--implementation",
+        nargs="+",
+        default=names,
+        metavar="NAME",
+        help=f"names of the list above (default: {' '.join(names)})",
+    )
+    add(
+        "--rounds",
+        type=size,
+        default=rounds,
+        metavar="N",
+        help=f"samples of each time (default: {rounds})",
+    )
     add(
         "--jobs",
         type=size,
@@ -117,7 +136,7 @@ def add_measuring_options(
         "--save",
         type=output_file,
         metavar="FILE",
-        help="write the results, docs/benchmarks/*.jsonl",
+        help="write the results to FILE, such as docs/benchmarks/NAME.jsonl",
     )
 
 

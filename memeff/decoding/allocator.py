@@ -88,7 +88,9 @@ class PageAllocator:
         length = self._lengths[name]
         tokens = length if tokens is None else check_size("tokens", tokens, 0)
         if tokens > length:
-            raise ValueError(f"tokens={tokens}: sequence {name!r} has {length}.")
+            raise ValueError(
+                f"tokens={tokens}: sequence {name!r} has {length} tokens. Pass at most {length}."
+            )
         shared = self._pages[name][: -(-tokens // self.page_size)]
         for page in shared:
             self._owners[page] += 1
@@ -138,8 +140,11 @@ class PageAllocator:
         """
         self._check_known(name)
         tokens = check_size("tokens", tokens, 0)
-        if tokens > self._lengths[name]:
-            raise ValueError(f"tokens={tokens}: sequence {name!r} has {self._lengths[name]}.")
+        length = self._lengths[name]
+        if tokens > length:
+            raise ValueError(
+                f"tokens={tokens}: sequence {name!r} has {length} tokens. Pass at most {length}."
+            )
         kept = -(-tokens // self.page_size)
         sequence_pages = self._pages[name]
         self._give_back(sequence_pages[kept:])

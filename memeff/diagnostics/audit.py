@@ -77,14 +77,14 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """True if every error is one of rounding."""
+        """True if no error is larger than `limit`."""
         return all(finding.relative <= self.limit for finding in self.findings)
 
     @property
     def bad_devices(self) -> tuple[int, ...]:
-        """The devices of a sharded sequence on which some error is more than rounding.
+        """The devices of a sharded sequence on which some error is larger than `limit`.
 
-        They are numbered in the order of their tokens. () if the sequence is not sharded.
+        Their numbers follow the order of the sequence. () if the sequence is not sharded.
         """
         devices = set()
         for finding in self.findings:

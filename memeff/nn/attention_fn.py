@@ -81,7 +81,7 @@ def attention_fn(
     if dtype is not None:
         checked_dtype = inputs.check_dtype(dtype)
         if not jnp.issubdtype(checked_dtype, jnp.floating):
-            raise TypeError(f"dtype must be that of floats, got {checked_dtype.name}.")
+            raise TypeError(f"dtype must be a floating-point dtype, got {checked_dtype.name}.")
     named = {"query": query, "key": key, "value": value}
     arrays = [inputs.to_array(name, x) for name, x in named.items()]
     for name, x in zip(named, arrays, strict=True):

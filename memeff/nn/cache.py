@@ -25,7 +25,7 @@ def append(
     key, value = new
     if query.shape[:-2] != key.shape[:-2]:
         raise ValueError(
-            f"decode: inputs give queries {query.shape} and keys {key.shape}: both must bring the "
+            f"decode: inputs give queries {query.shape} and keys {key.shape}: both must have the "
             "same tokens."
         )
     *batch, T, K, H = key.shape

@@ -136,7 +136,8 @@ def _tell_none_switched(seen: _Seen, strict: bool, switched_before: bool) -> Non
     if seen.keeps_its_own:
         if strict:
             raise ValueError(
-                "switch_linen: every attention module inside keeps its own attention_fn."
+                "switch_linen: every attention module inside keeps its own attention_fn. Omit the "
+                "attention_fn, or give the module memeff.nn.attention_fn."
             )
         return
     if not seen.modules:

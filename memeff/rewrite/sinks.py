@@ -82,7 +82,7 @@ def split_column(logits: Element, column: Column) -> tuple[Element, Element]:
         return (inner, at(column.keys)), (sink, ())
     parts = equation.inputs[::-1] if column.is_first else equation.inputs
     if len(parts) != 2 or equation.params["dimension"] != d or parts[1].shape[d] != 1:
-        raise NoMatch("the logits are joined of other parts than those of the keys and one column")
+        raise NoMatch("the logits are joined with parts other than one column")
     inner, sink = parts
     return (inner, at(column.keys)), (sink, at(()))
 

@@ -170,8 +170,8 @@ def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
     known = ", ".join(map(repr, current.axis_names)) or "none"
     raise ValueError(
         f"sequence_axis={axes[0] if len(axes) == 1 else axes!r} is no axis of a mesh here (axes of "
-        f"the context: {known}). Call under jax.set_mesh(mesh), inside jax.shard_map, or outside "
-        "jit with arrays that lie on such a mesh."
+        f"the context: {known}). Call under jax.set_mesh(mesh), inside jax.shard_map, or with "
+        "arrays that lie on such a mesh."
     )
 
 

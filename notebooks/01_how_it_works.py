@@ -46,8 +46,8 @@ import memeff
 from memeff import bench
 
 # %% [markdown]
-# The derivation uses one head, NumPy and float64, so that "equal" can mean equal to 12 digits; the sizes are all different
-# and awkward, so that a mistake in the letters cannot hide.
+# The derivation uses one head, NumPy and float64, so that "equal" can mean equal to 12 digits. All sizes are different, so
+# that a confusion of two letters does not go unnoticed.
 
 # %%
 SHORT = os.environ.get("MEMEFF_NOTEBOOK_SHORT") == "1"  # the test suite's form: small sizes only
@@ -126,8 +126,8 @@ check("out, key chunk after key chunk", o / l[:, None], out)
 
 # %% [markdown]
 # **Chunks of queries as well** (Rabe & Staats 2021, arXiv:2112.05682) leave a tile of `t x c` logits, whatever T and S are.
-# A mask is a rule on positions, `visible(rows, cols)`, so that it needs no T x S array either, and a row that sees no key
-# gets `out = 0` and `lse = -inf`. This is memeff's forward pass. `memeff/chunked/forward.py` has the same steps under the
+# A mask is a rule on positions, `visible(rows, cols)`, so it needs no T x S array either. A row that sees no key gets
+# `out = 0` and `lse = -inf`. This is memeff's forward pass. `memeff/chunked/forward.py` has the same steps under the
 # same numbers.
 
 
@@ -154,8 +154,8 @@ for t, c in [(1, 1), (7, 13), (16, 64), (T, S)]:
     check(f"out in tiles of {t} x {c}", forward(q, k, v, t, c, everything)[0], out)
 
 # %% [markdown]
-# **With a mask**, here causal with the first three queries before every key, the tiles still give the numbers of the
-# quadratic formula, and rows that see no key give 0.
+# **With a mask**, the tiles still give the numbers of the quadratic formula, and rows that see no key give 0. The mask here
+# is causal, and the first three queries stand before every key.
 
 # %%
 causal = lambda rows, cols: cols <= rows - 3
@@ -233,7 +233,7 @@ check("dq of a loss on lse", dq_lse, scale * (p * dlse[:, None]) @ k)
 
 # %% [markdown]
 # **memeff is this algorithm in JAX**, with batches, grouped heads, biases and windows, compiled for the device at hand.
-# Its arrays are `[B, T, N, H]`, its default precision is float32, and its gradient is a rule of its own that JAX calls.
+# Its arrays are `[B, T, N, H]`, and its default precision is float32. JAX calls memeff's own rule for the gradient.
 
 # %%
 arrays = [jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, v)]  # B T N H with B = N = 1

@@ -137,10 +137,10 @@ paper = {  # standard attention (None: out of memory), theirs
 # %% [markdown]
 # **Redone**: the same setting, one head of size 64, no mask, against standard attention (`jax.nn`) compiled for this
 # machine, in float32 on a CPU, which has no bfloat16, and in the paper's bfloat16 on a GPU. Where the paper's standard
-# attention ran out of memory, its column is extrapolated by the square of the length. The ratio that memeff saves is at
-# least the paper's at every length beyond one tile. (Up to 1,024 tokens one tile is everything, and there is nothing to
-# save.) The table also has bytes, because standard attention differs: compiled for a CPU, it keeps twice what it kept on
-# the paper's TPU.
+# attention ran out of memory, its column is extrapolated by the square of the length. memeff saves at least the
+# paper's ratio at every length beyond one tile. (Up to 1,024 tokens one tile holds all logits, so there is nothing to
+# save.) The table also has bytes, because standard attention differs: compiled for a CPU, it takes twice the memory that
+# it took on the paper's TPU.
 
 # %%
 single = dataclasses.replace(bench.Case(0), heads=1, kv_heads=1, mask="full", dtype=dtype)

@@ -145,10 +145,10 @@ panel.legend(fontsize="small")
 plt.show()
 
 # %% [markdown]
-# **Something to learn**: MeanFlow (Geng et al. 2025, arXiv:2505.13447) makes a sample of noise in one step. Data are
-# sequences of 128 points, a token each, that draw a petal of a flower; its angle is drawn anew for every sequence. One
-# point alone says little about the others' petal, and among noise the angle shows in the mean of all: the network must
-# attend. It is a transformer of two layers, in plain functions, that knows a point's place in the sequence, and the times
+# **Something to learn**: MeanFlow (Geng et al. 2025, arXiv:2505.13447) turns noise into a sample in one step. The data are
+# sequences of 128 points. Each point is a token, and the points of a sequence draw one petal of a flower, whose angle is
+# random. One noisy point says little about that angle, but the mean of all points does, so the network must attend to the
+# others. It is a transformer of two layers, in plain functions. It gets each point's place in the sequence, and the times
 # `r` and `t`.
 
 # %%
@@ -286,8 +286,9 @@ plt.show()
 assert SHORT or distance(made) < 0.25 * distance(e)
 
 # %% [markdown]
-# **The memory of such a training step for a longer sequence**, two of them a batch, compiled and not run: the gradient of
-# the loss, to which the optimizer adds arrays as large as the parameters. Two layers, each with a jvp and a gradient of it.
+# **The memory of such a training step for longer sequences**, two in a batch. The cell compiles the gradient of the loss
+# and does not run it. Each of the two layers has a jvp and a gradient of it. The optimizer would add arrays as large as
+# the parameters.
 
 # %%
 length, one = 256 if SHORT else 8192, {}

@@ -202,8 +202,8 @@ gain = took["jax.nn, array"][-1] / took["memeff, block mask"][-1]
 print(f"at {lengths[-1]} tokens the block mask is {gain:.1f} times as fast as the array")
 
 # %% [markdown]
-# **What no array costs**: T5's bias is a table of 32 numbers for each head, but as an array it is N x T x S, and so is
-# the array's gradient. The cell shows the temporary memory of forward and gradient, with respect to the table, as XLA
+# **What a bias costs as a function**: T5's bias is a table of 32 numbers for each head, but as an array it is N x T x S,
+# and so is the array's gradient. The cell shows the temporary memory of forward and gradient, with respect to the table, as XLA
 # reports it; nothing is allocated.
 
 # %%

@@ -15,8 +15,8 @@
 #
 # A sequence that is too long for one device can be sharded over several. Each device has a part of
 # the queries, keys and values, and `memeff.dot_product_attention` gives the numbers of one device.
-# This notebook draws which device has and computes what, and compares results, gradients and a
-# training run with one device.
+# This notebook draws which tokens each device has and what it computes. It compares results,
+# gradients and a training run with one device.
 #
 # It runs on any machine, because JAX can show one CPU as eight devices. The first cell asks for
 # them before JAX starts, and for fast compiling, because that is most of the work here. It also
@@ -172,7 +172,7 @@ for name, operand, gradient, x in zip("qkv", (q, k, v), gradients, expected, str
 # **The steps of a ring.** Keys and values go from device to device. At step `s` device `r` has
 # those of device `r - s`, and works on them while the next ones travel. Here four devices have
 # eight chunks of the sequence. A square is a chunk of queries (down) with a chunk of keys (across),
-# in the colour of the device that computes it; paler ones are causal inside. A contiguous layout
+# in the colour of the device that computes it. In a paler square, causal order hides some pairs. A contiguous layout
 # leaves more devices idle at each step. In a zigzag every device has three squares at first, and
 # two at each later step.
 
@@ -226,7 +226,7 @@ for tokens_of_call in (2**13, 2**20):
     print(f"{bench.tokens(tokens_of_call)} tokens:\n{reasons}\n")
 
 # %% [markdown]
-# **Memory of a device**, as XLA compiled it: forward and gradient of a fixed sequence over ever
+# **Memory of a device**, as XLA reports it: forward and gradient of a fixed sequence over more and
 # more devices. Nothing is allocated to find it. One device makes the plain call.
 
 # %%

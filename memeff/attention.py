@@ -166,8 +166,7 @@ def dot_product_attention(
         have that order too; positions and lengths do not.
       context_parallel: "ring" (devices send keys to each other; least memory), "all_gather" (all
         keys on every device; the bits of one device) or "all_to_all" (each device computes some of
-        the heads).
-        Default: memeff chooses, and `memeff.explain` says why.
+        the heads). Default: memeff chooses, and `memeff.explain` says why.
       batch_axis, head_axis: the mesh axes over which the first leading dim and the heads are
         sharded, one name or several. Inside `jax.shard_map` over these axes, functions and dropout
         then count batch entries and heads in the whole call. With `sequence_axis` outside of

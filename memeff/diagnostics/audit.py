@@ -57,13 +57,22 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The result of `memeff.audit`. Its `str` is a table."""
+    """The result of `memeff.audit`. Its `str` is a table.
+
+    Attributes:
+      findings: for lse, out and the gradients of query, key and value: `name`, the largest `error`,
+        the same `relative` to the truth, and `where` it is (batch entry, token, head, entry).
+      samples: the number of sampled rows, and of sampled columns.
+      dtype: the dtype of the query.
+      axes: the mesh axes over which the sequence is sharded; () if it is not.
+      largest_lse: the largest |lse| of the sampled rows, in float64.
+    """
 
     findings: tuple[Finding, ...]
     samples: int
     dtype: str
-    axes: tuple[str, ...] = ()  # of the mesh, over which the sequence is sharded
-    largest_lse: float = 0.0  # of the sampled rows, in float64
+    axes: tuple[str, ...] = ()
+    largest_lse: float = 0.0
 
     @property
     def limit(self) -> float:

@@ -64,29 +64,44 @@ class Plan:
     """The cost of a call, as `memeff.plan` returns it. Its `str` is a table.
 
     Bytes are temporary memory at the peak of the call, beyond inputs and outputs. The inputs of a
-    gradient are the arguments and the cotangents; its outputs are the results of the forward and
-    the gradients of every float. If `compiled`, bytes are those that XLA reports, else estimates;
-    those of plain attention, and `longest`, are always estimates. `flops` are the floating point
-    operations of the products of one forward on the visited tiles, and `gradient_flops` those of
-    one gradient without the forward. If bounds are only known at run time, `tiles_visited` is None,
-    and all tiles count.
+    gradient are the arguments and the cotangents. Its outputs are the results of the forward and
+    the gradients of every float.
+
+    Attributes:
+      implementation: "xla", "pallas" or "reference".
+      platform: "cpu", "gpu" or "tpu".
+      chunk_size: rows and columns of a tile; `how` names larger tiles of a forward on GPUs.
+      forward_bytes: bytes of the forward.
+      gradient_bytes: bytes of forward and gradient in one call.
+      compiled: True if XLA reported these two; False if they are estimates.
+      flops: floating point operations of the products of one forward, on the visited tiles.
+      gradient_flops: those of one gradient without the forward.
+      tiles_visited: tiles that are visited, the same for all heads; None if bounds are known only
+        at run time, and then all tiles count.
+      tiles_total: all tiles of rows and columns.
+      plain_forward_bytes, plain_gradient_bytes: an estimate for plain attention, which stores T x S
+        logits.
+      memory: bytes of the device, or those that were passed as `memory`; None if not known.
+      longest: an estimate of the largest T whose forward and gradient fit into `memory`, with
+        inputs and outputs.
+      plain_longest: the same for plain attention.
+      how: how the implementation runs the call, in words.
     """
 
     implementation: str
-    platform: str  # "cpu", "gpu", "tpu"
-    # rows and columns of a tile; `how` names larger tiles of a forward on GPUs
+    platform: str
     chunk_size: tuple[int, int]
     forward_bytes: int
-    gradient_bytes: int  # of forward and gradient in one call
-    compiled: bool  # True: XLA reported the two; False: they are estimates
+    gradient_bytes: int
+    compiled: bool
     flops: int
     gradient_flops: int
-    tiles_visited: int | None  # tiles of rows and columns, the same for all heads
+    tiles_visited: int | None
     tiles_total: int
-    plain_forward_bytes: int  # an estimate for plain attention, which stores T x S logits
+    plain_forward_bytes: int
     plain_gradient_bytes: int
-    memory: int | None  # bytes of the device, where they are known
-    longest: int | None  # T whose forward and gradient fit into it, with inputs and outputs
+    memory: int | None
+    longest: int | None
     plain_longest: int | None
     how: str
 

@@ -41,13 +41,21 @@ class Statistics(NamedTuple):
 
     The measures are float32, or float64 for float64 operands. A query that sees no key has lse and
     max_logit -inf, and entropy and mean_distance 0.
+
+    Attributes:
+      out: [*B, T, N, D], as `dot_product_attention` returns it.
+      lse: the log-sum-exp of the row's logits, in nats.
+      entropy: of the row's probabilities, in nats: from 0 (one key takes all) to log S (all keys
+        take the same).
+      max_logit: the row's largest logit, in nats.
+      mean_distance: the mean of |q_pos - k_pos| under the row's probabilities, in tokens.
     """
 
-    out: Array  # [*B, T, N, D], as `dot_product_attention` returns it
+    out: Array
     lse: Array
-    entropy: Array  # nats, from 0 (one key takes all) to log S (all take the same)
+    entropy: Array
     max_logit: Array
-    mean_distance: Array  # tokens, the mean of |q_pos - k_pos|
+    mean_distance: Array
 
 
 export.register_namedtuple_serialization(Statistics, serialized_name="memeff.Statistics")

@@ -87,12 +87,12 @@ def switch_jax_nn(
     * A side of `local_window_size` below 0 is refused.
 
     The switch reaches every call by the full name, for example by Keras, and needs no Flax. It does
-    not reach:
+    not reach the following code, but `memeff.replace_attention` does:
 
     * Code that imports the function itself, `from jax.nn import dot_product_attention`.
-    * Flax NNX's attention with dropout; `memeff.nn.switch_nnx` reaches it.
-    * `equinox.nn.MultiheadAttention` and `haiku.MultiHeadAttention`, because they write their
-      attention out. `docs/adopting.md` has subclasses of both that call memeff.
+    * Flax NNX's attention with dropout; `memeff.nn.switch_nnx` reaches it, too.
+    * `haiku.MultiHeadAttention`, and `equinox.nn.MultiheadAttention` without dropout, because they
+      write their attention out. `docs/adopting.md` has subclasses of both that call memeff.
 
     The switch holds for this thread: calls from other threads reach JAX's function as before. (The
     name is replaced for the whole process, and restored when the last switch is left, also by an
@@ -157,8 +157,8 @@ def switch_jax_nn(
         return
     reason = (
         "nothing called jax.nn.dot_product_attention by its full name inside. The model may write "
-        "its attention out, or hold the function as `from jax.nn import dot_product_attention`: "
-        "call memeff.dot_product_attention there."
+        "its attention out, or hold the function as `from jax.nn import dot_product_attention`. "
+        "memeff.replace_attention reaches both."
     )
     if switch.called:
         reason = "every call of jax.nn.dot_product_attention inside raised an error."

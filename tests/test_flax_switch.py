@@ -73,7 +73,7 @@ def test_an_attention_fn_chosen_on_purpose_is_kept():
 
 def test_nothing_to_switch_is_an_error():
     linear = flax_nnx.Linear(2, 3, rngs=flax_nnx.Rngs(0))
-    message = r"no nnx.MultiHeadAttention to switch \(none at all\): .* switch_jax_nn"
+    message = r"no nnx.MultiHeadAttention to switch \(none at all\): .*replace_attention"
     with pytest.raises(ValueError, match=message):
         nn.switch_nnx(linear)
     message = "must be an nnx.Module, got MultiHeadDotProductAttention: use switch_linen"
@@ -118,7 +118,7 @@ def nothing_switched_before(monkeypatch):
 def test_no_linen_module_switched_warns_or_raises():
     other_module = (
         r"the model calls no linen\.MultiHeadDotProductAttention .* attention_fn "
-        r"\(it calls {}\)\. If it writes"
+        r"\(it calls {}\)\. .* use memeff\.replace_attention"
     )
     no_module = r"no module of Linen was called inside\. For NNX use switch_nnx"
     reasons = (

@@ -149,9 +149,8 @@ def _tell_none_switched(seen: _Seen, strict: bool, switched_before: bool) -> Non
         names = f" (it calls {', '.join(attention_modules[:3])})" if attention_modules else ""
         reason = (
             "the model calls no linen.MultiHeadDotProductAttention that uses its "
-            f"attention_fn{names}. If it writes its attention out, call "
-            "memeff.dot_product_attention there; if it calls jax.nn.dot_product_attention, use "
-            "memeff.switch_jax_nn()"
+            f"attention_fn{names}. If it calls jax.nn.dot_product_attention, use "
+            "memeff.switch_jax_nn(). If it writes its attention out, use memeff.replace_attention"
         )
         if switched_before:  # no error, because a cached program may have run
             strict = False
@@ -211,8 +210,9 @@ def switch_nnx(
         kept = "none without an attention_fn of its own" if modules else "none at all"
         raise ValueError(
             f"model holds no nnx.MultiHeadAttention to switch ({kept}): give "
-            "attention_fn=memeff.nn.attention_fn to modules of your own, or run code that calls "
-            "jax.nn.dot_product_attention in switch_jax_nn()."
+            "attention_fn=memeff.nn.attention_fn to modules of your own. Run code that calls "
+            "jax.nn.dot_product_attention in memeff.switch_jax_nn(). For a model that writes its "
+            "attention out, use memeff.replace_attention."
         )
     for _, module in switched:
         check_no_cache(options, module.decode)

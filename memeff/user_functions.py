@@ -70,7 +70,18 @@ class _WithParams:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Score(_WithParams):
-    """A `score_fn` with its params: a pytree whose leaves are those of the params."""
+    """A `score_fn` with its params: a pytree whose leaves are those of the params.
+
+    Attributes:
+      fn: a function (score, batch, head, q_pos, k_pos, params) -> score, of scalars.
+      params: a pytree of arrays. Default: None.
+
+    Example:
+      >>> score = Score(lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j), jnp.ones(2))
+      >>> x = jnp.ones((1, 5, 2, 4))
+      >>> memeff.dot_product_attention(x, x, x, score_fn=score).shape
+      (1, 5, 2, 4)
+    """
 
     def then(self, other: "Score") -> "Score":
         """Return the score that applies `other` to the result of this one."""
@@ -80,7 +91,19 @@ class Score(_WithParams):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Transform(_WithParams):
-    """A `qk_transform` with its params: a pytree whose leaves are those of the params."""
+    """A `qk_transform` with its params: a pytree whose leaves are those of the params.
+
+    Attributes:
+      fn: a function (x, position, which, params) -> x of one row x [H] of queries or keys; `which`
+        is "query" or "key".
+      params: a pytree of arrays. Default: None.
+
+    Example:
+      >>> transform = Transform(lambda x, position, which, scale: x * scale, jnp.ones(4))
+      >>> x = jnp.ones((1, 5, 2, 4))
+      >>> memeff.dot_product_attention(x, x, x, qk_transform=transform).shape
+      (1, 5, 2, 4)
+    """
 
     def then(self, other: "Transform") -> "Transform":
         """Return the transform that applies `other` to the result of this one."""
@@ -93,6 +116,16 @@ class Mask(_WithParams):
     """A `mask_fn` with its params: a pytree whose leaves are those of the params.
 
     The operators `&`, `|` and `~` combine masks.
+
+    Attributes:
+      fn: a function (batch, head, q_pos, k_pos, params) -> bool, of scalars; True = may attend.
+      params: a pytree of arrays. Default: None.
+
+    Example:
+      >>> mask = Mask(lambda b, h, i, j, widths: abs(i - j) <= widths[h], jnp.array([1, 3]))
+      >>> x = jnp.ones((1, 5, 2, 4))
+      >>> memeff.dot_product_attention(x, x, x, mask_fn=mask).shape
+      (1, 5, 2, 4)
     """
 
     def __and__(self, other: "Mask") -> "Mask":

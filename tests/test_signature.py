@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import pydoc
+import re
 import typing
 
 import jax
@@ -196,6 +197,16 @@ def test_help_shows_types():
     text = pydoc.render_doc(dot_product_attention, renderer=pydoc.plaintext)
     assert "mask: 'ArrayLike | None' = None" in text
     assert "-> 'Array | tuple[Array, Array]'" in text
+
+
+def test_help_names_each_attribute_of_a_public_class():
+    for name in memeff.__all__:
+        kind = getattr(memeff, name)
+        if not inspect.isclass(kind):
+            continue
+        fields = getattr(kind, "__dataclass_fields__", getattr(kind, "_fields", ()))
+        for field in fields:
+            assert re.search(rf"\b{field}\b", inspect.getdoc(kind) or ""), (name, field)
 
 
 def test_the_public_names():

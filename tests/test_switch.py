@@ -282,7 +282,10 @@ def test_other_threads_and_other_patches_are_left_alone(monkeypatch):
 # ---- where nothing is switched
 
 
-NOTHING = r"switch_jax_nn: memeff ran nothing, because nothing called jax\.nn\.dot_product"
+NOTHING = (
+    r"switch_jax_nn: memeff ran nothing, because nothing called jax\.nn\.dot_product_attention "
+    r".* memeff\.replace_attention reaches both"
+)
 
 
 def write_attention_out():

@@ -116,11 +116,13 @@ def check_floats(name: str, x) -> Array:
 
 
 def check_integers(name: str, x) -> Array:
-    """Return `x` as an array of integers."""
-    x = to_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}.")
-    return x
+    """Return `x` as an array of integers; JAX takes an empty list for floats."""
+    array = to_array(name, x)
+    if array.size == 0 and isinstance(x, list | tuple):
+        array = array.astype(jnp.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}.")
+    return array
 
 
 def to_int32(x: Array, least: int = -INT32_MAX - 1, most: int = INT32_MAX) -> Array:

@@ -1,5 +1,6 @@
 """`memeff.KVCache`: decoding equals the full call; what happens at the edges; memory."""
 
+import dataclasses
 import functools
 import importlib.metadata
 import re
@@ -848,6 +849,45 @@ def test_wrong_calls_are_cured_by_their_message(i):
     call, error, pattern = WRONG[i]
     with pytest.raises(error, match=pattern):
         call()
+
+
+EIGHT_BITS = KVCache.zeros(2, 6, K, H, jnp.int8)
+BY_HAND = [
+    (CACHE, dict(lengths=[3, 3]), "lengths of the cache must be an array, got list"),
+    (CACHE, dict(lengths=3), "lengths of the cache must be an array, got int 3"),
+    (
+        CACHE,
+        dict(lengths=np.zeros(3, int)),
+        r"lengths of the cache must have shape \[2\]; got \(3,\)",
+    ),
+    (CACHE, dict(lengths=np.zeros(2, np.uint32)), "lengths of the cache must be int32; got uint32"),
+    (CACHE, dict(key=CACHE.key[0]), r"key of the cache must have shape \[B, capacity, K, H\]; got"),
+    (
+        CACHE,
+        dict(value=CACHE.value[:, :3]),
+        r"value of the cache must have shape \[2, 6, 2, D\]; got",
+    ),
+    (CACHE, dict(key_scale=EIGHT_BITS.key_scale), "a cache of float32 does not take key_scale"),
+    (EIGHT_BITS, dict(value_scale=None), "a cache of int8 needs value_scale. Make it with `zeros`"),
+    (EIGHT_BITS, dict(key_scale=CACHE.key), r"key_scale of the cache must have shape \[2, 2, 6\]"),
+    (RING, dict(window=-1), "window=-1: it must be at least 0"),
+    (RING, dict(window=3.0), "window must be an int, got float 3.0"),
+]
+
+
+@pytest.mark.parametrize("i", range(len(BY_HAND)))
+def test_fields_that_do_not_fit_each_other_are_refused_by_each_method(i):
+    cache, fields, pattern = BY_HAND[i]
+    cache = dataclasses.replace(cache, **fields)
+    for call in (
+        lambda: cache.append(X, X),
+        lambda: cache.attend(QUERY),
+        lambda: cache.truncate(0),
+        lambda: cache.keep_drafts(1, [[0], [0]], 1),
+        cache.check,
+    ):
+        with pytest.raises((TypeError, ValueError), match=pattern):
+            call()
 
 
 def test_booleans_say_which_sequences_go_on_with_all_tokens():

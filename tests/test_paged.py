@@ -314,13 +314,37 @@ def test_a_sequence_without_a_page_for_its_token():
         after.check()
 
 
+def test_pages_do_not_bring_back_what_was_lost():
+    """Under jit a table with more pages is given to sequences of which tokens were dropped."""
+    x = np.ones((3, 3, K, H), f32)
+    cache = PagedKVCache.zeros(8, 2, K, H, batch=3, pages_per_sequence=3)
+    cache = cache.with_sequences([[0, -1, -1], [1, 2, -1], [3, 4, -1]], [0, 0, 0])
+    cache = jax.jit(lambda cache: cache.append(x, x, [3, 2, 3]))(cache)
+    assert cache.lengths.tolist() == [3, 2, 3]
+
+    @jax.jit
+    def go_on(cache, table, lengths):
+        cache = cache.keep_drafts(3, np.zeros((3, 1), int), 1)
+        same = cache.with_sequences(table, cache.lengths)
+        other = cache.with_sequences(table, lengths)
+        return same, other, same.attend(np.ones((3, 1, 4, H), f32))
+
+    table = np.array([[0, 5, -1], [1, 2, 6], [3, 4, 7]])
+    same, other, out = go_on(cache, table, np.array([2, 0, 1]))
+    assert same.overflowed.tolist() == [True, True, False]
+    assert np.isnan(out[:2]).all() and np.isfinite(out[2]).all()
+    assert other.lengths.tolist() == [2, 0, 1] and not other.overflowed.any()
+    with pytest.raises(ValueError, match="gave up tokens that had no page, or drafts that it did"):
+        same.attend(np.ones((3, 1, 4, H), f32))
+
+
 @pytest.mark.parametrize("dtype", [f32, jnp.int8])
 def test_a_pair_that_copies_nothing_raises_no_alarm_of_debug_nans(dtype):
     cache = PagedKVCache.zeros(3, 2, K, H, dtype, batch=1, pages_per_sequence=1)
     cache = cache.with_sequences([[0]], [0]).append(np.ones((1, 2, K, H)), np.ones((1, 2, K, H)))
     with jax.debug_nans(True):
         copied = cache.copy_pages([0, -1, 1], [2, -1, 2])  # the last pair replaces the first
-        copied = copied.copy_pages([0, -1], [1, -1])
+        copied = copied.copy_pages([0, -1], [1, -1]).copy_pages([], [])
     assert (np.asarray(copied.key_pages[..., 0, 0]) != 0).tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
@@ -402,6 +426,7 @@ PAGES = np.ones((5, 4, K, H), f32)
 TABLE = np.array([[0, 1], [2, -1]])
 CALL = dict(query=QUERY, key_pages=PAGES, value_pages=PAGES, page_table=TABLE, lengths=[8, 4])
 CACHE = PagedKVCache.zeros(5, 4, K, H, batch=2, pages_per_sequence=2)
+KEYS = np.ones((2, 1, K, H), f32)
 WRONG = [
     (dict(query=QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got \(1, 4, 8\)"),
     (dict(key_pages=PAGES[0]), ValueError, r"key_pages must have shape \[pages, page, K, H\]"),
@@ -420,6 +445,7 @@ WRONG = [
         ValueError,
         "lengths: sequence 0 has 9 tokens.*page_table names pages for 8",
     ),
+    (dict(lengths=[-1, 4]), ValueError, "lengths must lie between 0 and n . page=8; got -1 to 4"),
     (dict(lengths=[8]), ValueError, r"lengths must have shape \(B=2,\)"),
     (dict(query=QUERY.astype(np.float16)), TypeError, "key_pages is float32 and query is float16"),
     (dict(key_scales=np.ones(3)), ValueError, "key_pages is float32, which does not take key_sc"),
@@ -472,6 +498,14 @@ WRONG_CACHES = [
     (lambda: CACHE.with_sequences([[0, 9], [1, 2]], [0, 0]), "names page 9, and the cache has 5"),
     (lambda: CACHE.with_sequences([[0, 1]], [9]), "sequence 0 has 9 tokens"),
     (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
+    (
+        lambda: dataclasses.replace(CACHE, value_pages=PAGES[:3]).append(KEYS, KEYS),
+        r"value_pages of the cache must have shape \[5, 4, 2, D\]; got \(3,",
+    ),
+    (
+        lambda: dataclasses.replace(CACHE, page_table=TABLE[:1]).truncate(0),
+        r"lengths of the cache must have shape \[1\]; got \(2,\)",
+    ),
     (lambda: CACHE.attend(QUERY, q_offset=1), "q_offset comes from the cache"),
     (lambda: CACHE.attend(QUERY, page_table=[[0]]), "page_table comes from the cache"),
     (lambda: CACHE.with_sequences(np.full((2, 2), 2**32), [0, 0]), "page_table has integers that"),

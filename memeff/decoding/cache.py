@@ -21,6 +21,7 @@ from memeff.decoding.storage import (
     Places,
     check_appended,
     check_counts,
+    check_fields,
     check_kept,
     check_not_lost,
     check_room,
@@ -161,6 +162,7 @@ class KVCache:
 
     def check(self) -> None:
         """Raise a ValueError if a sequence has `overflowed`. Inside jit this does nothing."""
+        self._check_fields()
         if self.window is None:
             check_not_lost(self.lengths)
             check_room(self.lengths, self.capacity, CURE)
@@ -185,6 +187,7 @@ class KVCache:
           ValueError: if shapes disagree, or the cache is full and lengths are known.
           TypeError: if dtypes disagree.
         """
+        self._check_fields()
         key, value = check_tokens(key, value, (self.key, self.value), self.lengths.shape[0])
         T = key.shape[1]
         counts = check_counts(counts, *key.shape[:2])
@@ -299,6 +302,7 @@ class KVCache:
 
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
+        self._check_fields()
         kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
         return self._without_lost(dataclasses.replace(self, lengths=kept), kept)
 
@@ -338,6 +342,12 @@ class KVCache:
             shorter = dataclasses.replace(shorter, lengths=lengths, most_read=self._most_read())
         shorter.check()
         return shorter
+
+    def _check_fields(self) -> None:
+        """Refuse fields that do not fit each other."""
+        check_fields(self, ("key", "value", "key_scale", "value_scale"), paged=False)
+        if self.window is not None:
+            check_size("window", self.window, 0)
 
     def _check_ring_sizes(self, T: Any) -> None:
         """Refuse sizes of a ring that jax.export leaves symbolic, because they are compared."""

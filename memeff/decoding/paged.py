@@ -132,6 +132,7 @@ def paged_attention(
         raise ValueError(f"lengths must have shape (B={query.shape[0]},); got {lengths.shape}.")
     _check_pages(key, lengths)
     shape = CallShape.of(query, key, value)
+    check_lengths(shape, "lengths", lengths, "n * page", shape.S)
     check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
     if q_offset is None:
         # in int32, because the difference of unsigned numbers would wrap

@@ -15,9 +15,11 @@ from jax.typing import ArrayLike
 from memeff.decoding.cache import OWN
 from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
+    LOST,
     Places,
     check_appended,
     check_counts,
+    check_fields,
     check_kept,
     check_not_lost,
     check_room,
@@ -132,13 +134,17 @@ class PagedKVCache:
 
     def check(self) -> None:
         """Raise a ValueError if a sequence has `overflowed`. Inside jit this does nothing."""
-        check_not_lost(self.lengths)
+        self._check_fields()
+        check_not_lost(self.lengths, "tokens that had no page, or ")
         check_room(self.lengths, self.room, DROPPED)
 
     def with_sequences(self, page_table: ArrayLike, lengths: ArrayLike) -> PagedKVCache:
         """Return a cache of the same pages with another page_table [B, n] and lengths [B].
 
         In this way sequences are added, removed, forked and moved in the batch without a copy.
+
+        Under jit a sequence that overflowed, and keeps its row and its length, counts as overflowed
+        from then on. So does one whose new length is negative.
 
         Raises: ValueError if shapes disagree, a page is known not to exist, or a sequence is known
           to have `overflowed`: truncate it first.
@@ -151,11 +157,15 @@ class PagedKVCache:
                 f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
                 f"{lengths.shape}."
             )
+        lost = lengths < 0
         lengths = check_kept(lengths, table.shape[0])
+        if lengths.shape == self.lengths.shape:  # more pages do not bring back dropped tokens
+            lost |= self.overflowed & (lengths == self.lengths)
         known = known_values(table)
         pages = self.key_pages.shape[0]
         if known is not None and known.max() >= pages:
             raise ValueError(f"page_table names page {known.max()}, and the cache has {pages}.")
+        lengths = jnp.where(lost, LOST, lengths)
         cache = dataclasses.replace(self, page_table=table, lengths=lengths)
         check_room(lengths, cache.room, NO_PAGE)
         return cache
@@ -210,6 +220,7 @@ class PagedKVCache:
             would write into one page, where that is known.
           TypeError: if dtypes disagree.
         """
+        self._check_fields()
         pages = self.key_pages, self.value_pages
         key, value = check_tokens(key, value, pages, self.lengths.shape[0])
         counts = check_counts(counts, *key.shape[:2])
@@ -252,6 +263,7 @@ class PagedKVCache:
 
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
+        self._check_fields()
         kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
         return dataclasses.replace(self, lengths=kept)
 
@@ -260,6 +272,11 @@ class PagedKVCache:
         kept = keep_drafts(self, T, path, counts)
         dataclasses.replace(self, lengths=self.lengths - T)._check_writes(kept.lengths)
         return kept
+
+    def _check_fields(self) -> None:
+        """Refuse fields that do not fit each other."""
+        names = "key_pages", "value_pages", "key_scales", "value_scales"
+        check_fields(self, names, paged=True)
 
     def _check_writes(self, lengths: Array) -> None:
         """Refuse to write tokens up to `lengths` [B] into a page that another sequence has, too."""

@@ -17,6 +17,7 @@ from memeff.inputs import (
     check_floats,
     check_integers,
     check_size,
+    kind_of,
     known_values,
     to_array,
     to_int32,
@@ -55,6 +56,42 @@ def empty_arrays(
         return [*arrays, None, None]
     first, tokens = slots
     return [*arrays, *(jnp.zeros((first, K, tokens), jnp.float32) for _ in range(2))]
+
+
+def check_fields(cache: Any, names: tuple[str, str, str, str], *, paged: bool) -> None:
+    """Refuse fields that do not fit each other, because a caller may make a cache by hand.
+
+    `names` are those of keys, values and the scales of both.
+    """
+    key, value, *scales = (getattr(cache, name) for name in names)
+    slots = ("pages", "page") if paged else ("B", "capacity")
+    _check_field(names[0], key, (*slots, "K", "H"))
+    A, P, K = key.shape[:3]
+    _check_field(names[1], value, (A, P, K, "D"))
+    for name, x, scale in zip(names[2:], (key, value), scales, strict=True):
+        has_8_bits = x.dtype.name in EIGHT_BITS
+        if has_8_bits != (scale is not None):
+            need = "needs" if has_8_bits else "does not take"
+            raise ValueError(f"a cache of {x.dtype} {need} {name}. Make it with `zeros`.")
+        if scale is not None:
+            _check_field(name, scale, (A, K, P))
+    B = A
+    if paged:
+        _check_field("page_table", cache.page_table, ("B", "n"), integers=True)
+        B = cache.page_table.shape[0]
+    _check_field("lengths", cache.lengths, (B,), integers=True)
+
+
+def _check_field(name: str, x: Any, shape: tuple[Any, ...], integers: bool = False) -> None:
+    """Refuse what is no array of `shape`, where a letter stands for any size, or no int32."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} of the cache must be an array, got {kind_of(x)}. Convert it.")
+    sizes = [n if isinstance(size, str) else size for size, n in zip(shape, x.shape, strict=False)]
+    if x.ndim != len(shape) or tuple(sizes) != x.shape:
+        text = ", ".join(map(str, shape))
+        raise ValueError(f"{name} of the cache must have shape [{text}]; got {x.shape}.")
+    if integers and x.dtype.name not in ("int32", "int64"):  # others wrap in sums and at -1
+        raise TypeError(f"{name} of the cache must be int32; got {x.dtype}. Cast it.")
 
 
 def check_tokens(

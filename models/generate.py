@@ -156,6 +156,8 @@ def stream(
     memory_limit: int | str | None = None,
 ) -> Iterator[list[str]]:
     """Yield what is written after each of `prompts`, a few bytes at a time, until all end or have `length` bytes."""
+    if isinstance(prompts, str) or not prompts:
+        raise Refused(f"prompts={prompts!r}: give a list of at least one text.")
     check_choices(length, temperature, top_k, top_p, seed)
     limit = check_limit(memory_limit)
     starts = [tokens_of(prompt) for prompt in prompts]

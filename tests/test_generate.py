@@ -130,6 +130,13 @@ def test_caches_beyond_the_memory_are_refused_in_a_sentence():
         next(texts)
 
 
+@pytest.mark.parametrize("prompts", ["two", []])
+def test_prompts_that_are_no_list_of_texts_are_refused(prompts):
+    texts = generate.stream(None, None, prompts, length=1, temperature=0)
+    with pytest.raises(Refused, match="prompts=.*: give a list of at least one text"):
+        next(texts)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import memeff
@@ -296,6 +297,21 @@ def own_attention(q, k, v, mask):
     return attend(q, k, v)
 
 
+def composite_attention(q, k, v, mask):
+    attend = lax.composite(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, "attention")
+    return attend(q, k, v)
+
+
+def custom_vmap_attention(q, k, v, mask):
+    attend = custom_vmap(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v)
+    attend.def_vmap(lambda size, is_mapped, q, k, v: (jnp.zeros((size, T, D)), True))
+    return attend(q, k, v)
+
+
+def composite_softmax(q, k, v, mask):
+    return lax.composite(jax.nn.softmax, "softmax")(q @ k.T) @ v
+
+
 def sum_of_multiplication(q, k, v, mask):
     p = jax.nn.softmax(q @ k.T)
     return (p[:, :, None] * v).sum(1)
@@ -522,6 +538,9 @@ LEFT = {
     branches: f"{UNKNOWN}.*between them stands `cond`",
     own_softmax: CUSTOM,
     own_attention: CUSTOM,
+    composite_attention: "in `composite`, whose equations are not searched",
+    custom_vmap_attention: "in `custom_vmap_call`, whose equations are not searched",
+    composite_softmax: f"{UNKNOWN}.*between them stands `composite`",
     sum_of_multiplication: "written as a multiplication and a sum",
     sums_of_multiplications: "written as a multiplication and a sum",
     first_by_sum: f"{NO_PRODUCT}.*stops at `reduce_sum`",

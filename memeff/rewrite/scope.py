@@ -150,10 +150,11 @@ class Scope:
         if scopes:
             self.inner[equation] = scopes
         elif not in_derivative:
-            is_custom = eqn.primitive.name in CUSTOM_DERIVATIVES
-            for inner in search.paths.within(eqn):
-                reason = IN_CUSTOM_DERIVATIVE if is_custom else search.paths.reason(inner)
-                self.left.append(Left(inner, reason or UNKNOWN))
+            name = eqn.primitive.name
+            reason = f"it is in `{name}`, whose equations are not searched"
+            if name in CUSTOM_DERIVATIVES:
+                reason = IN_CUSTOM_DERIVATIVE
+            self.left.extend(Left(inner, reason) for inner in search.paths.within(eqn))
         if unknown is None:
             return
         if in_derivative:

@@ -148,7 +148,13 @@ def flows_of(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int]]:
         return [(closed(x), 1) for x in eqn.params["branches"]]
     if name in (*CALLS, REMAT, *CUSTOM_DERIVATIVES, "scan", "shard_map"):
         return [(body_of(eqn), 0)]
-    return []
+    flows = []  # of equations in which nothing is replaced, such as composite
+    sizes = len(eqn.invars), len(eqn.outvars)
+    for x in eqn.params.values():
+        body = getattr(x, "jaxpr", x)
+        if isinstance(body, Jaxpr) and (len(body.invars), len(body.outvars)) == sizes:
+            flows.append((closed(x), 0))
+    return flows
 
 
 def carried_outputs(eqn: JaxprEqn) -> list[tuple[int, int]]:

@@ -1929,3 +1929,30 @@ def test_products_in_bfloat16_are_as_exact_as_the_program(logits):
     for f in (replace(attend, strict=True), attend):
         errors.append(np.abs(np.asarray(jax.jit(f)(*arrays), np.float64) - truth).max())
     assert errors[0] <= 1.5 * errors[1]
+
+
+def test_gradients_that_are_sums_over_rows_are_not_summed_in_bfloat16():
+    rng = np.random.default_rng(0)
+    shapes = ((24, 2, 4), (400, 7, 2, 4), (400, 7, 2, 4), (2,), (600, 4), (9, 4))
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+    def attend(latents, k, v, factors, q, values):
+        weights = jax.nn.softmax(jnp.einsum("tnh,bsnh->bnts", latents, k) / 2)
+        weighted = jnp.einsum("bnts,bsnh->btnh", weights * factors[:, None, None], v)
+        hidden = jnp.where(q[0, 0] > 9, q @ values.T, -1e9)  # no row sees a key
+        return weighted, jax.nn.softmax(hidden) @ values
+
+    def gradients(f, arrays):
+        out, pull = jax.vjp(f, *arrays)
+        rng = np.random.default_rng(1)
+        cotangents = [rng.normal(size=x.shape).astype(jnp.bfloat16).astype(x.dtype) for x in out]
+        latents, _, _, factors, _, values = pull(tuple(map(jnp.asarray, cotangents)))
+        return latents, factors, values
+
+    replaced = jax.jit(functools.partial(gradients, replace(attend, strict=True)))(arrays)
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in arrays]
+        truth = [np.asarray(x) for x in jax.jit(functools.partial(gradients, attend))(exact)]
+    for x, y in zip(replaced, truth, strict=True):
+        error = np.sqrt(((np.asarray(x, np.float64) - y) ** 2).mean())
+        assert error <= 2**-8 * np.sqrt((y**2).mean())

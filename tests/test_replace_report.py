@@ -624,9 +624,15 @@ def gradient_of_loss(q, k, v, mask):
     return jax.grad(lambda q: loss(q, k, v, mask))(q)
 
 
+def call_of_memeff(q, k, v, mask):
+    q, k, v = (x[None, :, None] for x in (q, k, v))
+    return memeff.dot_product_attention(q, k, v, mask=mask, chunk_size=2)
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        call_of_memeff,
         sigmoid_of_product,
         silu_by_hand,
         elu_and_layer_norm,

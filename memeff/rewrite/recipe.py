@@ -37,6 +37,10 @@ class Arrangement:
                 start, stride, count = cut
                 x = lax.slice_in_dim(x, start, start + stride * (count - 1) + 1, stride, d)
         x = x.reshape(self.split).transpose(self.order).reshape(self.with_ones)
+        if self.broadcast != self.with_ones and jnp.issubdtype(x.dtype, jnp.floating):
+            # the gradient of what is repeated is a sum
+            wide = x.astype(sum_dtype(x.dtype))
+            x = jnp.broadcast_to(wide, self.broadcast).astype(x.dtype)
         return jnp.broadcast_to(x, self.broadcast).reshape(self.merged)
 
 
@@ -222,6 +226,7 @@ class _ScoreOfVisible:
 def run_recipe(recipe: Recipe, inputs: list[Array]) -> Array:
     """Return what the replaced equations would return."""
     out = attend(recipe, inputs)
+    out = out.astype(sum_dtype(out.dtype))  # the gradient of a factor is a sum of many products
     out = out if recipe.factor == 1 else out * recipe.factor
     for operation, argument in reversed(recipe.factors):
         factor = recipe.array(argument, inputs)
@@ -258,7 +263,9 @@ def attend(recipe: Recipe, inputs: list[Array], bias: Array | None = None) -> Ar
         return lax.cond(is_empty, lambda: attend(exact, inputs), lambda: out)
     if recipe.empty_rows is None:
         return out
-    return jnp.where(jnp.isneginf(lse)[..., None], _of_empty_rows(recipe, value), out)
+    other = _of_empty_rows(recipe, value)
+    out_or_other = jnp.where(jnp.isneginf(lse)[..., None], other, out.astype(other.dtype))
+    return out_or_other.astype(out.dtype)
 
 
 def _call(
@@ -275,10 +282,13 @@ def _call(
 
 
 def _of_empty_rows(recipe: Recipe, value: Array) -> Array:
-    """Return what the program gives in rows that see no key: NaN, or the mean [*leads, 1, N, D]."""
-    if recipe.empty_rows == "nan":
-        return jnp.full((), jnp.nan, value.dtype)
-    _, N, _, _ = recipe.sizes
+    """Return what the program gives in rows that see no key: NaN, or the mean [*leads, 1, N, D].
+
+    The mean is wide, because its gradient is a sum over rows.
+    """
     wide = value.astype(sum_dtype(value.dtype))
-    mean = wide.mean(-3, keepdims=True).astype(value.dtype)
+    if recipe.empty_rows == "nan":
+        return jnp.full((), jnp.nan, wide.dtype)
+    _, N, _, _ = recipe.sizes
+    mean = wide.mean(-3, keepdims=True)
     return jnp.repeat(mean, N // value.shape[-2], axis=-2)

@@ -149,6 +149,8 @@ def flows_of(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int]]:
     if name in (*CALLS, REMAT, *CUSTOM_DERIVATIVES, "scan", "shard_map"):
         return [(body_of(eqn), 0)]
     flows = []  # of equations in which nothing is replaced, such as composite
+    if name.startswith("memeff_"):  # a call of this library
+        return flows
     sizes = len(eqn.invars), len(eqn.outvars)
     for x in eqn.params.values():
         body = getattr(x, "jaxpr", x)

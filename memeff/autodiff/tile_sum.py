@@ -123,7 +123,7 @@ class TileSum:
     f: TileFn  # linear in the last `linear` inputs together
     grid: TileGrid
     inputs: tuple[DimNames, ...]
-    totals: tuple[DimNames, ...]
+    totals: tuple[DimNames, ...]  # in `grid.dtype`
     linear: int
 
     def __call__(self, *arrays) -> list[Array]:
@@ -141,21 +141,6 @@ class TileSum:
         return fold(add, self.grid, self.inputs, self.totals, tuple(start), arrays)
 
 
-def tile_sum(
-    f: TileFn,
-    grid: TileGrid,
-    inputs: tuple[DimNames, ...],
-    totals: tuple[DimNames, ...],
-    linear: int,
-    *arrays,
-) -> list[Array]:
-    """Return the totals, in `grid.dtype`, of f(location, *parts) over the tiles of `grid`.
-
-    f is linear in the last `linear` inputs together.
-    """
-    return TileSum(f, grid, inputs, totals, linear)(*arrays)
-
-
 def fold(
     step,
     grid: TileGrid,
@@ -167,7 +152,7 @@ def fold(
     """Update the totals `start` by `step(location, old, parts)` at one tile after the other.
 
     `step` returns the new totals at the tile. JAX must not differentiate this, because it would
-    save the totals of each step; sums go through `tile_sum`.
+    save the totals of each step; sums go through `TileSum`.
     """
     results = vary_together(start, arrays)
     for masked, starts in grid.starts():

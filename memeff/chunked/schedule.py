@@ -181,7 +181,7 @@ def _tiles_by_mask(
 
 
 def tile_grid(problem: Problem, schedule: Schedule, operands: Operands) -> TileGrid:
-    """Return the grid of the same tiles for `tile_sum`.
+    """Return the grid of the same tiles for `TileSum`.
 
     Lengths and offsets that are arrays make every tile masked and bound no list of tiles.
     """

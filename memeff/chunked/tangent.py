@@ -1,6 +1,6 @@
 """Compute the tangent of attention from its lse, in linear memory.
 
-`tile_sum` makes the derivatives of every order from it. With a dot for tangents, of one tile:
+`TileSum` makes the derivatives of every order from it. With a dot for tangents, of one tile:
   (1) raw = q k'                            (4) ds = (2) along d_raw, dparams
   (2) s = logits_from_dots(raw, params)     (5) w = p ds;  n_i += w v_j + p dv_j;  r_i += rowsum w
   (3) p = exp(s - lse);  d_raw = dq k' + q dk'
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.autodiff.primitives import or_zeros
-from memeff.autodiff.tile_sum import DimNames, TileLocation, fold, tile_sum
+from memeff.autodiff.tile_sum import DimNames, TileLocation, TileSum, fold
 from memeff.chunked import row_sums
 from memeff.chunked.forward import online_softmax_step
 from memeff.chunked.schedule import tile_grid
@@ -67,19 +67,16 @@ def tangent(
     in float32.
     """
     D = operands.value.shape[-1]
-    function, inputs, arrays = tile_sum_inputs(problem, operands, lse, narrow)
+    function, inputs, arrays = _tangent_inputs(problem, operands, lse, tangents, narrow)
     first_lse = function.structure.num_leaves  # index of an input
-    active, structure, primal_indices = _active_tangents(function, tangents)
-    totals = tile_sum(
-        TileTangent(**vars(function), tangent_structure=structure),
+    sums = TileSum(
+        function,
         tile_grid(problem, schedule, operands),
-        (*inputs, *(inputs[n] for n in primal_indices)),
-        (DimNames("bntd", first_lse, (D,)), DimNames("bnt", first_lse)),
-        len(active),
-        *arrays,
-        *active,
+        inputs,
+        totals=(DimNames("bntd", first_lse, (D,)), DimNames("bnt", first_lse)),
+        linear=function.tangent_structure.num_leaves,
     )
-    n, r = (split_axis(x, 1, operands.shape.K) for x in totals)
+    n, r = (split_axis(x, 1, operands.shape.K) for x in sums(*arrays))
     return (n - r[..., None] * out.astype(r.dtype)).astype(out.dtype), r
 
 
@@ -87,9 +84,7 @@ def forward_with_tangent(
     problem: Problem, schedule: Schedule, operands: Operands, tangents: Operands
 ) -> tuple[tuple[Array, Lse], tuple[Array, Array]]:
     """Return out [B, K, G, T, D] and lse [B, K, G, T], and the tangents of both, from one pass."""
-    function, inputs, arrays = tile_sum_inputs(problem, operands, (), True)
-    active, structure, primal_indices = _active_tangents(function, tangents)
-    tile_tangent = TileTangent(**vars(function), tangent_structure=structure)
+    tile_tangent, inputs, arrays = _tangent_inputs(problem, operands, (), tangents, True)
     o, l = row_sums.empty_rows(operands)
     start = tuple(lax.collapse(x, 1, 3) for x in (l - jnp.inf, l, o, o, l))  # b n t, b n t d
     scalars = DimNames("bnt", 0)
@@ -110,10 +105,10 @@ def forward_with_tangent(
     m, l, o, n, r = fold(
         step,
         tile_grid(problem, schedule, operands),
-        (*inputs, *(inputs[n] for n in primal_indices)),
+        inputs,
         (scalars, scalars, vectors, vectors, scalars),
         start,
-        (*arrays, *active),
+        arrays,
     )
     m, l, o, n, r = (split_axis(x, 1, operands.shape.K) for x in (m, l, o, n, r))
     visible = l != 0
@@ -124,17 +119,27 @@ def forward_with_tangent(
     return (out, lse), (dout.astype(out.dtype), r)
 
 
-def _active_tangents(function: "TileFunction", tangents: Operands):
-    """Return the tangents that are not None, their structure, and the indices of their primals."""
+def _tangent_inputs(
+    problem: Problem,
+    operands: Operands,
+    lse: tuple[Array | None, ...],
+    tangents: Operands,
+    narrow: bool,
+) -> tuple["TileTangent", tuple[DimNames, ...], tuple[Array, ...]]:
+    """Return operands, lse and tangents as inputs of a `TileTangent`: this, dims, and arrays."""
+    function, inputs, arrays = tile_sum_inputs(problem, operands, lse, narrow)
     active, structure = jax.tree.flatten(tangents)
     all_tangents = function.structure.flatten_up_to(tangents)
-    return active, structure, [n for n, x in enumerate(all_tangents) if x is not None]
+    pairs = zip(inputs, all_tangents, strict=False)  # lse has no tangent
+    inputs += [dims for dims, dx in pairs if dx is not None]
+    tile_tangent = TileTangent(**vars(function), tangent_structure=structure)
+    return tile_tangent, tuple(inputs), (*arrays, *active)
 
 
 def tile_sum_inputs(
     problem: Problem, operands: Operands, lse: tuple[Array | None, ...], narrow: bool
 ) -> tuple["TileFunction", list[DimNames], list[Array]]:
-    """Return operands and lse as inputs of a `tile_sum`: a `TileFunction`, dims, and arrays."""
+    """Return operands and lse as inputs of a `TileSum`: a `TileFunction`, dims, and arrays."""
     inputs = []
     arrays = []
     for path, x in jax.tree_util.tree_leaves_with_path(operands):
@@ -153,7 +158,7 @@ def tile_sum_inputs(
 
 @dataclasses.dataclass(frozen=True)
 class TileFunction:
-    """A function of the parts of operands and lse that a `tile_sum` cuts for a tile."""
+    """A function of the parts of operands and lse that a `TileSum` cuts for a tile."""
 
     problem: Problem
     structure: Any  # of the operands, as a pytree

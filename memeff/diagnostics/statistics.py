@@ -19,7 +19,7 @@ from memeff import sharding
 from memeff.arguments import Arguments, AttentionKwargs
 from memeff.attention_ad import Forward, tangent_of
 from memeff.autodiff.primitives import call
-from memeff.autodiff.tile_sum import DimNames, TileLocation, tile_sum
+from memeff.autodiff.tile_sum import DimNames, TileLocation, TileSum
 from memeff.call import prepare, to_public_rows
 from memeff.chunked import row_sums
 from memeff.chunked.forward import forward_with_statistics
@@ -96,16 +96,11 @@ class RowStatistics:
         out, lse = call(Forward(self.chosen, "caller"), operands)
         function, inputs, arrays = tile_sum_inputs(problem, operands, lse, False)
         rows = DimNames("bnt", len(inputs))
-        sums = tile_sum(
-            _RowSumsOfTile(**vars(function)),
-            tile_grid(problem, schedule, operands),
-            (*inputs, rows),
-            (rows,) * 4,
-            0,
-            *arrays,
-            lax.collapse(lax.stop_gradient(max_logit), 1, 3),
-        )
-        entropy, distance, sum_of_largest, count = (x.reshape(max_logit.shape) for x in sums)
+        f = _RowSumsOfTile(**vars(function))
+        grid = tile_grid(problem, schedule, operands)
+        sums = TileSum(f, grid, (*inputs, rows), totals=(rows,) * 4, linear=0)
+        results = sums(*arrays, lax.collapse(lax.stop_gradient(max_logit), 1, 3))
+        entropy, distance, sum_of_largest, count = (x.reshape(max_logit.shape) for x in results)
         count = jnp.where(jnp.isnan(max_logit), jnp.nan, jnp.maximum(count, 1))
         mean_of_largest = sum_of_largest / lax.stop_gradient(count)
         return out, lse.high, entropy, mean_of_largest, distance
@@ -128,14 +123,10 @@ def sum_probabilities_by_key(chosen: Chosen, operands: Operands) -> Array:
     # B K G S, sharded as the keys are
     keys = keys + jnp.zeros((1, 1, shape.G, 1), operands.key.dtype)
     dims = DimNames("bns", len(inputs))
-    (mass,) = tile_sum(
-        _KeySumsOfTile(**vars(function)),
-        tile_grid(problem, schedule, operands),
-        (*inputs, dims),
-        (dims,),
-        0,
-        *arrays,
-        lax.collapse(keys, 1, 3),
+    f = _KeySumsOfTile(**vars(function))
+    grid = tile_grid(problem, schedule, operands)
+    (mass,) = TileSum(f, grid, (*inputs, dims), totals=(dims,), linear=0)(
+        *arrays, lax.collapse(keys, 1, 3)
     )
     return nan_without_params(problem, operands, split_axis(mass, 1, shape.K))
 

@@ -10,7 +10,7 @@ columns of the kernel V words, and a tile has t tokens and c words. For one tile
       total += rowsum s
   at the end: lse = m + log l
 (1) to (3) are the forward (loops.py). The gradient (loops.py) starts from lse and repeats (1) and
-(2). The tangent of lse is the row sum of p ds, with ds from (2) along the tangents. `tile_sum` adds
+(2). The tangent of lse is the row sum of p ds, with ds from (2) along the tangents. `TileSum` adds
 it up, and makes the derivatives of every order from it (derivatives.py).
 
 Source: Milakov & Gimelshein 2018 (arXiv:1805.02867), algorithm 3; Wijmans et al. 2024

@@ -1,7 +1,7 @@
 """Register the forward with JAX's differentiation, in both modes and every order.
 
 As in attention_ad.py: the forward has a rule for its tangent, and the tangent one for its
-transpose, the gradient of loops.py. Orders beyond that come from `tile_sum`.
+transpose, the gradient of loops.py. Orders beyond that come from `TileSum`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from memeff.attention_ad import RESIDUAL_NAMES, tangent_of
 from memeff.autodiff.primitives import call, or_zeros
-from memeff.autodiff.tile_sum import DimNames, TileGrid, TileLocation, tile_sum
+from memeff.autodiff.tile_sum import DimNames, TileGrid, TileLocation, TileSum
 from memeff.problem import sum_dtype
 from memeff.softmax import Lse
 from memeff.vocabulary.loops import backward, forward, tile_sides
@@ -151,8 +151,8 @@ def tangent(settings: Settings, known, tangents: Inputs, narrow: bool = True) ->
     )
     totals = [dims[len(arrays)]] * (2 + settings.wants_total)  # like labels
     f = TileTangent(settings, structure, tangent_structure, narrow)
-    arrays = (*arrays, labels, *lse, *active)
-    return Sums(*tile_sum(f, grid, tuple(dims), tuple(totals), len(active), *arrays))
+    tile_sum = TileSum(f, grid, tuple(dims), tuple(totals), len(active))
+    return Sums(*tile_sum(*arrays, labels, *lse, *active))
 
 
 def _all_tiles(grid: TileGrid) -> list[tuple[bool, np.ndarray]]:

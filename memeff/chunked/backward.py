@@ -14,7 +14,7 @@ epilogues of their products; 16-bit operands go through float16 there if their r
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
 from memeff.chunked.export import pad_axis, pad_lengths
-from memeff.chunked.floats import all_true, lift_float16
+from memeff.chunked.floats import all_true, apply_unless, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
 from memeff.chunked.loop import Fold, Prefetch, run_by_blocks, visit_tiles
 from memeff.chunked.schedule import has_elementwise_mask
@@ -52,6 +52,15 @@ from memeff.problem import (
 from memeff.sharding import may_be_sharded, vary_like
 from memeff.slicing import add_slice, slice_dims
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, row_dots
+
+
+class RowInputs(NamedTuple):
+    """The numbers of each query that the loops read besides the operands."""
+
+    high: Array  # B K G T, lse is high + low
+    low: Array
+    delta: Array  # B K G T
+    dout: Array  # B T N D
 
 
 def backward(
@@ -94,9 +103,9 @@ def logit_param_gradients(
     dlse: Array | None,
 ) -> LogitParams:
     """Return the gradients of `logit_params` alone: two products a tile instead of five."""
-    lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
-    visit = _general_loop(problem, schedule, operands, lse, delta, dout, only_terms=True)
-    return visit(_zeros(operands.logit_params, zero_after(delta, delta.dtype)))
+    rows = _row_inputs(operands, out, lse, dout, dlse)
+    visit = _general_loop(problem, schedule, operands, rows, only_terms=True)
+    return visit(_zeros(operands.logit_params, zero_after(rows.delta, rows.delta.dtype)))
 
 
 def _backward(
@@ -109,75 +118,73 @@ def _backward(
     dlse: Array | None,
 ) -> Gradients:
     """Run steps (5) to (7) in the loop that suits the call."""
-    lse, delta, dout = _loop_inputs(operands, out, lse, dout, dlse)
-    zero = zero_after(delta, delta.dtype)
+    rows = _row_inputs(operands, out, lse, dout, dlse)
+    zero = zero_after(rows.delta, rows.delta.dtype)
 
     def general() -> Gradients:
-        visit = _general_loop(problem, schedule, operands, lse, delta, dout)
+        visit = _general_loop(problem, schedule, operands, rows)
         return _sum_tiles(visit, operands, zero)
 
     if not uses_gpu_fusion(problem, schedule, operands):
         return general()
     if has_elementwise_mask(problem, operands):
-        delta, dout = _zero_empty_rows(lse, delta, dout)
+        rows = _zero_empty_rows(rows)
     if operands.logit_params.bias is not None:
-        return _backward_with_bias(problem, schedule, operands, lse, delta, dout)
+        return _backward_with_bias(problem, schedule, operands, rows)
     if operands.query.dtype == jnp.float32:
-        return _fused_loop(problem, schedule, operands, lse, delta, dout)()
-    bounds = row_bounds(problem, schedule, operands, delta, dout)
-    scales = fp16_scales(operands, bounds, dout)
+        return _fused_loop(problem, schedule, operands, rows)()
+    bounds = row_bounds(problem, schedule, operands, rows.delta, rows.dout)
+    scales = fp16_scales(operands, bounds, rows.dout)
     in_range = all_true(scales.in_range)
-    fused = _fused_loop(problem, schedule, operands, lse, delta, dout, scales)
+    fused = _fused_loop(problem, schedule, operands, rows, scales)
     return lax.cond(in_range, fused, general)
 
 
 def _backward_with_bias(
-    problem: Problem, schedule: Schedule, operands: Operands, lse: Lse, delta: Array, dout: Array
+    problem: Problem, schedule: Schedule, operands: Operands, rows: RowInputs
 ) -> Gradients:
     """Run the fused loop for all rows whose ds is finite, then the general loop for the others.
 
     The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
     """
-    assert lse.low is not None
-    low = lse.low
+    high, low, delta, dout = rows
     zero = zero_after(delta, delta.dtype)
     bias = _start_of_bias(problem, schedule, operands, zero)
     if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
-        fused = _fused_loop_with_bias(problem, schedule, operands, lse, delta, dout)
+        fused = _fused_loop_with_bias(problem, schedule, operands, rows)
         return _sum_tiles(fused, operands, zero, bias)
     v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
     size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
     size = size.transpose(0, 2, 3, 1)  # b k g t
-    finite = jnp.isfinite(delta) & jnp.isfinite(lse.high) & (size * v[..., None, None] < 2.0**100)
+    finite = jnp.isfinite(delta) & jnp.isfinite(high) & (size * v[..., None, None] < 2.0**100)
 
-    def rows(of: Array) -> tuple[Lse, Array, Array]:
-        """Return the loops' inputs with all rows empty but `of` [B, K, G, T]."""
-        only = Lse(jnp.where(of, lse.high, LSE_OF_EMPTY_ROW), jnp.where(of, low, 0))
-        of_token = lax.collapse(of.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
-        return only, jnp.where(of, delta, 0), jnp.where(of_token, dout, 0)
+    def only(which: Array) -> RowInputs:
+        """Return the rows with all empty but `which` [B, K, G, T]."""
+        which_token = lax.collapse(which.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
+        return RowInputs(
+            jnp.where(which, high, LSE_OF_EMPTY_ROW),
+            jnp.where(which, low, 0),
+            jnp.where(which, delta, 0),
+            jnp.where(which_token, dout, 0),
+        )
 
     scales = None
     if operands.query.dtype == jnp.bfloat16:
-        _, row_delta, row_dout = rows(finite)
+        finite_rows = only(finite)
         keys = abs(zero_nonfinite(operands.value, True)).max(-1).astype(delta.dtype)  # b s k
         least = jnp.where(keys == 0, jnp.inf, keys).min(1)
         values = v[..., None, None], least[..., None, None]
         kept = 1 if problem.dropout is None else 1 - problem.dropout.rate
-        ds_by_p = jnp.where(finite, size / kept * values[0], 0) + abs(row_delta)
-        scales = fp16_scales(operands, RowBounds(values, ds_by_p), row_dout)
+        ds_by_p = jnp.where(finite, size / kept * values[0], 0) + abs(finite_rows.delta)
+        scales = fp16_scales(operands, RowBounds(values, ds_by_p), finite_rows.dout)
         in_range = scales.in_range[..., None, None]  # b k 1 1
         finite &= in_range
         scales = scales._replace(dout=jnp.where(in_range[..., None], scales.dout, 0))
-    fused = _fused_loop_with_bias(problem, schedule, operands, *rows(finite), scales)
-    general = _general_loop(problem, schedule, operands, *rows(~finite))
+    fused = _fused_loop_with_bias(problem, schedule, operands, only(finite), scales)
+    general = _general_loop(problem, schedule, operands, only(~finite))
 
     def visit(gradients: Gradients) -> Gradients:
-        start = all_true(finite), fused(gradients)
-        # runs once or never
-        _, gradients = lax.while_loop(
-            lambda state: ~state[0], lambda state: (state[0] | True, general(state[1])), start
-        )
-        return gradients
+        return apply_unless(all_true(finite), general, fused(gradients))
 
     return _sum_tiles(visit, operands, zero, bias)
 
@@ -205,47 +212,39 @@ def _start_of_bias(
     return _zeros(bias, zero).astype(bias.dtype)
 
 
-def _zero_empty_rows(lse: Lse, delta: Array, dout: Array) -> tuple[Array, Array]:
+def _zero_empty_rows(rows: RowInputs) -> RowInputs:
     """Zero delta and dout of rows that see no key, because they may be NaN."""
-    empty = lse.high == LSE_OF_EMPTY_ROW  # b k g t
-    delta = jnp.where(empty, 0, delta)
+    empty = rows.high == LSE_OF_EMPTY_ROW  # b k g t
+    delta = jnp.where(empty, 0, rows.delta)
     empty = lax.collapse(empty.transpose(0, 3, 1, 2), 2)  # b t n
-    return delta, jnp.where(empty[..., None], 0, dout)
+    return rows._replace(delta=delta, dout=jnp.where(empty[..., None], 0, rows.dout))
 
 
-def _loop_inputs(
-    operands: Operands,
-    out: Array,
-    lse: Lse,
-    dout: Array,
-    dlse: Array | None,
-) -> tuple[Lse, Array, Array]:
-    """Return lse in two floats, delta [B, K, G, T], and dout [B, T, N, D]."""
-    if lse.low is None:
-        lse = Lse(lse.high, jnp.zeros_like(lse.high))
+def _row_inputs(
+    operands: Operands, out: Array, lse: Lse, dout: Array, dlse: Array | None
+) -> RowInputs:
+    """Return the inputs of the loops, from what `backward` receives."""
+    low = jnp.zeros_like(lse.high) if lse.low is None else lse.low
     delta = row_dots(out, dout, accumulator_dtype(operands))
     # in the layout in which it is stored, so that nothing is copied
     dout = lax.collapse(dout.transpose(0, 3, 1, 2, 4), 2, 4)  # b t n d
     if dlse is not None:
         delta = delta - dlse
-    return lse, delta, dout
+    return RowInputs(lse.high, low, delta, dout)
 
 
 def _general_loop(
     problem: Problem,
     schedule: Schedule,
     operands: Operands,
-    lse: Lse,
-    delta: Array,
-    dout: Array,
+    rows: RowInputs,
     only_terms: bool = False,
 ) -> Fold:
     """Return a function that adds the gradients of any call to those given, step by step.
 
     With `only_terms` these are of the logit params, a `LogitParams` instead of `Gradients`.
     """
-    assert lse.low is not None
-    dtype = delta.dtype
+    dtype = rows.delta.dtype
 
     def step(gradients, tile) -> Any:
         v = tile.operands.value
@@ -276,16 +275,15 @@ def _general_loop(
             dq, dk, d_params = transform_back(problem, tile, dq, dk, d_params)
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile)
 
-    return visit_tiles(problem, schedule, operands, (delta, lse.high, lse.low), step, (dout,))
+    row_scalars = rows.delta, rows.high, rows.low
+    return visit_tiles(problem, schedule, operands, row_scalars, step, (rows.dout,))
 
 
 def _fused_loop_with_bias(
     problem: Problem,
     schedule: Schedule,
     operands: Operands,
-    lse: Lse,
-    delta: Array,
-    dout: Array,
+    rows: RowInputs,
     scales: Fp16Scales | None = None,
 ) -> Fold:
     """Return a function that adds the gradients of linear logits with a bias to those given.
@@ -299,7 +297,7 @@ def _fused_loop_with_bias(
     write_bias = _writes_bias(problem, schedule, operands)
     assert schedule.gpu_fused_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
-    dtype = delta.dtype
+    dtype = rows.delta.dtype
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
     factor = _derivative_of_linear_logits(problem, operands, dtype)
@@ -334,9 +332,9 @@ def _fused_loop_with_bias(
         (d_params,) = transpose_logits(ds.astype(dtype))
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
-    rows = _fused_rows(delta, scales, query.dtype)
-    ahead = Prefetch(tuple(lse), probabilities_ahead, with_mask=False)
-    return visit_tiles(problem, schedule, operands, rows, step, (dout,), prefetch=ahead)
+    row_arrays = _fused_rows(rows.delta, scales, query.dtype)
+    ahead = Prefetch((rows.high, rows.low), probabilities_ahead, with_mask=False)
+    return visit_tiles(problem, schedule, operands, row_arrays, step, (rows.dout,), prefetch=ahead)
 
 
 def _derivative_of_linear_logits(problem: Problem, operands: Operands, dtype) -> Array:
@@ -355,9 +353,7 @@ def _fused_loop(
     problem: Problem,
     schedule: Schedule,
     operands: Operands,
-    lse: Lse,
-    delta: Array,
-    dout: Array,
+    rows: RowInputs,
     scales: Fp16Scales | None = None,
 ) -> Callable[[], Gradients]:
     """Return a function that computes the gradients of linear logits, to be fused by XLA:GPU.
@@ -367,12 +363,12 @@ def _fused_loop(
     """
     assert schedule.gpu_fused_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
-    dtype = delta.dtype
+    dtype = rows.delta.dtype
     # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
     query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
     operands = operands._replace(query=query, key=key, value=value)
-    rows = _fused_rows(delta, scales, query.dtype)
-    zero = zero_after(delta, delta.dtype)
+    row_arrays = _fused_rows(rows.delta, scales, query.dtype)
+    zero = zero_after(rows.delta, rows.delta.dtype)
     params = operands.logit_params
 
     def probabilities_ahead(tile):  # (5)
@@ -395,9 +391,9 @@ def _fused_loop(
         d_scale = None if params.scale is None else jnp.zeros((), dtype)  # comes at the end
         return _add_tile(gradients, Gradients(dq, dk, dv, LogitParams(scale=d_scale)), tile)
 
-    ahead = Prefetch(tuple(lse), probabilities_ahead)
+    ahead = Prefetch((rows.high, rows.low), probabilities_ahead)
     visit = visit_tiles(
-        problem, schedule, operands, rows, step, (dout,), prefetch=ahead, long_axis=0
+        problem, schedule, operands, row_arrays, step, (rows.dout,), prefetch=ahead, long_axis=0
     )
 
     def run() -> Gradients:

@@ -1,5 +1,8 @@
 """Round floats, split them into mantissa and exponent, and reduce flags to one answer."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -38,6 +41,20 @@ def _all_true_in_batch(size, batched, ok):
     """Reduce over the batch too, because a cond on the answer then stays a cond."""
     del size, batched
     return all_true(ok), False
+
+
+def apply_unless(done: Array, f: Callable[[Any], Any], x: Any) -> Any:
+    """Return f(x), or x if `done`, a scalar, is True.
+
+    This loop runs once or never. It writes over x, where a cond would hold x and the result.
+    """
+
+    def run(state):
+        done, x = state
+        return done | True, f(x)
+
+    _, x = lax.while_loop(lambda state: ~state[0], run, (done, x))
+    return x
 
 
 def power_of_two(x: Array) -> Array:

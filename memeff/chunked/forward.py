@@ -26,7 +26,7 @@ from memeff.chunked.few_queries import (
     reads_in_place,
 )
 from memeff.chunked.fixed_max import fixed_max_forward, log_sum_exp_wide
-from memeff.chunked.floats import all_true
+from memeff.chunked.floats import all_true, apply_unless
 from memeff.chunked.loop import run_by_blocks, visit_tiles
 from memeff.chunked.row_sums import (
     RowSums,
@@ -82,13 +82,10 @@ def _redo_rows(
 ) -> RowSums:
     """Return `rows`, with those that are not `valid` [B, K, G, T] computed again."""
 
-    def redo(state):
-        done, rows = state
-        return done | True, online_forward(problem, schedule, operands, rows, valid)
+    def redo(rows: RowSums) -> RowSums:
+        return online_forward(problem, schedule, operands, rows, valid)
 
-    # This loop runs once or never. It writes over the failed rows, where a cond would hold both.
-    _, rows = lax.while_loop(lambda state: ~state[0], redo, (all_true(valid), rows))
-    return rows
+    return apply_unless(all_true(valid), redo, rows)
 
 
 def online_forward(

@@ -22,11 +22,16 @@ def check_bool(name: str, flag) -> None:
         )
 
 
+def check_int(name: str, x: Any, note: str = "") -> int:
+    """Return x as Python's int. In an error `note` follows the words "an int"."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name} must be an int{note}, got {kind_of(x)}.")
+    return operator.index(x)
+
+
 def check_size(name: str, size: Any, least: int = 1) -> int:
     """Return a size as an int of at least `least`."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"{name} must be an int, got {kind_of(size)}.")
-    size = operator.index(size)
+    size = check_int(name, size)
     if size < least:
         raise ValueError(f"{name}={size}: it must be at least {least}.")
     if size > INT32_MAX:
@@ -112,6 +117,17 @@ def check_floats(name: str, x) -> Array:
     x = to_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating-point array, got {x.dtype}. Cast it.")
+    return x
+
+
+def check_wide_floats(name: str, x) -> Array:
+    """Return `x` as an array of floats in which attention computes: of 16 bits or more."""
+    x = check_floats(name, x)
+    if jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"{name} is {x.dtype}: supported are bfloat16, float16, float32 and float64. Cast it "
+            "first."
+        )
     return x
 
 

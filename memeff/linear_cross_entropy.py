@@ -4,8 +4,6 @@ from __future__ import annotations  # help() then shows ArrayLike and not the ni
 
 import functools
 import math
-import numbers
-import operator
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
@@ -21,8 +19,10 @@ from memeff.inputs import (
     INT32_MAX,
     check_bool,
     check_floats,
+    check_int,
     check_integers,
     check_number,
+    check_wide_floats,
     kind_of,
     known_values,
     text_of,
@@ -326,10 +326,7 @@ def _check_arrays(x, kernel, labels, bias) -> tuple[Inputs, Array]:
             f"kernel is {kernel.dtype} and x is {x.dtype}: they must have one dtype. Cast one of "
             "them, for example kernel.astype(x.dtype)."
         )
-    if jnp.finfo(x.dtype).bits < 16:
-        raise TypeError(
-            f"x is {x.dtype}: supported are bfloat16, float16, float32 and float64. Cast it first."
-        )
+    check_wide_floats("x", x)
     if not all(isinstance(n, int) for n in (*x.shape, *kernel.shape)):
         raise NotImplementedError(
             f"x has shape {x.shape} and kernel {kernel.shape}: linear_cross_entropy does not "
@@ -386,12 +383,7 @@ def _check_ignore_label(label: Any) -> int | None:
     """Return the label as an int of 32 bits, or None."""
     if label is None:
         return None
-    if isinstance(label, bool) or not isinstance(label, numbers.Integral):
-        raise TypeError(
-            "ignore_label must be an int (it is fixed while tracing) or None, "
-            f"got {kind_of(label)}."
-        )
-    label = operator.index(label)
+    label = check_int("ignore_label", label, " (it is fixed while tracing) or None")
     if abs(label) > INT32_MAX:
         raise ValueError(f"ignore_label={label}: it must fit in 32 bits.")
     return label

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from memeff.inputs import kind_of, to_array
+from memeff.inputs import check_wide_floats, kind_of
 from memeff.softmax import merge_rows
 
 
@@ -70,16 +70,8 @@ def _check_part(n: int, part) -> tuple[Array, Array]:
             f"part {n} of merge must be a pair (out, lse), as dot_product_attention(..., "
             f"return_residual=True) returns it; got {kind_of(part)}."
         )
-    out = to_array(f"out of part {n}", part[0])
-    lse = to_array(f"lse of part {n}", part[1])
-    for name, x in (("out", out), ("lse", lse)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} of part {n} must be floating point, got {x.dtype}.")
-        if jnp.finfo(x.dtype).bits < 16:
-            raise TypeError(
-                f"{name} of part {n} is {x.dtype}: supported are bfloat16, float16, float32 and "
-                "float64. Cast it."
-            )
+    out = check_wide_floats(f"out of part {n}", part[0])
+    lse = check_wide_floats(f"lse of part {n}", part[1])
     if out.ndim < 3:
         raise ValueError(
             f"out of part {n} must have shape [*B, T, N, D] with at least 3 dims; got {out.shape}."

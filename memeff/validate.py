@@ -16,6 +16,7 @@ from memeff.inputs import (
     check_bool,
     check_floats,
     check_integers,
+    check_wide_floats,
     kind_of,
     known_values,
     text_of,
@@ -49,11 +50,7 @@ def check_arrays(query, key, value) -> tuple[Array, Array, Array]:
                 f"{name} is {x.dtype} and query is {query.dtype}: they must have one dtype. Cast "
                 "one of them."
             )
-    if jnp.finfo(query.dtype).bits < 16:
-        raise TypeError(
-            f"query is {query.dtype}: supported are bfloat16, float16, float32 and float64. Cast "
-            "it first."
-        )
+    check_wide_floats("query", query)
     key_shape = key.shape  # as the user gave it
     value_shape = value.shape
     key = _same_rank(key, query.ndim)

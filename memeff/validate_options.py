@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_bool, kind_of, text_of, to_array, to_float
+from memeff.inputs import check_bool, check_number, kind_of, text_of, to_array
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
@@ -127,23 +127,9 @@ def check_implementation(implementation: Any) -> str | None:
     return implementation
 
 
-def check_dropout_rate(rate) -> float:
-    """Return the rate as a float in [0, 1)."""
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-        raise TypeError(
-            f"dropout_rate must be a number (it is fixed while tracing), got {kind_of(rate)}."
-        )
-    rate = to_float("dropout_rate", rate)
-    if not 0 <= rate < 1:
-        raise ValueError(
-            f"dropout_rate={rate:g}: the chance to drop a probability must lie in [0, 1)."
-        )
-    return rate
-
-
 def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None]:
     """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
-    rate = check_dropout_rate(rate)
+    rate = check_number("dropout_rate", rate, 1)
     check_bool("broadcast_dropout", shared)
     if not isinstance(bits, str) or bits not in ("threefry", "mix32"):
         raise ValueError(f'dropout_bits={text_of(bits)} must be "threefry" or "mix32".')

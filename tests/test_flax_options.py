@@ -167,15 +167,15 @@ def function_of_three(query, key, value):
 
 ALIBI = scores.alibi([1.0] * 4)
 WRONG = [  # an error of the core is quoted up to the argument: test_errors has the rest
-    ({"num_heads": 0}, ValueError, "num_heads=0 must be at least 1"),
-    ({"num_heads": 2.0}, TypeError, "num_heads=2.0 must be an int"),
+    ({"num_heads": 0}, ValueError, "num_heads=0: it must be at least 1"),
+    ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got float 2.0"),
     (
         {"num_kv_heads": 3},
         ValueError,
         "num_heads=4 is not a multiple of num_kv_heads=3: use one of 1, 2, 4",
     ),
-    ({"num_kv_heads": 0}, ValueError, "num_kv_heads=0 must be at least 1"),
-    ({"num_kv_heads": "2"}, TypeError, "num_kv_heads='2' must be an int"),
+    ({"num_kv_heads": 0}, ValueError, "num_kv_heads=0: it must be at least 1"),
+    ({"num_kv_heads": "2"}, TypeError, "num_kv_heads must be an int, got str '2'"),
     ({"qkv_features": 10}, ValueError, "qkv_features=10 does not divide into num_heads=4 heads"),
     ({"qkv_features": True}, TypeError, "qkv_features=True must be an int"),
     ({"is_causal": 1}, TypeError, "is_causal must be"),

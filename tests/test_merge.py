@@ -154,7 +154,7 @@ def test_sums_are_float64_if_any_array_is():
         ),
         (((np.ones((3, 4)), np.ones(3)),), ValueError, r"out of part 0 must have .* got \(3, 4\)"),
         (((np.ones((1, 2, 3, 4)), np.ones((1, 2))),), ValueError, "without its last dim"),
-        (((np.ones((1, 2, 3, 4), int), np.ones((1, 2, 3))),), TypeError, "must be floating"),
+        (((np.ones((1, 2, 3, 4), int), np.ones((1, 2, 3))),), TypeError, "must be a floating"),
         (
             ((jnp.ones((1, 2, 3, 4), jnp.float8_e4m3fn), np.ones((1, 2, 3), np.float32)),),
             TypeError,

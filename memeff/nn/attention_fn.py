@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from memeff import inputs, validate_options
+from memeff import inputs
 from memeff.arguments import AttentionOptions
 from memeff.attention import dot_product_attention
 
@@ -99,7 +99,7 @@ def attention_fn(
                 "it."
             )
     inputs.check_bool("deterministic", deterministic)
-    dropout_rate = validate_options.check_dropout_rate(dropout_rate)
+    dropout_rate = inputs.check_number("dropout_rate", dropout_rate, 1)
     return dot_product_attention(
         query,
         key,

@@ -8,8 +8,6 @@ Source: Liu and Abbeel 2023, arXiv:2305.19370, section 3.
 """
 
 import functools
-import numbers
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memeff import sharding
-from memeff.inputs import kind_of, to_array
+from memeff.inputs import check_int, kind_of, to_array
 from memeff.nn.chunk_loops import Loop, make_loop
 
 
@@ -92,8 +90,8 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     """
     if not callable(f):
         raise TypeError(f"f must be a module or a function, got {kind_of(f)}.")
-    chunk_size = _check_int("chunk_size", chunk_size)
-    axis = _check_int("axis", axis)
+    chunk_size = check_int("chunk_size", chunk_size, " (it is fixed while tracing)")
+    axis = check_int("axis", axis, " (it is fixed while tracing)")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} counts tokens and must be at least 1.")
     x = jax.tree.map(functools.partial(to_array, "x"), x)
@@ -152,13 +150,6 @@ def _slice_tokens(x: Any, axis: int, start: int, stop: int) -> Any:
 
 
 # ---- checks
-
-
-def _check_int(name: str, value: Any) -> int:
-    """Return an int as Python's own. Refuse what is none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int (it is fixed while tracing), got {kind_of(value)}.")
-    return operator.index(value)
 
 
 def _find_tokens(x: Any, axis: int) -> tuple[int, int]:

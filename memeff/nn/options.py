@@ -10,24 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memeff import validate, validate_options
+from memeff import validate
 from memeff.block_mask import BlockMask
-from memeff.inputs import kind_of, text_of
+from memeff.inputs import check_number, check_size, kind_of, text_of
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options, lies_on_mesh
 from memeff.user_functions import Score, Transform, check_result, trace_function
 
 
 def check_heads(num_heads: Any, num_kv_heads: Any) -> int:
     """Return the number of key and value heads, K."""
-    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if count is None and name == "num_kv_heads":
-            continue
-        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-            raise TypeError(f"{name}={text_of(count)} must be an int: it counts heads.")
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1: it counts heads.")
+    num_heads = check_size("num_heads", num_heads)
     if num_kv_heads is None:
         return num_heads
+    num_kv_heads = check_size("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         divisors = ", ".join(str(k) for k in range(1, num_heads + 1) if num_heads % k == 0)
         raise ValueError(
@@ -69,7 +64,7 @@ def check_options(
             "logits_soft_cap must be a number in a module, got an array: give float(...), or, for "
             "a gradient, call memeff.dot_product_attention yourself."
         )
-    validate_options.check_dropout_rate(dropout_rate)
+    check_number("dropout_rate", dropout_rate, 1)
     if not callable(attention_fn):
         raise TypeError(
             f"attention_fn={text_of(attention_fn)} must be a function like memeff.nn.attention_fn."

@@ -119,12 +119,16 @@ def wide_terms(terms: LogitParams, dtype: Any) -> LogitParams:
     added up.
     """
 
-    def widen(x: Array | None) -> Array | None:
-        return None if x is None else x.astype(dtype)
+    def widen(x: Array) -> Array:
+        return x.astype(dtype)
 
-    return terms._replace(
-        scale=widen(terms.scale), soft_cap=widen(terms.soft_cap), bias=widen(terms.bias)
-    )
+    return _map_terms(widen, terms)
+
+
+def _map_terms(f: Callable[[Array], Array], terms: LogitParams) -> LogitParams:
+    """Return the terms with f applied to scale, soft cap and bias where they are arrays."""
+    scale, soft_cap, bias = jax.tree.map(f, (terms.scale, terms.soft_cap, terms.bias))
+    return terms._replace(scale=scale, soft_cap=soft_cap, bias=bias)
 
 
 def with_ratio(problem: Problem, terms: LogitParams) -> LogitParams:
@@ -202,14 +206,10 @@ def logits_base2(
     if problem.approximates_cap:
         soft_cap = differentiable_cap_by_exp2 if differentiable else cap_by_exp2
 
-    def to_base2(x: Array | None) -> Array | None:
-        return None if x is None else x.astype(raw.dtype) * LOG2_E
+    def to_base2(x: Array) -> Array:
+        return x.astype(raw.dtype) * LOG2_E
 
     if problem.score_fn is None:
-        terms = terms._replace(
-            scale=to_base2(terms.scale),
-            soft_cap=to_base2(terms.soft_cap),
-            bias=to_base2(terms.bias),
-        )
+        terms = _map_terms(to_base2, terms)
         return logits_from_dots(base2(problem), raw, terms, keep, indices, soft_cap)
     return logits_from_dots(problem, raw, terms, keep, indices, soft_cap) * LOG2_E

@@ -149,13 +149,6 @@ def _sampled_rows_in_range(only: Array, rows: RowSums, kept_sum: Array) -> Array
     return only & finite & ((rows.l >= 0.5) | (rows.l == 0))
 
 
-def _bounded_rows_in_range(
-    operands: Operands, k_norm: Array, v: Array, rows: RowSums, kept_sum: Array
-) -> Array:
-    """Return the rows [B, K, G, T] that are right with m from `max_bound`."""
-    return sums_in_range(operands, rows, v, kept_sum) | (k_norm == -jnp.inf)
-
-
 def rows_seeing_nonfinite(problem: Problem, schedule: Schedule, operands: Operands) -> Array:
     """Return the rows [B, K, G, T] that see a value that is not finite."""
     bad = ~jnp.isfinite(operands.value).all(-1)  # b s k
@@ -246,8 +239,12 @@ def _largest_in_window(problem: Problem, operands: Operands, x: Array) -> Array:
     return x.swapaxes(1, 2)[:, :, None]
 
 
-def sums_in_range(operands: Operands, rows: RowSums, v: Array, kept_sum: Array) -> Array:
-    """Return the rows [B, K, G, T] in which no flushed or overflowed number shows in the result.
+def _bounded_rows_in_range(
+    operands: Operands, k_norm: Array, v: Array, rows: RowSums, kept_sum: Array
+) -> Array:
+    """Return the rows [B, K, G, T] that are right with m from `max_bound`.
+
+    No flushed or overflowed number shows in their result.
 
     Each of the S probabilities p = exp(s - m), and each product p v, is flushed to 0 below 2^-126.
     So l lacks at most S 2^-126, and o at most S 2^-126 max(1, |v|). Neither shows in float32 where
@@ -260,7 +257,8 @@ def sums_in_range(operands: Operands, rows: RowSums, v: Array, kept_sum: Array) 
     # The mean is at most the largest. XLA:CPU's max may drop NaN, a sum does not.
     o = jnp.abs(rows.o).sum(-1) / max(1, D)  # b k g t
     kept = (o >= lost * jnp.maximum(v, 1)) | (v == 0) | (kept_sum == 0)
-    return (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf) & (v < jnp.inf)
+    in_range = (rows.l >= lost) & (rows.l < 2.0**125) & kept & (o < jnp.inf) & (v < jnp.inf)
+    return in_range | (k_norm == -jnp.inf)
 
 
 def log_sum_exp_wide(m: Array, l: Array) -> Lse:

@@ -18,7 +18,7 @@ from memeff.logits import (
     transform_query_key,
     wide_terms,
 )
-from memeff.masking import query_positions
+from memeff.masking import as_column, query_positions
 from memeff.problem import LogitParams, Operands, Problem, accumulator_dtype
 from memeff.sharding import sharding_of_sum
 from memeff.softmax import Lse
@@ -254,9 +254,7 @@ def apply_dropout(problem: Problem, kept: Array | None, x: Array) -> Array:
 def distances(problem: Problem, tile: Tile) -> Array:
     """Return |q_pos - k_pos|, B|1 1 1 t c."""
     rows, cols = tile.positions
-    offset = tile.operands.q_offset
-    if offset is not None:
-        offset = offset[:, None]
+    offset = as_column(tile.operands.q_offset)
     q_pos = query_positions(problem, offset, rows[None])  # b|1 t
     distance = jnp.abs(q_pos[..., None] - cols[None, None])
     distance = distance.astype(accumulator_dtype(tile.operands))

@@ -231,12 +231,15 @@ def on_auto_mesh(arrays: Any) -> Any:
     def put(x):
         if not (isinstance(x.sharding, NamedSharding) and _explicit(x)):
             return x
-        mesh = x.sharding.mesh
-        types = (AxisType.Auto,) * len(mesh.axis_names)
-        auto_mesh = Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=types)
-        return jax.device_put(x, NamedSharding(auto_mesh, x.sharding.spec))
+        return jax.device_put(x, NamedSharding(auto_mesh(x.sharding.mesh), x.sharding.spec))
 
     return jax.tree.map(put, arrays)
+
+
+def auto_mesh(mesh: Any) -> Mesh:
+    """Return a mesh of the same devices and axes in which all axes are Auto."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(np.asarray(mesh.devices), mesh.axis_names, axis_types=types)
 
 
 def vary_together(operands: Any, like: Any = None) -> Any:

@@ -57,9 +57,8 @@ def prepare_shapes(name: str, arguments: Arguments) -> Call:
 
     call = _with_shapes(prepare_call, arguments)
     arrays: Any = (arguments.query, arguments.key, arguments.value)
-    if all(
-        isinstance(x, jax.Array) for x in arrays
-    ):  # shapes do not tell on which devices they lie
+    # Shapes do not tell on which devices arrays lie.
+    if all(isinstance(x, jax.Array) for x in arrays):
         sharding.check_layout(*arrays, sequence=False)
     return call
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from memeff import sharding
 from memeff.chunked.tile import Tile, tile_logits
@@ -128,9 +128,7 @@ def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
         return tuple(name for name in names if name in mesh.axis_names and name not in axes)
 
     batch = names(entries[0]) if key.ndim == 4 else ()  # folded leading dims are gathered
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return Place(auto_mesh, Axes(batch, names(entries[-2]), axes))
+    return Place(sharding.auto_mesh(mesh), Axes(batch, names(entries[-2]), axes))
 
 
 def lay_out(place: Place, inputs: Inputs) -> Inputs:

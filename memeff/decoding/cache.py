@@ -287,7 +287,10 @@ class KVCache:
             call: dict[str, Any] = arguments._asdict()
             results = dot_product_attention(**call)
         else:
-            results = attend_stored(arguments, *self._stored(jnp.result_type(query)))
+            dtype_name = jnp.result_type(query).name
+            key = StoredKeys(self.key, self.key_scale, None, dtype_name)
+            value = StoredKeys(self.value, self.value_scale, None, dtype_name)
+            results = attend_stored(arguments, key, value)
         return nan_where(wrong, results)
 
     def truncate(self, lengths: ArrayLike) -> KVCache:
@@ -421,14 +424,6 @@ class KVCache:
             mask_params=None,
             score_fn=None if score is None else ring_score(score, lengths, self.capacity),
             score_params=None,
-        )
-
-    def _stored(self, dtype: Any) -> tuple[StoredKeys, StoredKeys]:
-        """Return keys and values that are read in `dtype`."""
-        name = jnp.dtype(dtype).name
-        return (
-            StoredKeys(self.key, self.key_scale, None, name),
-            StoredKeys(self.value, self.value_scale, None, name),
         )
 
     def _places(self, positions: Array, valid: Array) -> Places:

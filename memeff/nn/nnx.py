@@ -148,15 +148,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         else:
             self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
-        if score_init is None:
-            self.score_fn = _constants(score_fn)
-        else:
-            self.score_fn = _params(score_init(rngs.params()))
-        self.mask_fn = _constants(mask_fn)
-        if qk_transform_init is None:
-            self.qk_transform = _constants(qk_transform)
-        else:
-            self.qk_transform = _params(qk_transform_init(rngs.params()))
+        self.score_fn = _with_variables(score_fn, score_init, rngs)
+        self.mask_fn = _with_variables(mask_fn)
+        self.qk_transform = _with_variables(qk_transform, qk_transform_init, rngs)
         sinks = None
         if sinks_init is not None:
             sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), self.param_dtype))
@@ -263,13 +257,13 @@ def _attend_for(
     return attention(*arrays, **keywords)
 
 
-def _params(function: Any) -> Any:
-    """Return a Score or Transform whose arrays are `nnx.Param`s."""
-    return nnx.data(jax.tree.map(nnx.Param, function))
+def _with_variables(function: Any, init: Any = None, rngs: Any = None) -> Any:
+    """Return a user function whose arrays, if any, are `nnx.Variable`s without a gradient.
 
-
-def _constants(function: Any) -> Any:
-    """Return a user function whose arrays, if any, are `nnx.Variable`s without a gradient."""
+    With `init`, return the Score or Transform that it makes, whose arrays are `nnx.Param`s.
+    """
+    if init is not None:
+        return nnx.data(jax.tree.map(nnx.Param, init(rngs.params())))
     if isinstance(function, Score | Mask | BlockMask | Transform):
         return nnx.data(jax.tree.map(nnx.Variable, function))
     return function

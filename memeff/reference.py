@@ -3,6 +3,9 @@
 (1) raw = q k'   (2) s = logits_from_dots(raw)   (3) lse = log sum exp s   (4) out = exp(s - lse) v
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -35,7 +38,10 @@ def forward(
     keep = mask_tile(problem, operands, rows, cols, indices)
     keep = jnp.broadcast_to(keep, (shape.B, shape.K, shape.G, T, S))
     query, key, value = _zero_unseen(query, key, operands.value, keep)
-    raw = _dots(problem, query, key, dtype)  # (1)
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=dtype, precision=problem.precision
+    )
+    raw = _dots(product, query, key)  # (1)
     s = logits_from_dots(problem, raw, operands.logit_params, keep, indices)  # (2)
     m = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = jnp.where(m == -jnp.inf, 0, m)  # so that exp(s - m) is 0, not NaN, in rows without a key
@@ -56,12 +62,12 @@ def forward(
         p = jnp.where(kept, p / (1.0 - problem.dropout.rate), 0)
     bad = ~jnp.isfinite(value)
     keep = jnp.where(keep, jnp.ones_like(p), 0)  # sharded as p is
-    sees_bad = _weighted_values(problem, keep, bad.astype(dtype), dtype) > 0  # b k g t d
+    sees_bad = product("bkgts,bksd->bkgtd", keep, bad.astype(dtype)) > 0  # b k g t d
     # NaN only for the rows that see the bad value, and for their derivatives
     nan = jax.lax.stop_gradient(jnp.where(sees_bad, jnp.nan, 0).astype(dtype))
     p = _scale_tangent(p, 1 + nan.sum(-1, keepdims=True))
     p = p.astype(value.dtype)
-    out = _weighted_values(problem, p, _zero_nonfinite(value), dtype) + nan  # (4)
+    out = product("bkgts,bksd->bkgtd", p, _zero_nonfinite(value)) + nan  # (4)
     out = jnp.where(empty[..., None], 0, out)  # an empty row's cotangent does not count
     return out.astype(query.dtype), lse
 
@@ -75,27 +81,12 @@ def _zero_unseen(query: Array, key: Array, value: Array, keep: Array):
     return jnp.where(sees, query, 0), key, value
 
 
-def _weighted_values(problem: Problem, p: Array, v: Array, dtype) -> Array:
-    """Return p v, [B, K, G, T, D]."""
-    return jnp.einsum(
-        "bkgts,bksd->bkgtd", p, v, preferred_element_type=dtype, precision=problem.precision
-    )
-
-
-def _dots(problem: Problem, query: Array, key: Array, dtype) -> Array:
+def _dots(product: Callable[..., Array], query: Array, key: Array) -> Array:
     """Return q k', [B, K, G, T, S], whose derivatives never multiply NaN of q or k by 0."""
 
-    def product(query, key):
-        return jnp.einsum(
-            "bkgth,bksh->bkgts",
-            query,
-            key,
-            preferred_element_type=dtype,
-            precision=problem.precision,
-        )
-
-    finite = product(_zero_nonfinite(query), _zero_nonfinite(key))
-    return finite + jax.lax.stop_gradient(product(query, key) - finite)
+    dots = functools.partial(product, "bkgth,bksh->bkgts")
+    finite = dots(_zero_nonfinite(query), _zero_nonfinite(key))
+    return finite + jax.lax.stop_gradient(dots(query, key) - finite)
 
 
 @jax.custom_jvp

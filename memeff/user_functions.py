@@ -7,6 +7,7 @@ which it depends, so that a mask of positions alone is computed once for all hea
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -129,12 +130,14 @@ class Mask(_WithParams):
     """
 
     def __and__(self, other: "Mask") -> "Mask":
-        self._check_same_kind(other)
-        return Mask(_Both(self.fn, other.fn), (self.params, other.params))
+        return self._combine(operator.and_, other)
 
     def __or__(self, other: "Mask") -> "Mask":
+        return self._combine(operator.or_, other)
+
+    def _combine(self, combine: Callable[[Any, Any], Any], other: "Mask") -> "Mask":
         self._check_same_kind(other)
-        return Mask(_Either(self.fn, other.fn), (self.params, other.params))
+        return Mask(_Combined(combine, self.fn, other.fn), (self.params, other.params))
 
     def __invert__(self) -> "Mask":
         return Mask(_Not(self.fn), self.params)
@@ -152,20 +155,16 @@ class _Then:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Both:
+class _Combined:
+    combine: Callable[[Any, Any], Any]  # operator.and_ or operator.or_
     first: Callable[..., Any]
     second: Callable[..., Any]
 
     def __call__(self, *arguments):
         *indices, (first_params, second_params) = arguments
-        return self.first(*indices, first_params) & self.second(*indices, second_params)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Either(_Both):
-    def __call__(self, *arguments):
-        *indices, (first_params, second_params) = arguments
-        return self.first(*indices, first_params) | self.second(*indices, second_params)
+        return self.combine(
+            self.first(*indices, first_params), self.second(*indices, second_params)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,7 +466,7 @@ def positions_held(fn: Any, params: Any, letters: str = "QS") -> int | None:
 
 def _sizes_of_params(fn: Any, params: Any) -> Iterator[tuple[str, int]]:
     """Yield the sizes that the params of a function, and of its parts, are made for."""
-    if isinstance(fn, _Then | _Both):
+    if isinstance(fn, _Then | _Combined):
         for part, part_params in zip((fn.first, fn.second), params, strict=True):
             yield from _sizes_of_params(part, part_params)
     elif isinstance(fn, _Not):

@@ -44,13 +44,6 @@ from memeff.shape import CallShape, fold_leads, unfold
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
 
-# arguments that are arrays, without the params of functions
-ARRAYS = (
-    *("query", "key", "value", "bias", "mask", "sinks", "q_offset"),
-    *("query_seq_lengths", "key_value_seq_lengths"),
-    *("query_segment_ids", "key_value_segment_ids"),
-)
-
 
 class Call(NamedTuple):
     """A checked call: sizes, problem, arrays, and the implementation and tiles that run it."""
@@ -145,7 +138,9 @@ def prepare(
         )
     other_axes = batch_and_heads_of(arguments)
     parts = check_inside(other_axes)
-    shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
+    # types that name no mesh axes of one device
+    arguments_of_several = Arguments(*map(sharding.without_idle_axes, arguments))
+    shape, problem, operands = normalise(arguments_of_several, parts)
     if other_axes != BatchAndHeads():
         check_sharded(other_axes, operands.query)
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)
@@ -257,12 +252,6 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
     if dropout is not None:
         check_sizes_known(operands, "Dropout")
     return shape, problem, operands
-
-
-def _without_idle_axes(arguments: Arguments) -> Arguments:
-    """Return the arguments with types that name no mesh axes of one device."""
-    arrays = {name: getattr(arguments, name) for name in ARRAYS}
-    return arguments._replace(**{n: sharding.without_idle_axes(x) for n, x in arrays.items()})
 
 
 def to_public(

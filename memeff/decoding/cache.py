@@ -19,11 +19,11 @@ from memeff.decoding.ring import lengths_of_whole, ring_mask, ring_score
 from memeff.decoding.storage import (
     LOST,
     Places,
-    check_appended,
     check_counts,
     check_fields,
     check_kept,
     check_not_lost,
+    check_queries,
     check_room,
     check_tokens,
     empty_arrays,
@@ -269,9 +269,7 @@ class KVCache:
             return_residual=return_residual,
             **options,
         )
-        T = query_length(query)
-        valid = check_counts(counts, self.lengths.shape[0], T)
-        check_appended(self.lengths, valid)
+        valid = check_queries(query, counts, self.lengths)
         if counts is not None:
             arguments = arguments._replace(query_seq_lengths=valid)
         arguments = arguments._replace(
@@ -281,7 +279,7 @@ class KVCache:
         wrong = self.overflowed
         if self.window is not None:
             wrong |= lacks_positions(options, self.lengths)
-            arguments = self._on_ring(arguments, T)
+            arguments = self._on_ring(arguments, query_length(query))
             wrong |= self._lacks_window(valid)
         if self.key_scale is None:
             call: dict[str, Any] = arguments._asdict()

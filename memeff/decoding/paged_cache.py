@@ -17,17 +17,16 @@ from memeff.decoding.paged import MOST_TOKENS, leading_pages, paged_attention
 from memeff.decoding.storage import (
     LOST,
     Places,
-    check_appended,
     check_counts,
     check_fields,
     check_kept,
     check_not_lost,
+    check_queries,
     check_room,
     check_tokens,
     check_whole_pool,
     empty_arrays,
     keep_drafts,
-    query_length,
     write_new,
 )
 from memeff.inputs import check_integers, check_size, known_values, to_int32
@@ -243,9 +242,7 @@ class PagedKVCache:
         for name in (*OWN, *(field.name for field in dataclasses.fields(self))):
             if name in options:
                 raise ValueError(f"{name} comes from the cache: omit it.")
-        T = query_length(query)
-        valid = check_counts(counts, self.lengths.shape[0], T)
-        check_appended(self.lengths, valid)
+        valid = check_queries(query, counts, self.lengths)
         call: dict[str, Any] = dict(
             q_offset=self.lengths - valid,
             key_scales=self.key_scales,

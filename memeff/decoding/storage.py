@@ -189,12 +189,16 @@ def check_not_lost(lengths: Array, other: str = "") -> None:
         )
 
 
-def check_appended(lengths: Array, counts: Array) -> None:
-    """Raise an error if more queries than cached tokens came, where both are known."""
+def check_queries(query: ArrayLike, counts: ArrayLike | None, lengths: Array) -> Array:
+    """Return how many queries of each sequence are valid, int32 [B].
+
+    Raise an error if they are known to be more than the cached tokens.
+    """
+    counts = check_counts(counts, lengths.shape[0], query_length(query))
     known = known_values(lengths)
     queries = known_values(counts)
     if known is None or queries is None:
-        return
+        return counts
     missing = np.flatnonzero(known < queries)
     if len(missing):
         b = missing[0]
@@ -202,6 +206,7 @@ def check_appended(lengths: Array, counts: Array) -> None:
             f"query has {queries[b]} tokens of sequence {b}, and the cache has {known[b]}: append "
             "their keys and values first."
         )
+    return counts
 
 
 def lacks_positions(options: dict[str, Any], lengths: Array) -> Array:

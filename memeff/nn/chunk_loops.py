@@ -70,7 +70,7 @@ def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
             return carry, recomputed(*numbered_chunk)
 
         _, (results, counts) = lax.scan(step, None, (numbers, chunks))
-        return results, jax.tree.map(_first, counts)
+        return results, jax.tree.map(lambda stacked: stacked[0], counts)
 
     return loop
 
@@ -81,11 +81,6 @@ def _recompute(remat: Callable, f: Callable, prevent_cse: bool) -> Callable:
     Each gradient of a loop uses up one remat of its body.
     """
     return remat(remat(f, prevent_cse=False), prevent_cse=prevent_cse)
-
-
-def _first(x: Array) -> Array:
-    """Return the first entry of a stacked array."""
-    return x[0]
 
 
 def _no_finish(counts: Any) -> None:

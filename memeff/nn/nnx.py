@@ -184,7 +184,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             "qk_transform": self.qk_transform,
             "sinks": self.sinks,
         }
-        functions = jax.tree.map(_value, functions, is_leaf=_is_variable)
+        functions = jax.tree.map(_value, functions, is_leaf=lambda x: isinstance(x, nnx.Variable))
         needs_positions = {"local_window_size": self.local_window_size, **functions}
         required: dict[str, Any] = {
             "logits_soft_cap": self.logits_soft_cap,
@@ -267,11 +267,6 @@ def _with_variables(function: Any, init: Any = None, rngs: Any = None) -> Any:
     if isinstance(function, Score | Mask | BlockMask | Transform):
         return nnx.data(jax.tree.map(nnx.Variable, function))
     return function
-
-
-def _is_variable(x: Any) -> bool:
-    """Return whether x is a variable of NNX."""
-    return isinstance(x, nnx.Variable)
 
 
 def _value(x: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations  # help() then shows ArrayLike and not the ni
 import functools
 import math
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,23 +51,29 @@ from memeff.vocabulary.objective import Objective, one_pass_is_faster
 from memeff.vocabulary.tile import ABSENT, IGNORED, Inputs, Settings, Sums
 
 
+class LossOptions(TypedDict, total=False):
+    """The keywords of `linear_cross_entropy`, except `return_lse`."""
+
+    bias: ArrayLike | None
+    ignore_label: int | None
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: ArrayLike | None
+    chunk_size: int | tuple[int, int] | None
+    vocab_axis: str | None
+    reduction: Literal["mean", "sum"] | None
+    weights: ArrayLike | None
+    precision: lax.PrecisionLike
+
+
 @overload
 def linear_cross_entropy(
     x: ArrayLike,
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    ignore_label: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: ArrayLike | None = None,
-    chunk_size: int | tuple[int, int] | None = None,
-    vocab_axis: str | None = None,
     return_lse: Literal[False] = ...,
-    reduction: Literal["mean", "sum"] | None = None,
-    weights: ArrayLike | None = None,
-    precision: lax.PrecisionLike = None,
+    **options: Unpack[LossOptions],
 ) -> Array: ...
 
 
@@ -77,17 +83,8 @@ def linear_cross_entropy(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    ignore_label: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: ArrayLike | None = None,
-    chunk_size: int | tuple[int, int] | None = None,
-    vocab_axis: str | None = None,
     return_lse: Literal[True],
-    reduction: Literal["mean", "sum"] | None = None,
-    weights: ArrayLike | None = None,
-    precision: lax.PrecisionLike = None,
+    **options: Unpack[LossOptions],
 ) -> tuple[Array, Array]: ...
 
 

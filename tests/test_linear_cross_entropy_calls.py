@@ -24,6 +24,7 @@ from loss_cases import (
 )
 
 from memeff import linear_cross_entropy
+from memeff.linear_cross_entropy import LossOptions
 from memeff.vocabulary import loops
 
 pytestmark = pytest.mark.once
@@ -402,11 +403,12 @@ def test_symbolic_sizes_are_refused():
 
 def test_the_overloads_have_the_signature():
     hints = typing.get_type_hints(linear_cross_entropy)
-    parameters = inspect.signature(linear_cross_entropy).parameters
-    for overload in typing.get_overloads(linear_cross_entropy):
+    overloads = typing.get_overloads(linear_cross_entropy)
+    assert len(overloads) == 2
+    keywords = typing.get_type_hints(LossOptions)
+    assert keywords.items() <= hints.items()
+    for overload in overloads:
         named = typing.get_type_hints(overload)
-        assert named.keys() == hints.keys()
-        for name in named.keys() - {"return", "return_lse"}:
+        assert named.keys() - {"options"} | keywords.keys() == hints.keys()
+        for name in ("x", "kernel", "labels"):
             assert named[name] == hints[name], name
-            default = inspect.signature(overload).parameters[name].default
-            assert default == parameters[name].default, name

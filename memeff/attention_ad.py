@@ -204,11 +204,8 @@ class Tangent:
             differentiable = functools.partial(self, narrow=False)
             return result, tangent_of(differentiable, primals, tangents)
 
-        def zero_if_none(x, dx):
-            return None if x is None else or_zeros(x, dx)
-
         # linear: the tangent of the result is the same function of the tangent
-        dtangents = jax.tree.map(zero_if_none, first_tangents, dtangents, is_leaf=_is_none)
+        dtangents = jax.tree.map(or_zeros, first_tangents, dtangents)
         return result, call(self, known, dtangents)
 
     def transposed(self, args, cotangents):
@@ -218,16 +215,8 @@ class Tangent:
         dout = jnp.zeros_like(known[1]) if dout is None else dout
         gradients = call(Backward(self.chosen), known, (dout, dlse))
         result = tangents._replace(**gradients._asdict())
-
-        def none_if_none(x, g):
-            return None if x is None else g
-
-        return jax.tree.map(none_if_none, tangents, result, is_leaf=_is_none)
-
-
-def _is_none(x) -> bool:
-    """Return True if x is None. As `is_leaf` of JAX's tree functions it makes None a leaf."""
-    return x is None
+        # None stays None: what has no tangent has no cotangent
+        return jax.tree.map(lambda g, x: None if x is None else g, result, tangents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,9 +208,7 @@ def _groups(run, vmap: Vmap, count: int, arrays) -> tuple[Callable[[Array], Any]
         return packed.reshape(*group, *x.shape[1:])
 
     def run_group(n):
-        parts = []
-        for packed_array, x, axis in zip(packed, arrays, axes, strict=True):
-            parts.append(part(packed_array, x, axis, n))
+        parts = [part(*array, n) for array in zip(packed, arrays, axes, strict=True)]
         if group:
             return jax.vmap(run, in_axes=axes)(*parts)
         return run(*parts)

@@ -15,6 +15,7 @@ bfloat16).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,9 +32,10 @@ from memeff.chunked.tile import (
     probabilities,
     raw_product,
     raw_tangent,
+    transform_vectors,
     weighted_values,
 )
-from memeff.logits import logits_from_dots, transform_query_key
+from memeff.logits import logits_from_dots
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import (
     OPERAND_DIMS,
@@ -237,11 +239,7 @@ class TileTangent(TileFunction):
         q, k, dq, dk = here.query, here.key, tangents.query, tangents.key
         dterms = jax.tree.map(or_zeros, here.logit_params, tangents.logit_params)
         if problem.qk_transform is not None:
-
-            def transform(q, k, terms):
-                operands = here._replace(query=q, key=k, logit_params=terms)
-                return transform_query_key(problem, operands, *tile.positions)
-
+            transform = functools.partial(transform_vectors, problem, tile)
             dq = or_zeros(q, dq)
             dk = or_zeros(k, dk)
             (q, k), (dq, dk) = jax.jvp(transform, (q, k, here.logit_params), (dq, dk, dterms))

@@ -109,6 +109,14 @@ def raw_tangent(
     return dot("bkgth,bkch->bkgtc", left, right, problem, dtype)
 
 
+def transform_vectors(
+    problem: Problem, tile: Tile, q: Array, k: Array, terms: LogitParams
+) -> tuple[Array, Array]:
+    """Return the queries q and the keys k of a tile after `qk_transform` with params in `terms`."""
+    operands = tile.operands._replace(query=q, key=k, logit_params=terms)
+    return transform_query_key(problem, operands, *tile.positions)
+
+
 def transform_back(
     problem: Problem,
     tile: Tile,
@@ -120,17 +128,13 @@ def transform_back(
 
     Return those of the tile's queries and keys, and `dterms` with those of the transform's params.
     """
-
-    def transformed(q, k, terms):
-        operands = tile.operands._replace(query=q, key=k, logit_params=terms)
-        return transform_query_key(problem, operands, *tile.positions)
-
     q = tile.operands.query.astype(dq.dtype)
     k = tile.operands.key.astype(dq.dtype)
-    _, pull = jax.vjp(transformed, q, k, tile.operands.logit_params)
+    transform = functools.partial(transform_vectors, problem, tile)
+    _, pull = jax.vjp(transform, q, k, tile.operands.logit_params)
     dq, dk, more = pull((dq, dk.swapaxes(2, 3)))
-    transform = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
-    return dq, dk.swapaxes(2, 3), dterms._replace(transform=transform)
+    params = jax.tree.map(lambda x, y: x + y, dterms.transform, more.transform)
+    return dq, dk.swapaxes(2, 3), dterms._replace(transform=params)
 
 
 def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:

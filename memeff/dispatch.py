@@ -5,7 +5,6 @@ from memeff.chunked import implementation as chunked
 from memeff.device import current_device, current_platform
 from memeff.implementations import (
     IMPLEMENTATIONS,
-    NO_REQUEST,
     Chosen,
     Compiled,
     Request,
@@ -20,7 +19,7 @@ from memeff.warn import warn_once
 def choose_implementation(
     problem: Problem,
     operands: Operands,
-    request: Request = NO_REQUEST,
+    request: Request,
     compiled: Compiled | None = None,
     *,
     warn: bool = True,

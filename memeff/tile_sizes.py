@@ -12,7 +12,7 @@ from memeff import compiling, memory_model, pallas
 from memeff.autodiff.primitives import largest_divisor
 from memeff.chunked import eligible, few_queries
 from memeff.device import current_device, current_platform, is_pretended
-from memeff.implementations import NO_REQUEST, Chosen, Compiled, Request, module_for
+from memeff.implementations import Chosen, Compiled, Request, module_for
 from memeff.logits import logits_plain
 from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import CallShape
@@ -83,7 +83,7 @@ CALLER_MARGIN = 4096
 def choose_schedule(
     problem: Problem,
     operands: Operands,
-    request: Request = NO_REQUEST,
+    request: Request,
     implementation: str | None = None,
     compiled: Compiled | None = None,
 ) -> Schedule:
@@ -395,9 +395,9 @@ def _sharing_bits(
     """
     t, c = schedule.chunk_size
     is_single = t >= shape.T and c >= shape.S
-    if current_platform() != "cpu" or schedule.head_block is None or is_single:
+    if current_platform() != "cpu" or requested != (None, None):
         return schedule
-    if requested != (None, None):
+    if schedule.head_block is None or is_single:
         return schedule
     b, k = schedule.head_block
     G = max(1, shape.G)

@@ -199,9 +199,10 @@ def _inf_for_nan(x: Array) -> Array:
 def largest_seen(
     problem: Problem, schedule: Schedule, operands: Operands, of_keys: tuple[Array, ...]
 ) -> list[Array]:
-    """Return the largest of `of_keys`, each [B, S, K], of the keys that each row sees.
+    """Return for each row the largest of the numbers `of_keys` [B, S, K] of the keys that it sees.
 
-    Each result is [B, K, G|1, T|1]. It is -inf for a row that sees no key.
+    There is one result [B, K, G|1, T|1] for each array of `of_keys`. It is -inf for a row that sees
+    no key.
     """
     if not has_elementwise_mask(problem, operands):
         return [_largest_in_window(problem, operands, x) for x in of_keys]

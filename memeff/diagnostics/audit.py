@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     # batch entry (of all leading dims together), token, head, and entry; of a sharded sequence, the
     # token is an index in the order of its layout
     where: tuple[int, ...]
-    device_errors: tuple[float, ...] = ()  # of the tokens of each device of a sharded sequence
+    device_errors: tuple[float, ...]  # of the tokens of each device of a sharded sequence
 
     @property
     def relative(self) -> float:
@@ -347,7 +347,6 @@ def _compare(
     finite = truth[np.isfinite(truth)]
     scale = max(np.abs(finite).max(initial=0), least)
     place = (*places[worst], int(entry))
-    finding = Finding(name, float(error[worst, entry]), float(scale), place)
     owners = np.array([token // tokens for _, token, _ in places])
     largest = [float(error[owners == device].max(initial=0)) for device in range(devices)]
-    return finding._replace(device_errors=tuple(largest))
+    return Finding(name, float(error[worst, entry]), float(scale), place, tuple(largest))

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from memeff.sequence.call import find_axes
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
 from memeff.validate_options import check_implementation
+from memeff.warn import warn
 
 
 class Choice(NamedTuple):
@@ -165,14 +165,11 @@ def switch_jax_nn(
     tell_nothing_switched(f"switch_jax_nn: memeff ran nothing, because {reason}", strict)
 
 
-def tell_nothing_switched(reason: str, strict: bool, stacklevel: int = 4) -> None:
-    """Warn at the line of the `with` statement, or raise if `strict`.
-
-    `stacklevel` counts the frames of the switch and of contextlib.
-    """
+def tell_nothing_switched(reason: str, strict: bool) -> None:
+    """Warn, or raise if `strict`."""
     if strict:
         raise ValueError(reason)
-    warnings.warn(reason, stacklevel=stacklevel)
+    warn(reason)
 
 
 def _routed(replaced: Callable) -> Callable:

@@ -1,23 +1,29 @@
-"""Warn the user once for each cause, at the line outside memeff that made the call."""
+"""Warn the user at the line of the program that made the call."""
 
 import sys
 import warnings
 
+_LIBRARIES = ("memeff", "contextlib", "flax", "jax")  # their lines are not the user's
 _warned: set[str] = set()
 
 
-def warn_once(cause: str, message: str) -> None:
-    """Warn with `message`, unless this process has already warned of `cause`."""
-    if cause in _warned:
-        return
-    _warned.add(cause)
+def warn(message: str) -> None:
+    """Warn with `message` at the nearest line outside memeff and the libraries that call it."""
     stacklevel = 2  # the caller of this function
     frame = sys._getframe(1)
-    while frame is not None and _is_memeffs(frame.f_globals.get("__name__", "")):
+    while frame is not None and _is_of_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
         stacklevel += 1
     warnings.warn(message, stacklevel=stacklevel)
 
 
-def _is_memeffs(module: str) -> bool:
-    return module == "memeff" or module.startswith("memeff.")
+def warn_once(cause: str, message: str) -> None:
+    """Warn with `message`, unless this process has already warned of `cause`."""
+    if cause not in _warned:
+        _warned.add(cause)
+        warn(message)
+
+
+def _is_of_library(module: str) -> bool:
+    package, _, _ = module.partition(".")
+    return package in _LIBRARIES

@@ -62,8 +62,9 @@ def test_an_attention_fn_chosen_on_purpose_is_kept():
 
     first = nnx_layer(NNX[1], attention_fn=quadratic)
     second = nnx_layer(NNX[1], attention_fn=flax_nnx.dot_product_attention)
-    with pytest.warns(UserWarning, match=f"'0' {KEEPS}"):
+    with pytest.warns(UserWarning, match=f"'0' {KEEPS}") as record:
         assert nn.switch_nnx(flax_nnx.List([first, second])) == ["1"]
+    assert record[0].filename == __file__
     assert first.attention_fn is quadratic
     assert second.attention_fn is nn.attention_fn
     message = "none without an attention_fn of its own"
@@ -139,6 +140,7 @@ def test_no_linen_module_switched_warns_or_raises():
     with pytest.warns(UserWarning, match=KEEPS) as record, nn.switch_linen():
         trace(keeps)
     assert len(record) == 1
+    assert record[0].filename == __file__
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=KEEPS):
         with nn.switch_linen(strict=True):
             trace(keeps)

@@ -9,7 +9,6 @@ at the top, while no other thread uses JAX.
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from memeff.nn.options import check_no_cache, sequence_keywords
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
 from memeff.switch import tell_nothing_switched
+from memeff.warn import warn
 
 _choice = jax.make_user_context(None)  # the options of the innermost switch_linen; None outside
 _switched_before: set[SequenceOptions] = set()  # JAX's cache may hold programs of these switches
@@ -155,7 +155,7 @@ def _tell_none_switched(seen: _Seen, strict: bool, switched_before: bool) -> Non
         if switched_before:  # no error, because a cached program may have run
             strict = False
             reason += ". (Programs that JAX compiled in an earlier switch compute with memeff)"
-    tell_nothing_switched(f"switch_linen: no module was switched, because {reason}.", strict, 5)
+    tell_nothing_switched(f"switch_linen: no module was switched, because {reason}.", strict)
 
 
 def switch_nnx(
@@ -239,10 +239,9 @@ def _can_switch(module: Any, path: str, options: SequenceOptions) -> bool:
         return True
     if is_memeff(function):
         return bool(options.keywords()) and not _is_decided(module)
-    warnings.warn(
+    warn(
         f"the attention module at '{path}' keeps its own attention_fn ({function}), because "
-        "it was chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it.",
-        stacklevel=3,
+        "it was chosen on purpose. Give it attention_fn=memeff.nn.attention_fn to switch it."
     )
     return False
 

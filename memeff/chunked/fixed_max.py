@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,17 +51,7 @@ def fixed_max_forward(
     assert schedule.fixed_max_chunk_size is not None
     schedule = dataclasses.replace(schedule, chunk_size=schedule.fixed_max_chunk_size)
     from_sample = operands.logit_params.bias is not None
-    if from_sample:
-        m = sampled_max(problem, operands)
-        unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
-        check = functools.partial(_sampled_rows_in_range, unseen)
-    else:
-        # The sum bounds the largest |v|. For a max that keeps NaN, XLA:CPU would store all |v|.
-        v = jnp.abs(operands.value.astype(accumulator_dtype(operands))).sum(-1)  # b s k
-        of_keys = _inf_for_nan(_key_norm(operands)), _inf_for_nan(v)
-        k_norm, v = largest_seen(problem, schedule, operands, of_keys)
-        m = max_bound(problem, operands, k_norm)
-        check = functools.partial(_bounded_rows_in_range, operands, k_norm, v)
+    m, check = _max_and_check(problem, schedule, operands)
     D = operands.value.shape[-1]
     dtype = operands.value.dtype
     on_gpu = schedule.gpu_fused_chunk_size is not None
@@ -111,6 +102,25 @@ def fixed_max_forward(
     if problem.dropout is not None:
         rows = rows._replace(o=rows.o / (1 - problem.dropout.rate))
     return rows, valid
+
+
+def _max_and_check(
+    problem: Problem, schedule: Schedule, operands: Operands
+) -> tuple[Array, Callable[[RowSums, Array], Array]]:
+    """Return m [B, K, G, T], and the function that finds the right rows.
+
+    The function takes the row sums, and l without what dropout drops.
+    """
+    if operands.logit_params.bias is not None:
+        m = sampled_max(problem, operands)
+        unseen = ~rows_seeing_nonfinite(problem, schedule, operands)
+        return m, functools.partial(_sampled_rows_in_range, unseen)
+    # The sum bounds the largest |v|. For a max that keeps NaN, XLA:CPU would store all |v|.
+    v = jnp.abs(operands.value.astype(accumulator_dtype(operands))).sum(-1)  # b s k
+    of_keys = _inf_for_nan(_key_norm(operands)), _inf_for_nan(v)
+    k_norm, v = largest_seen(problem, schedule, operands, of_keys)
+    m = max_bound(problem, operands, k_norm)
+    return m, functools.partial(_bounded_rows_in_range, operands, k_norm, v)
 
 
 def sampled_max(problem: Problem, operands: Operands) -> Array:

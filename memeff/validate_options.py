@@ -41,16 +41,13 @@ def check_blocks(shape: CallShape, mask_fn, q_offset):
             f"mask_fn is a block mask of T, S = {blocks.lengths}, and this call has "
             f"{(shape.T, shape.S)}: make a block mask of these lengths."
         )
-    if blocks.batch not in (None, shape.B):
-        raise ValueError(
-            f"mask_fn is a block mask made with batch={blocks.batch}, and this call has "
-            f"B={shape.B}: make one with batch={shape.B}."
-        )
-    if blocks.heads not in (None, shape.N):
-        raise ValueError(
-            f"mask_fn is a block mask made with heads={blocks.heads}, and this call has "
-            f"N={shape.N}: make one with heads={shape.N}."
-        )
+    made_for = ("batch", blocks.batch, "B", shape.B), ("heads", blocks.heads, "N", shape.N)
+    for name, made, letter, size in made_for:
+        if made not in (None, size):
+            raise ValueError(
+                f"mask_fn is a block mask made with {name}={made}, and this call has "
+                f"{letter}={size}: make one with {name}={size}."
+            )
     if not (isinstance(q_offset, numbers.Integral) and q_offset == 0):
         raise ValueError(
             "mask_fn is a block mask, whose positions begin at 0, and q_offset is given: pass the "

@@ -109,26 +109,20 @@ class Plan:
         def flops(count: int) -> str:
             return format_bytes(count, ("", "k", "M", "G", "T", "P", "E"), 1000)
 
-        rows = [
-            ("temporary memory", "forward", "forward + gradient"),
-            (
-                "memeff" if self.compiled else "memeff, about",
-                format_bytes(self.forward_bytes),
-                format_bytes(self.gradient_bytes),
-            ),
-            (
-                "plain attention, about",
-                format_bytes(self.plain_forward_bytes),
-                format_bytes(self.plain_gradient_bytes),
-            ),
-            (
-                "floating point operations",
-                flops(self.flops),
-                flops(self.flops + self.gradient_flops),
-            ),
+        def line(title: str, forward: str, both: str) -> str:
+            return f"{title:26}{forward:>12}{both:>22}"
+
+        ours = "memeff" if self.compiled else "memeff, about"
+        plain = "plain attention, about"
+        plain_bytes = self.plain_forward_bytes, self.plain_gradient_bytes
+        both_flops = self.flops + self.gradient_flops
+        lines = [
+            f'"{self.implementation}" on {self.platform}: {self.how}',
+            line("temporary memory", "forward", "forward + gradient"),
+            line(ours, format_bytes(self.forward_bytes), format_bytes(self.gradient_bytes)),
+            line(plain, *map(format_bytes, plain_bytes)),
+            line("floating point operations", flops(self.flops), flops(both_flops)),
         ]
-        lines = [f'"{self.implementation}" on {self.platform}: {self.how}']
-        lines += [f"{title:26}{forward:>12}{both:>22}" for title, forward, both in rows]
         if self.memory is not None and self.longest is not None:
             lines.append(
                 f"{format_bytes(self.memory)} hold the gradient of up to about {self.longest} "

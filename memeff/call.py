@@ -40,7 +40,7 @@ from memeff.sequence.call import (
 )
 from memeff.sequence.choose import Plan, Sizes
 from memeff.sequence.layout import check_layout_name
-from memeff.shape import CallShape, fold_leads, unfold
+from memeff.shape import CallShape
 from memeff.softmax import LSE_OF_EMPTY_ROW
 from memeff.units import parse_bytes
 
@@ -89,7 +89,7 @@ def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     parts = Parts(sequence=1)
     if place.inside:
         parts = check_inside(other_axes)._replace(sequence=math.prod(place.devices))
-    shape, problem, operands = normalise(arguments, parts)
+    shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
     parts_of_device = WHOLE
     if not place.inside:
         mesh = jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
@@ -232,7 +232,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
         qk_transform=transform,
     )
     operands = Operands(
-        *(fold_leads(shape, x) for x in (query, key, value)),
+        *(sharding.fold_leads(shape, x) for x in (query, key, value)),
         logit_params=logit_params._replace(
             score=score_floats, transform=transform_floats, sinks=sinks
         ),
@@ -261,12 +261,11 @@ def to_public(
 
     They have the axes of an Explicit mesh that the type of the caller's `query` names.
     """
-    out = sharding.with_idle_axes(unfold(shape, out), query)
+    out = sharding.unfold(shape, out, query)
     return out if lse is None else (out, to_public_rows(shape, lse, query))
 
 
 def to_public_rows(shape: CallShape, rows: Array, query: Any) -> Array:
     """Return rows [B, K, G, T], such as lse, as [*B, T, N], with -inf for rows without a key."""
-    rows = unfold(shape, rows)
-    rows = jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)
-    return sharding.with_idle_axes(rows, query)
+    rows = sharding.unfold(shape, rows, query)
+    return jnp.where(rows == LSE_OF_EMPTY_ROW, -jnp.inf, rows)

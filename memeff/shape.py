@@ -1,9 +1,8 @@
-"""Hold the sizes of one call, and fold its leading dims."""
+"""Hold the sizes of one call."""
 
 import math
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 
@@ -46,15 +45,3 @@ class CallShape(NamedTuple):
 def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
-
-
-def unfold(shape: CallShape, x: Array) -> Array:
-    """Return x [B, K, G, T, ...] as [*B, T, N, ...]."""
-    x = jnp.moveaxis(x, 3, 1)
-    x = x.reshape(*x.shape[:2], shape.N, *x.shape[4:])
-    return x if len(shape.leads) == 1 else x.reshape(*shape.leads, *x.shape[1:])
-
-
-def fold_leads(shape: CallShape, x: Array) -> Array:
-    """Fold the leading dims of x into one B."""
-    return x if len(shape.leads) == 1 else x.reshape(shape.B, *x.shape[len(shape.leads) :])

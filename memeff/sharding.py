@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from memeff.inputs import text_of
 from memeff.problem import OPERAND_DIMS, Operands, map_operands
+from memeff.shape import CallShape
 
 
 def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None:
@@ -35,6 +36,12 @@ def check_layout(query: Array, key: Array, value: Array, sequence: bool) -> None
                 f"{name} is sharded along the sequence (dim {dim}) over {devices} devices. Pass "
                 "sequence_axis, the name of the mesh axis, to keep it sharded. Or gather the "
                 "sequence first with jax.device_put or jax.sharding.reshard."
+            )
+        devices = 1 if sequence else explicit_devices(x, x.ndim - 1)
+        if devices > 1:
+            raise NotImplementedError(
+                f"{name} is sharded along its last dim over {devices} devices of an Explicit mesh. "
+                "Shard batch or heads instead, by jax.sharding.reshard, or use an Auto mesh."
             )
     devices = explicit_devices(query, query.ndim - 2)
     K = key.shape[-2]
@@ -122,18 +129,49 @@ def without_idle_axes(x: Any) -> Any:
     return x if spec == sharding.spec else reshard(x, NamedSharding(sharding.mesh, spec))
 
 
-def with_idle_axes(x: Any, query: Any) -> Any:
-    """Return x [*B, T, N, ...], a result, with the axes of one device that `query` has there."""
-    if not isinstance(query, jax.Array) or not _explicit(query) or not _explicit(x):
+def fold_leads(shape: CallShape, x: Array) -> Array:
+    """Fold the leading dims of x into one B, which their axes of an Explicit mesh shard."""
+    count = len(shape.leads)
+    if count == 1:
         return x
+    folded = (shape.B, *x.shape[count:])
+    axes = [axis for dim in range(count) for axis in explicit_axes(x, dim)]
+    return _reshape(x, folded, (tuple(axes) or None, *jax.typeof(x).sharding.spec[count:]))
+
+
+def unfold(shape: CallShape, x: Array, query: Any) -> Array:
+    """Return x [B, K, G, T, ...], a result, as [*B, T, N, ...].
+
+    On an Explicit mesh it gets the axes of the leading dims of `query`, and those of one device
+    that `query` has in other dims.
+    """
+    x = jnp.moveaxis(x, 3, 1)
+    x = x.reshape(*x.shape[:2], shape.N, *x.shape[4:])
+    count = len(shape.leads)
+    if not isinstance(query, jax.Array) or not _explicit(query) or not _explicit(x):
+        return x if count == 1 else x.reshape(*shape.leads, *x.shape[1:])
+    of_several = _spec_of_several(query)
+    if count != 1:
+        axes = [axis for dim in range(count) for axis in explicit_axes(query, dim)]
+        leads = of_several[:count] if tuple(axes) == explicit_axes(x, 0) else (None,) * count
+        spec = *leads, *jax.typeof(x).sharding.spec[1:]
+        x = _reshape(x, (*shape.leads, *x.shape[1:]), spec)
     sharding = jax.typeof(x).sharding
     spec = list(sharding.spec)
-    rows = zip(jax.typeof(query).sharding.spec, _spec_of_several(query), strict=True)
-    for n, (axes, of_several) in enumerate(list(rows)[:-1]):
-        if spec[n] == of_several:
+    rows = zip(jax.typeof(query).sharding.spec, of_several, strict=True)
+    for n, (axes, axes_of_several) in enumerate(list(rows)[:-1]):
+        if spec[n] == axes_of_several:
             spec[n] = axes
     spec = PartitionSpec(*spec)
     return x if spec == sharding.spec else reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def _reshape(x: Array, shape: tuple, spec: tuple) -> Array:
+    """Return x in another shape, and on an Explicit mesh with this spec."""
+    if not _explicit(x):
+        return x.reshape(shape)
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+    return lax.reshape(x, shape, out_sharding=sharding)
 
 
 def _spec_of_several(x: Array) -> PartitionSpec:

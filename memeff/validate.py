@@ -25,7 +25,8 @@ from memeff.inputs import (
     to_int32,
 )
 from memeff.problem import LogitParams
-from memeff.shape import CallShape, fold_leads
+from memeff.shape import CallShape
+from memeff.sharding import fold_leads
 from memeff.warn import warn_once
 
 LARGE = 256 * 2**20  # bytes; a dense mask or bias beyond this defeats the purpose
@@ -196,12 +197,9 @@ def _fold_pairs(shape: CallShape, name: str, x, instead: str) -> Array | None:
             f"{name} of shape {given_shape} takes {mib:.0f} MiB, more than attention itself needs: "
         )
         warn_once(name, message + f"use {instead} instead where you can.")
-    if all(d == 1 for d in leads):
-        leads = [1]
-    else:
-        x = jnp.broadcast_to(x, (*shape.leads, N, T, S))
-        leads = [shape.B]
-    return x.reshape(*leads, N, T, S)
+    if any(d != 1 for d in leads):
+        return fold_leads(shape, jnp.broadcast_to(x, (*shape.leads, N, T, S)))
+    return x.reshape(1, N, T, S)
 
 
 def check_window(
@@ -332,7 +330,7 @@ def _per_batch(shape: CallShape, name: str, x, least: int, most: int) -> Array:
         )
     if x.size == 1:
         return x.reshape(1)
-    return jnp.broadcast_to(x, shape.leads).reshape(shape.B)
+    return fold_leads(shape, jnp.broadcast_to(x, shape.leads))
 
 
 def check_sinks(shape: CallShape, sinks, dtype) -> Array | None:

@@ -4,6 +4,8 @@ They give the same numbers without a word between devices, and take an eighth of
 sharded sequence is refused, or gathered. test_shard_map.py and test_unset_mesh.py have more.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +163,67 @@ def test_axes_of_one_device(leads, key_heads, group):
         for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
             assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
+
+
+LEADING = [  # specs, and keywords of the call
+    (P(None, "x", None, None, None), {}),
+    (P("x", "idle", "seq", None, None), dict(batch_axis=("x", "idle"))),
+    (P("x", "y", None, None, None), {}),
+    (P("idle", "y", None, None, None), {}),
+    (P(None, "x", "seq", None, None), {}),
+]
+
+
+@pytest.mark.parametrize("places", [LEADING[:2], pytest.param(LEADING[2:], marks=slow)])
+def test_several_leading_dims_that_an_explicit_mesh_shards(places):
+    """Also behind a dim that is whole, or with axes of one device, and beside a sequence.
+
+    Results and gradients have the types of their operands.
+    """
+    mesh = mesh_of(AxisType.Explicit, x=2, y=2, seq=2, idle=1)
+    numbers = np.random.default_rng(0)
+    q = numbers.normal(size=(4, 2, 8, 2, 3)).astype(f32)
+    bias = numbers.normal(size=(4, 2, 1, 1, 8)).astype(f32)
+    lengths = numbers.integers(3, 9, (4, 2))
+
+    def mask(batch, head, q_pos, k_pos, params):
+        return (batch + k_pos) % 3 != 0
+
+    def call_and_gradient(how, q, bias, lengths):
+        def call(q, bias):
+            options = dict(mask_fn=mask, query_seq_lengths=lengths, return_residual=True)
+            return dot_product_attention(q, q, q, bias, **options, **how)
+
+        results, pull = jax.vjp(call, q, bias)
+        return results, *pull(jax.tree.map(jnp.tanh, results))
+
+    def of_all_places(arguments):
+        pairs = zip(places, arguments, strict=True)
+        return [call_and_gradient(how, *args) for (_, how), args in pairs]
+
+    expected = jax.jit(functools.partial(call_and_gradient, {}))(q, bias, lengths)
+    arguments = []
+    for spec, _ in places:
+        leads = P(*spec[:2])
+        arguments.append((put(mesh, q, spec), put(mesh, bias, leads), put(mesh, lengths, leads)))
+    with jax.set_mesh(mesh):
+        found = jax.jit(of_all_places)(arguments)
+    for (spec, _), results in zip(places, found, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        (out, lse), dq, _ = results
+        for x in (out, lse, dq):
+            assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_last_dim_that_an_explicit_mesh_shards_is_refused(name):
+    mesh = mesh_of(AxisType.Explicit, x=2)
+    operands = {n: jnp.ones((1, 4, 2, 4)) for n in ("query", "key", "value")}
+    operands[name] = put(mesh, operands[name], P(None, None, None, "x"))
+    words = f"{name} is sharded along its last dim over 2 devices of an Explicit mesh. Shard batch"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=words):
+        dot_product_attention(**operands)
 
 
 @pytest.mark.parametrize("spec", [P("x", "y", None, None), P("x", None, None, "y")])

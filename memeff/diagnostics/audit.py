@@ -26,7 +26,7 @@ from memeff.diagnostics.float64 import Inputs, Place
 from memeff.inputs import check_size, kind_of
 from memeff.problem import Operands, Problem, sum_dtype
 from memeff.sequence.layout import sequence_positions
-from memeff.shape import CallShape, fold_leads, round_up
+from memeff.shape import CallShape, round_up
 
 # The largest relative error that counts as rounding. Plain attention has a third of it or less.
 LIMITS = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -283,7 +283,7 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
     if place.mesh is not None:
         devices = math.prod(place.mesh.shape[axis] for axis in axes)
     samples = round_up(samples, devices)
-    results = [fold_leads(shape, x) for x in results]
+    results = [sharding.fold_leads(shape, x) for x in results]
     inputs = Inputs(operands, *results, *map(jnp.asarray, positions))
     inputs = float64.lay_out(place, inputs)
     with jax.set_mesh(None):  # the caller's mesh is not that of these arrays

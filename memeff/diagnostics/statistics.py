@@ -31,7 +31,6 @@ from memeff.implementations import Chosen
 from memeff.inputs import to_array
 from memeff.problem import Operands, Problem, split_axis
 from memeff.query_positions import nan_without_params
-from memeff.shape import unfold
 from memeff.sharding import vary_together
 from memeff.softmax import LSE_OF_EMPTY_ROW, Lse, log_sum_exp
 
@@ -216,7 +215,7 @@ def _run_statistics(arguments: Arguments, chosen: Chosen | None = None) -> Stati
     call = prepare(arguments, _run_statistics, chosen)
     out, *rows = sharding.on_mesh_of_operands(row_statistics, (call.chosen,), call.operands)
     public_rows = [to_public_rows(call.shape, x, arguments.query) for x in rows]
-    public_out = sharding.with_idle_axes(unfold(call.shape, out), arguments.query)
+    public_out = sharding.unfold(call.shape, out, arguments.query)
     return Statistics(public_out, *public_rows)
 
 
@@ -252,4 +251,4 @@ def _run_key_mass(arguments: Arguments, chosen: Chosen | None = None) -> Array:
     """Return the mass of each key, in the tiles `chosen`, or in those that dispatch chooses."""
     call = prepare(arguments, _run_key_mass, chosen)
     mass = sharding.on_mesh_of_operands(sum_probabilities_by_key, (call.chosen,), call.operands)
-    return sharding.with_idle_axes(unfold(call.shape, mass), arguments.query)
+    return sharding.unfold(call.shape, mass, arguments.query)

@@ -76,9 +76,10 @@ def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[Ba
     if AxisType.Explicit in query.sharding.mesh.axis_types:
         batch, _, heads, _ = query.sharding.spec
         typed = BatchAndHeads(_as_tuple(batch), _as_tuple(heads))
-        auto = set(query.sharding.mesh.auto_axes)
+        sizes = query.sharding.mesh.shape
+        of_several = {name for name in query.sharding.mesh.explicit_axes if sizes[name] > 1}
         for named, of_type in zip(axes, typed, strict=True):
-            if named and tuple(name for name in named if name not in auto) != of_type:
+            if named and tuple(name for name in named if name in of_several) != of_type:
                 raise ValueError(
                     f"batch_axis={axes.batch} and head_axis={axes.heads} contradict the type of "
                     f"query, {typed.batch} and {typed.heads}. Omit them, or name all axes of a dim."

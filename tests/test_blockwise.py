@@ -814,6 +814,8 @@ def no_tokens(x):
 
 WRONG = {
     "an int": (TypeError, "f must be a module or a function, got int 3", (3, X, 4), {}),
+    "class": (TypeError, r"f is Dense, a class .* of it: Dense\(...\)", (linen.Dense, X, 4), {}),
+    "class of NNX": (TypeError, "f is Linear, a class of modules", (nnx.Linear, X, 4), {}),
     "zero": (ValueError, "chunk_size=0 counts tokens and must be at least 1", (jnp.sin, X, 0), {}),
     "half": (TypeError, "chunk_size must be an int .* got float 2.5", (jnp.sin, X, 2.5), {}),
     "true": (TypeError, "chunk_size must be an int .* got bool True", (jnp.sin, X, True), {}),

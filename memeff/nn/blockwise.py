@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen, nnx
 from jax import lax
 
 from memeff import sharding
@@ -90,6 +91,9 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     """
     if not callable(f):
         raise TypeError(f"f must be a module or a function, got {kind_of(f)}.")
+    if isinstance(f, type) and issubclass(f, linen.Module | nnx.Module):
+        name = f.__name__
+        raise TypeError(f"f is {name}, a class of modules. Pass a module of it: {name}(...).")
     chunk_size = check_int("chunk_size", chunk_size, " (it is fixed while tracing)")
     axis = check_int("axis", axis, " (it is fixed while tracing)")
     if chunk_size < 1:

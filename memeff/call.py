@@ -116,6 +116,11 @@ def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[A
     return to_public(shape, out, lse, arguments.query)
 
 
+def _without_idle_axes(arguments: Arguments) -> Arguments:
+    """Return the arguments with types that name no mesh axes of one device."""
+    return Arguments(*map(sharding.without_idle_axes, arguments))
+
+
 def prepare(
     arguments: Arguments,
     run: Callable[..., Any],
@@ -138,9 +143,7 @@ def prepare(
         )
     other_axes = batch_and_heads_of(arguments)
     parts = check_inside(other_axes)
-    # types that name no mesh axes of one device
-    arguments_of_several = Arguments(*map(sharding.without_idle_axes, arguments))
-    shape, problem, operands = normalise(arguments_of_several, parts)
+    shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
     if other_axes != BatchAndHeads():
         check_sharded(other_axes, operands.query)
         whole = WholeCall(shape.T, shape.S, shape.N * parts.heads)

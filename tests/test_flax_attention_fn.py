@@ -139,7 +139,7 @@ WRONG_HOOKS = [
     ({"dtype": "int32"}, TypeError, "dtype must be a floating-point dtype, got int32"),
     ({"mask": "causal"}, TypeError, "mask must be an array, got str 'causal'"),
     ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),
-    ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: the chance"),
+    ({"deterministic": True, "dropout_rate": 1.0}, ValueError, "dropout_rate=1: it must lie in"),
     ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 came without dropout_rng"),
     (
         {"module": object()},

@@ -53,6 +53,7 @@ from memeff.pallas.hopper.mosaic import (
     tile_ref,
     whole_width,
 )
+from memeff.pallas.hopper.nonfinite import clean_tile
 from memeff.pallas.hopper.persistent import any_failed
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
@@ -66,7 +67,7 @@ from memeff.pallas.hopper.scheduler import (
     order_for_bias,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
-from memeff.pallas.hopper.threads import WARPGROUP, clean_tile
+from memeff.pallas.hopper.threads import WARPGROUP
 from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
 from memeff.shape import round_up

@@ -4,7 +4,6 @@ A tile [rows, cols] is in registers in the layout of a product: each thread hold
 neighbours in a row. The interpreter computes the same from whole arrays.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from memeff.pallas.hopper.mosaic import (
-    SHARED,
     WGMMA,
     Ref,
     broadcast_vector,
@@ -23,7 +21,6 @@ from memeff.pallas.hopper.mosaic import (
     mlir_modules,
     plgpu,
 )
-from memeff.softmax import LSE_OF_EMPTY_ROW
 
 NARROWEST = 8  # columns of a tile
 LINE = 32  # float32 numbers of a line of the L2 cache
@@ -296,111 +293,3 @@ def drop_parts(ref: Ref, first, end, place, count: int) -> None:
                 scf.yield_([])
 
     drop(ref, first, end, place)
-
-
-def clean_tile(
-    tile: Ref,
-    marks: tuple[Ref, Ref] | None = None,
-    lse_s: Ref | None = None,
-    patches: range | None = None,
-) -> None:
-    """Replace NaN and Inf in `tile` [c, D], of 16 bits in shared memory, by 0.
-
-    `marks` [c] and [D], float32 in shared memory, become 1 for rows and columns that had such a
-    number, and else 0. `lse_s` [c]: numbers of rows that see a key stay as they are. `patches`:
-    those of 64 columns that are cleaned, without steps; None: all. The warpgroup sees the results.
-    """
-    rows, cols = tile.shape
-    patches = patches or range(cols // 64)
-    if interpreting():
-        part = tile.at[:, pl.ds(patches.start * 64, len(patches) * 64)]
-        x = part[...].astype(jnp.float32)
-        bad = ~(jnp.abs(x) < jnp.inf)
-        if lse_s is not None:
-            bad &= (lse_s[...] >= LSE_OF_EMPTY_ROW)[:, None]
-        part[...] = jnp.where(bad, 0.0, x).astype(tile.dtype)
-        if marks is not None:
-            marks[0][...] = bad.any(axis=1).astype(jnp.float32)
-            outside = patches.start * 64, cols - patches.stop * 64
-            marks[1][...] = jnp.pad(bad.any(axis=0).astype(jnp.float32), outside)
-        return
-    vectors = [x for x in (lse_s, *(marks or ())) if x is not None]
-    exponent = 0x7F80 if tile.dtype == jnp.bfloat16 else 0x7C00  # all its bits: NaN or Inf
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SHARED), *[plgpu.RefType()] * len(vectors)))
-    def clean(_, tile, *vectors):
-        lanes = Lanes()
-        arith, ir, vector = lanes.arith, lanes.ir, lanes.vector
-        memref = lanes.utils.memref
-        index = ir.IndexType.get()
-        zero, one = (arith.constant(lanes.f32, x) for x in (0.0, 1.0))
-        mark_refs = vectors[lse_s is not None :]
-        base = lanes.utils.memref_ptr(tile)
-
-        def clear(ref):
-            def store(n):
-                memref.store(zero, ref, [arith.index_cast(index, n)])
-
-            lanes.for_each(ref.type.shape[0], store)
-
-        def clean_chunk(n):
-            block, in_block = lanes.divmod(n, 64)  # of 8 rows of a patch
-            eight, patch = lanes.divmod(block, len(patches))
-            patch = lanes.add(patch, lanes.constant(patches.start))
-            block = lanes.add(lanes.times(eight, cols // 64), patch)
-            offset = lanes.add(lanes.times(block, 64), in_block)
-            place = lanes.at(base, lanes.times(offset, CHUNK_BYTES))
-            words = lanes.llvm.load(ir.VectorType.get((4,), lanes.i32), place)
-            lanes.when(
-                has_bad(words),
-                functools.partial(clean_numbers, words, place, eight, patch, in_block),
-            )
-
-        def has_bad(words):
-            """Return whether the exponent of a number is full: 1 more sets its highest bit."""
-            total = lanes.constant(0)
-            lowest = exponent & -exponent
-            for n in range(4):
-                word = vector.extract(words, [], [n])
-                word = arith.andi(word, lanes.constant(exponent * 0x10001))
-                word = lanes.add(word, lanes.constant(lowest * 0x10001))
-                total = arith.ori(total, word)
-            total = arith.andi(total, lanes.constant(-0x7FFF8000))
-            return arith.cmpi(arith.CmpIPredicate.ne, total, lanes.constant(0))
-
-        def clean_numbers(words, place, eight, patch, in_block):
-            row_in_eight, chunk = lanes.divmod(in_block, 8)
-            row = arith.index_cast(index, lanes.add(lanes.times(eight, 8), row_in_eight))
-            col = lanes.times(arith.xori(chunk, row_in_eight), 8)
-            col = arith.index_cast(index, lanes.add(lanes.times(patch, 64), col))
-            kind = ir.VectorType.get((8,), ir.IntegerType.get_signless(16))
-
-            def splat(x: int):
-                element = ir.IntegerAttr.get(kind.element_type, x)
-                return arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, element))
-
-            x = vector.bitcast(kind, words)
-            full = arith.andi(x, splat(exponent))
-            bad = arith.cmpi(arith.CmpIPredicate.eq, full, splat(exponent))
-            if lse_s is not None:
-                limit = arith.constant(lanes.f32, LSE_OF_EMPTY_ROW)
-                lse = memref.load(vectors[0], [row])
-                is_empty = arith.cmpf(arith.CmpFPredicate.UGE, lse, limit)
-                bad = arith.andi(bad, vector.broadcast(bad.type, is_empty))
-            lanes.llvm.store(arith.select(bad, splat(0), x), place)
-
-            def mark(n: int):
-                memref.store(one, mark_refs[0], [row])
-                memref.store(one, mark_refs[1], [arith.addi(col, arith.constant(index, n))])
-
-            for n in range(8 if mark_refs else 0):
-                lanes.when(vector.extract(bad, [], [n]), functools.partial(mark, n))
-
-        lanes.utils.warpgroup_barrier()  # all have read the tile and the marks
-        for ref in mark_refs:
-            clear(ref)
-        lanes.utils.warpgroup_barrier()
-        lanes.for_each(rows * len(patches) * 8, clean_chunk)
-        lanes.utils.warpgroup_barrier()
-
-    clean(tile, *vectors)

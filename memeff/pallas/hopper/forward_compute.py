@@ -23,6 +23,7 @@ from memeff.pallas.hopper.mosaic import (
     init_accumulator,
     interpreting,
     plgpu,
+    positions,
 )
 from memeff.pallas.hopper.nonfinite import clean_values
 from memeff.pallas.hopper.parts import (
@@ -41,6 +42,7 @@ from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_it
 from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.softmax_rows import add_tile, inverse_sum, lse_of_rows
+from memeff.pallas.hopper.threads import NARROWEST
 from memeff.pallas.hopper.tile_ranges import TileRange
 from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
@@ -230,7 +232,7 @@ class KeyTileLoop(NamedTuple):
         failed = jnp.maximum(sum_failed, out_failed)
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
             took_0 = (m == -jnp.inf) & (first_fixed < visits.total)
-            failed = jnp.where(took_0 & self._is_query(), 1.0, failed)
+            failed = jnp.where(took_0, self._is_query(), failed)
         sinks = self.work.scalars.sinks
         weight = inverse_sum(m, l, None if sinks is None else sinks[self.work.n])
         if self.kernel.problem.dropout is not None:
@@ -239,9 +241,9 @@ class KeyTileLoop(NamedTuple):
         return m, l, out, failed
 
     def _is_query(self) -> Array:
-        """Return True for rows that hold a query, and False behind the last one, [64]."""
-        rows = self.first_row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        return rows < self.kernel.length
+        """Return 1 for rows that hold a query, and 0 behind the last one, [64]."""
+        rows = positions(self.first_row, (ROWS, NARROWEST), 0)  # JAX finds no layout for a vector
+        return jnp.where(rows < self.kernel.length, 1.0, 0.0).max(axis=1)
 
     def _first_round(self, first_fixed, m, l, o):
         """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5).

@@ -242,7 +242,8 @@ class KeyTileLoop(NamedTuple):
 
     def _is_query(self) -> Array:
         """Return 1 for rows that hold a query, and 0 behind the last one, [64]."""
-        rows = positions(self.first_row, (ROWS, NARROWEST), 0)  # JAX finds no layout for a vector
+        # A tile, because JAX finds no layout for a vector of positions.
+        rows = positions(self.first_row, (ROWS, NARROWEST), 0)
         return jnp.where(rows < self.kernel.length, 1.0, 0.0).max(axis=1)
 
     def _first_round(self, first_fixed, m, l, o):

@@ -25,9 +25,8 @@ from memeff.pallas.hopper.score_tile import ScoreTile
 from memeff.pallas.hopper.threads import CHUNK_BYTES, Lanes
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
-Marks = tuple[
-    Ref, Ref
-]  # of a tile of values [c, D]: 1 for keys [c], and columns [D], with NaN or Inf
+# Two vectors [c] and [D] of a tile [c, D]: 1 for rows, and for columns, that had NaN or Inf
+Marks = tuple[Ref, Ref]
 PATCH = 64  # columns of 16 bits that are neighbours in shared memory
 
 
@@ -39,8 +38,9 @@ def clean_tile(
 ) -> None:
     """Replace NaN and Inf in `tile` [c, D], of 16 bits in shared memory, by 0.
 
-    `marks` are set, to 0 for other rows and columns. `lse_s` [c]: numbers of rows that see a key
-    stay as they are. `patches` of columns are cleaned; None: all. The warpgroup sees the results.
+    `marks` become 0 for all other rows and columns. If `lse_s` [c] is given, only rows that see no
+    key are cleaned. `patches` are the patches of columns that are cleaned; None: all of them. All
+    threads of the warpgroup see the results.
     """
     rows, cols = tile.shape
     patches = patches or range(cols // PATCH)
@@ -69,7 +69,7 @@ def clean_tile(
 
 
 class _Cleaner(NamedTuple):
-    """What one thread does of `clean_tile`: every 128th chunk of 8 numbers."""
+    """The part of `clean_tile` that one thread does: every 128th chunk of 8 numbers."""
 
     lanes: Lanes
     tile: Any
@@ -77,7 +77,7 @@ class _Cleaner(NamedTuple):
     lse: Any  # a ref, or None
     cols: int
     patches: range
-    exponent: int  # all bits of it: those of NaN and Inf
+    exponent: int  # a number whose exponent has all bits set, as that of NaN and Inf
 
     def run(self, rows: int) -> None:
         """Clean the tile of so many rows."""
@@ -114,7 +114,10 @@ class _Cleaner(NamedTuple):
         lanes.when(self._has_bad(words), clean)
 
     def _has_bad(self, words) -> Any:
-        """Return whether a number's exponent is full: then 1 more sets the number's highest bit."""
+        """Return whether the exponent of some number has all bits set.
+
+        Adding 1 to such an exponent sets the highest bit of the number.
+        """
         lanes = self.lanes
         arith = lanes.arith
         lowest = self.exponent & -self.exponent

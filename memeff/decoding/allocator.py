@@ -85,12 +85,7 @@ class PageAllocator:
         """
         self._check_known(name)
         self._check_new(child)
-        length = self._lengths[name]
-        tokens = length if tokens is None else check_size("tokens", tokens, 0)
-        if tokens > length:
-            raise ValueError(
-                f"tokens={tokens}: sequence {name!r} has {length} tokens. Pass at most {length}."
-            )
+        tokens = self._check_tokens(name, self._lengths[name] if tokens is None else tokens)
         shared = self._pages[name][: -(-tokens // self.page_size)]
         for page in shared:
             self._owners[page] += 1
@@ -139,12 +134,7 @@ class PageAllocator:
         Raises: ValueError if there is no such sequence, or it is shorter.
         """
         self._check_known(name)
-        tokens = check_size("tokens", tokens, 0)
-        length = self._lengths[name]
-        if tokens > length:
-            raise ValueError(
-                f"tokens={tokens}: sequence {name!r} has {length} tokens. Pass at most {length}."
-            )
+        tokens = self._check_tokens(name, tokens)
         kept = -(-tokens // self.page_size)
         sequence_pages = self._pages[name]
         self._give_back(sequence_pages[kept:])
@@ -195,6 +185,16 @@ class PageAllocator:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free.append(page)
+
+    def _check_tokens(self, name, tokens) -> int:
+        """Return a number of the sequence's tokens as an int. Refuse more than there are."""
+        tokens = check_size("tokens", tokens, 0)
+        length = self._lengths[name]
+        if tokens > length:
+            raise ValueError(
+                f"tokens={tokens}: sequence {name!r} has {length} tokens. Pass at most {length}."
+            )
+        return tokens
 
     def _check_known(self, name: Hashable) -> None:
         _check_name(name)

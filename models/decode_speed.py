@@ -109,7 +109,7 @@ def text_of(row: dict[str, Any]) -> str:
 
 
 def random_model(config: Config) -> tuple[Any, Any]:
-    """Return a model as `nnx.split` gives it, with parameters in the dtype of the computation."""
+    """Return a model as `nnx.split` gives it, with parameters as decoding reads them."""
 
     @jax.jit
     def make() -> Any:
@@ -118,7 +118,8 @@ def random_model(config: Config) -> tuple[Any, Any]:
         return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    return nnx.split(model, nnx.Param)[0], make()
+    graphdef = nnx.split(model, nnx.Param)[0]
+    return graphdef, generate.apart(graphdef, make())
 
 
 def filled_caches(config: Config, batch: int, context: int) -> Caches:

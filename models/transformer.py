@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
         """Return logits of `tokens` [B, T] that follow what `caches` hold, and the caches with them; one document per row.
 
         Of a row, only the first counts[b] tokens count. Layers are compiled one by one, so that each writes its cache in
-        place.
+        place. Their parameters may be apart, as `models.generate.apart` returns them.
         """
         x, caches = self.decode_hidden(tokens, caches, counts)
         return self.head(x), caches
@@ -209,7 +209,8 @@ class Transformer(nnx.Module):
         x = self.embedding(tokens)
         appended = []
         for n, cache in enumerate(caches):
-            here: Layer = nnx.merge(layer_def, jax.tree.map(lambda p, n=n: p[n], parameters))
+            own = jax.tree.map(lambda p, n=n: p[n], parameters, is_leaf=is_apart)
+            here: Layer = nnx.merge(layer_def, own)
             q, k, v = here.project(x, turn)
             cache = cache.append(k, v, counts)
             x = here.combine(x, attend_cached(self.config, q, cache, counts))
@@ -231,6 +232,11 @@ class Transformer(nnx.Module):
         return tuple(
             memeff.KVCache.zeros(*shape, jnp.dtype(c.dtype), window=window) for _ in range(c.layers)
         )
+
+
+def is_apart(parameter: Any) -> bool:
+    """Return whether a parameter of the layers is a tuple with an array for each layer, not a stack."""
+    return isinstance(parameter, tuple)
 
 
 def likeliest(head: nnx.Linear, x: Array) -> Array:

@@ -122,7 +122,6 @@ class Transformer(nnx.Module):
         self.embedding = nnx.Embed(
             VOCABULARY,
             config.width,
-            dtype=jnp.dtype(config.dtype),
             embedding_init=nnx.initializers.normal(1.0),
             rngs=rngs,
         )
@@ -163,9 +162,17 @@ class Transformer(nnx.Module):
         if self.config.remat:
             keep = jax.checkpoint_policies.save_only_these_names(*memeff.RESIDUAL_NAMES)
             layer = jax.checkpoint(layer, policy=keep, prevent_cse=not self.config.scan_layers)
-        x = self.embedding(tokens)  # B T C
+        x = self.vectors(tokens)
         x, _ = lax.scan(layer, x, parameters, unroll=not self.config.scan_layers)
         return self.norm(x)
+
+    def vectors(self, tokens: Array) -> Array:
+        """Return the vectors [B, T, C] of `tokens` [B, T].
+
+        They are looked up in float32, because XLA adds up their gradient in the dtype of the table. In bfloat16 a sum of
+        many tokens stands still: half of the gradient of 32,768 bytes of text was lost.
+        """
+        return self.embedding(tokens).astype(self.config.dtype)
 
     def losses(self, x: Array, targets: Array) -> Array:
         """Return the loss in nats [B, T] of predicting `targets` [B, T] from vectors [B, T, C], without logits."""
@@ -206,7 +213,7 @@ class Transformer(nnx.Module):
         """Return the vectors [B, T, C] before the head, and the caches, as `decode` does."""
         turn = rotation(self.config, caches[0].lengths[:, None] + jnp.arange(tokens.shape[1]))
         layer_def, parameters = nnx.split(self.layers)
-        x = self.embedding(tokens)
+        x = self.vectors(tokens)
         appended = []
         for n, cache in enumerate(caches):
             own = jax.tree.map(lambda p, n=n: p[n], parameters, is_leaf=is_apart)

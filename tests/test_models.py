@@ -187,6 +187,17 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
     assert dtypes == {jnp.dtype("float32")}
 
 
+def test_the_gradient_of_the_embedding_adds_up_in_float32():
+    graphdef, params = build(dtype="bfloat16")
+    tokens = jnp.zeros((1, 4096), jnp.int32)
+
+    def total(params):
+        return jnp.sum(nnx.merge(graphdef, params).vectors(tokens), dtype=jnp.float32)
+
+    gradient = jax.grad(total)(params)["embedding"]["embedding"].get_value()
+    np.testing.assert_array_equal(gradient[0], 4096)  # in bfloat16 a sum of ones ends at 256
+
+
 # ---- decoding
 
 

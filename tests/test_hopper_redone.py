@@ -6,6 +6,7 @@ done again, with a running maximum. The kernels run in Mosaic's interpreter.
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -89,6 +90,36 @@ def test_rows_that_fail_leave_the_others_as_they_were():
     assert_only_later_rows_change(before, forward((query, key, value)))
 
 
+@pytest.mark.parametrize(
+    "dtype, bits", [(bf16, 100), (bf16, 200), (np.float16, 40)], ids=["100", "200", "float16"]
+)
+def test_a_row_whose_maximum_is_too_small_takes_the_last_round_alone(dtype, bits, monkeypatch):
+    """A logit 100 bits above the maximum needs no other round, and one 200 bits above it no second.
+
+    The second round would store zeros here, and the third one NaN for 100 bits.
+    """
+    from memeff.pallas.hopper.forward_compute import KeyTileLoop
+
+    redo_step = KeyTileLoop._redo_step
+
+    def mark(self, *args):
+        m, l, o = redo_step(self, *args)
+        if bits == 100:
+            return m, l, o + np.nan
+        third = self.state.third_round
+        return m, jnp.where(third, l, jnp.ones_like(l)), jnp.where(third, o, jnp.zeros_like(o))
+
+    monkeypatch.setattr(KeyTileLoop, "_redo_step", mark)
+    query, key, value = draw(dtype, small(T=128, S=384))
+    query[..., 0] = 1
+    key[:, 100, :, 0] = bits * np.log(2) * np.sqrt(query.shape[-1])
+    out, lse = forward((query, key, value))
+    heads = out.shape[2] // value.shape[2]
+    expected = np.repeat(value[:, 100:101], heads, 2).repeat(128, 1)
+    np.testing.assert_allclose(out, expected, rtol=2.0**-7 if bits == 100 else 0)
+    assert (lse > (bits - 20) * np.log(2)).all()
+
+
 @pytest.mark.parametrize("lengths", [{}, {"query_seq_lengths": i32([230])}], ids=["", "length"])
 def test_rows_behind_the_last_query_do_not_fail(lengths, monkeypatch):
     """Two warpgroups of the last tile have no query, and nothing is done again."""
@@ -169,7 +200,7 @@ def test_what_nobody_sees_changes_no_bit(name, backward):
 
 @pytest.mark.slow
 def test_a_tile_that_fails_is_done_again_among_more_than_a_block_can_tell_apart():
-    """Only results that see the NaN change, although tiles 1 and 17 of one block share a bit.
+    """Only results that see the NaN change, although tiles 5 and 17 of one block share bits.
 
     Both of these tiles are done again.
     """

@@ -10,10 +10,11 @@ queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by
   So nothing is rescaled, o stays in one accumulator, and q_i k_{j+1}' runs beside tile j's exp2:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
-A row fails if its l leaves the range of float32 in (5) because a later logit exceeds m by 60 bits
-or more, if its o is not finite, or if its m is -inf before (5). Its tile is then done again at the
-end of the thread block, with NaN and Inf removed where nobody sees them; that changes no bit of the
-other rows. If a row fails again, its tile is done by (1) to (4) alone, to replace failed rows.
+A row fails if its l exceeds 2^120 in (5), because a later logit exceeds m by as many bits, if its o
+is not finite, or if its m is -inf before (5). Its tile is then done again at the end of the thread
+block, with NaN and Inf removed where nobody sees them: once more as before if an o is not finite,
+and by (1) to (4) alone if a row fails again or its m was too small. Rows that did not fail keep
+their results.
 A row that passes has lost nothing. Its m is one of its logits, so l >= 1, and each p is at least
 the softmax probability. Rounded to 16 bits, p loses what is below 2^-126 (in float16, 2^-24), as in
 plain attention: of a row at most S 2^-126. Numbers above the range of float32 or float16 (p > 2^16,

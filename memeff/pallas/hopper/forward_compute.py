@@ -38,7 +38,14 @@ from memeff.pallas.hopper.parts import (
     store_tile,
     transposed,
 )
-from memeff.pallas.hopper.persistent import ROWS, WorkState, any_failed, skip_item
+from memeff.pallas.hopper.persistent import (
+    NEEDS_ROUND_2,
+    ROWS,
+    WorkState,
+    any_failed,
+    largest_failure,
+    skip_item,
+)
 from memeff.pallas.hopper.scheduler import QueryWork, may_have_unmasked_tiles
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, head_number_refs
 from memeff.pallas.hopper.softmax_rows import add_tile, inverse_sum, lse_of_rows
@@ -48,7 +55,10 @@ from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 HEADROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
-LARGEST_SUM = 2.0**60  # of (5); a row that exceeds it is done again
+LARGEST_SUM = 2.0**120  # of (5); a row that exceeds it is done again
+# How a row failed, from which the next round of its tile follows:
+MAX_FAILED = 1.0  # its m was too small, or none of its logits
+VALUES_FAILED = 2.0  # a value that is not finite met it; perhaps it sees none
 
 
 class ForwardKernel(NamedTuple):
@@ -66,7 +76,7 @@ class ForwardKernel(NamedTuple):
     warpgroup: Array
 
     def run_item(self, work: QueryWork, state: WorkState) -> tuple[Array, Array]:
-        """Compute and store a tile of queries. Return the tiles visited, and 1 if a row failed."""
+        """Compute and store a tile of queries. Return the tiles visited, and how a row failed."""
         scratch = self.scratch
         slot = lax.rem(state.items_done, jnp.int32(self.tiling.queries))
         rows = pl.ds(work.row + self.warpgroup * ROWS, ROWS)
@@ -80,16 +90,22 @@ class ForwardKernel(NamedTuple):
         m, l, o, failed = loop.run()
         if self.carried is not None:
             m, l, o = self._merge_carried(self.carried, work, rows, q, m, l, o)
-        elif not state.first_round:
-            m, l, o = self._merge_rounds(state, q, out, m, l, o, failed)
-        item_failed = any_failed(scratch.failed_s.at[self.warpgroup], failed)
-        store_tile(out_s, o, self.tiling.parts)
+        lse, stored_lse = None, None
         if self.lse_ref is not None:
-            self._row_vector(3)[...] = lse_of_rows(m, l)
+            lse, stored_lse = lse_of_rows(m, l), self.lse_ref.at[work.b, work.n, rows]
+        if self.carried is None and not state.first_round:
+            lse, o = self._keep_passed_rows(state, q, (stored_lse, out), lse, o)
+        worst = largest_failure(scratch.failed_s.at[self.warpgroup], failed)
+        item_failed = jnp.where(
+            worst == VALUES_FAILED, NEEDS_ROUND_2, (worst > 0).astype(jnp.int32)
+        )
+        store_tile(out_s, o, self.tiling.parts)
+        if lse is not None:
+            self._row_vector[...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out)
-        if self.lse_ref is not None:
-            plgpu.copy_smem_to_gmem(self._row_vector(3), self.lse_ref.at[work.b, work.n, rows])
+        if lse is not None:
+            plgpu.copy_smem_to_gmem(self._row_vector, stored_lse)
         for low_ref in self.out_refs[1:]:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = rounding_rest(o, q.dtype)
@@ -105,17 +121,18 @@ class ForwardKernel(NamedTuple):
         """Return the columns of a tile of queries that out takes."""
         return first_columns(q, self.scratch.v_s.shape[-1])
 
-    def _row_vector(self, n: int) -> Ref:
-        """Return this warpgroup's part of `rows_s[n]`."""
-        return self.scratch.rows_s.at[n, pl.ds(self.warpgroup * ROWS, ROWS)]
+    @property
+    def _row_vector(self) -> Ref:
+        """Return this warpgroup's part of `lse_s`."""
+        return self.scratch.lse_s.at[pl.ds(self.warpgroup * ROWS, ROWS)]
 
     def _merge_carried(self, carried: Carried, work: QueryWork, rows, q: Ref, m, l, o):
         """Return m, l and o of these keys and of the carried ones together, in any round."""
         ready = self.scratch.old_out_ready.at[self.warpgroup]
         plgpu.commit_smem()  # all of the warpgroup have read q
-        plgpu.copy_gmem_to_smem(carried.lse.at[work.b, work.n, rows], self._row_vector(3), ready)
+        plgpu.copy_gmem_to_smem(carried.lse.at[work.b, work.n, rows], self._row_vector, ready)
         plgpu.barrier_wait(ready)
-        lse = plgpu.load(self._row_vector(3), layout=ROW)
+        lse = plgpu.load(self._row_vector, layout=ROW)
         logs = [m + jnp.log2(l), jnp.where(lse == LSE_OF_EMPTY_ROW, -jnp.inf, lse * LOG2_E)]
         top = jnp.maximum(*logs)
         top = jnp.where(top == -jnp.inf, 0.0, top)
@@ -136,36 +153,29 @@ class ForwardKernel(NamedTuple):
             plgpu.commit_smem()
         return top, l, total
 
-    def _merge_rounds(self, state: WorkState, q: Ref, out: Ref, m, l, o, failed):
-        """Keep m, l and failed of round 2 for the next one, and return m, l and o.
+    def _keep_passed_rows(self, state: WorkState, q: Ref, stored: tuple[Ref | None, Ref], lse, o):
+        """In round 3, return the stored lse and out of rows that had not failed.
 
-        In round 3, return the new m, l and o of rows that failed, and the old ones of all other
-        rows.
+        Out of those that had is NaN (see `KeyTileLoop.run`). Other rounds return lse and o.
         """
+        stored_lse, stored_out = stored
+        ready = self.scratch.old_out_ready.at[self.warpgroup]
 
-        def only_failed():
-            ready = self.scratch.old_out_ready.at[self.warpgroup]
-            plgpu.copy_gmem_to_smem(out, q, ready)
+        def keep():
+            plgpu.commit_smem()  # all of the warpgroup have read q
+            plgpu.copy_gmem_to_smem(stored_out, q, ready)
             plgpu.barrier_wait(ready)
-            old_m = plgpu.load(self._row_vector(0), layout=ROW)
-            old_l = plgpu.load(self._row_vector(1), layout=ROW)
-            had_failed = plgpu.load(self._row_vector(2), layout=ROW)
-            redone = had_failed > 0
             old_o = load_tile(self._out_columns(q), self.tiling.parts)
-            new_m = jnp.where(redone, m, old_m)
-            new_l = jnp.where(redone, l, old_l)
-            redone_rows = broadcast_vector(had_failed, o.shape) > 0
-            new_o = jnp.where(redone_rows, o, old_o)
-            return new_m, new_l, new_o
+            had_failed = jnp.where(jnp.abs(old_o) < jnp.inf, 0.0, 1.0).max(axis=1)
+            new_o = jnp.where(broadcast_vector(had_failed, o.shape) > 0, o, old_o)
+            if lse is None:
+                return None, new_o
+            plgpu.copy_gmem_to_smem(stored_lse, self._row_vector, ready)
+            plgpu.barrier_wait(ready)
+            old_lse = plgpu.load(self._row_vector, layout=ROW)
+            return jnp.where(had_failed > 0, lse, old_lse), new_o
 
-        m, l, o = lax.cond(state.third_round, only_failed, lambda: (m, l, o))
-
-        @pl.when(~state.third_round)
-        def _keep():
-            for n, x in enumerate((m, l, failed)):
-                self._row_vector(n)[...] = x
-
-        return m, l, o
+        return lax.cond(state.third_round, keep, lambda: (lse, o))
 
 
 class KeyTileLoop(NamedTuple):
@@ -211,7 +221,10 @@ class KeyTileLoop(NamedTuple):
         return may_have_unmasked_tiles(problem, self.work.scalars) and nearest_first
 
     def run(self):
-        """Return m, l, o = out, and 1 for each row that failed."""
+        """Return m, l, o = out, and for each row how it failed, or 0.
+
+        Out of rows that failed is NaN, but not in round 3, which is their last.
+        """
         visits = self.work.visits
         masked = visits.masked
         masks_suffice = visits.right_covers_rows & (visits.masked_right > 0)
@@ -227,9 +240,10 @@ class KeyTileLoop(NamedTuple):
         else:  # the same numbers in the same order, or all with a running maximum
             first_fixed = jnp.where(self.state.third_round, visits.total, first_fixed)
             m, l, o = self._next_round(first_fixed, m, l, o)
-        sum_failed = jnp.where(l < LARGEST_SUM, 0.0, 1.0)
-        out_failed = jnp.where(jnp.abs(o) < jnp.inf, 0.0, 1.0).max(axis=1)
-        failed = jnp.maximum(sum_failed, out_failed)
+        failed = jnp.where(jnp.abs(o) < jnp.inf, 0.0, VALUES_FAILED).max(axis=1)
+        if self.kernel.scratch.v_s.dtype == jnp.float16:  # in which p is infinite above 2^16
+            failed = jnp.where(l < 2.0**16, failed, jnp.minimum(failed, MAX_FAILED))
+        failed = jnp.where(l < LARGEST_SUM, failed, MAX_FAILED)
         if self.has_fixed_max:  # where m is -inf, (5) took 0 instead, which is no logit of the row
             took_0 = (m == -jnp.inf) & (first_fixed < visits.total)
             failed = jnp.where(took_0, self._is_query(), failed)
@@ -237,14 +251,18 @@ class KeyTileLoop(NamedTuple):
         weight = inverse_sum(m, l, None if sinks is None else sinks[self.work.n])
         if self.kernel.problem.dropout is not None:
             weight = weight * (1 / (1 - self.kernel.problem.dropout.rate))
+        lost = failed
+        if not self.state.first_round:
+            lost = failed * jnp.where(self.state.third_round, 0.0, 1.0)
+        weight = jnp.where(lost > 0, jnp.nan, weight)
         out = o * broadcast_vector(weight, o.shape)
         return m, l, out, failed
 
     def _is_query(self) -> Array:
-        """Return 1 for rows that hold a query, and 0 behind the last one, [64]."""
+        """Return MAX_FAILED for rows that hold a query, and 0 behind the last one, [64]."""
         # A tile, because JAX finds no layout for a vector of positions.
         rows = positions(self.first_row, (ROWS, NARROWEST), 0)
-        return jnp.where(rows < self.kernel.length, 1.0, 0.0).max(axis=1)
+        return jnp.where(rows < self.kernel.length, MAX_FAILED, 0.0).max(axis=1)
 
     def _first_round(self, first_fixed, m, l, o):
         """Visit the tiles before `first_fixed` by (1) to (4), the rest by (5).

@@ -58,7 +58,7 @@ class ForwardScratch(NamedTuple):
     q_s: Ref  # [queries * warpgroups, 64, H]; out takes the place of q
     q_ready: Barrier
     q_used: Barrier
-    rows_s: Ref  # [4, t]: m, l and failed, kept for the next round; lse
+    lse_s: Ref  # [t]
     v_s: Ref  # [stages, c, D]
     v_ready: Barrier
     v_used: Barrier
@@ -90,7 +90,7 @@ def forward_scratch(scalars: Scalars, tiling: Tiling, H: int, D: int, dtype) -> 
             num_arrivals=consumers * (1 + query_numbers), num_barriers=tiling.queries
         ),
         q_used=plgpu.Barrier(num_arrivals=consumers, num_barriers=tiling.queries),
-        rows_s=plgpu.SMEM((4, consumers * ROWS), jnp.float32),
+        lse_s=plgpu.SMEM((consumers * ROWS,), jnp.float32),
         v_s=tile_ref(stages, keys, D, dtype),
         v_ready=plgpu.Barrier(
             num_arrivals=1 + key_numbers + (scalars.bias is not None), num_barriers=stages

@@ -291,9 +291,9 @@ def mlir_modules() -> tuple[Any, ...]:
     return tuple(map(importlib.import_module, names))
 
 
-def any_of(ref) -> Array:
-    """Return True, in all threads, if a number of the vector `ref` in shared memory is above 0."""
-    return plgpu.load(ref, layout=COL).max() > 0
+def largest_of(ref) -> Array:
+    """Return the largest number of the vector `ref` in shared memory, in all threads."""
+    return plgpu.load(ref, layout=COL).max()
 
 
 def sync(barrier) -> None:

@@ -15,9 +15,9 @@ from memeff.pallas.hopper.mosaic import (
     SHARED,
     Barrier,
     Ref,
-    any_of,
     broadcast_vector,
     interpreting,
+    largest_of,
     plgpu,
     sync,
 )
@@ -219,4 +219,4 @@ def _with_nan(o: Array, tile: ScoreTile, marks: Marks, sums_s: Ref | None = None
         is_nan = bad_columns * broadcast_vector(sees_bad, o.shape, query_dim) > 0
         return jnp.where(is_nan, jnp.nan, o)
 
-    return lax.cond(any_of(bad_keys_s), add_nan, lambda o: o, o)
+    return lax.cond(largest_of(bad_keys_s) > 0, add_nan, lambda o: o, o)

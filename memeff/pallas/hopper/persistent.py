@@ -5,7 +5,8 @@ block the consumer warpgroups compute, and one more warpgroup, the producer, cop
 shared memory:
   round 1: every item once
   round 2: once more the items of which a row failed, one by one
-  round 3: an item of which a row failed again, right after round 2, if the kernel has this round
+  round 3, if the kernel has it: an item of which a row failed again, right after its round 2; or at
+           once, without round 2, where that cannot mend what failed
 """
 
 import functools
@@ -21,7 +22,7 @@ from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.mosaic import (
     Barrier,
     Ref,
-    any_of,
+    largest_of,
     multiprocessors,
     plgpu,
     sync,
@@ -31,7 +32,9 @@ from memeff.pallas.hopper.mosaic import (
 from memeff.problem import Problem
 
 ROWS = 64  # of an item, for each consumer warpgroup
-BITS = 16  # items n, n + BITS, ... share a bit of "failed"; so few that a float32 holds all bits
+BITS = 12  # items n, n + BITS, ... share two bits; so few that a float32 holds all bits
+# How an item failed: 0 if it did not, 1 if round 3 alone may mend it, or else this.
+NEEDS_ROUND_2 = 1 + 2**BITS
 
 
 def persistent_blocks(items: int) -> int:
@@ -58,7 +61,7 @@ class PersistentLoop(NamedTuple):
     total: int  # items of the kernel
     blocks: int
     block: Array  # index of this thread block
-    # (index of an item, WorkState) -> (tiles visited, 1 if a row failed)
+    # (index of an item, WorkState) -> (tiles visited, how it failed)
     do: Callable[..., tuple[Array, Array]]
 
     @property
@@ -89,8 +92,8 @@ class Ring(NamedTuple):
 class Roles(NamedTuple):
     """The work of the warpgroups of a thread block.
 
-    `consume` and `produce` do their part of an item. They return how many tiles it visits, and 1 if
-    a row of this warpgroup failed.
+    `consume` and `produce` do their part of an item. They return how many tiles it visits, and how
+    it failed in the rows of this warpgroup: 0, 1 or NEEDS_ROUND_2.
     """
 
     find_work: Callable[[Any], Any]  # from the index of an item to its description
@@ -204,17 +207,25 @@ def run_with_retries(
 
         return lax.while_loop(has_passed, lambda n: n + 1, n)
 
-    def redo_item(state):
-        n, online, done, visits = state
-        more, failed = items(n, WorkState(False, online, done, visits))
-        failed = of_all_consumers(failed)
-        once_more = ~online & (failed > 0) if third_round else jnp.bool_(False)
-        n = lax.cond(once_more, lambda: n, lambda: next_failed(n + 1))
-        return n, once_more, done + 1, visits + more
+    def first_redo(n):
+        """Return the first failed item from n on, and whether its next round is the third."""
+        n = next_failed(n)
+        needs_round_2 = failures & lax.shift_left(bit(n), jnp.int32(BITS)) != 0
+        return n, ~needs_round_2 if third_round else jnp.bool_(False)
 
-    first = lax.cond(failures > 0, lambda: next_failed(jnp.int32(0)), lambda: count)
+    def redo_item(state):
+        n, third, done, visits = state
+        more, failed = items(n, WorkState(False, third, done, visits))
+        failed = of_all_consumers(failed)
+        once_more = ~third & (failed > 0) if third_round else jnp.bool_(False)
+        n, third = lax.cond(once_more, lambda: (n, once_more), lambda: first_redo(n + 1))
+        return n, third, done + 1, visits + more
+
+    start = lax.cond(
+        failures > 0, lambda: first_redo(jnp.int32(0)), lambda: (count, jnp.bool_(False))
+    )
     _, _, done, visits = lax.while_loop(
-        lambda state: state[0] < count, redo_item, (first, jnp.bool_(False), done, visits)
+        lambda state: state[0] < count, redo_item, (*start, done, visits)
     )
     if not computes:
         for slots, of_visits, used in rings:
@@ -223,8 +234,13 @@ def run_with_retries(
 
 def any_failed(failed_s: Ref, rows: Array) -> Array:
     """Store `rows`, above 0 where a row failed, to `failed_s`. Return 1 if a row failed."""
+    return (largest_failure(failed_s, rows) > 0).astype(jnp.int32)
+
+
+def largest_failure(failed_s: Ref, rows: Array) -> Array:
+    """Store `rows`, above 0 where a row failed, to `failed_s`. Return the largest."""
     failed_s[...] = rows
-    return any_of(failed_s).astype(jnp.int32)
+    return largest_of(failed_s)
 
 
 def skip_item(*rings, slot) -> None:

@@ -19,41 +19,15 @@ CALLS = {"jit", "closed_call", "remat2"}  # remat2 is jax.checkpoint
 # `_rewrite` expresses by others.
 NUMBERS = {"float32", "int32", "uint32"}
 NARROW = {"bfloat16", "float16"}  # a score_fn may round to these and back
-CHEAP = {
-    "abs",
-    "add",
-    "add_any",
-    "and",
-    "broadcast_in_dim",
-    "clamp",
-    "convert_element_type",
-    "copy",
-    "eq",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "max",
-    "min",
-    "mul",
-    "ne",
-    "neg",
-    "not",
-    "one_minus_square",
-    "or",
-    "reduce_sum",
-    "reshape",
-    "reshard",
-    "select_n",
-    "shift_left",
-    "shift_right_arithmetic",
-    "shift_right_logical",
-    "square",
-    "squeeze",
-    "stop_gradient",
-    "sub",
-    "xor",
-}
+# They change no tile, because each entry of a tile stands for a scalar.
+UNCHANGED = frozenset(
+    "broadcast_in_dim copy reduce_sum reshape reshard squeeze stop_gradient".split()
+)
+CHEAP = UNCHANGED | frozenset(
+    "abs add add_any and clamp convert_element_type eq ge gt le lt max min mul ne neg not "
+    "one_minus_square or select_n shift_left shift_right_arithmetic shift_right_logical square sub "
+    "xor".split()
+)
 # primitives that also have an approximate form on GPUs
 NONLINEAR = {"cos", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh"}
 LOWERED = CHEAP | NONLINEAR | {"div", "integer_pow", "rem", "round", "sign"}
@@ -201,16 +175,7 @@ def _rewrite(eqn: Eqn, values: list[Array]) -> list[Array] | None:
     match eqn.primitive.name:
         case "add_any":
             return [lax.add(x, *rest)]
-        # no change, because each entry of a tile stands for a scalar
-        case (
-            "broadcast_in_dim"
-            | "copy"
-            | "reduce_sum"
-            | "reshape"
-            | "reshard"
-            | "squeeze"
-            | "stop_gradient"
-        ):
+        case name if name in UNCHANGED:
             return [x]
         case "not" if is_bool(x.dtype):
             return [lax.bitwise_xor(x, full(True))]

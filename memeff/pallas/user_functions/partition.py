@@ -31,17 +31,9 @@ from memeff.user_functions import TracedFunction
 ARGUMENTS = "score", "batch", "head", "q_pos", "k_pos"
 POSITIONS = {"q_pos", "k_pos"}
 COMPARES = {"eq", "ge", "gt", "le", "lt", "ne"}
-LINEAR = {
-    "add",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "neg",
-    "reshape",
-    "squeeze",
-    "stop_gradient",
-    "sub",
-}
+LINEAR = frozenset(
+    "add broadcast_in_dim convert_element_type copy neg reshape squeeze stop_gradient sub".split()
+)
 MOST_VECTORS = 16  # vectors that are copied with their tokens: each takes 1 KiB of shared memory
 # vectors of differences: for each, a thread holds as many registers as for half a tile
 MOST_DIFFERENCES = 4

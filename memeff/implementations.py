@@ -9,6 +9,7 @@ import jax
 from memeff import pallas, reference
 from memeff.chunked import implementation as chunked
 from memeff.device import Device, current_device
+from memeff.inputs import check_choice
 from memeff.problem import Operands, Problem, Schedule
 from memeff.stored import StoredKeys
 
@@ -56,27 +57,23 @@ def why_not(
     name: str, problem: Problem, operands: Operands, request: Request = NO_REQUEST
 ) -> str | None:
     """Return None if implementation `name` can run this call, or else the reason in words."""
-    match name:
-        case "xla" | "reference":
-            if request.backward == "fused":
-                return 'only the kernels support backward="fused"'
-            if name == "reference" and isinstance(operands.key, StoredKeys):
-                return "it does not read keys that are stored in pages or in 8 bits"
-            return None
-        case "pallas":
-            device = current_device(operands.query)
-            reason = pallas.family_for(device).why_not(
-                problem, operands, device, request.backward == "fused"
-            )
-            if reason is None and request.chunk_size != (None, None):
-                return "the kernels choose their own tiles and do not support chunk_size"
-            if reason is None and _has_64_bits(operands):
-                return "the kernels do not support arrays of 64 bits: cast them to 32"
-            return reason
-        case "cudnn":
-            return "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
-    known = ", ".join(map(repr, IMPLEMENTATIONS))
-    raise ValueError(f"implementation={name!r} is not known: use None or one of {known}.")
+    if name == "cudnn":
+        return "memeff does not call cuDNN (jax.nn.dot_product_attention does)"
+    check_choice("implementation", name, IMPLEMENTATIONS, optional=True)
+    fused = request.backward == "fused"
+    if name == "pallas":
+        device = current_device(operands.query)
+        reason = pallas.family_for(device).why_not(problem, operands, device, fused)
+        if reason is None and request.chunk_size != (None, None):
+            return "the kernels choose their own tiles and do not support chunk_size"
+        if reason is None and _has_64_bits(operands):
+            return "the kernels do not support arrays of 64 bits: cast them to 32"
+        return reason
+    if fused:
+        return 'only the kernels support backward="fused"'
+    if name == "reference" and isinstance(operands.key, StoredKeys):
+        return "it does not read keys that are stored in pages or in 8 bits"
+    return None
 
 
 def _has_64_bits(operands: Operands) -> bool:

@@ -1,8 +1,12 @@
-"""Check one argument: an array, a number, a size, a flag or a dtype. Name the kind of what came."""
+"""Check one argument: an array, a number, a size, a flag, a name or a dtype.
+
+Name the kind of what came.
+"""
 
 import math
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,6 +24,14 @@ def check_bool(name: str, flag) -> None:
         raise TypeError(
             f"{name} must be True or False (it is fixed while tracing), got {kind_of(flag)}."
         )
+
+
+def check_choice(name: str, x: Any, choices: Iterable[str], *, optional: bool = False) -> None:
+    """Refuse what is none of the names `choices`; with `optional`, None is allowed too."""
+    if (optional and x is None) or (isinstance(x, str) and x in choices):
+        return
+    names = ("None or " if optional else "") + "one of " + ", ".join(map(repr, choices))
+    raise ValueError(f"{name}={text_of(x)} is not known: use {names}.")
 
 
 def check_int(name: str, x: Any, note: str = "") -> int:

@@ -18,6 +18,7 @@ from memeff.device import current_device
 from memeff.inputs import (
     INT32_MAX,
     check_bool,
+    check_choice,
     check_floats,
     check_int,
     check_integers,
@@ -25,7 +26,6 @@ from memeff.inputs import (
     check_wide_floats,
     kind_of,
     known_values,
-    text_of,
     to_int32,
 )
 from memeff.problem import sum_dtype
@@ -299,8 +299,7 @@ def _check_weights(reduction: Any, weights: Any, x: Array) -> Array | None:
         if weights is not None:
             raise ValueError('weights need a reduction: pass reduction="mean" or "sum" as well.')
         return None
-    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={text_of(reduction)}: it must be "mean", "sum" or None.')
+    check_choice("reduction", reduction, ("mean", "sum"), optional=True)
     dtype = sum_dtype(x.dtype)
     if weights is None:
         return jnp.ones(x.shape[:-1], dtype)

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from memeff import implementations, sharding
 from memeff.arguments import Implementation, Strategy
 from memeff.attention import dot_product_attention
-from memeff.inputs import check_bool, text_of, to_array
+from memeff.inputs import check_bool, check_choice, to_array
 from memeff.sequence.call import find_axes
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
@@ -126,12 +126,8 @@ def switch_jax_nn(
     global _inside, _replaced, _replacement
     check_bool("strict", strict)
     check_implementation(implementation)
-    if implementation not in (None, *implementations.IMPLEMENTATIONS):
-        known = ", ".join(map(repr, implementations.IMPLEMENTATIONS))
-        raise ValueError(
-            f"switch_jax_nn: implementation={text_of(implementation)} is not known: "
-            f"use None or one of {known}."
-        )
+    name = "switch_jax_nn: implementation"
+    check_choice(name, implementation, implementations.IMPLEMENTATIONS, optional=True)
     sequence = SequenceOptions(
         sequence_axis, sequence_layout, context_parallel, batch_axis, head_axis
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_bool, check_number, kind_of, text_of, to_array
+from memeff.inputs import check_bool, check_choice, check_number, kind_of, text_of, to_array
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
@@ -106,11 +106,7 @@ def check_precision(precision: Any) -> lax.PrecisionLike:
 
 def check_backward(backward: Any) -> str | None:
     """Return `backward` if it is a known form."""
-    known = isinstance(backward, str) and backward in ("split", "fused", "fastest")
-    if backward is not None and not known:
-        raise ValueError(
-            f'backward={text_of(backward)} must be None, "split", "fused" or "fastest".'
-        )
+    check_choice("backward", backward, ("split", "fused", "fastest"), optional=True)
     return backward
 
 
@@ -128,8 +124,7 @@ def check_dropout(rng, rate, shared, bits) -> tuple[Dropout | None, Array | None
     """Return the static choice, and the key as two uint32 words; (None, None) without dropout."""
     rate = check_number("dropout_rate", rate, 1)
     check_bool("broadcast_dropout", shared)
-    if not isinstance(bits, str) or bits not in ("threefry", "mix32"):
-        raise ValueError(f'dropout_bits={text_of(bits)} must be "threefry" or "mix32".')
+    check_choice("dropout_bits", bits, ("threefry", "mix32"))
     if rate == 0:
         return None, None
     if rng is None:

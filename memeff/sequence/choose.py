@@ -9,7 +9,7 @@ import numpy as np
 from memeff.arguments import Strategy
 from memeff.device import COPIED_MESSAGES, copies_messages, current_platform
 from memeff.implementations import Request
-from memeff.inputs import text_of
+from memeff.inputs import check_choice
 from memeff.problem import Operands, Problem
 from memeff.sequence.batch_and_heads import Parts
 from memeff.sequence.exchange import why_not_exchange
@@ -32,12 +32,7 @@ OTHER_FLOPS = 60e12
 
 def check_strategy(strategy: Any) -> None:
     """Refuse an unknown strategy; None leaves the choice to memeff."""
-    is_name = isinstance(strategy, str) and strategy in STRATEGIES
-    if strategy is not None and not is_name:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(
-            f"context_parallel={text_of(strategy)} is not known: use None or one of {known}."
-        )
+    check_choice("context_parallel", strategy, STRATEGIES, optional=True)
 
 
 class Plan(NamedTuple):

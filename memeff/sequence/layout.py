@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from memeff.inputs import check_size, kind_of, text_of, to_array
+from memeff.inputs import check_choice, check_size, kind_of, to_array
 from memeff.shape import round_up
 from memeff.sharding import shared_by, with_whole_dim
 
@@ -218,9 +218,7 @@ def _rearrange(x: Array, layout: Layout, devices: int, axis: int, into_layout: b
 
 def check_layout_name(layout: Any, name: str = "sequence_layout") -> None:
     """Refuse an unknown layout."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        known = ", ".join(map(repr, LAYOUTS))
-        raise ValueError(f"{name}={text_of(layout)} is not known: use one of {known}.")
+    check_choice(name, layout, LAYOUTS)
 
 
 def check_length(name: str, length: int, devices: int, layout: Layout) -> None:

@@ -51,6 +51,17 @@ def check_size(name: str, size: Any, least: int = 1) -> int:
     return size
 
 
+def refuse_symbolic(what: str, **sizes: Any) -> None:
+    """Raise an error that names `what` if jax.export leaves one of the sizes symbolic."""
+    if all(isinstance(size, int) for size in sizes.values()):
+        return
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    raise NotImplementedError(
+        f"{what} does not support sizes that jax.export leaves symbolic ({text}). Use sizes that "
+        "are numbers."
+    )
+
+
 def check_number(name: str, x: Any, end: float = math.inf) -> float:
     """Return x as a float if it is a number from 0 to below `end`."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real) or hasattr(x, "aval"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import VisibleBlocks
+from memeff.inputs import refuse_symbolic
 from memeff.shape import CallShape
 from memeff.user_functions import TracedFunction, TracedTransform
 
@@ -270,10 +271,4 @@ def out_dtype(schedule: Schedule, operands: Operands):
 
 def check_sizes_known(operands: Operands, what: str) -> None:
     """Raise an error that names `what` if jax.export leaves the lengths T or S symbolic."""
-    shape = operands.shape
-    if not shape.lengths_known:
-        raise NotImplementedError(
-            f"{what} does not support lengths that jax.export leaves symbolic (T={shape.T}, "
-            f"S={shape.S}). "
-            "Export with lengths that are numbers."
-        )
+    refuse_symbolic(what, T=operands.shape.T, S=operands.shape.S)

@@ -15,7 +15,7 @@ from memeff.attention_ad import attend
 from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
-from memeff.inputs import kind_of, to_array
+from memeff.inputs import kind_of, refuse_symbolic, to_array
 from memeff.problem import Operands
 from memeff.query_positions import check_query_positions, nan_without_params
 from memeff.shape import CallShape
@@ -70,11 +70,7 @@ def attend_stored(
             raise NotImplementedError(f"An array of the call {ON_EXPLICIT_MESH}")
     # here, because values are known that `_attend_stored` only traces
     shape = CallShape.of(jnp.asarray(arguments.query), key, value)
-    if not isinstance(shape.S, int):
-        raise NotImplementedError(
-            "Keys that are stored in pages or in 8 bits do not support a number of slots that "
-            f"jax.export leaves symbolic (S={shape.S}). Export with a number."
-        )
+    refuse_symbolic("A cache in pages or in 8 bits", S=shape.S)
     check_segments(shape, arguments.query_segment_ids, arguments.key_value_segment_ids)
     check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap)
     device = current_device(arguments.query)

@@ -32,7 +32,7 @@ from memeff.decoding.storage import (
     query_length,
     write_new,
 )
-from memeff.inputs import check_bool, check_size, known_values
+from memeff.inputs import check_bool, check_size, known_values, refuse_symbolic
 from memeff.query_positions import nan_where
 from memeff.sequence.batch_and_heads import batch_and_heads_of, check_inside
 from memeff.stored import StoredKeys
@@ -352,12 +352,8 @@ class KVCache:
 
     def _check_ring_sizes(self, T: Any) -> None:
         """Refuse sizes of a ring that jax.export leaves symbolic, because they are compared."""
-        sizes = self.capacity, T
-        if self.window is not None and not all(isinstance(n, int) for n in sizes):
-            raise NotImplementedError(
-                "A ring does not support sizes that jax.export leaves symbolic "
-                f"(capacity={self.capacity}, T={T}). Export with numbers."
-            )
+        if self.window is not None:
+            refuse_symbolic("A ring", capacity=self.capacity, T=T)
 
     def _most_read(self) -> Array:
         """Return the largest lengths [B] of a ring so far."""

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.storage import EIGHT_BITS
-from memeff.inputs import check_integers, known_values, to_array, to_int32
+from memeff.inputs import check_integers, known_values, refuse_symbolic, to_array, to_int32
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
 from memeff.validate import check_head_size, check_lengths, check_offset
@@ -170,11 +170,7 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
             raise ValueError(
                 f"{name}_pages must have shape [pages, page, K, {size}]; got {x.shape}."
             )
-        if not isinstance(x.shape[1], int):
-            raise NotImplementedError(
-                f"{name}_pages has pages of {x.shape[1]} tokens, which jax.export leaves symbolic. "
-                "Export with a number."
-            )
+        refuse_symbolic(f"{name}_pages", page=x.shape[1])
         if x.shape[0] == 0:
             raise ValueError(f"{name}_pages has no page (shape {x.shape}): pass at least one.")
         if not 1 <= x.shape[1] <= MOST_TOKENS:

@@ -30,7 +30,7 @@ from memeff.diagnostics.bind import (
     refuse_sharded,
 )
 from memeff.implementations import Chosen, Request, module_for
-from memeff.inputs import check_bool, kind_of, text_of
+from memeff.inputs import check_bool, kind_of, refuse_symbolic, text_of
 from memeff.problem import Operands, map_operands
 from memeff.sequence.choose import explain_plan
 from memeff.units import format_bytes, parse_bytes
@@ -358,11 +358,7 @@ def plan(
     with device_context:
         call = prepare_shapes("plan", arguments)
         shape = call.operands.shape
-        if not shape.sizes_known:
-            raise NotImplementedError(
-                f"memeff.plan does not support sizes that jax.export leaves symbolic (B={shape.B}, "
-                f"T={shape.T}, S={shape.S}). Plan a call whose sizes are numbers."
-            )
+        refuse_symbolic("memeff.plan", B=shape.B, T=shape.T, S=shape.S)
         compiled = None
         if compile:
             target = compile_target(device, planned_device)

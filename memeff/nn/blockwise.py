@@ -17,7 +17,7 @@ from flax import linen, nnx
 from jax import lax
 
 from memeff import sharding
-from memeff.inputs import check_int, kind_of, to_array
+from memeff.inputs import check_int, kind_of, refuse_symbolic, to_array
 from memeff.nn.chunk_loops import Loop, make_loop
 
 
@@ -178,11 +178,7 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
             "arrays have different numbers of dims."
         )
     dim, T = places.pop()
-    if not isinstance(T, int):
-        raise NotImplementedError(
-            "blockwise does not support a number of tokens that jax.export leaves symbolic "
-            f"(T={T}). Export with a number."
-        )
+    refuse_symbolic("blockwise", T=T)
     return dim, T
 
 

@@ -109,65 +109,49 @@ class Scratch(NamedTuple):
     visited_ready: Barrier
 
 
-def query_gradient(
-    problem: Problem,
-    lengths: tuple[int, int],
-    arrays: Arrays,
-    scalars: Scalars,
-    tiling: Tiling,
-) -> tuple[Array, ...]:
+class GradientCall(NamedTuple):
+    """What a kernel of the gradient computes, from which arrays, and in which tiles."""
+
+    problem: Problem
+    lengths: tuple[int, int]  # T, S unpadded
+    arrays: Arrays
+    scalars: Scalars
+    tiling: Tiling
+
+
+def query_gradient(call: GradientCall) -> tuple[Array, ...]:
     """Return dq in the shape of query, and one sum [B, N, T''] for each term's gradient.
 
-    `lengths`: T, S unpadded. The sums over keys are those of cotangents of the scale, the soft cap
-    and `score_fn`'s inputs.
+    The sums over keys are those of cotangents of the scale, the soft cap and `score_fn`'s inputs.
     """
-    return _run("memeff_ampere_dq", False, problem, lengths, arrays, scalars, tiling)
+    return _run("memeff_ampere_dq", False, call)
 
 
-def key_value_gradient(
-    problem: Problem,
-    lengths: tuple[int, int],
-    arrays: Arrays,
-    scalars: Scalars,
-    tiling: Tiling,
-) -> tuple[Array, ...]:
+def key_value_gradient(call: GradientCall) -> tuple[Array, ...]:
     """Return dk and dv in the shapes of key and value."""
-    return _run("memeff_ampere_dkdv", True, problem, lengths, arrays, scalars, tiling)
+    return _run("memeff_ampere_dkdv", True, call)
 
 
-def fused_gradients(
-    problem: Problem,
-    lengths: tuple[int, int],
-    arrays: Arrays,
-    scalars: Scalars,
-    tiling: Tiling,
-) -> tuple[Array, ...]:
+def fused_gradients(call: GradientCall) -> tuple[Array, ...]:
     """Return dq, in float32 and without slope and with lift, dk and dv, from one kernel.
 
     They have the shapes of query, key and value. Thread blocks add to dq in any order, so its bits
     differ from run to run. Hidden NaN and Inf are not cleaned, and may have reached all of them.
     """
-    B, T, N, H = arrays.query.shape
+    B, T, N, H = call.arrays.query.shape
     tiles = -(-T // ROWS)
     numbers = ROWS * whole_width(H) // WARPGROUP
     sums = jnp.zeros((B, N, tiles, numbers, WARPGROUP), jnp.float32)
-    rest = problem, lengths, arrays, scalars, tiling, sums
-    dk, dv, sums = _run("memeff_ampere_fused", True, *rest)
+    dk, dv, sums = _run("memeff_ampere_fused", True, call, sums)
     dq = jnp.moveaxis(products_of_sums(sums, ROWS), 1, 3)  # [B, tiles, 64, N, H']
     return lax.collapse(dq, 1, 3)[:, :T, :, :H], dk, dv
 
 
 def _run(
-    name: str,
-    of_keys: bool,
-    problem: Problem,
-    lengths: tuple[int, int],
-    arrays: Arrays,
-    scalars: Scalars,
-    tiling: Tiling,
-    sums: Array | None = None,
+    name: str, of_keys: bool, call: GradientCall, sums: Array | None = None
 ) -> tuple[Array, ...]:
     """Run the kernel for dk and dv (`of_keys`), which may add dq to `sums`, or that for dq."""
+    problem, lengths, arrays, scalars, tiling = call
     query, key, value, *_ = arrays
     B, _, N, H = query.shape
     K, D = value.shape[2:]
@@ -283,6 +267,16 @@ def _copy_bias(scalars: Scalars, n, first: tuple[Any, Any], bias_s: Any, ready: 
         copy_pairs(head_bias(scalars, n), *first, bias_s, ready)
 
 
+class _QueryRows(NamedTuple):
+    """What a thread block reads once of its queries, for all visits."""
+
+    q: Any  # [t, H], in registers if there is room, else in shared memory
+    do: Any  # [t, D]
+    lse: Array  # [t]
+    delta: Array  # [t]
+    numbers: HeadNumbers
+
+
 class QueryTile(NamedTuple):
     """A tile of queries of one head, whose dq and sums over keys a thread block computes."""
 
@@ -291,86 +285,106 @@ class QueryTile(NamedTuple):
     arrays: Arrays
     scratch: Scratch
     work: QueryWork
+    redo: bool = False  # clean keys, and do without lift
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the queries and keys of a tile."""
+        return self.scratch.owned_s[0].shape[1], ROWS
 
     def run(self, dq_ref: Ref, *sums_refs: Ref) -> None:
         """Compute and store dq and the sums."""
         work = self.work
-        arrays = self.arrays
         scratch = self.scratch
         place = work.source.query, work.row, work.n
-        operands = arrays.query, arrays.dout
+        operands = self.arrays.query, self.arrays.dout
         _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
         wait_for_copies(scratch.owned_ready)
         numbers = head_number_refs(work.scalars, work.n)
-        visit = functools.partial(self._visit_tiles, numbers, len(sums_refs))
-        dq, *sums = visit(redo=False)
+        count = len(sums_refs)
+        dq, *sums = self._gradients(numbers, count)
         failed = any_failed(scratch.failed_s, _bad_rows(dq)) > 0
-        dq, *sums = lax.cond(failed, lambda *_: visit(redo=True), lambda *x: x, dq, *sums)
+        redo = functools.partial(self._replace(redo=True)._gradients, numbers, count)
+        dq, *sums = lax.cond(failed, lambda *_: redo(), lambda *x: x, dq, *sums)
         q_s = scratch.owned_s[0].at[0]
         q_s[...] = dq.astype(q_s.dtype)
         store_tile(q_s, dq_ref, work.b, work.row, work.n)
         for ref, x in zip(sums_refs, sums, strict=True):
             ref[work.b, work.n, pl.ds(work.row, len(x))] = x
 
-    def _visit_tiles(self, numbers: HeadNumbers, count: int, redo: bool) -> tuple[Array, ...]:
-        """Return dq and `count` sums. With `redo`, clean keys, and do without lift."""
+    def _gradients(self, numbers: HeadNumbers, count: int) -> tuple[Array, ...]:
+        """Return dq and `count` sums, from visits of all tiles."""
         work = self.work
-        arrays = self.arrays
-        scratch = self.scratch
-        q_s, do_s = (x.at[0] for x in scratch.owned_s)
-        shape = q_s.shape[0], ROWS
-        dtype = q_s.dtype
-        width = q_s.shape[-1]
-        q, do = q_s, do_s
-        if shape == (ROWS, ROWS):
-            q, do = (plgpu.load(x, layout=WGMMA) for x in (q_s, do_s))
+        q_s = self.scratch.owned_s[0].at[0]
         gradient = Gradient(self.problem, work.scalars.logit_terms, wants_terms=True)
+        queries = self._load_queries(numbers)
+        pipeline = _Pipeline(self.scratch, work.visits.total, self._copy)
+        step = functools.partial(self._step, gradient, queries, pipeline)
+        pipeline.begin()
+        zero = full_tile(self.shape[:1], 0.0)
+        start = full_tile(q_s.shape, 0.0), *[zero] * (0 if gradient.linear else count)
+        dq, *sums = _masked_first(self.problem, work, step, start, self.redo)
+        if gradient.linear:
+            sums = [scale_sums(q_s, dq, 1)] * count
+        undo = 1.0 if self.redo else 2.0 ** -float16_lift(q_s.dtype)
+        return dq * gradient.slope * undo, *(x * undo for x in sums)
+
+    def _load_queries(self, numbers: HeadNumbers) -> _QueryRows:
+        """Return the queries and their cotangents. Where these fit into registers, load them."""
+        work = self.work
+        shape = self.shape
+        q, do = (x.at[0] for x in self.scratch.owned_s)
+        lift = float16_lift(q.dtype)
+        if shape == (ROWS, ROWS):
+            q, do = (plgpu.load(x, layout=WGMMA) for x in (q, do))
         rows = pl.ds(work.row, shape[0])
 
         def of_rows(ref):
             vector = ref.at[work.source.query, work.n, rows]
             return plgpu.load(vector, layout=ROW, optimized=False)
 
-        lse = of_rows(arrays.lse)
-        delta = of_rows(arrays.delta)
-        lift = float16_lift(dtype)
-        if redo:
-            lse = lse + lift
+        lse, delta = of_rows(self.arrays.lse), of_rows(self.arrays.delta)
+        return _QueryRows(q, do, lse + lift if self.redo else lse, delta, numbers)
 
-        def copy(n, slot):
-            col = work.visits.tile(n) * ROWS
-            place = work.source.key, col, work.k
-            ready = optional_slot(scratch.visited_ready, slot)
-            _copy_pair((arrays.key, arrays.value), place, scratch.visited_s, slot, ready)
-            bias_s = optional_slot(scratch.bias_s, slot)
-            _copy_bias(work.scalars, work.n, (work.row, col), bias_s, ready)
+    def _copy(self, n, slot) -> None:
+        """Start to copy the keys of visit n, and a tile of the bias, to `slot`."""
+        work = self.work
+        scratch = self.scratch
+        col = work.visits.tile(n) * ROWS
+        place = work.source.key, col, work.k
+        ready = optional_slot(scratch.visited_ready, slot)
+        operands = self.arrays.key, self.arrays.value
+        _copy_pair(operands, place, scratch.visited_s, slot, ready)
+        bias_s = optional_slot(scratch.bias_s, slot)
+        _copy_bias(work.scalars, work.n, (work.row, col), bias_s, ready)
 
-        pipeline = _Pipeline(scratch, work.visits.total, copy)
-
-        def step(masked: bool, n, state):
-            dq, *sums = state
-            k_s, v_s, bias_s = pipeline.next(n)
-            if redo:
-                clean_tile(k_s)
-            first = work.row, work.visits.tile(n) * ROWS
-            tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers)
-            raw = multiply(full_tile(shape, 0.0), q, k_s, transposed=True)  # (1)
-            tile = tile.with_bias(work.n, bias_s)
-            keep = tile.mask() if masked else None
-            p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape), tile, keep)
-            dp = dp_with_delta(gradient, p, broadcast_vector(delta, shape), do, v_s)
-            d_raw, d_terms = cotangents(p, dp)  # (2), (3)
-            dq = multiply(dq, d_raw.astype(dtype), k_s)  # (4)
-            return dq, *(x + y.sum(axis=1) for x, y in zip(sums, d_terms, strict=True))
-
-        pipeline.begin()
-        zero = full_tile((shape[0],), 0.0)
-        start = full_tile((shape[0], width), 0.0), *[zero] * (0 if gradient.linear else count)
-        dq, *sums = _masked_first(self.problem, work, step, start, redo)
-        if gradient.linear:
-            sums = [scale_sums(q_s, dq, 1)] * count
-        undo = 1.0 if redo else 2.0**-lift
-        return dq * gradient.slope * undo, *(x * undo for x in sums)
+    def _step(
+        self,
+        gradient: Gradient,
+        queries: _QueryRows,
+        pipeline: _Pipeline,
+        masked: bool,
+        n,
+        state: tuple[Array, ...],
+    ) -> tuple[Array, ...]:
+        """Return dq and the sums after visit n."""
+        work = self.work
+        shape = self.shape
+        dq, *sums = state
+        k_s, v_s, bias_s = pipeline.next(n)
+        if self.redo:
+            clean_tile(k_s)
+        first = work.row, work.visits.tile(n) * ROWS
+        tile = ScoreTile.in_global_memory(self.problem, work, first, shape, queries.numbers)
+        raw = multiply(full_tile(shape, 0.0), queries.q, k_s, transposed=True)  # (1)
+        tile = tile.with_bias(work.n, bias_s)
+        keep = tile.mask() if masked else None
+        lse = broadcast_vector(queries.lse, shape)
+        p, cotangents = gradient.probabilities(raw, lse, tile, keep)
+        delta = broadcast_vector(queries.delta, shape)
+        d_raw, d_terms = cotangents(p, dp_with_delta(gradient, p, delta, queries.do, v_s))
+        dq = multiply(dq, d_raw.astype(k_s.dtype), k_s)  # (2), (3), (4)
+        return dq, *(x + y.sum(axis=1) for x, y in zip(sums, d_terms, strict=True))
 
 
 class KeyTile(NamedTuple):
@@ -393,97 +407,128 @@ class KeyTile(NamedTuple):
         operands = self.arrays.key, self.arrays.value
         _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
         wait_for_copies(scratch.owned_ready)
-        dk, dv = self._visit_tiles(sums_ref)
+        dk, dv = self._gradients(sums_ref)
         if sums_ref is None:
             bad_rows = jnp.maximum(_bad_rows(dk), _bad_rows(dv))
             failed = any_failed(scratch.failed_s, bad_rows) > 0
-            redo = functools.partial(self._visit_tiles, redo=True)
+            redo = functools.partial(self._gradients, redo=True)
             dk, dv = lax.cond(failed, lambda *_: redo(), lambda *x: x, dk, dv)
         for shared, x, ref in zip(scratch.owned_s, (dk, dv), (dk_ref, dv_ref), strict=True):
             shared[0] = x.astype(shared.dtype)
             store_tile(shared.at[0], ref, work.b, work.col, work.k)
 
-    def _visit_tiles(self, sums_ref: Any = None, redo: bool = False) -> tuple[Array, Array]:
-        """Return dk and dv. With `redo`, clean queries and dout, and do without lift."""
-        work = self.work
-        arrays = self.arrays
+    def _gradients(self, sums_ref: Any = None, redo: bool = False) -> tuple[Array, Array]:
+        """Return dk and dv."""
+        gradient = Gradient(self.problem, self.work.scalars.logit_terms)
+        return _KeyVisits(*self, gradient, self.work.visits.total, sums_ref, redo).gradients()
+
+
+class _KeyVisits(NamedTuple):
+    """The visits of a tile of keys to the tiles of queries, of one head after the other."""
+
+    problem: Problem
+    sizes: CallSizes
+    arrays: Arrays
+    scratch: Scratch
+    work: KeyWork
+    gradient: Gradient
+    total: Array  # visits of each head
+    sums_ref: Any  # of dq, to which the gradient in one kernel adds; None in the other kernels
+    redo: bool  # clean queries and dout, and do without lift
+
+    @property
+    def heads(self) -> Array:
+        """Return the number of query heads that share a key head, int32."""
+        return jnp.int32(self.sizes.G)
+
+    def gradients(self) -> tuple[Array, Array]:
+        """Return dk and dv, after all visits."""
         scratch = self.scratch
-        k_s, v_s = (x.at[0] for x in scratch.owned_s)
-        shape = ROWS, ROWS
-        dtype = k_s.dtype
-        gradient = Gradient(self.problem, work.scalars.logit_terms)
-        lift = float16_lift(dtype)
-        heads = jnp.int32(self.sizes.G)
-        count = work.visits.total
-
-        def head(visit):
-            return work.k * heads + lax.div(visit, jnp.maximum(count, 1))
-
-        def first_row(visit):
-            return work.visits.tile(lax.rem(visit, jnp.maximum(count, 1))) * ROWS
-
-        def copy(visit, slot):
-            row, n = first_row(visit), head(visit)
-            place = work.source.query, row, n
-            ready = optional_slot(scratch.visited_ready, slot)
-            _copy_pair((arrays.query, arrays.dout), place, scratch.visited_s, slot, ready)
-            _copy_bias(work.scalars, n, (row, work.col), optional_slot(scratch.bias_s, slot), ready)
-
-        pipeline = _Pipeline(scratch, count * heads, copy)
-
-        def add_previous(visit):
-            """Add d_raw' k of the visit before to dq. Before the first d_raw is 0."""
-            previous = jnp.maximum(visit - 1, 0)
-            place = work.b, head(previous), lax.div(first_row(previous), jnp.int32(ROWS))
-            add_product_to_sums(k_s, scratch.d_raw_s.at[0], sums_ref.at[place])
-
-        def step(g, masked: bool, n, sums):
-            dk, dv = sums
-            visit = g * count + n
-            q_s, do_s, bias_s = pipeline.next(visit)
-            n_head = work.k * heads + g
-            row = work.visits.tile(n) * ROWS
-
-            rows = work.source.query, n_head, pl.ds(row, ROWS)
-
-            def vector(ref):
-                return plgpu.load(ref.at[rows], layout=COL, optimized=False)
-
-            if redo:
-                clean_tile(q_s)
-                clean_tile(do_s, lse_s=arrays.lse.at[rows])
-            numbers = head_number_refs(work.scalars, n_head)
-            first = row, work.col
-            tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers, 1)
-            lse = vector(arrays.lse) + (lift if redo else 0.0)
-            raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
-            tile = tile.with_bias(n_head, bias_s)
-            keep = tile.mask() if masked else None
-            lse = broadcast_vector(lse, shape, 1)
-            p, cotangents = gradient.probabilities(raw, lse, tile, keep)
-            dv = multiply(dv, gradient.kept(p).astype(dtype), do_s)  # (6)
-            if sums_ref is not None:
-                add_previous(visit)
-            delta = broadcast_vector(vector(arrays.delta), shape, 1)
-            d_raw, _ = cotangents(p, dp_with_delta(gradient, p, delta, v_s, do_s))
-            d_raw = d_raw.astype(dtype)
-            dk = multiply(dk, d_raw, q_s)
-            if sums_ref is not None:
-                scratch.d_raw_s[0] = d_raw
-            return dk, dv
+        gradient = self.gradient
+        pipeline = _Pipeline(scratch, self.total * self.heads, self._copy)
 
         def visit_head(g, sums):
-            return _masked_first(self.problem, work, functools.partial(step, g), sums, redo)
+            step = functools.partial(self._step, pipeline, g)
+            return _masked_first(self.problem, self.work, step, sums, self.redo)
 
         pipeline.begin()
-        if sums_ref is not None:
-            scratch.d_raw_s[0] = full_tile(shape, 0.0).astype(dtype)
-        sums = tuple(full_tile((ROWS, x.shape[-1]), 0.0) for x in (k_s, v_s))
+        if self.sums_ref is not None:
+            zeros = full_tile((ROWS, ROWS), 0.0)
+            scratch.d_raw_s[0] = zeros.astype(scratch.d_raw_s.dtype)
+        sums = tuple(full_tile((ROWS, x.shape[-1]), 0.0) for x in scratch.owned_s)
         dk, dv = lax.fori_loop(0, self.sizes.G, visit_head, sums)
-        if sums_ref is not None:
-            pl.when(pipeline.total > 0)(lambda: add_previous(pipeline.total))
-        undo = 1.0 if redo else 2.0**-lift
+        if self.sums_ref is not None:
+            pl.when(pipeline.total > 0)(lambda: self._add_previous(pipeline.total))
+        undo = 1.0 if self.redo else 2.0 ** -float16_lift(self.arrays.query.dtype)
         return dk * gradient.slope * undo, dv * gradient.inverse_keep_rate * undo
+
+    def _head(self, visit) -> Array:
+        """Return the query head of a visit."""
+        return self.work.k * self.heads + lax.div(visit, jnp.maximum(self.total, 1))
+
+    def _first_row(self, visit) -> Array:
+        """Return the first query of a visit."""
+        return self.work.visits.tile(lax.rem(visit, jnp.maximum(self.total, 1))) * ROWS
+
+    def _copy(self, visit, slot) -> None:
+        """Start to copy the queries of a visit, and a tile of the bias, to `slot`."""
+        work = self.work
+        scratch = self.scratch
+        row, n = self._first_row(visit), self._head(visit)
+        place = work.source.query, row, n
+        ready = optional_slot(scratch.visited_ready, slot)
+        operands = self.arrays.query, self.arrays.dout
+        _copy_pair(operands, place, scratch.visited_s, slot, ready)
+        _copy_bias(work.scalars, n, (row, work.col), optional_slot(scratch.bias_s, slot), ready)
+
+    def _add_previous(self, visit) -> None:
+        """Add d_raw' k of the visit before to dq. Before the first d_raw is 0."""
+        previous = jnp.maximum(visit - 1, 0)
+        head = self._head(previous)
+        tile = lax.div(self._first_row(previous), jnp.int32(ROWS))
+        sums = self.sums_ref.at[self.work.b, head, tile]
+        add_product_to_sums(self.scratch.owned_s[0].at[0], self.scratch.d_raw_s.at[0], sums)
+
+    def _step(
+        self, pipeline: _Pipeline, g, masked: bool, n, sums: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Return dk and dv after the n-th visit of query head g of the group."""
+        work = self.work
+        gradient = self.gradient
+        arrays = self.arrays
+        k_s, v_s = (x.at[0] for x in self.scratch.owned_s)
+        shape = ROWS, ROWS
+        dk, dv = sums
+        visit = g * self.total + n
+        q_s, do_s, bias_s = pipeline.next(visit)
+        head = work.k * self.heads + g
+        row = work.visits.tile(n) * ROWS
+        rows = work.source.query, head, pl.ds(row, ROWS)
+
+        def vector(ref):
+            return plgpu.load(ref.at[rows], layout=COL, optimized=False)
+
+        if self.redo:
+            clean_tile(q_s)
+            clean_tile(do_s, lse_s=arrays.lse.at[rows])
+        numbers = head_number_refs(work.scalars, head)
+        first = row, work.col
+        tile = ScoreTile.in_global_memory(self.problem, work, first, shape, numbers, 1)
+        lse = vector(arrays.lse) + (float16_lift(k_s.dtype) if self.redo else 0.0)
+        raw = multiply(full_tile(shape, 0.0), k_s, q_s, transposed=True)  # (5)
+        tile = tile.with_bias(head, bias_s)
+        keep = tile.mask() if masked else None
+        p, cotangents = gradient.probabilities(raw, broadcast_vector(lse, shape, 1), tile, keep)
+        dv = multiply(dv, gradient.kept(p).astype(v_s.dtype), do_s)  # (6)
+        if self.sums_ref is not None:
+            self._add_previous(visit)
+        delta = broadcast_vector(vector(arrays.delta), shape, 1)
+        d_raw, _ = cotangents(p, dp_with_delta(gradient, p, delta, v_s, do_s))
+        d_raw = d_raw.astype(k_s.dtype)
+        dk = multiply(dk, d_raw, q_s)
+        if self.sums_ref is not None:
+            self.scratch.d_raw_s[0] = d_raw
+        return dk, dv
 
 
 def _bad_rows(x: Array) -> Array:

@@ -13,6 +13,7 @@ from memeff.pallas.ampere import forward as forward_kernel
 from memeff.pallas.ampere.backward import (
     ROWS,
     Arrays,
+    GradientCall,
     Tiling,
     fused_gradients,
     key_value_gradient,
@@ -47,7 +48,6 @@ from memeff.pallas.hopper.layout import (
     split_query,
     unfold_heads,
 )
-from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
 from memeff.pallas.user_functions.extra_gradients import extra_cotangents
@@ -224,12 +224,12 @@ def backward(
         rows = pad_rows(lse), pad_rows(delta)
         inputs = Arrays(pad(query), pad(key), pad(value), pad(fold_heads(dout)), *rows)
         padded_scalars = pad_scalars(jax.tree.unflatten(structure, leaves))
-        rest = (T, S), inputs, padded_scalars, tiling
+        gradient = GradientCall(on_tiles, (T, S), inputs, padded_scalars, tiling)
         if schedule.fused_backward:
-            (dq, dk, dv), sums = _fused_gradient(problem, *rest), []
+            (dq, dk, dv), sums = _fused_gradient(gradient._replace(problem=problem)), []
         else:
-            dq, *sums = query_gradient(query_functions, *rest)
-            dk, dv = key_value_gradient(on_tiles, *rest)
+            dq, *sums = query_gradient(gradient._replace(problem=query_functions))
+            dk, dv = key_value_gradient(gradient)
         dq = dq[:, :T, :, :H].reshape(B, T, K, G, H)
         gradients = dq, dk[:, :S, :, :H], dv[:, :S, :, :D]
         gradients += tuple(x[..., :T].reshape(B, K, G, T) for x in sums)
@@ -257,22 +257,15 @@ def backward(
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, terms)
 
 
-def _fused_gradient(
-    problem: Problem,
-    lengths: tuple[int, int],
-    arrays: Arrays,
-    scalars: Scalars,
-    tiling: Tiling,
-) -> tuple[Array, ...]:
+def _fused_gradient(call: GradientCall) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of two if a number is not finite."""
-    rest = problem, lengths, arrays, scalars, tiling
-    dtype = arrays.query.dtype
-    dq, dk, dv = fused_gradients(*rest)
-    dq = undo_lift(dq * Gradient(problem, LogitParams()).slope, dtype).astype(dtype)
+    dtype = call.arrays.query.dtype
+    dq, dk, dv = fused_gradients(call)
+    dq = undo_lift(dq * Gradient(call.problem, LogitParams()).slope, dtype).astype(dtype)
     gradients = dq, dk, dv
     bad = ~jnp.stack([jnp.isfinite(x).all() for x in gradients]).all()
 
     def compute() -> tuple[Array, ...]:
-        return *query_gradient(*rest), *key_value_gradient(*rest)
+        return *query_gradient(call), *key_value_gradient(call)
 
     return again_if_bad(bad, gradients, compute)

@@ -84,7 +84,7 @@ class Assignment:
         if not isinstance(part, SameIds):
             return False
         heads = set(self.default.heads)
-        sides = [set(letters_of(x.value, x.index)) for x in (part.first, part.second)]
+        sides = [letters_of(*x) for x in (part.first, part.second)]
         if any(heads & side for side in sides):
             return False
         of_query = [bool(side & set(self.query)) for side in sides]
@@ -96,7 +96,7 @@ class Assignment:
         leaf = part.part if isinstance(part, Not) else part
         if not isinstance(leaf, Leaf):
             return False
-        return self._is_array_of_pairs((leaf.element.value, leaf.element.index))
+        return self._is_array_of_pairs(leaf.element)
 
     def _is_array_of_pairs(self, element: Element) -> bool:
         """Return True for an element of an array that must exist, with an element for each pair.

@@ -7,9 +7,10 @@ splits its letter, so that every earlier index stays valid (`expand`).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from memeff.rewrite.graph import Equation, Value
@@ -292,6 +293,23 @@ def _known_number(value: Value) -> Any:
     if any(x is None for x in inputs):
         return None
     return compute(value.maker.eqn, inputs)
+
+
+def values_before(
+    value: Value, most: int, through: Callable[[Value], bool] | None = None
+) -> Iterator[Value]:
+    """Visit a value and those from which it is computed, the nearest first, at most `most`.
+
+    Go on from those for which `through` is True; None: from all.
+    """
+    waiting = collections.deque([value])
+    for _ in range(most):
+        if not waiting:
+            return
+        value = waiting.popleft()
+        yield value
+        if value.maker is not None and (through is None or through(value)):
+            waiting.extend(value.maker.inputs)
 
 
 def is_closed(value: Value) -> bool:

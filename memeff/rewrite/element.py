@@ -44,7 +44,6 @@ from memeff.rewrite.symbols import (
     Known,
     Leaf,
     Not,
-    Opaque,
     SameIds,
 )
 from memeff.sharding import vary_together
@@ -352,16 +351,14 @@ class Builder:
         if isinstance(formula, IsZero):
             return self.add("zero", self.affine(formula.affine))
         if isinstance(formula, Leaf):
-            return self._opaque(formula.element)
+            return self.element(*formula.element)
         if isinstance(formula, SameIds):
-            return self.add("equal", self._opaque(formula.first), self._opaque(formula.second))
+            first, second = self.element(*formula.first), self.element(*formula.second)
+            return self.add("equal", first, second)
         if isinstance(formula, Not):
             return self.add("not", self.formula(formula.part))
         steps = tuple(self.formula(x) for x in formula.parts)
         return self.add("all" if isinstance(formula, And) else "any", steps)
-
-    def _opaque(self, element: Opaque) -> int:
-        return self.element(element.value, element.index)
 
 
 def _hashable(number: Any) -> Any:

@@ -15,7 +15,6 @@ from memeff.rewrite.symbols import (
     Known,
     Leaf,
     Not,
-    Opaque,
     Or,
     SameIds,
 )
@@ -60,7 +59,7 @@ class Pairs:
         if first.value is not second.value:
             return False
         swap = {self.keys[0]: self.query[0]}
-        return _renamed(first.index, swap) == _renamed(second.index, swap)
+        return _renamed(first.dims, swap) == _renamed(second.dims, swap)
 
 
 def _renamed(index: Index, names: dict[Letter, Letter]) -> Any:
@@ -93,10 +92,9 @@ def query_letters(match: Match) -> tuple[Letter, ...]:
 def formula_letters(formula: Formula) -> set[Letter]:
     """Return the letters on which a formula depends."""
     if isinstance(formula, Leaf):
-        return letters_of(formula.element.value, formula.element.index)
+        return letters_of(*formula.element)
     if isinstance(formula, SameIds):
-        elements: list[Opaque] = [formula.first, formula.second]
-        return set().union(*(letters_of(x.value, x.index) for x in elements))
+        return letters_of(*formula.first) | letters_of(*formula.second)
     if isinstance(formula, Not):
         return formula_letters(formula.part)
     if isinstance(formula, And | Or):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from memeff.rewrite.axes import NoMatch, known_number
+from memeff.rewrite.axes import NoMatch, known_number, values_before
 from memeff.rewrite.graph import Value
 from memeff.rewrite.symbols import Formula, Leaf, Not
 
@@ -42,16 +42,8 @@ def is_random(formula: Formula) -> bool:
     formula = formula.part if isinstance(formula, Not) else formula
     if not isinstance(formula, Leaf):
         return False
-    waiting = [formula.element.value]
-    for _ in range(40):
-        if not waiting:
-            return False
-        value = waiting.pop()
-        if value.op in ("random_bits", "threefry2x32", "rng_bit_generator"):
-            return True
-        if value.maker is not None:
-            waiting.extend(value.maker.inputs)
-    return False
+    random = ("random_bits", "threefry2x32", "rng_bit_generator")
+    return any(x.op in random for x in values_before(formula.element.value, 40))
 
 
 def find_bernoulli(formula: Formula) -> Bernoulli:

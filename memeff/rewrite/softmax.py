@@ -26,6 +26,7 @@ from memeff.rewrite.axes import (
     maker_of,
     operands_of,
     regroup,
+    values_before,
 )
 from memeff.rewrite.graph import Graph, Value
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
@@ -107,17 +108,11 @@ class Outside:
 
 def may_be_softmax(value: Value) -> bool:
     """Return True if an exponential is among the few equations before a value."""
-    waiting = collections.deque([value])
-    for _ in range(NEAR):
-        if not waiting:
-            return False
-        value = waiting.popleft()
-        if value.op in ("exp", "exp2", "pow"):
-            return True
-        is_mapped = value.op in ELEMENTWISE | MOVES or is_outer_product(value)
-        if value.maker is not None and is_mapped:
-            waiting.extend(value.maker.inputs)
-    return False
+
+    def is_mapped(x: Value) -> bool:
+        return x.op in ELEMENTWISE | MOVES or is_outer_product(x)
+
+    return any(x.op in ("exp", "exp2", "pow") for x in values_before(value, NEAR, is_mapped))
 
 
 def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
@@ -412,13 +407,8 @@ def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element,
 
 def _made_of_maximum(value: Value) -> bool:
     """Return True if a value is computed from a maximum by few element-wise equations."""
-    waiting = [value]
-    for _ in range(24):
-        if not waiting:
-            return False
-        value = waiting.pop()
-        if value.op == "reduce_max":
-            return True
-        if value.maker is not None and value.op in ELEMENTWISE | MOVES:
-            waiting.extend(value.maker.inputs)
-    return False
+
+    def is_mapped(x: Value) -> bool:
+        return x.op in ELEMENTWISE | MOVES
+
+    return any(x.op == "reduce_max" for x in values_before(value, 24, is_mapped))

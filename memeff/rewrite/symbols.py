@@ -11,7 +11,7 @@ symbol_operations.py computes with symbols, and reader.py reads them out of a pr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from memeff.rewrite.axes import Index, Letter
 from memeff.rewrite.graph import Value
@@ -51,12 +51,11 @@ class Distance:
     affine: Affine
 
 
-@dataclasses.dataclass(frozen=True)
-class Opaque:
+class Opaque(NamedTuple):
     """An element of an array that is not understood."""
 
     value: Value
-    index: Index
+    dims: Index  # the index at which it is read
 
 
 @dataclasses.dataclass(frozen=True)

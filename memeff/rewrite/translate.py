@@ -147,7 +147,7 @@ class _Translation:
             sizes=self.roles.sizes,
             leads=tuple(x.size for x in self.roles.batch),
             scale=scaling.factor * match.products[0].factor,
-            scales=tuple((op, self._scalar(x)) for op, x in scaling.scales),
+            scales=tuple((op, self._reduced(x, ())) for op, x in scaling.scales),
             soft_cap=scaling.soft_cap,
             window=self.window,
             q_offset=self.q_offset,
@@ -209,9 +209,23 @@ class _Translation:
             values.append(value)
         return values.index(value)
 
-    def _scalar(self, element: Element) -> Argument:
-        value, index = reduced(element, ())
-        return Argument(self._number(value), arrange(index, (), is_full=True))
+    def _argument(
+        self, element: Element, form: tuple[Any, ...], factor: float = 1.0, *, is_full: bool = True
+    ) -> Argument:
+        """Return an array of the program, with dims of the letters in `form`, as an argument."""
+        value, index = element
+        return Argument(self._number(value), arrange(index, form, is_full=is_full), factor)
+
+    def _reduced(
+        self, element: Element, form: tuple[Any, ...], factor: float = 1.0, *, is_full: bool = True
+    ) -> Argument:
+        """Return the smallest array of an element, which depends on letters in `form` alone."""
+        return self._argument(reduced(element, form), form, factor, is_full=is_full)
+
+    @property
+    def _leads(self) -> tuple[Any, ...]:
+        """Return a dim for each letter of batch entries."""
+        return tuple((x,) for x in self.roles.batch)
 
     def _operands(self) -> tuple[tuple[Argument, ...], tuple[Argument, ...], Argument, str]:
         """Return the vectors of queries and keys, the values, and the dtype of the call."""
@@ -219,52 +233,42 @@ class _Translation:
         roles = self.roles
         groups = tuple(x for x in roles.heads if x in match.query_only)
         heads = tuple(x for x in roles.heads if x not in groups)
-        lead = tuple((x,) for x in roles.batch)
         out = match.result.dtype
         dtypes = [out]
 
         def argument(operand: Operand, form: tuple[Any, ...], factor: float = 1.0) -> Argument:
             operand = without_cast(operand, out)
             dtypes.append(operand.value.dtype)
-            arrangement = arrange(operand.index, form, is_full=True)
-            return Argument(self._number(operand.value), arrangement, factor)
+            return self._argument((operand.value, operand.index), form, factor)
 
         queries = []
         keys = []
         for x in match.products:
             hidden = tuple(y for y in letters_in(x.key.index) if y not in match.letters)
             ratio = x.factor / match.products[0].factor
-            query_form = (*lead, self.query, (*heads, *groups), hidden)
+            query_form = (*self._leads, self.query, (*heads, *groups), hidden)
             queries.append(argument(x.query, query_form, ratio))
-            keys.append(argument(x.key, (*lead, match.keys, heads, hidden)))
-        value = argument(match.value, (*lead, match.keys, heads, match.columns))
+            keys.append(argument(x.key, (*self._leads, match.keys, heads, hidden)))
+        value = argument(match.value, (*self._leads, match.keys, heads, match.columns))
         return tuple(queries), tuple(keys), value, str(jnp.result_type(*dtypes))
 
     def _out(self) -> Arrangement:
         """Return how the output of memeff becomes the result of the replaced equations."""
-        roles = self.roles
-        index = (*((x,) for x in roles.batch), self.query, roles.heads, self.match.columns)
+        index = (*self._leads, self.query, self.roles.heads, self.match.columns)
         return arrange(index, self.match.result_index, is_full=True)
 
     def _factors(self) -> tuple[tuple[str, Argument], ...]:
         """Return what the output is multiplied with or divided by, and which rows are kept."""
-        form = (*((x,) for x in self.roles.batch), self.query, self.roles.heads, ())
-        factors = []
-        for operation, element in self.match.softmax.outside.factors:
-            value, index = reduced(element, form)
-            arrangement = arrange(index, form, is_full=False)
-            factors.append((operation, Argument(self._number(value), arrangement)))
-        return tuple(factors)
+        form = (*self._leads, self.query, self.roles.heads, ())
+        factors = self.match.softmax.outside.factors
+        return tuple((op, self._reduced(x, form, is_full=False)) for op, x in factors)
 
     def _sink(self) -> Argument | None:
         """Return the sinks [N], to be multiplied as the logits are."""
         softmax = self.match.softmax
         if softmax.sink is None:
             return None
-        form = (self.roles.heads,)
-        value, index = reduced(softmax.sink, form)
-        arrangement = arrange(index, form, is_full=True)
-        return Argument(self._number(value), arrangement, softmax.base)
+        return self._reduced(softmax.sink, (self.roles.heads,), softmax.base)
 
     def _bernoulli(self) -> Bernoulli | None:
         formula = self.logits.dropout
@@ -282,7 +286,7 @@ class _Translation:
         bernoulli = self._bernoulli()
         if bernoulli is None or not isinstance(formula, Leaf):
             return None
-        index = formula.element.index
+        index = formula.element.dims
         if any(isinstance(dim, Slice) for dim in index):
             raise NoMatch(
                 "the bits of its dropout are drawn for more rows or columns than are used"
@@ -301,20 +305,17 @@ class _Translation:
         part = self.condition.segments
         if part is None:
             return None
-        elements = [(part.first.value, part.first.index), (part.second.value, part.second.index)]
-        if set(self.query) & letters_of(*elements[1]):
-            elements.reverse()
-        arguments = []
-        for element, last in zip(elements, (self.query, self.match.keys), strict=True):
-            form = (*((x,) for x in self.roles.batch), last)
-            value, index = reduced(element, form)
-            arguments.append(Argument(self._number(value), arrange(index, form, is_full=True)))
-        return arguments[0], arguments[1]
+        of_query, of_keys = part.first, part.second
+        if set(self.query) & letters_of(*of_keys):
+            of_query, of_keys = of_keys, of_query
+        return (
+            self._reduced(of_query, (*self._leads, self.query)),
+            self._reduced(of_keys, (*self._leads, self.match.keys)),
+        )
 
     def _pair_form(self) -> tuple[Any, ...]:
         """Return the letters of the dims of a mask or a bias."""
-        lead = tuple((x,) for x in self.roles.batch)
-        return (*lead, self.roles.heads, self.query, self.match.keys)
+        return (*self._leads, self.roles.heads, self.query, self.match.keys)
 
     def _dense_mask(self) -> tuple[Argument | None, bool]:
         """Return the mask that is an array of pairs, and whether it is True where hidden."""
@@ -323,19 +324,19 @@ class _Translation:
             return None, False
         leaf = part.part if isinstance(part, Not) else part
         assert isinstance(leaf, Leaf)
-        value, index = smallest((leaf.element.value, leaf.element.index))
-        self.inputs.add_pairs("mask", value)
-        argument = Argument(self._number(value), arrange(index, self._pair_form(), is_full=False))
+        element = smallest(leaf.element)
+        self.inputs.add_pairs("mask", element[0])
+        argument = self._argument(element, self._pair_form(), is_full=False)
         return argument, isinstance(part, Not)
 
     def _score(self) -> tuple[PairFunction | None, Argument | None, PairFunction | None]:
         """Return the score function, a bias of pairs, and a small bias that is computed once."""
         dense = None
         if self.dense_bias is not None:
-            value, index = smallest(self.dense_bias.element)
-            self.inputs.add_pairs("bias", value)
-            arrangement = arrange(index, self._pair_form(), is_full=False)
-            dense = Argument(self._number(value), arrangement, self.dense_bias.factor)
+            element = smallest(self.dense_bias.element)
+            self.inputs.add_pairs("bias", element[0])
+            factor = self.dense_bias.factor
+            dense = self._argument(element, self._pair_form(), factor, is_full=False)
         inner = self.logits.inner
         if dense is None and isinstance(inner, Scaling) and self._are_small(self.biases):
             return None, None, self._of_biases(None, self.biases)

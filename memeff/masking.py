@@ -53,23 +53,24 @@ def pair_positions(
     return first + stride * rows[None], origin.first_key + stride * cols
 
 
-def window_pairs(problem: Problem, position, cols) -> Any:
-    """Return True where the window lets the query at `position` see the key at `cols`.
+def window_pairs(left: int | None, right: int | None, position, cols) -> Any:
+    """Return True where a window lets the query at `position` see the key at `cols`.
 
     The shapes broadcast. Without a window the result is the number True.
     """
     keep = True
-    if problem.left is not None:
-        keep &= position - problem.left <= cols
-    if problem.right is not None:  # causal attention is right = 0: one rule, not two
-        keep &= cols <= position + problem.right
+    if left is not None:
+        keep &= position - left <= cols
+    if right is not None:  # causal attention is right = 0: one rule, not two
+        keep &= cols <= position + right
     return keep
 
 
 def mask_pairs(problem: Problem, inputs: MaskInputs, rows: Array, cols: Array) -> Array:
     """Return True where the query at `rows` may attend to the key at `cols`; shapes broadcast."""
     keep = (rows >= 0) & (cols >= 0)
-    keep &= window_pairs(problem, query_positions(problem, inputs.q_offset, rows), cols)
+    position = query_positions(problem, inputs.q_offset, rows)
+    keep &= window_pairs(problem.left, problem.right, position, cols)
     if inputs.q_lengths is not None:
         keep &= rows < inputs.q_lengths
     if inputs.kv_lengths is not None:

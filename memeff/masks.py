@@ -28,6 +28,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from memeff.inputs import check_integers, check_size, known_values, to_int32
+from memeff.masking import window_pairs
 from memeff.user_functions import Mask, with_sizes
 from memeff.validate import check_window
 
@@ -52,12 +53,7 @@ class _Window:
     right: int | None
 
     def __call__(self, batch, head, q_pos, k_pos, params):
-        keep = q_pos == q_pos  # True
-        if self.left is not None:
-            keep &= q_pos - self.left <= k_pos
-        if self.right is not None:
-            keep &= k_pos <= q_pos + self.right
-        return keep
+        return window_pairs(self.left, self.right, q_pos, k_pos)
 
 
 def prefix(length: ArrayLike) -> Mask:

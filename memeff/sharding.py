@@ -6,7 +6,7 @@ and shard_map give each array a type that says how it is sharded.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -310,6 +310,27 @@ def vary_like(arrays: Any, like: Any) -> Any:
         return lax.pcast(long, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(cast, arrays)
+
+
+def operand_spec(axes: Mapping[str, Any], x: Array, dims: str) -> PartitionSpec:
+    """Return how x, whose dims have the letters `dims`, is sharded over the `axes` of each letter.
+
+    Dims of size 1 are whole, and so are the columns of a mask or a bias.
+    """
+    entries = []
+    for letter, size in zip(dims, x.shape, strict=True):
+        is_column = letter == "s" and dims == "bnts"
+        entries.append(None if is_column or size == 1 else axes.get(letter))
+    return PartitionSpec(*entries)
+
+
+def complete_specs(specs: Any) -> Any:
+    """Return a tree with the spec of a whole array in the place of each leaf that is no spec."""
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    return jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
 
 
 def sharding_of_sum(total: Array | None) -> NamedSharding | None:

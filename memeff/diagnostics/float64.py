@@ -64,10 +64,11 @@ class Axes(NamedTuple):
     heads: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
 
-    def of(self, letter: str) -> tuple[str, ...]:
-        """Return the axes over which the dim of this letter is sharded."""
-        names = {"b": self.batch, "n": self.heads, "k": self.heads}
-        return self.tokens if letter in "ts" else names.get(letter, ())
+    @property
+    def by_letter(self) -> dict[str, tuple[str, ...] | None]:
+        """Return the axes over which the dim of each letter is sharded; None: it is whole."""
+        batch, heads, tokens = (names or None for names in self)
+        return {"b": batch, "n": heads, "k": heads, "t": tokens, "s": tokens}
 
 
 class Place(NamedTuple):
@@ -145,27 +146,12 @@ def lay_out(place: Place, inputs: Inputs) -> Inputs:
 
 def _specs(axes: Axes, inputs: Inputs) -> Any:
     """Return the inputs with how each array is sharded in its place."""
-
-    def spec(x: Array, dims: str) -> PartitionSpec:
-        entries = []
-        for letter, size in zip(dims, x.shape, strict=True):
-            columns = dims == "bnts" and letter == "s"  # whole, because the rows are sharded
-            names = () if columns else axes.of(letter)
-            entries.append(names if names and size > 1 else None)
-        return PartitionSpec(*entries)
-
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec)
-
-    specs: Any = inputs._replace(operands=map_operands(spec, inputs.operands))
+    spec = functools.partial(sharding.operand_spec, axes.by_letter)
+    specs: dict[str, Any] = {}
     for name, dims in DIMS.items():
-        specs = specs._replace(**{name: spec(getattr(inputs, name), dims)})
-
-    def complete(x: Any) -> PartitionSpec:
-        """Return the spec `x`, or that of a whole array."""
-        return x if is_spec(x) else PartitionSpec()
-
-    return jax.tree.map(complete, specs, is_leaf=is_spec)
+        specs[name] = spec(getattr(inputs, name), dims)
+    specs["operands"] = map_operands(spec, inputs.operands)
+    return sharding.complete_specs(inputs._replace(**specs))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

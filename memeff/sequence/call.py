@@ -39,7 +39,7 @@ from memeff.sequence.gathered import columns_in_order
 from memeff.sequence.implementation import Sharded
 from memeff.sequence.layout import check_layout_name, stride_of
 from memeff.sequence.parts import Shards
-from memeff.sharding import axes_that_share, vary_like
+from memeff.sharding import axes_that_share, complete_specs, operand_spec, vary_like
 
 
 def attend_here(
@@ -207,14 +207,7 @@ def enter_shard_map(
     of_key_heads = None if shape.K == 1 else heads
     sequence = plan.axes[0] if len(plan.axes) == 1 else plan.axes
     axes = {"b": batch, "n": heads, "k": of_key_heads, "t": sequence, "s": sequence}
-
-    def spec(x: Array, dims: str) -> PartitionSpec:
-        """Return how x is sharded: not along the columns of a mask or a bias."""
-        entries = []
-        for letter, size in zip(dims, x.shape, strict=True):
-            is_column = letter == "s" and dims == "bnts"
-            entries.append(None if is_column or size == 1 else axes.get(letter))
-        return PartitionSpec(*entries)
+    spec = functools.partial(operand_spec, axes)
 
     def lay_out(x: Array, dims: str) -> Array:
         """Shard x by its spec over Explicit axes, where shard_map's transpose does not do it."""
@@ -226,13 +219,9 @@ def enter_shard_map(
         axes = entry if isinstance(entry, tuple) else (entry,)
         return tuple(axis for axis in axes if axis in sharding.mesh.explicit_axes) or None
 
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec)
-
     if is_explicit:
         operands = map_operands(lay_out, operands)
-    specs = map_operands(spec, operands)
-    specs = jax.tree.map(lambda x: x if is_spec(x) else PartitionSpec(), specs, is_leaf=is_spec)
+    specs = complete_specs(map_operands(spec, operands))
     of_group = heads if of_key_heads is None else None
     rows = PartitionSpec(batch, of_key_heads, of_group, sequence)
 

@@ -57,7 +57,7 @@ def kernels_of(problem: Problem, lengths: tuple[int, int], interpret: bool) -> K
 
 def _may_see(problem: Problem, keys: int | None, position: Array, cols: Array) -> Array:
     """Return True where the query at `position` may see the key at `cols`, of `keys`."""
-    keep = window_pairs(problem, position, cols)
+    keep = window_pairs(problem.left, problem.right, position, cols)
     return keep if keys is None else keep & (cols < keys)
 
 

@@ -122,9 +122,9 @@ class TwoPassJvp:
 
 @dataclasses.dataclass(frozen=True)
 class OnePassJvp:
-    """The same function in one pass.
+    """The function from operands and tangents to out, lse and their tangents, in one pass.
 
-    If JAX needs the tangent later, as in a gradient, it takes two passes (`two_pass`).
+    If JAX needs the tangents later, as in a gradient, it takes two passes (`two_pass`).
     """
 
     forward: Forward

@@ -162,8 +162,8 @@ def block_mask(
         params = mask_fn.params
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
         raise ValueError(
-            "block_mask: params are traced, and the tiles to skip must be known before: "
-            "call it outside jit, or with NumPy arrays."
+            "block_mask: params are traced, but the tiles to skip must be known while tracing. "
+            "Call it outside jit, or pass NumPy arrays."
         )
     sizes = {"B": batch, "N": heads, "T": T, "Q": T, "S": S}
     function, *leaves = trace_function("mask_fn", fn, params, jnp.float32, sizes)

@@ -51,6 +51,31 @@ def check_size(name: str, size: Any, least: int = 1) -> int:
     return size
 
 
+def check_sides(
+    name: str, x: Any, pair: str, unit: str, *, least: int, cure: str, optional: bool = False
+) -> tuple[Any, Any]:
+    """Return both sides of a pair of ints; one int stands for both.
+
+    With `optional`, a side may be None. In errors `pair` and `unit` say what the sides are, and
+    `cure` what to do about one that is less than `least`.
+    """
+    sides = tuple(x) if isinstance(x, tuple | list) else (x, x)
+    given = f"{name}={text_of(x)}"
+    if len(sides) != 2:
+        raise ValueError(f"{given}: give {pair}, or one int for both sides.")
+    for side in sides:
+        if optional and side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise TypeError(
+                f"{given}: sides are ints ({unit}){' or None' * optional}, got {kind_of(side)}. "
+                f"Pass {pair}, or one int for both sides."
+            )
+        if side < least:
+            raise ValueError(f"{given}: sides count {unit} and must be >= {least}; {cure}.")
+    return sides
+
+
 def refuse_symbolic(what: str, **sizes: Any) -> None:
     """Raise an error that names `what` if jax.export leaves one of the sizes symbolic."""
     if all(isinstance(size, int) for size in sizes.values()):

@@ -190,7 +190,11 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
     known = known_values(parents)
     T = parents.shape[-1]
     if known is not None and (known >= np.arange(T)).any():
-        raise ValueError("ancestors_of: a draft comes before its parent. Order them by depth.")
+        *row, draft = np.argwhere(known >= np.arange(T))[0]
+        raise ValueError(
+            f"ancestors_of: draft {draft} has parent {known[*row, draft]}, and a parent comes "
+            "before its children. Order the drafts by depth."
+        )
     if known is not None and known.min() < -1:
         raise ValueError(
             f"parents must name drafts from 0 on, or be -1 where there is none; got {known.min()}."

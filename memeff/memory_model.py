@@ -457,7 +457,7 @@ def _on_gpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
 def _with_gpu_fusion(
     problem: Problem, schedule: Schedule, operands: Operands, z: Sizes
 ) -> tuple[float, float]:
-    """Return the same where XLA:GPU fuses the gradient into its products."""
+    """Return what `_on_gpu` returns, for calls whose gradient XLA:GPU fuses into its products."""
     shape = operands.shape
     b, k = schedule.heads_of_tile(shape.B, shape.K)
     share = b * k / (shape.B * shape.K)  # of batch entries and heads, in a block

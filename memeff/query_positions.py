@@ -34,7 +34,8 @@ def check_query_positions(
         return count
     if first.min() < 0 and _may_see_keys_before_0(right):
         raise ValueError(
-            f"mask_fn has params for query positions from 0 on, and q_offset is {first.min()}."
+            f"mask_fn has params for query positions from 0 on, and q_offset is {first.min()}. "
+            "Pass q_offset >= 0, or is_causal=True: then a query before position 0 sees no key."
         )
     rows = T if lengths is None else known_values(lengths)
     if rows is None or not isinstance(T, int):

@@ -16,10 +16,10 @@ from memeff.inputs import (
     check_bool,
     check_floats,
     check_integers,
+    check_sides,
     check_wide_floats,
     kind_of,
     known_values,
-    text_of,
     to_array,
     to_float,
     to_int32,
@@ -207,29 +207,11 @@ def check_window(
 ) -> tuple[int | None, int | None]:
     """Return (left, right) in tokens, None for no bound; causal is right = 0."""
     check_bool("is_causal", is_causal)
-    if window is None:
-        sides = (None, None)
-    elif isinstance(window, tuple | list):
-        if len(window) != 2:
-            raise ValueError(
-                f"{name}={text_of(window)}: give (left, right), or one int for both sides."
-            )
-        sides = tuple(window)
-    else:
-        sides = (window, window)
-    for side in sides:
-        if side is None:
-            continue
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-            raise TypeError(
-                f"{name}={text_of(window)}: sides are ints (tokens) or None, got {kind_of(side)}. "
-                "Pass (left, right), or one int for both sides."
-            )
-        if side < 0:
-            raise ValueError(
-                f"{name}={text_of(window)}: sides count tokens and must be >= 0; use None for an "
-                "unbounded side, and a mask_fn for a window beside the query's own position."
-            )
+    cure = (
+        "use None for an unbounded side, and a mask_fn for a window beside the query's own position"
+    )
+    pair = "(left, right)"
+    sides = check_sides(name, window, pair, "tokens", least=0, cure=cure, optional=True)
     # A side beyond any position is no bound.
     left, right = (None if side is None or side >= TOO_LONG else int(side) for side in sides)
     return left, 0 if is_causal else right

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from memeff.block_mask import BlockMask
-from memeff.inputs import check_bool, check_choice, check_number, kind_of, text_of, to_array
+from memeff.inputs import (
+    check_bool,
+    check_choice,
+    check_number,
+    check_sides,
+    kind_of,
+    text_of,
+    to_array,
+)
 from memeff.problem import Dropout
 from memeff.shape import CallShape
 from memeff.user_functions import check_pair_function, trace_function, trace_transform
@@ -69,21 +77,9 @@ def check_chunk_size(
     """Return (rows, columns) of a tile, None: a default; `pair` and `unit` name them in errors."""
     if chunk_size is None:
         return None, None
-    sides = tuple(chunk_size) if isinstance(chunk_size, tuple | list) else (chunk_size, chunk_size)
-    if len(sides) != 2:
-        raise ValueError(f"chunk_size={text_of(chunk_size)}: give {pair}, or one int for both.")
-    for side in sides:
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-            raise TypeError(
-                f"chunk_size={text_of(chunk_size)}: sides are ints ({unit}), got {kind_of(side)}. "
-                f"Pass {pair}, or one int for both."
-            )
-        if side < 1:
-            raise ValueError(
-                f"chunk_size={text_of(chunk_size)}: sides count {unit} and must be >= 1; omit it "
-                "for the default."
-            )
-    return operator.index(sides[0]), operator.index(sides[1])
+    cure = "omit it for the default"
+    rows, columns = check_sides("chunk_size", chunk_size, pair, unit, least=1, cure=cure)
+    return operator.index(rows), operator.index(columns)
 
 
 def check_precision(precision: Any) -> lax.PrecisionLike:

@@ -159,9 +159,7 @@ def python_library() -> list[Path]:
     # some systems leave dangling links
     files = [path for path in found if path.exists() and is_text(path)]
     if not files:
-        raise Refused(
-            f"this Python keeps no sources in {folder}: give text of your own with --text."
-        )
+        raise Refused(f"this Python has no sources in {folder}. Give text of your own with --text.")
     return files
 
 

@@ -33,7 +33,7 @@ def on_devices(config: Config) -> contextlib.AbstractContextManager:
     devices = jax.devices()
     if len(devices) < config.devices:
         raise Refused(
-            f"--devices {config.devices}: this machine has {len(devices)} ({devices[0].device_kind}): give fewer. "
+            f"--devices {config.devices}: this machine has {len(devices)} ({devices[0].device_kind}). Give fewer. "
             f"For a trial on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={config.devices}."
         )
     mesh = jax.make_mesh(

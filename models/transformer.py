@@ -190,7 +190,7 @@ class Transformer(nnx.Module):
         """Return the positions [B, T] of tokens that lie in their own order, on one device."""
         if self.config.devices > 1:
             raise ValueError(
-                "positions are missing: over several devices, give that of each token."
+                f"positions are missing. Over {self.config.devices} devices, give the position of each token."
             )
         if segment_ids is None:
             return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -118,7 +118,7 @@ def test_wrong_trees_are_refused():
     ):
         with pytest.raises(error, match=pattern):
             dot_product_attention(q, k, v, mask_fn=masks.tree(bits, start))
-    with pytest.raises(ValueError, match="a draft comes before its parent"):
+    with pytest.raises(ValueError, match="draft 0 has parent 0"):
         masks.ancestors_of([[0, 0]])
 
 

@@ -86,7 +86,7 @@ def test_decoding_equals_the_full_forward_linen(name):
     assert_equal(empty, flaxes.init(jax.random.key(0), X)["cache"])
     flax_result = decode(linen_step(flaxes, params), empty, one_by_one)
     assert_close((cache, out), flax_result)
-    message = "the cache has room for 7 tokens and holds 7, and 1 more came: make it"
+    message = "the cache has room for 7 tokens and holds 7, and 1 more came. Make it"
     with pytest.raises(ValueError, match=message):
         module.apply({**params, "cache": cache}, X[:, :1], mutable=["cache"])
     message = r"keys of shape \(1, 1, 4, 2\), and the cache has \(2, 7, 4, 2\)"
@@ -206,10 +206,10 @@ def test_wrong_indices_are_refused():
     with pytest.raises(ValueError, match="holds 7, and 1 more came"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.array([0, -1]))
-    with pytest.raises(ValueError, match="cache_index is -1: it must be at least 0"):
+    with pytest.raises(ValueError, match="cache_index is -1. It must be at least 0"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"cache_index has shape \(3,\): it must be one number"):
+    with pytest.raises(ValueError, match=r"cache_index has shape \(3,\)\. It must be one number"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.zeros(2, jnp.uint8))
     with pytest.raises(TypeError, match="cache_index is uint8, which cannot count all tokens"):
@@ -278,7 +278,7 @@ def test_queries_and_keys_of_different_lengths_are_refused(queries, keys):
     """The cache has one position for both."""
     module = NNX[0](N, F, decode=True, rngs=flax_nnx.Rngs(0))
     module.init_cache(X.shape)
-    message = r"decode: inputs give queries .* and keys .*: both must have the same tokens"
+    message = r"decode: inputs give queries .* and keys .*\. Both must have the same tokens"
     with pytest.raises(ValueError, match=message):
         module(X[:, :queries], X[:, :keys])
     assert module.cache_index[...] == 0

@@ -233,7 +233,7 @@ WRONG = [  # an error of the core is quoted up to the argument: test_errors has 
         {"score_init": ALIBI},
         TypeError,
         "score_init must be a function of a key that returns a memeff.Score, got Score: "
-        "write lambda key: ...",
+        "Write lambda key: ...",
     ),
     (
         {"score_init": array_init},

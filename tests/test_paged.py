@@ -495,7 +495,10 @@ WRONG = [
 ]
 WRONG_CACHES = [
     (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),
-    (lambda: CACHE.with_sequences([[0, 9], [1, 2]], [0, 0]), "names page 9, and the cache has 5"),
+    (
+        lambda: CACHE.with_sequences([[0, 9], [1, 2]], [0, 0]),
+        "names page 9, and the cache has pages 0 to 4",
+    ),
     (lambda: CACHE.with_sequences([[0, 1]], [9]), "sequence 0 has 9 tokens"),
     (lambda: CACHE.with_sequences([0, 1], [9]), r"page_table must have shape \[B, n\]"),
     (

@@ -230,7 +230,7 @@ def test_a_python_without_sources_is_told_to_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(Refused) as refusal:
         Text((), 16, 1)
-    message = f"this Python keeps no sources in {tmp_path}: give text of your own with --text."
+    message = f"this Python has no sources in {tmp_path}. Give text of your own with --text."
     assert str(refusal.value) == message
 
 

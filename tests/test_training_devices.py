@@ -164,7 +164,7 @@ def test_rows_in_the_order_of_devices():
 def test_several_devices_need_positions():
     settings = Settings(**RUN | FOUR)
     model = jax.eval_shape(lambda: train.Transformer(settings, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="over several devices, give that of each token"):
+    with pytest.raises(ValueError, match="Over 4 devices, give the position of each"):
         model(jnp.zeros((1, 8), jnp.int32))
 
 
@@ -173,7 +173,7 @@ def test_too_few_devices_are_told_with_a_cure(tmp_path, monkeypatch, novel):
     with pytest.raises(SystemExit) as exit:
         train.main(["--devices", "16", "--text", novel, "--out", "run"])
     assert str(exit.value) == (
-        "models.train: --devices 16: this machine has 8 (cpu): give fewer. For a trial on a CPU, "
+        "models.train: --devices 16: this machine has 8 (cpu). Give fewer. For a trial on a CPU, "
         "set XLA_FLAGS=--xla_force_host_platform_device_count=16."
     )
     with pytest.raises(Refused):

@@ -139,7 +139,7 @@ def _join_groups(x: Array) -> Array:
 
 
 def _sum_in_groups(run, vmap: Vmap, count: int, arrays, shared: Sequence[bool]) -> list[Array]:
-    """Do as `_run_in_groups`, but return the sum over all calls of each `shared` result.
+    """Return what `_run_in_groups` returns, but of each `shared` result the sum over all calls.
 
     Groups are added up one after the other, so that no array has the shared results of all calls.
     The sums are in float32 or float64.

@@ -163,7 +163,10 @@ class PagedKVCache:
         known = known_values(table)
         pages = self.key_pages.shape[0]
         if known is not None and known.max() >= pages:
-            raise ValueError(f"page_table names page {known.max()}, and the cache has {pages}.")
+            raise ValueError(
+                f"page_table names page {known.max()}, and the cache has pages 0 to {pages - 1}. "
+                "Pass -1 beyond the end of a sequence."
+            )
         lengths = jnp.where(lost, LOST, lengths)
         cache = dataclasses.replace(self, page_table=table, lengths=lengths)
         check_room(lengths, cache.room, NO_PAGE)
@@ -194,7 +197,7 @@ class PagedKVCache:
                 if max(pair) >= pages or (min(pair) < 0 and pair[1] >= 0):
                     raise ValueError(
                         f"copy_pages got {pair[0]} to copy over {pair[1]}, and the cache has pages "
-                        f"0 to {pages - 1}."
+                        f"0 to {pages - 1}. A pair of -1 copies nothing."
                     )
         check_whole_pool(sources, targets, self.key_pages, self.value_pages)
         sources, targets = _at_once(to_int32(sources), to_int32(targets))

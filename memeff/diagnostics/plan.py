@@ -168,7 +168,7 @@ def check_device(device: Any, query: Any) -> tuple[Device, int | None]:
 def compile_target(device: Any, planned_device: Device) -> Any:
     """Return the device for which to compile.
 
-    `device` is the argument; the rest is what `check_device` made of it.
+    `device` is the argument, and `planned_device` what `check_device` made of it.
     """
     if isinstance(device, jax.Device):
         return device

@@ -160,7 +160,7 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
     """Return the dim of the tokens, counted from the first, and their number T."""
     leaves = jax.tree.leaves(x)
     if not leaves:
-        raise ValueError("x holds no array.")
+        raise ValueError("x holds no array. Pass an array with tokens, or a tree of such.")
     places = set()
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:

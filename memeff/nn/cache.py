@@ -25,25 +25,25 @@ def append(
     key, value = new
     if query.shape[:-2] != key.shape[:-2]:
         raise ValueError(
-            f"decode: inputs give queries {query.shape} and keys {key.shape}: both must have the "
+            f"decode: inputs give queries {query.shape} and keys {key.shape}. Both must have the "
             "same tokens."
         )
     *batch, T, K, H = key.shape
     *cached_batch, S, _, _ = keys.shape
     if keys.shape != (*batch, S, K, H) or T > S:
         raise ValueError(
-            f"decode: the inputs give keys of shape {key.shape}, and the cache has {keys.shape}: "
-            f"pass inputs with 1 to {S} tokens and with leading dims {tuple(cached_batch)}, for "
+            f"decode: the inputs give keys of shape {key.shape}, and the cache has {keys.shape}. "
+            f"Pass inputs with 1 to {S} tokens and with leading dims {tuple(cached_batch)}, for "
             "which the cache was made."
         )
     if start.ndim and start.shape != tuple(batch):
         raise ValueError(
-            f"decode: cache_index has shape {start.shape}: it must be one number, or one for each "
+            f"decode: cache_index has shape {start.shape}. It must be one number, or one for each "
             f"sequence, {tuple(batch)}."
         )
     if not jnp.issubdtype(start.dtype, jnp.integer) or start.dtype.itemsize < 4:
         raise TypeError(
-            f"decode: cache_index is {start.dtype}, which cannot count all tokens: make it int32."
+            f"decode: cache_index is {start.dtype}, which cannot count all tokens. Make it int32."
         )
     _check_room(start, T, S)
     return _write(keys, key, start), _write(values, value, start)
@@ -64,11 +64,11 @@ def _check_room(start: Array, T: int, S: int) -> None:
     """Refuse tokens outside the cache where the index is known."""
     known = None if isinstance(start, Tracer) else known_values(start)
     if known is not None and known.min() < 0:
-        raise ValueError(f"decode: cache_index is {known.min()}: it must be at least 0.")
+        raise ValueError(f"decode: cache_index is {known.min()}. It must be at least 0.")
     if known is not None and known.max() + T > S:
         raise ValueError(
             f"decode: the cache has room for {S} tokens and holds {known.max()}, and {T} more "
-            "came: make it (init, init_cache) for more tokens."
+            "came. Make it (init, init_cache) for more tokens."
         )
 
 

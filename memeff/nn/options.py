@@ -145,7 +145,7 @@ def evaluate_init(name: str, kind: type, init: Callable) -> Any:
         f"{_init_name(name)} must be a function of a key that returns a memeff.{kind.__name__}"
     )
     if not callable(init):
-        raise TypeError(f"{expected}, got {type(init).__name__}: write lambda key: ...")
+        raise TypeError(f"{expected}, got {type(init).__name__}. Write lambda key: ...")
 
     def checked_init(key):
         function = init(key)

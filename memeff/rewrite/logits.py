@@ -113,7 +113,7 @@ class _Walk:
                 return self.taken, core
 
     def _step(self) -> bool:
-        """Take one term or one move off. Return False where none can be taken."""
+        """Take off one equation: a term, a factor or a move. Return False if none can be."""
         value = self.value
         equation = value.maker
         inputs = None if equation is None else sources(equation, self.index)
@@ -148,7 +148,7 @@ class _Walk:
         return True
 
     def _mask(self, inputs: list[Element], inner: Element) -> bool:
-        """Take a selection between the logits and a number off."""
+        """Take off a selection between the logits and a number."""
         which, if_false, if_true = inputs
         other = if_false if inner is if_true else if_true
         number = known_number(other[0])
@@ -180,7 +180,7 @@ class _Walk:
         return low
 
     def _bias(self, value: Value, inputs: list[Element], inner: Element, other: Element) -> bool:
-        """Take a term that is added off."""
+        """Take off the terms that an equation adds to the logits, or subtracts from them."""
         outside = Core((self.value, self.index), self.factor)
         factor = self.factor
         inner_factor = self.factor

@@ -215,7 +215,7 @@ def test_wrong_indices_are_refused():
     with pytest.raises(TypeError, match="cache_index is uint8, which cannot count all tokens"):
         module(X[:, :1])
     module.cache_index = flax_nnx.Cache(jnp.int32(0))
-    with pytest.raises(ValueError, match="pass inputs with 1 to 7 tokens"):
+    with pytest.raises(ValueError, match="Pass inputs with 1 to 7 tokens"):
         module(np.concatenate([X, X], 1))
     module.attention_fn = flax_nnx.dot_product_attention
     with pytest.raises(ValueError, match="does not take q_offset, which is needed here"):

@@ -232,7 +232,7 @@ WRONG = [  # an error of the core is quoted up to the argument: test_errors has 
     (
         {"score_init": ALIBI},
         TypeError,
-        "score_init must be a function of a key that returns a memeff.Score, got Score: "
+        "score_init must be a function of a key that returns a memeff.Score, got Score. "
         "Write lambda key: ...",
     ),
     (

@@ -185,7 +185,7 @@ def check_not_lost(lengths: Array, other: str = "") -> None:
     if known is not None and known.min() < 0:
         raise ValueError(
             f"sequence {known.argmin()} gave up {other}drafts that it did not have (see T and path "
-            "of keep_drafts). Read the sequence again."
+            "of keep_drafts). Append all its tokens again, from the first."
         )
 
 

@@ -263,6 +263,46 @@ def test_a_ring_that_gives_up_tokens_twice():
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_row_of_the_batch_is_emptied_for_a_new_sequence(window):
+    """The old sequence overflowed, filled the ring several times, or lost its drafts."""
+    q, k, v = tokens(3, 6)
+
+    @jax.jit
+    def start_anew(cache):
+        for _ in range(4):
+            cache = cache.append(k[:, :3], v[:, :3], [3, 1, 1])
+        wrong = cache.keep_drafts(3, np.array([[0, 1, 2], [7, 0, 0], [0, 1, 2]]), [3, 1, 3])
+        emptied = wrong.truncate([0, 0, 9])
+        return wrong.overflowed, emptied.append(k[:, 3:5], v[:, 3:5], [2, 2, 0])
+
+    def attend(cache):
+        return cache.append(k[:, 5:], v[:, 5:]).attend(q[:, 5:])
+
+    cache = KVCache.zeros(3, 6, K, H, value_size=D, window=window)
+    overflowed, cache = start_anew(cache)
+    assert overflowed.tolist() == [window is None, True, False]
+    assert cache.lengths.tolist() == [2, 2, 4]
+    alone, _ = oracle.attention(*(x[:2, 3:] for x in (q, k, v)), is_causal=True)
+    for out in (attend(cache), jax.jit(attend)(cache)):
+        np.testing.assert_allclose(out[:2], alone[:, 2:], atol=3e-6)
+
+
+def test_lost_drafts_leave_the_tokens_before_them():
+    """Three drafts after two tokens are lost under jit, and two tokens are appended in vain."""
+    _, k, v = tokens(2, 5)
+    cache = KVCache.zeros(2, 8, K, H, value_size=D).append(k, v)
+
+    @jax.jit
+    def lose(cache, lengths):
+        cache = cache.keep_drafts(3, np.full((2, 1), 3), [1, 1]).append(k[:, :2], v[:, :2])
+        return cache.truncate(lengths)
+
+    kept = lose(cache, np.array([2, 3]))
+    assert kept.lengths[0] == 2 and kept.overflowed.tolist() == [False, True]
+    assert_bits(kept.key[0, :2], k[0, :2])
+
+
 def test_a_ring_that_gave_up_tokens_attends_to_what_it_still_has():
     """Of 6 slots and a window of 3: token 8 sees token 5, which token 11 replaced."""
     q, k, v = tokens(2, 12)

@@ -314,6 +314,40 @@ def test_a_sequence_without_a_page_for_its_token():
         after.check()
 
 
+@jax.jit
+def overflow_and_move(cache, x, table, lengths):
+    """Append a token, keep the last of it, and name the sequences anew."""
+    full = cache.append(x, x)
+    moved = full.with_sequences(table, lengths)
+    return moved.overflowed, moved.with_sequences(table[::-1], lengths[::-1]).overflowed
+
+
+def test_a_sequence_that_overflowed_is_known_by_its_pages():
+    """Of three samples of a page, one has no page of its own; a fourth one waits elsewhere."""
+    cache = PagedKVCache.zeros(8, 2, K, H, batch=3, pages_per_sequence=3)
+    cache = cache.with_sequences([[0, 1, -1], [0, -1, -1], [0, 2, -1]], [2, 2, 2])
+    x = np.ones((3, 1, K, H), f32)
+    for table, lengths, lost in (
+        # moved, with a page now, beside its sisters; too late; truncated; and gone
+        ([[0, 3, -1], [0, 2, -1], [0, 1, -1]], [3, 3, 3], [True, False, False]),
+        ([[0, 3, -1], [0, 2, -1], [0, 1, -1]], [2, 3, 3], [False, False, False]),
+        ([[0, 4, -1], [5, 6, -1], [0, 1, -1]], [2, 3, 3], [False, False, False]),
+    ):
+        overflowed = overflow_and_move(cache, x, np.array(table), np.array(lengths))
+        assert [y.tolist() for y in overflowed] == [lost, lost[::-1]]
+
+    @jax.jit
+    def lose_drafts(cache, table, lengths):
+        cache = cache.append(x, x).keep_drafts(2, np.full((3, 1), 7), [1, 0, 0])
+        return cache.with_sequences(table, lengths)
+
+    cache = cache.with_sequences([[0, 1, -1], [0, 2, -1], [0, 3, -1]], [3, 3, 3])
+    table = np.array([[5, -1], [0, 1], [0, 2]])
+    for lengths, lost in (([2, 3, 2], True), ([2, 2, 2], False)):
+        moved = lose_drafts(cache, table, np.array(lengths))
+        assert moved.overflowed.tolist() == [False, lost, False]
+
+
 def test_pages_do_not_bring_back_what_was_lost():
     """Under jit a table with more pages is given to sequences of which tokens were dropped."""
     x = np.ones((3, 3, K, H), f32)

@@ -21,15 +21,16 @@ from memeff.decoding.storage import (
     Places,
     check_counts,
     check_fields,
-    check_kept,
     check_not_lost,
     check_queries,
     check_room,
     check_tokens,
     empty_arrays,
+    extended,
     keep_drafts,
     lacks_positions,
     query_length,
+    truncated,
     write_new,
 )
 from memeff.inputs import check_bool, check_size, known_values, refuse_symbolic
@@ -197,7 +198,7 @@ class KVCache:
                 f"T={T} tokens came for a ring of {self.capacity} slots: append at most "
                 f"{self.capacity - self.window} at a time."
             )
-        lengths = self.lengths + counts
+        lengths = extended(self.lengths, counts)
         if self.window is None:
             check_room(lengths, self.capacity, CURE)
         return write_new(self, key, value, counts, lengths)
@@ -294,17 +295,19 @@ class KVCache:
     def truncate(self, lengths: ArrayLike) -> KVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts.
 
-        One number holds for all sequences. A ring that has wrapped around cannot bring back tokens
-        that newer ones replaced. So it gives up at most the newest capacity - window of the tokens
-        that it ever read, and then attends only from tokens whose window it still has: that of the
-        next token, and perhaps earlier ones. To ask for more is refused where lengths are known.
-        Under jit `attend` gives NaN for the sequence, and one that gave up too many counts as
-        overflowed.
+        One number holds for all sequences. A length of 0 empties a row of the batch for a new
+        sequence, also if the old one had `overflowed`.
+
+        A ring that has wrapped around cannot bring back tokens that newer ones replaced. So it
+        gives up at most the newest capacity - window of the tokens that it ever read, or all of
+        them. It then attends only from tokens whose window it still has: that of the next token,
+        and perhaps earlier ones. To ask for more is refused where lengths are known. Under jit
+        `attend` gives NaN for the sequence, and one that gave up too many counts as overflowed.
 
         Raises: ValueError if lengths are negative, or a ring would have to give up too many.
         """
         self._check_fields()
-        kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
+        kept = truncated(self.lengths, lengths)
         return self._without_lost(dataclasses.replace(self, lengths=kept), kept)
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> KVCache:
@@ -338,9 +341,11 @@ class KVCache:
         They need the window before their next token, and had to read tokens from `first` [B] on.
         """
         if self.window is not None:
-            lost = self._has_replaced(jnp.minimum(first, shorter.lengths - self.window))
+            is_new = shorter.lengths == 0  # it needs none of the tokens that it had
+            lost = ~is_new & self._has_replaced(jnp.minimum(first, shorter.lengths - self.window))
             lengths = jnp.where(lost, LOST, shorter.lengths)
-            shorter = dataclasses.replace(shorter, lengths=lengths, most_read=self._most_read())
+            most_read = jnp.where(is_new, 0, self._most_read())
+            shorter = dataclasses.replace(shorter, lengths=lengths, most_read=most_read)
         shorter.check()
         return shorter
 

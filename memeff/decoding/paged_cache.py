@@ -26,10 +26,13 @@ from memeff.decoding.storage import (
     check_tokens,
     check_whole_pool,
     empty_arrays,
+    extended,
+    intact,
     keep_drafts,
+    truncated,
     write_new,
 )
-from memeff.inputs import check_integers, check_size, known_values, to_int32
+from memeff.inputs import INT32_MAX, check_integers, check_size, known_values, to_int32
 from memeff.query_positions import nan_where
 from memeff.stored import page_places
 
@@ -142,8 +145,9 @@ class PagedKVCache:
 
         In this way sequences are added, removed, forked and moved in the batch without a copy.
 
-        Under jit a sequence that overflowed, and keeps its row and its length, counts as overflowed
-        from then on. So does one whose new length is negative.
+        Under jit a sequence that overflowed, and keeps its pages and its length, counts as
+        overflowed from then on, in any row. So does one whose new length is negative, and one of
+        the same length that joins the batch and has the last page of one that overflowed.
 
         Raises: ValueError if shapes disagree, a page is known not to exist, or a sequence is known
           to have `overflowed`: truncate it first.
@@ -156,10 +160,12 @@ class PagedKVCache:
                 f"page_table must have shape [B, n] and lengths [B]; got {table.shape} and "
                 f"{lengths.shape}."
             )
-        lost = lengths < 0
+        negative = lengths < 0
         lengths = check_kept(lengths, table.shape[0])
-        if lengths.shape == self.lengths.shape:  # more pages do not bring back dropped tokens
-            lost |= self.overflowed & (lengths == self.lengths)
+        if known_values(self.overflowed) is None:  # otherwise no sequence overflowed
+            kept = self._kept_in(table, lengths)
+            lengths = jnp.where(lengths > kept, LOST + kept, lengths)
+        lengths = jnp.where(negative, LOST, lengths)
         known = known_values(table)
         pages = self.key_pages.shape[0]
         if known is not None and known.max() >= pages:
@@ -167,7 +173,6 @@ class PagedKVCache:
                 f"page_table names page {known.max()}, and the cache has pages 0 to {pages - 1}. "
                 "Pass -1 beyond the end of a sequence."
             )
-        lengths = jnp.where(lost, LOST, lengths)
         cache = dataclasses.replace(self, page_table=table, lengths=lengths)
         check_room(lengths, cache.room, NO_PAGE)
         return cache
@@ -226,7 +231,7 @@ class PagedKVCache:
         pages = self.key_pages, self.value_pages
         key, value = check_tokens(key, value, pages, self.lengths.shape[0])
         counts = check_counts(counts, *key.shape[:2])
-        lengths = self.lengths + counts
+        lengths = extended(self.lengths, counts)
         check_room(lengths, self.room, NO_PAGE)
         self._check_writes(lengths)
         return write_new(self, key, value, counts, lengths)
@@ -264,14 +269,38 @@ class PagedKVCache:
     def truncate(self, lengths: ArrayLike) -> PagedKVCache:
         """Return the cache without the tokens from `lengths` [B] on, such as rejected drafts."""
         self._check_fields()
-        kept = jnp.minimum(self.lengths, check_kept(lengths, self.lengths.shape[0]))
-        return dataclasses.replace(self, lengths=kept)
+        return dataclasses.replace(self, lengths=truncated(self.lengths, lengths))
 
     def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
         """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
         kept = keep_drafts(self, T, path, counts)
         dataclasses.replace(self, lengths=self.lengths - T)._check_writes(kept.lengths)
         return kept
+
+    def _kept_in(self, table: Array, lengths: Array) -> Array:
+        """Return how many tokens each row [C] of another page_table still has; a large number: all.
+
+        A row continues a sequence that overflowed if it has that sequence's page of the first token
+        that was lost, or the page before tokens that were dropped, and their length. A row whose
+        last page is also that of a sequence which did not overflow has all of its tokens.
+        """
+        B = len(self.lengths)
+        old = to_int32(self.lengths)
+        is_lost = old < 0
+        kept = jnp.where(is_lost, intact(old), self.room)  # [B]
+        column = jnp.where(is_lost, kept, kept - 1) // self.page_size
+        pages = jnp.diagonal(_pages_at(self.page_table, column))  # [B]
+        in_row = jnp.arange(len(lengths), dtype=jnp.int32)[:, None] == jnp.arange(
+            B, dtype=jnp.int32
+        )
+        same = jnp.where(pages < 0, in_row, _pages_at(table, column) == pages)  # [C, B]
+        same &= jnp.where(is_lost, lengths[:, None] > kept, lengths[:, None] == old)
+        column = (lengths - 1) // self.page_size
+        last = jnp.diagonal(_pages_at(table, column))  # [C]
+        is_whole = _pages_at(self.page_table, column) == last  # [B, C]
+        is_whole &= ~self.overflowed[:, None] & (old[:, None] >= lengths)
+        same &= self.overflowed & ~is_whole.any(axis=0)[:, None]
+        return jnp.where(same, kept, INT32_MAX).min(axis=1, initial=INT32_MAX)
 
     def _check_fields(self) -> None:
         """Refuse fields that do not fit each other."""
@@ -321,6 +350,13 @@ export.register_pytree_node_serialization(
     serialize_auxdata=lambda aux: b"",  # all fields are arrays
     deserialize_auxdata=lambda data: (),
 )
+
+
+def _pages_at(table: Array, columns: Array) -> Array:
+    """Return the pages [A, X] of a table [A, n] in `columns` [X]; -1 outside of it."""
+    n = table.shape[1]
+    padded = jnp.pad(table, ((0, 0), (0, 1)), constant_values=-1)
+    return padded[:, jnp.where((columns < 0) | (columns > n), n, columns)]
 
 
 def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:

@@ -28,7 +28,9 @@ from memeff.user_functions import positions_held
 # [B, T] each: slots of each batch entry, or indices of the first two dims of an array
 Places = tuple[Array] | tuple[Array, Array]
 EIGHT_BITS = ("int8", "float8_e4m3fn")
-LOST = -(2**30)  # the length of a sequence that no longer has what was asked of it under jit
+# Under jit, the length of a sequence that no longer has what was asked of it. A larger one, but
+# negative, is LOST + n, where the first n tokens are as they were.
+LOST = -(2**30)
 
 
 def check_cached_dtype(dtype: Any) -> Any:
@@ -127,6 +129,22 @@ def check_kept(lengths: ArrayLike, batch: int) -> Array:
     return to_int32(lengths, least=0)
 
 
+def intact(lengths: Array) -> Array:
+    """Return how many of its first tokens each sequence [B] surely has."""
+    return jnp.where(lengths < 0, lengths - LOST, lengths)
+
+
+def truncated(lengths: Array, kept: ArrayLike) -> Array:
+    """Return `lengths` [B], at most `kept`; a lost sequence comes back if its rest is `intact`."""
+    kept = check_kept(kept, lengths.shape[0])
+    return jnp.where(kept > intact(lengths), lengths, kept)
+
+
+def extended(lengths: Array, counts: Array) -> Array:
+    """Return `lengths` [B] with `counts` more tokens; those of a lost sequence are not counted."""
+    return jnp.where(lengths < 0, lengths, lengths + counts)
+
+
 def check_per_sequence(name: str, x: Array, batch: int) -> None:
     """Refuse an array that has neither one number for each sequence nor is one for all."""
     if x.shape not in ((), (batch,)):
@@ -185,7 +203,7 @@ def check_not_lost(lengths: Array, other: str = "") -> None:
     if known is not None and known.min() < 0:
         raise ValueError(
             f"sequence {known.argmin()} gave up {other}drafts that it did not have (see T and path "
-            "of keep_drafts). Append all its tokens again, from the first."
+            "of keep_drafts). Truncate it to 0, and read it again."
         )
 
 
@@ -278,7 +296,9 @@ def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
     bare, old = jax.tree.map(without_idle_axes, (arrays, old))
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in bare])
     is_unused = (cache.lengths == 0) & (counts == 0)
-    lengths = jnp.where(is_unused, 0, jnp.where(lost, LOST, first[:, 0] + counts))
+    first = first[:, 0]
+    lengths = jnp.where(lost, LOST + jnp.maximum(first, 0), first + counts)
+    lengths = jnp.where(is_unused, 0, lengths)
     return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
 
 

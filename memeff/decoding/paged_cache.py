@@ -284,6 +284,7 @@ class PagedKVCache:
         that was lost, or the page before tokens that were dropped, and their length. A row whose
         last page is also that of a sequence which did not overflow has all of its tokens.
         """
+        check_whole_pool(self.page_table, self.lengths, table, lengths)
         B = len(self.lengths)
         old = to_int32(self.lengths)
         is_lost = old < 0

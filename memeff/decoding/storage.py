@@ -137,7 +137,9 @@ def intact(lengths: Array) -> Array:
 def truncated(lengths: Array, kept: ArrayLike) -> Array:
     """Return `lengths` [B], at most `kept`; a lost sequence comes back if its rest is `intact`."""
     kept = check_kept(kept, lengths.shape[0])
-    return jnp.where(kept > intact(lengths), lengths, kept)
+    most = intact(lengths)
+    # the minimum, not `kept`, because on an Explicit mesh it is sharded as lengths are
+    return jnp.where(kept > most, lengths, jnp.minimum(most, kept))
 
 
 def extended(lengths: Array, counts: Array) -> Array:

@@ -285,23 +285,20 @@ class PagedKVCache:
         last page is also that of a sequence which did not overflow has all of its tokens.
         """
         check_whole_pool(self.page_table, self.lengths, table, lengths)
-        B = len(self.lengths)
-        old = to_int32(self.lengths)
+        old = to_int32(self.lengths)[None]  # [1, B]
         is_lost = old < 0
-        kept = jnp.where(is_lost, intact(old), self.room)  # [B]
-        column = jnp.where(is_lost, kept, kept - 1) // self.page_size
-        pages = jnp.diagonal(_pages_at(self.page_table, column))  # [B]
-        in_row = jnp.arange(len(lengths), dtype=jnp.int32)[:, None] == jnp.arange(
-            B, dtype=jnp.int32
-        )
-        same = jnp.where(pages < 0, in_row, _pages_at(table, column) == pages)  # [C, B]
-        same &= jnp.where(is_lost, lengths[:, None] > kept, lengths[:, None] == old)
+        kept = jnp.where(is_lost, intact(old), self.room[None])  # [1, B]
+        column = jnp.where(is_lost, kept, kept - 1)[0] // self.page_size
+        pages = jnp.diagonal(_pages_at(self.page_table, column))[None]  # [1, B]
+        is_same = jnp.eye(len(lengths), len(self.lengths), dtype=bool)  # [C, B], by row
+        is_same = jnp.where(pages < 0, is_same, _pages_at(table, column) == pages)
+        is_same &= jnp.where(is_lost, lengths[:, None] > kept, lengths[:, None] == old)
         column = (lengths - 1) // self.page_size
-        last = jnp.diagonal(_pages_at(table, column))  # [C]
-        is_whole = _pages_at(self.page_table, column) == last  # [B, C]
-        is_whole &= ~self.overflowed[:, None] & (old[:, None] >= lengths)
-        same &= self.overflowed & ~is_whole.any(axis=0)[:, None]
-        return jnp.where(same, kept, INT32_MAX).min(axis=1, initial=INT32_MAX)
+        pages = jnp.diagonal(_pages_at(table, column))[:, None]  # [C, 1]
+        is_whole = _pages_at(self.page_table, column).T == pages  # [C, B]
+        is_whole &= ~self.overflowed[None] & (old >= lengths[:, None])
+        is_same &= self.overflowed[None] & ~is_whole.any(axis=1, keepdims=True)
+        return jnp.where(is_same, kept, INT32_MAX).min(axis=1, initial=INT32_MAX)
 
     def _check_fields(self) -> None:
         """Refuse fields that do not fit each other."""

@@ -135,7 +135,8 @@ def tree(ancestors: ArrayLike, start: ArrayLike) -> Mask:
     """Show each of up to 32 drafts all keys before the drafts, its ancestors, and itself.
 
     Speculative decoding with a tree of drafts appends all of them and verifies them in one call.
-    Drafts may be in any order in which each comes after its parent.
+    Drafts may be in any order in which each comes after its parent. Positions are places among the
+    keys, not depths, so a window or a score by positions suits a chain of drafts alone.
 
     Args:
       ancestors: [B, T] or [T], integers: bit j is set where draft j is an ancestor of the draft.

@@ -237,7 +237,8 @@ def _cache(kind, dtype):
 
 
 def _step(cache, x):
-    cache = cache.append(x, x).keep_drafts(2, jnp.ones((x.shape[0], 1), jnp.int32), 1)
+    cache = cache.append(x, x).truncate(2)
+    cache = cache.keep_drafts(2, jnp.ones((x.shape[0], 1), jnp.int32), 1)
     if isinstance(cache, memeff.PagedKVCache):
         cache = cache.copy_pages(jnp.array([0]), jnp.array([4]))
         cache = cache.with_sequences(cache.page_table, cache.lengths)

@@ -321,7 +321,8 @@ class KVCache:
         Under jit a sequence that had `overflowed` keeps all its tokens, and still counts as
         overflowed. A sequence counts as overflowed from then on if it has fewer than T tokens, or
         if `path` names a draft outside 0 to T - 1. An unused row, with no tokens and a count of 0,
-        stays empty. A ring cannot give up more tokens than in `truncate`.
+        stays empty. For a sequence that got no drafts, keep all T tokens. A ring cannot give up
+        more tokens than in `truncate`.
 
         Raises: ValueError if shapes or known values disagree, the cache is known to have
           overflowed, or a ring would have to give up too many.

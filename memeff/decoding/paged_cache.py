@@ -286,17 +286,18 @@ class PagedKVCache:
         """
         check_whole_pool(self.page_table, self.lengths, table, lengths)
         old = to_int32(self.lengths)[None]  # [1, B]
+        new = lengths[:, None]  # [C, 1]
         is_lost = old < 0
         kept = jnp.where(is_lost, intact(old), self.room[None])  # [1, B]
-        column = jnp.where(is_lost, kept, kept - 1)[0] // self.page_size
-        pages = jnp.diagonal(_pages_at(self.page_table, column))[None]  # [1, B]
-        is_same = jnp.eye(len(lengths), len(self.lengths), dtype=bool)  # [C, B], by row
-        is_same = jnp.where(pages < 0, is_same, _pages_at(table, column) == pages)
-        is_same &= jnp.where(is_lost, lengths[:, None] > kept, lengths[:, None] == old)
-        column = (lengths - 1) // self.page_size
-        pages = jnp.diagonal(_pages_at(table, column))[:, None]  # [C, 1]
-        is_whole = _pages_at(self.page_table, column).T == pages  # [C, B]
-        is_whole &= ~self.overflowed[None] & (old >= lengths[:, None])
+        column = jnp.where(is_lost, kept, kept - 1) // self.page_size
+        page = _pages_at(self.page_table, column.T).T  # [1, B]
+        row, old_row = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (lengths, self.lengths))
+        is_same = row[:, None] == old_row[None]
+        is_same = jnp.where(page < 0, is_same, _pages_at(table, column) == page)  # [C, B]
+        is_same &= jnp.where(is_lost, new > kept, new == old)
+        column = (new - 1) // self.page_size
+        is_whole = _pages_at(self.page_table, column.T).T == _pages_at(table, column)  # [C, B]
+        is_whole &= ~self.overflowed[None] & (old >= new)
         is_same &= self.overflowed[None] & ~is_whole.any(axis=1, keepdims=True)
         return jnp.where(is_same, kept, INT32_MAX).min(axis=1, initial=INT32_MAX)
 
@@ -351,10 +352,11 @@ export.register_pytree_node_serialization(
 
 
 def _pages_at(table: Array, columns: Array) -> Array:
-    """Return the pages [A, X] of a table [A, n] in `columns` [X]; -1 outside of it."""
+    """Return the pages [A, X] of a table [A, n] in `columns` [A, X] or [1, X]; -1 outside of it."""
     n = table.shape[1]
     padded = jnp.pad(table, ((0, 0), (0, 1)), constant_values=-1)
-    return padded[:, jnp.where((columns < 0) | (columns > n), n, columns)]
+    inside = jnp.where((columns < 0) | (columns > n), n, columns)
+    return jnp.take_along_axis(padded, inside, axis=1)
 
 
 def _at_once(sources: Array, targets: Array) -> tuple[Array, Array]:

@@ -182,7 +182,8 @@ def ancestors_of(parents: ArrayLike) -> jax.Array:
 
     Args:
       parents: [B, T], integers: the draft that each draft follows, or -1 where it follows the last
-        token before the drafts. A parent comes before its children.
+        token before the drafts. A parent comes before its children. Any other number is refused
+        where it is known, and counts as -1 under jit.
 
     >>> ancestors_of([[-1, 0, 0, 1]]).tolist()
     [[0, 1, 1, 3]]

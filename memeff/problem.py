@@ -226,7 +226,7 @@ def split_heads(operands: Operands, k: int) -> Operands:
         if dims == "btnh":
             return split_axis(x, 2, k).transpose(0, 2, 3, 1, 4)
         if dims == "bnts":
-            return split_axis(x, 1, k if x.shape[1] > 1 else 1)
+            return split_axis(x, 1, 1 if x.shape[1] == 1 else k)
         return x.swapaxes(1, 2) if dims in ("bskh", "bskd") else x
 
     return map_operands(split, operands)

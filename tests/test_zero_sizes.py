@@ -118,7 +118,7 @@ def extras_in_jit(size, implementation):
     The default implementation runs all of them with queries or keys of 0.
     """
     if implementation == "reference":
-        return EXTRAS if size == "S" else ["plain"]
+        return EXTRAS if size == "S" else ["plain", "bias"]
     return EXTRAS if size in ("T", "S") else ["plain", "causal"]
 
 

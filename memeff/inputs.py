@@ -107,8 +107,9 @@ def to_float(name: str, x: Any) -> float:
 
 def check_dtype(dtype: Any) -> Any:
     """Return the argument `dtype` as a dtype."""
+    is_array = isinstance(dtype, jax.Array | np.ndarray | np.generic)
     try:
-        if dtype is not None:  # NumPy's None is float64
+        if dtype is not None and not is_array:  # NumPy's None is float64
             return jnp.dtype(dtype)
     except (TypeError, ValueError):
         pass
@@ -135,6 +136,12 @@ def to_array(name: str, x) -> Array:
         if int(x.min()) < limits.min or int(x.max()) > limits.max:
             raise ValueError(_does_not_fit(name, array.dtype))
     return array
+
+
+def unwrapped(x: Any) -> Any:
+    """Return the array inside an object that JAX, but not NumPy, takes for an array."""
+    to_jax = getattr(x, "__jax_array__", None)  # traced arrays have None
+    return x if to_jax is None else to_jax()
 
 
 def check_numpy(name: str, x: np.ndarray) -> None:
@@ -197,6 +204,7 @@ def to_int32(x: Array, least: int = -INT32_MAX - 1, most: int = INT32_MAX) -> Ar
 
 def known_values(x) -> np.ndarray | None:
     """Return the values of an array, or None if it is None, traced or on another machine."""
+    x = unwrapped(x)
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
             return None

@@ -9,6 +9,16 @@ import numpy as np
 f32 = np.float32
 
 
+class Wrapped:
+    """An object that JAX takes for an array, and NumPy does not."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
 def assert_same(actual, expected, eps=2e-6):
     """Check that two trees of float32 differ at most as two orders of the same sums do."""
     structure = jax.tree.structure(actual)

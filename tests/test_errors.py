@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import AWKWARD, qkv
+from small_calls import Wrapped
 from test_function_errors import WRONG as WRONG_FUNCTIONS
 from wrong_calls import RIGHT, WRONG
 
@@ -40,6 +41,17 @@ def test_enough_wrong_calls():
     in_other_tables = {"memory_limit"} | argument_names(WRONG_FUNCTIONS)
     tested = argument_names(WRONG) | in_other_tables
     assert tested == set(inspect.signature(dot_product_attention).parameters)
+
+
+def test_objects_that_jax_takes_for_arrays():
+    """Their values are known too, also where NumPy finds no numbers in them."""
+    numbers = {"query_seq_lengths": 6, "key_value_seq_lengths": 8, "q_offset": 2**29}
+    for name, wrong in numbers.items():
+        right = Wrapped(jnp.array([3, 4]))
+        out = jax.eval_shape(functools.partial(dot_product_attention, **RIGHT, **{name: right}))
+        assert out.shape == (2, 5, 4, 6)
+        with pytest.raises(ValueError, match=f"{name}.* must lie between"):
+            dot_product_attention(**RIGHT, **{name: Wrapped(jnp.array([3, wrong]))})
 
 
 def test_a_sequence_beyond_32_bit_positions_is_refused():

@@ -25,6 +25,7 @@ from flax_cases import (
     nnx_layer,
     quadratic,
 )
+from small_calls import Wrapped
 
 import memeff
 from memeff import nn
@@ -99,6 +100,7 @@ def test_masks_of_attention_fn_are_flaxes():
                 call(mask)
     assert_close(nn.attention_fn(*QKV, additive), plain)  # as a bias
     assert_close(with_mask(MASK.astype(int).tolist()), plain)
+    assert_close(with_mask(Wrapped(jnp.asarray(MASK, int))), plain)
     with pytest.raises(TypeError, match="mask must be boolean .* got complex64"):
         with_mask(MASK.astype(np.complex64))
 
@@ -125,6 +127,9 @@ def test_dtypes_of_attention_fn_are_flaxes():
         return out.astype(np.float32).sum()
 
     assert jax.grad(total)(query).dtype == np.float32
+    small = key.astype(jnp.float8_e5m2)
+    actual = nn.attention_fn(query, small, value, dtype=np.float32)
+    assert_equal(actual, nn.attention_fn(query, small.astype(np.float32), value))
     with pytest.raises(TypeError, match="key is float32 and query is bfloat16"):
         memeff.dot_product_attention(half[0], key, value)
 
@@ -136,6 +141,19 @@ WRONG_HOOKS = [
         TypeError,
         "query must be a floating-point array, got key<fry>",
     ),
+    ({"key": 1j * QKV[1]}, TypeError, "key must be a floating-point array, got complex64"),
+    (
+        {"key": 1j * QKV[1], "dtype": np.float32},
+        TypeError,
+        "key must be a floating-point array, got complex64",
+    ),
+    (
+        {"value": QKV[2].astype(jnp.float8_e5m2)},
+        TypeError,
+        "value is float8_e5m2: supported are bfloat16, .*Cast it",
+    ),
+    ({"key": QKV[1].astype(jnp.int4)}, TypeError, "key must be a floating-point array, got int4"),
+    ({"dtype": jnp.float32(1)}, TypeError, r"dtype must be a dtype .*, got Array\(1"),
     ({"dtype": "int32"}, TypeError, "dtype must be a floating-point dtype, got int32"),
     ({"mask": "causal"}, TypeError, "mask must be an array, got str 'causal'"),
     ({"deterministic": 1}, TypeError, "deterministic must be True or False .*, got int 1"),

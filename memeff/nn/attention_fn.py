@@ -85,8 +85,7 @@ def attention_fn(
     named = {"query": query, "key": key, "value": value}
     arrays = [inputs.to_array(name, x) for name, x in named.items()]
     for name, x in zip(named, arrays, strict=True):
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random have no promotion
-            inputs.check_floats(name, x)
+        _check_operand(name, x, dtype)
     query, key, value = promote_dtype(*arrays, dtype=dtype)
     _refuse_weights(query, key, module)
     for name, hook in (
@@ -121,6 +120,19 @@ def is_memeff(function: Callable[..., Array]) -> bool:
     return inspect.unwrap(function) is attention_fn
 
 
+def _check_operand(name: str, x: Array, dtype: DTypeLike | None) -> None:
+    """Refuse an array that becomes no float, by a cast to `dtype` or else by promotion."""
+    if x.dtype == bool:
+        return
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if is_integer and (dtype is not None or jnp.iinfo(x.dtype).bits >= 8):
+        return
+    if dtype is None:  # JAX promotes no numbers below 8 bits, and no floats of 8 bits
+        inputs.check_wide_floats(name, x)
+    else:
+        inputs.check_floats(name, x)
+
+
 def _refuse_weights(query: ArrayLike, key: ArrayLike, module: Any) -> None:
     """Raise if Flax's `module` asks for the attention weights, and name their size."""
     if module is None:
@@ -140,6 +152,7 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
     if mask is None:
         return None
     inputs.to_array("mask", mask)  # refuses what is none; known values are read below
+    mask = inputs.unwrapped(mask)
     mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
     dtype = jnp.result_type(mask)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):

@@ -152,18 +152,18 @@ def _as_boolean(mask: ArrayLike | None) -> ArrayLike | None:
     if mask is None:
         return None
     inputs.to_array("mask", mask)  # refuses what is none; known values are read below
-    mask = inputs.unwrapped(mask)
-    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
-    dtype = jnp.result_type(mask)
+    array = inputs.unwrapped(mask)
+    array = array if hasattr(array, "dtype") else np.asarray(array)
+    dtype = jnp.result_type(array)
     if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-        return mask  # boolean, or of a dtype that dot_product_attention refuses
-    if not isinstance(mask, Tracer) and _looks_additive(mask):
+        return array  # boolean, or of a dtype that dot_product_attention refuses
+    if not isinstance(array, Tracer) and _looks_additive(array):
         raise TypeError(
             f"mask is {dtype} with values that are negative or not whole numbers: it looks "
             "additive, but to Flax every nonzero value means may attend. Pass an additive term as "
             "bias=, or a boolean mask (True = may attend)."
         )
-    return jnp.asarray(mask) != 0
+    return jnp.asarray(array) != 0
 
 
 def _looks_additive(mask: ArrayLike) -> bool:

@@ -1040,6 +1040,131 @@ def test_rows_are_set_to_zero_by_selections_after_the_softmax(low):
     assert not out[:2, 2].any() and jnp.isnan(out[-1, 2]).all()
 
 
+def finite_maximum(s):
+    highest = s.max(-1, keepdims=True)
+    return jnp.where(jnp.isneginf(highest), 0, highest)
+
+
+def exponentials(s, highest):
+    e = jnp.exp(s - highest)
+    return e, e.sum(-1, keepdims=True)
+
+
+def quotient_where_the_sum_is_not_0(s):
+    e, total = exponentials(s, finite_maximum(s))
+    return jnp.where(total == 0, 0, e / total)
+
+
+def quotient_by_a_guarded_sum(s, guard=lambda total: jnp.where(total > 0, total, 1)):
+    e, total = exponentials(s, finite_maximum(s))
+    return e / guard(total)
+
+
+def guarded_sum_of_nan(s):
+    """Subtract -inf from -inf, so that the sum is NaN and not 0."""
+    e, total = exponentials(s, s.max(-1, keepdims=True))
+    return e / jnp.where(total == 0, 1, total)
+
+
+# Probabilities of rows whose logits are all -inf are 0, as the logits or their sum tell.
+EMPTY_ROWS_BY_LOGITS = (
+    lambda s: jnp.where(~jnp.any(~(s == -jnp.inf), -1, keepdims=True), 0, jax.nn.softmax(s)),
+    lambda s: jnp.where(jnp.isinf(s).all(-1, keepdims=True), 0, jax.nn.softmax(s) * 2),
+    lambda s: jnp.where(s.max(-1, keepdims=True) > -jnp.inf, jax.nn.softmax(s), 0),
+    lambda s: jnp.where(jnp.isneginf(s.max(-1, keepdims=True)), 0, jax.nn.softmax(s)) / 3,
+    quotient_where_the_sum_is_not_0,
+    quotient_by_a_guarded_sum,
+    functools.partial(quotient_by_a_guarded_sum, guard=lambda total: jnp.maximum(total, 1e-9)),
+    guarded_sum_of_nan,
+)
+
+
+@pytest.mark.parametrize("low", [-np.inf, -1e9])
+def test_rows_are_empty_as_the_logits_tell(low):
+    visible = np.random.default_rng(3).random((16, 16)) < 0.5
+    visible[2] = False
+
+    def attend(q, k, v, visible, bias):
+        def logits():
+            return jnp.where(visible, q @ k.T + bias, low)
+
+        s = logits()
+        e, total = exponentials(s, finite_maximum(s))
+        late = e @ v / jnp.where(total == 0, 1, total)
+        return jnp.stack([late, *(weigh(logits()) @ v for weigh in EMPTY_ROWS_BY_LOGITS)])
+
+    arrays = *qkv_of_one_head(), jnp.asarray(visible), jnp.zeros(16).at[3].set(-jnp.inf)
+    assert not find(attend, *arrays).left
+    out = run_replaced(attend, *arrays)
+    np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=2e-6)
+    if low == -np.inf:
+        assert not out[:-1, 2].any() and jnp.isnan(out[-1, 2]).all()
+    else:
+        np.testing.assert_allclose(out[0, 2], arrays[2].mean(0), atol=1e-6)
+
+
+def test_rows_that_are_empty_as_the_logits_tell_are_checked():
+    visible = jnp.tril(jnp.ones((16, 16), bool), -1)
+
+    def attend(q, k, v):
+        return quotient_by_a_guarded_sum(jnp.where(visible, q @ k.T, -jnp.inf)) @ v
+
+    out = replace(attend, check=True)(*qkv_of_one_head())
+    assert not out[0].any() and not jnp.isnan(out).any()
+
+
+def test_a_row_of_nan_is_0_where_a_test_of_its_logits_is_false_for_nan():
+    def zero(s):
+        return jnp.where(s.max(-1, keepdims=True) > -jnp.inf, jax.nn.softmax(s), 0)
+
+    def nan(s):
+        return jnp.where(s.max(-1, keepdims=True) == -jnp.inf, 0, jax.nn.softmax(s))
+
+    def attend(q, k, v):
+        return jnp.stack([zero(q @ k.T) @ v, nan(q @ k.T) @ v])
+
+    q, k, v = qkv_of_one_head()
+    q = q.at[3].set(jnp.nan)
+    out = run_replaced(attend, q, k, v)
+    np.testing.assert_allclose(out, jax.jit(attend)(q, k, v), atol=1e-6)
+    assert not out[0, 3].any() and jnp.isnan(out[1, 3]).all()
+
+
+def no_maximum(s):
+    e, total = exponentials(s, 0.0)
+    return e / jnp.where(total == 0, 1, total)
+
+
+def maximum_of_all_rows(s):
+    e, total = exponentials(s, finite_maximum(s).max())
+    return e / jnp.maximum(total, 1e-3)
+
+
+def clamped_maximum(s):
+    e, total = exponentials(s, jnp.maximum(s.max(-1, keepdims=True), -1e20))
+    return jnp.where(total > 0, e / total, 0)
+
+
+GUARDED = "perhaps not only in rows that see no key"
+USED = "the logits or probabilities are used by"
+OTHER_TESTS_OF_LOGITS = (
+    (no_maximum, GUARDED),
+    (maximum_of_all_rows, GUARDED),
+    (clamped_maximum, GUARDED),
+    (lambda s: jnp.where((s == -jnp.inf).all(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
+    (lambda s: jnp.where((s > -5).any(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
+    (lambda s: jnp.where((s > -jnp.inf).all(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
+    (lambda s: jnp.where(jnp.isfinite(s).any(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
+    (lambda s: jnp.where((s == -jnp.inf).all(0)[:, None], 0, jax.nn.softmax(s)), USED),
+)
+
+
+def test_other_tests_of_logits_are_left():
+    for weigh, reason in OTHER_TESTS_OF_LOGITS:
+        (place,) = find(lambda q, k, v: weigh(q @ k.T) @ v, *qkv_of_one_head()).left  # noqa: B023
+        assert reason in place.reason
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_logits_of_16_bits_beside_a_score_function_are_not_rounded(dtype):
     """XLA rounds none of these logits on a CPU, so rounding would add to the error."""

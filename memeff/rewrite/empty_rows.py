@@ -6,7 +6,8 @@ keep their meaning:
 - Some key is proved to be visible in each row (causal order, windows, a segment's own token).
 - All masks replace hidden logits by the same number, so that such a row of the program gives the
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
-  (Where the program makes 0 of NaN, they are 0, as in memeff. This does not hold beside dropout,
+  (Where the program makes 0 of NaN, or sets rows to 0 whose logits are all -inf, they are 0, as in
+  memeff. This does not hold beside dropout,
   because such a row then is the mean of some values.)
 
 Otherwise two forms are compiled: masks are named for calls in which every row sees a key, and a
@@ -127,18 +128,20 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
             "a mask after the softmax, and a bias or a score that may be as low as the mask"
         )
     outside = match.softmax.outside
-    if may_be_low and summed and outside.nan_is_zero:
+    replaces_nan = outside.nan_is_zero or outside.sum_is_guarded
+    if may_be_low and summed and replaces_nan:
         # 0 / 0 of rows whose visible logits are far below the maximum of all
         raise NoMatch(
             "NaN becomes 0, and a bias or a score may be so low that no exponential is left"
         )
+    replaces_nan |= outside.empty_is_zero and not summed
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
     selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
     is_nan = bool(summed) or lows == {-math.inf}
-    is_zero = outside.nan_is_zero or after <= selected or not summed and -math.inf not in lows
+    is_zero = replaces_nan or after <= selected or not summed and -math.inf not in lows
     is_multiplied = not all(is_random(x) for x in outside.multiplied)
-    if before <= after and is_nan and not (selected or is_multiplied or outside.nan_is_zero):
+    if before <= after and is_nan and not (selected or is_multiplied or replaces_nan):
         return Logits(condition, NAN, biases, inner)
     if before <= after and is_zero and not may_be_low:
         return Logits(condition, ZERO, biases, inner)

@@ -40,6 +40,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
     "xor": operator.xor,
     "not": np.invert,
+    "is_finite": np.isfinite,
     "select_n": lambda which, *cases: cases[int(which)],
     "convert_element_type": lambda x: x,
     "copy": lambda x: x,

@@ -112,6 +112,12 @@ class Recipe:
     out: Arrangement
     out_dtype: str
 
+    @property
+    def empty_rows_are_zero(self) -> bool:
+        """Return True if a row whose logits are all -inf gives 0, or if there is none."""
+        last = self.if_some_row_is_empty or self
+        return last.empty_rows is None
+
     def keywords(self, inputs: list[Array], bias: Array | None = None) -> dict[str, Any]:
         """Return the arguments of the call besides query, key and value.
 

@@ -64,6 +64,8 @@ def compute_rows(
         p = e / (total.sum() + rest)
         if recipe.nan_is_zero:
             p = jnp.where(jnp.isnan(p), 0, p)
+        if recipe.empty_rows_are_zero:
+            p = jnp.where(jnp.isneginf(highest), 0, p)
         if equations.shown is not None:
             p = jnp.where(each_pair(equations.shown, b, n, position, columns), p, 0)
         return p @ value[b, :, n // group]

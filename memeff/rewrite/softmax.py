@@ -29,6 +29,12 @@ from memeff.rewrite.axes import (
     values_before,
 )
 from memeff.rewrite.graph import Graph, Value
+from memeff.rewrite.no_key import (
+    guarded_sum,
+    sees_no_key,
+    subtracts_maximum,
+    sum_is_zero,
+)
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
     depends,
@@ -49,6 +55,7 @@ from memeff.rewrite.symbols import Formula
 NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
 NO_SOFTMAX = "no softmax"
+GUARDED_SUM = "a sum that is 0 is replaced, and perhaps not only in rows that see no key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Softmax:
     # row that sees no key gives the sum of the values instead of their mean.
     loses_log: bool = False
     sink: Element | None = None  # a logit beside those of the keys
+    fraction: tuple[Element, Element] | None = None  # e and sum(e), where e has no zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Outside:
     multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
     nan_is_zero: bool = False  # probabilities that are NaN are set to 0
     is_guarded: bool = False  # those that are NaN or infinite are replaced
+    empty_is_zero: bool = False  # rows whose logits are all -inf are 0
+    sum_is_guarded: bool = False  # rows whose exponentials are all 0 are 0
 
     def times(self, operation: str, element: Element) -> Outside:
         """Return this with one more factor."""
@@ -117,6 +127,51 @@ def may_be_softmax(value: Value) -> bool:
 
 def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
     """Return the softmax over `keys` that a value is, up to what `Outside` can say."""
+    softmax = _find_softmax(value, index, keys)
+    return dataclasses.replace(softmax, outside=_with_empty_rows(softmax, keys))
+
+
+def _with_empty_rows(softmax: Softmax, keys: tuple[Letter, ...]) -> Outside:
+    """Return what follows a softmax, without selections of rows that test the logits.
+
+    Factors within such a selection must be known, because 0 times NaN or infinity is NaN.
+    """
+    outside = softmax.outside
+    factors = []
+    for operation, element in reversed(outside.factors):  # the innermost first
+        of_empty = None
+        if operation in ("keep", "drop"):
+            of_empty = _if_empty(element, softmax, keys)
+        if of_empty is not None and all(known_number(x[0]) is not None for _, x in factors):
+            hidden, nan = (x == (operation == "drop") for x in of_empty)
+            if hidden:
+                outside = dataclasses.replace(
+                    outside, empty_is_zero=True, nan_is_zero=outside.nan_is_zero or nan
+                )
+                continue
+        factors.insert(0, (operation, element))
+    return dataclasses.replace(outside, factors=tuple(factors))
+
+
+def _if_empty(
+    rows: Element, softmax: Softmax, keys: tuple[Letter, ...]
+) -> tuple[bool, bool] | None:
+    """Return what a condition of rows gives if all logits are -inf, and if one of them is NaN.
+
+    Return None if it is not the opposite for all other rows.
+    """
+    of_empty = sees_no_key(rows, softmax.logits, keys)
+    if of_empty is not None or softmax.fraction is None or softmax.shown_in_sum:
+        return of_empty
+    of_sum = sum_is_zero(rows, softmax.fraction[1])
+    if of_sum is None:
+        return None
+    of_zero, of_nan = of_sum
+    return of_zero if _subtracts_finite_maximum(softmax, keys) else of_nan, of_nan
+
+
+def _find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
+    """Return the softmax over `keys` with all selections of rows."""
     outside = Outside()
     for _ in range(MOST_STEPS):
         value, index = chain(value, index)[-1]
@@ -177,6 +232,10 @@ def _of_quotient(
     numerator: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
 ) -> Softmax | None:
     """Return the softmax that a quotient is; None if it divides by something else than the sum."""
+    total = guarded_sum(denominator)
+    if total is not None:
+        softmax = _of_quotient(numerator, total, keys, outside)
+        return None if softmax is None else _with_guarded_sum(softmax, keys)
     forms = chain(*numerator)
     while is_zeroing(forms[-1][0]):
         try:
@@ -193,7 +252,41 @@ def _of_quotient(
         return _with_added_sink(forms[-1], denominator, keys, outside)
     if exponent(forms[-1]) is None:
         raise NoAttention("a quotient by a sum")
-    return dataclasses.replace(_of_terms(forms[-1], keys, outside), shown_in_sum=shown)
+    softmax = _of_terms(forms[-1], keys, outside)
+    fraction = forms[-1], denominator
+    return dataclasses.replace(softmax, shown_in_sum=shown, fraction=fraction)
+
+
+def _with_guarded_sum(softmax: Softmax, keys: tuple[Letter, ...]) -> Softmax:
+    """Return a softmax whose sum is replaced if it is 0.
+
+    A sum of 0 is one of a row that sees no key, because the maximum has an exponential of 1. If the
+    maximum of -inf is not replaced, the sum is NaN, and stays NaN.
+    """
+    is_finite = _subtracts_finite_maximum(softmax, keys)
+    if softmax.shown_in_sum and not is_finite:
+        raise NoMatch(GUARDED_SUM)
+    outside = dataclasses.replace(
+        softmax.outside, empty_is_zero=is_finite, sum_is_guarded=is_finite
+    )
+    return dataclasses.replace(softmax, outside=outside)
+
+
+def _subtracts_finite_maximum(softmax: Softmax, keys: tuple[Letter, ...]) -> bool:
+    """Return True if a finite number is subtracted from logits that are all -inf.
+
+    Refuse programs that subtract something else than the maximum from other logits.
+    """
+    is_finite = None
+    if softmax.fraction is not None:
+        exponential = exponent(softmax.fraction[0])
+        assert exponential is not None
+        _, shifts = _shifts(exponential[0], keys)
+        if len(shifts) == 1:
+            is_finite = subtracts_maximum(shifts[0][0], softmax.logits, keys)
+    if is_finite is None:
+        raise NoMatch(GUARDED_SUM)
+    return is_finite
 
 
 def _with_column(
@@ -367,7 +460,11 @@ def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Ele
                 total = reciprocal(factors[0]) if name == "mul" and factors else None
             if total is None:
                 break
-            if shown_in_sum(total, chain(*terms), keys) == ():
+            guarded = guarded_sum(total)
+            if shown_in_sum(guarded or total, chain(*terms), keys) == ():
+                if guarded is not None:
+                    softmax = dataclasses.replace(softmax, fraction=(chain(*terms)[-1], guarded))
+                    softmax = _with_guarded_sum(softmax, keys)
                 return (output, index), softmax
             if softmax.sink is None:
                 with_sink = _with_added_sink(terms, total, keys, softmax.outside)

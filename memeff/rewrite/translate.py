@@ -136,8 +136,9 @@ class _Translation:
         sink = self._sink()
         if empty_rows is None and may_be_empty and sink is None:
             empty_rows = NAN  # of a bias or a score that is -inf for all visible keys
-        nan_is_zero = match.softmax.outside.nan_is_zero
-        if empty_rows == ZERO or empty_rows == NAN and nan_is_zero:
+        outside = match.softmax.outside
+        nan_is_zero = outside.nan_is_zero
+        if empty_rows == ZERO or empty_rows == NAN and (nan_is_zero or outside.empty_is_zero):
             empty_rows = None
         return Recipe(
             queries=queries,

@@ -1,0 +1,214 @@
+"""Recognise how a program asks its own numbers whether a row sees a key.
+
+All logits of a row that sees no key may be -inf. A program that tests this, as PyTorch's
+`_safe_softmax` does, sets the probabilities of such a row to 0 afterwards. Or it replaces the sum
+of its exponentials, which is 0 if the maximum that is subtracted is finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from memeff.rewrite.axes import (
+    ELEMENTWISE,
+    Element,
+    Letter,
+    chain,
+    count_positions,
+    expand_all,
+    known_number,
+    maker_of,
+    operands_of,
+)
+from memeff.rewrite.graph import first_equal
+from memeff.rewrite.numbers import compute
+
+_TESTS: dict[str, Callable[..., Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+    "abs": abs,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+    "is_finite": np.isfinite,
+}
+HIDDEN_VISIBLE_NAN = (-math.inf, 0.0, math.nan)  # samples of a logit
+ZERO_MORE_NAN = (0.0, 1.0, math.nan)  # samples of a sum of exponentials
+MOST_EQUATIONS = 24  # between a maximum and what is subtracted
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """A test of one element: what it gives for each sample."""
+
+    tested: Element
+    results: tuple[Any, ...]
+
+
+def sees_no_key(
+    rows: Element, logits: Element, keys: tuple[Letter, ...]
+) -> tuple[bool, bool] | None:
+    """Return what a condition of rows gives if all logits are -inf, and if one of them is NaN.
+
+    Return None if that is not its only question: it must be the opposite for all other rows.
+    """
+    value, index = chain(*rows)[-1]
+    if value.op == "not":
+        inner = sees_no_key(operands_of(value, index)[0], logits, keys)
+        return None if inner is None else (not inner[0], not inner[1])
+    if value.op in ("reduce_or", "reduce_and"):
+        test = _test_of(_over_keys((value, index), keys), HIDDEN_VISIBLE_NAN, math.inf)
+        if test is None or not _is_same(test.tested, logits):
+            return None
+        hidden, visible, nan = test.results
+        if hidden == visible or visible != nan or hidden != (value.op == "reduce_and"):
+            return None  # NaN is visible, because only some logits of a row may be NaN
+        return hidden, visible
+    test = _test_of((value, index), HIDDEN_VISIBLE_NAN, math.inf)
+    if test is None or not is_maximum(test.tested, logits, keys):
+        return None
+    hidden, visible, nan = test.results
+    return None if hidden == visible else (hidden, nan)
+
+
+def sum_is_zero(rows: Element, total: Element) -> tuple[bool, bool] | None:
+    """Return what a condition of rows gives if a sum is 0, and if it is NaN.
+
+    Return None if it is no such condition, and the opposite for a sum above 0.
+    """
+    test = _test_of(rows, ZERO_MORE_NAN, 0.0)
+    if test is None or not _is_same(test.tested, total):
+        return None
+    zero, more, nan = test.results
+    return None if zero == more else (zero, nan)
+
+
+def guarded_sum(total: Element) -> Element | None:
+    """Return x of `x > 0 ? x : number`, if the number is not 0, or of max(x, number below 1).
+
+    Return None for other elements. x is the sum of exponentials of which the largest is 1.
+    """
+    value, index = chain(*total)[-1]
+    if value.op == "max":
+        for x, other in itertools.permutations(operands_of(value, index)):
+            number = known_number(other[0])
+            if number is not None and 0 < number < 1:
+                return x
+    if value.op != "select_n":
+        return None
+    which, *cases = operands_of(value, index)
+    test = _test_of(which, ZERO_MORE_NAN, 0.0)
+    if test is None or len(cases) != 2 or test.results[0] == test.results[1]:
+        return None
+    of_empty, of_others = (chain(*cases[int(x)])[-1] for x in test.results[:2])
+    number = known_number(of_empty[0])
+    is_number = number is not None and math.isfinite(number) and number != 0
+    return of_others if is_number and _is_same(of_others, test.tested) else None
+
+
+def subtracts_maximum(shift: Element, logits: Element, keys: tuple[Letter, ...]) -> bool | None:
+    """Return True for the maximum of the logits, with a finite number in the place of -inf.
+
+    Return False for the maximum as it is, and None for all else.
+    """
+    of_empty, *of_others = (
+        _with_maximum(shift, logits, keys, x) for x in (-math.inf, -1e30, -1e9, 0.0, 1e9)
+    )
+    if of_empty is None or of_others != [-1e30, -1e9, 0.0, 1e9]:
+        return None
+    return math.isfinite(of_empty)
+
+
+def is_maximum(element: Element, logits: Element, keys: tuple[Letter, ...]) -> bool:
+    """Return True for the maximum of logits over the keys."""
+    value, index = chain(*element)[-1]
+    while value.op == "max" and known_number(maker_of(value).inputs[0]) == -math.inf:
+        value, index = chain(*operands_of(value, index)[1])[-1]
+    return value.op == "reduce_max" and _is_same(_over_keys((value, index), keys), logits)
+
+
+def _with_maximum(
+    element: Element, logits: Element, keys: tuple[Letter, ...], number: float, depth: int = 0
+) -> Any:
+    """Return an element as a number where the maximum of the logits is `number`."""
+    value, index = chain(*element)[-1]
+    if is_maximum((value, index), logits, keys):
+        return np.asarray(number, value.dtype)[()]
+    known = known_number(value)
+    if known is not None:
+        return known
+    if value.maker is None or value.op not in ELEMENTWISE or depth > MOST_EQUATIONS:
+        return None
+    inputs = [_with_maximum(x, logits, keys, number, depth + 1) for x in operands_of(value, index)]
+    return None if any(x is None for x in inputs) else compute(maker_of(value).eqn, inputs)
+
+
+def _over_keys(reduction: Element, keys: tuple[Letter, ...]) -> Element | None:
+    """Return the element that a reduction over the keys reduces; None for other axes."""
+    value, index = reduction
+    equation = maker_of(value)
+    axes = equation.params["axes"]
+    summed = equation.inputs[0]
+    sizes = [summed.shape[d] for d in axes]
+    dims = [keys] if len(axes) == 1 else [(x,) for x in keys]
+    if sizes != [count_positions(x) for x in dims]:
+        return None
+    rest = iter(index)
+    whole = [dims[axes.index(d)] if d in axes else next(rest) for d in range(len(summed.shape))]
+    return summed, tuple(whole)
+
+
+def _test_of(element: Element | None, samples: Sequence[float], bound: float) -> Test | None:
+    """Return a test whose numbers are `bound` or its negative, and what it gives for samples."""
+    if element is None:
+        return None
+    value, index = chain(*element)[-1]
+    if value.op not in _TESTS:
+        return Test((value, index), tuple(samples))
+    tested = None
+    arguments = []
+    for x in operands_of(value, index):
+        number = known_number(x[0])
+        if number is not None:
+            if abs(number) != bound:
+                return None
+            arguments.append([number] * len(samples))
+            continue
+        test = _test_of(x, samples, bound)
+        if test is None or tested is not None and not _is_same(test.tested, tested):
+            return None
+        tested = test.tested
+        arguments.append(test.results)
+    if tested is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        results = [_TESTS[value.op](*x) for x in zip(*arguments, strict=True)]
+    return Test(tested, tuple(results))
+
+
+def _is_same(first: Element | None, second: Element) -> bool:
+    """Return True for one element of one array, but for moves and casts that keep all numbers."""
+    if first is None:
+        return False
+    ends = []
+    for x in (first, second):
+        forms = chain(*x)
+        dtypes = [value.dtype for value, _ in reversed(forms)]
+        widened = [jnp.promote_types(a, b) == b for a, b in zip(dtypes, dtypes[1:], strict=False)]
+        if not all(widened):
+            return False
+        value, index = forms[-1]
+        ends.append((first_equal(value), expand_all(index)))
+    return ends[0] == ends[1]

@@ -1145,12 +1145,19 @@ def clamped_maximum(s):
     return jnp.where(total > 0, e / total, 0)
 
 
+def sum_of_visible_keys(s):
+    visible = jnp.tril(jnp.ones(s.shape, bool))
+    e = jnp.where(visible, jnp.exp(s - finite_maximum(s)), 0)
+    return e / jnp.maximum(e.sum(-1, keepdims=True), 1e-9)
+
+
 GUARDED = "perhaps not only in rows that see no key"
 USED = "the logits or probabilities are used by"
 OTHER_TESTS_OF_LOGITS = (
     (no_maximum, GUARDED),
     (maximum_of_all_rows, GUARDED),
     (clamped_maximum, GUARDED),
+    (sum_of_visible_keys, GUARDED),
     (lambda s: jnp.where((s == -jnp.inf).all(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
     (lambda s: jnp.where((s > -5).any(-1, keepdims=True), jax.nn.softmax(s), 0), USED),
     (lambda s: jnp.where((s > -jnp.inf).all(-1, keepdims=True), jax.nn.softmax(s), 0), USED),

@@ -524,7 +524,7 @@ def gradient_of_talking_heads(q, k, v, mask):
 
 LEFT = {
     sum_with_constant: OTHER_SUM,
-    sum_of_at_least: OTHER_SUM,
+    sum_of_at_least: "a small sum is replaced, and perhaps not only in rows that see no key",
     softmax_and_one: OTHER_SUM,
     sum_by_product: OTHER_SUM,
     column_of_ones: OTHER_SUM,

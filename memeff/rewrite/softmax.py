@@ -55,7 +55,7 @@ from memeff.rewrite.symbols import Formula
 NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
 NO_SOFTMAX = "no softmax"
-GUARDED_SUM = "a sum that is 0 is replaced, and perhaps not only in rows that see no key"
+GUARDED_SUM = "a small sum is replaced, and perhaps not only in rows that see no key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _of_quotient(
     total = guarded_sum(denominator)
     if total is not None:
         softmax = _of_quotient(numerator, total, keys, outside)
-        return None if softmax is None else _with_guarded_sum(softmax, keys)
+        return None if softmax is None else _with_guarded_sum(softmax, denominator, keys)
     forms = chain(*numerator)
     while is_zeroing(forms[-1][0]):
         try:
@@ -257,14 +257,15 @@ def _of_quotient(
     return dataclasses.replace(softmax, shown_in_sum=shown, fraction=fraction)
 
 
-def _with_guarded_sum(softmax: Softmax, keys: tuple[Letter, ...]) -> Softmax:
-    """Return a softmax whose sum is replaced if it is 0.
+def _with_guarded_sum(softmax: Softmax, guard: Element, keys: tuple[Letter, ...]) -> Softmax:
+    """Return a softmax whose sum is replaced if it is 0, or too small, as `guard` does.
 
-    A sum of 0 is one of a row that sees no key, because the maximum has an exponential of 1. If the
-    maximum of -inf is not replaced, the sum is NaN, and stays NaN.
+    Such a row sees no key, because the maximum has an exponential of 1, unless the maximum is that
+    of a hidden key. If the maximum of -inf is not replaced, the sum is NaN, and stays NaN.
     """
     is_finite = _subtracts_finite_maximum(softmax, keys)
-    if softmax.shown_in_sum and not is_finite:
+    may_be_small = not is_finite or chain(*guard)[-1][0].op == "max"
+    if softmax.shown_in_sum and may_be_small:
         raise NoMatch(GUARDED_SUM)
     outside = dataclasses.replace(
         softmax.outside, empty_is_zero=is_finite, sum_is_guarded=is_finite
@@ -464,7 +465,7 @@ def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Ele
             if shown_in_sum(guarded or total, chain(*terms), keys) == ():
                 if guarded is not None:
                     softmax = dataclasses.replace(softmax, fraction=(chain(*terms)[-1], guarded))
-                    softmax = _with_guarded_sum(softmax, keys)
+                    softmax = _with_guarded_sum(softmax, total, keys)
                 return (output, index), softmax
             if softmax.sink is None:
                 with_sink = _with_added_sink(terms, total, keys, softmax.outside)

@@ -698,51 +698,6 @@ def test_gradients_of_weights_are_added_up_in_one_place(name, one_device_only):
     assert size <= 5 * (2 * 4 * 256 * 512)
 
 
-# ---- weights in 16 bits
-
-
-def test_gradients_of_16_bit_weights_are_added_up_in_float32(one_device_only):
-    """With 63 chunks of 8 tokens and one of 5 they err at most 1.5 times as much as those of f(x).
-
-    Sums in 16 bits err about 3 times as much. A second derivative is such a sum, too.
-    """
-    _, calls = networks(16, 32)
-    arrays = (draw(16, 32) / 4, draw(32, 16, seed=1) / 6), draw(1, 509, 16, seed=2)
-    dy = draw(1, 509, 16, seed=3) + f32(0.2)
-
-    def plain(weights, x, c=None):
-        del c
-        return jnp.tanh(x @ weights[0]) @ weights[1]
-
-    def gradients(call, weights, x, dy):
-        return jax.grad(lambda weights: (call(weights, x, c=8) * dy).sum(dtype=f32))(weights)
-
-    def second(call, weights, x, dy):
-        def squares(weights):
-            return sum((dw.astype(f32) ** 2).sum() for dw in gradients(call, weights, x, dy))
-
-        return jax.grad(squares)(weights)
-
-    cases = [(gradients, call) for call in calls.values()]
-    cases.append((second, calls["function"]))
-
-    @jax.jit
-    def run(args):
-        wide = jax.tree.map(lambda x: x.astype(f32), args)
-        chunked = [derivative(call, *args) for derivative, call in cases]
-        whole = [derivative(plain, *args) for derivative, _ in cases]
-        exact = [derivative(plain, *wide) for derivative, _ in cases]
-        return chunked, whole, exact
-
-    def error(x, exact):
-        assert x.dtype == jnp.bfloat16
-        return np.sqrt(np.mean((np.float64(x) - np.float64(exact)) ** 2))
-
-    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (*arrays, dy))
-    for actual, whole, exact in zip(*map(jax.tree.leaves, run(args)), strict=True):
-        assert error(actual, exact) <= 1.5 * error(whole, exact)
-
-
 # ---- devices
 
 TOKENS = 64

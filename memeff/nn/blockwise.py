@@ -27,10 +27,9 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     A feed-forward network keeps its hidden activations, [*B, T, hidden], until the backward. With
     `blockwise` they exist for one chunk of tokens at a time, in the forward and in the gradient.
     The backward computes `f` again, as under `jax.checkpoint`. Inputs, outputs and their gradients
-    are held whole, and copied where there is more than one sequence.
-
-    Gradients of weights are added up in the dtype of the weights, and those of 16-bit weights in
-    float32. These are rounded at the end, and `f` itself rounds the part of each chunk.
+    are held whole, and copied where there is more than one sequence. Gradients of weights are added
+    up in the dtype of the weights. So keep weights in float32, and convert them inside `f`, as
+    modules of Flax with a `dtype` do: in 16 bits the sum is rounded for each chunk.
 
     The result equals f(x) up to rounding, because products of other sizes may add in another order.
     It works under jit, vmap, scan, remat and derivatives of every order.

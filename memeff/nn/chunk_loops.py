@@ -8,24 +8,19 @@ Each step computes f again in the backward. `numbers` [n] count the chunks, `fir
 Counts are NNX's counts of the random numbers that one chunk drew.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import errors, linen, nnx
-from flax.core.scope import Scope, subtract_filters
 from flax.core.tracers import current_trace
 from jax import Array, lax
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from memeff.autodiff import primitives
-from memeff.sharding import vary_like
+from memeff.sharding import varies, vary_like
 
 _TRANSFORMS_WRITE = (
     "nnx.jit and nnx.remat write all variables: use jax.jit and jax.checkpoint in f."
@@ -59,7 +54,7 @@ def make_loop(f: Callable[..., Any], first: Any) -> tuple[Loop, Callable[[Any], 
         return method(owner, *args, chunk, **kwargs)
 
     if isinstance(owner, linen.Module) and owner.scope is not None:
-        return _linen_loop(owner, owner.scope, run, first), _no_finish
+        return _linen_loop(owner, owner.scope.rng_counters, run, first), _no_finish
     if isinstance(owner, nnx.Module):
         return _nnx_loop(owner, run, first), functools.partial(nnx.update, owner)
     return _function_loop(functools.partial(run, owner)), _no_finish
@@ -67,19 +62,9 @@ def make_loop(f: Callable[..., Any], first: Any) -> tuple[Loop, Callable[[Any], 
 
 def _loop_of(call: Callable[[Any, Any], tuple[Any, Any]]) -> Loop:
     """Return the loop of a pure function: (number, chunk) to (results, counts)."""
-    widen = _once(_widen)
 
     def loop(numbers, chunks, prevent_cse):
-        types = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], (numbers, chunks)))
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*types)
-        structure = jax.tree.structure(shapes)
-        weights = [widen(x) for x in jaxpr.consts]  # the arrays that f closes over
-
-        def call_narrow(*numbered_chunk):
-            f = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, _narrow(weights)))
-            return jax.tree.unflatten(structure, f(*jax.tree.leaves(numbered_chunk)))
-
-        recomputed = _recompute(jax.checkpoint, call_narrow, prevent_cse)
+        recomputed = _recompute(jax.checkpoint, call, prevent_cse)
 
         def step(carry, numbered_chunk):
             return carry, recomputed(*numbered_chunk)
@@ -115,75 +100,6 @@ def _vary_floats(tree: Any, like: Any) -> Any:
         return vary_like(leaf, like) if is_float else leaf
 
     return jax.tree.map(cast, tree)
-
-
-# ---- weights in 16 bits
-
-
-class _Weight(NamedTuple):
-    """A weight in 16 bits, and a float32 copy of it, which carries the derivatives.
-
-    No step reads the numbers of the copy, so XLA removes it.
-    """
-
-    weight: Array
-    wide: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _DifferentiateWide:
-    """The weight of a `_Weight`, whose derivative is that of the copy.
-
-    It is a primitive, because `jax.custom_jvp` loses its rule in a scan.
-    """
-
-    def __call__(self, weight: Array, wide: Array) -> Array:
-        del wide
-        return weight
-
-    def jvp(self, primals, tangents):
-        """Return the weight, and the tangent of the copy in 16 bits."""
-        return primitives.call(self, *primals), tangents[1].astype(primals[0].dtype)
-
-    def transposed(self, args, cotangents):
-        """Return the cotangent of the copy."""
-        del args
-        return [cotangents[0].astype(jnp.float32)]
-
-
-def _widen(x: Any) -> Any:
-    """Return the `_Weight` of a traced array of 16-bit floats, outside of the loop.
-
-    The loop then adds up its gradient in float32. Other values stay as they are.
-    """
-    is_float = isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
-    if not is_float or x.dtype.itemsize >= 4:
-        return x
-    return _Weight(x, x.astype(jnp.float32))
-
-
-def _narrow(tree: Any) -> Any:
-    """Return a tree with each `_Weight` as an array in 16 bits, inside of the loop."""
-
-    def narrow(x):
-        return primitives.call(_DifferentiateWide(), *x) if isinstance(x, _Weight) else x
-
-    return jax.tree.map(narrow, tree, is_leaf=lambda x: isinstance(x, _Weight))
-
-
-def _once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that is computed once for each array.
-
-    Whole chunks and the tokens that remain then add up their gradients in one float32 array.
-    """
-    results: dict[int, tuple[Any, Any]] = {}
-
-    def once(x):
-        if id(x) not in results:
-            results[id(x)] = x, function(x)  # x is kept, and with it its id
-        return results[id(x)][1]
-
-    return once
 
 
 # ---- functions
@@ -223,25 +139,26 @@ def _function_loop(run: Callable[[Any], Any]) -> Loop:
 # ---- Linen
 
 
-def _linen_loop(module: linen.Module, scope: Scope, run: Callable[..., Any], first: Any) -> Loop:
-    """Return the loop of a bound module of Linen; in `init` make its variables first."""
-    counters = scope.rng_counters  # of the random numbers that the module has drawn, by stream
+def _linen_loop(
+    module: linen.Module, counters: dict[str, Any], run: Callable[..., Any], first: Any
+) -> Loop:
+    """Return the loop of a bound module of Linen; in `init` make its variables first.
+
+    `counters` count the random numbers that the module has drawn, by stream.
+    """
     if module.is_initializing():
         run(module, first)
     before = dict(counters)
-    # Variables that may be written are not mapped, so that a write is refused below.
-    fixed = subtract_filters(True, subtract_filters(scope.mutable, "params"))
-    widen = _once(lambda x: _widen(_vary_floats(x, first)))
 
     def step(module, carry, numbered_chunk):
         return carry, run(module, numbered_chunk[1])
 
     def loop(numbers, chunks, prevent_cse):
-        lifted = linen.map_variables(step, fixed, trans_in_fn=_narrow)
-        lifted = _recompute(linen.remat, lifted, prevent_cse)
+        lifted = _recompute(linen.remat, step, prevent_cse)
         lifted = linen.scan(lifted, variable_broadcast=True, split_rngs={True: True})
-        widen_all = functools.partial(jax.tree.map, widen)
-        lifted = linen.map_variables(lifted, fixed, trans_in_fn=widen_all)
+        if varies(first):
+            cast = functools.partial(_vary_floats, like=first)
+            lifted = linen.map_variables(lifted, True, trans_in_fn=cast)
         try:
             results = lifted(module, None, (numbers, chunks))[1]
         except ValueError as e:

@@ -7,8 +7,7 @@ keep their meaning:
 - All masks replace hidden logits by the same number, so that such a row of the program gives the
   mean of all values, or NaN if that number is -inf. memeff then puts the same into these rows.
   (Where the program makes 0 of NaN, or sets rows to 0 whose logits are all -inf, they are 0, as in
-  memeff. This does not hold beside dropout,
-  because such a row then is the mean of some values.)
+  memeff. This does not hold beside dropout, because such a row then is the mean of some values.)
 
 Otherwise two forms are compiled: masks are named for calls in which every row sees a key, and a
 call in which some row does not computes all logits as numbers. The same is done if a mask is

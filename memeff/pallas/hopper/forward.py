@@ -10,7 +10,7 @@ queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by
   So nothing is rescaled, o stays in one accumulator, and q_i k_{j+1}' runs beside tile j's exp2:
   (5) p = 2^(s - m);  l = l + rowsum p;  o = o + p v_j
   At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
-A row fails if its l exceeds 2^120 in (5), because a later logit exceeds m by as many bits, if its o
+A row fails if its l exceeds 2^100 in (5), because a later logit exceeds m by as many bits, if its o
 is not finite, or if its m is -inf before (5). Its tile is then done again at the end of the thread
 block, with NaN and Inf removed where nobody sees them: once more as before if an o is not finite,
 and by (1) to (4) alone if a row fails again or its m was too small. Rows that did not fail keep

@@ -55,7 +55,8 @@ from memeff.problem import Problem
 from memeff.softmax import LSE_OF_EMPTY_ROW
 
 HEADROOM = 20.0  # bits above the largest logit, for the sums of S <= 2^20 of the largest values
-# A row whose l exceeds it in (5) is done again. Beside a sink 126 bits above m, l counts as 0.
+# A row whose l exceeds this in (5) is done again. Keys count as 0 beside a sink 126 bits above m,
+# which is right as long as l is far below 2^126.
 LARGEST_SUM = 2.0**100
 # How a row failed, from which the next round of its tile follows:
 MAX_FAILED = 1.0  # its m was too small, or none of its logits

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,19 +30,7 @@ from memeff.rewrite.axes import (
 from memeff.rewrite.graph import first_equal
 from memeff.rewrite.numbers import compute
 
-_TESTS: dict[str, Callable[..., Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "ge": operator.ge,
-    "gt": operator.gt,
-    "le": operator.le,
-    "lt": operator.lt,
-    "abs": abs,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-    "is_finite": np.isfinite,
-}
+_TESTS = frozenset("eq ne ge gt le lt abs and or not is_finite".split())
 HIDDEN_VISIBLE_NAN = (-math.inf, 0.0, math.nan)  # samples of a logit
 ZERO_MORE_NAN = (0.0, 1.0, math.nan)  # samples of a sum of exponentials
 MOST_EQUATIONS = 24  # between a maximum and what is subtracted
@@ -176,7 +163,9 @@ def _test_of(element: Element | None, samples: Sequence[float], bound: float) ->
         return None
     value, index = chain(*element)[-1]
     if value.op not in _TESTS:
-        return Test((value, index), tuple(samples))
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return None
+        return Test((value, index), tuple(np.asarray(x, value.dtype)[()] for x in samples))
     tested = None
     arguments = []
     for x in operands_of(value, index):
@@ -193,8 +182,8 @@ def _test_of(element: Element | None, samples: Sequence[float], bound: float) ->
         arguments.append(test.results)
     if tested is None:
         return None
-    with np.errstate(invalid="ignore"):
-        results = [_TESTS[value.op](*x) for x in zip(*arguments, strict=True)]
+    equation = maker_of(value).eqn
+    results = [compute(equation, list(x)) for x in zip(*arguments, strict=True)]
     return Test(tested, tuple(results))
 
 

@@ -56,7 +56,10 @@ class Settings(Config):
     batch: Annotated[int, "rows in a step"] = 1
     accumulate: Annotated[int, "parts of a step's rows that are computed one after the other"] = 1
     steps: Annotated[int, "steps of the whole run"] = 200
-    learning_rate: Annotated[float, "the highest of the schedule"] = 3e-3
+    learning_rate: Annotated[
+        float | None,
+        "the highest of the schedule (default: 0.003, or 0.384 / width if that is less)",
+    ] = None
     warmup: Annotated[
         int, "steps in which the rate rises from 0; then a cosine down to a tenth"
     ] = 20
@@ -77,9 +80,10 @@ class Settings(Config):
             raise Refused(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}.")
         if not 0 <= self.warmup < self.steps:
             raise Refused(f"warmup={self.warmup} must be >= 0 and less than steps={self.steps}.")
-        for name in ("learning_rate", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise Refused(f"{name}={getattr(self, name)}: it must be >= 0 and finite.")
+        rates = {"learning_rate": self.highest_rate, "weight_decay": self.weight_decay}
+        for name, rate in rates.items():
+            if not 0 <= rate < math.inf:
+                raise Refused(f"{name}={rate}: it must be >= 0 and finite.")
         if not self.clip > 0:
             raise Refused(f"clip={self.clip}: it must be above 0; inf clips nothing.")
         if self.minutes is not None and not self.minutes >= 0:
@@ -97,6 +101,13 @@ class Settings(Config):
                 f"context={self.context} must be a multiple of {parts}, so that devices={self.devices} share a row "
                 f"(layout={layout})."
             )
+
+    @property
+    def highest_rate(self) -> float:
+        """Return the highest learning rate. AdamW moves each weight by about that, so wider sums bear less of it."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return min(0.003, 0.384 / self.width)
 
 
 # What may differ between a run and its resumption: none of it changes what is computed.
@@ -174,7 +185,7 @@ def train_on_devices(settings: Settings) -> bool:
 
 
 def make_optimiser(settings: Settings) -> optax.GradientTransformation:
-    peak = settings.learning_rate
+    peak = settings.highest_rate
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak, settings.warmup, settings.steps, 0.1 * peak
     )

@@ -151,6 +151,12 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 # ---- text
 
 
+def test_a_wide_model_learns_at_a_lower_rate_by_default():
+    assert Settings().highest_rate == Settings(width=64).highest_rate == 0.003
+    assert math.isclose(Settings(width=1024).highest_rate, 0.003 / 8)
+    assert Settings(width=1024, learning_rate=0.5).highest_rate == 0.5
+
+
 def test_rows_are_the_documents_end_to_end(tmp_path):
     """Compare rows with the stream: byte 0 and a file, byte 0 and the next file, and so on.
 

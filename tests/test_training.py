@@ -140,7 +140,13 @@ def test_optimiser_heeds_each_setting():
         return update
 
     usual = third_update()
-    for changed in ({"learning_rate": 1e-2}, {"warmup": 5}, {"clip": 9.0}, {"weight_decay": 0.5}):
+    for changed in (
+        {"learning_rate": 1e-2},
+        {"width": 256},
+        {"warmup": 5},
+        {"clip": 9.0},
+        {"weight_decay": 0.5},
+    ):
         kernel = third_update(**changed)["kernel"]
         assert not np.allclose(kernel, usual["kernel"], rtol=1e-3), changed
     few_steps = third_update(steps=3, warmup=1)["kernel"]
